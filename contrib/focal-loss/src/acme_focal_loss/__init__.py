@@ -1,0 +1,1 @@
+"""Focal cross-entropy for skyrl-engine, published the way an outsider would."""

@@ -1,0 +1,1 @@
+"""Collators for skyrl-engine: padded."""

@@ -1,0 +1,1 @@
+"""Loss functions for skyrl-engine: cross_entropy."""

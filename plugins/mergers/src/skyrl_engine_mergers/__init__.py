@@ -1,0 +1,1 @@
+"""Output mergers for skyrl-engine: ordered."""

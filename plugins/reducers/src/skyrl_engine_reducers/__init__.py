@@ -1,0 +1,1 @@
+"""Loss reducers for skyrl-engine: sum, token_mean."""

@@ -1,0 +1,1 @@
+"""Configuration: sources, structure, origins, reports."""

@@ -1,0 +1,141 @@
+"""Backend: a model on this rank that can score, learn, save. It owes one promise: gradients are SUMS.
+
+After any number of `forward_backward` calls, the gradient seen by `optim_step` equals the sum over all ranks, micro-batches and calls.
+The import of this file needs no torch.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from attrs import field, frozen
+from attrs.validators import ge, gt, in_
+
+from skyrl_engine.contracts.outputs import RankOutput
+from skyrl_engine.contracts.ragged import IntArray
+from skyrl_engine.contracts.topology import RankCoords, Topology
+
+if TYPE_CHECKING:
+    import torch
+
+Capability = Literal["padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", "lora"]
+ComputeDtype = Literal["float64", "float32", "bfloat16"]
+
+
+@frozen
+class BackendDescription:
+    """What the controller knows of a backend before torch is imported: how ranks are laid out, and what it declares to support."""
+
+    topology: Topology
+    capabilities: frozenset[Capability]
+
+
+@frozen
+class RankEnvironment:
+    """One process of the world, its device ("cpu", "cuda:3") and the run's seed. The process group is already initialised."""
+
+    rank: int
+    world_size: int
+    device: str
+    seed: int
+
+
+@frozen
+class ModelSpec:
+    """Which model to train. `path` is a local Hugging Face directory or a hub id; `dtype` the compute precision (weights stay float32)."""
+
+    path: str
+    revision: str | None = None
+    dtype: ComputeDtype = field(default="float32", validator=in_(("float64", "float32", "bfloat16")))
+    activation_checkpointing: bool = False
+    trust_remote_code: bool = False
+    logits_per_chunk: int = field(default=2**22, validator=ge(1))
+
+
+@frozen
+class OptimizerSpec:
+    """AdamW and its learning-rate schedule over `total_steps` optimizer steps. `max_grad_norm` None: never clip, still report the norm."""
+
+    learning_rate: float = field(default=1e-5, validator=gt(0))
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = field(default=1e-8, validator=gt(0))
+    weight_decay: float = field(default=0.0, validator=ge(0))
+    max_grad_norm: float | None = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = field(default="constant", validator=in_(("constant", "linear", "cosine")))
+    warmup_steps: int = field(default=0, validator=ge(0))
+    total_steps: int = field(default=1, validator=ge(1))
+
+
+@frozen(eq=False)
+class MicroBatch:
+    """What a backend scores in one pass: model inputs, and which n positions to score against which labels.
+
+    `inputs` are CPU tensors for the model ([rows, width], ...); `positions` int64[n] are flat places row * width + column in them, each one
+    before the token it scores; `labels` int64[n] the token ids scored there; `sequence_lengths` the true lengths per row. Scores come back in
+    the order of `positions`. `samples` is the engine's own, opaque to a backend.
+    """
+
+    inputs: Mapping[str, "torch.Tensor"]
+    positions: "torch.Tensor"
+    labels: "torch.Tensor"
+    sequence_lengths: tuple[IntArray, ...]
+    samples: Any
+
+
+class RankBatch(Protocol):
+    """This rank's micro-batches of one mini-batch, each built when it is reached; every rank has equally many."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[MicroBatch]: ...
+
+
+class Objective(Protocol):
+    """Engine code that turns scores into the scalar to differentiate, and collects outputs. `needs` names the model scores it reads."""
+
+    needs: frozenset[str]
+    temperature: float
+
+    def __call__(self, scores: Mapping[str, "torch.Tensor"], micro_batch: MicroBatch) -> "tuple[torch.Tensor, RankOutput]":
+        """`scores[need]` are [n] tensors, differentiable, on any device. Returns the micro-batch's part of the objective and its outputs."""
+
+
+@frozen
+class OptimStep:
+    """What one optimizer step reports: the norm of the summed gradient before clipping, and the learning rate that was applied."""
+
+    grad_norm: float
+    learning_rate: float
+
+
+class Backend(Protocol):
+    """What `skyrl_engine_make_backend` returns. Methods are called on every rank in the same order."""
+
+    coords: RankCoords
+
+    def setup(self, model: ModelSpec, optimizer: OptimizerSpec | None, environment: RankEnvironment) -> None:
+        """Load the model onto this rank and make it trainable (`optimizer` None: scoring only). Raises ModelError."""
+
+    def forward(self, batch: RankBatch, objective: Objective, *, per_token_outputs: bool = True) -> RankOutput:
+        """Score without gradients, in evaluation mode."""
+
+    def forward_backward(self, batch: RankBatch, objective: Objective, *, per_token_outputs: bool = True) -> RankOutput:
+        """Score, differentiate and accumulate; the gate changes only whether per-token outputs are built."""
+
+    def optim_step(self) -> OptimStep:
+        """Clip, step, advance the schedule, clear the gradients."""
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's part of the training state (weights, optimizer, schedule, random states) into an existing directory."""
+
+    def load(self, directory: Path) -> None:
+        """Restore exactly what `save` wrote."""
+
+    def export(self, directory: Path) -> None:
+        """Write the weights as a Hugging Face directory (rank 0 writes; every rank takes part)."""
+
+    def weights(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Full weights under their Hugging Face names, one at a time, on CPU; every rank iterates."""
+
+    def close(self) -> None:
+        """Free the model. The process group is not the backend's."""

@@ -1,0 +1,73 @@
+"""Collator: plan rows from lengths, build dense tensors for some rows. The import of this file needs no torch."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from attrs import frozen
+
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
+from skyrl_engine.contracts.ragged import IntArray
+
+if TYPE_CHECKING:
+    import torch
+
+MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "images", "expert_routes")
+"""Fields the engine asks `build` for while training: what the model eats, no dense action-axis field."""
+
+
+@frozen(eq=False)
+class GatherIndex:
+    """Where the model scores each action token. All int64[n], one entry per action token that has a predecessor.
+
+    Entry k says: action token `actions[k]` (its place on the flat action axis of the micro-batch's samples, in the plan's order) is
+    predicted at row `rows[k]`, column `columns[k]`, one before the token itself. It never points at padding or before column 0; the
+    first token of a sample has no entry.
+    """
+
+    actions: IntArray
+    rows: IntArray
+    columns: IntArray
+
+
+@frozen(eq=False)
+class DenseBatch:
+    """Dense tensors of some rows. `fields` are C-contiguous CPU tensors by name, `sequence_lengths` the true lengths per row (int64)."""
+
+    fields: Mapping[str, "torch.Tensor"]
+    gather: GatherIndex
+    sequence_lengths: tuple[IntArray, ...]
+
+    def __getitem__(self, name: str) -> "torch.Tensor":
+        return self.fields[name]
+
+
+class Buffers(Protocol):
+    """Memory to build into, so that a loop does not allocate; what `build` returns aliases it until the next build with it."""
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> object:
+        """A C-contiguous, uninitialised NumPy array of this shape and dtype."""
+
+
+class Collator(Protocol):
+    """What `skyrl_engine_make_collator` returns."""
+
+    def plan(self, lengths: SampleLengths, layout: Layout) -> BatchPlan:
+        """Decide mini-batches, ranks, micro-batches and rows from lengths alone; no torch. Every sample is planned exactly once.
+
+        Mini-batches never cut a group, micro-batches never cut a unit, and all ranks of a mini-batch get equally many micro-batches.
+        Raises DataError for a sample that fits nowhere, UnsupportedError for a layout the collator cannot make.
+        """
+
+    def build(
+        self,
+        columns: SampleColumns,
+        micro_batch: MicroBatchPlan,
+        *,
+        fields: Sequence[str] | None = None,
+        out: Buffers | None = None,
+    ) -> DenseBatch:
+        """Dense tensors for these rows: the named `fields` (absent ones stay absent), or every field there is when None."""
+
+    def collate(self, columns: SampleColumns) -> DenseBatch:
+        """`plan` and `build` with one rank, one micro-batch and every field."""

@@ -1,0 +1,228 @@
+"""Samples as columns: flat NumPy values and offsets, validated once, never lists of Python ints.
+
+N samples; sample i has T_i tokens of which the last A_i are actions (response tokens); A = sum of A_i.
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from attrs import Factory, frozen
+
+from skyrl_engine.contracts.plan import SampleLengths
+from skyrl_engine.contracts.ragged import AnyArray, IntArray, Ragged, offsets_of, segment_indices
+from skyrl_engine.errors import DataError
+
+PerSample = TypeVar("PerSample", AnyArray, Ragged)
+
+
+@frozen(eq=False)
+class SampleColumns:
+    """A batch of samples at the source.
+
+    `input_ids` int32 or int64, flat over tokens, with `token_offsets` int64[N+1]; `loss_weight` uint8 (0/1) or float32 on the action axis,
+    with `action_offsets` int64[N+1]; `columns` float32[A] by name (rewards, advantages, old_logprobs, ... : an open set);
+    `sample_values` arrays [N] by name; `sample_ids`, `group_ids`, `unit_ids` int64[N] (samples of one unit stay in one micro-batch);
+    `extras` ragged per sample (images, expert routes).
+
+    Position 0 of a sample has no predecessor and is never scored: its loss weight is 0 from construction on, and
+    `unscored_first_tokens` counts the weights that were cleared for it. Build one with `create` or a `from_` constructor, which validate.
+    """
+
+    input_ids: AnyArray
+    token_offsets: IntArray
+    action_offsets: IntArray
+    loss_weight: AnyArray
+    columns: Mapping[str, npt.NDArray[np.float32]]
+    sample_values: Mapping[str, AnyArray]
+    sample_ids: IntArray
+    group_ids: IntArray
+    unit_ids: IntArray
+    extras: Mapping[str, Ragged] = Factory(dict)
+    unscored_first_tokens: int = 0
+
+    def __len__(self) -> int:
+        return len(self.token_offsets) - 1
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        input_ids: AnyArray,
+        token_offsets: IntArray,
+        action_offsets: IntArray,
+        loss_weight: AnyArray | None = None,
+        columns: Mapping[str, AnyArray] | None = None,
+        sample_values: Mapping[str, AnyArray] | None = None,
+        sample_ids: IntArray | None = None,
+        group_ids: IntArray | None = None,
+        unit_ids: IntArray | None = None,
+        extras: Mapping[str, Ragged] | None = None,
+    ) -> "SampleColumns":
+        """Validate flat arrays and make columns of them; arrays that already fit are not copied.
+
+        Ids default to 0..N-1 (every sample its own group and unit), loss weights to 1 on every action.
+        Raises DataError naming the first offending sample.
+        """
+        _check_offsets("token_offsets", token_offsets, len(input_ids))
+        count = len(token_offsets) - 1
+        if len(action_offsets) - 1 != count:
+            raise DataError(
+                f"action_offsets describe {len(action_offsets) - 1} samples, token_offsets {count}",
+                remedy="Give every sample both its tokens and its number of response tokens",
+            )
+        actions_total = int(action_offsets[-1])
+        _check_offsets("action_offsets", action_offsets, actions_total)
+        token_ids = _checked_token_ids(input_ids, token_offsets)
+        lengths, actions = np.diff(token_offsets), np.diff(action_offsets)
+        _refuse_first(lengths < 1, "sample {sample} has no token", "Drop empty samples before training")
+        _refuse_first(
+            actions > lengths,
+            "sample {sample} has more response tokens than tokens",
+            "Count only tokens that are in input_ids as response tokens",
+        )
+        weight = _checked_loss_weight(loss_weight, actions_total, action_offsets)
+        weight, cleared = _without_first_tokens(weight, lengths, actions, action_offsets)
+        own_ids = np.arange(count, dtype=np.int64)
+        ids = own_ids if sample_ids is None else _checked_ids("sample_ids", sample_ids, count)
+        _refuse_duplicates(ids)
+        return cls(
+            input_ids=token_ids,
+            token_offsets=token_offsets,
+            action_offsets=action_offsets,
+            loss_weight=weight,
+            columns={name: _checked_column(name, values, actions_total) for name, values in (columns or {}).items()},
+            sample_values={name: _per_sample(name, values, count) for name, values in (sample_values or {}).items()},
+            sample_ids=ids,
+            group_ids=own_ids if group_ids is None else _checked_ids("group_ids", group_ids, count),
+            unit_ids=own_ids if unit_ids is None else _checked_ids("unit_ids", unit_ids, count),
+            extras={name: _per_sample(name, values, count) for name, values in (extras or {}).items()},
+            unscored_first_tokens=cleared,
+        )
+
+    @property
+    def lengths(self) -> SampleLengths:
+        """What the planner sees."""
+        return SampleLengths(
+            np.diff(self.token_offsets), np.diff(self.action_offsets), self.sample_ids, self.group_ids, self.unit_ids
+        )
+
+    def take(self, samples: npt.ArrayLike) -> "SampleColumns":
+        """The chosen samples (positions) in the chosen order, copied; already valid, so not validated again."""
+        chosen = np.asarray(samples, dtype=np.int64)
+        tokens = segment_indices(self.token_offsets, chosen)
+        actions = segment_indices(self.action_offsets, chosen)
+        return SampleColumns(
+            input_ids=self.input_ids[tokens],
+            token_offsets=offsets_of(np.diff(self.token_offsets)[chosen]),
+            action_offsets=offsets_of(np.diff(self.action_offsets)[chosen]),
+            loss_weight=self.loss_weight[actions],
+            columns={name: values[actions] for name, values in self.columns.items()},
+            sample_values={name: values[chosen] for name, values in self.sample_values.items()},
+            sample_ids=self.sample_ids[chosen],
+            group_ids=self.group_ids[chosen],
+            unit_ids=self.unit_ids[chosen],
+            extras={name: ragged.take(chosen) for name, ragged in self.extras.items()},
+        )
+
+
+def _check_offsets(name: str, offsets: IntArray, total: int) -> None:
+    if offsets.dtype != np.int64 or offsets.ndim != 1 or len(offsets) < 1:
+        raise DataError(f"{name} must be int64[N+1], not {offsets.dtype}{list(offsets.shape)}", remedy="Pass int64 offsets")
+    if offsets[0] != 0 or offsets[-1] != total or (np.diff(offsets) < 0).any():
+        raise DataError(
+            f"{name} must rise from 0 to {total}, the number of values; it goes from {offsets[0]} to {offsets[-1]}",
+            remedy="Build offsets as the running sum of the samples' lengths",
+        )
+
+
+def _refuse_first(wrong: npt.NDArray[np.bool_], cause: str, remedy: str) -> None:
+    """Raise for the first sample marked wrong; `cause` may name it as {sample}."""
+    if wrong.any():
+        raise DataError(cause.format(sample=int(np.argmax(wrong))), remedy=remedy)
+
+
+def _checked_token_ids(input_ids: AnyArray, token_offsets: IntArray) -> AnyArray:
+    if input_ids.dtype not in (np.int32, np.int64):
+        raise DataError(
+            f"input_ids must be int32 or int64, not {input_ids.dtype}", remedy="Pass the tokenizer's integer ids unchanged"
+        )
+    negative = input_ids < 0
+    if negative.any():
+        place = int(np.argmax(negative))
+        sample = int(np.searchsorted(token_offsets, place, side="right")) - 1
+        raise DataError(
+            f"sample {sample} has the negative token id {int(input_ids[place])} at position {place - int(token_offsets[sample])}",
+            remedy="Pass real token ids; say what carries no loss with loss_weight, not with -100",
+        )
+    return np.ascontiguousarray(input_ids)
+
+
+def _checked_loss_weight(loss_weight: AnyArray | None, total: int, action_offsets: IntArray) -> AnyArray:
+    if loss_weight is None:
+        return np.ones(total, dtype=np.uint8)
+    if loss_weight.shape != (total,):
+        raise DataError(
+            f"loss_weight has shape {list(loss_weight.shape)} where the samples have {total} response tokens",
+            remedy="Give one weight per response token",
+        )
+    if loss_weight.dtype == np.bool_:
+        return loss_weight.astype(np.uint8)
+    if loss_weight.dtype not in (np.uint8, np.float32):
+        raise DataError(
+            f"loss_weight must be uint8 (0 and 1) or float32, not {loss_weight.dtype}", remedy="Cast the weights before the call"
+        )
+    wrong = loss_weight > 1 if loss_weight.dtype == np.uint8 else ~np.isfinite(loss_weight)
+    if wrong.any():
+        place = int(np.argmax(wrong))
+        sample = int(np.searchsorted(action_offsets, place, side="right")) - 1
+        raise DataError(
+            f"sample {sample} has the loss weight {loss_weight[place]} at response token {place - int(action_offsets[sample])}",
+            remedy="Use 0 and 1 as uint8, or finite numbers as float32",
+        )
+    return np.ascontiguousarray(loss_weight)
+
+
+def _without_first_tokens(
+    weight: AnyArray, lengths: IntArray, actions: IntArray, action_offsets: IntArray
+) -> tuple[AnyArray, int]:
+    """The weights with position 0 of every sample at 0, and how many were not 0 before."""
+    places = action_offsets[:-1][lengths == actions]  # the response starts at position 0
+    cleared = int(np.count_nonzero(weight[places]))
+    if cleared:
+        weight = weight.copy()
+        weight[places] = 0
+    return weight, cleared
+
+
+def _checked_ids(name: str, ids: AnyArray, count: int) -> IntArray:
+    if ids.shape != (count,) or not np.issubdtype(ids.dtype, np.integer):
+        raise DataError(f"{name} must be {count} integers, not {ids.dtype}{list(ids.shape)}", remedy="Give one id per sample")
+    if name == "sample_ids":
+        _refuse_first(ids < 0, "sample {sample} has a negative id; those mark padding", "Number samples from 0")
+    return ids.astype(np.int64, copy=False)
+
+
+def _refuse_duplicates(ids: IntArray) -> None:
+    values, counts = np.unique(ids, return_counts=True)
+    repeated = values[counts > 1]
+    if len(repeated):
+        raise DataError(f"sample ids occur more than once: {repeated[:5].tolist()}", remedy="Give every sample its own id")
+
+
+def _checked_column(name: str, values: AnyArray, total: int) -> npt.NDArray[np.float32]:
+    if values.shape != (total,):
+        raise DataError(
+            f"column {name!r} has shape {list(values.shape)} where the samples have {total} response tokens",
+            remedy="Give one value per response token",
+        )
+    if values.dtype != np.float32:
+        raise DataError(f"column {name!r} must be float32, not {values.dtype}", remedy="Cast it before the call")
+    return np.ascontiguousarray(values)
+
+
+def _per_sample(name: str, values: PerSample, count: int) -> PerSample:
+    if len(values) != count:
+        raise DataError(f"{name!r} has {len(values)} entries for {count} samples", remedy="Give one entry per sample")
+    return values

@@ -1,0 +1,159 @@
+"""What leaves a rank: flat per-token values keyed by sample id, and metrics that declare their own reduction. Nothing else."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from attrs import Factory, field, frozen
+from attrs.validators import in_
+
+from skyrl_engine.contracts.ragged import AnyArray, IntArray, Ragged, offsets_of
+from skyrl_engine.contracts.topology import RankCoords
+
+Reduction = Literal["sum", "mean", "min", "max"]
+PADDING_SAMPLE = -1
+
+
+@frozen
+class Metric:
+    """One number on its way to the report.
+
+    `reduction` says how parts combine. A mean travels as sum and `count` and is divided once, at the end; for the others `count` is unused.
+    """
+
+    reduction: Reduction = field(validator=in_(("sum", "mean", "min", "max")))
+    value: float
+    count: float = 1.0
+
+    @classmethod
+    def mean(cls, total: float, count: float) -> "Metric":
+        """A mean from its sum and the number of things summed."""
+        return cls("mean", float(total), float(count))
+
+    @classmethod
+    def sum(cls, value: float) -> "Metric":
+        return cls("sum", float(value))
+
+    @classmethod
+    def min(cls, value: float) -> "Metric":
+        return cls("min", float(value))
+
+    @classmethod
+    def max(cls, value: float) -> "Metric":
+        return cls("max", float(value))
+
+    @classmethod
+    def combine(cls, parts: Iterable["Metric"]) -> "Metric":
+        """All parts as one; they must declare the same reduction."""
+        metrics = list(parts)
+        reductions = {metric.reduction for metric in metrics}
+        if len(reductions) != 1:
+            raise ValueError(f"parts of one metric declare different reductions: {sorted(reductions)}")
+        (reduction,) = reductions
+        values = [metric.value for metric in metrics]
+        match reduction:
+            case "sum":
+                return cls("sum", sum(values))
+            case "mean":
+                return cls("mean", sum(values), sum(metric.count for metric in metrics))
+            case "min":
+                return cls("min", min(values))
+            case "max":
+                return cls("max", max(values))
+
+    @property
+    def result(self) -> float:
+        """The number to report; NaN for a mean over nothing."""
+        if self.reduction != "mean":
+            return self.value
+        return self.value / self.count if self.count else float("nan")
+
+
+def combine_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Metrics by name over several parts; a name may be missing from some of them."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: Metric.combine(part[name] for part in parts if name in part) for name in names}
+
+
+@frozen(eq=False)
+class RankOutput:
+    """Outputs of some samples on one rank.
+
+    `fields[name]` are float32 values, flat over scored tokens with one segment per sample (empty where the call was asked for no per-token
+    outputs). `scored` int32, with the same offsets, is each value's place on its sample's action axis; `action_lengths` int64[n] is that
+    axis' length. A sample id of -1 marks a padding sample.
+    """
+
+    sample_ids: IntArray
+    action_lengths: IntArray
+    scored: Ragged
+    fields: Mapping[str, Ragged] = Factory(dict)
+    metrics: Mapping[str, Metric] = Factory(dict)
+    coords: RankCoords = RankCoords()
+
+    @classmethod
+    def empty(cls, coords: RankCoords = RankCoords()) -> "RankOutput":
+        """No sample at all: what a rank without collected outputs returns."""
+        nothing = np.zeros(0, dtype=np.int64)
+        return cls(nothing, nothing, Ragged(np.zeros(0, dtype=np.int32), offsets_of([])), coords=coords)
+
+    @classmethod
+    def concat(cls, parts: Sequence["RankOutput"], coords: RankCoords = RankCoords()) -> "RankOutput":
+        """Micro-batches of one rank as one output, samples in the order given."""
+        if not parts:
+            return cls.empty(coords)
+        names = dict.fromkeys(name for part in parts for name in part.fields)
+        for part in parts:
+            missing = [name for name in names if name not in part.fields and len(part.sample_ids)]
+            assert not missing, f"outputs {missing} are missing from some micro-batches"
+        filled = [part for part in parts if len(part.sample_ids)] or [parts[0]]
+        return cls(
+            sample_ids=np.concatenate([part.sample_ids for part in parts]),
+            action_lengths=np.concatenate([part.action_lengths for part in parts]),
+            scored=Ragged.concat([part.scored for part in parts]),
+            fields={name: Ragged.concat([part.fields[name] for part in filled]) for name in names if name in filled[0].fields},
+            metrics=combine_metrics([part.metrics for part in parts]),
+            coords=coords,
+        )
+
+    def take(self, samples: npt.ArrayLike) -> "RankOutput":
+        """The chosen samples (positions, not ids) in the chosen order; metrics are kept as they are."""
+        chosen = np.asarray(samples, dtype=np.int64)
+        return RankOutput(
+            self.sample_ids[chosen],
+            self.action_lengths[chosen],
+            self.scored.take(chosen),
+            {name: ragged.take(chosen) for name, ragged in self.fields.items()},
+            self.metrics,
+            self.coords,
+        )
+
+
+@frozen(eq=False)
+class BatchOutput:
+    """Outputs of a whole batch in the caller's sample order. Arrays as in `RankOutput`; `metrics` are reduced over ranks."""
+
+    sample_ids: IntArray
+    action_lengths: IntArray
+    scored: Ragged
+    fields: Mapping[str, Ragged] = Factory(dict)
+    metrics: Mapping[str, Metric] = Factory(dict)
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def on_actions(self, name: str, fill: float = 0.0) -> Ragged:
+        """Field `name` expanded to the action axis, float32[A] with offsets over actions; unscored tokens hold `fill`."""
+        offsets = offsets_of(self.action_lengths)
+        values: AnyArray = np.full(offsets[-1], fill, dtype=np.float32)
+        places = np.repeat(offsets[:-1], self.scored.lengths) + self.scored.values
+        values[places] = self.fields[name].values
+        return Ragged(values, offsets)
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """One dict per sample with plain lists, for people; never used on the hot path."""
+        return [
+            {"sample_id": int(sample_id), **{name: ragged[i].tolist() for name, ragged in self.fields.items()}}
+            for i, sample_id in enumerate(self.sample_ids)
+        ]

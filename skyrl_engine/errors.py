@@ -1,0 +1,134 @@
+"""One hierarchy of errors: every error says what happened, where, and what to do next, and knows its exit code.
+
+An error prints as details first (where several things are wrong, one line each) and ends in one line holding cause and remedy.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from attrs import frozen
+
+
+class EngineError(Exception):
+    """Base of everything the engine raises for what a user, a plugin or the machine did.
+
+    `cause` is one sentence without a final stop, `remedy` is the one action that helps, `details` are further lines.
+    """
+
+    exit_code: ClassVar[int] = 4
+
+    def __init__(self, cause: str, *, remedy: str, details: Sequence[str] = ()) -> None:
+        self.cause = cause
+        self.remedy = remedy
+        self.details = tuple(details)
+        super().__init__(cause, remedy, self.details)
+
+    def __str__(self) -> str:
+        return "\n".join([*self.details, self.summary])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Rebuild from the state alone: errors travel between processes, and subclasses take other constructor arguments."""
+        return (_rebuild, (type(self), self.__dict__.copy(), self.args))
+
+    @property
+    def summary(self) -> str:
+        """Cause and remedy on one line."""
+        return f"{self.cause}. {self.remedy}"
+
+
+def _rebuild(kind: type[EngineError], state: dict[str, object], arguments: tuple[object, ...]) -> EngineError:
+    error = kind.__new__(kind, *arguments)
+    error.args = arguments
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(EngineError):
+    """The command line or the configuration cannot be used. `problems` holds every mistake found, not only the first."""
+
+    exit_code = 2
+
+    def __init__(self, problems: "Sequence[Problem]") -> None:
+        self.problems = tuple(problems)
+        assert self.problems, "a ConfigError without a problem"
+        first = self.problems[0]
+        if len(self.problems) == 1:
+            super().__init__(f"{first.where}: {first.cause}", remedy=first.remedy)
+        else:
+            super().__init__(
+                f"the configuration has {len(self.problems)} mistakes",
+                remedy="Correct each line above",
+                details=[str(problem) for problem in self.problems],
+            )
+
+
+@frozen
+class Problem:
+    """One mistake in a configuration: `where` names file (or command line) and key."""
+
+    where: str
+    cause: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.cause}. {self.remedy}"
+
+
+class UnsupportedError(EngineError):
+    """A combination that a backend, a model or a plugin does not support, refused while planning; names what is missing."""
+
+    exit_code = 2
+
+
+class PluginError(EngineError):
+    """A plugin that was asked for cannot be used."""
+
+    exit_code = 3
+
+
+class PluginNotFoundError(PluginError):
+    """No installed distribution offers the requested plugin."""
+
+
+class PluginAmbiguousError(PluginError):
+    """Several distributions claim one bare name and nothing pins one of them."""
+
+
+class PluginBlockedError(PluginError):
+    """The requested plugin is blocked by the configuration."""
+
+
+class PluginIncompatibleError(PluginError):
+    """The plugin's metadata excludes this engine, or a runtime requirement is missing or out of range."""
+
+
+class PluginBrokenError(PluginError):
+    """Importing, registering or building the plugin failed."""
+
+
+class ContractError(PluginError):
+    """A plugin returned something that its contract does not allow."""
+
+
+class DataError(EngineError):
+    """A dataset, a sample or a column is not what it must be; names the sample and the field."""
+
+
+class ModelError(EngineError):
+    """A model or tokenizer cannot be loaded, trained or exported."""
+
+
+class WorkerError(EngineError):
+    """A rank failed or died. `rank` is its number in the world."""
+
+    def __init__(self, cause: str, *, rank: int, remedy: str, details: Sequence[str] = ()) -> None:
+        self.rank = rank
+        super().__init__(cause, remedy=remedy, details=details)
+
+
+class OutputError(EngineError):
+    """Outputs of ranks do not form the batch: samples missing, duplicated or unexpected."""
+
+
+class CheckpointError(EngineError):
+    """A checkpoint cannot be written, read or resumed."""

@@ -1,0 +1,1 @@
+"""Hook specifications, markers and the decorators built on them."""

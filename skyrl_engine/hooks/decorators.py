@@ -1,0 +1,54 @@
+"""`@loss`: a plain function becomes a loss plugin, in a wheel and in a local file alike."""
+
+from collections.abc import Callable
+from typing import Any
+
+from attrs import define
+
+from skyrl_engine.contracts.loss import FunctionLoss
+from skyrl_engine.hooks.markers import hookimpl
+
+
+@define
+class LossPlugin:
+    """Carries the hook implementations of one loss function; calling it calls the function."""
+
+    function: Callable[..., Any]
+    needs: tuple[str, ...]
+    config: type[Any] | None
+    reducers: tuple[str, ...] | None
+    batch_local: bool
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.function(*arguments, **keywords)
+
+    @hookimpl
+    def skyrl_engine_config_schema(self) -> type[Any] | None:
+        return self.config
+
+    @hookimpl
+    def skyrl_engine_make_loss(self, config: Any) -> FunctionLoss:
+        return FunctionLoss(self.name, self.function, config, self.needs, self.reducers, self.batch_local)
+
+
+def loss(
+    *,
+    needs: tuple[str, ...],
+    config: type[Any] | None = None,
+    reducers: tuple[str, ...] | None = None,
+    batch_local: bool = False,
+) -> Callable[[Callable[..., Any]], LossPlugin]:
+    """Make a loss plugin of `function(tokens, config) -> tensor[n] | LossOutput`.
+
+    `needs` names model scores (`logprobs`, `entropy`, `values`) or data columns; `config` is an attrs class of the loss's options;
+    `reducers` restricts which reducers make sense; `batch_local` declares that the loss depends on how the batch is cut, by nature.
+    """
+
+    def decorate(function: Callable[..., Any]) -> LossPlugin:
+        return LossPlugin(function, tuple(needs), config, reducers, batch_local)
+
+    return decorate

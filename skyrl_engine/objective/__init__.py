@@ -1,0 +1,1 @@
+"""Scores to the scalar to differentiate, and outputs; runs on ranks."""

@@ -1,0 +1,1 @@
+"""Finding, resolving and loading plugins."""

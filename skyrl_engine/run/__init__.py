@@ -1,0 +1,1 @@
+"""Sessions, manifests, checkpoints, metrics."""

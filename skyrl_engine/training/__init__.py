@@ -1,0 +1,1 @@
+"""Trainers and the optimizer step they share."""

@@ -1,0 +1,1 @@
+"""What runs on ranks, how ranks are launched, and what is shipped to them."""
