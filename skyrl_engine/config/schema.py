@@ -23,6 +23,7 @@ class RunConfig:
     launch: Literal["inline", "ray"] = field(default="inline", validator=in_(("inline", "ray")))
     ranks: int = field(default=1, validator=ge(1))
     ray_address: str | None = None
+    device: Literal["auto", "cpu", "cuda"] = field(default="auto", validator=in_(("auto", "cpu", "cuda")))
     observers: tuple[str, ...] = ("metrics_jsonl",)
 
 

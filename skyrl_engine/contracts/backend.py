@@ -116,11 +116,11 @@ class Backend(Protocol):
     def setup(self, model: ModelSpec, optimizer: OptimizerSpec | None, environment: RankEnvironment) -> None:
         """Load the model onto this rank and make it trainable (`optimizer` None: scoring only). Raises ModelError."""
 
-    def forward(self, batch: RankBatch, objective: Objective, *, per_token_outputs: bool = True) -> RankOutput:
+    def forward(self, batch: RankBatch, objective: Objective) -> RankOutput:
         """Score without gradients, in evaluation mode."""
 
-    def forward_backward(self, batch: RankBatch, objective: Objective, *, per_token_outputs: bool = True) -> RankOutput:
-        """Score, differentiate and accumulate; the gate changes only whether per-token outputs are built."""
+    def forward_backward(self, batch: RankBatch, objective: Objective) -> RankOutput:
+        """Score, differentiate and accumulate. Which outputs are built is the objective's business."""
 
     def optim_step(self) -> OptimStep:
         """Clip, step, advance the schedule, clear the gradients."""
@@ -136,6 +136,12 @@ class Backend(Protocol):
 
     def weights(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """Full weights under their Hugging Face names, one at a time, on CPU; every rank iterates."""
+
+    def gradients(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Full accumulated gradients under their Hugging Face names, one at a time, on CPU, before `optim_step`; every rank iterates.
+
+        For proofs and comparisons; no training step calls it.
+        """
 
     def close(self) -> None:
         """Free the model. The process group is not the backend's."""

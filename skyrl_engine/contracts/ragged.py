@@ -36,8 +36,11 @@ class Ragged:
 
     @offsets.validator
     def _check(self, _attribute: object, offsets: IntArray) -> None:
-        assert offsets.dtype == np.int64 and offsets.ndim == 1 and len(offsets) >= 1, "offsets must be int64[N+1]"
-        assert offsets[0] == 0 and offsets[-1] == len(self.values), "offsets must start at 0 and end at the number of values"
+        assert offsets.dtype == np.int64, "offsets must be int64"
+        assert offsets.ndim == 1, "offsets must be a vector"
+        assert len(offsets), "offsets must be [N+1]"
+        assert offsets[0] == 0, "offsets must start at 0"
+        assert offsets[-1] == len(self.values), "offsets must end at the number of values"
 
     @classmethod
     def from_list(cls, rows: Iterable[npt.ArrayLike], dtype: npt.DTypeLike) -> "Ragged":

@@ -1,0 +1,28 @@
+"""From a micro-batch's tensors to its columnar outputs. The gate for per-token outputs is here and nowhere else."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from skyrl_engine.contracts.outputs import Metric, RankOutput
+from skyrl_engine.contracts.ragged import Ragged
+from skyrl_engine.objective.samples import ScoredSamples
+
+if TYPE_CHECKING:
+    import torch
+
+
+def collect(
+    samples: ScoredSamples,
+    values: "Mapping[str, torch.Tensor]",
+    metrics: Mapping[str, Metric],
+    *,
+    per_token_outputs: bool,
+) -> RankOutput:
+    """Outputs of one micro-batch; `values` are [n] tensors. With the gate off nothing is copied and every sample's record is empty."""
+    if not per_token_outputs:
+        nothing = Ragged(np.zeros(0, dtype=np.int32), np.zeros(len(samples.sample_ids) + 1, dtype=np.int64))
+        return RankOutput(samples.sample_ids, samples.action_lengths, nothing, {}, metrics)
+    fields = {name: Ragged(tensor.detach().float().cpu().numpy(), samples.scored.offsets) for name, tensor in values.items()}
+    return RankOutput(samples.sample_ids, samples.action_lengths, samples.scored, fields, metrics)

@@ -1,0 +1,73 @@
+"""A rank's micro-batches, each built when the backend reaches it: dense model inputs, the positions to score, and their labels."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+import torch
+from attrs import frozen
+
+from skyrl_engine.contracts.backend import MicroBatch
+from skyrl_engine.contracts.collator import MODEL_INPUTS, Collator
+from skyrl_engine.contracts.plan import MicroBatchPlan
+from skyrl_engine.contracts.ragged import Ragged, offsets_of, segment_indices
+from skyrl_engine.objective.samples import ScoredSamples
+from skyrl_engine.spans import Spans
+from skyrl_engine.workers.dispatch import Shard
+
+Selection = Literal["loss", "actions"]
+
+
+@frozen(eq=False)
+class ShardBatch:
+    """The `RankBatch` of one shard. `selection` scores the loss-carrying tokens, or every action token."""
+
+    shard: Shard
+    collator: Collator
+    selection: Selection
+    spans: Spans
+
+    def __len__(self) -> int:
+        return len(self.shard.micro_batches)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for plan in self.shard.micro_batches:
+            with self.spans("build"):
+                micro_batch = self._build(plan)
+            yield micro_batch
+
+    def _build(self, plan: MicroBatchPlan) -> MicroBatch:
+        columns = self.shard.columns
+        dense = self.collator.build(columns, plan, fields=MODEL_INPUTS)
+        action_counts = np.diff(columns.action_offsets)[plan.samples]
+        starts = offsets_of(action_counts)
+        flat_actions = segment_indices(columns.action_offsets, plan.samples)  # the micro-batch's action axis in the shard's
+
+        gather = dense.gather
+        order = np.argsort(gather.actions, kind="stable")
+        if self.selection == "loss":
+            order = order[columns.loss_weight[flat_actions[gather.actions[order]]] != 0]
+        actions = gather.actions[order]  # ascending, hence in sample order
+        chosen = flat_actions[actions]
+
+        owner = np.searchsorted(starts, actions, side="right") - 1
+        place = actions - starts[owner]
+        first_action = columns.token_offsets[plan.samples + 1] - action_counts
+        labels = columns.input_ids[first_action[owner] + place]
+        width = dense.fields["input_ids"].shape[1]
+        scored = Ragged(place.astype(np.int32), offsets_of(np.bincount(owner, minlength=len(plan.samples))))
+        return MicroBatch(
+            inputs=dense.fields,
+            positions=torch.from_numpy(gather.rows[order] * width + gather.columns[order]),
+            labels=torch.from_numpy(labels.astype(np.int64)),
+            sequence_lengths=dense.sequence_lengths,
+            samples=ScoredSamples(
+                sample_ids=columns.sample_ids[plan.samples],
+                group_ids=columns.group_ids[plan.samples],
+                unit_ids=columns.unit_ids[plan.samples],
+                action_lengths=action_counts,
+                scored=scored,
+                columns={name: values[chosen] for name, values in columns.columns.items()},
+                weights=self.shard.token_weights[chosen],
+            ),
+        )

@@ -1,0 +1,83 @@
+"""From a plan to what each data-parallel rank is sent: its own samples as columns, its micro-batches, its tokens' weights."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+from attrs import evolve, frozen
+
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.plan import MicroBatchPlan, MiniBatchPlan
+from skyrl_engine.contracts.ragged import offsets_of, segment_indices
+from skyrl_engine.contracts.reducer import BatchStructure, Reducer
+from skyrl_engine.errors import ContractError
+
+
+@frozen(eq=False)
+class Shard:
+    """All that one data-parallel rank needs for one mini-batch; its tensor, pipeline and context ranks share it.
+
+    `micro_batches` number samples within `columns`; `token_weights` float64 lie on the columns' action axis.
+    """
+
+    columns: SampleColumns
+    micro_batches: tuple[MicroBatchPlan, ...]
+    token_weights: npt.NDArray[np.float64]
+
+
+def batch_structure(columns: SampleColumns, mini_batch: MiniBatchPlan, max_sequence_length: int | None) -> BatchStructure:
+    """What a reducer sees of a mini-batch: its samples in rank-major, micro-batch order."""
+    samples = mini_batch.samples
+    sizes = [len(micro_batch.samples) for rank in mini_batch.ranks for micro_batch in rank]
+    return BatchStructure(
+        loss_weight=columns.loss_weight[segment_indices(columns.action_offsets, samples)],
+        action_offsets=offsets_of(np.diff(columns.action_offsets)[samples]),
+        group_ids=columns.group_ids[samples],
+        unit_ids=columns.unit_ids[samples],
+        micro_batch=np.repeat(np.arange(len(sizes), dtype=np.int64), sizes),
+        max_sequence_length=max_sequence_length,
+    )
+
+
+def token_weights(name: str, reducer: Reducer, structure: BatchStructure) -> npt.NDArray[np.float64]:
+    """The reducer's weights, float64[A]; raises ContractError where they are not one finite number per action token."""
+    weights = reducer.weights(structure)
+    count = len(structure.loss_weight)
+    if not isinstance(weights, np.ndarray) or weights.dtype != np.float64 or weights.shape != (count,):
+        got = f"{weights.dtype}{list(weights.shape)}" if isinstance(weights, np.ndarray) else type(weights).__name__
+        raise ContractError(
+            f"reducer {name!r} returned {got}, not float64[{count}]", remedy="Return one float64 weight per action token"
+        )
+    wrong = ~np.isfinite(weights)
+    if wrong.any():
+        sequence = int(structure.sequence_index[np.argmax(wrong)])
+        raise ContractError(
+            f"reducer {name!r} gave a token of sequence {sequence} of the mini-batch the weight {weights[np.argmax(wrong)]}",
+            remedy="Guard divisions by counts that can be 0",
+        )
+    return weights
+
+
+def cut(
+    columns: SampleColumns,
+    mini_batch: MiniBatchPlan,
+    weights: npt.NDArray[np.float64],
+    needs: Iterable[str],
+) -> list[Shard]:
+    """One shard per data-parallel rank. `weights` float64[A] as `token_weights` gave them; of the columns only `needs` travel."""
+    wanted = set(needs)
+    source = evolve(columns, columns={name: values for name, values in columns.columns.items() if name in wanted})
+    shards = []
+    start = 0
+    for rank, micro_batches in enumerate(mini_batch.ranks):
+        own = source.take(mini_batch.rank_samples(rank))
+        numbers = offsets_of([len(micro_batch.samples) for micro_batch in micro_batches])
+        local = tuple(
+            micro_batch.renumbered(np.arange(first, last, dtype=np.int64))
+            for micro_batch, first, last in zip(micro_batches, numbers[:-1], numbers[1:], strict=True)
+        )
+        stop = start + int(own.action_offsets[-1])
+        shards.append(Shard(own, local, weights[start:stop]))
+        start = stop
+    assert start == len(weights), "the weights do not cover the mini-batch's action tokens"
+    return shards

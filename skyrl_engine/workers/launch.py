@@ -1,0 +1,107 @@
+"""Start the ranks of a run and talk to them: `inline` in this process, `ray` in one actor per rank. The same code above both."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.workers.dispatch import Shard
+from skyrl_engine.workers.spec import WorkerSpec
+from skyrl_engine.workers.worker import Pass, RankReply, StepReply, Worker
+
+
+class Transport(Protocol):
+    """How calls reach the ranks."""
+
+    def put(self, shard: Shard) -> Any:
+        """Make a shard available to ranks; the result stands for it in `call`."""
+
+    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]], keywords: dict[str, Any]) -> list[Any]:
+        """Call a `Worker` method on every rank at once with that rank's arguments; results by rank. Raises WorkerError."""
+
+    def close(self) -> None:
+        """End the ranks, whatever state they are in."""
+
+
+class WorkerGroup:
+    """All ranks of a run. A context manager; leaving it ends them."""
+
+    def __init__(self, transport: Transport, topology: Topology) -> None:
+        self._transport = transport
+        self.topology = topology
+
+    def put(self, shards: Sequence[Shard]) -> list[Any]:
+        """References to shards, one per data-parallel rank."""
+        assert len(shards) == self.topology.dp, "one shard per data-parallel rank"
+        return [self._transport.put(shard) for shard in shards]
+
+    def run(self, mode: Pass, shards: Sequence[Any], *, step: int, per_token_outputs: bool) -> list[RankReply]:
+        """One pass over a mini-batch; `shards[dp]` are references from `put`. Replies by rank."""
+        ranks = range(self.topology.world_size)
+        per_rank = [(mode, shards[self.topology.coords(rank).dp]) for rank in ranks]
+        return self._transport.call("run", per_rank, {"step": step, "per_token_outputs": per_token_outputs})
+
+    def optim_step(self) -> list[StepReply]:
+        """Apply the accumulated gradients; replies by rank."""
+        return self._everywhere("optim_step")
+
+    def gradients(self) -> dict[str, Any]:
+        """Rank 0's view of the accumulated gradients; see `Worker.gradients`."""
+        gradients: dict[str, Any] = self._everywhere("gradients")[0]
+        return gradients
+
+    def save(self, directory: Path) -> None:
+        """Write the training state of every rank into an existing directory."""
+        self._everywhere("save", directory)
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote."""
+        self._everywhere("load", directory)
+
+    def export(self, directory: Path) -> None:
+        """Write the weights as a Hugging Face directory."""
+        self._everywhere("export", directory)
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _everywhere(self, method: str, *arguments: Any) -> list[Any]:
+        return self._transport.call(method, [arguments] * self.topology.world_size, {})
+
+
+class InlineTransport:
+    """One rank in this process: no Ray, no copies, exceptions as they are."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._worker = Worker(spec, 0)
+
+    def put(self, shard: Shard) -> Shard:
+        return shard
+
+    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]], keywords: dict[str, Any]) -> list[Any]:
+        return [getattr(self._worker, method)(*per_rank[0], **keywords)]
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def launch_workers(spec: WorkerSpec, *, launch: Literal["inline", "ray"], ray_address: str | None = None) -> WorkerGroup:
+    """Start every rank of `spec.topology` and load the model there. Raises WorkerError, or the typed error a rank's start met."""
+    if launch == "ray":
+        from skyrl_engine.workers.ray_transport import RayTransport
+
+        return WorkerGroup(RayTransport(spec, ray_address), spec.topology)
+    if spec.topology.world_size != 1:
+        raise UnsupportedError(
+            f'launch = "inline" runs one rank, the run asks for {spec.topology.world_size}', remedy='Set run.launch to "ray"'
+        )
+    return WorkerGroup(InlineTransport(spec), spec.topology)

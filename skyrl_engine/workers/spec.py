@@ -1,0 +1,24 @@
+"""What a rank is told at its start: plain values that pickle anywhere."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from attrs import frozen
+
+from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec
+from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.contracts.topology import Topology
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@frozen
+class WorkerSpec:
+    """`plugins[kind]` is the lock of the selected plugin, from which a rank loads the same plugin, or refuses."""
+
+    plugins: Mapping[str, Mapping[str, Any]]
+    context: FactoryContext
+    model: ModelSpec
+    optimizer: OptimizerSpec | None
+    topology: Topology
+    device: Device = "auto"

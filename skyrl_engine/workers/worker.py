@@ -1,0 +1,99 @@
+"""What runs on a rank: plugins made from their locks, the backend driven over a shard, CPU time per span. Knows nothing of Ray."""
+
+import random
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from attrs import frozen
+
+from skyrl_engine.config.selection import SelectedPlugin
+from skyrl_engine.contracts.backend import Backend, OptimStep, RankEnvironment
+from skyrl_engine.contracts.collator import Collator
+from skyrl_engine.contracts.loss import Loss
+from skyrl_engine.contracts.outputs import RankOutput
+from skyrl_engine.objective.objective import LossObjective
+from skyrl_engine.spans import Spans
+from skyrl_engine.workers.batch import ShardBatch
+from skyrl_engine.workers.dispatch import Shard
+from skyrl_engine.workers.process_group import Rendezvous, join, leave, pick_device
+from skyrl_engine.workers.spec import WorkerSpec
+
+Pass = Literal["forward", "forward_backward"]
+
+
+@frozen(eq=False)
+class RankReply:
+    """What a pass over a shard sends back: outputs, and CPU seconds by span."""
+
+    output: RankOutput
+    cpu_seconds: dict[str, float]
+
+
+@frozen
+class StepReply:
+    """What an optimizer step sends back."""
+
+    step: OptimStep
+    cpu_seconds: dict[str, float]
+
+
+class Worker:
+    """One rank. Methods are called in the same order on every rank."""
+
+    def __init__(self, spec: WorkerSpec, rank: int, *, local_rank: int = 0, rendezvous: Rendezvous | None = None) -> None:
+        world_size = spec.topology.world_size
+        device = pick_device(spec.device, local_rank)
+        self._owns_group = join(rank, world_size, device, rendezvous)
+        seed_everything(spec.context.seed + rank)
+        self._seed = spec.context.seed
+        self._coords = spec.topology.coords(rank)
+        self._spans = Spans()
+        loss = SelectedPlugin.from_lock(spec.plugins["loss"])
+        self._loss_name = loss.name
+        self._loss: Loss = loss.make(spec.context)
+        self._collator: Collator = SelectedPlugin.from_lock(spec.plugins["collator"]).make(spec.context)
+        self._backend: Backend = SelectedPlugin.from_lock(spec.plugins["backend"]).make(spec.context)
+        self._backend.setup(spec.model, spec.optimizer, RankEnvironment(rank, world_size, device, spec.context.seed))
+
+    def run(self, mode: Pass, shard: Shard, *, step: int, per_token_outputs: bool) -> RankReply:
+        """One pass over the shard's loss-carrying tokens, with or without gradients."""
+        batch = ShardBatch(shard, self._collator, "loss", self._spans)
+        objective = LossObjective(
+            self._loss_name, self._loss, seed=self._seed, step=step, per_token_outputs=per_token_outputs, spans=self._spans
+        )
+        with self._spans("model"):
+            output = getattr(self._backend, mode)(batch, objective)
+        return RankReply(output, self._spans.drain())
+
+    def optim_step(self) -> StepReply:
+        """Apply the accumulated gradient."""
+        with self._spans("optimizer"):
+            step = self._backend.optim_step()
+        return StepReply(step, self._spans.drain())
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """The accumulated gradient by parameter name, float32 or float64, before `optim_step`; equal on every rank."""
+        return {name: tensor.numpy() for name, tensor in self._backend.gradients()}
+
+    def save(self, directory: Path) -> None:
+        self._backend.save(directory)
+
+    def load(self, directory: Path) -> None:
+        self._backend.load(directory)
+
+    def export(self, directory: Path) -> None:
+        self._backend.export(directory)
+
+    def close(self) -> None:
+        self._backend.close()
+        if self._owns_group:
+            leave()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the process-wide random states that models (dropout) draw from; plugins must not."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # the legacy state: third-party model code draws from it
+    torch.manual_seed(seed)
