@@ -7,7 +7,7 @@ from attrs import frozen
 
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
-from skyrl_engine.contracts.ragged import IntArray
+from skyrl_engine.contracts.ragged import AnyArray, IntArray
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class DenseBatch:
 class Buffers(Protocol):
     """Memory to build into, so that a loop does not allocate; what `build` returns aliases it until the next build with it."""
 
-    def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> object:
+    def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> AnyArray:
         """A C-contiguous, uninitialised NumPy array of this shape and dtype."""
 
 

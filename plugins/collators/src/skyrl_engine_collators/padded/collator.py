@@ -1,0 +1,65 @@
+"""The collator object: options, checks, and the way from NumPy memory to tensors."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from attrs import frozen
+
+from skyrl_engine.contracts.collator import Buffers, DenseBatch
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths, one_sample_per_row
+from skyrl_engine.contracts.ragged import AnyArray
+from skyrl_engine_collators.overlong import check_maximum_length
+from skyrl_engine_collators.padded.planner import extent, plan_padded
+from skyrl_engine_collators.padded.vectorized import PaddedRows, build_fields, field_names, gather_index
+
+
+class FreshMemory:
+    """Buffers that are new each time: what `build` writes into when it is given none."""
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> AnyArray:  # noqa: ARG002 the protocol's name
+        return np.empty(shape, dtype=dtype)
+
+
+@frozen
+class PaddedCollator:
+    """One sample per row, prompt then response, flush right (see the distribution's README for every field).
+
+    `pad_token_id` fills the left; `max_sequence_length` in tokens bounds a sample, and `overlong` says whether a longer one is an error.
+    """
+
+    pad_token_id: int = 0
+    max_sequence_length: int | None = None
+    overlong: Literal["error", "warn"] = "error"
+
+    def plan(self, lengths: SampleLengths, layout: Layout) -> BatchPlan:
+        """See the contract. Raises DataError for a sample longer than allowed, or a group, unit or sample that fits nowhere."""
+        check_maximum_length(lengths, self.max_sequence_length, self.overlong)
+        return plan_padded(lengths, layout)
+
+    def build(
+        self,
+        columns: SampleColumns,
+        micro_batch: MicroBatchPlan,
+        *,
+        fields: Sequence[str] | None = None,
+        out: Buffers | None = None,
+    ) -> DenseBatch:
+        """See the contract. Raises DataError for a sample longer than the plan's width, which was made for other lengths."""
+        import torch
+
+        rows = PaddedRows.of(columns, micro_batch)
+        wanted = field_names(columns) if fields is None else frozenset(fields)
+        arrays = build_fields(columns, rows, self.pad_token_id, wanted, FreshMemory() if out is None else out)
+        return DenseBatch(
+            fields={name: torch.from_numpy(array) for name, array in arrays.items()},
+            gather=gather_index(rows),
+            sequence_lengths=tuple(np.split(rows.tokens[rows.sample_rows], micro_batch.row_offsets[1:-1])),
+        )
+
+    def collate(self, columns: SampleColumns) -> DenseBatch:
+        """Every sample in the given order, every field."""
+        check_maximum_length(columns.lengths, self.max_sequence_length, self.overlong)
+        samples = np.arange(len(columns), dtype=np.int64)
+        return self.build(columns, one_sample_per_row(samples, *extent(columns.lengths, samples)))

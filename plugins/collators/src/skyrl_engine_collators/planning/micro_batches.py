@@ -1,0 +1,78 @@
+"""Cutting one rank's samples into micro-batches by rows, by a budget of tokens (padding included), or not at all."""
+
+import numpy as np
+from attrs import frozen
+
+from skyrl_engine.contracts.plan import SampleLengths
+from skyrl_engine.contracts.ragged import IntArray
+from skyrl_engine.errors import DataError
+from skyrl_engine_collators.planning.bundles import Bundles
+
+
+@frozen
+class Limits:
+    """What a micro-batch may hold: rows, and tokens as rows x width; None means no limit. `width` is the rows' width where it is fixed."""
+
+    rows: int | None
+    tokens: int | None
+    width: int | None = None
+
+    def units_per_micro_batch(self, units: Bundles) -> int | None:
+        """How many units of the largest size fit by rows; None without a limit on rows."""
+        return None if self.rows is None else max(1, self.rows // int(units.sizes.max(initial=1)))
+
+
+def check_limits(units: Bundles, lengths: SampleLengths, limits: Limits) -> None:
+    """Raises DataError naming the sample (or the unit's samples) that fits into no micro-batch."""
+    sizes, widths = units.sizes, _widths(units, lengths, limits)
+    if limits.rows is not None and (sizes > limits.rows).any():
+        unit = int(np.argmax(sizes > limits.rows))
+        raise DataError(
+            f"{_named(units, lengths, unit)} stay together in {int(sizes[unit])} rows where a micro-batch holds {limits.rows}",
+            remedy=f"Raise micro_batch_rows to at least {int(sizes.max())}",
+        )
+    if limits.tokens is not None and (sizes * widths > limits.tokens).any():
+        unit = int(np.argmax(sizes * widths > limits.tokens))
+        single = sizes[unit] == 1
+        occupied = "tokens, padding included," if limits.width is not None or not single else "tokens"
+        raise DataError(
+            f"{_named(units, lengths, unit)} {'takes' if single else 'take'} {int(sizes[unit] * widths[unit])} {occupied} "
+            f"where a micro-batch holds {limits.tokens}",
+            remedy=f"Raise micro_batch_tokens to at least {int((sizes * widths).max())}, or shorten the samples",
+        )
+
+
+def micro_batches(units: Bundles, lengths: SampleLengths, limits: Limits) -> list[IntArray]:
+    """Samples (int64, ascending) of each micro-batch; no unit is cut. The units must have passed `check_limits`.
+
+    With a budget of tokens, units of like length share a micro-batch, longest first, so that little is padded; otherwise they keep
+    their order.
+    """
+    if not len(units):
+        return []
+    sizes, widths = units.sizes, _widths(units, lengths, limits)
+    if limits.tokens is not None:
+        order = np.argsort(-widths, kind="stable")
+        units, sizes, widths = units.take(order), sizes[order], widths[order]
+    cuts = [0]
+    rows = width = 0
+    for unit, (count, longest) in enumerate(zip(sizes.tolist(), widths.tolist(), strict=True)):
+        rows, width = rows + count, max(width, longest)
+        over_rows = limits.rows is not None and rows > limits.rows
+        if over_rows or (limits.tokens is not None and rows * width > limits.tokens):
+            cuts.append(unit)
+            rows, width = count, longest
+    return units.runs(cuts)
+
+
+def _widths(units: Bundles, lengths: SampleLengths, limits: Limits) -> IntArray:
+    return units.maxima(lengths.tokens) if limits.width is None else np.full(len(units), limits.width, dtype=np.int64)
+
+
+def _named(units: Bundles, lengths: SampleLengths, unit: int) -> str:
+    ids = lengths.sample_ids[units.members[unit]]
+    return (
+        f"sample {int(ids[0])}"
+        if len(ids) == 1
+        else f"samples {ids[:5].tolist()} of unit {int(lengths.unit_ids[units.members[unit][0]])}"
+    )

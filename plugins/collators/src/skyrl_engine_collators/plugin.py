@@ -1,0 +1,49 @@
+"""Entry points of this distribution. Importing this module costs attrs and pluggy, nothing else; torch arrives with the first build."""
+
+from typing import TYPE_CHECKING, Literal
+
+from attrs import define, field
+from attrs.validators import ge, in_, optional
+
+from skyrl_engine import hookimpl
+
+if TYPE_CHECKING:
+    from skyrl_engine.contracts.context import FactoryContext
+    from skyrl_engine_collators.padded.collator import PaddedCollator
+
+
+@define
+class PaddedConfig:
+    """Options of `padded`.
+
+    `pad_token_id` (None: the tokenizer's own) fills the left of a row. `max_sequence_length` in tokens (None: the run's own, if it has
+    one) bounds a sample's length; a longer sample is an error, or one warning per batch with `overlong = "warn"`. Nothing is truncated.
+    """
+
+    pad_token_id: int | None = field(default=None, validator=optional(ge(0)))
+    max_sequence_length: int | None = field(default=None, validator=optional(ge(1)))
+    overlong: Literal["error", "warn"] = field(default="error", validator=in_(("error", "warn")))
+
+
+class PaddedPlugin:
+    """One sample per row, padded on the left: for SFT and RL batches, which differ only in the columns they carry."""
+
+    @hookimpl
+    def skyrl_engine_config_schema(self) -> type[PaddedConfig]:
+        return PaddedConfig
+
+    @hookimpl
+    def skyrl_engine_make_collator(self, config: PaddedConfig | None, context: "FactoryContext") -> "PaddedCollator":
+        from skyrl_engine_collators.padded.collator import PaddedCollator
+
+        options = PaddedConfig() if config is None else config
+        return PaddedCollator(
+            pad_token_id=context.pad_token_id if options.pad_token_id is None else options.pad_token_id,
+            max_sequence_length=(
+                context.max_sequence_length if options.max_sequence_length is None else options.max_sequence_length
+            ),
+            overlong=options.overlong,
+        )
+
+
+padded = PaddedPlugin()
