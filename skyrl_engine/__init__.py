@@ -1,7 +1,7 @@
 """skyrl_engine: a post-training engine for language models whose disputed parts are plugins chosen by name.
 
-This facade is what a plugin imports: `hookimpl`, the `loss` decorator, the values that cross the contracts, and the base error.
-Names are imported when first used, so that `skyrl-engine --help` pays for none of them.
+This facade is what a plugin imports: `hookimpl`, the `loss` and `reducer` decorators, the values that cross the contracts, and the
+base error. Names are imported when first used, so that `skyrl-engine --help` pays for none of them.
 """
 
 from importlib import import_module
@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from skyrl_engine.contracts.loss import LossOutput, LossTokens
     from skyrl_engine.contracts.outputs import BatchOutput, Metric, RankOutput
+    from skyrl_engine.contracts.reducer import BatchStructure
     from skyrl_engine.errors import EngineError
-    from skyrl_engine.hooks.decorators import loss
+    from skyrl_engine.hooks.decorators import loss, reducer
     from skyrl_engine.hooks.markers import hookimpl
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BatchOutput",
+    "BatchStructure",
     "EngineError",
     "LossOutput",
     "LossTokens",
@@ -26,10 +28,12 @@ __all__ = [
     "__version__",
     "hookimpl",
     "loss",
+    "reducer",
 ]
 
 _HOMES = {
     "BatchOutput": "skyrl_engine.contracts.outputs",
+    "BatchStructure": "skyrl_engine.contracts.reducer",
     "EngineError": "skyrl_engine.errors",
     "LossOutput": "skyrl_engine.contracts.loss",
     "LossTokens": "skyrl_engine.contracts.loss",
@@ -37,6 +41,7 @@ _HOMES = {
     "RankOutput": "skyrl_engine.contracts.outputs",
     "hookimpl": "skyrl_engine.hooks.markers",
     "loss": "skyrl_engine.hooks.decorators",
+    "reducer": "skyrl_engine.hooks.decorators",
 }
 
 

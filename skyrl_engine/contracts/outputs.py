@@ -10,57 +10,59 @@ from attrs.validators import in_
 
 from skyrl_engine.contracts.ragged import AnyArray, IntArray, Ragged, offsets_of
 from skyrl_engine.contracts.topology import RankCoords
+from skyrl_engine.errors import ContractError
 
 Reduction = Literal["sum", "mean", "min", "max"]
 PADDING_SAMPLE = -1
+FIRST_RANK = RankCoords()
 
 
 @frozen
 class Metric:
     """One number on its way to the report.
 
-    `reduction` says how parts combine. A mean travels as sum and `count` and is divided once, at the end; for the others `count` is unused.
+    `reduction` says how parts combine. A mean travels as sum and `count` and is divided once, at the end; for the others `count` is
+    unused. Values are plain floats: a tensor given for one is read out, so that none travels between ranks.
     """
 
     reduction: Reduction = field(validator=in_(("sum", "mean", "min", "max")))
-    value: float
-    count: float = 1.0
+    value: float = field(converter=float)
+    count: float = field(default=1.0, converter=float)
 
     @classmethod
     def mean(cls, total: float, count: float) -> "Metric":
         """A mean from its sum and the number of things summed."""
-        return cls("mean", float(total), float(count))
+        return cls("mean", total, count)
 
     @classmethod
     def sum(cls, value: float) -> "Metric":
-        return cls("sum", float(value))
+        return cls("sum", value)
 
     @classmethod
     def min(cls, value: float) -> "Metric":
-        return cls("min", float(value))
+        return cls("min", value)
 
     @classmethod
     def max(cls, value: float) -> "Metric":
-        return cls("max", float(value))
+        return cls("max", value)
 
     @classmethod
     def combine(cls, parts: Iterable["Metric"]) -> "Metric":
-        """All parts as one; they must declare the same reduction."""
+        """All parts as one; they declare the same reduction. A NaN in any part shows in the result."""
         metrics = list(parts)
-        reductions = {metric.reduction for metric in metrics}
-        if len(reductions) != 1:
-            raise ValueError(f"parts of one metric declare different reductions: {sorted(reductions)}")
-        (reduction,) = reductions
-        values = [metric.value for metric in metrics]
+        assert metrics, "nothing to combine"
+        reduction = metrics[0].reduction
+        assert all(metric.reduction == reduction for metric in metrics), "one metric with several reductions"
+        values = np.array([metric.value for metric in metrics], dtype=np.float64)
         match reduction:
             case "sum":
-                return cls("sum", sum(values))
+                return cls("sum", values.sum())
             case "mean":
-                return cls("mean", sum(values), sum(metric.count for metric in metrics))
+                return cls("mean", values.sum(), sum(metric.count for metric in metrics))
             case "min":
-                return cls("min", min(values))
+                return cls("min", values.min())  # NumPy's, not Python's: a NaN must show whatever its place
             case "max":
-                return cls("max", max(values))
+                return cls("max", values.max())
 
     @property
     def result(self) -> float:
@@ -71,18 +73,31 @@ class Metric:
 
 
 def combine_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Metrics by name over several parts; a name may be missing from some of them."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: Metric.combine(part[name] for part in parts if name in part) for name in names}
+    """Metrics by name over several parts; a name may be missing from some of them.
+
+    Raises ContractError, naming the metric, when parts declare different reductions for it.
+    """
+    found: dict[str, list[Metric]] = {}
+    for part in parts:
+        for name, metric in part.items():
+            found.setdefault(name, []).append(metric)
+    for name, metrics in found.items():
+        reductions = sorted({metric.reduction for metric in metrics})
+        if len(reductions) > 1:
+            raise ContractError(
+                f"the metric {name!r} is declared as {' and as '.join(reductions)}",
+                remedy="Let every part that reports a metric declare the same reduction, or give the two different names",
+            )
+    return {name: Metric.combine(metrics) for name, metrics in found.items()}
 
 
 @frozen(eq=False)
 class RankOutput:
     """Outputs of some samples on one rank.
 
-    `fields[name]` are float32 values, flat over scored tokens with one segment per sample (empty where the call was asked for no per-token
-    outputs). `scored` int32, with the same offsets, is each value's place on its sample's action axis; `action_lengths` int64[n] is that
-    axis' length. A sample id of -1 marks a padding sample.
+    `fields[name]` are float32 values, flat over scored tokens with one segment per sample (empty where the call was asked for no
+    per-token outputs). `scored` int32, with the same offsets, is each value's place on its sample's action axis; `action_lengths`
+    int64[n] is that axis' length. A sample id of `PADDING_SAMPLE` (-1) marks a padding sample.
     """
 
     sample_ids: IntArray
@@ -90,29 +105,36 @@ class RankOutput:
     scored: Ragged
     fields: Mapping[str, Ragged] = Factory(dict)
     metrics: Mapping[str, Metric] = Factory(dict)
-    coords: RankCoords = RankCoords()
+    coords: RankCoords = FIRST_RANK
+
+    def __attrs_post_init__(self) -> None:
+        assert len(self.sample_ids) == len(self.action_lengths) == len(self.scored), "arrays of different numbers of samples"
+        for name, ragged in self.fields.items():
+            assert np.array_equal(ragged.offsets, self.scored.offsets), f"{name} does not hold one value per scored token"
 
     @classmethod
-    def empty(cls, coords: RankCoords = RankCoords()) -> "RankOutput":
+    def empty(cls, coords: RankCoords = FIRST_RANK) -> "RankOutput":
         """No sample at all: what a rank without collected outputs returns."""
         nothing = np.zeros(0, dtype=np.int64)
         return cls(nothing, nothing, Ragged(np.zeros(0, dtype=np.int32), offsets_of([])), coords=coords)
 
     @classmethod
-    def concat(cls, parts: Sequence["RankOutput"], coords: RankCoords = RankCoords()) -> "RankOutput":
-        """Micro-batches of one rank as one output, samples in the order given."""
+    def concat(cls, parts: Sequence["RankOutput"], coords: RankCoords = FIRST_RANK) -> "RankOutput":
+        """Micro-batches of one rank, or ranks of one call, as one output; samples in the order given, metrics combined.
+
+        Parts that hold samples hold the same fields; a part without samples may hold any.
+        """
         if not parts:
             return cls.empty(coords)
-        names = dict.fromkeys(name for part in parts for name in part.fields)
-        for part in parts:
-            missing = [name for name in names if name not in part.fields and len(part.sample_ids)]
-            assert not missing, f"outputs {missing} are missing from some micro-batches"
         filled = [part for part in parts if len(part.sample_ids)] or [parts[0]]
+        names = filled[0].fields.keys()
+        for part in filled:
+            assert part.fields.keys() == names, f"parts hold different fields: {sorted(names)} and {sorted(part.fields)}"
         return cls(
-            sample_ids=np.concatenate([part.sample_ids for part in parts]),
-            action_lengths=np.concatenate([part.action_lengths for part in parts]),
-            scored=Ragged.concat([part.scored for part in parts]),
-            fields={name: Ragged.concat([part.fields[name] for part in filled]) for name in names if name in filled[0].fields},
+            sample_ids=np.concatenate([part.sample_ids for part in filled]),
+            action_lengths=np.concatenate([part.action_lengths for part in filled]),
+            scored=Ragged.concat([part.scored for part in filled]),
+            fields={name: Ragged.concat([part.fields[name] for part in filled]) for name in names},
             metrics=combine_metrics([part.metrics for part in parts]),
             coords=coords,
         )

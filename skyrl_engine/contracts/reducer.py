@@ -1,12 +1,14 @@
 """Reducer: per-token weights from counts, computed on the controller once per mini-batch, where the global counts are known."""
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from attrs import frozen
+from attrs import Factory, define, frozen
 
 from skyrl_engine.contracts.ragged import AnyArray, IntArray
+from skyrl_engine.errors import DataError
 
 EmptySequence = Literal["count", "skip"]
 
@@ -15,8 +17,9 @@ EmptySequence = Literal["count", "skip"]
 class BatchStructure:
     """The counts of one mini-batch of n sequences with A action tokens, all ranks together.
 
-    `loss_weight` uint8 or float32 [A] with `action_offsets` int64[n+1]; `group_ids`, `unit_ids` int64[n]; `micro_batch` int64[n] numbers
-    each sequence's micro-batch over all ranks (sequences of one micro-batch share the number); `max_sequence_length` in tokens, if set.
+    `loss_weight` uint8 or float32 [A] with `action_offsets` int64[n+1]; `group_ids`, `unit_ids` int64[n]; `micro_batch` int64[n]
+    numbers each sequence's micro-batch over all ranks (sequences of one micro-batch share the number); `max_sequence_length` in
+    tokens, if set; `sample_ids` int64[n], by which errors name a sequence (0..n-1 where the caller has none).
     """
 
     loss_weight: AnyArray
@@ -25,6 +28,7 @@ class BatchStructure:
     unit_ids: IntArray
     micro_batch: IntArray
     max_sequence_length: int | None = None
+    sample_ids: IntArray = Factory(lambda structure: np.arange(len(structure), dtype=np.int64), takes_self=True)
 
     def __len__(self) -> int:
         return len(self.action_offsets) - 1
@@ -37,19 +41,55 @@ class BatchStructure:
     @property
     def mass(self) -> npt.NDArray[np.float64]:
         """float64[n]: the sum of each sequence's loss weights (the token count when weights are 0 and 1)."""
-        return np.bincount(self.sequence_index, weights=self.loss_weight, minlength=len(self)).astype(np.float64)
+        return self._per_sequence(self.loss_weight)
 
     @property
     def empty(self) -> npt.NDArray[np.bool_]:
         """bool[n]: sequences in which every loss weight is 0."""
-        carrying = np.bincount(self.sequence_index, weights=self.loss_weight != 0, minlength=len(self))
-        return carrying == 0
+        carrying = self._per_sequence(self.loss_weight != 0)
+        return np.equal(carrying, 0)
+
+    def _per_sequence(self, values: AnyArray) -> npt.NDArray[np.float64]:
+        return np.bincount(self.sequence_index, weights=values, minlength=len(self)).astype(np.float64)
 
 
 class Reducer(Protocol):
-    """What `skyrl_engine_make_reducer` returns. `empty_sequence` says whether sequences without loss are counted in means over sequences."""
+    """What `skyrl_engine_make_reducer` returns.
+
+    `empty_sequence` says whether sequences without loss are counted in means over sequences.
+    """
 
     empty_sequence: EmptySequence
 
     def weights(self, structure: BatchStructure) -> npt.NDArray[np.float64]:
         """float64[A]: the weight of every action token's term; the objective is the plain sum of weight times term."""
+
+
+@define
+class FunctionReducer:
+    """A reducer made of a plain function and its config; the product of the `reducer` decorator."""
+
+    name: str
+    function: Callable[..., npt.NDArray[np.float64]]
+    config: object
+    empty_sequence: EmptySequence = "count"
+    negative_weights: bool = False
+
+    def weights(self, structure: BatchStructure) -> npt.NDArray[np.float64]:
+        """The function's weights. Raises DataError for a negative loss weight, unless the reducer takes them."""
+        if not self.negative_weights:
+            _refuse_negative(self.name, structure)
+        return self.function(structure, self.config)
+
+
+def _refuse_negative(name: str, structure: BatchStructure) -> None:
+    negative = structure.loss_weight < 0
+    if not negative.any():
+        return
+    place = int(np.argmax(negative))
+    sequence = int(np.searchsorted(structure.action_offsets, place, side="right")) - 1
+    raise DataError(
+        f"sample {int(structure.sample_ids[sequence])} has the loss weight {structure.loss_weight[place]} at response token "
+        f"{place - int(structure.action_offsets[sequence])}, and the reducer {name!r} divides by sums of weights",
+        remedy="Use the reducer 'sum' for negative weights, or make them 0 or more",
+    )

@@ -1,4 +1,4 @@
-"""`@loss`: a plain function becomes a loss plugin, in a wheel and in a local file alike."""
+"""`@loss` and `@reducer`: a plain function becomes a plugin, in a wheel and in a local file alike."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from attrs import define
 
 from skyrl_engine.contracts.loss import FunctionLoss
+from skyrl_engine.contracts.reducer import EmptySequence, FunctionReducer
 from skyrl_engine.hooks.markers import hookimpl
 
 
@@ -50,5 +51,43 @@ def loss(
 
     def decorate(function: Callable[..., Any]) -> LossPlugin:
         return LossPlugin(function, tuple(needs), config, reducers, batch_local)
+
+    return decorate
+
+
+@define
+class ReducerPlugin:
+    """Carries the hook implementations of one reducer function; calling it calls the function."""
+
+    function: Callable[..., Any]
+    config: type[Any] | None
+    negative_weights: bool
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.function(*arguments, **keywords)
+
+    @hookimpl
+    def skyrl_engine_config_schema(self) -> type[Any] | None:
+        return self.config
+
+    @hookimpl
+    def skyrl_engine_make_reducer(self, config: Any) -> FunctionReducer:
+        empty_sequence: EmptySequence = getattr(config, "empty_sequence", "count")
+        return FunctionReducer(self.name, self.function, config, empty_sequence, self.negative_weights)
+
+
+def reducer(*, config: type[Any] | None = None, negative_weights: bool = False) -> Callable[[Callable[..., Any]], ReducerPlugin]:
+    """Make a reducer plugin of `function(structure, config) -> float64[A]`.
+
+    `config` is an attrs class of the reducer's options; its field `empty_sequence`, if it has one, is what the reducer declares.
+    Negative loss weights are refused before the function sees them, unless `negative_weights` says that it can take them.
+    """
+
+    def decorate(function: Callable[..., Any]) -> ReducerPlugin:
+        return ReducerPlugin(function, config, negative_weights)
 
     return decorate

@@ -1,0 +1,97 @@
+"""Many ranks' outputs as one, every planned sample exactly once, in the caller's order. Whole arrays only, no Python per sample."""
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from skyrl_engine.contracts.outputs import PADDING_SAMPLE, BatchOutput, RankOutput
+from skyrl_engine.contracts.plan import BatchPlan
+from skyrl_engine.contracts.ragged import IntArray
+from skyrl_engine.errors import OutputError
+
+LISTED = 10
+"""How many ids of a kind an error spells out."""
+
+
+class OrderedMerger:
+    """Keeps collection ranks, drops padding samples, orders by the plan; metrics are combined in data-parallel order."""
+
+    def merge(self, outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
+        """One output of all mini-batches in `plan`, in its sample order.
+
+        Arrays of a single collecting rank that are in order already are handed on, not copied. Metrics of ranks that do not
+        collect are ignored: they repeat those of their collection rank. Raises OutputError for samples that are missing,
+        duplicated or unexpected, and for ranks that return different fields.
+        """
+        collected = sorted((output for output in outputs if output.coords.collects), key=lambda output: output.coords.dp)
+        expected = plan.expected_ids
+        _refuse_different_fields(collected)
+        whole = collected[0] if len(collected) == 1 else RankOutput.concat(collected)
+        if not np.array_equal(whole.sample_ids, expected):
+            whole = whole.take(_places_in_order(whole.sample_ids, expected, collected, plan))
+        return BatchOutput(whole.sample_ids, whole.action_lengths, whole.scored, whole.fields, whole.metrics)
+
+
+def _places_in_order(ids: IntArray, expected: IntArray, collected: Sequence[RankOutput], plan: BatchPlan) -> IntArray:
+    """int64[len(expected)]: where each expected id stands in `ids`, among padding. Raises OutputError unless they match."""
+    real = np.flatnonzero(ids != PADDING_SAMPLE)
+    if len(real) != len(expected):
+        _refuse(ids[real], expected, collected, plan)
+    order = real[np.argsort(ids[real], kind="stable")]
+    places = order[np.searchsorted(ids[order], expected).clip(max=len(order) - 1)] if len(order) else order
+    # equally many, each expected id found, and expected ids are unique: nothing can be duplicated or unexpected
+    if not np.array_equal(ids[places], expected):
+        _refuse(ids[real], expected, collected, plan)
+    return places
+
+
+def _refuse(ids: IntArray, expected: IntArray, collected: Sequence[RankOutput], plan: BatchPlan) -> NoReturn:
+    values, counts = np.unique(ids, return_counts=True)
+    missing = np.setdiff1d(expected, values)
+    repeated = values[(counts > 1) & np.isin(values, expected)]
+    unexpected = np.setdiff1d(values, expected)
+    details = [
+        *_lines("missing", "planned on data-parallel rank", missing, _planned(missing, plan)),
+        *_lines("duplicated", "returned by rank", repeated, _returned(repeated, collected)),
+        *_lines("unexpected", "returned by rank", unexpected, _returned(unexpected, collected)),
+    ]
+    raise OutputError(
+        f"the outputs of {len(collected)} ranks do not form the batch of {len(expected)} samples: "
+        f"{len(missing)} missing, {len(repeated)} duplicated, {len(unexpected)} unexpected",
+        remedy="Check that the backend returns each of its rank's samples exactly once, under the id it was given",
+        details=details,
+    )
+
+
+def _lines(what: str, relation: str, ids: IntArray, ranks: Sequence[Sequence[int]]) -> list[str]:
+    lines = [
+        f"{what}: sample {sample_id}, {relation} {', '.join(map(str, places))}"
+        for sample_id, places in zip(ids[:LISTED].tolist(), ranks, strict=True)
+    ]
+    return lines + [f"{what}: and {len(ids) - LISTED} more"] * (len(ids) > LISTED)
+
+
+def _planned(ids: IntArray, plan: BatchPlan) -> list[list[int]]:
+    """For each of the first few ids, the data-parallel ranks that the plan gave it to."""
+    parts = [(dp, mini.rank_samples(dp)) for mini in plan.mini_batches for dp in range(len(mini.ranks))]
+    return [[dp for dp, samples in parts if (plan.sample_ids[samples] == wanted).any()] for wanted in ids[:LISTED]]
+
+
+def _returned(ids: IntArray, collected: Sequence[RankOutput]) -> list[list[int]]:
+    """For each of the first few ids, the world rank of every output that holds it, as often as it does."""
+    return [
+        [output.coords.rank for output in collected for _ in range(np.count_nonzero(output.sample_ids == wanted))]
+        for wanted in ids[:LISTED]
+    ]
+
+
+def _refuse_different_fields(collected: Sequence[RankOutput]) -> None:
+    filled = [output for output in collected if len(output.sample_ids)]
+    for output in filled[1:]:
+        if output.fields.keys() != filled[0].fields.keys():
+            raise OutputError(
+                f"rank {output.coords.rank} returned the fields {sorted(output.fields)} and rank {filled[0].coords.rank} "
+                f"{sorted(filled[0].fields)}",
+                remedy="Let every rank return the same per-token outputs",
+            )
