@@ -36,6 +36,7 @@ def batch_structure(columns: SampleColumns, mini_batch: MiniBatchPlan, max_seque
         unit_ids=columns.unit_ids[samples],
         micro_batch=np.repeat(np.arange(len(sizes), dtype=np.int64), sizes),
         max_sequence_length=max_sequence_length,
+        sample_ids=columns.sample_ids[samples],
     )
 
 
@@ -50,9 +51,9 @@ def token_weights(name: str, reducer: Reducer, structure: BatchStructure) -> npt
         )
     wrong = ~np.isfinite(weights)
     if wrong.any():
-        sequence = int(structure.sequence_index[np.argmax(wrong)])
+        sample = int(structure.sample_ids[structure.sequence_index[np.argmax(wrong)]])
         raise ContractError(
-            f"reducer {name!r} gave a token of sequence {sequence} of the mini-batch the weight {weights[np.argmax(wrong)]}",
+            f"reducer {name!r} gave a token of sample {sample} the weight {weights[np.argmax(wrong)]}",
             remedy="Guard divisions by counts that can be 0",
         )
     return weights

@@ -1,0 +1,126 @@
+"""The objective multiplies weights and terms, sums them, and gates outputs; nothing else may."""
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_engine import LossOutput, Metric
+from skyrl_engine.contracts.backend import MicroBatch
+from skyrl_engine.contracts.loss import FunctionLoss
+from skyrl_engine.contracts.ragged import Ragged
+from skyrl_engine.errors import ContractError, DataError
+from skyrl_engine.objective.objective import LossObjective
+from skyrl_engine.objective.samples import ScoredSamples
+
+
+def micro_batch(weights: list[float], **columns: list[float]) -> MicroBatch:
+    """Two samples with 2 and 1 scored tokens, out of 3 actions each."""
+    scored = Ragged.from_list([[0, 2], [1]], np.int32)
+    samples = ScoredSamples(
+        sample_ids=np.array([7, 3]),
+        group_ids=np.array([0, 0]),
+        unit_ids=np.array([0, 1]),
+        action_lengths=np.array([3, 3]),
+        scored=scored,
+        columns={name: np.asarray(values, dtype=np.float32) for name, values in columns.items()},
+        weights=np.asarray(weights, dtype=np.float64),
+    )
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return MicroBatch({}, nothing, nothing, (), samples)
+
+
+def objective(function, needs=("logprobs",), *, per_token_outputs=True, step=1) -> LossObjective:
+    return LossObjective("test", FunctionLoss("test", function, None, needs), seed=5, step=step, per_token_outputs=per_token_outputs)
+
+
+def test_gradient_is_the_weight_of_each_term():
+    """d(sum w (-lp)) / d lp = -w, to the last bit, because the engine does nothing but multiply and sum."""
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    total, output = objective(lambda tokens, _: -tokens.logprobs)({"logprobs": logprobs}, micro_batch([0.5, 0.25, 0.125]))
+    total.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-0.5, -0.25, -0.125]
+    assert total.item() == output.metrics["loss"].result == 0.5 + 0.5 + 0.375
+
+
+def test_outputs_are_columnar_and_keyed_by_sample():
+    logprobs = torch.tensor([-1.0, -2.0, -3.0])
+    _, output = objective(lambda tokens, _: -tokens.logprobs)({"logprobs": logprobs}, micro_batch([1, 1, 1]))
+    assert output.sample_ids.tolist() == [7, 3]
+    assert output.fields["token_loss"][0].tolist() == [1.0, 2.0]
+    assert output.fields["logprobs"][1].tolist() == [-3.0]
+    assert output.scored[0].tolist() == [0, 2]
+    assert output.fields["logprobs"].values.dtype == np.float32
+
+
+def test_the_gate_changes_nothing_but_the_per_token_outputs():
+    def noisy(tokens, _config):
+        noise = torch.rand(len(tokens.logprobs), generator=tokens.generator)
+        return LossOutput(-tokens.logprobs * noise, {"noise": Metric.mean(noise.sum().item(), len(noise))})
+
+    results = []
+    for gate in (True, False):
+        logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+        total, output = objective(noisy, per_token_outputs=gate)({"logprobs": logprobs}, micro_batch([0.3, 0.2, 0.1]))
+        total.backward()
+        results.append((total.item(), logprobs.grad.tolist(), output.metrics, output.sample_ids.tolist()))
+        assert bool(output.fields) is gate
+        assert len(output.scored) == 2
+    assert results[0] == results[1]
+
+
+def test_generator_depends_on_step_and_samples_and_leaves_the_global_state_alone():
+    def draw(tokens, _config):
+        return tokens.logprobs * torch.rand(len(tokens.logprobs), generator=tokens.generator)
+
+    before = torch.random.get_rng_state()
+    logprobs = torch.ones(3)
+    first, again, later = (
+        objective(draw, step=step)({"logprobs": logprobs}, micro_batch([1, 1, 1]))[0].item() for step in (1, 1, 2)
+    )
+    assert first == again != later
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_sequences_offer_sums_means_and_broadcast():
+    seen = {}
+
+    def look(tokens, _config):
+        seen["sum"] = tokens.sequences.sum(tokens.advantages).tolist()
+        seen["mean"] = tokens.sequences.mean(tokens.advantages).tolist()
+        seen["broadcast"] = tokens.sequences.broadcast(torch.tensor([10.0, 20.0])).tolist()
+        return tokens.logprobs
+
+    batch = micro_batch([1, 1, 1], advantages=[1, 3, 5])
+    objective(look, needs=("logprobs", "advantages"))({"logprobs": torch.zeros(3)}, batch)
+    assert seen == {"sum": [4.0, 5.0], "mean": [2.0, 5.0], "broadcast": [10.0, 10.0, 20.0]}
+
+
+def test_a_scalar_loss_is_refused_with_its_shape():
+    with pytest.raises(ContractError, match=r"returned shape \[\] for 3 tokens"):
+        objective(lambda tokens, _: tokens.logprobs.mean())({"logprobs": torch.zeros(3)}, micro_batch([1, 1, 1]))
+
+
+def test_a_missing_column_is_named():
+    with pytest.raises(DataError, match="needs the column 'advantages'"):
+        objective(lambda tokens, _: tokens.advantages, needs=("advantages",))({"logprobs": torch.zeros(3)}, micro_batch([1, 1, 1]))
+
+
+def test_reading_an_undeclared_need_says_what_to_declare():
+    with pytest.raises(AttributeError, match="add 'entropy' to its needs"):
+        objective(lambda tokens, _: tokens.entropy)({"logprobs": torch.zeros(3)}, micro_batch([1, 1, 1]))
+
+
+def test_no_scored_token_gives_a_differentiable_zero():
+    empty = ScoredSamples(
+        np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64),
+        Ragged.from_list([], np.int32), {}, np.zeros(0),
+    )  # fmt: skip
+    nothing = torch.zeros(0, dtype=torch.int64)
+    parameter = torch.ones(1, requires_grad=True)
+    total, output = objective(lambda tokens, _: -tokens.logprobs)(
+        {"logprobs": (parameter * 2)[:0].clone()}, MicroBatch({}, nothing, nothing, (), empty)
+    )
+    total.backward()
+    assert total.item() == 0
+    assert len(output.sample_ids) == 0
