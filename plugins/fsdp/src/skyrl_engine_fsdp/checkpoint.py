@@ -1,0 +1,116 @@
+"""Exact training state through torch.distributed.checkpoint: every rank writes its own shards; random states beside them, one file per rank."""
+
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+from torch.distributed.checkpoint import api, filesystem, state_dict_loader, state_dict_saver
+
+from skyrl_engine.errors import CheckpointError
+from skyrl_engine_fsdp import random_states
+
+
+@frozen(eq=False)
+class TrainingState:
+    """What a checkpoint holds, keyed by parameter names, so that nothing depends on the order of optimizer groups.
+
+    `optimizer` None: scoring only, weights alone.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer | None
+    device: torch.device
+
+    def _weights(self) -> dict[str, Any]:
+        return {f"model.{name}": tensor.detach() for name, tensor in [*self.parameters.items(), *self.buffers.items()]}
+
+    def _moments(self) -> dict[str, Any]:
+        if self.optimizer is None:
+            return {}
+        return {
+            f"optimizer.{name}.{key}": value
+            for name, parameter in self.parameters.items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
+
+    def save(self, directory: Path, steps_done: int) -> None:
+        """Write this rank's part into `directory`. Raises CheckpointError."""
+        rank = dist.get_rank()
+        facts = {"steps_done": torch.tensor(steps_done), "world_size": torch.tensor(dist.get_world_size())}
+        try:
+            state_dict_saver.save({**self._weights(), **self._moments(), **facts}, checkpoint_id=directory)
+            with _random_file(directory, rank).open("wb") as file:
+                torch.save(random_states.capture(self.device), file)
+                file.flush()
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError, api.CheckpointException) as error:
+            raise CheckpointError(
+                f"rank {rank} cannot write its part of the checkpoint to {directory}: {_reason(error)}",
+                remedy="Make room there or choose another run.directory; the previous checkpoint is whole",
+            ) from error
+
+    def load(self, directory: Path) -> int:
+        """Restore weights, moments and random states in place; returns how many optimizer steps had been taken. Raises CheckpointError."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        try:
+            saved = filesystem.FileSystemReader(directory).read_metadata().state_dict_metadata
+            self._prepare_moments(set(saved))
+            facts = {"steps_done": torch.tensor(0), "world_size": torch.tensor(0)}
+            wanted = {**self._weights(), **self._moments(), **facts}
+            _refuse_differences(directory, set(wanted), set(saved), moments=self.optimizer is not None)
+            state_dict_loader.load(wanted, checkpoint_id=directory)
+            written_by = int(facts["world_size"])
+            if written_by != world_size:
+                raise CheckpointError(
+                    f"the checkpoint in {directory} is of {written_by} ranks, this run has {world_size} and cannot continue it exactly",
+                    remedy=f"Set run.ranks = {written_by}",
+                )
+            random_states.restore(torch.load(_random_file(directory, rank), weights_only=True), self.device)
+        except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError, api.CheckpointException) as error:
+            raise CheckpointError(
+                f"rank {rank} cannot read the checkpoint in {directory}: {_reason(error)}",
+                remedy="Resume from an older checkpoint of the run",
+            ) from error
+        return int(facts["steps_done"])
+
+    def _prepare_moments(self, saved: set[str]) -> None:
+        """Make AdamW's state for every parameter that had one when the checkpoint was written, for loading to fill."""
+        if self.optimizer is None:
+            return
+        self.optimizer.state.clear()
+        for name, parameter in self.parameters.items():
+            if f"optimizer.{name}.step" in saved:
+                self.optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=self.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+
+def _refuse_differences(directory: Path, wanted: set[str], saved: set[str], *, moments: bool) -> None:
+    compared = saved if moments else {key for key in saved if not key.startswith("optimizer.")}
+    different = sorted(wanted ^ compared)
+    if different:
+        raise CheckpointError(
+            f"the checkpoint in {directory} is of another model: {different[0]} is not in both ({len(different)} such entries)",
+            remedy="Resume with the model the run was started with",
+        )
+
+
+def _random_file(directory: Path, rank: int) -> Path:
+    return directory / f"random-{rank}.pt"
+
+
+def _reason(error: BaseException) -> str:
+    """The first underlying cause in a few words; DCP wraps the causes of all ranks, with their tracebacks."""
+    if isinstance(error, api.CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".")

@@ -1,0 +1,38 @@
+"""FSDP2 over a scorer: every layer a unit, the root another, gradients summed over ranks and never averaged."""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from skyrl_engine.contracts.backend import ComputeDtype
+from skyrl_engine.modeling.architecture import transformer_layers
+from skyrl_engine.modeling.scorer import Scorer
+
+
+def shard(scorer: Scorer, mesh: DeviceMesh, dtype: ComputeDtype, *, reshard_after_forward: bool) -> None:
+    """Shard `scorer` in place over the one-dimensional `mesh`, whose device its weights move to.
+
+    bfloat16 computes in bfloat16 and keeps weights, their gradients and the sums over ranks in float32. The head stays in the root's unit: as
+    a unit of its own it would be gathered per call, and ranks that differ in calls would wait for each other for ever.
+    """
+    policy = MixedPrecisionPolicy()
+    if dtype == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in transformer_layers(scorer.decoder):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    # the root's backward comes right after its forward, so gathering its weights again would only cost
+    fully_shard(scorer, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    for module in units(scorer):  # neither setter reaches nested units, and gloo knows no scaled sum: both are needed on each
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def units(scorer: Scorer) -> list[FSDPModule]:
+    """Every module that `shard` made a unit of."""
+    return [module for module in scorer.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(scorer: Scorer) -> None:
+    """Free all gathered weights. After a forward without backward the root still holds them, and they would go stale."""
+    for module in units(scorer):
+        module.reshard()

@@ -1,0 +1,140 @@
+"""Load a Hugging Face causal language model for training, with errors that say what is wrong with which model."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_engine.contracts.backend import ComputeDtype, ModelSpec
+from skyrl_engine.errors import ModelError
+from skyrl_engine.modeling.architecture import split_causal_lm
+from skyrl_engine.modeling.parity import check_parity
+from skyrl_engine.modeling.scorer import Scorer
+
+logger = logging.getLogger(__name__)
+
+
+def weight_dtype(compute: ComputeDtype) -> torch.dtype:
+    """What weights and optimizer state are kept in: float32, whatever lower precision computes; float64 for float64."""
+    return torch.float64 if compute == "float64" else torch.float32
+
+
+def load_scorer(spec: ModelSpec) -> tuple[Any, Scorer]:
+    """The whole model on CPU, in training mode, and the scorer over its own modules, proved equal to the model's forward.
+
+    Raises ModelError.
+    """
+    model = load_causal_lm(spec)
+    scorer = Scorer(split_causal_lm(model), logits_per_chunk=spec.logits_per_chunk)
+    check_parity(model, scorer, name=spec.path)
+    if spec.activation_checkpointing:
+        enable_activation_checkpointing(model, spec.path)
+    scorer.train()
+    return model, scorer
+
+
+def load_causal_lm(spec: ModelSpec) -> Any:
+    """`transformers.PreTrainedModel` on CPU in `weight_dtype`. Raises ModelError when it is not a complete causal language model."""
+    import transformers
+
+    config = _load_config(spec)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"{spec.path} holds quantized weights, which cannot be trained",
+            remedy="Use the model's full-precision version",
+        )
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping and not _has_remote_code(config):  # noqa: SLF001 - the only list of what can be loaded
+        raise ModelError(
+            f"{spec.path} is a {config.model_type} model, which transformers {transformers.__version__} has no causal language model for",
+            remedy="Use a causal language model, or a version of transformers that knows this one",
+        )
+    try:
+        with quiet_progress():
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                spec.path,
+                config=config,
+                revision=spec.revision,
+                trust_remote_code=spec.trust_remote_code,
+                dtype=weight_dtype(spec.dtype),
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise ModelError(
+            f"the weights of {spec.path} cannot be loaded: {_first_line(error)}",
+            remedy="Check that the directory or hub id holds a complete model",
+        ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{spec.path} lacks {len(missing)} of its weights, {missing[0]} first",
+            remedy="Use a complete checkpoint; missing weights would start from random values",
+        )
+    if report["unexpected_keys"]:
+        logger.warning("%s holds %d weights that %s does not use", spec.path, len(report["unexpected_keys"]), type(model).__name__)
+    return model
+
+
+def enable_activation_checkpointing(model: Any, name: str) -> None:
+    """Recompute each layer's activations in backward. Raises ModelError where the model's class cannot."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise ModelError(
+            f"{name} ({type(model).__name__}) does not support activation checkpointing",
+            remedy="Set model.activation_checkpointing = false",
+        )
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:  # transformers before 5.23 know only the older name
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+def _load_config(spec: ModelSpec) -> Any:
+    import transformers
+
+    local = Path(spec.path).expanduser()
+    if spec.path.startswith((".", "/", "~")) and not local.is_dir():
+        raise ModelError(
+            f"there is no model directory {spec.path}", remedy="Correct model.path, or give a hub id such as organisation/model"
+        )
+    if local.is_dir() and not (local / "config.json").is_file():
+        raise ModelError(
+            f"the directory {spec.path} holds no config.json, so it is not a Hugging Face model",
+            remedy="Point model.path at the directory that save_pretrained wrote",
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(spec.path, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        message = str(error)
+        if "trust_remote_code" in message:
+            remedy = "Read that code and set model.trust_remote_code = true, or use another model"
+        elif local.is_dir():
+            remedy = "Repair the directory's config.json"
+        else:
+            remedy = "Check model.path and model.revision, and that the hub can be reached or the model is in its cache"
+        raise ModelError(f"the configuration of {spec.path} cannot be loaded: {_first_line(error)}", remedy=remedy) from error
+
+
+def _has_remote_code(config: Any) -> bool:
+    return "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).strip().rstrip(".")
+
+
+@contextmanager
+def quiet_progress() -> Iterator[None]:
+    """No progress bar per rank while weights load; the caller's setting comes back."""
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
