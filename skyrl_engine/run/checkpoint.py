@@ -1,0 +1,187 @@
+"""Checkpoints: written aside, fsynced, renamed, pointed at. A crash or a full disk at any moment leaves the previous one whole.
+
+checkpoints/
+- latest: the name of the checkpoint to resume from
+- step-00000010/: whole by construction, for it got this name after everything in it was on the disk
+  - state/: the backend's own files
+  - trainer.json, config.json, plugins.lock: documents of the trainer
+  - files.json: size and SHA-256 of every file above
+- .step-00000020.partial: being written, or left over from a crash (removed at the next start)
+"""
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from skyrl_engine.errors import CheckpointError, EngineError
+from skyrl_engine.run.durable import sync, sync_tree, write_durably
+from skyrl_engine.run.listing import first_damage, list_files
+
+_STEP_NAME = re.compile(r"step-(\d{8,})")
+_LEFT_OVER = re.compile(r"\.step-\d{8,}\.(partial|replaced)|\.latest\.partial")
+_LISTING = "files.json"
+
+logger = logging.getLogger(__name__)
+
+
+@frozen
+class Checkpoint:
+    """A whole checkpoint on disk, after optimizer step `step`."""
+
+    path: Path
+    step: int
+
+    @property
+    def state(self) -> Path:
+        """The directory the backend wrote."""
+        return self.path / "state"
+
+    def verify(self) -> None:
+        """Compare every file with the listing. Raises CheckpointError naming the first that differs."""
+        try:
+            listing = json.loads((self.path / _LISTING).read_text())
+            damage = first_damage(self.path, listing)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            damage = f"{_LISTING} cannot be read ({error})"
+        if damage:
+            raise self._damaged(damage)
+
+    def document(self, name: str) -> Any:
+        """A JSON document that was saved with the state. Raises CheckpointError when it cannot be read."""
+        try:
+            return json.loads((self.path / name).read_text())
+        except (OSError, ValueError) as error:
+            raise self._damaged(f"{name} cannot be read ({error})") from error
+
+    def _damaged(self, damage: str) -> CheckpointError:
+        others = [other.path.name for other in CheckpointStore(self.path.parent).all() if other.step != self.step]
+        way_out = f"write {others[-1]!r} into {self.path.parent / 'latest'}" if others else "start a new run"
+        return CheckpointError(
+            f"the checkpoint {self.path} is damaged: {damage}", remedy=f"Restore it from a copy, or {way_out} and resume"
+        )
+
+
+@frozen
+class CheckpointStore:
+    """The checkpoints of one run. `keep` is how many whole ones stay (None: all)."""
+
+    directory: Path
+    keep: int | None = None
+
+    def all(self) -> list[Checkpoint]:
+        """Whole checkpoints, oldest first."""
+        if not self.directory.is_dir():
+            return []
+        matches = [(_STEP_NAME.fullmatch(entry.name), entry) for entry in self.directory.iterdir() if entry.is_dir()]
+        found = [Checkpoint(entry, int(match[1])) for match, entry in matches if match]
+        return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def latest(self) -> Checkpoint | None:
+        """The one to resume from: what `latest` names, or the newest where that name leads nowhere; None before the first."""
+        pointer = self.directory / "latest"
+        present = self.all()
+        named = pointer.read_text().strip() if pointer.is_file() else None
+        for checkpoint in present:
+            if checkpoint.path.name == named:
+                return checkpoint
+        if named is not None and present:
+            logger.warning("%s names %r, which does not exist; using %s", pointer, named, present[-1].path.name)
+        return present[-1] if present else None
+
+    def at(self, step: int | None) -> Checkpoint:
+        """The checkpoint of optimizer step `step` (None: the latest). Raises CheckpointError when there is none."""
+        checkpoint = self.latest() if step is None else next((each for each in self.all() if each.step == step), None)
+        if checkpoint is None:
+            steps = ", ".join(str(each.step) for each in self.all())
+            wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            raise CheckpointError(
+                f"{self.directory} holds {wanted}",
+                remedy=f"Choose one of the steps {steps}" if steps else "Train with checkpoint.at_end = true or checkpoint.every",
+            )
+        return checkpoint
+
+    def remove_left_overs(self) -> None:
+        """Delete what a crash left half-written."""
+        if not self.directory.is_dir():
+            return
+        for entry in self.directory.iterdir():
+            if _LEFT_OVER.fullmatch(entry.name):
+                logger.warning("removing %s, left over from an interrupted write", entry)
+                _remove(entry)
+
+    def save(self, step: int, write_state: Callable[[Path], None], documents: Mapping[str, Any]) -> Checkpoint:
+        """Write a checkpoint: `write_state` fills an existing directory, `documents` are JSON by file name.
+
+        Raises CheckpointError when anything fails; the previous checkpoint is then still there and whole, and `latest` names a whole one.
+        """
+        name = f"step-{step:08d}"
+        partial = self.directory / f".{name}.partial"
+        try:
+            self._write(partial, write_state, documents)
+            checkpoint = Checkpoint(self.directory / name, step)
+            self._publish(partial, checkpoint)
+        except Exception as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise self._failed(step, error) from error
+        self._retain(checkpoint)
+        return checkpoint
+
+    def _write(self, partial: Path, write_state: Callable[[Path], None], documents: Mapping[str, Any]) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if partial.exists():
+            shutil.rmtree(partial)
+        (partial / "state").mkdir(parents=True)
+        write_state(partial / "state")
+        for name, content in documents.items():
+            (partial / name).write_text(json.dumps(content, indent=2) + "\n")
+        (partial / _LISTING).write_text(json.dumps(list_files(partial), indent=2) + "\n")
+        sync_tree(partial)
+
+    def _publish(self, partial: Path, checkpoint: Checkpoint) -> None:
+        """Give the written directory its name and point `latest` at it."""
+        replaced = None
+        if checkpoint.path.exists():  # of a later step than the one resumed from: the new run of this step takes its place
+            replaced = self.directory / f".{checkpoint.path.name}.replaced"
+            _remove(replaced)
+            checkpoint.path.rename(replaced)
+        partial.rename(checkpoint.path)
+        sync(self.directory)
+        write_durably(self.directory / "latest", checkpoint.path.name + "\n")
+        if replaced is not None:
+            _remove(replaced)
+
+    def _retain(self, newest: Checkpoint) -> None:
+        """Delete all but the `keep` newest up to `newest`. Later ones belong to an abandoned continuation and are left alone."""
+        if self.keep is None:
+            return
+        for old in [each for each in self.all() if each.step <= newest.step][: -self.keep]:
+            _remove(old.path)
+
+    def _failed(self, step: int, error: Exception) -> CheckpointError:
+        cause = error.cause if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        previous = self.latest()
+        kept = f"{previous.path.name} is whole" if previous else "no earlier one exists"
+        return CheckpointError(
+            f"the checkpoint of step {step} could not be written to {self.directory} ({cause}); {kept}",
+            remedy="Free space there or make it writable, then resume the run with checkpoint.resume = true",
+            details=error.details if isinstance(error, EngineError) else (),
+        )
+
+
+def _remove(path: Path) -> None:
+    """Delete a file or directory; one that will not go costs space, never a run."""
+    try:
+        if path.is_dir():
+            # Out of sight before it loses its first file: a half-deleted directory must not look like a whole checkpoint.
+            hidden = path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}.replaced"))
+            shutil.rmtree(hidden)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("cannot delete %s: %s", path, error)

@@ -1,0 +1,88 @@
+"""What may differ between the session that wrote a checkpoint and the one that resumes from it."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from skyrl_engine.errors import CheckpointError
+
+_IDENTITY = ("distribution", "name", "version", "sha256")
+_WITHOUT_EFFECT = ("run.directory", "run.observers", "run.ray_address", "observers.", "checkpoint.", "evaluation.", "plugins.")
+"""Configuration that no step's numbers depend on (which plugins were chosen is compared by itself)."""
+
+Lock = Mapping[str, Any]
+
+
+@frozen
+class Change:
+    """One configuration key that differs; None stands for a key that is absent on one side."""
+
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before!r} -> {self.after!r}"
+
+
+def refuse_changed_plugins(before: Mapping[str, Lock], after: Mapping[str, Lock], *, allow_changed: Sequence[str]) -> list[str]:
+    """Compare plugin locks by kind; the differences that `allow_changed` ("kind:name") permits are returned as sentences.
+
+    Raises CheckpointError listing every other difference.
+    """
+    allowed: list[str] = []
+    refused: list[tuple[str, str]] = []
+    for kind in dict.fromkeys([*before, *after]):
+        old, new = _record(before, kind), _record(after, kind)
+        if [old.get(key) for key in _IDENTITY] == [new.get(key) for key in _IDENTITY]:
+            continue
+        difference = f"{kind}: {_describe(old)} -> {_describe(new)}"
+        names = {f"{kind}:{record['name']}" for record in (old, new) if record}
+        if names & set(allow_changed):
+            allowed.append(difference)
+        else:
+            refused.append((f"{kind}:{(new or old)['name']}", difference))
+    if refused:
+        names_to_allow = ", ".join(f'"{name}"' for name, _ in refused)
+        raise CheckpointError(
+            "the checkpoint was made with other plugins",
+            remedy=f"Install the versions it was made with, or set checkpoint.allow_changed = [{names_to_allow}] to resume inexactly",
+            details=[difference for _, difference in refused],
+        )
+    return allowed
+
+
+def changed_config(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """Keys on which the results may depend and whose values differ, in the order of `after`."""
+    old, new = dict(_leaves(before)), dict(_leaves(after))
+    return [
+        Change(key, old.get(key), new.get(key))
+        for key in dict.fromkeys([*new, *old])
+        if not key.startswith(_WITHOUT_EFFECT) and old.get(key) != new.get(key)
+    ]
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", list(value) if _is_list(value) else value
+
+
+def _is_list(value: object) -> bool:
+    """JSON knows one kind of list; a tuple compares equal to what it becomes there."""
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes)
+
+
+def _record(locks: Mapping[str, Lock], kind: str) -> Mapping[str, Any]:
+    record: Mapping[str, Any] = locks[kind]["record"] if kind in locks else {}
+    return record
+
+
+def _describe(record: Mapping[str, Any]) -> str:
+    if not record:
+        return "none"
+    version = record.get("version") or (f"sha256 {str(record['sha256'])[:12]}" if record.get("sha256") else "no version")
+    return f"{record.get('distribution') or record.get('path') or 'local file'}:{record['name']} ({version})"

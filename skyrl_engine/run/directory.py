@@ -1,0 +1,112 @@
+"""The run directory: everything one run writes, owned by one process at a time."""
+
+import fcntl
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from attrs import frozen
+
+from skyrl_engine.errors import ConfigError, EngineError, Problem
+
+RUNS = Path("runs")
+_LOCK = ".lock"
+_OWN_NAMES = frozenset({_LOCK, "run.json", "run.log", "config.toml", "metrics.jsonl", "checkpoints", "model"})
+
+logger = logging.getLogger(__name__)
+
+
+@frozen
+class RunDirectory:
+    """Where each part of a run lies. Nothing else in the engine spells these names."""
+
+    path: Path
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "run.log"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """The trained model as a Hugging Face directory, written at the end of a run."""
+        return self.path / "model"
+
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Hold the directory for this process; the kernel lets go when the process ends, however it ends.
+
+        Raises EngineError when another process holds it.
+        """
+        with (self.path / _LOCK).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise EngineError(
+                    f"another process is running in {self.path}", remedy="Wait for it to end, or set another run.directory"
+                ) from None
+            except OSError as error:  # some network file systems have no locks; that must not keep a run from starting
+                logger.warning("%s cannot be locked against a second process: %s", self.path, error)
+            yield
+
+
+def open_run_directory(configured: str | None, *, name: str, resume: bool) -> RunDirectory:
+    """The run directory, created where it is missing: `configured`, or a new `runs/<UTC time>-<name>`.
+
+    Raises ConfigError when the directory holds another run and `resume` is false, when it holds anything that is no run's, or when there is
+    nothing to say which run to resume.
+    """
+    if configured is None:
+        if resume:
+            raise _problem("resuming needs to know which run", "Set run.directory to the directory of the run to resume")
+        return _create_new(RUNS, f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{short_name(name)}")
+    path = Path(configured).expanduser()
+    if path.exists() and not path.is_dir():
+        raise _problem(f"{path} is a file", "Name a new directory")
+    present = {entry.name for entry in path.iterdir()} if path.exists() else set()
+    if foreign := sorted(present - _OWN_NAMES):
+        raise _problem(f"{path} holds files that belong to no run, such as {foreign[0]!r}", "Name a new or empty directory")
+    if present - {_LOCK, "run.log"} and not resume:
+        raise _problem(f"{path} already holds a run", "Name a new directory, or set checkpoint.resume = true to continue that run")
+    path.mkdir(parents=True, exist_ok=True)
+    return RunDirectory(path)
+
+
+def short_name(text: str) -> str:
+    """`text` as a piece of a file name: lower-case letters, digits, dots and dashes, at most 40 of them."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")[:40].strip("-.") or "run"
+
+
+def _create_new(parent: Path, name: str) -> RunDirectory:
+    """A directory that did not exist before; runs started within one second get a number."""
+    attempt = 1
+    while True:
+        path = parent / (name if attempt == 1 else f"{name}-{attempt}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            attempt += 1
+        else:
+            return RunDirectory(path)
+
+
+def _problem(cause: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem("run.directory", cause, remedy)])

@@ -1,0 +1,35 @@
+"""Sizes and SHA-256 sums of a directory's files: how a damaged checkpoint is told from a whole one."""
+
+import hashlib
+from pathlib import Path
+from typing import TypedDict
+
+
+class FileFacts(TypedDict):
+    bytes: int
+    sha256: str
+
+
+def list_files(root: Path) -> dict[str, FileFacts]:
+    """Every file under `root` by its relative POSIX path."""
+    return {path.relative_to(root).as_posix(): _facts(path) for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def first_damage(root: Path, expected: dict[str, FileFacts]) -> str | None:
+    """A clause naming the first file under `root` that is not as listed, None when all are. Sizes are looked at before sums."""
+    for name, facts in expected.items():
+        path = root / name
+        if not path.is_file():
+            return f"{name} is missing"
+        size = path.stat().st_size
+        if size != facts["bytes"]:
+            return f"{name} has {size} bytes instead of {facts['bytes']}"
+    for name, facts in expected.items():
+        if _facts(root / name)["sha256"] != facts["sha256"]:
+            return f"the content of {name} differs from what was written"
+    return None
+
+
+def _facts(path: Path) -> FileFacts:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

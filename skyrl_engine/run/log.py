@@ -1,0 +1,37 @@
+"""run.log: what happened, with tracebacks of failures, for whoever has to find out why."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ENGINE = "skyrl_engine"
+
+
+class RunLogHandler(logging.FileHandler):
+    """Takes the engine's own records from INFO on and everybody else's from WARNING on."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        own = record.name == ENGINE or record.name.startswith(f"{ENGINE}.") or record.name.startswith(f"{ENGINE}_")
+        return own or record.levelno >= logging.WARNING
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """A full disk must not fill the terminal with tracebacks about the log; the failure that matters is raised elsewhere."""
+
+
+@contextmanager
+def logging_to(path: Path) -> Iterator[None]:
+    """Append the process's log records to `path` for the duration."""
+    handler = RunLogHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root, engine = logging.getLogger(), logging.getLogger(ENGINE)
+    level = engine.level
+    root.addHandler(handler)
+    if engine.getEffectiveLevel() > logging.INFO:
+        engine.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        engine.setLevel(level)
+        root.removeHandler(handler)
+        handler.close()

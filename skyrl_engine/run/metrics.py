@@ -1,0 +1,129 @@
+"""metrics.jsonl: one JSON object per line and event, written as it happens. The engine's own observer, found like anybody's."""
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from attrs import define
+
+from skyrl_engine import EngineError, hookimpl
+from skyrl_engine.contracts.events import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
+
+FILE_NAME = "metrics.jsonl"
+
+logger = logging.getLogger(__name__)
+
+
+@define(eq=False)
+class MetricsJsonl:
+    """Writes `metrics.jsonl` into the run directory.
+
+    Records have a `kind`: session_started, step, evaluation, checkpoint, session_finished. Numbers keep every bit (shortest decimal that
+    reads back equal); what is not finite becomes null. Each record is one line, handed to the operating system at once. A session that
+    resumes after step s first drops records of later steps and a torn last line, so that no step appears twice.
+    """
+
+    _path: Path = Path(FILE_NAME)
+    _file: FileIO | None = None
+
+    @hookimpl
+    def skyrl_engine_session_started(self, event: SessionStarted) -> None:
+        self._path = event.directory / FILE_NAME
+        try:
+            keep_up_to(self._path, event.start_step)
+            self._file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
+        self._write("session_started", step=event.start_step, total_steps=event.total_steps)
+
+    @hookimpl
+    def skyrl_engine_step_finished(self, event: StepFinished) -> None:
+        self._write(
+            "step",
+            step=event.step,
+            total_steps=event.total_steps,
+            seconds=_number(event.seconds),
+            metrics=_numbers(event.metrics),
+            cpu_seconds=_numbers(event.cpu_seconds),
+        )
+
+    @hookimpl
+    def skyrl_engine_evaluation_finished(self, event: EvaluationFinished) -> None:
+        self._write("evaluation", step=event.step, seconds=_number(event.seconds), metrics=_numbers(event.metrics))
+
+    @hookimpl
+    def skyrl_engine_checkpoint_saved(self, event: CheckpointSaved) -> None:
+        self._write("checkpoint", step=event.step, path=event.path.name)
+
+    @hookimpl
+    def skyrl_engine_session_finished(self, event: SessionFinished) -> None:
+        if self._file is not None:
+            try:
+                self._write("session_finished", step=event.step, error=event.error)
+            finally:
+                self._file.close()
+                self._file = None
+
+    def _write(self, kind: str, **values: Any) -> None:
+        assert self._file is not None, "an event before session_started"
+        line = (json.dumps({"kind": kind, **values}, allow_nan=False) + "\n").encode()
+        try:
+            while line:  # an unbuffered write may take only a part, as it does before a disk is full
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
+
+
+class MetricsJsonlPlugin:
+    """The plugin object behind the entry point."""
+
+    @hookimpl
+    def skyrl_engine_make_observer(self) -> MetricsJsonl:
+        return MetricsJsonl()
+
+
+metrics_jsonl = MetricsJsonlPlugin()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All records of a metrics file, in order. A last line without its end, left by a crash, is no record."""
+    if not path.is_file():
+        return []
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:  # a crash of the machine, not only of the process, can leave a line of zero bytes
+            logger.warning("%s: line %d is damaged and skipped", path, number)
+            continue
+        records.append(record)
+    return records
+
+
+def keep_up_to(path: Path, step: int) -> None:
+    """Drop what a session that resumes after `step` will write again: records of later steps, and a torn or damaged line.
+
+    From step 0 the run starts over, evaluation before the first step included, and nothing is kept.
+    """
+    if not path.exists():
+        return
+    kept = [record for record in read_metrics(path) if step > 0 and record["step"] <= step]
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    aside.replace(path)
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _numbers(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: _number(value) for name, value in values.items()}
+
+
+def _unwritable(path: Path, error: OSError) -> EngineError:
+    return EngineError(f"{path} cannot be written ({error})", remedy="Free space there or make it writable, then resume the run")

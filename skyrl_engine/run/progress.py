@@ -1,0 +1,83 @@
+"""How far a run is, as plain values for whoever shows it: loss, tokens per second, time left."""
+
+from collections import deque
+from collections.abc import Callable
+
+from attrs import evolve, frozen
+
+from skyrl_engine.contracts.events import EvaluationFinished, SessionFinished, SessionStarted, StepFinished
+from skyrl_engine.hooks.markers import hookimpl
+
+_WINDOW = 20
+
+
+@frozen
+class Progress:
+    """`tokens_per_second` (real tokens, all ranks) and `seconds_left` come from the last steps; None while unknown."""
+
+    step: int
+    total_steps: int
+    loss: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    evaluation_loss: float | None = None
+    tokens_per_second: float | None = None
+    seconds_left: float | None = None
+    finished: bool = False
+
+    def __str__(self) -> str:
+        """One line, for logs and terminals without graphics."""
+        parts = [f"step {self.step}/{self.total_steps}"]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4f}")
+        if self.evaluation_loss is not None:
+            parts.append(f"evaluation loss {self.evaluation_loss:.4f}")
+        if self.tokens_per_second is not None:
+            parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        if self.seconds_left is not None and not self.finished:
+            minutes, seconds = divmod(round(self.seconds_left), 60)
+            parts.append(f"{minutes}:{seconds:02d} left")
+        return ", ".join(parts)
+
+
+class ProgressObserver:
+    """An observer that calls `listener` with the current Progress after every event."""
+
+    def __init__(self, listener: Callable[[Progress], None]) -> None:
+        self._listener = listener
+        self._progress = Progress(0, 0)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
+
+    @hookimpl
+    def skyrl_engine_session_started(self, event: SessionStarted) -> None:
+        self._recent.clear()
+        self._report(Progress(event.start_step, event.total_steps))
+
+    @hookimpl
+    def skyrl_engine_step_finished(self, event: StepFinished) -> None:
+        self._recent.append((event.seconds, event.metrics.get("tokens", 0.0)))
+        seconds = sum(seconds for seconds, _ in self._recent)
+        tokens = sum(tokens for _, tokens in self._recent)
+        self._report(
+            evolve(
+                self._progress,
+                step=event.step,
+                loss=event.metrics.get("loss"),
+                grad_norm=event.metrics.get("grad_norm"),
+                learning_rate=event.metrics.get("learning_rate"),
+                tokens_per_second=tokens / seconds if seconds > 0 else None,
+                seconds_left=seconds / len(self._recent) * (event.total_steps - event.step),
+            )
+        )
+
+    @hookimpl
+    def skyrl_engine_evaluation_finished(self, event: EvaluationFinished) -> None:
+        self._report(evolve(self._progress, evaluation_loss=event.metrics.get("loss")))
+
+    @hookimpl
+    def skyrl_engine_session_finished(self, event: SessionFinished) -> None:
+        self._report(evolve(self._progress, step=event.step, finished=True))
+
+    def _report(self, progress: Progress) -> None:
+        self._progress = progress
+        self._listener(progress)

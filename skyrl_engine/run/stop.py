@@ -1,0 +1,44 @@
+"""Ctrl-C and SIGTERM ask a run to end after its current step; a second one ends it at once."""
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from attrs import define
+
+logger = logging.getLogger(__name__)
+
+
+@define
+class StopRequest:
+    """`signal_name` is the signal that asked the run to stop, None while nothing did."""
+
+    signal_name: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.signal_name is not None
+
+
+@contextmanager
+def listen_for_stop() -> Iterator[StopRequest]:
+    """Turn the first SIGINT or SIGTERM into a request; the second raises KeyboardInterrupt. Outside the main thread nothing changes."""
+    request = StopRequest()
+
+    def receive(number: int, _frame: FrameType | None) -> None:
+        if request:
+            raise KeyboardInterrupt
+        request.signal_name = signal.Signals(number).name
+        logger.warning("%s: the run ends after the current step", request.signal_name)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
