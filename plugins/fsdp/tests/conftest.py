@@ -1,0 +1,38 @@
+"""Worlds of ranks for this folder's tests, and the tiny models they train."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # ranks are spawned processes and must import the tests' tasks by name
+
+from fsdp_tasks import World, inline_world, save_tiny  # noqa: E402 - needs the line above
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories of tiny models by "family-tied" or "family-untied"; "dropout" draws random numbers in training."""
+    root = tmp_path_factory.mktemp("models")
+    made = {
+        f"{family}-{word}": save_tiny(root / f"{family}-{word}", family, tied=word == "tied")
+        for family in ("qwen3", "llama")
+        for word in ("tied", "untied")
+    }
+    return {**made, "dropout": save_tiny(root / "dropout", "qwen3", tied=True, attention_dropout=0.2)}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    """Two ranks in processes of their own."""
+    world = World(2)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """This process as a world of one rank."""
+    with inline_world():
+        yield

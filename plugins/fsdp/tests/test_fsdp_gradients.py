@@ -1,0 +1,129 @@
+"""The backend's promise: gradients are sums over ranks, micro-batches and calls.
+
+Compared with the plain definition (one process, one unpadded sequence at a time, whole logits), per parameter, as ||g - g'|| / ||g'||. Two
+ranks, left padding, an empty row, chunks of five positions. float32 sums in another order differ by about 1e-7 per operation, so 1e-5 leaves
+no room for a wrong scale, which would show as 0.5 or 1. Not covered: CUDA (see test_fsdp_cuda.py), dropout, MoE router losses.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fsdp_tasks import World, clipped_norms, definition, gradients_of, rows, trained, worst
+from transformers import AutoModelForCausalLM
+
+from skyrl_engine.contracts.backend import OptimizerSpec
+from skyrl_engine_fsdp.plugin import FsdpConfig
+
+NAMES = ("qwen3-tied", "qwen3-untied", "llama-tied", "llama-untied")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"activation_checkpointing": True}, {"options": FsdpConfig(reshard_after_forward=False)}],
+    ids=["plain", "activation-checkpointing", "keep-gathered"],
+)
+def test_two_ranks_equal_one_plain_process(pair: World, models: dict[str, str], name: str, options: dict[str, Any]) -> None:
+    expected, reference = definition(models[name], rows())
+    ranks = pair.run(gradients_of, models[name], sizes=(1, 2, 4), **options)
+    for (first, gradients), (second, _) in zip(*ranks, strict=True):
+        assert first + second == pytest.approx(expected, rel=1e-5)
+        assert worst(gradients, reference) <= 1e-5
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", NAMES)
+def test_one_rank_equals_a_plain_process(models: dict[str, str], name: str) -> None:
+    expected, reference = definition(models[name], rows())
+    for total, gradients in gradients_of(models[name], sizes=(1, 3, 8), activation_checkpointing=name == "qwen3-tied"):
+        assert total == pytest.approx(expected, rel=1e-5)
+        assert worst(gradients, reference) <= 1e-5
+
+
+@pytest.mark.usefixtures("alone")
+def test_float64_is_exact_to_1e_10(models: dict[str, str]) -> None:
+    expected, reference = definition(models["qwen3-tied"], rows(), dtype=torch.float64)
+    for total, gradients in gradients_of(models["qwen3-tied"], sizes=(1, 8), dtype="float64"):
+        assert total == pytest.approx(expected, rel=1e-10)
+        assert worst(gradients, reference) <= 1e-10
+
+
+@pytest.mark.usefixtures("alone")
+def test_temperature_divides_the_logits(models: dict[str, str]) -> None:
+    expected, reference = definition(models["llama-untied"], rows(), temperature=0.7)
+    ((total, gradients),) = gradients_of(models["llama-untied"], sizes=(3,), temperature=0.7)
+    assert total == pytest.approx(expected, rel=1e-5)
+    assert worst(gradients, reference) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "llama-untied"])
+def test_bfloat16_stays_within_its_precision(pair: World, models: dict[str, str], name: str) -> None:
+    """bfloat16 keeps 8 bits, 4e-3 per rounding; a dozen roundings between loss and gradient end near 2e-2. A wrong scale would be 0.5 or 1."""
+    expected, reference = definition(models[name], rows())
+    ranks = pair.run(gradients_of, models[name], sizes=(1, 4), dtype="bfloat16")
+    for (first, gradients), (second, _) in zip(*ranks, strict=True):
+        assert first + second == pytest.approx(expected, rel=1e-2)
+        assert worst(gradients, reference) <= 5e-2
+        assert {gradient.dtype for gradient in gradients.values()} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize("unscored", [(4, 5, 6, 7), (0, 1, 2, 3, 4, 6, 7)], ids=["second-rank", "every-rank"])
+def test_ranks_without_scored_tokens_take_part(pair: World, models: dict[str, str], unscored: tuple[int, ...]) -> None:
+    ranks = pair.run(gradients_of, models["qwen3-untied"], sizes=(1, 4), unscored=unscored)
+    for _, gradients in ranks[0]:
+        if len(unscored) > 4:
+            assert all((gradient == 0).all() for gradient in gradients.values())
+        else:
+            assert worst(gradients, definition(models["qwen3-untied"], rows(unscored=unscored))[1]) <= 1e-5
+
+
+def test_both_ranks_see_one_gradient(pair: World, models: dict[str, str]) -> None:
+    first, second = pair.run(gradients_of, models["llama-tied"], sizes=(2,))
+    for name, gradient in first[0][1].items():
+        np.testing.assert_array_equal(gradient, second[0][1][name])
+
+
+def test_the_reported_norm_is_the_true_one_and_clipping_reaches_the_limit(pair: World, models: dict[str, str]) -> None:
+    _, reference = definition(models["qwen3-tied"], rows())
+    true = np.sqrt(sum(np.square(gradient.astype(np.float64)).sum() for gradient in reference.values()))
+    assert true > 1.0
+    for limit in (true / 7, true * 7):
+        for reported, left in pair.run(clipped_norms, models["qwen3-tied"], limit):
+            assert reported == pytest.approx(true, rel=1e-5)
+            assert left == pytest.approx(min(limit, true), rel=1e-5)
+
+
+def test_three_steps_equal_plain_adamw(pair: World, models: dict[str, str]) -> None:
+    """A large epsilon makes the update follow the gradient's scale, which AdamW would otherwise hide."""
+    optimizer = OptimizerSpec(
+        learning_rate=1e-2, epsilon=0.5, weight_decay=0.1, max_grad_norm=1.0, schedule="linear", warmup_steps=1, total_steps=4
+    )
+    (history, weights), (other, same) = pair.run(trained, models["qwen3-untied"], optimizer, 3)
+    model = AutoModelForCausalLM.from_pretrained(models["qwen3-untied"], dtype=torch.float32)
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    rest = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    plain = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], eps=0.5)
+    expected = []
+    for rate in (1e-2, 1e-2, 1e-2 * 2 / 3):
+        total = torch.zeros(())
+        for row in rows():
+            if len(row.ids):
+                logprobs = model(input_ids=row.ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+                score = logprobs.gather(-1, row.ids[1:, None])[:, 0] - 0.1 * (logprobs.exp() * logprobs).sum(-1)
+                total = total - (row.weights[1:] * score).sum()
+        plain.zero_grad()
+        total.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in plain.param_groups:
+            group["lr"] = rate
+        plain.step()
+        expected.append((total.item(), norm.item(), rate))
+    for (loss, norm, rate), (second_loss, _, _), (true_loss, true_norm, true_rate) in zip(history, other, expected, strict=True):
+        assert loss + second_loss == pytest.approx(true_loss, rel=1e-5)
+        assert norm == pytest.approx(true_norm, rel=1e-4)
+        assert rate == pytest.approx(true_rate, rel=1e-12)
+    assert weights.keys() == same.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(weights[name], parameter.detach().numpy(), rtol=1e-4, atol=1e-6, err_msg=name)
