@@ -1,1 +1,34 @@
-"""Configuration: sources, structure, origins, reports."""
+"""Configuration: sources, structure, origins, reports.
+
+Names are imported when first used: reading a schema needs no cattrs.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyrl_engine.config.json_schema import config_schema
+    from skyrl_engine.config.origins import Origin
+    from skyrl_engine.config.resolution import ResolvedConfig, SelectedPlugin, resolve
+    from skyrl_engine.config.sources import Option, RawConfig, from_dict, load
+
+__all__ = ["Option", "Origin", "RawConfig", "ResolvedConfig", "SelectedPlugin", "config_schema", "from_dict", "load", "resolve"]
+
+_HOMES = {
+    "Option": "sources",
+    "Origin": "origins",
+    "RawConfig": "sources",
+    "ResolvedConfig": "resolution",
+    "SelectedPlugin": "resolution",
+    "config_schema": "json_schema",
+    "from_dict": "sources",
+    "load": "sources",
+    "resolve": "resolution",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value

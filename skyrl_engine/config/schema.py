@@ -1,52 +1,83 @@
 """The configuration as attrs classes: one class per TOML table. Sizes in samples, tokens or optimizer steps, as each name says.
 
 Plugin tables (`[loss]`, `[backend]`, ...) hold `use`, a plugin reference, and beside it the plugin's own options, which the plugin's own
-schema validates.
+schema validates. The text under each key is its meaning in `docs/reference/configuration.md`.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from attrs import Factory, field, frozen
-from attrs.validators import ge, gt, in_, min_len, optional
+from attrs.validators import and_, deep_iterable, ge, gt, in_, lt, min_len, optional
 
 from skyrl_engine.contracts.backend import ComputeDtype, ModelSpec, OptimizerSpec
 from skyrl_engine.contracts.plan import Layout
 
+PLACE = "skyrl_engine.place"
+"""Key of a field's metadata: its text may name a place, so `./` and `../` in it are relative to the file that says so."""
+
 
 @frozen
 class RunConfig:
-    """`directory` holds everything the run writes (None: a new folder under runs/). `launch = "inline"` is one rank in this process."""
+    """Where a run is written and where it runs."""
 
-    directory: str | None = None
-    seed: int = field(default=0, validator=ge(0))
+    directory: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
+    """Folder that holds everything the run writes; none: a new folder under `runs/`."""
+
+    seed: int = field(default=0, validator=[ge(0), lt(2**63)])
+    """Seed of every random number of the run."""
+
     launch: Literal["inline", "ray"] = field(default="inline", validator=in_(("inline", "ray")))
+    """`inline`: one rank, in this process; `ray`: one Ray actor per rank."""
+
     ranks: int = field(default=1, validator=ge(1))
-    ray_address: str | None = None
-    device: Literal["auto", "cpu", "cuda"] = field(default="auto", validator=in_(("auto", "cpu", "cuda")))
-    observers: tuple[str, ...] = ("metrics_jsonl",)
+    """Processes that train together; more than one needs `launch = "ray"`."""
+
+    ray_address: str | None = field(default=None, validator=optional(min_len(1)))
+    """Address of a running Ray cluster; none: start one on this machine."""
+
+    observers: tuple[str, ...] = field(default=("metrics_jsonl",), validator=deep_iterable(min_len(1)), metadata={PLACE: True})
+    """References of observer plugins; the options of one stand in `[observers.NAME]`."""
 
 
 @frozen
 class PluginsConfig:
-    """`block` lists references that must not be used; `pin` maps "kind:name" to the distribution to take it from."""
+    """Which installed plugins may be used."""
 
-    block: tuple[str, ...] = ()
+    block: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)))
+    """References of plugins that must not be used."""
+
     pin: Mapping[str, str] = Factory(dict)
+    """The distribution to take a plugin from, by `"kind:name"`, where several offer that name."""
 
 
 @frozen
 class ModelConfig:
-    """`path` is a local Hugging Face directory or a hub id; `tokenizer` likewise (None: the model's own)."""
+    """The model to train and how it computes."""
 
-    path: str = field(validator=min_len(1))
-    tokenizer: str | None = None
-    revision: str | None = None
+    path: str = field(validator=min_len(1), metadata={PLACE: True})
+    """A local Hugging Face directory or a hub id."""
+
+    tokenizer: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
+    """A local directory or hub id of the tokenizer; none: the model's own."""
+
+    revision: str | None = field(default=None, validator=optional(min_len(1)))
+    """Branch, tag or commit on the hub; none: the default branch."""
+
     dtype: ComputeDtype = field(default="float32", validator=in_(("float64", "float32", "bfloat16")))
+    """Precision of the computation; the weights that are trained stay in float32."""
+
     activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
     trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models whose code you have read."""
+
     logits_per_chunk: int = field(default=2**22, validator=ge(1))
-    chat_template: str | None = None
+    """Logits (positions x vocabulary) held at once while scoring; lower it when memory runs out at the head."""
+
+    chat_template: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
+    """File with a Jinja chat template; none: the tokenizer's own."""
 
     def spec(self) -> ModelSpec:
         return ModelSpec(
@@ -64,41 +95,82 @@ DataFormat = Literal["auto", "messages", "prompt_completion", "alpaca", "text"]
 
 @frozen
 class DataConfig:
-    """What to train on. `train` and `eval` are files, folders or hub ids; `eval_fraction` holds out part of `train` when `eval` is not set."""
+    """What to train on."""
 
-    train: str = field(validator=min_len(1))
-    eval: str | None = None
-    subset: str | None = None
-    train_split: str = "train"
-    eval_split: str = "test"
-    eval_fraction: float = field(default=0.0, validator=[ge(0.0)])
+    train: str = field(validator=min_len(1), metadata={PLACE: True})
+    """A file (JSONL, Parquet, Arrow), a folder or a hub id."""
+
+    eval: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
+    """Held-out data, given like `train`; none: see `eval_fraction`."""
+
+    subset: str | None = field(default=None, validator=optional(min_len(1)))
+    """Configuration of a hub dataset that has several."""
+
+    train_split: str = field(default="train", validator=min_len(1))
+    """Split of `train` to read, where it has splits."""
+
+    eval_split: str = field(default="test", validator=min_len(1))
+    """Split of `eval` to read, where it has splits."""
+
+    eval_fraction: float = field(default=0.0, validator=[ge(0.0), lt(1.0)])
+    """Share of `train` to hold out for evaluation when `eval` is not set."""
+
     format: DataFormat = field(default="auto", validator=in_(("auto", "messages", "prompt_completion", "alpaca", "text")))
+    """Shape of the samples; `auto` recognises it by the columns."""
+
     loss_on: Literal["last", "all"] = field(default="last", validator=in_(("last", "all")))
+    """Assistant turns that carry loss: the `last` one or `all`."""
+
     max_length: int | None = field(default=None, validator=optional(ge(2)))
+    """Longest sample in tokens; none: as long as the model allows."""
+
     overlong: Literal["drop", "truncate", "error"] = field(default="error", validator=in_(("drop", "truncate", "error")))
+    """What happens to a sample longer than `max_length`."""
+
     max_samples: int | None = field(default=None, validator=optional(ge(1)))
-    cache: str | None = None
+    """Read at most this many samples; none: all."""
+
+    cache: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
+    """Folder of the token cache; none: the user's cache folder."""
 
 
 @frozen
 class PluginTable:
     """`use` is a plugin reference; `options` the rest of the table, as plain values."""
 
-    use: str
+    use: str = field(validator=min_len(1), metadata={PLACE: True})
+    """The plugin: `name`, `distribution:name`, or `./file.py:name`."""
+
     options: Mapping[str, Any] = Factory(dict)
+
+
+_BELOW_ONE = and_(ge(0.0), lt(1.0))
 
 
 @frozen
 class OptimizerConfig:
-    """AdamW. `warmup_steps` optimizer steps of linear warm-up come before the schedule."""
+    """AdamW and its learning-rate schedule."""
 
     learning_rate: float = field(default=1e-5, validator=gt(0))
-    betas: tuple[float, float] = (0.9, 0.999)
+    """Learning rate after warm-up."""
+
+    betas: tuple[float, float] = field(default=(0.9, 0.999), validator=deep_iterable(_BELOW_ONE))
+    """Decay rates of the two moments."""
+
     epsilon: float = field(default=1e-8, validator=gt(0))
+    """Added to the denominator."""
+
     weight_decay: float = field(default=0.0, validator=ge(0))
-    max_grad_norm: float | None = field(default=1.0, validator=optional(gt(0)))
+    """Decoupled weight decay."""
+
+    max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
+    """Norm to which gradients are clipped; none: never."""
+
     schedule: Literal["constant", "linear", "cosine"] = field(default="constant", validator=in_(("constant", "linear", "cosine")))
+    """Course of the learning rate after warm-up; `linear` and `cosine` end at 0."""
+
     warmup_steps: int = field(default=0, validator=ge(0))
+    """Optimizer steps of linear warm-up before the schedule."""
 
     def spec(self, total_steps: int) -> OptimizerSpec:
         return OptimizerSpec(
@@ -115,17 +187,25 @@ class OptimizerConfig:
 
 @frozen
 class TrainingConfig:
-    """`steps` optimizer steps, or `epochs` over the data (one of them). A mini-batch is `batch_size` samples over all ranks.
-
-    A micro-batch is `micro_batch_rows` rows or as many as fit in `micro_batch_tokens` tokens, padding included (one of them).
-    """
+    """How long to train and how a batch is cut."""
 
     steps: int | None = field(default=None, validator=optional(ge(1)))
+    """Optimizer steps to train; give this or `epochs`."""
+
     epochs: float | None = field(default=None, validator=optional(gt(0)))
+    """Passes over the data; give this or `steps`. With neither: one pass."""
+
     batch_size: int = field(default=32, validator=ge(1))
+    """Samples of one optimizer step (a mini-batch), over all ranks."""
+
     micro_batch_rows: int | None = field(default=None, validator=optional(ge(1)))
+    """Rows of a micro-batch; give this or `micro_batch_tokens`. With neither: all samples of a rank at once."""
+
     micro_batch_tokens: int | None = field(default=None, validator=optional(ge(1)))
+    """Tokens of a micro-batch, padding included: as many rows as fit. Give this or `micro_batch_rows`."""
+
     shuffle: bool = True
+    """Read the samples in a new random order in every epoch."""
 
     def layout(self, *, dp: int = 1, tp: int = 1, cp: int = 1, pp: int = 1) -> Layout:
         return Layout(
@@ -140,25 +220,36 @@ class TrainingConfig:
 
 @frozen
 class EvaluationConfig:
-    """Evaluate every so many optimizer steps (None: only where asked), before the first step, and after the last."""
+    """When to evaluate on the held-out data."""
 
     every: int | None = field(default=None, validator=optional(ge(1)))
+    """Evaluate every so many optimizer steps; none: only where the keys below ask."""
+
     at_start: bool = False
+    """Evaluate before the first step."""
+
     at_end: bool = True
+    """Evaluate after the last step, if there is held-out data."""
 
 
 @frozen
 class CheckpointConfig:
-    """Write a checkpoint every so many steps and keep the newest `keep` (None: all). `resume` continues from `latest` when there is one.
-
-    `allow_changed` names plugins ("kind:name") that may differ from those the checkpoint was made with.
-    """
+    """When to write checkpoints, which to keep, and whether to continue from one."""
 
     every: int | None = field(default=None, validator=optional(ge(1)))
+    """Write a checkpoint every so many optimizer steps; none: only where `at_end` asks."""
+
     at_end: bool = True
-    keep: int | None = field(default=2, validator=optional(ge(1)))
+    """Write a checkpoint after the last step."""
+
+    keep: int | None = field(default=cast("int | None", 2), validator=optional(ge(1)))
+    """Keep the newest so many checkpoints; none: all."""
+
     resume: bool = False
+    """Continue from the run directory's latest checkpoint, if there is one."""
+
     allow_changed: tuple[str, ...] = ()
+    """Plugins, as `"kind:name"`, that may differ from those the checkpoint was made with."""
 
 
 @frozen

@@ -1,0 +1,113 @@
+"""Checks of tables against each other: combinations that each table alone allows and that cannot be meant."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from skyrl_engine.config.origins import Origin, nearest
+from skyrl_engine.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    PluginsConfig,
+    RunConfig,
+    TrainingConfig,
+)
+from skyrl_engine.config.wording import did_you_mean
+from skyrl_engine.errors import Problem
+
+
+def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> list[Problem]:
+    """Problems between the tables that were structured; a table that was refused is left out."""
+    given = {type(section): section for section in sections.values()}
+    run, data, training = given.get(RunConfig), given.get(DataConfig), given.get(TrainingConfig)
+    evaluation, checkpoint, optimizer = given.get(EvaluationConfig), given.get(CheckpointConfig), given.get(OptimizerConfig)
+    found: list[tuple[str, str, str]] = []
+    if run is not None:
+        found += _run(run)
+    if data is not None and data.eval is not None and data.eval_fraction > 0:
+        found.append(("data.eval_fraction", "data.eval is set too", "Give one of data.eval and data.eval_fraction"))
+    if training is not None:
+        found += _training(training)
+    if evaluation is not None and data is not None:
+        found += _evaluation(evaluation, data)
+    if checkpoint is not None:
+        found += _checkpoint(checkpoint, run, training)
+    if optimizer is not None and training is not None and training.steps is not None and optimizer.warmup_steps > training.steps:
+        found.append(
+            (
+                "optimizer.warmup_steps",
+                f"warm-up takes {optimizer.warmup_steps} steps of a training of {training.steps}",
+                "Lower optimizer.warmup_steps or raise training.steps",
+            )
+        )
+    plugins = given.get(PluginsConfig)
+    if plugins is not None:
+        found += _kind_names("plugins.pin", plugins.pin)
+    if checkpoint is not None:
+        found += _kind_names("checkpoint.allow_changed", checkpoint.allow_changed)
+    return [Problem(f"{nearest(origins, tuple(key.split('.')))}: {key}", cause, remedy) for key, cause, remedy in found]
+
+
+def _run(run: RunConfig) -> Iterator[tuple[str, str, str]]:
+    if run.launch == "inline" and run.ranks > 1:
+        yield (
+            "run.ranks",
+            f'is {run.ranks}, but launch = "inline" is one rank in this process',
+            'Set run.launch = "ray" or run.ranks = 1',
+        )
+    if run.launch == "inline" and run.ray_address is not None:
+        yield "run.ray_address", 'has no meaning with launch = "inline"', 'Set run.launch = "ray" or remove run.ray_address'
+    repeated = sorted({name for name in run.observers if run.observers.count(name) > 1})
+    if repeated:
+        yield "run.observers", f"names {', '.join(repeated)} twice", "Name every observer once"
+
+
+def _training(training: TrainingConfig) -> Iterator[tuple[str, str, str]]:
+    if training.steps is not None and training.epochs is not None:
+        yield "training.epochs", "training.steps is set too", "Give one of training.steps and training.epochs"
+    if training.micro_batch_rows is not None and training.micro_batch_tokens is not None:
+        yield (
+            "training.micro_batch_tokens",
+            "training.micro_batch_rows is set too",
+            "Give one of training.micro_batch_rows and training.micro_batch_tokens",
+        )
+
+
+def _evaluation(evaluation: EvaluationConfig, data: DataConfig) -> Iterator[tuple[str, str, str]]:
+    if data.eval is None and data.eval_fraction == 0:
+        for key, asked in (("every", evaluation.every is not None), ("at_start", evaluation.at_start)):
+            if asked:
+                yield (
+                    f"evaluation.{key}",
+                    "asks for evaluation, but there is no held-out data",
+                    "Set data.eval or data.eval_fraction",
+                )
+
+
+def _checkpoint(
+    checkpoint: CheckpointConfig, run: RunConfig | None, training: TrainingConfig | None
+) -> Iterator[tuple[str, str, str]]:
+    steps = None if training is None else training.steps
+    if checkpoint.every is not None and steps is not None and checkpoint.every > steps and not checkpoint.at_end:
+        yield (
+            "checkpoint.every",
+            f"is {checkpoint.every}, so a training of {steps} steps would end without a checkpoint",
+            "Lower checkpoint.every or set checkpoint.at_end = true",
+        )
+    if checkpoint.resume and run is not None and run.directory is None:
+        yield "checkpoint.resume", "a new run directory holds nothing to continue from", "Set run.directory to the run to continue"
+
+
+def _kind_names(key: str, names: "Mapping[str, str] | tuple[str, ...]") -> Iterator[tuple[str, str, str]]:
+    from skyrl_engine.registry.kinds import KINDS
+
+    for name in names:
+        kind, colon, rest = name.partition(":")
+        if not colon or not rest or kind not in KINDS:
+            meant = did_you_mean(kind, list(KINDS)) if colon else None
+            yield (
+                key,
+                f'{name!r} is not of the form "kind:name"',
+                meant or f"Start with one of {', '.join(f'{kind}:' for kind in KINDS)}",
+            )

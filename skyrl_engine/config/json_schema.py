@@ -1,0 +1,130 @@
+"""The configuration as JSON Schema (draft 2020-12), for editors and other tools. `load` and `resolve` remain the authority."""
+
+import enum
+import types
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Union
+
+import attrs
+
+from skyrl_engine.config.converter import NONE_WORD
+from skyrl_engine.config.report import key_meanings
+from skyrl_engine.config.schema import EngineConfig, PluginTable
+from skyrl_engine.config.structure import PLUGIN_TABLES, plain
+
+if TYPE_CHECKING:
+    from skyrl_engine.registry.loader import LoadedPlugin
+
+_SCALARS: Mapping[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "string", type(None): "null"}
+_BOUNDS = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "exclusiveMaximum"}
+
+
+def config_schema(plugins: "Sequence[LoadedPlugin]" = ()) -> dict[str, Any]:
+    """JSON Schema of a configuration file. With `plugins`, a table that selects one of them admits that plugin's options only."""
+    schema = table_schema(EngineConfig)
+    schema["properties"]["observers"] = {"type": "object", "additionalProperties": {"type": "object"}}
+    for kind in PLUGIN_TABLES:
+        schema["properties"][kind] = _plugin_table(kind, [plugin for plugin in plugins if plugin.record.kind == kind])
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "skyrl_engine configuration", **schema}
+
+
+def table_schema(schema: type[Any]) -> dict[str, Any]:
+    """JSON Schema of one attrs class: no other keys, required keys, defaults, bounds, and the text under each field."""
+    meanings = key_meanings(schema)
+    properties, required = {}, []
+    for attribute in attrs.fields(attrs.resolve_types(schema)):
+        if not attribute.init:
+            continue
+        key = attribute.alias or attribute.name
+        entry = _type_schema(attribute.type)
+        _add_bounds(entry, attribute.validator)
+        if attribute.name in meanings:
+            entry["description"] = meanings[attribute.name]
+        if attribute.default is attrs.NOTHING:
+            required.append(key)
+        else:
+            entry |= _default(attribute.default)
+        properties[key] = entry
+    table = {"type": "object", "properties": properties, "additionalProperties": False}
+    return {**table, "required": required} if required else table
+
+
+def _plugin_table(kind: str, plugins: "Sequence[LoadedPlugin]") -> dict[str, Any]:
+    default = attrs.fields_dict(EngineConfig)[kind].default
+    assert isinstance(default, PluginTable), f"EngineConfig.{kind} has no default plugin"
+    use = {"type": "string", "minLength": 1, "default": default.use, **_description(PluginTable, "use")}
+    table: dict[str, Any] = {"type": "object", "properties": {"use": use}}
+    cases = []
+    for plugin in plugins:
+        names: list[str] = list(dict.fromkeys([plugin.record.name, plugin.record.reference]))
+        options = {} if plugin.schema is None else table_schema(plugin.schema)
+        # `use` may be left out for the default plugin, hence no "required" there.
+        required = {} if plugin.record.name == default.use else {"required": ["use"]}
+        cases.append(
+            {
+                "if": {"properties": {"use": {"enum": names}}, **required},
+                "then": {
+                    "properties": {"use": True, **options.get("properties", {})},
+                    "required": options.get("required", []),
+                    "additionalProperties": False,
+                },
+            }
+        )
+    return {**table, "allOf": cases} if cases else table
+
+
+def _description(schema: type[Any], name: str) -> dict[str, str]:
+    meaning = key_meanings(schema).get(name)
+    return {"description": meaning} if meaning else {}
+
+
+def _type_schema(kind: Any) -> dict[str, Any]:
+    if kind in _SCALARS:
+        return {"type": _SCALARS[kind]}
+    origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin is typing.Annotated:
+        return _type_schema(arguments[0])
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin in (Union, types.UnionType):
+        options = [_type_schema(argument) for argument in arguments]
+        if type(None) in arguments:
+            options.append({"const": NONE_WORD})
+        return {"anyOf": options}
+    if not isinstance(origin, type):
+        return {}
+    if issubclass(origin, enum.Enum):
+        return {"enum": [member.value for member in origin]}
+    if attrs.has(origin):
+        return table_schema(origin)
+    if issubclass(origin, Mapping):
+        return {"type": "object", "additionalProperties": _type_schema(arguments[1]) if arguments else True}
+    if origin is tuple and arguments and arguments[-1] is not ...:
+        items = [_type_schema(argument) for argument in arguments]
+        return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
+    if issubclass(origin, Collection):
+        return {"type": "array", "items": _type_schema(arguments[0]) if arguments else True}
+    return {}
+
+
+def _default(default: Any) -> dict[str, Any]:
+    factory = getattr(default, "factory", None)
+    if factory is not None:
+        return {} if getattr(default, "takes_self", False) else {"default": plain(factory())}
+    return {"default": plain(default)}
+
+
+def _add_bounds(entry: dict[str, Any], validator: Any) -> None:
+    """Bounds of attrs' own number and length validators, alone, combined, or behind `optional`; other validators stay unsaid."""
+    for inner in getattr(validator, "_validators", ()):
+        _add_bounds(entry, inner)
+    optional = getattr(validator, "validator", None)
+    if optional is not None and "anyOf" in entry:
+        _add_bounds(entry["anyOf"][0], optional)
+    sign, bound = getattr(validator, "compare_op", None), getattr(validator, "bound", None)
+    if sign in _BOUNDS and isinstance(bound, (int, float)) and entry.get("type") in ("integer", "number"):
+        entry[_BOUNDS[sign]] = bound
+    if getattr(validator, "min_length", None) is not None and entry.get("type") == "string":
+        entry["minLength"] = validator.min_length

@@ -1,0 +1,121 @@
+"""A configuration written out: as TOML, and the reference page of every key."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import tomli_w
+
+from skyrl_engine.config.converter import NONE_WORD
+from skyrl_engine.config.schema import PLACE, EngineConfig, PluginTable
+from skyrl_engine.config.wording import expected, shown
+
+
+def to_toml(table: Mapping[str, Any]) -> str:
+    """A plain table as TOML; what has no value is written as the word "none"."""
+    return tomli_w.dumps(_without_none(table))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_none(item) for item in value]
+    return NONE_WORD if value is None else value
+
+
+def key_meanings(schema: type[Any]) -> dict[str, str]:
+    """The text under each field of an attrs class, read from its source; empty where there is no source."""
+    try:
+        source = textwrap.dedent(inspect.getsource(schema))
+    except (OSError, TypeError):
+        return {}
+    body = ast.parse(source).body[0]
+    assert isinstance(body, ast.ClassDef)
+    meanings = {}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and isinstance(following.value.value, str)
+        ):
+            meanings[statement.target.id] = inspect.cleandoc(following.value.value)
+    return meanings
+
+
+_INTRODUCTION = """\
+# Configuration reference
+
+<!-- Written by `skyrl_engine.config.report.configuration_reference()`; change the schema, not this page. -->
+
+A configuration file is TOML (`.toml`) or YAML (`.yaml`, `.yml`). On the command line `section.key=value` goes before the file, and an
+option such as `--loss` before both. The value of an override is a TOML value; anything that is none is taken as text, so
+`loss.use=focal` needs no quotes. `skyrl-engine config show` prints every key with the place it came from.
+
+- Nothing is converted: `"1"` is text, `1` is not `true`, `2.0` is not a whole number. A whole number is accepted where a number is wanted.
+- TOML has no null. `"none"` (in YAML also `null`) means no value, wherever a key below may have none.
+- YAML is read by the rules of version 1.2: `1e-6` is a number, `no` and `on` are text.
+- A key marked with (place) names a file or folder, or may. When it starts with `./` or `../` it is relative to the folder of the
+  configuration file that says so, or to the current folder on the command line. Every other path is relative to the current folder.
+- Unknown keys are mistakes. All mistakes are reported together.
+"""
+
+_PLUGIN_TABLE = """\
+`use` selects the plugin: `name`, `distribution:name` where several distributions offer the name, or `./file.py:name` for a local file
+(place). Every other key is an option of that plugin; `skyrl-engine plugins show {table}:{use}` lists them.
+"""
+
+
+def configuration_reference() -> str:
+    """The text of `docs/reference/configuration.md`: every table and key with type, default and meaning."""
+    parts = [_INTRODUCTION]
+    for attribute in attrs.fields(attrs.resolve_types(EngineConfig)):
+        parts.append(f"\n## [{attribute.name}]\n\n")
+        kind: Any = attribute.type
+        if kind is PluginTable:
+            assert isinstance(attribute.default, PluginTable)
+            parts.append(_PLUGIN_TABLE.format(table=attribute.name, use=attribute.default.use))
+            parts.append(_table([("use", "text", shown(attribute.default.use), f"The {attribute.name}.")]))
+        elif attrs.has(kind):
+            parts.append(f"{inspect.getdoc(kind)}\n\n")
+            parts.append(_table(_rows(kind)))
+        else:
+            parts.append("One table for each observer that `run.observers` names and that takes options: `[observers.NAME]`.\n")
+    return "".join(parts)
+
+
+def _rows(schema: type[Any]) -> Iterator[tuple[str, str, str, str]]:
+    meanings = key_meanings(schema)
+    for attribute in attrs.fields(attrs.resolve_types(schema)):
+        meaning = " ".join(meanings.get(attribute.name, "").split())
+        if attribute.metadata.get(PLACE):
+            meaning += " (place)"
+        yield attribute.alias or attribute.name, expected(attribute.type), default_text(attribute), meaning
+
+
+def default_text(attribute: "attrs.Attribute[Any]") -> str:
+    """A key's default as TOML writes it, or `required`."""
+    default = attribute.default
+    if default is attrs.NOTHING:
+        return "required"
+    factory = getattr(default, "factory", None)
+    if factory is not None:
+        if getattr(default, "takes_self", False):
+            return "computed"
+        default = factory()
+    if default is None:
+        return NONE_WORD
+    if isinstance(default, (tuple, list)):
+        return f"[{', '.join(shown(item) for item in default)}]"
+    return "{}" if default == {} else shown(default)
+
+
+def _table(rows: "Iterator[tuple[str, str, str, str]] | list[tuple[str, str, str, str]]") -> str:
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    lines += [f"| `{key}` | {kind} | `{default}` | {meaning} |" for key, kind, default, meaning in rows]
+    return "\n".join(lines) + "\n"

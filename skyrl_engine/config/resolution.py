@@ -1,0 +1,223 @@
+"""A checked configuration with its plugins: selected, loaded, and their options structured by their own schemas."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from attrs import frozen
+
+from skyrl_engine.config.origins import DEFAULT, Origin, dotted, nearest
+from skyrl_engine.config.schema import EngineConfig, PluginsConfig, PluginTable, RunConfig
+from skyrl_engine.config.sources import RawConfig, from_dict
+from skyrl_engine.config.structure import PLUGIN_TABLES, complete_origins, plain, structure, structure_table
+from skyrl_engine.config.wording import did_you_mean
+from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.errors import ConfigError, ContractError, PluginError, Problem
+
+if TYPE_CHECKING:
+    from skyrl_engine.registry.loader import LoadedPlugin
+    from skyrl_engine.registry.resolve import Registry
+
+
+@frozen
+class SelectedPlugin:
+    """A plugin a run uses: loaded, with its options as its schema's instance (None without schema) and as a plain table, defaults included."""
+
+    loaded: "LoadedPlugin"
+    options: object | None
+    table: Mapping[str, Any]
+
+    def make(self, context: FactoryContext) -> Any:
+        """Build the product; raises PluginBrokenError or ContractError."""
+        return self.loaded.make(self.options, context)
+
+    def lock(self) -> dict[str, Any]:
+        """Everything another process needs to rebuild this selection, as JSON holds it."""
+        return {"record": self.loaded.record.lock(), "options": json.loads(json.dumps(self.table))}
+
+    @classmethod
+    def from_lock(cls, lock: Mapping[str, Any]) -> "SelectedPlugin":
+        """Rebuild on another process. Raises PluginError when the plugin here is not the locked one, or refuses the locked options."""
+        from skyrl_engine.registry.loader import load
+        from skyrl_engine.registry.resolve import PluginRecord
+
+        loaded = load(PluginRecord.from_lock(dict(lock["record"])))
+        kind = loaded.record.kind
+        options, problems = _options(loaded, lock["options"], (kind,), from_dict({kind: lock["options"]}, "plugin lock"))
+        if problems:
+            raise ConfigError(problems)
+        return cls(loaded, options, plain(options) if options is not None else {})
+
+
+@frozen
+class ResolvedConfig:
+    """What a run is made of. `plugins` by kind; `origins` has an entry for every key of `as_dict()`.
+
+    `absent` names tables (`model`, `data`) that the command does not need and nobody gave; they are not to be read.
+    """
+
+    config: EngineConfig
+    registry: "Registry"
+    plugins: Mapping[str, SelectedPlugin]
+    observers: tuple[SelectedPlugin, ...]
+    origins: Mapping[str, Origin]
+    absent: frozenset[str] = frozenset()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole configuration, defaults and plugin options included, in plain values; `from_dict` reads it back."""
+        return _as_dict(self.config, self.plugins, self.observers, self.absent)
+
+    def to_toml(self) -> str:
+        """`as_dict()` as TOML that `load` reads back to the same configuration."""
+        from skyrl_engine.config.report import to_toml
+
+        return to_toml(self.as_dict())
+
+
+def resolve(raw: RawConfig, *, need: Sequence[str] = ("model", "data")) -> ResolvedConfig:
+    """Check everything, select and load the plugins, structure their options.
+
+    Raises ConfigError with every mistake found (those of plugin selection included) or, when all else is right, the plugin's own PluginError.
+    """
+    structured = structure(raw, need)
+    problems = list(structured.problems)
+    plugin_errors: list[tuple[str, PluginError]] = []
+    sections = structured.sections
+    registry = _registry(sections.get("plugins", PluginsConfig()))
+    plugins: dict[str, SelectedPlugin] = {}
+    for kind in PLUGIN_TABLES:
+        table = sections.get(kind)
+        if isinstance(table, PluginTable):
+            try:
+                selected, found = _select(registry, kind, table.use, table=table.options, path=(kind,), raw=raw)
+            except PluginError as error:
+                plugin_errors.append((f"{kind}.use", error))
+            else:
+                problems += found
+                if selected is not None:
+                    plugins[kind] = selected
+    observers, observer_problems, observer_errors = _select_observers(registry, sections, raw)
+    problems += observer_problems
+    plugin_errors += observer_errors
+    _raise(problems, plugin_errors, raw)
+    config = structured.config()
+    resolved = _as_dict(config, plugins, observers, structured.absent)
+    return ResolvedConfig(config, registry, plugins, observers, complete_origins(resolved, raw.origins, DEFAULT), structured.absent)
+
+
+def _registry(plugins: PluginsConfig) -> "Registry":
+    from skyrl_engine.registry.resolve import Registry
+
+    return Registry.discover(block=plugins.block, pin=plugins.pin)
+
+
+def _select(
+    registry: "Registry", kind: str, reference: str, *, table: Mapping[str, Any], path: tuple[str, ...], raw: RawConfig
+) -> tuple[SelectedPlugin | None, list[Problem]]:
+    from skyrl_engine.registry.loader import load
+
+    loaded = load(registry.resolve(kind, reference))
+    options, problems = _options(loaded, table, path, raw)
+    return (None, problems) if problems else (SelectedPlugin(loaded, options, plain(options) if options is not None else {}), [])
+
+
+def _options(
+    loaded: "LoadedPlugin", table: Mapping[str, Any], path: tuple[str, ...], raw: RawConfig
+) -> tuple[object | None, list[Problem]]:
+    """A plugin's options as its schema's instance; problems name plugin, distribution and version."""
+    plugin = _who(loaded)
+    if loaded.schema is None:
+        return None, [
+            Problem(
+                f"{nearest(raw.origins, (*path, key))}: {dotted((*path, key))}", f"{plugin} takes no options", "Remove this key"
+            )
+            for key in table
+        ]
+    if "use" in attrs.fields_dict(loaded.schema):
+        raise ContractError(
+            f"{plugin} has an option named `use`, which its table keeps for the reference", remedy="Rename that option"
+        )
+    try:
+        attrs.resolve_types(loaded.schema)
+    except NameError as error:
+        raise ContractError(
+            f"the schema of {plugin} has annotations that cannot be read: {error}", remedy="Import the names they use"
+        ) from error
+    options, problems = structure_table(loaded.schema, table, path, raw)
+    return options, [attrs.evolve(problem, cause=f"{problem.cause} ({plugin})") for problem in problems]
+
+
+def _who(loaded: "LoadedPlugin") -> str:
+    record = loaded.record
+    return (
+        f"{record.kind} {record.name!r} of {record.distribution} {record.version}"
+        if record.source == "distribution"
+        else (f"{record.kind} {record.reference}")
+    )
+
+
+def _select_observers(
+    registry: "Registry", sections: Mapping[str, Any], raw: RawConfig
+) -> tuple[tuple[SelectedPlugin, ...], list[Problem], list[tuple[str, PluginError]]]:
+    run, tables = sections.get("run"), sections.get("observers", {})
+    if not isinstance(run, RunConfig):
+        return (), [], []
+    selected: list[SelectedPlugin] = []
+    problems: list[Problem] = []
+    errors: list[tuple[str, PluginError]] = []
+    read: set[str] = set()
+    for reference in run.observers:
+        name = _table_name(reference, tables)
+        read.add(name)
+        try:
+            observer, found = _select(
+                registry, "observer", reference, table=tables.get(name, {}), path=("observers", name), raw=raw
+            )
+        except PluginError as error:
+            errors.append(("run.observers", error))
+        else:
+            problems += found
+            selected += [] if observer is None else [observer]
+    for name in tables:
+        if name not in read:
+            remedy = did_you_mean(name, list(run.observers)) or f"Add {name!r} to run.observers, or remove this table"
+            where = f"{nearest(raw.origins, ('observers', name))}: {dotted(('observers', name))}"
+            problems.append(Problem(where, "holds options of an observer that run.observers does not name", remedy))
+    return tuple(selected), problems, errors
+
+
+def _table_name(reference: str, tables: Mapping[str, Any]) -> str:
+    """Options of an observer stand under its reference as written, or under its bare name."""
+    bare = reference.rpartition(":")[2]
+    return reference if reference in tables or bare not in tables else bare
+
+
+def _raise(problems: Sequence[Problem], errors: Sequence[tuple[str, PluginError]], raw: RawConfig) -> None:
+    """One error for everything: the plugin's own when it is the only mistake, since it carries the exit code of plugins."""
+    if problems:
+        raise ConfigError([*problems, *_as_problems(errors, raw)])
+    if len(errors) == 1:
+        raise errors[0][1]
+    if errors:
+        details = [str(problem) for problem in _as_problems(errors, raw)]
+        raise PluginError(f"{len(errors)} plugins cannot be used", remedy="Correct each line above", details=details)
+
+
+def _as_problems(errors: Sequence[tuple[str, PluginError]], raw: RawConfig) -> Iterator[Problem]:
+    for key, error in errors:
+        yield Problem(f"{nearest(raw.origins, tuple(key.split('.')))}: {key}", error.cause, error.remedy)
+
+
+def _as_dict(
+    config: EngineConfig, plugins: Mapping[str, SelectedPlugin], observers: Sequence[SelectedPlugin], absent: frozenset[str]
+) -> dict[str, Any]:
+    table = {key: value for key, value in plain(config).items() if key not in absent}
+    for kind, selected in plugins.items():
+        table[kind] = {"use": table[kind]["use"], **selected.table}
+    table["observers"] = {
+        _table_name(reference, config.observers): dict(observer.table)
+        for reference, observer in zip(config.run.observers, observers, strict=True)
+        if observer.table
+    }
+    return table

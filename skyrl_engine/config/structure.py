@@ -1,0 +1,157 @@
+"""Raw tables to the schema's classes, all mistakes at once, each with the file and line (or the option) that made it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+from attrs import frozen
+
+from skyrl_engine.config.checks import cross_checks
+from skyrl_engine.config.converter import refusals, strict_converter, unknown_key
+from skyrl_engine.config.origins import KeyPath, Origin, dotted, leaves, nearest
+from skyrl_engine.config.places import absolute_place, with_absolute_places
+from skyrl_engine.config.schema import EngineConfig, PluginTable, TrainingConfig
+from skyrl_engine.config.sources import RawConfig
+from skyrl_engine.config.wording import RefusedError, wrong_kind
+from skyrl_engine.errors import ConfigError, Problem
+
+PLUGIN_TABLES = ("collator", "loss", "reducer", "backend", "merger")
+"""Tables of EngineConfig that select one plugin each; every name is also the plugin's kind."""
+
+
+@frozen
+class Structured:
+    """What could be structured: `sections` by table name, `problems` with the rest, `absent` tables that nobody needs and nobody gave."""
+
+    sections: Mapping[str, Any]
+    problems: tuple[Problem, ...]
+    absent: frozenset[str]
+
+    def config(self) -> EngineConfig:
+        """The whole configuration; raises ConfigError with every problem. An absent table holds a stand-in nobody may read."""
+        if self.problems:
+            raise ConfigError(self.problems)
+        kinds = _section_kinds()
+        stand_ins = {name: kinds[name](**dict.fromkeys(_required(kinds[name]), "absent")) for name in self.absent}
+        return EngineConfig(**{**self.sections, **stand_ins})
+
+
+def structure(raw: RawConfig, need: Sequence[str] = ("model", "data")) -> Structured:
+    """Check every table on its own, then tables against each other. `need` names those of `model` and `data` that must be given."""
+    sections: dict[str, Any] = {}
+    problems = list(raw.problems)
+    absent = set()
+    fields = {attribute.name: attribute for attribute in attrs.fields(EngineConfig)}
+    problems += [_problem(raw, (key,), unknown_key(key, fields)) for key in raw.table if key not in fields]
+    for name, kind in _section_kinds().items():
+        if name not in raw.table and fields[name].default is attrs.NOTHING and name not in need:
+            absent.add(name)
+            continue
+        table = raw.table.get(name, {})
+        section: Any
+        if name in PLUGIN_TABLES:
+            default = fields[name].default
+            assert isinstance(default, PluginTable), f"EngineConfig.{name} has no default plugin"
+            section, found = _plugin_table(raw, name, table, default.use)
+        elif name == "observers":
+            section, found = _observers(raw, table)
+        else:
+            section, found = structure_table(kind, table, (name,), raw)
+        problems += found
+        if section is not None:
+            sections[name] = section
+    training = sections.get("training")
+    if isinstance(training, TrainingConfig) and training.steps is None and training.epochs is None:
+        sections["training"] = attrs.evolve(training, epochs=1.0)
+    problems += cross_checks(sections, raw.origins)
+    return Structured(sections, tuple(problems), frozenset(absent))
+
+
+def structure_table(schema: type[Any], table: Any, path: KeyPath, raw: RawConfig) -> tuple[Any, list[Problem]]:
+    """One table as `schema`, or None and its problems."""
+    try:
+        placed = with_absolute_places(schema, table, path, raw.origins)
+        return strict_converter().structure(placed, schema), []
+    except Exception as error:  # noqa: BLE001 -- whatever a schema's own checks raise is a problem of this table
+        return None, [_problem(raw, where, refusal) for where, refusal in refusals(error, path)]
+
+
+def _problem(raw: RawConfig, path: KeyPath, refusal: RefusedError) -> Problem:
+    key = dotted(path)
+    if refusal.about == "missing":
+        return Problem(f"{raw.label}: {key}", refusal.cause, f"Set it in the file or give {key}=... on the command line")
+    home = _home(path[-1]) if refusal.about == "stray" else None
+    remedy = refusal.remedy if home is None else f"Did you mean {home}?"
+    return Problem(f"{nearest(raw.origins, path)}: {key}", refusal.cause, remedy)
+
+
+def _home(key: str | int) -> str | None:
+    """The one key of that name in any table of the schema: what somebody meant who wrote it into the wrong table."""
+    homes = [
+        f"{name}.{key}"
+        for name, kind in _section_kinds().items()
+        if name not in PLUGIN_TABLES and attrs.has(kind) and key in attrs.fields_dict(kind)
+    ]
+    return homes[0] if len(homes) == 1 else None
+
+
+def _plugin_table(raw: RawConfig, name: str, table: Any, default: str) -> tuple[PluginTable | None, list[Problem]]:
+    """`use` beside the plugin's options; options without `use` belong to the default plugin."""
+    if not isinstance(table, Mapping):
+        return None, [
+            _problem(raw, (name,), RefusedError(wrong_kind(table, dict).cause, f'Write [{name}] and use = "..." under it'))
+        ]
+    options = {key: value for key, value in table.items() if key != "use"}
+    return structure_table(PluginTable, {"use": table.get("use", default), "options": options}, (name,), raw)
+
+
+def _observers(raw: RawConfig, table: Any) -> tuple[Mapping[str, Mapping[str, Any]] | None, list[Problem]]:
+    if not isinstance(table, Mapping):
+        return None, [
+            _problem(raw, ("observers",), RefusedError(wrong_kind(table, dict).cause, "Write [observers.NAME] and its options"))
+        ]
+    problems = []
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, options in table.items():
+        if isinstance(options, Mapping):
+            found[absolute_place(name, nearest(raw.origins, ("observers", name)).folder)] = options
+        else:
+            refusal = RefusedError(
+                wrong_kind(options, dict).cause, "Write the references in run.observers, and options in [observers.NAME]"
+            )
+            problems.append(_problem(raw, ("observers", name), refusal))
+    return (None if problems else found), problems
+
+
+def _section_kinds() -> dict[str, Any]:
+    return {attribute.name: attribute.type for attribute in attrs.fields(attrs.resolve_types(EngineConfig))}
+
+
+def _required(schema: type[Any]) -> list[str]:
+    return [attribute.name for attribute in attrs.fields(schema) if attribute.default is attrs.NOTHING]
+
+
+def plain(value: Any) -> Any:
+    """An attrs instance, or anything a schema holds, as plain tables, lists and scalars that JSON and `load` read."""
+    if isinstance(value, PluginTable):
+        return {"use": value.use, **plain(value.options)}
+    if attrs.has(type(value)):
+        return {(a.alias or a.name): plain(getattr(value, a.name)) for a in attrs.fields(type(value)) if a.init}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(item) for item in value), key=str)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return plain(value.value) if hasattr(value, "value") else str(value)
+
+
+def complete_origins(table: Mapping[str, Any], given: Mapping[str, Origin], default: Origin) -> dict[str, Origin]:
+    """The origin of every key that holds a value in a resolved table: as given, else `default`."""
+    origins = {}
+    for path, _ in leaves(table):
+        found = [given[dotted(path[:end])] for end in range(len(path), 0, -1) if dotted(path[:end]) in given]
+        origins[dotted(path)] = found[0] if found else default
+    return origins
