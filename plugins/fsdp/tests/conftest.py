@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # ranks are spawned processes and must import the tests' tasks by name
 
-from fsdp_tasks import World, inline_world, save_tiny  # noqa: E402 - needs the line above
+from fsdp_tasks import World, inline_world, save_tiny
 
 
 @pytest.fixture(scope="session")

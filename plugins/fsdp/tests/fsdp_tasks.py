@@ -30,7 +30,13 @@ def save_tiny(directory: Path, family: str, *, tied: bool, **options: Any) -> st
     """A random two-layer model of the family, saved as a Hugging Face directory."""
     transformers_logging.disable_progress_bar()
     kind = {"qwen3": Qwen3Config, "llama": LlamaConfig}[family]
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = kind(**{**sizes, "head_dim": 16, "vocab_size": VOCABULARY, "tie_word_embeddings": tied, **options})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
@@ -94,7 +100,9 @@ class Weighted:
         return total, RankOutput(empty.sample_ids, empty.action_lengths, empty.scored, {}, {"loss": Metric.sum(total.item())})
 
 
-def definition(directory: str, chosen: list[Row], *, dtype: torch.dtype = torch.float32, temperature: float = 1.0) -> tuple[float, Arrays]:
+def definition(
+    directory: str, chosen: list[Row], *, dtype: torch.dtype = torch.float32, temperature: float = 1.0
+) -> tuple[float, Arrays]:
     """The same objective the plain way: one process, one sequence at a time without padding, whole logits, log_softmax."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     total = torch.zeros((), dtype=dtype)
@@ -106,7 +114,9 @@ def definition(directory: str, chosen: list[Row], *, dtype: torch.dtype = torch.
         own = logprobs.gather(-1, row.ids[1:, None])[:, 0]
         total = total - (row.weights[1:].to(dtype) * (own + 0.1 * entropy)).sum()
     total.backward()
-    return total.item(), {name: parameter.grad.numpy() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return total.item(), {
+        name: parameter.grad.numpy() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
 
 
 def worst(gradients: Arrays, reference: Arrays) -> float:
@@ -118,7 +128,9 @@ def worst(gradients: Arrays, reference: Arrays) -> float:
     )
 
 
-def start(directory: str, optimizer: OptimizerSpec | None = None, *, options: FsdpConfig | None = None, **model: Any) -> FsdpBackend:
+def start(
+    directory: str, optimizer: OptimizerSpec | None = None, *, options: FsdpConfig | None = None, **model: Any
+) -> FsdpBackend:
     """A backend over the default process group."""
     backend = FsdpBackend(options or FsdpConfig())
     environment = RankEnvironment(dist.get_rank(), dist.get_world_size(), "cpu", 0)

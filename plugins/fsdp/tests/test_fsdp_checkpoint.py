@@ -1,0 +1,127 @@
+"""Saved and loaded equals uninterrupted, bit for bit; what was exported is what was trained."""
+
+import errno
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fsdp_tasks import VOCABULARY, World, continued, cut, exported, load_elsewhere, rows, save_only, start, train
+from transformers import AutoModelForCausalLM
+
+from skyrl_engine.contracts.backend import OptimizerSpec
+from skyrl_engine.errors import CheckpointError, ModelError
+
+OPTIMIZER = OptimizerSpec(learning_rate=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, total_steps=8)
+
+
+def same(uninterrupted: tuple[Any, dict[str, np.ndarray]], resumed: tuple[Any, dict[str, np.ndarray]]) -> None:
+    assert uninterrupted[0] == resumed[0]
+    assert uninterrupted[1].keys() == resumed[1].keys()
+    for name, weight in uninterrupted[1].items():
+        np.testing.assert_array_equal(weight, resumed[1][name], err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "llama-untied", "dropout"])
+def test_two_ranks_continue_bit_for_bit(pair: World, models: dict[str, str], tmp_path: Path, name: str) -> None:
+    """Losses, norms, rates and weights. The model with dropout shows that random states are part of it."""
+    for uninterrupted, resumed in pair.run(continued, models[name], OPTIMIZER, tmp_path, before=3, after=2):
+        same(uninterrupted, resumed)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("before", [0, 2])
+def test_one_rank_continues_bit_for_bit(models: dict[str, str], tmp_path: Path, before: int) -> None:
+    """Also from a checkpoint made before the first step, when AdamW has no state yet."""
+    same(*continued(models["dropout"], OPTIMIZER, tmp_path, before=before, after=2))
+
+
+def test_dropout_differs_without_the_random_states(models: dict[str, str], alone: None) -> None:
+    """The tests above could not fail if the dropout model drew nothing."""
+    backend = start(models["dropout"])
+    losses = {train_loss(backend) for _ in range(2)}
+    assert len(losses) == 2
+
+
+def train_loss(backend: Any) -> float:
+    from fsdp_tasks import Weighted
+
+    return float(backend.forward_backward(cut(rows(), 8), Weighted()).metrics["loss"].value)
+
+
+@pytest.mark.usefixtures("alone")
+def test_another_number_of_ranks_is_refused(pair: World, models: dict[str, str], tmp_path: Path) -> None:
+    pair.run(save_only, models["qwen3-tied"], tmp_path)
+    with pytest.raises(CheckpointError, match=r"is of 2 ranks, this run has 1.*Set run.ranks = 2"):
+        load_elsewhere(models["qwen3-tied"], tmp_path)
+
+
+@pytest.mark.usefixtures("alone")
+def test_unusable_checkpoints_are_named(models: dict[str, str], tmp_path: Path) -> None:
+    save_only(models["qwen3-tied"], tmp_path)
+    with pytest.raises(CheckpointError, match=r"of another model: .*lm_head"):
+        load_elsewhere(models["qwen3-untied"], tmp_path)
+    (tmp_path / "random-0.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"rank 0 cannot read the checkpoint"):
+        load_elsewhere(models["qwen3-tied"], tmp_path)
+    shutil.rmtree(tmp_path)
+    with pytest.raises(CheckpointError, match=r"rank 0 cannot read the checkpoint"):
+        load_elsewhere(models["qwen3-tied"], tmp_path)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("place", ["shards", "random states"])
+def test_a_full_disk_is_a_checkpoint_error(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    backend = start(models["qwen3-tied"])
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if place == "shards":
+        monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
+    else:
+        monkeypatch.setattr("skyrl_engine_fsdp.checkpoint.torch.save", full)
+    with pytest.raises(CheckpointError, match=r"rank 0 cannot write .*No space left on device") as caught:
+        backend.save(tmp_path)
+    assert "Make room" in caught.value.remedy
+    monkeypatch.undo()
+    train(backend, 1)  # nothing is lost
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-untied", "llama-tied", "llama-untied"])
+def test_the_export_is_what_was_trained(pair: World, models: dict[str, str], tmp_path: Path, name: str) -> None:
+    """Weights equal bit for bit, and transformers' logits give the backend's log-probabilities."""
+    (weights, logprobs), (others, _) = pair.run(exported, models[name], tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == torch.float32
+    assert loaded.config.tie_word_embeddings == name.endswith("-tied")
+    assert dict(loaded.named_parameters()).keys() == weights.keys() == others.keys()
+    for key, parameter in loaded.named_parameters():
+        np.testing.assert_array_equal(weights[key], parameter.detach().numpy(), err_msg=key)
+        np.testing.assert_array_equal(weights[key], others[key])
+    start_weights = AutoModelForCausalLM.from_pretrained(models[name]).state_dict()
+    assert not np.array_equal(start_weights["model.embed_tokens.weight"].numpy(), weights["model.embed_tokens.weight"])
+    row = rows()[0]
+    with torch.no_grad():
+        expected = loaded(input_ids=row.ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, row.ids[1:, None])[:, 0]
+    np.testing.assert_allclose(logprobs, expected[row.weights[1:] != 0].numpy(), atol=1e-5)
+    assert expected.shape[0] == 15
+    assert loaded.config.vocab_size == VOCABULARY
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_export_that_cannot_be_written_is_a_model_error(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = start(models["qwen3-tied"])
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel.save_pretrained", full)
+    with pytest.raises(ModelError, match="No space left on device"):
+        backend.export(tmp_path)
