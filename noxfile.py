@@ -113,7 +113,7 @@ def install(session: nox.Session) -> None:
     wanted = fingerprint()
     if Path(PYTHON).exists() and STAMP.exists() and STAMP.read_text() == wanted:
         return
-    session.log("installing into .venv; the first time takes some minutes")
+    session.log("installing into .venv: torch (some hundred MB) first, then everything else; the first time takes minutes")
     STAMP.unlink(missing_ok=True)  # an interrupted installation must not look like a finished one
     session.run(sys.executable, "-m", "venv", *(["--clear"] if other_python() else []), str(ENVIRONMENT))
     pip(session, "install", "--quiet", *TORCH)

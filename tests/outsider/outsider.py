@@ -1,0 +1,214 @@
+"""What a stranger does, end to end, with nothing of this repository but built wheels. Run with `nox -s outsider`.
+
+1. The engine alone: `--help` and `plugins list` work without torch; each plugin can be added and removed by itself.
+2. Engine, plugins and a third party's loss in a clean environment: fine-tuning with `--loss focal`.
+3. One first-party plugin upgraded alone, then downgraded: `plugins list --json` and `run.json` follow, nothing else moves.
+
+Everything lives in a temporary folder outside the repository; `--keep` leaves it there.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCH = shlex.split(os.environ.get("SKYRL_ENGINE_TORCH", "torch==2.13.0"))
+ENGINE = "skyrl-engine"
+STRANGER = "acme-focal-loss"
+UPGRADED = "skyrl-engine-reducers"
+KIND_OF = {
+    "collator": "skyrl-engine-collators",
+    "loss": STRANGER,
+    "reducer": UPGRADED,
+    "backend": "skyrl-engine-fsdp",
+    "merger": "skyrl-engine-mergers",
+}
+
+
+class Environment:
+    """A virtual environment of its own, whose commands see neither this repository nor the caller's Python settings."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        scripts = folder / ("Scripts" if os.name == "nt" else "bin")
+        self.python = str(scripts / "python")
+        self.engine = str(scripts / ENGINE)
+        run([sys.executable, "-m", "venv", str(folder)], cwd=folder.parent)
+
+    def install(self, *requirements: str) -> None:
+        run([self.python, "-m", "pip", "install", "--quiet", *requirements], cwd=self.folder)
+
+    def remove(self, distribution: str) -> None:
+        run([self.python, "-m", "pip", "uninstall", "--quiet", "--yes", distribution], cwd=self.folder)
+
+    def has(self, module: str) -> bool:
+        code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+        return subprocess.run([self.python, "-c", code], cwd=self.folder, env=plain_environment(), check=False).returncode == 0
+
+    def plugins(self) -> dict[str, str]:
+        """Versions by distribution, as `plugins list --json` shows them."""
+        listed = json.loads(run([self.engine, "plugins", "list", "--json"], cwd=self.folder))
+        return {row["distribution"]: row["version"] for row in listed}
+
+
+def main() -> int:
+    folder = Path(tempfile.mkdtemp(prefix="outsider-"))
+    assert ROOT not in folder.parents, "the clean environment must lie outside the repository"
+    started = time.monotonic()
+    try:
+        wheels = build_wheels(folder / "wheels")
+        engine_alone(folder / "alone", wheels)
+        everything(folder, wheels)
+    finally:
+        if "--keep" in sys.argv:
+            say(f"kept {folder}")
+        else:
+            shutil.rmtree(folder)
+    say(f"all as it should be, in {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def build_wheels(target: Path) -> dict[str, Path]:
+    """A wheel of every distribution, by distribution name."""
+    wheels = {}
+    for project in [ROOT, *sorted((ROOT / "plugins").iterdir()), *sorted((ROOT / "contrib").iterdir())]:
+        if (project / "pyproject.toml").exists():
+            wheel = build_wheel(project, target)
+            wheels[wheel.name.partition("-")[0].replace("_", "-")] = wheel
+    say(f"built {', '.join(wheels)}")
+    return wheels
+
+
+def build_wheel(project: Path, target: Path) -> Path:
+    before = set(target.glob("*.whl"))
+    run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target), str(project)], cwd=ROOT)
+    (wheel,) = set(target.glob("*.whl")) - before
+    return wheel
+
+
+def engine_alone(folder: Path, wheels: Mapping[str, Path]) -> None:
+    environment = Environment(folder)
+    environment.install(str(wheels[ENGINE]))
+    expect("torch in an environment with the engine alone", environment.has("torch"), wanted=False)
+    usage = run([environment.engine, "--help"], cwd=folder)
+    expect("--help shows the usage", "Usage:" in usage, wanted=True)
+    expect("plugins of the engine alone", environment.plugins(), wanted={ENGINE: version_of(wheels[ENGINE])})
+    for name, wheel in wheels.items():
+        if name != ENGINE:
+            environment.install(str(wheel))
+            both = {ENGINE: version_of(wheels[ENGINE]), name: version_of(wheel)}
+            expect(f"plugins with {name} beside the engine", environment.plugins(), wanted=both)
+            environment.remove(name)
+    expect("torch, after every plugin was there once", environment.has("torch"), wanted=False)
+
+
+def everything(folder: Path, wheels: Mapping[str, Path]) -> None:
+    environment = Environment(folder / "all")
+    say("installing torch, the engine and all plugins")
+    environment.install(*TORCH)
+    others = [str(wheel) for name, wheel in wheels.items() if name != ENGINE]
+    environment.install(f"{wheels[ENGINE]}[train]", *others)
+    versions = {name: version_of(wheel) for name, wheel in wheels.items()}
+    expect("plugins, all from wheels", environment.plugins(), wanted=versions)
+    run([environment.python, str(Path(__file__).with_name("tiny_model.py")), str(folder)], cwd=folder)
+    (folder / "train.toml").write_text(configuration(folder))
+
+    train(environment, folder, "first", versions)
+    newer = build_newer(folder, UPGRADED)
+    environment.install("--no-deps", "--no-index", str(newer))
+    train(environment, folder, "upgraded", versions | {UPGRADED: version_of(newer)})
+    environment.install("--no-deps", "--no-index", str(wheels[UPGRADED]))
+    train(environment, folder, "downgraded", versions)
+
+    losses = {name: losses_of(folder / name) for name in ("first", "upgraded", "downgraded")}
+    expect("losses before and after, which the versions do not change", losses["upgraded"], wanted=losses["first"])
+    expect("losses after the downgrade", losses["downgraded"], wanted=losses["first"])
+
+
+def configuration(folder: Path) -> str:
+    return f"""
+[model]
+path = {json.dumps(str(folder / "model"))}
+
+[data]
+train = {json.dumps(str(folder / "train.jsonl"))}
+cache = {json.dumps(str(folder / "cache"))}
+
+[training]
+steps = 4
+batch_size = 8
+micro_batch_rows = 4
+
+[optimizer]
+learning_rate = 0.01
+"""
+
+
+def train(environment: Environment, folder: Path, name: str, versions: Mapping[str, str]) -> None:
+    """Fine-tune with the stranger's loss into `folder / name`, and compare both reports of what was used with `versions`."""
+    expect(f"plugins listed, {name}", environment.plugins(), wanted=dict(versions))
+    directory = folder / name
+    run([environment.engine, "run", "train.toml", "--loss", "focal", f"run.directory={directory}"], cwd=folder)
+    recorded = json.loads((directory / "run.json").read_text())["plugins"]
+    used = {kind: (plugin["distribution"], plugin["version"]) for kind, plugin in recorded.items()}
+    expect(f"plugins in run.json, {name}", used, wanted={kind: (owner, versions[owner]) for kind, owner in KIND_OF.items()})
+
+
+def build_newer(folder: Path, distribution: str) -> Path:
+    """The plugin's next version, 0.1.1, from a copy of its source."""
+    source = ROOT / "plugins" / distribution.removeprefix("skyrl-engine-")
+    copy = folder / "newer"
+    shutil.copytree(source, copy)
+    project = (copy / "pyproject.toml").read_text()
+    changed = project.replace('\nversion = "0.1.0"\n', '\nversion = "0.1.1"\n')
+    assert changed != project, f"{source} is not at version 0.1.0 any more"
+    (copy / "pyproject.toml").write_text(changed)
+    return build_wheel(copy, folder / "newer-wheels")
+
+
+def losses_of(directory: Path) -> list[float]:
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    expect(f"optimizer steps logged in {directory.name}", len(losses) >= 4, wanted=True)
+    return losses
+
+
+def version_of(wheel: Path) -> str:
+    return wheel.name.split("-")[1]
+
+
+def plain_environment() -> dict[str, str]:
+    dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    return kept | {"HF_HUB_OFFLINE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "OMP_NUM_THREADS": "1"}
+
+
+def run(command: list[str], *, cwd: Path) -> str:
+    """Standard output of a command that must succeed; what it said is shown when it does not."""
+    done = subprocess.run(command, cwd=cwd, env=plain_environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        say(f"$ {shlex.join(command)}\n{done.stdout}{done.stderr}\nended with exit code {done.returncode}")
+        raise SystemExit(1)
+    return done.stdout
+
+
+def expect(what: str, found: object, *, wanted: object) -> None:
+    if found != wanted:
+        say(f"NOT AS IT SHOULD BE: {what}\n  wanted {wanted}\n  found  {found}")
+        raise SystemExit(1)
+    say(f"{what}: {found}")
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
