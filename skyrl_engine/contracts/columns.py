@@ -3,18 +3,22 @@
 N samples; sample i has T_i tokens of which the last A_i are actions (response tokens); A = sum of A_i.
 """
 
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from attrs import Factory, frozen
 
+from skyrl_engine.contracts import ingest
 from skyrl_engine.contracts.plan import SampleLengths
 from skyrl_engine.contracts.ragged import AnyArray, IntArray, Ragged, offsets_of, segment_indices
 from skyrl_engine.errors import DataError
 
 PerSample = TypeVar("PerSample", AnyArray, Ragged)
+
+RESERVED_NAMES = frozenset(("input_ids", "attention_mask", "position_ids", "response_mask", "loss_weight"))
+"""Fields that every collator makes; no column may take their names."""
 
 
 @frozen(eq=False)
@@ -101,6 +105,62 @@ class SampleColumns:
             unscored_first_tokens=cleared,
         )
 
+    @classmethod
+    def from_lists(
+        cls,
+        *,
+        input_ids: ingest.Rows,
+        num_actions: Sequence[int] | None = None,
+        loss_mask: ingest.Rows | None = None,
+        columns: Mapping[str, ingest.Rows] | None = None,
+        **per_sample: Any,
+    ) -> "SampleColumns":
+        """Columns of a supervised batch: one list, NumPy array or torch tensor per sample.
+
+        The last `num_actions[i]` of `input_ids[i]` are the response; `loss_mask[i]` and every row of `columns` hold one number per
+        response token. Without `num_actions` the mask's length says it, without both every token is response. `per_sample` takes
+        `sample_ids`, `group_ids`, `unit_ids`, `sample_values` and `extras` as `create` does. Raises DataError naming sample and field.
+        """
+        flat = ingest.from_lists(input_ids=input_ids, num_actions=num_actions, loss_mask=loss_mask, columns=columns or {})
+        return cls.create(**{**flat, **per_sample})
+
+    @classmethod
+    def from_rollouts(
+        cls,
+        *,
+        prompts: ingest.Rows,
+        responses: ingest.Rows,
+        rewards: ingest.Rows | None = None,
+        loss_masks: ingest.Rows | None = None,
+        logprobs: ingest.Rows | None = None,
+        columns: Mapping[str, ingest.Rows] | None = None,
+        **per_sample: Any,
+    ) -> "SampleColumns":
+        """Columns of a reinforcement-learning batch: one list, NumPy array or torch tensor per sample.
+
+        `rewards`, `loss_masks`, `logprobs` and every row of `columns` hold one number per response token. Rewards become the column
+        `rewards`, the sampler's log-probabilities the column `rollout_logprobs`; None and absent are the same. `per_sample` as in
+        `from_lists`. Raises DataError naming sample and field.
+        """
+        given = {"rewards": rewards, "rollout_logprobs": logprobs, **(columns or {})}
+        present = {name: rows for name, rows in given.items() if rows is not None}
+        flat = ingest.from_rollouts(prompts=prompts, responses=responses, loss_masks=loss_masks, columns=present)
+        return cls.create(**{**flat, **per_sample})
+
+    @classmethod
+    def from_arrow(
+        cls, table: Any, *, columns: Sequence[str] = (), sample_values: Sequence[str] = (), **per_sample: Any
+    ) -> "SampleColumns":
+        """Columns of a pyarrow Table, RecordBatch, mapping of arrays by name, or list array (`input_ids` alone).
+
+        Reads the list column `input_ids`, and where there are any `loss_mask` (list), `num_actions`, `sample_ids`, `group_ids`,
+        `unit_ids`; `columns` names further list columns on the action axis, `sample_values` columns of one value per sample. A column of
+        one chunk with the right type is not copied: the result views Arrow's memory, read-only. Raises DataError naming sample and field.
+        """
+        from skyrl_engine.contracts import arrow  # needed by those alone who have Arrow data
+
+        return cls.create(**{**arrow.from_arrow(table, columns=columns, sample_values=sample_values), **per_sample})
+
     @property
     def lengths(self) -> SampleLengths:
         """What the planner sees."""
@@ -184,9 +244,7 @@ def _checked_loss_weight(loss_weight: AnyArray | None, total: int, action_offset
     return np.ascontiguousarray(loss_weight)
 
 
-def _without_first_tokens(
-    weight: AnyArray, lengths: IntArray, actions: IntArray, action_offsets: IntArray
-) -> tuple[AnyArray, int]:
+def _without_first_tokens(weight: AnyArray, lengths: IntArray, actions: IntArray, action_offsets: IntArray) -> tuple[AnyArray, int]:
     """The weights with position 0 of every sample at 0, and how many were not 0 before."""
     places = action_offsets[:-1][lengths == actions]  # the response starts at position 0
     cleared = int(np.count_nonzero(weight[places]))
@@ -212,6 +270,8 @@ def _refuse_duplicates(ids: IntArray) -> None:
 
 
 def _checked_column(name: str, values: AnyArray, total: int) -> npt.NDArray[np.float32]:
+    if name in RESERVED_NAMES:
+        raise DataError(f"a column cannot be called {name!r}; collators make a field of that name", remedy="Rename the column")
     if values.shape != (total,):
         raise DataError(
             f"column {name!r} has shape {list(values.shape)} where the samples have {total} response tokens",

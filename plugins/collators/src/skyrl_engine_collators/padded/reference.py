@@ -1,0 +1,142 @@
+"""What `padded` means, one token at a time. The vectorized form beside it must give the same bytes, dtypes and shapes.
+
+`build_fields` starts from columns, `from_lists` and `from_rollouts` from the Python lists that a caller had; all are plain loops.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.plan import MicroBatchPlan
+from skyrl_engine.contracts.ragged import AnyArray
+
+Number = float | np.float32
+
+
+@frozen
+class Sample:
+    """One sample as lists: its tokens, how many of them are the response, and numbers per response token by field name."""
+
+    input_ids: Sequence[int]
+    num_actions: int
+    action_fields: Mapping[str, Sequence[Number]]
+
+
+def build_fields(columns: SampleColumns, micro_batch: MicroBatchPlan, pad_token_id: int) -> dict[str, AnyArray]:
+    """Every field of these rows.
+
+    With R rows, T = width and A = action_width: `input_ids`, `attention_mask`, `position_ids` int64[R,T]; `response_mask` int64[R,A];
+    `loss_weight` and every column float32[R,A]. A row without sample is padding throughout.
+    """
+    samples: list[Sample | None] = []
+    for row in range(micro_batch.rows):
+        members = micro_batch.samples[micro_batch.row_offsets[row] : micro_batch.row_offsets[row + 1]]
+        samples.append(_sample(columns, int(members[0])) if len(members) else None)
+    return _dense(samples, ["loss_weight", *columns.columns], micro_batch.width, micro_batch.action_width, pad_token_id)
+
+
+def gather_index(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[tuple[int, int, int]]:
+    """(action, row, column) of every action token that has a predecessor."""
+    entries = []
+    action = 0
+    for row in range(micro_batch.rows):
+        for sample in micro_batch.samples[micro_batch.row_offsets[row] : micro_batch.row_offsets[row + 1]]:
+            length = int(columns.token_offsets[sample + 1] - columns.token_offsets[sample])
+            actions = int(columns.action_offsets[sample + 1] - columns.action_offsets[sample])
+            for position in range(length - actions, length):
+                if position > 0:
+                    entries.append((action, row, micro_batch.width - length + position - 1))
+                action += 1
+    return entries
+
+
+def from_lists(
+    *,
+    input_ids: Sequence[Sequence[int]],
+    num_actions: Sequence[int],
+    loss_mask: Sequence[Sequence[Number]],
+    columns: Mapping[str, Sequence[Sequence[Number]]],
+    pad_token_id: int,
+) -> dict[str, AnyArray]:
+    """Every field of a supervised batch, one row per sample, from the lists of `SampleColumns.from_lists`."""
+    samples = []
+    for i in range(len(input_ids)):
+        weights = _without_first(loss_mask[i], scores_first_token=num_actions[i] == len(input_ids[i]))
+        samples.append(
+            Sample(input_ids[i], num_actions[i], {"loss_weight": weights, **{name: columns[name][i] for name in columns}})
+        )
+    return _collated(samples, ["loss_weight", *columns], pad_token_id)
+
+
+def from_rollouts(
+    *,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    loss_masks: Sequence[Sequence[Number]],
+    columns: Mapping[str, Sequence[Sequence[Number]]],
+    pad_token_id: int,
+) -> dict[str, AnyArray]:
+    """Every field of a reinforcement-learning batch, one row per sample, from the lists of `SampleColumns.from_rollouts`."""
+    samples = []
+    for i in range(len(prompts)):
+        weights = _without_first(loss_masks[i], scores_first_token=len(prompts[i]) == 0)
+        fields = {"loss_weight": weights, **{name: columns[name][i] for name in columns}}
+        samples.append(Sample([*prompts[i], *responses[i]], len(responses[i]), fields))
+    return _collated(samples, ["loss_weight", *columns], pad_token_id)
+
+
+def _without_first(weights: Sequence[Number], *, scores_first_token: bool) -> list[Number]:
+    """The weights, with 0 for a token at position 0 of its sample: nothing predicts it."""
+    return [0.0 if scores_first_token and place == 0 else weight for place, weight in enumerate(weights)]
+
+
+def _sample(columns: SampleColumns, sample: int) -> Sample:
+    tokens = range(columns.token_offsets[sample], columns.token_offsets[sample + 1])
+    actions = range(columns.action_offsets[sample], columns.action_offsets[sample + 1])
+    fields = {"loss_weight": columns.loss_weight, **columns.columns}
+    return Sample(
+        [int(columns.input_ids[place]) for place in tokens],
+        len(actions),
+        {name: [values[place] for place in actions] for name, values in fields.items()},
+    )
+
+
+def _collated(samples: Sequence[Sample], names: Sequence[str], pad_token_id: int) -> dict[str, AnyArray]:
+    width = action_width = 0
+    for sample in samples:
+        width = max(width, len(sample.input_ids))
+        action_width = max(action_width, sample.num_actions)
+    return _dense(samples, names, max(width, 1), action_width, pad_token_id)
+
+
+def _dense(
+    samples: Sequence[Sample | None], names: Sequence[str], width: int, action_width: int, pad_token_id: int
+) -> dict[str, AnyArray]:
+    input_ids: npt.NDArray[np.int64] = np.full((len(samples), width), pad_token_id, dtype=np.int64)
+    attention_mask = np.zeros((len(samples), width), dtype=np.int64)
+    position_ids = np.zeros((len(samples), width), dtype=np.int64)
+    response_mask = np.zeros((len(samples), action_width), dtype=np.int64)
+    action_fields = {name: np.zeros((len(samples), action_width), dtype=np.float32) for name in names}
+    for row, sample in enumerate(samples):
+        if sample is None:
+            continue
+        for position, token in enumerate(sample.input_ids):
+            column = width - len(sample.input_ids) + position
+            input_ids[row, column] = token
+            attention_mask[row, column] = 1
+            position_ids[row, column] = position
+        for place in range(sample.num_actions):
+            column = action_width - sample.num_actions + place
+            response_mask[row, column] = 1
+            for name in names:
+                action_fields[name][row, column] = sample.action_fields[name][place]
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "response_mask": response_mask,
+        **action_fields,
+    }
