@@ -82,7 +82,7 @@ def open_run_directory(configured: str | None, *, name: str, resume: bool) -> Ru
     if path.exists() and not path.is_dir():
         raise _problem(f"{path} is a file", "Name a new directory")
     present = {entry.name for entry in path.iterdir()} if path.exists() else set()
-    if foreign := sorted(present - _OWN_NAMES):
+    if foreign := sorted(name for name in present - _OWN_NAMES if not _is_written_aside(name)):
         raise _problem(f"{path} holds files that belong to no run, such as {foreign[0]!r}", "Name a new or empty directory")
     if present - {_LOCK, "run.log"} and not resume:
         raise _problem(f"{path} already holds a run", "Name a new directory, or set checkpoint.resume = true to continue that run")
@@ -106,6 +106,11 @@ def _create_new(parent: Path, name: str) -> RunDirectory:
             attempt += 1
         else:
             return RunDirectory(path)
+
+
+def _is_written_aside(name: str) -> bool:
+    """Whether the name is one under which a crash can leave a half-written file of a run."""
+    return name.startswith(".") and name.endswith(".partial")
 
 
 def _problem(cause: str, remedy: str) -> ConfigError:

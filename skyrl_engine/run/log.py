@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ENGINE = "skyrl_engine"
@@ -17,6 +17,10 @@ class RunLogHandler(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         """A full disk must not fill the terminal with tracebacks about the log; the failure that matters is raised elsewhere."""
+
+    def close(self) -> None:
+        with suppress(OSError):  # the same full disk, met once more by what was buffered
+            super().close()
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from skyrl_engine import EngineError, hookimpl
 from skyrl_engine.contracts.events import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
 
 FILE_NAME = "metrics.jsonl"
+MODEL_SPANS = frozenset({"model", "optimizer"})
+"""Spans of a step's CPU time that are the model's own work; every other span is the engine's."""
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +117,13 @@ def keep_up_to(path: Path, step: int) -> None:
     aside = path.with_name(f".{path.name}.partial")
     aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     aside.replace(path)
+
+
+def engine_share(cpu_seconds: Mapping[str, float]) -> float:
+    """Part of the CPU time that the engine itself took, 0 to 1; NaN where no time was measured."""
+    total = sum(cpu_seconds.values())
+    engine = sum(seconds for span, seconds in cpu_seconds.items() if span not in MODEL_SPANS)
+    return engine / total if total > 0 else float("nan")
 
 
 def _number(value: float) -> float | None:

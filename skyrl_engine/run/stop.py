@@ -14,9 +14,13 @@ logger = logging.getLogger(__name__)
 
 @define
 class StopRequest:
-    """`signal_name` is the signal that asked the run to stop, None while nothing did."""
+    """`signal_name` is the signal that asked the run to stop, None while nothing did.
+
+    Only while `can_wait` is a signal a request: before and after the training loop there is no step to finish, and it ends the run at once.
+    """
 
     signal_name: str | None = None
+    can_wait: bool = False
 
     def __bool__(self) -> bool:
         return self.signal_name is not None
@@ -24,11 +28,14 @@ class StopRequest:
 
 @contextmanager
 def listen_for_stop() -> Iterator[StopRequest]:
-    """Turn the first SIGINT or SIGTERM into a request; the second raises KeyboardInterrupt. Outside the main thread nothing changes."""
+    """Turn the first SIGINT or SIGTERM into a request where it can wait; any other raises KeyboardInterrupt.
+
+    Outside the main thread signals cannot be received, and nothing changes.
+    """
     request = StopRequest()
 
     def receive(number: int, _frame: FrameType | None) -> None:
-        if request:
+        if request or not request.can_wait:
             raise KeyboardInterrupt
         request.signal_name = signal.Signals(number).name
         logger.warning("%s: the run ends after the current step", request.signal_name)

@@ -112,7 +112,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     observer.skyrl_engine_session_started(SessionStarted(tmp_path, {}, 1))
     assert observer._file is not None
     observer._file.close()
-    observer._file = Path("/dev/full").open("ab", buffering=0)
+    observer._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115 - the observer closes it
     with pytest.raises(EngineError, match=r"metrics\.jsonl cannot be written .*No space left on device"):
         observer.skyrl_engine_step_finished(StepFinished(1, 1, {}, 0.0))
     with pytest.raises(EngineError, match="No space left on device"):

@@ -1,0 +1,184 @@
+"""One session of a run: its directory, log, manifest, checkpoints and observers, from the first line of the log to the last event.
+
+A run has one session, and one more each time it is resumed.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.contracts.events import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
+from skyrl_engine.errors import EngineError
+from skyrl_engine.registry.observers import ObserverBus
+from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
+from skyrl_engine.run.continuation import changed_config, refuse_changed_plugins
+from skyrl_engine.run.directory import RunDirectory, open_run_directory
+from skyrl_engine.run.durable import write_durably
+from skyrl_engine.run.environment import describe_environment
+from skyrl_engine.run.log import logging_to
+from skyrl_engine.run.manifest import begin_session, end_session, new_manifest, read_manifest, write_manifest
+from skyrl_engine.run.stop import StopRequest, listen_for_stop
+
+logger = logging.getLogger(__name__)
+
+PLUGINS_DOCUMENT = "plugins.lock"
+CONFIG_DOCUMENT = "config.json"
+TRAINER_DOCUMENT = "trainer.json"
+
+
+@define(eq=False)
+class RunSession:
+    """What a trainer talks to while it trains. Made by `open_session`."""
+
+    directory: RunDirectory
+    checkpoints: CheckpointStore
+    stop: StopRequest
+    resumed_from: Checkpoint | None
+    changed: list[str]
+    _resolved: ResolvedConfig
+    _bus: ObserverBus
+    _manifest: dict[str, Any] | None = None
+    step: int = 0
+    _saved: int | None = field(default=None, init=False)
+
+    def record_start(self, *, seeds: Mapping[str, int], world: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+        """Write run.json: a new manifest, or the resumed run's with one session more."""
+        locks = self._plugin_locks()
+        if self._manifest is None:
+            self._manifest = new_manifest(
+                plugins=locks,
+                observers=[observer.lock() for observer in self._resolved.observers],
+                config=self._resolved.as_dict(),
+                origins={key: str(origin) for key, origin in self._resolved.origins.items()},
+                seeds=seeds,
+                world=world,
+                data=data,
+                environment=describe_environment(),
+                extra=self._bus.manifest_extra(),
+            )
+        begin_session(self._manifest, start_step=self.step, plugins=locks, changed=self.changed)
+        write_manifest(self.directory.manifest, self._manifest)
+        write_durably(self.directory.config, self._resolved.to_toml())
+
+    def announce_start(self, total_steps: int) -> None:
+        """Tell observers that training begins."""
+        assert self._manifest is not None, "record_start comes first"
+        logger.info("training from step %d to %d in %s", self.step, total_steps, self.directory.path)
+        self._bus.session_started(SessionStarted(self.directory.path, self._manifest, total_steps, self.step))
+        self.stop.can_wait = True
+
+    def step_finished(self, event: StepFinished) -> None:
+        """Tell observers; from here on the session stands at this step."""
+        self.step = event.step
+        self._bus.step_finished(event)
+
+    def evaluation_finished(self, event: EvaluationFinished) -> None:
+        logger.info("evaluation after step %d: %s", event.step, dict(event.metrics))
+        self._bus.evaluation_finished(event)
+
+    def save_checkpoint(self, write_state: Callable[[Path], None], trainer: Mapping[str, Any]) -> None:
+        """Write a checkpoint of the present step, unless there is one of it already, and tell observers. Raises CheckpointError."""
+        if self.step == self._last_saved():
+            return
+        documents = {
+            TRAINER_DOCUMENT: dict(trainer),
+            PLUGINS_DOCUMENT: self._plugin_locks(),
+            CONFIG_DOCUMENT: self._resolved.as_dict(),
+        }
+        checkpoint = self.checkpoints.save(self.step, write_state, documents)
+        self._saved = checkpoint.step
+        logger.info("checkpoint %s", checkpoint.path)
+        self._bus.checkpoint_saved(CheckpointSaved(checkpoint.step, checkpoint.path))
+
+    def _last_saved(self) -> int | None:
+        if self._saved is not None:
+            return self._saved
+        return self.resumed_from.step if self.resumed_from else None
+
+    def _plugin_locks(self) -> dict[str, dict[str, Any]]:
+        return {kind: selected.lock() for kind, selected in self._resolved.plugins.items()}
+
+    def _finish(self, error: str | None) -> None:
+        """The session's last words, in the manifest and to the observers."""
+        if self._manifest is not None:
+            end_session(self._manifest, step=self.step, error=error)
+            write_manifest(self.directory.manifest, self._manifest)
+        self._bus.session_finished(SessionFinished(self.step, error))
+
+
+@contextmanager
+def open_session(
+    resolved: ResolvedConfig,
+    *,
+    observers: Sequence[object] = (),
+    resume: bool | None = None,
+) -> Iterator[RunSession]:
+    """Open the run directory and everything in it; close it well or, with the failure recorded everywhere, not well.
+
+    `observers` are registered beside those of the configuration; `resume` overrides `checkpoint.resume`. Raises ConfigError for a directory
+    that must not be used, CheckpointError for a checkpoint that cannot be resumed from. What the body raises is logged with its traceback,
+    told to observers as one line, and raised again.
+    """
+    config = resolved.config
+    resumes = config.checkpoint.resume if resume is None else resume
+    directory = open_run_directory(config.run.directory, name=f"sft-{Path(config.model.path).name}", resume=resumes)
+    with directory.owned(), logging_to(directory.log):
+        session: RunSession | None = None
+        try:
+            with listen_for_stop() as stop:
+                session = _open(resolved, directory, observers, stop, resumes=resumes)
+                yield session
+        except BaseException as error:
+            line = error.summary if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            logger.exception("the session failed: %s", line)
+            if session is not None:
+                _finish_despite(session, line)
+            raise
+        else:
+            session._finish(None)  # noqa: SLF001 - this function and the class are two halves of one thing
+            logger.info("the session ended at step %d", session.step)
+
+
+def _open(
+    resolved: ResolvedConfig, directory: RunDirectory, observers: Sequence[object], stop: StopRequest, *, resumes: bool
+) -> RunSession:
+    config = resolved.config
+    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
+    store.remove_left_overs()
+    checkpoint = store.latest() if resumes else None
+    changed: list[str] = []
+    if checkpoint is not None:
+        checkpoint.verify()
+        changed = _compare(checkpoint, resolved)
+        logger.info("resuming from %s", checkpoint.path)
+    context = FactoryContext(seed=config.run.seed)
+    bus = ObserverBus([*(selected.make(context) for selected in resolved.observers), *observers])
+    manifest = read_manifest(directory.manifest) if directory.manifest.exists() else None
+    return RunSession(
+        directory, store, stop, checkpoint, changed, resolved, bus, manifest, step=checkpoint.step if checkpoint else 0
+    )
+
+
+def _compare(checkpoint: Checkpoint, resolved: ResolvedConfig) -> list[str]:
+    """Refuse other plugins; warn of other configuration. Returns what differs, in sentences."""
+    before = checkpoint.document(PLUGINS_DOCUMENT)
+    after = {kind: selected.lock() for kind, selected in resolved.plugins.items()}
+    allowed = refuse_changed_plugins(before, after, allow_changed=resolved.config.checkpoint.allow_changed)
+    changes = [str(change) for change in changed_config(checkpoint.document(CONFIG_DOCUMENT), resolved.as_dict())]
+    for change in [*allowed, *changes]:
+        logger.warning("differs from the checkpoint, so the run no longer equals an uninterrupted one: %s", change)
+    return [*allowed, *changes]
+
+
+def _finish_despite(session: RunSession, error: str) -> None:
+    """Report a failure without letting trouble in reporting, such as a full disk, take its place."""
+    try:
+        session._finish(error)  # noqa: SLF001 - see open_session
+    except Exception:
+        logger.exception("the failure could not be reported everywhere")

@@ -1,0 +1,88 @@
+"""What a run would do, as plain values: the answer to --dry-run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+
+from skyrl_engine.contracts.plan import BatchPlan
+from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.training.preparation import PreparedRun, describe_counts
+
+
+@frozen
+class MicroBatchShape:
+    """One micro-batch of one data-parallel rank: dense `rows` x `width` tokens, for `samples` samples."""
+
+    rank: int
+    rows: int
+    width: int
+    samples: int
+
+
+@frozen
+class RunPlan:
+    """`plugins` describe each selected plugin by kind; `train` and `evaluation` are the data's counts by name.
+
+    `micro_batches` and `padding_share` (0 to 1) are those of the run's first mini-batch.
+    """
+
+    plugins: Mapping[str, str]
+    observers: tuple[str, ...]
+    model: str
+    launch: str
+    topology: Topology
+    capabilities: tuple[str, ...]
+    required: tuple[str, ...]
+    train: Mapping[str, Any]
+    evaluation: Mapping[str, Any] | None
+    max_sequence_length: int | None
+    total_steps: int
+    steps_per_epoch: int
+    batch_size: int
+    micro_batches: tuple[MicroBatchShape, ...]
+    padding_share: float
+
+
+def describe_plan(prepared: PreparedRun) -> RunPlan:
+    """The plan of a prepared run."""
+    resolved = prepared.resolved
+    return RunPlan(
+        plugins={kind: _describe(selected) for kind, selected in resolved.plugins.items()},
+        observers=tuple(_describe(selected) for selected in resolved.observers),
+        model=resolved.config.model.path,
+        launch=resolved.config.run.launch,
+        topology=prepared.description.topology,
+        capabilities=tuple(sorted(prepared.description.capabilities)),
+        required=tuple(sorted(prepared.required)),
+        train=describe_counts(prepared.train) or {},
+        evaluation=describe_counts(prepared.evaluation),
+        max_sequence_length=prepared.context.max_sequence_length,
+        total_steps=prepared.total_steps,
+        steps_per_epoch=prepared.order.steps_per_epoch,
+        batch_size=prepared.order.batch_size,
+        micro_batches=_shapes(prepared.first_batch),
+        padding_share=_padding_share(prepared),
+    )
+
+
+def _shapes(plan: BatchPlan) -> tuple[MicroBatchShape, ...]:
+    return tuple(
+        MicroBatchShape(rank, each.rows, each.width, len(each.samples))
+        for mini_batch in plan.mini_batches
+        for rank, micro_batches in enumerate(mini_batch.ranks)
+        for each in micro_batches
+    )
+
+
+def _padding_share(prepared: PreparedRun) -> float:
+    dense = sum(shape.rows * shape.width for shape in _shapes(prepared.first_batch))
+    chosen, _ = prepared.order.mini_batch(prepared.order.start())
+    tokens = int(np.diff(prepared.train.columns.token_offsets)[chosen].sum())
+    return 1 - tokens / dense if dense else 0.0
+
+
+def _describe(selected: Any) -> str:
+    record = selected.loaded.record
+    return f"{record.reference} {record.version or record.sha256}"

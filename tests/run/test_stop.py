@@ -1,0 +1,45 @@
+"""Signals: a request while a step can be finished, an end at once otherwise."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from skyrl_engine.run.stop import StopRequest, listen_for_stop
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with listen_for_stop() as stop:
+        assert not stop
+        stop.can_wait = True
+        os.kill(os.getpid(), number)
+        assert stop
+        assert stop.signal_name == number.name
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+def test_before_the_training_loop_a_signal_ends_at_once() -> None:
+    with listen_for_stop() as stop:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert not stop
+
+
+def test_outside_the_main_thread_nothing_changes() -> None:
+    seen: list[StopRequest] = []
+
+    def listen() -> None:
+        with listen_for_stop() as stop:
+            seen.append(stop)
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert len(seen) == 1
+    assert signal.getsignal(signal.SIGINT) is before
