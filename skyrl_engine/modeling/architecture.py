@@ -41,7 +41,7 @@ class CausalLanguageModelParts:
     """A causal language model as scoring needs it: hidden states come out of `decoder`, logits out of `head` and `rule`."""
 
     decoder: nn.Module
-    head: nn.Module
+    head: nn.Linear
     rule: LogitRule
 
 
@@ -49,9 +49,9 @@ def split_causal_lm(model: Any) -> CausalLanguageModelParts:
     """Find decoder and head of a Hugging Face causal language model. Raises ModelError when one of them cannot be told."""
     name = type(model).__name__
     head = model.get_output_embeddings()
-    if head is None or getattr(head, "weight", None) is None:
+    if not isinstance(head, nn.Linear):
         raise ModelError(
-            f"{name} does not say where its language-model head is (get_output_embeddings returns {type(head).__name__})",
+            f"{name} does not say where its linear language-model head is (get_output_embeddings returns {type(head).__name__})",
             remedy="Use a causal language model whose class implements get_output_embeddings",
         )
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model

@@ -46,7 +46,7 @@ class FsdpBackend:
         mesh = init_device_mesh(self._device.type, (environment.world_size,), mesh_dim_names=("dp",))
         self._model, self._scorer = load_scorer(model)
         self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
-        shard(self._scorer, mesh, model.dtype, reshard_after_forward=self._config.reshard_after_forward)
+        shard(self._scorer, mesh, self._device, model.dtype, reshard_after_forward=self._config.reshard_after_forward)
         self._specification = optimizer
         self._optimizer = build_adamw(self._parameters().values(), optimizer) if optimizer is not None else None
         self._steps_done = 0

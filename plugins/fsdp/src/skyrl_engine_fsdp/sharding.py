@@ -9,12 +9,18 @@ from skyrl_engine.modeling.architecture import transformer_layers
 from skyrl_engine.modeling.scorer import Scorer
 
 
-def shard(scorer: Scorer, mesh: DeviceMesh, dtype: ComputeDtype, *, reshard_after_forward: bool) -> None:
-    """Shard `scorer` in place over the one-dimensional `mesh`, whose device its weights move to.
+def shard(scorer: Scorer, mesh: DeviceMesh, device: torch.device, dtype: ComputeDtype, *, reshard_after_forward: bool) -> None:
+    """Shard `scorer` in place over the one-dimensional `mesh` and move it to `device`.
+
+    One rank that computes in the weights' own precision has nothing to shard or cast: it keeps the plain module, which spares the copies of
+    all weights and gradients that FSDP2 makes even then.
 
     bfloat16 computes in bfloat16 and keeps weights, their gradients and the sums over ranks in float32. The head stays in the root's unit: as
     a unit of its own it would be gathered per call, and ranks that differ in calls would wait for each other for ever.
     """
+    if mesh.size() == 1 and dtype != "bfloat16":
+        scorer.to(device)
+        return
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

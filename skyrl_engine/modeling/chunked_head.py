@@ -1,0 +1,109 @@
+"""Language-model head and log-softmax in chunks of positions: no tensor of positions x vocabulary, forward or backward, beyond one chunk."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from skyrl_engine.modeling.architecture import LogitRule
+
+
+class ChunkedHead(nn.Module):
+    """A linear head over chunks whose logits are recomputed in backward and never kept.
+
+    One module around the whole loop, so that a framework that gathers weights per module call gathers the head once. Its forward must run
+    inside the sharded root's forward, where the head's weight is whole.
+    """
+
+    def __init__(self, linear: nn.Linear, rule: LogitRule, logits_per_chunk: int) -> None:
+        super().__init__()
+        self.linear = linear
+        self.rule = rule
+        self.positions_per_chunk = max(1, logits_per_chunk // linear.out_features)
+
+    def forward(self, hidden_NH: Tensor, labels_N: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, ...]:
+        """Log-probabilities [n] and, with `entropy`, entropies [n], in nats; float32, or float64 for a float64 model.
+
+        A tuple, not a list: DeepSpeed ZeRO-3 only follows tensors through tuples.
+        """
+        score = Score(self.rule, temperature, entropy)
+        return _ChunkedScores.apply(hidden_NH, self.linear.weight, self.linear.bias, labels_N, score, self.positions_per_chunk)  # type: ignore[no-any-return, no-untyped-call] # torch leaves both untyped
+
+
+class Score:
+    """From a chunk's raw logits to its scores; the definition that forward and backward share."""
+
+    def __init__(self, rule: LogitRule, temperature: float, entropy: bool) -> None:
+        self.rule, self.temperature, self.entropy = rule, temperature, entropy
+
+    def __call__(self, raw_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]:
+        logits_NV = self.rule(raw_NV if raw_NV.dtype == torch.float64 else raw_NV.float())
+        if self.temperature != 1.0:
+            logits_NV = logits_NV / self.temperature
+        total_N = logits_NV.logsumexp(-1)
+        logprobs_N = logits_NV.gather(-1, labels_N[:, None])[:, 0] - total_N
+        if not self.entropy:
+            return (logprobs_N,)
+        probabilities_NV = torch.exp(logits_NV - total_N[:, None])
+        return logprobs_N, total_N - (probabilities_NV * logits_NV).sum(-1)
+
+
+class _ChunkedScores(torch.autograd.Function):
+    """Adds every chunk's weight gradient into one buffer.
+
+    Through autograd's own graph each chunk would make a gradient as large as the head beside the sum so far, and for a bfloat16 weight the
+    sum of perhaps thousands of chunks would be rounded to 8 bits each time. Here the sum is float32.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes inputs by position
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, score: Score, size: int
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N)
+        ctx.score, ctx.size = score, size
+        parts = [
+            score(nn.functional.linear(hidden, weight_VH, bias_V), labels)
+            for hidden, labels in zip(torch.split(hidden_NH, size), torch.split(labels_N, size), strict=True)
+        ]
+        return tuple(torch.cat(values) for values in zip(*parts, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, labels_N = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        sums = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
+        hidden_gradient = torch.empty_like(hidden_NH) if wants_hidden else None
+        weight_gradient = torch.zeros_like(weight_VH, dtype=sums) if wants_weight else None
+        bias_gradient = torch.zeros_like(bias_V, dtype=sums) if wants_bias else None
+        for start in range(0, len(labels_N), ctx.size):
+            chosen = slice(start, start + ctx.size)
+            hidden = hidden_NH[chosen]
+            raw_NV = nn.functional.linear(hidden, weight_VH, bias_V).requires_grad_()
+            with torch.enable_grad():
+                scores = ctx.score(raw_NV, labels_N[chosen])
+            (gradient_NV,) = torch.autograd.grad(scores, raw_NV, [gradient[chosen] for gradient in upstream])
+            del raw_NV, scores
+            if hidden_gradient is not None:
+                torch.mm(gradient_NV, weight_VH, out=hidden_gradient[chosen])
+            if weight_gradient is not None:
+                _add_outer(weight_gradient, gradient_NV, hidden)
+            if bias_gradient is not None:
+                bias_gradient += gradient_NV.sum(0, dtype=sums)
+        return (
+            hidden_gradient,
+            None if weight_gradient is None else weight_gradient.to(weight_VH.dtype),
+            None if bias_gradient is None or bias_V is None else bias_gradient.to(bias_V.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _add_outer(total_VH: Tensor, gradient_NV: Tensor, hidden_NH: Tensor) -> None:
+    """Add gradient^T hidden to `total_VH`, in place where the types allow it."""
+    if gradient_NV.dtype == total_VH.dtype:
+        total_VH.addmm_(gradient_NV.T, hidden_NH)
+    else:
+        total_VH += gradient_NV.T @ hidden_NH
