@@ -1,0 +1,67 @@
+"""`skyrl-engine`: the table of commands, and how every one of them ends.
+
+Exit codes: 0 done, 2 the command line or the configuration is wrong, 3 a plugin cannot be used, 4 anything else failed, 130 interrupted.
+"""
+
+import os
+from collections.abc import Sequence
+
+import click
+
+from skyrl_engine import __version__
+from skyrl_engine.cli.command import Settings
+from skyrl_engine.cli.lazy import LazyCommand, LazyGroup
+
+PROGRAM = "skyrl-engine"
+
+COMMANDS = {
+    "demo": LazyCommand(
+        "skyrl_engine.cli.demo.command:demo", "Fine-tune a small model on this CPU, offline, and see what it learned."
+    ),
+    "run": LazyCommand("skyrl_engine.cli.run:run", "Fine-tune as a configuration file says."),
+    "sft": LazyCommand("skyrl_engine.cli.sft:sft", "Fine-tune a model on a dataset without a configuration file."),
+    "plugins": LazyCommand("skyrl_engine.cli.plugins:plugins", "List installed plugins, show one."),
+    "config": LazyCommand("skyrl_engine.cli.config:config", "Show, check and describe configurations."),
+    "data": LazyCommand("skyrl_engine.cli.data:data", "Look at data as the trainer will see it."),
+    "export": LazyCommand("skyrl_engine.cli.export:export", "Write a checkpoint as a Hugging Face directory."),
+}
+
+_ENVIRONMENT = {
+    # no library under the engine reports home
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+_QUIET_LIBRARIES = {
+    # the engine shows its own progress, and one plain line where something fails
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@click.group(
+    PROGRAM, cls=LazyGroup, table=COMMANDS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+@click.version_option(__version__, "--version", prog_name=PROGRAM, message="%(prog)s %(version)s")
+def app() -> None:
+    """Post-training of language models out of plugins chosen by name.
+
+    Start with `skyrl-engine demo`, or `skyrl-engine sft --model DIRECTORY --data FILE`.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (None: this process's) and return the exit code; what went wrong is printed to stderr."""
+    os.environ.update(_ENVIRONMENT)
+    for name, value in _QUIET_LIBRARIES.items():
+        os.environ.setdefault(name, value)
+    settings = Settings()
+    try:
+        result = app.main(arguments, PROGRAM, standalone_mode=False, obj=settings)
+    except BaseException as error:  # noqa: BLE001 - every way to end is turned into an exit code; SystemExit keeps its own
+        from skyrl_engine.cli.failures import exit_code_of
+
+        return exit_code_of(error, settings)
+    return result if isinstance(result, int) else 0

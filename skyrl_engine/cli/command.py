@@ -1,0 +1,86 @@
+"""What every command has: `--debug`, `--quiet`, and groups that answer a misspelt command with the nearest one."""
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from attrs import define
+
+
+@define
+class Settings:
+    """What the command line asked of every command. `log` is the file that tells more about a failure, once there is one."""
+
+    debug: bool = False
+    quiet: bool = False
+    log: Path | None = None
+
+
+def settings_of(context: click.Context) -> Settings:
+    return context.ensure_object(Settings)
+
+
+def _remember(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    assert parameter.name is not None
+    if value:
+        setattr(settings_of(context), parameter.name, True)
+
+
+def common_options() -> list[click.Parameter]:
+    """`--debug` and `--quiet`; both may stand before or after the command's name."""
+    return [
+        click.Option(
+            ["--debug"],
+            is_flag=True,
+            expose_value=False,
+            is_eager=True,
+            callback=_remember,
+            help="Show the traceback of a failure.",
+        ),
+        click.Option(
+            ["--quiet"], is_flag=True, expose_value=False, is_eager=True, callback=_remember, help="Print results and errors only."
+        ),
+    ]
+
+
+class EngineCommand(click.Command):
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.params = [*self.params, *common_options()]
+
+
+class EngineGroup(click.Group):
+    command_class = EngineCommand
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.params = [*self.params, *common_options()]
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does, with a suggestion for a misspelt name."""
+        names = self.list_commands(ctx)
+        if args[0] not in names and not args[0].startswith("-"):
+            ctx.fail(f"There is no command {args[0]!r}. {did_you_mean(args[0], names, 'commands')}")
+        return super().resolve_command(ctx, args)
+
+
+def did_you_mean(name: str, names: Collection[str], plural: str) -> str:
+    """The nearest name as a question, or all of them as a sentence."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, names, n=1)
+    return f"Did you mean {close[0]!r}?" if close else f"The {plural} are {', '.join(names)}."
+
+
+def every_command(group: click.Group, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """The group itself and every command below it, with their names from the program on."""
+    yield path, group
+    context = click.Context(group, info_name=path[-1])
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from every_command(command, (*path, name))
+        else:
+            yield (*path, name), command

@@ -1,0 +1,1 @@
+"""The demo: real fine-tuning on a CPU, offline, that shows what was learned."""

@@ -1,0 +1,94 @@
+"""How a command that failed ends: details, then one plain line with cause and remedy on stderr, and an exit code."""
+
+import errno
+import os
+import sys
+import tempfile
+import traceback
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from skyrl_engine.cli.command import Settings
+from skyrl_engine.errors import EngineError
+
+USAGE = 2
+RUNTIME = 4
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+def exit_code_of(error: BaseException, settings: Settings) -> int:
+    """Print what `error` means to a person and return the exit code of the process."""
+    match error:
+        case SystemExit():
+            return error.code if isinstance(error.code, int) else RUNTIME
+        case click.Abort() | KeyboardInterrupt():
+            _finish(error, settings, "interrupted.")
+            return INTERRUPTED
+        case BrokenPipeError():
+            return _leave_pipe()
+        case OSError() if error.errno == errno.EPIPE:
+            return _leave_pipe()
+        case click.UsageError():
+            message = _sentence(error.format_message())
+            asked = error.ctx.command_path if error.ctx else "skyrl-engine"
+            _finish(error, settings, f"error: {message} See `{asked} --help`.")
+            return USAGE
+        case click.ClickException():
+            _finish(error, settings, f"error: {_sentence(error.format_message())}")
+            return USAGE
+        case EngineError():
+            _finish(error, settings, f"error: {_one_line(_sentence(error.summary))}", error.details)
+            return error.exit_code
+        case _:
+            log = settings.log or _write_crash_log(error)
+            told = f"{type(error).__name__}: {_one_line(str(error)) or 'no message'}"
+            place = f"The traceback is in {log}" if log else "No log could be written"
+            again = "" if settings.debug else "; run again with --debug to see it here"
+            _finish(error, settings, f"error: unexpected {_sentence(told)} {place}{again}.")
+            return RUNTIME
+
+
+def _finish(error: BaseException, settings: Settings, line: str, details: tuple[str, ...] = ()) -> None:
+    if settings.debug:
+        click.echo("".join(traceback.format_exception(error)).rstrip(), err=True)
+    for detail in details:
+        click.echo(detail, err=True)
+    click.echo(line, err=True)
+
+
+def _sentence(text: str) -> str:
+    text = text.strip()
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _write_crash_log(error: BaseException) -> Path | None:
+    """The traceback in a file of its own: in the user's log directory, or in the temporary one."""
+    from platformdirs import user_log_path
+
+    name = f"failure-{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}.log"
+    for folder in (user_log_path("skyrl-engine"), Path(tempfile.gettempdir())):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / name
+            path.write_text(
+                f"$ {' '.join(sys.argv)}\n{''.join(traceback.format_exception(error))}",
+                encoding="utf-8",
+            )
+        except OSError:
+            continue
+        return path
+    return None
+
+
+def _leave_pipe() -> int:
+    """The reader went away (`| head`): say nothing, and let the interpreter's last flush go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    return BROKEN_PIPE

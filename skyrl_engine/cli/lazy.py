@@ -1,0 +1,42 @@
+"""A group that knows its commands by name and one line of help, and imports a command's module when it is used."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import click
+from attrs import frozen
+
+from skyrl_engine.cli.command import EngineGroup
+
+
+@frozen
+class LazyCommand:
+    """Where a command lives ("package.module:name") and the line that `--help` of the group above it shows."""
+
+    target: str
+    short_help: str
+
+    def load(self) -> click.Command:
+        module, _, name = self.target.partition(":")
+        command = getattr(import_module(module), name)
+        assert isinstance(command, click.Command), f"{self.target} is no command"
+        return command
+
+
+class LazyGroup(EngineGroup):
+    """A group whose help is written from its table alone."""
+
+    def __init__(self, *arguments: Any, table: Mapping[str, LazyCommand], **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.table = table
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return list(self.table)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
+        return self.table[cmd_name].load() if cmd_name in self.table else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.short_help) for name, command in self.table.items()])

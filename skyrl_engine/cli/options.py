@@ -1,0 +1,47 @@
+"""Options and arguments that several commands share, and the configuration they make together."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from skyrl_engine.config import RawConfig
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+PLUGIN_KINDS = ("collator", "loss", "reducer", "backend", "merger")
+OVERRIDES = "[section.key=value ...]"
+
+
+def plugin_options(function: Function) -> Function:
+    """`--collator`, `--loss`, `--reducer`, `--backend`, `--merger`: references of plugins."""
+    for kind in reversed(PLUGIN_KINDS):
+        function = click.option(
+            f"--{kind}", metavar="REFERENCE", help=f"The {kind} plugin: name, distribution:name or ./file.py:name."
+        )(function)
+    return function
+
+
+def overrides_argument(function: Function) -> Function:
+    """Any number of `section.key=value`."""
+    return click.argument("overrides", nargs=-1, metavar=OVERRIDES)(function)
+
+
+def file_argument(*, required: bool) -> Callable[[Function], Function]:
+    return click.argument("file", type=click.Path(path_type=Path), required=required, metavar="CONFIG" if required else "[CONFIG]")
+
+
+def flags_of(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Plugin options as the keys of the configuration they set."""
+    return {f"{kind}.use": choices[kind] for kind in PLUGIN_KINDS if choices.get(kind) is not None}
+
+
+def load_config(file: Path | None, overrides: Sequence[str], flags: Mapping[str, Any] | None = None) -> "RawConfig":
+    """Read a configuration; where the file may be left out, an override in its place is taken as one."""
+    from skyrl_engine.config import load
+
+    if file is not None and "=" in str(file) and not file.exists():
+        return load(None, (str(file), *overrides), flags or {})
+    return load(file, overrides, flags or {})

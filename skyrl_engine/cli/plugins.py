@@ -1,0 +1,109 @@
+"""`skyrl-engine plugins list|show`: what is installed, read from package metadata; only `show` imports the plugin it shows."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from skyrl_engine.cli.command import EngineGroup, did_you_mean
+
+if TYPE_CHECKING:
+    from skyrl_engine.registry.loader import LoadedPlugin
+    from skyrl_engine.registry.record import PluginRecord
+
+
+@click.group(cls=EngineGroup)
+def plugins() -> None:
+    """List installed plugins, show one."""
+
+
+@plugins.command("list")
+@click.option("--kind", metavar="KIND", help="Only plugins of this kind.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+def list_plugins(kind: str | None, as_json: bool) -> None:
+    """List every installed plugin with its distribution and version. Imports none of them."""
+    from skyrl_engine.registry.resolve import Registry
+
+    records = Registry.discover().records(None if kind is None else _known_kind(kind))
+    if as_json:
+        click.echo(json.dumps([_facts(record) for record in records], indent=2))
+        return
+    from skyrl_engine.cli.render import show_table
+
+    show_table(
+        ("kind", "name", "distribution", "version", "for skyrl-engine"),
+        [(each.kind, each.name, each.distribution or "", each.version or "", each.engine_requirement or "any") for each in records],
+    )
+
+
+@plugins.command("show")
+@click.argument("plugin", metavar="KIND:REFERENCE")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+def show_plugin(plugin: str, as_json: bool) -> None:
+    """Show where a plugin comes from and which options it takes, for instance `loss:cross_entropy` or `loss:./my_loss.py:my_loss`."""
+    from pathlib import Path
+
+    from skyrl_engine.registry.loader import load
+    from skyrl_engine.registry.resolve import Registry
+
+    kind, colon, reference = plugin.partition(":")
+    if not colon or not reference:
+        raise click.UsageError(f"{plugin!r} is not of the form KIND:REFERENCE, such as loss:cross_entropy.")
+    loaded = load(Registry.discover().resolve(_known_kind(kind), reference, base=Path.cwd()))
+    facts = _facts(loaded.record)
+    options = _options(loaded)
+    if as_json:
+        click.echo(json.dumps({**facts, "options": options}, indent=2))
+        return
+    from skyrl_engine.cli.render import show_facts, show_table
+
+    show_facts({name: value for name, value in facts.items() if value is not None})
+    click.echo()
+    if options:
+        show_table(("option", "type", "default", "meaning"), [tuple(option.values()) for option in options])
+    else:
+        click.echo("It takes no options.")
+
+
+def _known_kind(kind: str) -> str:
+    from skyrl_engine.registry.kinds import KINDS
+
+    if kind not in KINDS:
+        raise click.UsageError(f"There is no kind {kind!r}. {did_you_mean(kind, KINDS, 'kinds')}")
+    return kind
+
+
+def _facts(record: "PluginRecord") -> dict[str, Any]:
+    return {
+        "kind": record.kind,
+        "name": record.name,
+        "reference": record.reference,
+        "distribution": record.distribution,
+        "version": record.version,
+        "source": record.source,
+        "target": record.target,
+        "engine_requirement": str(record.engine_requirement) if record.engine_requirement is not None else None,
+        "path": str(record.path) if record.path is not None else None,
+        "sha256": record.sha256,
+    }
+
+
+def _options(loaded: "LoadedPlugin") -> list[dict[str, str]]:
+    """Every key of the plugin's own table: name, type, default and meaning, in words."""
+    if loaded.schema is None:
+        return []
+    import attrs
+
+    from skyrl_engine.config.report import default_text, key_meanings
+    from skyrl_engine.config.wording import expected
+
+    meanings = key_meanings(loaded.schema)
+    return [
+        {
+            "name": attribute.alias or attribute.name,
+            "type": expected(attribute.type),
+            "default": default_text(attribute),
+            "meaning": " ".join(meanings.get(attribute.name, "").split()),
+        }
+        for attribute in attrs.fields(attrs.resolve_types(loaded.schema))
+    ]

@@ -1,0 +1,59 @@
+"""`skyrl-engine sft`: fine-tune without a configuration file; the one it makes is printed."""
+
+from typing import Any
+
+import click
+
+from skyrl_engine.cli.command import EngineCommand, settings_of
+from skyrl_engine.cli.options import flags_of, load_config, overrides_argument, plugin_options
+from skyrl_engine.cli.run import start
+
+_KEYS = {
+    "model": "model.path",
+    "data": "data.train",
+    "eval_data": "data.eval",
+    "eval_fraction": "data.eval_fraction",
+    "max_length": "data.max_length",
+    "output": "run.directory",
+    "seed": "run.seed",
+    "launch": "run.launch",
+    "ranks": "run.ranks",
+    "steps": "training.steps",
+    "epochs": "training.epochs",
+    "batch_size": "training.batch_size",
+    "micro_batch_rows": "training.micro_batch_rows",
+    "learning_rate": "optimizer.learning_rate",
+}
+
+
+@click.command(cls=EngineCommand)
+@overrides_argument
+@click.option("--model", required=True, metavar="MODEL", help="A Hugging Face directory or hub id.")
+@click.option("--data", required=True, metavar="DATA", help="What to train on: a file, a folder or a hub id.")
+@click.option("--eval-data", metavar="DATA", help="Held-out data.")
+@click.option("--eval-fraction", type=float, metavar="SHARE", help="Share of the data to hold out instead.")
+@click.option("--max-length", type=int, metavar="TOKENS", help="Longest sample.")
+@click.option("--output", metavar="DIRECTORY", help="The run directory; without it, a new one under runs/.")
+@click.option("--steps", type=int, help="Optimizer steps.")
+@click.option("--epochs", type=float, help="Passes over the data instead of steps.")
+@click.option("--batch-size", type=int, metavar="SAMPLES", help="Samples of one optimizer step, over all ranks.")
+@click.option("--micro-batch-rows", type=int, metavar="ROWS", help="Rows a rank computes at once.")
+@click.option("--learning-rate", type=float, metavar="RATE", help="Peak learning rate of AdamW.")
+@click.option("--launch", metavar="HOW", help="inline (this process) or ray.")
+@click.option("--ranks", type=int, help="Processes that train together; more than one needs --launch ray.")
+@click.option("--seed", type=int, help="Seed of every random number.")
+@plugin_options
+@click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
+@click.pass_context
+def sft(context: click.Context, /, overrides: tuple[str, ...], dry_run: bool, **given: Any) -> None:
+    """Fine-tune MODEL on DATA. Prints the configuration it makes, as TOML to keep and to `skyrl-engine run`."""
+    from skyrl_engine.config import Option, resolve
+    from skyrl_engine.config.report import to_toml
+
+    flags = {key: Option(f"--{name.replace('_', '-')}", given[name]) for name, key in _KEYS.items() if given[name] is not None}
+    raw = load_config(None, overrides, {**flags, **flags_of(given)})
+    resolved = resolve(raw)
+    settings = settings_of(context)
+    if not settings.quiet:
+        click.echo(to_toml(raw.table))
+    start(resolved, settings, dry_run=dry_run)
