@@ -8,7 +8,7 @@ from attrs import frozen
 
 from skyrl_engine.contracts.plan import BatchPlan
 from skyrl_engine.contracts.topology import Topology
-from skyrl_engine.training.preparation import PreparedRun, describe_counts
+from skyrl_engine.training.preparation import PreparedRun, describe_data
 
 
 @frozen
@@ -23,7 +23,7 @@ class MicroBatchShape:
 
 @frozen
 class RunPlan:
-    """`plugins` describe each selected plugin by kind; `train` and `evaluation` are the data's counts by name.
+    """`plugins` describe each selected plugin by kind; `train` and `evaluation` are the data's name, format and counts.
 
     `micro_batches` and `padding_share` (0 to 1) are those of the run's first mini-batch.
     """
@@ -56,8 +56,8 @@ def describe_plan(prepared: PreparedRun) -> RunPlan:
         topology=prepared.description.topology,
         capabilities=tuple(sorted(prepared.description.capabilities)),
         required=tuple(sorted(prepared.required)),
-        train=describe_counts(prepared.train) or {},
-        evaluation=describe_counts(prepared.evaluation),
+        train=describe_data(prepared.train) or {},
+        evaluation=describe_data(prepared.evaluation),
         max_sequence_length=prepared.context.max_sequence_length,
         total_steps=prepared.total_steps,
         steps_per_epoch=prepared.order.steps_per_epoch,

@@ -1,6 +1,6 @@
 """Everything of a supervised run that can be decided before a rank starts: data, plugins on the controller, layout, steps, checks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from skyrl_engine.contracts.loss import Loss
 from skyrl_engine.contracts.merger import Merger
 from skyrl_engine.contracts.plan import BatchPlan, Layout
 from skyrl_engine.contracts.reducer import Reducer
-from skyrl_engine.data import TokenizedDataset, load_columns
+from skyrl_engine.data.dataset import TokenizedDataset, load_columns
 from skyrl_engine.data.tokenizer import load_tokenizer
 from skyrl_engine.errors import DataError
 from skyrl_engine.training.capability import (
@@ -150,9 +150,9 @@ def model_context_length(model: ModelConfig) -> int | None:
     return length if isinstance(length, int) and length > 0 else None
 
 
-def describe_counts(dataset: TokenizedDataset | None) -> Mapping[str, Any] | None:
-    """A dataset's counts as plain values."""
-    return None if dataset is None else attrs.asdict(dataset.counts)
+def describe_data(dataset: TokenizedDataset | None) -> dict[str, Any] | None:
+    """A dataset's name, format and counts as plain values."""
+    return None if dataset is None else {"name": dataset.name, "format": dataset.format, **attrs.asdict(dataset.counts)}
 
 
 def _holds_out(data: DataConfig) -> bool:

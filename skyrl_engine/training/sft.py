@@ -16,8 +16,8 @@ from skyrl_engine.training.evaluation import evaluate
 from skyrl_engine.training.export import write_model
 from skyrl_engine.training.order import Position
 from skyrl_engine.training.plan import RunPlan, describe_plan
-from skyrl_engine.training.preparation import DataProgress, PreparedRun, describe_counts, prepare
-from skyrl_engine.training.state import TrainerState, position_in
+from skyrl_engine.training.preparation import DataProgress, PreparedRun, describe_data, prepare
+from skyrl_engine.training.state import TrainerState, fingerprint, position_in
 from skyrl_engine.training.step import StepDriver
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
 
@@ -56,31 +56,34 @@ def run_sft(
     with open_session(resolved, observers=observers, resume=resume) as session:
         prepared = prepare(resolved, progress)
         checkpoint = session.resumed_from
-        position = (
-            prepared.order.start() if checkpoint is None else position_in(checkpoint, prepared.order, prepared.train.fingerprint)
-        )
+        data = fingerprint(prepared.train.columns)
+        position = prepared.order.start() if checkpoint is None else position_in(checkpoint, prepared.order, data)
         session.record_start(
             seeds={"run": config.run.seed},
             world={"launch": config.run.launch, "ranks": config.run.ranks, **attrs.asdict(prepared.description.topology)},
-            data={"train": describe_counts(prepared.train), "evaluation": describe_counts(prepared.evaluation)},
+            data={
+                "train": {**(describe_data(prepared.train) or {}), "sha256": data},
+                "evaluation": describe_data(prepared.evaluation),
+            },
         )
         with launch_workers(prepared.worker_spec(), launch=config.run.launch, ray_address=config.run.ray_address) as group:
             if checkpoint is not None:
                 group.load(checkpoint.state)
             session.announce_start(prepared.total_steps)
-            metrics = SftTrainer(prepared, session, group, prepared.driver(group), position).train()
+            metrics = SftTrainer(prepared, session, group, prepared.driver(group), position, data).train()
         return RunResult(session.directory.path, session.step, metrics, session.stop.signal_name)
 
 
 @define(eq=False)
 class SftTrainer:
-    """The training loop. Starts at the session's step and `position` in the sample order."""
+    """The training loop. Starts at the session's step and `position` in the sample order; `data` is the training data's fingerprint."""
 
     prepared: PreparedRun
     session: RunSession
     group: WorkerGroup
     driver: StepDriver
     position: Position
+    data: str
     _spans: Spans = field(factory=Spans, init=False)
     _metrics: dict[str, float] = field(factory=dict, init=False)
 
@@ -135,7 +138,7 @@ class SftTrainer:
 
     def _save(self) -> None:
         prepared = self.prepared
-        state = TrainerState.create(self.session.step, self.position, prepared.order, prepared.train.fingerprint)
+        state = TrainerState.create(self.session.step, self.position, prepared.order, self.data)
         self.session.save_checkpoint(self.group.save, state.document())
 
 

@@ -1,10 +1,13 @@
 """The trainer's own part of a checkpoint: where in the run it stands. Everything else a resume needs follows from the configuration."""
 
+import hashlib
 from typing import Any
 
 import attrs
+import numpy as np
 from attrs import frozen
 
+from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.errors import CheckpointError
 from skyrl_engine.run.checkpoint import Checkpoint
 from skyrl_engine.run.session import TRAINER_DOCUMENT
@@ -13,7 +16,10 @@ from skyrl_engine.training.order import Position, SampleOrder
 
 @frozen
 class TrainerState:
-    """`step` optimizer steps are done, and `offset` samples of epoch `epoch` out of `samples`, in the order that `seed` gives."""
+    """`step` optimizer steps are done, and `offset` samples of epoch `epoch` out of `samples`, in the order that `seed` gives.
+
+    `data` is the training data's `fingerprint`.
+    """
 
     step: int
     epoch: int
@@ -24,7 +30,6 @@ class TrainerState:
 
     @classmethod
     def create(cls, step: int, position: Position, order: SampleOrder, data: str) -> "TrainerState":
-        """`data` identifies the training data's content."""
         return cls(step, position.epoch, position.offset, order.samples, order.seed, data)
 
     def document(self) -> dict[str, Any]:
@@ -47,3 +52,19 @@ def position_in(checkpoint: Checkpoint, order: SampleOrder, data: str) -> Positi
             remedy="Resume with the data and data settings the run was started with, or start a new run from an exported model",
         )
     return Position(state.epoch, state.offset)
+
+
+def fingerprint(columns: SampleColumns) -> str:
+    """SHA-256 of the samples themselves: tokens, boundaries, loss weights and columns. The same however they came to be."""
+    digest = hashlib.sha256()
+    arrays = {
+        "input_ids": columns.input_ids,
+        "token_offsets": columns.token_offsets,
+        "action_offsets": columns.action_offsets,
+        "loss_weight": columns.loss_weight,
+        **columns.columns,
+    }
+    for name, array in arrays.items():
+        digest.update(f"{name}:{array.dtype.str}:{len(array)};".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
