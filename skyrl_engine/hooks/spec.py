@@ -3,6 +3,9 @@
 Factory hooks are addressed to exactly one plugin, once per run. Observer hooks are broadcast to every observer.
 """
 
+# mypy: disable-error-code="empty-body"
+# A hook specification is a signature; its body is never called.
+
 from typing import Any
 
 from skyrl_engine.contracts.backend import Backend, BackendDescription
