@@ -33,6 +33,9 @@ class RunConfig:
     ranks: int = field(default=1, validator=ge(1))
     """Processes that train together; more than one needs `launch = "ray"`."""
 
+    device: Literal["auto", "cpu", "cuda"] = field(default="auto", validator=in_(("auto", "cpu", "cuda")))
+    """Where ranks compute; `auto`: on CUDA devices where torch sees any."""
+
     ray_address: str | None = field(default=None, validator=optional(min_len(1)))
     """Address of a running Ray cluster; none: start one on this machine."""
 
@@ -90,7 +93,7 @@ class ModelConfig:
         )
 
 
-DataFormat = Literal["auto", "messages", "prompt_completion", "alpaca", "text"]
+DataFormat = Literal["auto", "tokens", "messages", "prompt_completion", "alpaca", "text"]
 
 
 @frozen
@@ -115,7 +118,7 @@ class DataConfig:
     eval_fraction: float = field(default=0.0, validator=[ge(0.0), lt(1.0)])
     """Share of `train` to hold out for evaluation when `eval` is not set."""
 
-    format: DataFormat = field(default="auto", validator=in_(("auto", "messages", "prompt_completion", "alpaca", "text")))
+    format: DataFormat = field(default="auto", validator=in_(("auto", "tokens", "messages", "prompt_completion", "alpaca", "text")))
     """Shape of the samples; `auto` recognises it by the columns."""
 
     loss_on: Literal["last", "all"] = field(default="last", validator=in_(("last", "all")))

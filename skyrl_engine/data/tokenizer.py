@@ -1,0 +1,81 @@
+"""Loading the tokenizer that goes with a model."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_engine.config.schema import ModelConfig
+from skyrl_engine.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+
+
+def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
+    """The tokenizer of `model.tokenizer`, or of the model itself, with `model.chat_template` (a file) in place of its own.
+
+    A local directory is read without touching the network. Without a padding token the end-of-text token stands in, which is logged:
+    padding is masked everywhere, so the choice changes no result. Raises ModelError.
+    """
+    from transformers import AutoTokenizer
+
+    location = model.tokenizer or model.path
+    key = "model.tokenizer" if model.tokenizer else "model.path"
+    folder = Path(location).expanduser()
+    local = folder.exists()
+    if local and not folder.is_dir():
+        raise ModelError(
+            f"{key} is the file {location}, where the tokenizer must be a directory",
+            remedy=f"Set {key} to the directory that holds it",
+        )
+    if not local and _looks_like_path(location):
+        raise ModelError(f"{key} names the directory {location}, which does not exist", remedy=f"Correct {key}")
+    try:
+        # transformers leaves this function untyped
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(folder) if local else location,
+            # the revision is the model's; a tokenizer of its own name has its own revisions
+            revision=None if model.tokenizer or local else model.revision,
+            trust_remote_code=model.trust_remote_code,
+            local_files_only=local,
+        )
+    except (OSError, ValueError, KeyError, ImportError, AttributeError, RuntimeError) as error:
+        remedy = (
+            f"Check that {location} holds tokenizer.json and tokenizer_config.json"
+            if local
+            else f"Set {key} to a local directory, or check the hub id and the network (HF_HUB_OFFLINE forbids downloads)"
+        )
+        raise ModelError(f"no tokenizer can be loaded from {location}", remedy=remedy, details=[_first_line(error)]) from error
+    if model.chat_template is not None:
+        tokenizer.chat_template = _read_template(model.chat_template)
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ModelError(
+                f"the tokenizer {location} has neither a padding nor an end-of-text token",
+                remedy="Set eos_token or pad_token in its tokenizer_config.json",
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+        _log.info("The tokenizer %s has no padding token; its end-of-text token %r pads.", location, tokenizer.eos_token)
+    return tokenizer
+
+
+def _looks_like_path(location: str) -> bool:
+    """Hub ids are `name` or `owner/name`; anything else can only be meant as a path."""
+    return location.startswith((".", "~", "/")) or location.count("/") > 1 or "\\" in location
+
+
+def _read_template(location: str) -> str:
+    try:
+        return Path(location).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(
+            f"model.chat_template names the file {location}, which cannot be read",
+            remedy="Set it to a Jinja template file",
+            details=[_first_line(error)],
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
