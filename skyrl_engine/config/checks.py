@@ -100,6 +100,8 @@ def _checkpoint(
 
 
 def _kind_names(key: str, names: "Mapping[str, str] | tuple[str, ...]") -> Iterator[tuple[str, str, str]]:
+    if not names:
+        return
     from skyrl_engine.registry.kinds import KINDS
 
     for name in names:

@@ -47,7 +47,11 @@ CoreSchemaLoader.add_constructor("tag:yaml.org,2002:float", _number)
 
 def read_yaml(text: str, label: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """The table, and the line (from 1) of every key. Raises ConfigError with line and column for everything that cannot be read."""
-    loader = CoreSchemaLoader(text)
+    try:
+        loader = CoreSchemaLoader(text)
+    except yaml.reader.ReaderError as error:
+        where = f"{label}:{text.count(chr(10), 0, error.position) + 1}"
+        raise ConfigError([Problem(where, f"the character U+{error.character:04X} is not YAML", "Remove it or escape it")]) from error
     try:
         root = loader.get_single_node()
         if root is None:
@@ -60,7 +64,7 @@ def read_yaml(text: str, label: str) -> tuple[dict[str, Any], dict[KeyPath, int]
     except yaml.MarkedYAMLError as error:
         raise ConfigError([_syntax_problem(error, label)]) from error
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError([Problem(label, f"is not YAML: {error}", "Correct the file")]) from error
+        raise ConfigError([Problem(label, f"is not YAML: {' '.join(str(error).split())}", "Correct the file")]) from error
     finally:
         loader.dispose()
     if not isinstance(table, dict):

@@ -1,0 +1,213 @@
+"""Raw tables to the schema: all mistakes at once with file and key, defaults, places, and the way back."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_engine.config.origins import DEFAULT
+from skyrl_engine.config.report import to_toml
+from skyrl_engine.config.schema import EngineConfig, PluginTable, TrainingConfig
+from skyrl_engine.config.sources import RawConfig, load
+from skyrl_engine.config.structure import complete_origins, plain, structure
+from skyrl_engine.config.toml_source import read_toml
+from skyrl_engine.errors import ConfigError
+
+NEEDED = ("model.path=m", "data.train=d")
+
+
+def problems(*overrides: str) -> list[str]:
+    return [str(problem) for problem in structure(load(None, [*NEEDED, *overrides])).problems]
+
+
+def config(*overrides: str) -> EngineConfig:
+    return structure(load(None, [*NEEDED, *overrides])).config()
+
+
+def test_defaults_are_complete() -> None:
+    made = config()
+    assert made.training == TrainingConfig(epochs=1.0)
+    assert [table.use for table in (made.collator, made.loss, made.reducer, made.backend, made.merger)] == [
+        "padded", "cross_entropy", "token_mean", "fsdp", "ordered",
+    ]  # fmt: skip
+
+
+def test_all_mistakes_of_a_file_at_once_with_line_and_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.toml").write_text(
+        """\
+[model]
+path = 3
+[data]
+loss_on = "lats"
+[run]
+batch_size = 3
+[training]
+batch_size = 0
+steps = 10.0
+[optimizer]
+betas = [0.9, 1.5]
+[chekpoint]
+every = true
+"""
+    )
+    structured = structure(load(Path("train.toml"), ["run.sed=3"]))
+    with pytest.raises(ConfigError) as caught:
+        structured.config()
+    assert {str(problem) for problem in caught.value.problems} == {
+        "train.toml:2: model.path: must be text, is 3. Put it in quotes",
+        'train.toml:4: data.loss_on: must be one of "last", "all", is "lats". Did you mean "last"?',
+        "train.toml: data.train: is required. Set it in the file or give data.train=... on the command line",
+        "train.toml:6: run.batch_size: is not a known key. Did you mean training.batch_size?",
+        'command line: run.sed: is not a known key. Did you mean "seed"?',
+        "train.toml:8: training.batch_size: must be at least 1, is 0. Choose a larger number",
+        "train.toml:9: training.steps: must be a whole number or none, is 10.0. Write 10",
+        "train.toml:11: optimizer.betas: must be less than 1.0, is 1.5. Choose a smaller number",
+        'train.toml:13: chekpoint: is not a known key. Did you mean "checkpoint"?',
+    }
+    assert str(caught.value).endswith("the configuration has 9 mistakes. Correct each line above")
+
+
+def test_mistakes_in_nested_lists_name_their_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.toml").write_text('[run]\nobservers = [\n  "a",\n  3,\n]\n')
+    found = [str(problem) for problem in structure(load(Path("train.toml"), NEEDED)).problems]
+    assert found == ["train.toml:2: run.observers[1]: must be text, is 3. Put it in quotes"]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("loss=focal", 'command line: loss: must be a table, is "focal". Write [loss] and use = "..." under it'),
+        ("loss.use=3", "command line: loss.use: must be text, is 3. Put it in quotes"),
+        ('loss.use=""', "command line: loss.use: must not be empty. Give a value"),
+        ("run=3", "command line: run: must be a table, is 3. Write a table"),
+        ("observers=3", "command line: observers: must be a table, is 3. Write [observers.NAME] and its options"),
+        ("observers.a=3", "command line: observers.a: must be a table, is 3. "
+         "Write the references in run.observers, and options in [observers.NAME]"),
+        ("batch_size=3", "command line: batch_size: is not a known key. Did you mean training.batch_size?"),
+        ("every=3", "command line: every: is not a known key. The keys here are model, data, run, plugins, collator, loss, reducer, "
+         "backend, merger, observers, optimizer, training, evaluation, checkpoint"),
+        ("plugins.pin.x=3", "command line: plugins.pin.x: must be text, is 3. Put it in quotes"),
+    ],
+)  # fmt: skip
+def test_tables_that_are_none(override: str, problem: str) -> None:
+    assert problems(override) == [problem]
+
+
+def test_a_plugin_table_keeps_its_options_and_may_leave_use_out() -> None:
+    made = config("backend.mixed=true", "loss={use = 'focal', gamma = 2, use_kl = {coef = 1}}")
+    assert made.backend == PluginTable("fsdp", {"mixed": True})
+    assert made.loss == PluginTable("focal", {"gamma": 2, "use_kl": {"coef": 1}})
+
+
+def test_tables_a_command_does_not_need_may_be_absent() -> None:
+    structured = structure(load(None, ["run.seed=3"]), need=())
+    assert structured.absent == {"model", "data"}
+    assert structured.config().run.seed == 3
+    assert structure(load(None, ["model.path=m"]), need=("model",)).absent == {"data"}
+    given = structure(load(None, ["data.train=3"]), need=())
+    assert [problem.where for problem in given.problems] == ["command line: data.train"]
+
+
+def test_none_means_no_value() -> None:
+    made = config("optimizer.max_grad_norm=none", "checkpoint.keep=none", "data.eval=none")
+    assert (made.optimizer.max_grad_norm, made.checkpoint.keep, made.data.eval) == (None, None, None)
+
+
+def test_places_in_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    Path("configs/train.toml").write_text(
+        """\
+[model]
+path = "./model"
+tokenizer = "model"
+revision = "./not-a-place"
+[data]
+train = "../data/train.jsonl"
+[run]
+observers = ["metrics_jsonl", "./watch.py:watch"]
+[loss]
+use = "./my_loss.py:focal"
+[observers."./watch.py:watch"]
+every = 3
+"""
+    )
+    made = structure(load(Path("configs/train.toml"), ["data.eval=./eval.jsonl", "data.cache=cache"])).config()
+    assert made.model.path == f"{tmp_path}/configs/model"
+    assert made.model.tokenizer == "model"
+    assert made.model.revision == "./not-a-place"
+    assert made.data.train == f"{tmp_path}/configs/../data/train.jsonl"
+    assert made.data.eval == f"{tmp_path}/eval.jsonl"
+    assert made.data.cache == "cache"
+    assert made.loss.use == f"{tmp_path}/configs/my_loss.py:focal"
+    assert made.run.observers == ("metrics_jsonl", f"{tmp_path}/configs/watch.py:watch")
+    assert list(made.observers) == [f"{tmp_path}/configs/watch.py:watch"]
+
+
+def test_origins_are_completed_with_defaults() -> None:
+    raw = load(None, ["optimizer.betas=[0.5, 0.6]", "loss.terms=[{use = 'kl'}]", *NEEDED])
+    table = plain(structure(raw).config())
+    completed = complete_origins(table, raw.origins, DEFAULT)
+    assert str(completed["optimizer.betas"]) == "command line"
+    assert str(completed["loss.terms[0].use"]) == "command line"
+    assert str(completed["run.seed"]) == "default"
+    assert "run" not in completed
+
+
+_names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6).filter(lambda text: text != "use")
+_texts = _names.filter(lambda text: text != "none" and not text.startswith(("./", "../")))
+_plain_values = st.recursive(
+    st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False), _texts),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(_names, inner, max_size=3)),
+    max_leaves=6,
+)
+_STRATEGIES: dict[Any, st.SearchStrategy[Any]] = {
+    str: _texts,
+    bool: st.booleans(),
+    int: st.integers(2, 2**62),
+    float: st.floats(1e-300, 0.999),
+    tuple[str, ...]: st.lists(_texts, max_size=3).map(tuple),
+    tuple[float, float]: st.tuples(st.floats(0.0, 0.999), st.floats(0.0, 0.999)),
+}
+
+
+def _values(kind: Any) -> st.SearchStrategy[Any]:
+    """Any valid value of a schema's type."""
+    if kind in _STRATEGIES:
+        return _STRATEGIES[kind]
+    if kind is PluginTable:
+        return st.builds(PluginTable, _texts, st.dictionaries(_names, _plain_values, max_size=3))
+    if attrs.has(kind):
+        fields = attrs.fields(attrs.resolve_types(kind))
+        return st.builds(kind, **{attribute.name: _values(attribute.type) for attribute in fields})
+    arguments = getattr(kind, "__args__", ())
+    if type(None) in arguments:
+        return st.none() | _values(arguments[0])
+    if str(kind).startswith("typing.Literal"):
+        return st.sampled_from(arguments)
+    assert "Mapping" in str(kind), kind
+    inner = _texts if arguments[1] is str else st.dictionaries(_names, _plain_values, max_size=2)
+    return st.dictionaries(_texts, inner, max_size=2)
+
+
+@given(_values(EngineConfig))
+def test_any_configuration_written_as_toml_reads_back_equal(made: EngineConfig) -> None:
+    """Tables one by one: combinations that the cross-checks refuse are not what is tested."""
+    table, _ = read_toml(to_toml(plain(made)), "x.toml")
+    sections = structure(RawConfig(table, {})).sections
+    read = EngineConfig(**sections)
+    if made.training.steps is None and made.training.epochs is None:
+        made = attrs.evolve(made, training=attrs.evolve(made.training, epochs=1.0))
+    assert read == made
+
+
+def test_the_schema_needs_neither_torch_nor_cattrs() -> None:
+    code = "import sys, skyrl_engine.config.schema; print(sorted({'torch', 'cattrs', 'yaml', 'tomli_w'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
