@@ -2,7 +2,9 @@
 
 import ast
 import inspect
+import sys
 import textwrap
+import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -53,8 +55,8 @@ _INTRODUCTION = """\
 
 <!-- Written by `skyrl_engine.config.report.configuration_reference()`; change the schema, not this page. -->
 
-A configuration file is TOML (`.toml`) or YAML (`.yaml`, `.yml`). On the command line `section.key=value` goes before the file, and an
-option such as `--loss` before both. The value of an override is a TOML value; anything that is none is taken as text, so
+A configuration file is TOML (`.toml`) or YAML (`.yaml`, `.yml`). On the command line `section.key=value` replaces what the file
+says, and an option such as `--loss` replaces both. The value of an override is a TOML value; what is not one is taken as text, so
 `loss.use=focal` needs no quotes. `skyrl-engine config show` prints every key with the place it came from.
 
 - Nothing is converted: `"1"` is text, `1` is not `true`, `2.0` is not a whole number. A whole number is accepted where a number is wanted.
@@ -68,6 +70,7 @@ option such as `--loss` before both. The value of an override is a TOML value; a
 _PLUGIN_TABLE = """\
 `use` selects the plugin: `name`, `distribution:name` where several distributions offer the name, or `./file.py:name` for a local file
 (place). Every other key is an option of that plugin; `skyrl-engine plugins show {table}:{use}` lists them.
+
 """
 
 
@@ -95,7 +98,16 @@ def _rows(schema: type[Any]) -> Iterator[tuple[str, str, str, str]]:
         meaning = " ".join(meanings.get(attribute.name, "").split())
         if attribute.metadata.get(PLACE):
             meaning += " (place)"
-        yield attribute.alias or attribute.name, expected(attribute.type), default_text(attribute), meaning
+        yield attribute.alias or attribute.name, key_kind(attribute.type), default_text(attribute), meaning
+
+
+def key_kind(kind: Any) -> str:
+    """A key's type in words, with what a list or a table holds: "a list (each: text)"."""
+    words, arguments = expected(kind), typing.get_args(kind)
+    if words in ("a list", "a table") and arguments:
+        item = arguments[1] if words == "a table" else arguments[0]
+        return f"{words} (each: {key_kind(item)})"
+    return words
 
 
 def default_text(attribute: "attrs.Attribute[Any]") -> str:
@@ -119,3 +131,8 @@ def _table(rows: "Iterator[tuple[str, str, str, str]] | list[tuple[str, str, str
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     lines += [f"| `{key}` | {kind} | `{default}` | {meaning} |" for key, kind, default, meaning in rows]
     return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    # python -m skyrl_engine.config.report > docs/reference/configuration.md
+    sys.stdout.write(configuration_reference())

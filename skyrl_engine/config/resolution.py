@@ -126,7 +126,7 @@ def _options(
     loaded: "LoadedPlugin", table: Mapping[str, Any], path: tuple[str, ...], raw: RawConfig
 ) -> tuple[object | None, list[Problem]]:
     """A plugin's options as its schema's instance; problems name plugin, distribution and version."""
-    plugin = _who(loaded)
+    plugin = str(loaded.record)
     if loaded.schema is None:
         return None, [
             Problem(
@@ -146,15 +146,6 @@ def _options(
         ) from error
     options, problems = structure_table(loaded.schema, table, path, raw)
     return options, [attrs.evolve(problem, cause=f"{problem.cause} ({plugin})") for problem in problems]
-
-
-def _who(loaded: "LoadedPlugin") -> str:
-    record = loaded.record
-    return (
-        f"{record.kind} {record.name!r} of {record.distribution} {record.version}"
-        if record.source == "distribution"
-        else (f"{record.kind} {record.reference}")
-    )
 
 
 def _select_observers(

@@ -1,6 +1,6 @@
 """Where a configuration comes from: a file, `section.key=value` overrides, and options of a command. Read, merged, not yet checked.
 
-Overrides go before the file, options before both; every value remembers where it came from.
+Overrides replace what the file says, options replace both; every value remembers where it came from.
 """
 
 import copy

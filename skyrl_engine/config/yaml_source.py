@@ -51,7 +51,9 @@ def read_yaml(text: str, label: str) -> tuple[dict[str, Any], dict[KeyPath, int]
         loader = CoreSchemaLoader(text)
     except yaml.reader.ReaderError as error:
         where = f"{label}:{text.count(chr(10), 0, error.position) + 1}"
-        raise ConfigError([Problem(where, f"the character U+{error.character:04X} is not YAML", "Remove it or escape it")]) from error
+        raise ConfigError(
+            [Problem(where, f"the character U+{error.character:04X} is not YAML", "Remove it or escape it")]
+        ) from error
     try:
         root = loader.get_single_node()
         if root is None:

@@ -13,31 +13,31 @@ def problems(overrides: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["run.ranks=2"], 'command line: run.ranks: is 2, but launch = "inline" is one rank in this process. '
-         'Set run.launch = "ray" or run.ranks = 1'),
-        (["run.ray_address=auto"], 'command line: run.ray_address: has no meaning with launch = "inline". '
-         'Set run.launch = "ray" or remove run.ray_address'),
+        (["run.ranks=2"], ('command line: run.ranks: is 2, but launch = "inline" is one rank in this process. '
+         'Set run.launch = "ray" or run.ranks = 1')),
+        (["run.ray_address=auto"], ('command line: run.ray_address: has no meaning with launch = "inline". '
+         'Set run.launch = "ray" or remove run.ray_address')),
         (['run.observers=["a", "b", "a"]'], "command line: run.observers: names a twice. Name every observer once"),
-        (["training.steps=3", "training.epochs=1"], "command line: training.epochs: training.steps is set too. "
-         "Give one of training.steps and training.epochs"),
-        (["training.micro_batch_rows=3", "training.micro_batch_tokens=1"], "command line: training.micro_batch_tokens: "
-         "training.micro_batch_rows is set too. Give one of training.micro_batch_rows and training.micro_batch_tokens"),
-        (["data.eval=e", "data.eval_fraction=0.1"], "command line: data.eval_fraction: data.eval is set too. "
-         "Give one of data.eval and data.eval_fraction"),
+        (["training.steps=3", "training.epochs=1"], ("command line: training.epochs: training.steps is set too. "
+         "Give one of training.steps and training.epochs")),
+        (["training.micro_batch_rows=3", "training.micro_batch_tokens=1"], ("command line: training.micro_batch_tokens: "
+         "training.micro_batch_rows is set too. Give one of training.micro_batch_rows and training.micro_batch_tokens")),
+        (["data.eval=e", "data.eval_fraction=0.1"], ("command line: data.eval_fraction: data.eval is set too. "
+         "Give one of data.eval and data.eval_fraction")),
         (["data.eval_fraction=1"], "command line: data.eval_fraction: must be less than 1.0, is 1.0. Choose a smaller number"),
-        (["evaluation.every=3"], "command line: evaluation.every: asks for evaluation, but there is no held-out data. "
-         "Set data.eval or data.eval_fraction"),
-        (["evaluation.at_start=true"], "command line: evaluation.at_start: asks for evaluation, but there is no held-out data. "
-         "Set data.eval or data.eval_fraction"),
-        (["checkpoint.every=9", "checkpoint.at_end=false", "training.steps=8"], "command line: checkpoint.every: is 9, so a training of "
-         "8 steps would end without a checkpoint. Lower checkpoint.every or set checkpoint.at_end = true"),
-        (["checkpoint.resume=true"], "command line: checkpoint.resume: a new run directory holds nothing to continue from. "
-         "Set run.directory to the run to continue"),
-        (["optimizer.warmup_steps=9", "training.steps=8"], "command line: optimizer.warmup_steps: warm-up takes 9 steps of a training "
-         "of 8. Lower optimizer.warmup_steps or raise training.steps"),
+        (["evaluation.every=3"], ("command line: evaluation.every: asks for evaluation, but there is no held-out data. "
+         "Set data.eval or data.eval_fraction")),
+        (["evaluation.at_start=true"], ("command line: evaluation.at_start: asks for evaluation, but there is no held-out data. "
+         "Set data.eval or data.eval_fraction")),
+        (["checkpoint.every=9", "checkpoint.at_end=false", "training.steps=8"], ("command line: checkpoint.every: is 9, so a training of "
+         "8 steps would end without a checkpoint. Lower checkpoint.every or set checkpoint.at_end = true")),
+        (["checkpoint.resume=true"], ("command line: checkpoint.resume: a new run directory holds nothing to continue from. "
+         "Set run.directory to the run to continue")),
+        (["optimizer.warmup_steps=9", "training.steps=8"], ("command line: optimizer.warmup_steps: warm-up takes 9 steps of a training "
+         "of 8. Lower optimizer.warmup_steps or raise training.steps")),
         (['plugins.pin."los:ppo"=acme'], "command line: plugins.pin: 'los:ppo' is not of the form \"kind:name\". Did you mean \"loss\"?"),
-        (['checkpoint.allow_changed=["ppo"]'], "command line: checkpoint.allow_changed: 'ppo' is not of the form \"kind:name\". "
-         "Start with one of collator:, loss:, reducer:, backend:, merger:, observer:"),
+        (['checkpoint.allow_changed=["ppo"]'], ("command line: checkpoint.allow_changed: 'ppo' is not of the form \"kind:name\". "
+         "Start with one of collator:, loss:, reducer:, backend:, merger:, observer:")),
     ],
 )  # fmt: skip
 def test_combinations_that_cannot_be_meant(overrides: list[str], problem: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine.config.origins import DEFAULT
@@ -88,11 +88,11 @@ def test_mistakes_in_nested_lists_name_their_line(tmp_path: Path, monkeypatch: p
         ('loss.use=""', "command line: loss.use: must not be empty. Give a value"),
         ("run=3", "command line: run: must be a table, is 3. Write a table"),
         ("observers=3", "command line: observers: must be a table, is 3. Write [observers.NAME] and its options"),
-        ("observers.a=3", "command line: observers.a: must be a table, is 3. "
-         "Write the references in run.observers, and options in [observers.NAME]"),
+        ("observers.a=3", ("command line: observers.a: must be a table, is 3. "
+         "Write the references in run.observers, and options in [observers.NAME]")),
         ("batch_size=3", "command line: batch_size: is not a known key. Did you mean training.batch_size?"),
-        ("every=3", "command line: every: is not a known key. The keys here are model, data, run, plugins, collator, loss, reducer, "
-         "backend, merger, observers, optimizer, training, evaluation, checkpoint"),
+        ("every=3", ("command line: every: is not a known key. The keys here are model, data, run, plugins, collator, loss, reducer, "
+         "backend, merger, observers, optimizer, training, evaluation, checkpoint")),
         ("plugins.pin.x=3", "command line: plugins.pin.x: must be text, is 3. Put it in quotes"),
     ],
 )  # fmt: skip
@@ -197,6 +197,7 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
     return st.dictionaries(_texts, inner, max_size=2)
 
 
+@settings(max_examples=50)
 @given(_values(EngineConfig))
 def test_any_configuration_written_as_toml_reads_back_equal(made: EngineConfig) -> None:
     """Tables one by one: combinations that the cross-checks refuse are not what is tested."""

@@ -84,7 +84,9 @@ _words = st.text(st.characters(codec="utf-8"), max_size=8)
 _scalars = st.one_of(st.integers(-(2**63), 2**63 - 1), st.booleans(), st.floats(allow_nan=False), _words)
 _tables = st.recursive(
     st.dictionaries(_words, _scalars, max_size=3),
-    lambda inner: st.dictionaries(_words, st.one_of(_scalars, inner, st.lists(inner, max_size=3), st.lists(_scalars, max_size=3)), max_size=4),
+    lambda inner: st.dictionaries(
+        _words, st.one_of(_scalars, inner, st.lists(inner, max_size=3), st.lists(_scalars, max_size=3)), max_size=4
+    ),
     max_leaves=12,
 )
 

@@ -79,7 +79,11 @@ def test_merge_keys_add_what_the_table_does_not_say_itself() -> None:
         ("t:\n  a: 1\n  'a': 2\n", "x.yaml:3:3", "the key 'a' is given twice, first on line 2"),
         ("1: x\n", "x.yaml:1:1", "the key 1 is not text"),
         ("? [a]\n: x\n", "x.yaml:1:3", "the key a list or table is not text"),
-        ("a: !!python/object/apply:os.system [x]\n", "x.yaml:1:4", "the tag 'tag:yaml.org,2002:python/object/apply:os.system' is not read"),
+        (
+            "a: !!python/object/apply:os.system [x]\n",
+            "x.yaml:1:4",
+            "the tag 'tag:yaml.org,2002:python/object/apply:os.system' is not read",
+        ),
         ("a: !!timestamp 2024-01-01\n", "x.yaml:1:4", "the tag 'tag:yaml.org,2002:timestamp' is not read"),
         ("a: &x [*x]\n", "x.yaml:1:4", "an alias refers to the table it stands in"),
         ("- a\n- b\n", "x.yaml", "holds no tables"),
@@ -93,7 +97,9 @@ def test_what_a_configuration_cannot_hold_is_refused_with_its_place(text: str, w
     assert (problem.where, problem.cause) == (where, cause)
 
 
-@pytest.mark.parametrize("text", ["a: [1\n", "a: 1\n b: 2\n", "---\na: 1\n---\nb: 2\n", "a: *missing\n", "a: !!int x\n", "a: \x00\n", "<<: 3\n"])
+@pytest.mark.parametrize(
+    "text", ["a: [1\n", "a: 1\n b: 2\n", "---\na: 1\n---\nb: 2\n", "a: *missing\n", "a: !!int x\n", "a: \x00\n", "<<: 3\n"]
+)
 def test_broken_yaml_is_a_configuration_mistake(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_yaml(text, "x.yaml")
