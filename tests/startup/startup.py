@@ -41,9 +41,12 @@ def plugin_packages() -> set[str]:
 
 def imported(command: list[str]) -> set[str]:
     """Top-level packages that the command's process imports, as the interpreter itself reports them."""
-    ran = subprocess.run(command, env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}, capture_output=True, text=True, check=True)
-    lines = [line for line in ran.stderr.splitlines() if line.startswith("import time:")]
-    return {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+    ran = subprocess.run(command, env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}, capture_output=True, text=True, check=False)
+    timings = [line for line in ran.stderr.splitlines() if line.startswith("import time:")]
+    if ran.returncode:
+        said = "\n".join(line for line in ran.stderr.splitlines() if line not in timings)
+        raise SystemExit(f"{said}\n{' '.join(command)} ended with exit code {ran.returncode}")
+    return {line.rpartition("|")[2].strip().partition(".")[0] for line in timings}
 
 
 def cpu_seconds(command: list[str]) -> float:
