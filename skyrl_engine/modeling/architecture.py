@@ -14,7 +14,8 @@ class LogitRule:
     """What a model does to its head's output: `softcap * tanh(x * scale / softcap)`, or `x * scale` without a soft cap.
 
     Soft capping: Gemma 2 (arXiv 2408.00118, section 2), `final_logit_softcapping`. Scale: Cohere's `logit_scale` multiplies, Granite's
-    `logits_scaling` divides.
+    `logits_scaling` divides, Falcon-H1's
+    `lm_head_multiplier` multiplies.
     """
 
     scale: float = 1.0
@@ -24,7 +25,7 @@ class LogitRule:
     def of(cls, config: Any) -> "LogitRule":
         """The rule that a model's configuration states."""
         text = config.get_text_config(decoder=True)
-        scale = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
+        scale = _number(text, "logit_scale") * _number(text, "lm_head_multiplier") / _number(text, "logits_scaling")
         softcap = getattr(text, "final_logit_softcapping", None)
         return cls(scale, None if softcap is None else float(softcap))
 
@@ -34,6 +35,12 @@ class LogitRule:
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
+
+
+def _number(config: Any, name: str) -> float:
+    """A multiplier that a configuration may hold; 1 where it holds none."""
+    value = getattr(config, name, None)
+    return 1.0 if value is None else float(value)
 
 
 @frozen

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from skyrl_engine.contracts.backend import ComputeDtype, ModelSpec
 from skyrl_engine.errors import ModelError
@@ -60,8 +61,9 @@ def load_causal_lm(spec: ModelSpec) -> Any:
                 trust_remote_code=spec.trust_remote_code,
                 dtype=weight_dtype(spec.dtype),
                 output_loading_info=True,
+                **({"experts_implementation": "eager"} if spec.dtype == "float64" else {}),  # the grouped product knows no float64
             )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(
             f"the weights of {spec.path} cannot be loaded: {_first_line(error)}",
             remedy="Check that the directory or hub id holds a complete model",

@@ -1,0 +1,124 @@
+"""Models that cannot be trained are refused in words; those that can come in the right precision."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, LlamaForCausalLM, T5Config
+
+from skyrl_engine.contracts.backend import ComputeDtype, ModelSpec
+from skyrl_engine.errors import ModelError
+from skyrl_engine.modeling.loading import load_causal_lm, load_scorer
+
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A model saved in bfloat16, as most are published."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(CONFIG).bfloat16().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("compute", "weights"), [("float32", torch.float32), ("bfloat16", torch.float32), ("float64", torch.float64)]
+)
+def test_weights_are_kept_in_full_precision(saved: Path, compute: ComputeDtype, weights: torch.dtype) -> None:
+    model, scorer = load_scorer(ModelSpec(str(saved), dtype=compute))
+    assert {parameter.dtype for parameter in model.parameters()} == {weights}
+    assert scorer.training
+    published = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.bfloat16)
+    for name, parameter in published.named_parameters():
+        assert torch.equal(parameter.to(weights), model.get_parameter(name))
+
+
+def test_activation_checkpointing_is_on_when_asked(saved: Path) -> None:
+    for wanted in (False, True):
+        model, _ = load_scorer(ModelSpec(str(saved), activation_checkpointing=wanted))
+        assert model.model.layers[0].gradient_checkpointing is wanted
+
+
+def refused(path: Path | str, match: str, **options: bool) -> ModelError:
+    with pytest.raises(ModelError, match=match) as caught:
+        load_causal_lm(ModelSpec(str(path), **options))
+    assert caught.value.exit_code == 4
+    assert not caught.value.cause.endswith(".")
+    return caught.value
+
+
+def test_a_directory_that_does_not_exist(tmp_path: Path) -> None:
+    assert "model.path" in refused(tmp_path / "nowhere", "there is no model directory .*nowhere").remedy
+
+
+def test_a_directory_without_a_model(tmp_path: Path) -> None:
+    refused(tmp_path, "holds no config.json")
+
+
+def test_a_broken_configuration(saved: Path) -> None:
+    (saved / "config.json").write_text("{")
+    assert "Repair" in refused(saved, "the configuration of .* cannot be loaded").remedy
+
+
+def test_an_unknown_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert (
+        "model.path"
+        in refused("nobody/nothing-of-this-name", "the configuration of nobody/nothing-of-this-name cannot be loaded").remedy
+    )
+
+
+def test_a_model_of_another_kind(tmp_path: Path) -> None:
+    T5Config(d_model=8, num_layers=1, num_heads=1).save_pretrained(tmp_path)
+    refused(tmp_path, "is a t5 model, which transformers .* has no causal language model for")
+
+
+def test_missing_weights_would_be_random(saved: Path) -> None:
+    weights = load_file(saved / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
+    refused(saved, r"lacks 1 of its weights, model.layers.0.mlp.up_proj.weight first")
+
+
+def test_no_weights_at_all(saved: Path) -> None:
+    (saved / "model.safetensors").unlink()
+    refused(saved, "the weights of .* cannot be loaded")
+
+
+def test_truncated_weights(saved: Path) -> None:
+    file = saved / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:200])
+    refused(saved, "the weights of .* cannot be loaded")
+
+
+def test_weights_of_another_shape(saved: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
+    refused(saved, "the weights of .* cannot be loaded")
+
+
+def test_quantized_weights(saved: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    refused(saved, "holds quantized weights")
+
+
+def test_remote_code_needs_permission(saved: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    code = {"auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}, "model_type": "own"}
+    (saved / "config.json").write_text(json.dumps({**config, **code}))
+    assert "model.trust_remote_code = true" in refused(saved, "the configuration of .* cannot be loaded").remedy
+
+
+def test_a_head_behind_a_transform_is_refused(tmp_path: Path) -> None:
+    """BERT's head applies a dense layer and a norm first; training it as decoder and matrix would be training another model."""
+    config = BertConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, is_decoder=True
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="computes logits that differ from its decoder and head"):
+        load_scorer(ModelSpec(str(tmp_path)))
