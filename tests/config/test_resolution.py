@@ -1,0 +1,296 @@
+"""Plugins selected, loaded and configured, against the real registry and distributions laid out as pip lays them out."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from skyrl_engine.config import ResolvedConfig, SelectedPlugin, config_schema, from_dict, load, resolve
+from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.errors import ConfigError, PluginAmbiguousError, PluginBlockedError, PluginError, PluginNotFoundError
+
+NEEDED = ("model.path=m", "data.train=d")
+
+PLUGIN = '''
+from pathlib import Path
+
+from attrs import field, frozen
+from attrs.validators import ge
+
+from skyrl_engine import hookimpl, loss
+
+
+@frozen
+class Term:
+    use: str
+    coef: float = 1.0
+
+
+@frozen
+class Options:
+    gamma: float = field(default=2.0, validator=ge(0))
+    """Exponent of the miss."""
+
+    terms: tuple[Term, ...] = ()
+    table: Path | None = None
+
+
+@loss(needs=("logprobs",), config=Options)
+def sharp(tokens, config):
+    return -(tokens.logprobs ** config.gamma)
+
+
+@loss(needs=("logprobs",))
+def bare(tokens, config):
+    return -tokens.logprobs
+
+
+class Watch:
+    @hookimpl
+    def skyrl_engine_config_schema(self):
+        return Options
+
+    @hookimpl
+    def skyrl_engine_make_observer(self, config):
+        return self
+
+    @hookimpl
+    def skyrl_engine_manifest_extra(self):
+        return {}
+
+
+watch = Watch()
+'''
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lay out a distribution as pip does: a module, METADATA and entry_points.txt in a folder on the path."""
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(str(site))
+
+    def lay_out(distribution: str, version: str, entry_points: str, source: str = PLUGIN) -> None:
+        module = distribution.replace("-", "_")
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        (site / f"{module}.py").write_text(source)
+        info = site / f"{module}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(entry_points)
+
+    return lay_out
+
+
+ACME = "[skyrl_engine.loss]\nsharp = acme_parts:sharp\nbare = acme_parts:bare\n[skyrl_engine.observer]\nwatch = acme_parts:watch\n"
+
+
+def resolved(*overrides: str) -> ResolvedConfig:
+    return resolve(load(None, [*NEEDED, *overrides]))
+
+
+def test_the_defaults_select_the_first_party_plugins() -> None:
+    made = resolved()
+    assert {kind: selected.loaded.record.reference for kind, selected in made.plugins.items()} == {
+        "collator": "skyrl-engine-collators:padded",
+        "loss": "skyrl-engine-losses:cross_entropy",
+        "reducer": "skyrl-engine-reducers:token_mean",
+        "backend": "skyrl-engine-fsdp:fsdp",
+        "merger": "skyrl-engine-mergers:ordered",
+    }
+    assert [observer.loaded.record.name for observer in made.observers] == ["metrics_jsonl"]
+    assert made.config.training.epochs == 1.0
+
+
+def test_resolving_imports_no_torch() -> None:
+    code = (
+        "import sys; from skyrl_engine.config import load, resolve; "
+        "resolve(load(None, ['model.path=m', 'data.train=d'])); "
+        "print(sorted({'torch', 'ray', 'transformers', 'datasets'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_options_of_a_plugin_are_structured_by_its_own_schema(install: Callable[..., None]) -> None:
+    install("acme-parts", "2.0.0", ACME)
+    made = resolved("loss.use=sharp", "loss.gamma=3", 'loss.terms=[{use = "kl", coef = 1e-3}]')
+    loss = made.plugins["loss"]
+    assert (loss.options.gamma, loss.options.terms[0].coef) == (3.0, 1e-3)  # type: ignore[union-attr] # the Options above
+    assert made.as_dict()["loss"] == {"use": "sharp", "gamma": 3.0, "terms": [{"use": "kl", "coef": 1e-3}], "table": None}
+    assert str(made.origins["loss.gamma"]) == "command line"
+    assert str(made.origins["loss.terms[0].coef"]) == "command line"
+    assert str(made.origins["loss.table"]) == "default"
+    assert loss.make(FactoryContext()).needs == ("logprobs",)
+
+
+def test_mistakes_in_plugin_tables_name_plugin_distribution_and_version(
+    install: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("acme-parts", "2.0.0", ACME)
+    monkeypatch.chdir(tmp_path)
+    Path("train.toml").write_text(
+        '[loss]\nuse = "sharp"\ngama = 1\ngamma = -1\n[[loss.terms]]\nuse = 3\n[reducer]\nuse = "sum"\nx = 1\n[run]\nranks = 2\n'
+    )
+    with pytest.raises(ConfigError) as caught:
+        resolve(load(Path("train.toml"), NEEDED))
+    plugin = "loss 'sharp' of acme-parts 2.0.0"
+    found = [str(problem) for problem in caught.value.problems]
+    assert found[0].startswith("train.toml:11: run.ranks: is 2")
+    assert f'train.toml:3: loss.gama: is not a known key ({plugin}). Did you mean "gamma"?' in found
+    assert f"train.toml:4: loss.gamma: must be at least 0, is -1.0 ({plugin}). Choose a larger number" in found
+    assert f"train.toml:6: loss.terms[0].use: must be text, is 3 ({plugin}). Put it in quotes" in found
+    assert any(line.startswith("train.toml:9: reducer.x: reducer 'sum' of skyrl-engine-reducers") for line in found)
+    assert len(found) == 5
+
+
+def test_a_plugin_without_options_takes_none(install: Callable[..., None]) -> None:
+    install("acme-parts", "2.0.0", ACME)
+    with pytest.raises(ConfigError) as caught:
+        resolved("loss.use=bare", "loss.gamma=1")
+    assert str(caught.value) == "command line: loss.gamma: loss 'bare' of acme-parts 2.0.0 takes no options. Remove this key"
+
+
+def test_a_misspelt_plugin_alone_ends_with_the_plugin_exit_code() -> None:
+    with pytest.raises(PluginNotFoundError) as caught:
+        resolved("loss.use=cros_entropy")
+    assert caught.value.exit_code == 3
+    assert "cross_entropy" in caught.value.remedy
+
+
+def test_a_misspelt_plugin_among_other_mistakes_is_listed_with_them() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved("loss.use=cros_entropy", "run.seed=x")
+    assert [problem.where for problem in caught.value.problems] == ["command line: run.seed", "command line: loss.use"]
+
+
+def test_several_plugins_that_cannot_be_used_are_listed_together() -> None:
+    with pytest.raises(PluginError) as caught:
+        resolved("loss.use=cros_entropy", "merger.use=orderd", 'run.observers=["metrics_jsnl"]')
+    assert caught.value.exit_code == 3
+    assert caught.value.cause == "3 plugins cannot be used"
+    assert [line.split(": ")[1] for line in caught.value.details] == ["loss.use", "merger.use", "run.observers"]
+
+
+def test_two_claims_on_one_name_need_a_pin(install: Callable[..., None]) -> None:
+    install("acme-parts", "2.0.0", ACME)
+    install("other-parts", "1.0.0", "[skyrl_engine.loss]\nsharp = other_parts:sharp\n")
+    with pytest.raises(PluginAmbiguousError):
+        resolved("loss.use=sharp")
+    made = resolved("loss.use=sharp", 'plugins.pin."loss:sharp"=other-parts')
+    assert made.plugins["loss"].loaded.record.distribution == "other-parts"
+    assert str(made.origins['plugins.pin."loss:sharp"']) == "command line"
+
+
+def test_a_blocked_plugin_is_refused() -> None:
+    with pytest.raises(PluginBlockedError):
+        resolved('plugins.block=["cross_entropy"]')
+
+
+def test_a_broken_plugin_that_nobody_asked_for_harms_nobody(install: Callable[..., None]) -> None:
+    install("acme-broken", "1.0.0", "[skyrl_engine.loss]\nbroken = acme_broken:broken\n", "raise RuntimeError('no')\n")
+    assert resolved().plugins["loss"].loaded.record.name == "cross_entropy"
+    with pytest.raises(PluginError, match=r"acme-broken 1\.0\.0"):
+        resolved("loss.use=broken")
+
+
+def test_observers_and_their_tables(install: Callable[..., None]) -> None:
+    install("acme-parts", "2.0.0", ACME)
+    made = resolved('run.observers=["metrics_jsonl", "acme-parts:watch"]', "observers.watch.gamma=5")
+    assert made.observers[1].table == {"gamma": 5.0, "terms": [], "table": None}
+    assert made.as_dict()["observers"] == {"watch": {"gamma": 5.0, "terms": [], "table": None}}
+    assert str(made.origins["observers.watch.gamma"]) == "command line"
+    with pytest.raises(ConfigError, match=r"observers\.wacth: holds options of an observer that run\.observers does not name"):
+        resolved('run.observers=["watch"]', "observers.wacth.gamma=5")
+
+
+def test_a_local_file_and_the_places_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "mine.py").write_text(PLUGIN)
+    (folder / "train.toml").write_text('[loss]\nuse = "./mine.py:sharp"\ntable = "../table.json"\n')
+    monkeypatch.chdir(tmp_path)
+    made = resolve(load(Path("configs/train.toml"), NEEDED))
+    loss = made.plugins["loss"]
+    assert loss.options.table == folder / "../table.json"  # type: ignore[union-attr] # the Options above
+    assert made.as_dict()["loss"]["use"] == f"{folder}/mine.py:sharp"
+    with pytest.raises(ConfigError, match=r"gama.*mine\.py"):
+        resolve(load(Path("configs/train.toml"), [*NEEDED, "loss.gama=1"]))
+
+
+def test_a_lock_rebuilds_the_selection_on_another_process(tmp_path: Path) -> None:
+    """Options and the code of a local file travel in the lock, as JSON: the file itself may be gone."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(PLUGIN)
+    made = resolved(f"loss.use={mine}:sharp", "loss.gamma=3", "loss.terms=[{use = 'kl'}]").plugins["loss"]
+    lock = json.loads(json.dumps(made.lock()))
+    mine.unlink()
+    again = SelectedPlugin.from_lock(lock)
+    assert again.table == made.table
+    assert again.lock() == made.lock()
+    assert again.make(FactoryContext()).config.gamma == 3.0
+
+
+def test_a_lock_with_options_the_plugin_refuses() -> None:
+    lock = resolved().plugins["collator"].lock()
+    lock["options"]["paging"] = 1
+    with pytest.raises(ConfigError, match=r"plugin lock: collator\.paging: is not a known key"):
+        SelectedPlugin.from_lock(lock)
+
+
+def test_what_is_written_out_resolves_to_the_same(install: Callable[..., None], tmp_path: Path) -> None:
+    install("acme-parts", "2.0.0", ACME)
+    made = resolved(
+        "loss.use=sharp", "loss.terms=[{use = 'kl'}]", 'run.observers=["watch"]', "observers.watch.gamma=1", "optimizer.max_grad_norm=none",
+    )  # fmt: skip
+    written = tmp_path / "written.toml"
+    written.write_text(made.to_toml())
+    from_toml = resolve(load(written))
+    saved = json.loads(json.dumps(made.as_dict()))
+    from_json = resolve(from_dict(saved, "run.json"))
+    for again in (from_toml, from_json):
+        assert again.as_dict() == made.as_dict()
+        assert {kind: plugin.options for kind, plugin in again.plugins.items()} == {
+            kind: plugin.options for kind, plugin in made.plugins.items()
+        }
+    assert str(from_json.origins["loss.gamma"]) == "run.json"
+    assert str(from_toml.origins["run.seed"]).startswith(f"{written}:")
+
+
+def test_every_key_has_an_origin() -> None:
+    made = resolved("run.seed=3")
+    assert str(made.origins["run.seed"]) == "command line"
+    assert str(made.origins["model.dtype"]) == "default"
+    assert str(made.origins["backend.use"]) == "default"
+    with pytest.raises(KeyError):
+        made.origins["model.nothing"]
+
+
+def test_a_table_that_is_absent_is_not_shown() -> None:
+    made = resolve(load(None, ["run.seed=3"]), need=())
+    assert made.absent == {"model", "data"}
+    assert not made.absent & made.as_dict().keys()
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        resolve(load(None, []), need=("model",))
+
+
+def test_the_json_schema_knows_the_options_of_installed_plugins(install: Callable[..., None]) -> None:
+    install("acme-parts", "2.0.0", ACME)
+    plugins = [resolved(f"loss.use={name}").plugins["loss"].loaded for name in ("sharp", "bare", "cross_entropy")]
+    schema = config_schema(plugins)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+
+    def valid(loss: dict[str, object]) -> bool:
+        return validator.is_valid({"model": {"path": "m"}, "data": {"train": "d"}, "loss": loss})
+
+    assert valid({"use": "sharp", "gamma": 1, "terms": [{"use": "kl"}]})
+    assert valid({"use": "acme-parts:sharp"})
+    assert not valid({"use": "sharp", "gama": 1})
+    assert not valid({"use": "sharp", "gamma": -1})
+    assert not valid({"use": "bare", "gamma": 1})
+    assert not valid({"gamma": 1}), "options without `use` belong to cross_entropy, which takes none"
+    assert valid({"use": "somebody-elses", "gamma": 1})
