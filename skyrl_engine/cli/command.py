@@ -21,6 +21,11 @@ def settings_of(context: click.Context) -> Settings:
     return context.ensure_object(Settings)
 
 
+def current_settings() -> Settings:
+    """Those of the command that is running."""
+    return settings_of(click.get_current_context())
+
+
 def _remember(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     assert parameter.name is not None
     if value:

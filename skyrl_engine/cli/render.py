@@ -1,23 +1,30 @@
 """What commands show to people. The only module that imports rich."""
 
+import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import attrs
+from attrs import frozen
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn
+from rich.markup import escape
+from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from skyrl_engine.cli.progress import ProgressLines
 from skyrl_engine.run.progress import Progress
 
-_SECONDS_BETWEEN_LINES = 30.0
-_LINES_PER_RUN = 20
+if TYPE_CHECKING:
+    from skyrl_engine.data.preview import Preview, SamplePreview
+    from skyrl_engine.training.plan import RunPlan
+
 _PIPE_WIDTH = 10_000
-_HEADER = f"{'step':>12}  {'loss':>8}  {'tokens/s':>9}  {'learning rate':>13}  {'gradient norm':>13}  {'left':>8}"
+_HISTOGRAM_WIDTH = 40
+_OPEN, _CLOSE = "«", "»"
 
 
 def _console(*, stderr: bool = False) -> Console:
@@ -46,90 +53,125 @@ def show_facts(facts: Mapping[str, Any]) -> None:
     _console().print(table)
 
 
+def show_heading(text: str) -> None:
+    """A line of its own, on stdout."""
+    _console().print(f"\n{escape(text)}", style="bold")
+
+
+def show_lines(lines: Sequence[str]) -> None:
+    """Indented lines, on stdout."""
+    console = _console()
+    for line in lines:
+        console.print(Text(f"  {line}"))
+
+
+@frozen
+class ProgressDisplay:
+    """Listeners to hand to whoever works: `training` for a ProgressObserver, `data` for a label, rows done and rows in all."""
+
+    training: Callable[[Progress], None]
+    data: Callable[[str, int, int], None]
+
+
 @contextmanager
-def show_progress(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
-    """A listener for `ProgressObserver` that writes to stderr: lines now and then, and on a terminal a bar that moves with every step."""
-    if quiet:
-        yield _ignore
-        return
+def show_progress(*, quiet: bool) -> Iterator[ProgressDisplay]:
+    """Progress on stderr: lines now and then, and on a terminal a bar that moves with every step and goes at the end."""
     console = _console(stderr=True)
-    if not console.is_terminal:
-        yield ProgressLines(console.print)
-        return
-    with ProgressBar(
-        BarColumn(bar_width=30), TextColumn("{task.description}"), console=console, transient=True, refresh_per_second=8
-    ) as bar:
-        task = bar.add_task("getting ready", total=None)
-        lines = ProgressLines(console.print)
+    if quiet:
+        yield ProgressDisplay(_ignore, _ignore)
+    elif not console.is_terminal:
+        yield ProgressDisplay(ProgressLines(console.print), _ignore)
+    else:
+        with ProgressBar(BarColumn(bar_width=30), TextColumn("{task.description}"), console=console, transient=True) as bar:
+            task = bar.add_task("getting ready", total=None)
+            lines = ProgressLines(console.print)
 
-        def listen(progress: Progress) -> None:
-            lines(progress)
-            _move(bar, task, progress)
+            def training(progress: Progress) -> None:
+                lines(progress)
+                bar.update(task, total=progress.total_steps or None, completed=progress.step, description=str(progress))
 
-        yield listen
+            def data(label: str, done: int, total: int) -> None:
+                bar.update(task, total=total, completed=done, description=f"{label}: {done:,} of {total:,}")
+
+            yield ProgressDisplay(training, data)
 
 
-def _ignore(_: Progress) -> None:
+def _ignore(*_: object) -> None:
     pass
 
 
-def _move(bar: ProgressBar, task: TaskID, progress: Progress) -> None:
-    bar.update(task, total=max(progress.total_steps, 1), completed=progress.step, description=str(progress))
-
-
-class ProgressLines:
-    """Writes a table line by line: about twenty steps of a run, at least one every half a minute, and every evaluation."""
-
-    def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._write = write
-        self._clock = clock
-        self._last = Progress(0, 0)
-        self._written_at = clock()
-        self._header_written = False
-
-    def __call__(self, progress: Progress) -> None:
-        if progress.evaluation_loss is not None and progress.evaluation_loss != self._last.evaluation_loss:
-            self._line(f"held-out loss {progress.evaluation_loss:.4f} after step {progress.step}")
-        elif progress.step > self._last.step and progress.loss is not None and self._is_due(progress):
-            self._line(progress_row(progress))
-        self._last = progress
-
-    def _is_due(self, progress: Progress) -> bool:
-        interval = max(1, progress.total_steps // _LINES_PER_RUN)
-        at_milestone = progress.step == 1 or progress.step % interval == 0 or progress.step == progress.total_steps
-        return at_milestone or self._clock() - self._written_at >= _SECONDS_BETWEEN_LINES
-
-    def _line(self, line: str) -> None:
-        if not self._header_written:
-            self._write(_HEADER)
-            self._header_written = True
-        self._write(line if line.startswith(" ") else f"{'':>12}  {line}")
-        self._written_at = self._clock()
-
-
-def progress_row(progress: Progress) -> str:
-    """One step under the header; a dash where a number is not known."""
-    position = f"{progress.step}/{progress.total_steps}"
-    return "  ".join(
-        (
-            f"{position:>12}",
-            _number(progress.loss, 8, ".4f"),
-            _number(progress.tokens_per_second, 9, ",.0f"),
-            _number(progress.learning_rate, 13, ".2e"),
-            _number(progress.grad_norm, 13, ".4f"),
-            f"{duration(progress.seconds_left):>8}",
-        )
+def show_plan(plan: "RunPlan") -> None:
+    """What a run would do, on stdout."""
+    topology = plan.topology
+    sizes = ", ".join(f"{name} {size}" for name, size in attrs.asdict(topology).items())
+    show_facts(
+        {
+            **plan.plugins,
+            "observers": ", ".join(plan.observers) or "none",
+            "model": plan.model,
+            "launch": f"{plan.launch}, {topology.world_size} ranks ({sizes})",
+            "capabilities": f"needs {', '.join(plan.required)}; the backend declares {', '.join(plan.capabilities)}",
+            "training data": _described(plan.train),
+            "held-out data": "none" if plan.evaluation is None else _described(plan.evaluation),
+            "longest sequence": plan.max_sequence_length or "unknown",
+            "steps": f"{plan.total_steps:,} of {plan.batch_size} samples ({plan.steps_per_epoch:,} an epoch)",
+            "padding": f"{plan.padding_share:.1%} of the first mini-batch",
+        }
+    )
+    _console().print()
+    show_table(
+        ("first mini-batch: rank", "rows", "width", "samples"),
+        [(shape.rank, shape.rows, shape.width, shape.samples) for shape in plan.micro_batches],
     )
 
 
-def duration(seconds: float | None) -> str:
-    """Seconds as 0:05, 12:34 or 1:02:03."""
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+def _described(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
-def _number(value: float | None, width: int, form: str) -> str:
-    return f"{'-' if value is None else format(value, form):>{width}}"
+def show_preview(seen: "Preview") -> None:
+    """Samples with their loss-carrying tokens marked, counts, and lengths as a histogram, on stdout."""
+    console = _console()
+    for sample in seen.samples:
+        carrying = sum(token.loss for token in sample.tokens)
+        console.print(Text(f"row {sample.row}: {len(sample.tokens)} tokens, {carrying} carry loss", style="bold"))
+        console.print(_marked(sample, coloured=console.color_system is not None))
+        console.print()
+    if seen.samples:
+        console.print(
+            "tokens that carry loss are green" if console.color_system else f"{_OPEN}...{_CLOSE} carries loss", style="dim"
+        )
+        console.print()
+    counts = seen.counts
+    show_facts(
+        {
+            "dataset": f"{seen.name} ({seen.format})",
+            "samples": f"{counts.samples:,} of {counts.rows:,} rows",
+            "dropped": f"{counts.dropped_overlong:,} over-long, {counts.dropped_without_loss:,} without a token that carries loss",
+            "truncated": f"{counts.truncated:,}",
+            "tokens": f"{counts.tokens:,}, of which {counts.loss_tokens:,} carry loss ({counts.loss_tokens / max(counts.tokens, 1):.1%})",
+            "length": f"{seen.shortest} to {seen.longest} tokens, median {seen.median:g}",
+            "padding": f"{seen.padding_share:.1%} in batches of {seen.batch_size}, {seen.padding_share_sorted:.1%} if sorted by length",
+        }
+    )
+    console.print()
+    most = max((each.samples for each in seen.histogram), default=0)
+    show_table(
+        ("tokens", "samples", ""),
+        [
+            (f"{each.low} - {each.high}", f"{each.samples:,}", "█" * -(-_HISTOGRAM_WIDTH * each.samples // max(most, 1)))
+            for each in seen.histogram
+        ],
+    )
+
+
+def _marked(sample: "SamplePreview", *, coloured: bool) -> Text:
+    """The sample's text; loss-carrying stretches in green or, without colours, between marks. Line ends are made visible."""
+    text = Text()
+    for loss, tokens in itertools.groupby(sample.tokens, key=lambda token: token.loss):
+        piece = "".join(token.text for token in tokens).replace("\n", "⏎\n")
+        if coloured:
+            text.append(piece, style="green" if loss else "dim")
+        else:
+            text.append(f"{_OPEN}{piece}{_CLOSE}" if loss else piece)
+    return text

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from skyrl_engine.cli.command import EngineCommand, Settings, settings_of
+from skyrl_engine.cli.command import EngineCommand, Settings, current_settings
+from skyrl_engine.cli.failures import INTERRUPTED
 from skyrl_engine.cli.options import file_argument, flags_of, load_config, overrides_argument, plugin_options
 
 if TYPE_CHECKING:
@@ -18,28 +19,40 @@ if TYPE_CHECKING:
 @overrides_argument
 @plugin_options
 @click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
-@click.pass_context
-def run(context: click.Context, /, file: Path, overrides: tuple[str, ...], dry_run: bool, **choices: Any) -> None:
+def run(file: Path, overrides: tuple[str, ...], dry_run: bool, **choices: Any) -> int:
     """Fine-tune as the configuration file CONFIG says; options and section.key=value go before the file."""
     from skyrl_engine.config import resolve
 
     resolved = resolve(load_config(file, overrides, flags_of(choices)))
-    start(resolved, settings_of(context), dry_run=dry_run)
+    return start(resolved, current_settings(), dry_run=dry_run)
 
 
-def start(resolved: "ResolvedConfig", settings: Settings, *, dry_run: bool) -> None:
-    """Train, or only plan, and print the outcome."""
+def start(resolved: "ResolvedConfig", settings: Settings, *, dry_run: bool) -> int:
+    """Train, or only plan, and print the outcome; returns the exit code."""
+    from skyrl_engine.cli import render
+
     if dry_run:
         from skyrl_engine.training.sft import plan_sft
 
-        plan_sft(resolved)
-        return
+        with render.show_progress(quiet=settings.quiet) as display:
+            plan = plan_sft(resolved, progress=display.data)
+        render.show_plan(plan)
+        return 0
     from skyrl_engine.cli.training import train
 
-    report_result(train(resolved, settings))
+    result = train(resolved, settings)
+    render.show_facts({name: f"{value:.6g}" for name, value in result.metrics.items()})
+    return conclude(result)
 
 
-def report_result(result: "RunResult") -> None:
-    for name, value in result.metrics.items():
-        click.echo(f"{name}: {value:.6g}")
+def conclude(result: "RunResult") -> int:
+    """Say where the run is and, when it was stopped, how to go on; returns the exit code."""
     click.echo(f"run directory: {result.directory}")
+    if result.stopped_by is None:
+        return 0
+    click.echo(
+        f"stopped by {result.stopped_by} after step {result.step}. "
+        f"To go on, run {result.directory / 'config.toml'} with run.directory={result.directory} checkpoint.resume=true.",
+        err=True,
+    )
+    return INTERRUPTED

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from skyrl_engine.cli.command import EngineCommand, settings_of
+from skyrl_engine.cli.command import EngineCommand, current_settings
 from skyrl_engine.cli.options import flags_of, load_config, overrides_argument, plugin_options
 from skyrl_engine.cli.run import start
 
@@ -44,8 +44,7 @@ _KEYS = {
 @click.option("--seed", type=int, help="Seed of every random number.")
 @plugin_options
 @click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
-@click.pass_context
-def sft(context: click.Context, /, overrides: tuple[str, ...], dry_run: bool, **given: Any) -> None:
+def sft(overrides: tuple[str, ...], dry_run: bool, **given: Any) -> int:
     """Fine-tune MODEL on DATA. Prints the configuration it makes, as TOML to keep and to `skyrl-engine run`."""
     from skyrl_engine.config import Option, resolve
     from skyrl_engine.config.report import to_toml
@@ -53,7 +52,7 @@ def sft(context: click.Context, /, overrides: tuple[str, ...], dry_run: bool, **
     flags = {key: Option(f"--{name.replace('_', '-')}", given[name]) for name, key in _KEYS.items() if given[name] is not None}
     raw = load_config(None, overrides, {**flags, **flags_of(given)})
     resolved = resolve(raw)
-    settings = settings_of(context)
+    settings = current_settings()
     if not settings.quiet:
         click.echo(to_toml(raw.table))
-    start(resolved, settings, dry_run=dry_run)
+    return start(resolved, settings, dry_run=dry_run)

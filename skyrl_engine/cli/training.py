@@ -31,5 +31,9 @@ def train(resolved: "ResolvedConfig", settings: Settings, observers: Sequence[ob
     from skyrl_engine.run.progress import ProgressObserver
     from skyrl_engine.training.sft import run_sft
 
-    with show_progress(quiet=settings.quiet) as listener:
-        return run_sft(resolved, observers=[LogLocation(settings), ProgressObserver(listener), *observers])
+    with show_progress(quiet=settings.quiet) as display:
+        return run_sft(
+            resolved,
+            observers=[LogLocation(settings), ProgressObserver(display.training), *observers],
+            progress=display.data,
+        )

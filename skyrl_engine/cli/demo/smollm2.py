@@ -142,6 +142,4 @@ def _config(model: Path, steps: int) -> dict[str, Any]:
         "training": {"steps": steps, "batch_size": 16, "micro_batch_rows": 8},
         "optimizer": {"learning_rate": 5e-5, "warmup_steps": min(2, steps // 4)},
         "evaluation": {"at_start": True},
-        # a checkpoint holds the optimizer too, 1.6 GB here; the trained model itself is exported either way
-        "checkpoint": {"at_end": False},
     }

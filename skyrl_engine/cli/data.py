@@ -1,0 +1,58 @@
+"""`skyrl-engine data preview`: what the trainer will see of a dataset."""
+
+import json
+from pathlib import Path
+
+import click
+
+from skyrl_engine.cli.command import EngineGroup, current_settings
+from skyrl_engine.cli.options import file_argument, load_config, overrides_argument
+
+
+@click.group(cls=EngineGroup)
+def data() -> None:
+    """Look at data as the trainer will see it."""
+
+
+@data.command("preview")
+@file_argument(required=False)
+@overrides_argument
+@click.option("--model", metavar="MODEL", help="The model whose tokenizer and chat template are used.")
+@click.option("--data", "dataset", metavar="DATA", help="The dataset: a file, a folder or a hub id.")
+@click.option(
+    "--split", type=click.Choice(["train", "eval"]), default="train", show_default=True, help="Training or held-out data."
+)
+@click.option("--samples", type=click.IntRange(min=0), default=3, show_default=True, help="Samples to show token by token.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+def preview(
+    file: Path | None,
+    overrides: tuple[str, ...],
+    *,
+    model: str | None,
+    dataset: str | None,
+    split: str,
+    samples: int,
+    as_json: bool,
+) -> None:
+    """Tokenize the data of CONFIG, or of --model and --data, and show tokens, which of them carry loss, lengths and padding."""
+    from skyrl_engine.cli import render
+    from skyrl_engine.config import resolve
+    from skyrl_engine.data.dataset import load_columns
+    from skyrl_engine.data.preview import preview as look_at
+    from skyrl_engine.data.tokenizer import load_tokenizer
+
+    flags = {"model.path": model, "data.train": dataset}
+    config = resolve(load_config(file, overrides, flags)).config
+    tokenizer = load_tokenizer(config.model)
+    with render.show_progress(quiet=current_settings().quiet) as display:
+        columns = load_columns(
+            config.data, tokenizer, split="eval" if split == "eval" else "train", seed=config.run.seed, progress=display.data
+        )
+    rows = config.training.micro_batch_rows or config.training.batch_size
+    seen = look_at(columns, tokenizer, samples=samples, batch_size=rows)
+    if as_json:
+        import attrs
+
+        click.echo(json.dumps(attrs.asdict(seen), indent=2, ensure_ascii=False))
+    else:
+        render.show_preview(seen)

@@ -1,0 +1,169 @@
+"""`skyrl-engine demo`: make a model and data, fine-tune as `run` does, and show what changed on questions held out from training."""
+
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from skyrl_engine.cli.command import EngineCommand, current_settings
+from skyrl_engine.contracts.events import EvaluationFinished
+from skyrl_engine.errors import ConfigError, Problem
+from skyrl_engine.hooks.markers import hookimpl
+
+if TYPE_CHECKING:
+    from skyrl_engine.cli.demo.recipe import Examination, Preparation, Recipe
+
+CONFIG_FILE = "demo.toml"
+LOSS_FILE = "my_loss.py"
+_EXAMPLES = 5
+_LOSS = '''\
+"""A loss of your own: change it and run it, there is nothing to install."""
+
+from attrs import define
+
+from skyrl_engine import loss
+
+
+@define
+class FocalConfig:
+    gamma: float = 2.0
+
+
+@loss(needs=("logprobs",), config=FocalConfig)
+def my_loss(tokens, config):
+    """Focal cross-entropy (Lin et al. 2017, eq. 4), float32[n]: tokens the model is already sure of count less."""
+    miss = 1 - tokens.logprobs.exp()
+    return -(miss**config.gamma) * tokens.logprobs
+'''
+
+
+class HeldOutLoss:
+    """An observer that keeps the loss of every evaluation: (step, loss)."""
+
+    def __init__(self) -> None:
+        self.losses: list[tuple[int, float]] = []
+
+    @hookimpl
+    def skyrl_engine_evaluation_finished(self, event: EvaluationFinished) -> None:
+        self.losses.append((event.step, event.metrics["loss"]))
+
+
+@click.command(cls=EngineCommand)
+@click.option(
+    "--model",
+    type=click.Choice(["tiny", "smollm2"]),
+    default="tiny",
+    show_default=True,
+    help="tiny: a small model made here learns a reasoning-gym task. smollm2: the pretrained SmolLM2-135M-Instruct learns from a corpus.",
+)
+@click.option(
+    "--output", type=click.Path(path_type=Path), metavar="DIRECTORY", help="A new directory; without it, one under runs/."
+)
+@click.option(
+    "--steps", type=click.IntRange(min=1), help="Optimizer steps, instead of as many as the demo needs to show something."
+)
+def demo(model: str, output: Path | None, steps: int | None) -> int:
+    """Fine-tune a small model on real data, offline, on this computer's CPU, and see what it learned.
+
+    It goes the same way as `skyrl-engine run` with a configuration file, which stays in the directory for you to change.
+    """
+    from skyrl_engine.cli import render
+    from skyrl_engine.cli.demo.recipe import recipe
+    from skyrl_engine.cli.run import conclude
+    from skyrl_engine.cli.training import train
+    from skyrl_engine.config import Option, load, resolve
+    from skyrl_engine.run.directory import RunDirectory
+
+    began = time.monotonic()
+    settings = current_settings()
+    chosen = recipe(model)
+    directory = _new_directory(output, model)
+    resolve(load(None, ()), need=())  # a missing plugin shall be told before anything takes time
+    if not settings.quiet:
+        render.show_heading("Getting ready")
+    preparation = chosen.prepare(directory, steps or chosen.default_steps)
+    config_file = _write_files(directory, preparation, chosen)
+    before = chosen.examine(preparation.model)
+    if not settings.quiet:
+        render.show_lines([*preparation.facts, _score_line("before training", chosen, before)])
+        render.show_heading("Training")
+
+    held_out = HeldOutLoss()
+    run_directory = RunDirectory(directory / "run")
+    resolved = resolve(load(config_file, (), {"run.directory": Option("--output", str(run_directory.path))}))
+    result = train(resolved, settings, [held_out])
+    if result.stopped_by is not None:
+        return conclude(result)
+
+    after = chosen.examine(run_directory.model)
+    render.show_heading("What it learned")
+    render.show_table(("", "before", "after"), _comparison(chosen, before, after, held_out.losses))
+    click.echo()
+    render.show_table(
+        ("held-out question", "before", "after", "expected"),
+        [
+            tuple(map(_shortened, row))
+            for row in list(zip(before.questions, before.answers, after.answers, after.expected, strict=True))[:_EXAMPLES]
+        ],
+    )
+    render.show_heading(f"Done in {time.monotonic() - began:.0f} s")
+    render.show_lines(
+        [
+            f"run directory: {run_directory.path}  (run.json, metrics.jsonl, checkpoints/, and the trained model in model/)",
+            "next, the same run with a loss of your own, from a file you can change:",
+            f"    {_next_command(directory, config_file)}",
+        ]
+    )
+    return 0
+
+
+def _new_directory(output: Path | None, model: str) -> Path:
+    """An empty directory: the one asked for, or a new one. Raises ConfigError when there is something in it."""
+    from skyrl_engine.run.directory import RUNS
+
+    directory = output or RUNS / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-demo-{model}"
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError([Problem(f"--output {directory}", "is not an empty directory", "Name a new one")])
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _write_files(directory: Path, preparation: "Preparation", chosen: "Recipe") -> Path:
+    from skyrl_engine.config.report import to_toml
+
+    config_file = directory / CONFIG_FILE
+    header = f"# Written by `skyrl-engine demo --model {chosen.name}`. Run it again: skyrl-engine run {config_file}\n\n"
+    config_file.write_text(header + to_toml(preparation.config), encoding="utf-8")
+    (directory / LOSS_FILE).write_text(_LOSS, encoding="utf-8")
+    return config_file
+
+
+def _score_line(when: str, chosen: "Recipe", examination: "Examination") -> str:
+    if examination.score is None:
+        return f"{when}: {len(examination.questions)} held-out questions asked, to compare the answers"
+    return f"{when}: {chosen.score_name} {examination.score:.1%} of {len(examination.questions)} held-out questions"
+
+
+def _comparison(
+    chosen: "Recipe", before: "Examination", after: "Examination", losses: list[tuple[int, float]]
+) -> list[tuple[str, str, str]]:
+    rows = []
+    if before.score is not None and after.score is not None:
+        rows.append((f"held-out {chosen.score_name}", f"{before.score:.1%}", f"{after.score:.1%}"))
+    if len(losses) > 1:
+        rows.append(("held-out loss", f"{losses[0][1]:.4f}", f"{losses[-1][1]:.4f}"))
+    return rows
+
+
+def _shortened(text: str) -> str:
+    """One line of at most 60 characters, control characters visible."""
+    line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    return line if len(line) <= 60 else f"{line[:57]}..."
+
+
+def _next_command(directory: Path, config_file: Path) -> str:
+    loss = directory / LOSS_FILE
+    reference = str(loss) if loss.is_absolute() else f"./{loss}"
+    return f"skyrl-engine run {config_file} --loss {reference}:my_loss loss.gamma=1.0"
