@@ -247,11 +247,11 @@ def _checked_loss_weight(loss_weight: AnyArray | None, total: int, action_offset
 def _without_first_tokens(weight: AnyArray, lengths: IntArray, actions: IntArray, action_offsets: IntArray) -> tuple[AnyArray, int]:
     """The weights with position 0 of every sample at 0, and how many were not 0 before."""
     places = action_offsets[:-1][lengths == actions]  # the response starts at position 0
-    cleared = int(np.count_nonzero(weight[places]))
-    if cleared:
+    first = weight[places]
+    if first.view(np.uint8).any():  # any bit: -0.0 becomes 0 as well
         weight = weight.copy()
         weight[places] = 0
-    return weight, cleared
+    return weight, int(np.count_nonzero(first))
 
 
 def _checked_ids(name: str, ids: AnyArray, count: int) -> IntArray:

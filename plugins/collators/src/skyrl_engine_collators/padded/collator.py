@@ -1,6 +1,7 @@
 """The collator object: options, checks, and the way from NumPy memory to tensors."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -52,10 +53,11 @@ class PaddedCollator:
         rows = PaddedRows.of(columns, micro_batch)
         wanted = field_names(columns) if fields is None else frozenset(fields)
         arrays = build_fields(columns, rows, self.pad_token_id, wanted, FreshMemory() if out is None else out)
+        lengths = rows.tokens[rows.sample_rows]
         return DenseBatch(
             fields={name: torch.from_numpy(array) for name, array in arrays.items()},
             gather=gather_index(rows),
-            sequence_lengths=tuple(np.split(rows.tokens[rows.sample_rows], micro_batch.row_offsets[1:-1])),
+            sequence_lengths=tuple(lengths[start:stop] for start, stop in pairwise(micro_batch.row_offsets.tolist())),
         )
 
     def collate(self, columns: SampleColumns) -> DenseBatch:

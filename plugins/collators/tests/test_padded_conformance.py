@@ -1,0 +1,110 @@
+"""`padded` under the conformance kit, and each of its entries against the loop that starts from Python lists."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.testing.collator import CollatorConformance
+from skyrl_engine.testing.collator_checks import check_same_field
+from skyrl_engine.testing.collator_strategies import SampleLists, sample_lists
+from skyrl_engine_collators.padded import reference
+from skyrl_engine_collators.padded.collator import PaddedCollator
+
+PAD = 151_643
+
+
+class TestPaddedConformance(CollatorConformance):
+    def collator(self):
+        return PaddedCollator(pad_token_id=PAD)
+
+    def reference(self, columns, micro_batch):
+        return reference.build_fields(columns, micro_batch, PAD)
+
+
+def assert_same(batch, expected):
+    assert list(batch.fields) == list(expected)
+    for name, array in expected.items():
+        tensor = batch[name]
+        assert tensor.is_contiguous()
+        assert tensor.device.type == "cpu"
+        check_same_field(name, tensor.numpy(), array)
+
+
+@settings(deadline=None)
+@given(sample_lists())
+def test_the_supervised_entry_equals_its_reference_loop(lists: SampleLists):
+    arguments = {
+        "input_ids": [[*prompt, *response] for prompt, response in zip(lists.prompts, lists.responses, strict=True)],
+        "num_actions": [len(response) for response in lists.responses],
+        "loss_mask": lists.loss_masks,
+        "columns": lists.columns,
+    }
+    batch = PaddedCollator(PAD).collate(SampleColumns.from_lists(**arguments))
+    assert_same(batch, reference.from_lists(**arguments, pad_token_id=PAD))
+
+
+@settings(deadline=None)
+@given(sample_lists())
+def test_the_reinforcement_learning_entry_equals_its_reference_loop(lists: SampleLists):
+    named = dict(lists.columns)
+    rewards, logprobs = named.pop("rewards", None), named.pop("rollout_logprobs", None)
+    columns = SampleColumns.from_rollouts(
+        prompts=lists.prompts,
+        responses=lists.responses,
+        rewards=rewards,
+        logprobs=logprobs,
+        loss_masks=lists.loss_masks,
+        columns=named,
+    )
+    present = {"rewards": rewards, "rollout_logprobs": logprobs, **named}
+    expected = reference.from_rollouts(
+        prompts=lists.prompts,
+        responses=lists.responses,
+        loss_masks=lists.loss_masks,
+        columns={name: rows for name, rows in present.items() if rows is not None},
+        pad_token_id=PAD,
+    )
+    assert_same(PaddedCollator(PAD).collate(columns), expected)
+
+
+@settings(deadline=None)
+@given(sample_lists())
+def test_the_gather_index_equals_its_reference_loop(lists: SampleLists):
+    columns = lists.to_columns()
+    from skyrl_engine.contracts.plan import Layout
+
+    (mini_batch,) = PaddedCollator(PAD).plan(columns.lengths, Layout()).mini_batches
+    (micro_batch,) = mini_batch.ranks[0]
+    gather = PaddedCollator(PAD).build(columns, micro_batch).gather
+    entries = zip(gather.actions.tolist(), gather.rows.tolist(), gather.columns.tolist(), strict=True)
+    assert list(entries) == reference.gather_index(columns, micro_batch)
+
+
+@pytest.mark.parametrize("entry", ["from_lists", "from_rollouts"])
+def test_a_batch_without_samples(entry):
+    empty = {"from_lists": {"input_ids": []}, "from_rollouts": {"prompts": [], "responses": []}}[entry]
+    batch = PaddedCollator(PAD).collate(getattr(SampleColumns, entry)(**empty))
+    assert tuple(batch["input_ids"].shape) == (0, 1)
+    assert tuple(batch["loss_weight"].shape) == (0, 0)
+    assert batch.sequence_lengths == ()
+    assert len(batch.gather.actions) == 0
+
+
+def test_memory_is_numpys_and_wrapped_without_a_copy(monkeypatch):
+    """Tensors view arrays that NumPy allocated, which is faster than torch's allocator where pages are fresh."""
+    made = {}
+
+    class Recorder:
+        def empty(self, name, shape, dtype):
+            made[name] = np.empty(shape, dtype=dtype)
+            return made[name]
+
+    columns = SampleColumns.from_lists(input_ids=[[1, 2], [3]], columns={"rewards": [[0.5, 1.5], [2.5]]})
+    collator = PaddedCollator(PAD)
+    from skyrl_engine.contracts.plan import Layout
+
+    batch = collator.build(columns, collator.plan(columns.lengths, Layout()).mini_batches[0].ranks[0][0], out=Recorder())
+    assert set(made) == set(batch.fields)
+    for name, tensor in batch.fields.items():
+        assert tensor.data_ptr() == made[name].ctypes.data

@@ -1,0 +1,149 @@
+"""What must hold of every collator's plans and builds, as plain assertions; `collator.CollatorConformance` runs them over random input."""
+
+from itertools import pairwise
+
+import numpy as np
+
+from skyrl_engine.contracts.collator import DenseBatch
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
+from skyrl_engine.contracts.ragged import AnyArray, IntArray
+
+MODEL_FIELDS = ("input_ids", "attention_mask", "position_ids")
+
+
+def micro_batches(plan: BatchPlan) -> list[MicroBatchPlan]:
+    """All of a plan's micro-batches: mini-batch by mini-batch, rank by rank."""
+    return [micro_batch for mini_batch in plan.mini_batches for rank in mini_batch.ranks for micro_batch in rank]
+
+
+def row_samples(micro_batch: MicroBatchPlan) -> list[tuple[int, ...]]:
+    """The samples of each row."""
+    samples = micro_batch.samples.tolist()
+    return [tuple(samples[start:stop]) for start, stop in pairwise(micro_batch.row_offsets.tolist())]
+
+
+def rows(plan: BatchPlan) -> list[tuple[int, ...]]:
+    """The samples of each row of a plan, in the order of `micro_batches`."""
+    return [samples for micro_batch in micro_batches(plan) for samples in row_samples(micro_batch)]
+
+
+def check_plan(plan: BatchPlan, lengths: SampleLengths, layout: Layout) -> None:
+    """Samples once each, nothing cut that belongs together, ranks in step, sizes kept, rows well formed."""
+    cut = micro_batches(plan)
+    planned = np.concatenate([np.zeros(0, dtype=np.int64), *(micro_batch.samples for micro_batch in cut)])
+    assert sorted(planned.tolist()) == list(range(len(lengths))), "every sample must be planned exactly once"
+    assert np.array_equal(plan.sample_ids, lengths.sample_ids), "sample_ids must be those of the batch, in the caller's order"
+    _check_whole([mini_batch.samples for mini_batch in plan.mini_batches], lengths.group_ids, "a group is cut over mini-batches")
+    _check_whole([micro_batch.samples for micro_batch in cut], lengths.unit_ids, "a unit is cut over micro-batches")
+    for mini_batch in plan.mini_batches:
+        assert len(mini_batch.ranks) == layout.dp, "a mini-batch must have one part per data-parallel rank"
+        counts = {len(rank) for rank in mini_batch.ranks}
+        assert len(counts) == 1, f"ranks have different numbers of micro-batches: {sorted(counts)}"
+        assert layout.mini_batch_size is None or len(mini_batch.samples) <= layout.mini_batch_size, "a mini-batch is too large"
+    for micro_batch in cut:
+        _check_rows(micro_batch, lengths, layout)
+    if layout.width == "batch":
+        assert len({(micro_batch.width, micro_batch.action_width) for micro_batch in cut}) <= 1, "widths must be the whole batch's"
+
+
+def _check_whole(parts: list[IntArray], labels: IntArray, complaint: str) -> None:
+    seen: set[int] = set()
+    for part in parts:
+        inside = set(labels[part].tolist())
+        assert not inside & seen, f"{complaint}: {sorted(inside & seen)}"
+        seen |= inside
+
+
+def _check_rows(micro_batch: MicroBatchPlan, lengths: SampleLengths, layout: Layout) -> None:
+    offsets = micro_batch.row_offsets
+    for array in (micro_batch.samples, offsets):
+        assert array.dtype == np.int64, "samples and row_offsets must be int64"
+    assert offsets[0] == 0, "row_offsets must start at 0"
+    assert offsets[-1] == len(micro_batch.samples), "row_offsets must end at the number of samples"
+    assert (np.diff(offsets) >= 0).all(), "row_offsets must rise"
+    assert micro_batch.rows >= 1, "a micro-batch needs a row, if an empty one"
+    assert micro_batch.width >= 1, "a row needs a column"
+    for start, stop in pairwise(offsets.tolist()):
+        assert lengths.tokens[micro_batch.samples[start:stop]].sum() <= micro_batch.width, "a row's samples are longer than the row"
+    if layout.micro_batch_rows is not None:
+        assert micro_batch.rows <= layout.micro_batch_rows, "a micro-batch has more rows than allowed"
+    if layout.micro_batch_tokens is not None:
+        assert micro_batch.rows * micro_batch.width <= layout.micro_batch_tokens, "a micro-batch is over the budget of tokens"
+
+
+def check_same_plan(plan: BatchPlan, again: BatchPlan) -> None:
+    """Both plans put every sample into the same place."""
+    first, second = micro_batches(plan), micro_batches(again)
+    assert [[len(rank) for rank in mini.ranks] for mini in plan.mini_batches] == [
+        [len(rank) for rank in mini.ranks] for mini in again.mini_batches
+    ], "planning the same lengths twice gave other numbers of micro-batches"
+    for one, other in zip(first, second, strict=True):
+        assert np.array_equal(one.samples, other.samples), "planning the same lengths twice gave other samples"
+        assert np.array_equal(one.row_offsets, other.row_offsets), "planning the same lengths twice gave other rows"
+        assert (one.width, one.action_width) == (other.width, other.action_width), (
+            "planning the same lengths twice gave other widths"
+        )
+
+
+def check_gather(batch: DenseBatch, columns: SampleColumns, micro_batch: MicroBatchPlan) -> None:
+    """The gather index names the predecessor of every action token that has one, in its sample's row, and real tokens only."""
+    ids, mask = batch["input_ids"].numpy(), batch["attention_mask"].numpy()
+    row_of = np.repeat(np.arange(micro_batch.rows), np.diff(micro_batch.row_offsets))
+    expected = []
+    action = 0
+    for sample, row in zip(micro_batch.samples.tolist(), row_of.tolist(), strict=True):
+        tokens = columns.input_ids[columns.token_offsets[sample] : columns.token_offsets[sample + 1]].tolist()
+        actions = int(columns.action_offsets[sample + 1] - columns.action_offsets[sample])
+        for position in range(len(tokens) - actions, len(tokens)):
+            if position > 0:
+                expected.append((action, row, tokens[position - 1], tokens[position]))
+            action += 1
+    gather = batch.gather
+    for array in (gather.actions, gather.rows, gather.columns):
+        assert array.dtype == np.int64, "the gather index must be int64"
+        assert array.shape == (len(expected),), f"the gather index has {array.shape} entries for {len(expected)} tokens to score"
+    assert (gather.columns >= 0).all(), "the gather index points before column 0"
+    places = zip(gather.actions.tolist(), gather.rows.tolist(), gather.columns.tolist(), strict=True)
+    seen: set[tuple[int, int]] = set()
+    for (place, row, column), (action, own_row, predecessor, token) in zip(places, expected, strict=True):
+        assert (place, row) == (action, own_row), (
+            f"entry for action {place} in row {row} where action {action} in row {own_row} is due"
+        )
+        assert mask[row, column] == 1, f"action {action} is scored from padding"
+        assert mask[row, column + 1] == 1, f"action {action} stands on padding"
+        assert ids[row, column] == predecessor, f"action {action} is not scored from its predecessor"
+        assert ids[row, column + 1] == token, f"the token after the place that scores action {action} is another one"
+        assert (row, column) not in seen, f"two actions are scored from row {row}, column {column}"
+        seen.add((row, column))
+
+
+def check_model_inputs(batch: DenseBatch, columns: SampleColumns, micro_batch: MicroBatchPlan) -> None:
+    """Every row holds its samples' tokens in order and nothing else, positions count from 0 in each sample, true lengths are told."""
+    shape = (micro_batch.rows, micro_batch.width)
+    for name in MODEL_FIELDS:
+        array = batch[name].numpy()
+        assert array.dtype == np.int64, f"{name} must be int64"
+        assert array.shape == shape, f"{name} has shape {array.shape} where the plan says {shape}"
+    assert len(batch.sequence_lengths) == micro_batch.rows, "sequence_lengths must have one entry per row"
+    ids, mask, positions = (batch[name].numpy() for name in MODEL_FIELDS)
+    assert np.isin(mask, (0, 1)).all(), "attention_mask must hold 0 and 1"
+    for row, (start, stop) in enumerate(pairwise(micro_batch.row_offsets.tolist())):
+        samples = micro_batch.samples[start:stop].tolist()
+        tokens = [columns.input_ids[columns.token_offsets[i] : columns.token_offsets[i + 1]] for i in samples]
+        nothing = np.zeros(0, dtype=np.int64)
+        real = mask[row] == 1
+        assert np.array_equal(ids[row][real], np.concatenate([nothing, *tokens])), f"row {row} does not hold its samples' tokens"
+        counted = np.concatenate([nothing, *(np.arange(len(part)) for part in tokens)])
+        assert np.array_equal(positions[row][real], counted), f"positions in row {row} do not count from 0 in every sample"
+        told = batch.sequence_lengths[row]
+        assert told.dtype == np.int64, "sequence_lengths must be int64"
+        assert told.tolist() == [len(part) for part in tokens], f"sequence_lengths of row {row} are not its samples' lengths"
+
+
+def check_same_field(name: str, got: AnyArray, expected: AnyArray) -> None:
+    """Equal bit for bit: dtype, shape, C-contiguity and every byte, so that NaN and -0.0 count."""
+    assert got.dtype == expected.dtype, f"{name} is {got.dtype}, not {expected.dtype}"
+    assert got.shape == expected.shape, f"{name} has shape {got.shape}, not {expected.shape}"
+    assert got.flags.c_contiguous, f"{name} is not C-contiguous"
+    assert got.tobytes() == np.ascontiguousarray(expected).tobytes(), f"{name} differs in value:\n{got}\nnot\n{expected}"

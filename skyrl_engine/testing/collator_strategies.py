@@ -1,0 +1,145 @@
+"""Hypothesis strategies for what a collator meets: samples with every extreme value, their lengths, and layouts they fit into."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+from attrs import frozen
+from hypothesis import strategies as st
+
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.plan import Layout, SampleLengths
+
+COLUMN_NAMES = ("rewards", "rollout_logprobs", "advantages", "a_column_of_my_own")
+SMALLEST_DENORMAL = float(np.finfo(np.float32).smallest_subnormal)
+
+
+@frozen
+class SampleLists:
+    """Samples as Python lists, the way a caller has them; one entry per sample, numbers per response token."""
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    loss_masks: list[list[float]] | list[list[int]]
+    columns: Mapping[str, list[list[float]]]
+    sample_ids: list[int]
+    group_ids: list[int]
+    unit_ids: list[int]
+
+    @property
+    def ids(self) -> dict[str, Any]:
+        """The keyword arguments that name samples, groups and units."""
+        given = {"sample_ids": self.sample_ids, "group_ids": self.group_ids, "unit_ids": self.unit_ids}
+        return {name: np.asarray(values, dtype=np.int64) for name, values in given.items()}
+
+    def to_columns(self) -> SampleColumns:
+        return SampleColumns.from_rollouts(
+            prompts=self.prompts, responses=self.responses, loss_masks=self.loss_masks, columns=self.columns, **self.ids
+        )
+
+
+def token_ids() -> st.SearchStrategy[int]:
+    """Ordinary ids, and ids beyond what int32 holds."""
+    return st.one_of(st.integers(0, 300), st.integers(2**31 - 2, 2**31 + 2), st.integers(2**62, 2**63 - 1))
+
+
+def numbers() -> st.SearchStrategy[float]:
+    """Values that float32 holds: ordinary ones, both zeros, NaN, infinities and denormals."""
+    special = (0.0, -0.0, float("nan"), float("inf"), float("-inf"), SMALLEST_DENORMAL, -SMALLEST_DENORMAL, 1.0)
+    return st.one_of(st.sampled_from(special), st.floats(width=32))
+
+
+def weights() -> st.SearchStrategy[float]:
+    """Finite loss weights: masks, fractions, negative ones, both zeros, denormals."""
+    special = (0.0, -0.0, 1.0, 0.5, 1 / 3, SMALLEST_DENORMAL)
+    return st.one_of(
+        st.sampled_from([float(np.float32(value)) for value in special]),
+        st.floats(width=32, allow_nan=False, allow_infinity=False),
+    )
+
+
+@st.composite
+def sample_lists(draw: st.DrawFn, *, min_samples: int = 1, max_samples: int = 7, max_length: int = 6) -> SampleLists:
+    """Samples with empty prompts, empty responses, one token, no loss at all, shared groups and units; every sample has a token."""
+    count = draw(st.integers(min_samples, max_samples))
+    ids = token_ids() if draw(st.booleans()) else st.integers(0, 300)
+    prompts, responses = [], []
+    for _ in range(count):
+        actions = draw(st.integers(0, max_length))
+        prompts.append(draw(st.lists(ids, min_size=int(actions == 0), max_size=max_length)))
+        responses.append(draw(st.lists(ids, min_size=actions, max_size=actions)))
+    weight = draw(st.sampled_from((st.integers(0, 1), st.just(0), weights())))
+    names = draw(st.lists(st.sampled_from(COLUMN_NAMES), unique=True))
+
+    def per_action(values: st.SearchStrategy[float]) -> list[list[float]]:
+        return [draw(st.lists(values, min_size=len(response), max_size=len(response))) for response in responses]
+
+    def labels() -> list[int]:
+        own = st.just(list(range(count)))
+        return draw(own | st.lists(st.integers(0, max(count // 2, 1)), min_size=count, max_size=count))
+
+    return SampleLists(
+        prompts=prompts,
+        responses=responses,
+        loss_masks=per_action(weight),
+        columns={name: per_action(numbers()) for name in names},
+        sample_ids=draw(st.lists(st.integers(0, 2**40), min_size=count, max_size=count, unique=True)),
+        group_ids=labels(),
+        unit_ids=labels(),
+    )
+
+
+def sample_columns(*, min_samples: int = 1, max_samples: int = 7, max_length: int = 6) -> st.SearchStrategy[SampleColumns]:
+    """The same samples as columns."""
+    return sample_lists(min_samples=min_samples, max_samples=max_samples, max_length=max_length).map(SampleLists.to_columns)
+
+
+def sample_lengths(*, max_samples: int = 7, max_length: int = 6) -> st.SearchStrategy[SampleLengths]:
+    """What a planner sees of such samples."""
+    return sample_columns(max_samples=max_samples, max_length=max_length).map(lambda columns: columns.lengths)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, lengths: SampleLengths, *, parallel: bool = True) -> Layout:
+    """Layouts that these samples fit into: no group, unit or sample is larger than what must hold it.
+
+    `parallel` also draws tensor, context and pipeline parallel sizes and FP8, for collators whose rows depend on them.
+    """
+    tp, cp, pp = (draw(st.sampled_from((1, 2, 4))) if parallel else 1 for _ in range(3))
+    fp8 = draw(st.booleans()) if parallel else False
+    width: Literal["micro_batch", "batch"] = "batch" if draw(st.booleans()) else "micro_batch"
+    align = tp if cp == 1 else 2 * tp * cp  # what a packed row rounds each of its samples up to
+    align = math.lcm(align, 16 * cp) if fp8 else align
+    longest = -(-int(lengths.tokens.max(initial=1)) // align) * align
+    rows = largest_bundle(lengths, groups=False)
+    extra = st.integers(0, 3)
+    cut = draw(st.sampled_from(("not at all", "by rows", "by tokens")))
+    return Layout(
+        dp=draw(st.integers(1, 4)),
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        fp8=fp8,
+        mini_batch_size=draw(st.none() | extra.map(lambda more: largest_bundle(lengths, groups=True) + more)),
+        micro_batch_rows=rows + draw(extra) if cut == "by rows" else None,
+        micro_batch_tokens=rows * longest + draw(st.integers(0, 2 * longest)) if cut == "by tokens" else None,
+        width=width,
+    )
+
+
+def largest_bundle(lengths: SampleLengths, *, groups: bool) -> int:
+    """Samples of the largest set that may not be cut: a unit, or with `groups` all that share groups and units, directly or not."""
+    owner = list(range(len(lengths)))
+
+    def root(sample: int) -> int:
+        while owner[sample] != sample:
+            sample = owner[sample]
+        return sample
+
+    for ids in (lengths.unit_ids, lengths.group_ids) if groups else (lengths.unit_ids,):
+        first: dict[int, int] = {}
+        for sample, label in enumerate(ids.tolist()):
+            owner[root(sample)] = root(first.setdefault(label, sample))
+    roots = [root(sample) for sample in range(len(lengths))]
+    return max((roots.count(sample) for sample in roots), default=1)

@@ -1,0 +1,231 @@
+"""The kit itself: collators that are wrong on purpose must fail the suite, each in the test that is about its fault."""
+
+import numpy as np
+import pytest
+from attrs import evolve
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from skyrl_engine.contracts.collator import GatherIndex
+from skyrl_engine.contracts.plan import BatchPlan, MicroBatchPlan, MiniBatchPlan
+from skyrl_engine.testing.collator import CollatorConformance
+from skyrl_engine_collators.padded import reference
+from skyrl_engine_collators.padded.collator import PaddedCollator
+
+QUICK = settings(
+    phases=[Phase.generate],
+    max_examples=300,
+    database=None,
+    deadline=None,
+    derandomize=True,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
+
+PLANS = "test_plans_cover_every_sample_once_and_cut_nothing_that_belongs_together"
+BUILDS = "test_builds_hold_their_samples_and_score_from_predecessors"
+REFERENCE = "test_fields_equal_the_reference"
+COLLATE = "test_builds_of_one_width_make_up_collate"
+REUSED = "test_reused_memory_changes_nothing"
+FIELDS = "test_fields_are_built_when_asked_for_and_absent_columns_stay_absent"
+
+
+class Delegating:
+    """`padded`, to be spoilt in one place."""
+
+    def __init__(self):
+        self.inner = PaddedCollator(pad_token_id=7)
+
+    def plan(self, lengths, layout):
+        return self.inner.plan(lengths, layout)
+
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        return self.inner.build(columns, micro_batch, fields=fields, out=out)
+
+    def collate(self, columns):
+        return self.inner.collate(columns)
+
+
+def changed(plan, change):
+    """The plan with `change` applied to the ranks of every mini-batch."""
+    return BatchPlan(tuple(MiniBatchPlan(change(mini.ranks)) for mini in plan.mini_batches), plan.layout, plan.sample_ids)
+
+
+class DropsASample(Delegating):
+    def plan(self, lengths, layout):
+        def drop(ranks):
+            first = ranks[0][0]
+            if not len(first.samples):
+                return ranks
+            offsets = np.minimum(first.row_offsets, len(first.samples) - 1)
+            return ((MicroBatchPlan(first.samples[:-1], offsets, first.width, first.action_width), *ranks[0][1:]), *ranks[1:])
+
+        return changed(super().plan(lengths, layout), drop)
+
+
+class LeavesRanksUneven(Delegating):
+    def plan(self, lengths, layout):
+        return changed(
+            super().plan(lengths, layout), lambda ranks: tuple(tuple(mb for mb in rank if len(mb.samples)) for rank in ranks)
+        )
+
+
+class CutsUnits(Delegating):
+    def plan(self, lengths, layout):
+        return super().plan(evolve(lengths, unit_ids=np.arange(len(lengths))), layout)
+
+
+class CutsGroups(Delegating):
+    def plan(self, lengths, layout):
+        return super().plan(evolve(lengths, group_ids=np.arange(len(lengths))), layout)
+
+
+class IgnoresTheBudget(Delegating):
+    def plan(self, lengths, layout):
+        return super().plan(lengths, evolve(layout, micro_batch_tokens=None))
+
+
+class IgnoresTheMiniBatchSize(Delegating):
+    def plan(self, lengths, layout):
+        return super().plan(lengths, evolve(layout, mini_batch_size=None))
+
+
+class PlansDifferentlyEachTime(Delegating):
+    calls = 0
+
+    def plan(self, lengths, layout):
+        type(self).calls += 1
+        return changed(super().plan(lengths, layout), lambda ranks: ranks[:: -1 if self.calls % 2 else 1])
+
+
+class ScoresFromTheTokenItself(Delegating):
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        batch = super().build(columns, micro_batch, fields=fields, out=out)
+        gather = GatherIndex(batch.gather.actions, batch.gather.rows, batch.gather.columns + 1)
+        return evolve(batch, gather=gather)
+
+
+class ScoresTheFirstToken(Delegating):
+    """Gives an entry to every action, the first token of a sample included: at full width that is column -1."""
+
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        batch = super().build(columns, micro_batch, fields=fields, out=out)
+        actions = np.diff(columns.action_offsets)[micro_batch.samples]
+        rows = np.repeat(np.arange(micro_batch.rows)[np.diff(micro_batch.row_offsets) == 1], actions)
+        columns_of = [micro_batch.width - count + place - 1 for count in actions for place in range(count)]
+        gather = GatherIndex(np.arange(len(rows)), rows, np.asarray(columns_of, dtype=np.int64))
+        return evolve(batch, gather=gather)
+
+
+class FieldChange(Delegating):
+    field = ""
+
+    def change(self, array):
+        raise NotImplementedError
+
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        import torch
+
+        batch = super().build(columns, micro_batch, fields=fields, out=out)
+        if self.field not in batch.fields:
+            return batch
+        changed = torch.from_numpy(self.change(batch[self.field].numpy().copy()))
+        return evolve(batch, fields={**batch.fields, self.field: changed})
+
+
+class LosesNegativeZeros(FieldChange):
+    field = "rewards"
+
+    def change(self, array):
+        return array + 0.0
+
+
+class GivesDoubles(FieldChange):
+    field = "loss_weight"
+
+    def change(self, array):
+        return array.astype(np.float64)
+
+
+class CountsPositionsFromTheEdge(FieldChange):
+    field = "position_ids"
+
+    def change(self, array):
+        return np.broadcast_to(np.arange(array.shape[1]), array.shape).copy()
+
+
+class AlignsLeft(FieldChange):
+    field = "loss_weight"
+
+    def change(self, array):
+        return np.ascontiguousarray(array[:, ::-1])
+
+
+class CutsIdsTo32Bits(FieldChange):
+    field = "input_ids"
+
+    def change(self, array):
+        return array.astype(np.int32).astype(np.int64)
+
+
+class TrustsReusedMemory(Delegating):
+    """Takes the memory for zeroed, as fresh pages often are."""
+
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        batch = super().build(columns, micro_batch, fields=fields, out=out)
+        if out is not None:
+            batch["loss_weight"].numpy()[batch["response_mask"].numpy() == 0] = 0.25
+        return batch
+
+
+class InventsAColumn(FieldChange):
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        batch = super().build(columns, micro_batch, fields=fields, out=out)
+        if fields is None and "rewards" not in batch.fields:
+            return evolve(batch, fields={**batch.fields, "rewards": batch["loss_weight"] * 0})
+        return batch
+
+
+class IgnoresTheFieldsAskedFor(Delegating):
+    def build(self, columns, micro_batch, *, out=None, **_asked):
+        return super().build(columns, micro_batch, out=out)
+
+
+class CollatesInAnotherOrder(Delegating):
+    def collate(self, columns):
+        return super().collate(columns.take(np.arange(len(columns))[::-1]))
+
+
+FAULTS = [
+    (DropsASample, PLANS),
+    (LeavesRanksUneven, PLANS),
+    (CutsUnits, PLANS),
+    (CutsGroups, PLANS),
+    (IgnoresTheBudget, PLANS),
+    (IgnoresTheMiniBatchSize, PLANS),
+    (PlansDifferentlyEachTime, PLANS),
+    (ScoresFromTheTokenItself, BUILDS),
+    (ScoresTheFirstToken, BUILDS),
+    (CountsPositionsFromTheEdge, BUILDS),
+    (CutsIdsTo32Bits, BUILDS),
+    (LosesNegativeZeros, REFERENCE),
+    (GivesDoubles, REFERENCE),
+    (AlignsLeft, REFERENCE),
+    (CollatesInAnotherOrder, COLLATE),
+    (TrustsReusedMemory, REUSED),
+    (InventsAColumn, FIELDS),
+    (IgnoresTheFieldsAskedFor, FIELDS),
+]
+
+
+@pytest.mark.parametrize(("wrong", "test"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_wrong_collator_fails(wrong, test):
+    class Suite(CollatorConformance):
+        def collator(self):
+            return wrong()
+
+        def reference(self, columns, micro_batch):
+            return reference.build_fields(columns, micro_batch, 7)
+
+    with pytest.raises((AssertionError, IndexError)):
+        QUICK(given(st.data())(getattr(Suite, test).hypothesis.inner_test))(Suite())
