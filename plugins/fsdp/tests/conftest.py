@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         for family in ("qwen3", "llama")
         for word in ("tied", "untied")
     }
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    others: dict[str, dict[str, Any]] = {
+        "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+        "gemma2": {"query_pre_attn_scalar": 16, "final_logit_softcapping": 1.0},
+        "cohere": {"logit_scale": 0.25},
+        "qwen3_moe": moe,
+    }
+    for family, options in others.items():
+        made[family] = save_tiny(root / family, family, tied=family != "qwen3_moe", **options)
     return {**made, "dropout": save_tiny(root / "dropout", "qwen3", tied=True, attention_dropout=0.2)}
 
 

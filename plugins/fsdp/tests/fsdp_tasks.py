@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from attrs import frozen
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from skyrl_engine.contracts.backend import MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment
@@ -29,7 +29,6 @@ Arrays = dict[str, np.ndarray]
 def save_tiny(directory: Path, family: str, *, tied: bool, **options: Any) -> str:
     """A random two-layer model of the family, saved as a Hugging Face directory."""
     transformers_logging.disable_progress_bar()
-    kind = {"qwen3": Qwen3Config, "llama": LlamaConfig}[family]
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -37,7 +36,10 @@ def save_tiny(directory: Path, family: str, *, tied: bool, **options: Any) -> st
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    config = kind(**{**sizes, "head_dim": 16, "vocab_size": VOCABULARY, "tie_word_embeddings": tied, **options})
+    everyone = {"vocab_size": VOCABULARY, "tie_word_embeddings": tied, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    if family != "gpt2":
+        everyone |= {**sizes, "head_dim": 16}
+    config = AutoConfig.for_model(family, **{**everyone, **options})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     return str(directory)

@@ -33,6 +33,16 @@ def test_two_ranks_equal_one_plain_process(pair: World, models: dict[str, str], 
         assert worst(gradients, reference) <= 1e-5
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "cohere", "qwen3_moe"])
+def test_other_architectures_are_sharded_alike(pair: World, models: dict[str, str], name: str) -> None:
+    """Biases and transposed weights, soft-capped and scaled logits, experts."""
+    expected, reference = definition(models[name], rows())
+    ranks = pair.run(gradients_of, models[name], sizes=(2,), activation_checkpointing=True)
+    for (first, gradients), (second, _) in zip(*ranks, strict=True):
+        assert first + second == pytest.approx(expected, rel=1e-5)
+        assert worst(gradients, reference) <= 1e-5
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", NAMES)
 def test_one_rank_equals_a_plain_process(models: dict[str, str], name: str) -> None:
@@ -67,6 +77,15 @@ def test_bfloat16_stays_within_its_precision(pair: World, models: dict[str, str]
         assert first + second == pytest.approx(expected, rel=1e-2)
         assert worst(gradients, reference) <= 5e-2
         assert {gradient.dtype for gradient in gradients.values()} == {np.dtype(np.float32)}
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_rank_computes_in_bfloat16_too(models: dict[str, str]) -> None:
+    expected, reference = definition(models["qwen3-tied"], rows())
+    ((total, gradients),) = gradients_of(models["qwen3-tied"], sizes=(2,), dtype="bfloat16")
+    assert total == pytest.approx(expected, rel=1e-2)
+    assert total != pytest.approx(expected, rel=1e-7), "bfloat16 was not used"
+    assert worst(gradients, reference) <= 5e-2
 
 
 @pytest.mark.parametrize("unscored", [(4, 5, 6, 7), (0, 1, 2, 3, 4, 6, 7)], ids=["second-rank", "every-rank"])
