@@ -1,8 +1,10 @@
 """run.json: what a run was made of. Written once, then extended by one entry per session; every write replaces the file in one step."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +47,27 @@ def new_manifest(
 
 
 def plugin_facts(lock: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a plugin lock, what identifies the plugin, and its options; not the source text a lock may carry."""
+    """Of a plugin lock, what identifies the plugin, and its options; not the source text a lock may carry.
+
+    `sha256` is that of a local file's content, or of the Python files of the package that the plugin was imported from.
+    """
     record = lock["record"]
-    return {**{key: record[key] for key in _RECORDED if key in record}, "options": lock["options"]}
+    facts = {key: record[key] for key in _RECORDED if key in record}
+    return {**facts, "sha256": record.get("sha256") or _package_sha256(record["target"]), "options": lock["options"]}
+
+
+def _package_sha256(target: str) -> str | None:
+    """SHA-256 over names and contents of the `.py` files of the top-level package of an entry point's target; None if it has none."""
+    spec = find_spec(target.partition(":")[0].partition(".")[0])
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    root = Path(next(iter(spec.submodule_search_locations)))
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()}:{len(content)};".encode())
+        digest.update(content)
+    return digest.hexdigest()
 
 
 def begin_session(

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from skyrl_engine.contracts.backend import BackendDescription, Capability
+from skyrl_engine.contracts.backend import Capability
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.loss import MODEL_SCORES, Loss
 from skyrl_engine.contracts.plan import BatchPlan
 from skyrl_engine.contracts.topology import Topology
-from skyrl_engine.errors import ContractError, DataError, UnsupportedError
+from skyrl_engine.errors import DataError, UnsupportedError
 
 _ACTION: dict[Capability, str] = {
     "padded": "Choose a collator that packs rows, or another backend",
@@ -19,15 +19,6 @@ _ACTION: dict[Capability, str] = {
     "context_parallel": "Set the backend's context-parallel size to 1, or choose another backend",
     "vision": "Remove the images from the data, or choose another backend",
 }
-
-
-def check_world(backend: str, description: BackendDescription, ranks: int) -> None:
-    """Raises ContractError when the backend laid out another number of ranks than the run has."""
-    if description.topology.world_size != ranks:
-        raise ContractError(
-            f"backend {backend} lays out {description.topology.world_size} ranks where the run has {ranks}",
-            remedy="Report this to the plugin's author",
-        )
 
 
 def required_capabilities(topology: Topology, plan: BatchPlan, columns: SampleColumns) -> frozenset[Capability]:

@@ -24,7 +24,6 @@ from skyrl_engine.training.capability import (
     check_capabilities,
     check_loss,
     check_ungrouped,
-    check_world,
     required_capabilities,
 )
 from skyrl_engine.training.order import SampleOrder
@@ -91,7 +90,6 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     plugins = resolved.plugins
     name = {kind: selected.loaded.record.name for kind, selected in plugins.items()}
     description = plugins["backend"].loaded.describe_backend(plugins["backend"].options, config.run.ranks)
-    check_world(name["backend"], description, config.run.ranks)
 
     tokenizer = load_tokenizer(config.model)
     data = attrs.evolve(config.data, max_length=config.data.max_length or model_context_length(config.model))

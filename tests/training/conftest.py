@@ -1,0 +1,82 @@
+"""A tiny model with dropout, a small data set, and runs over them: everything real, everything on CPU."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from skyrl_engine.config import ResolvedConfig, from_dict, resolve
+
+SAMPLES = 23
+
+Table = dict[str, Any]
+Configure = Callable[..., ResolvedConfig]
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `model/` and `train.jsonl`, `eval.jsonl`: sums in words of one letter."""
+    directory = tmp_path_factory.mktemp("material")
+    rows = [{"prompt": f"{first} + {second} = ", "completion": f"{first + second}"} for first in range(6) for second in range(6)]
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:SAMPLES]))
+    (directory / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[SAMPLES:]))
+    save_model(directory / "model", [row["prompt"] + row["completion"] for row in rows])
+    return directory
+
+
+def save_model(directory: Path, texts: list[str]) -> None:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<unk>", "<pad>", "<end>"]
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=64, special_tokens=special, show_progress=False))
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<end>")
+    wrapped.save_pretrained(directory)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(wrapped),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            max_position_embeddings=64,
+            attention_dropout=0.2,  # draws random numbers, which a resume must draw again
+            pad_token_id=wrapped.pad_token_id,
+            eos_token_id=wrapped.eos_token_id,
+        )
+    )
+    model.save_pretrained(directory)
+
+
+@pytest.fixture
+def tables(material: Path, tmp_path: Path) -> Table:
+    """A configuration of 3 mini-batches per epoch, the last one smaller, over 10 steps."""
+    return {
+        "model": {"path": str(material / "model")},
+        "data": {"train": str(material / "train.jsonl"), "eval": str(material / "eval.jsonl"), "cache": str(material / "cache")},
+        "run": {"seed": 5, "device": "cpu"},
+        "training": {"steps": 10, "batch_size": 8, "micro_batch_rows": 3},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2, "schedule": "cosine"},
+        "checkpoint": {"every": 3},
+    }
+
+
+@pytest.fixture
+def configure(tables: Table, tmp_path: Path) -> Configure:
+    """`configure("name", table={key: value})`: the resolved configuration of a run in `tmp_path / name`, with some keys changed."""
+
+    def make(name: str = "run", **changes: Table) -> ResolvedConfig:
+        merged = {key: dict(table) for key, table in tables.items()}
+        merged["run"]["directory"] = str(tmp_path / name)
+        for key, table in changes.items():
+            merged[key] = {**merged.get(key, {}), **table}
+        return resolve(from_dict(merged, "test"))
+
+    return make

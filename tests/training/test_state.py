@@ -1,0 +1,61 @@
+"""The position in a checkpoint means the same samples, or the resume is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.ragged import offsets_of
+from skyrl_engine.errors import CheckpointError
+from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
+from skyrl_engine.training.order import Position, SampleOrder
+from skyrl_engine.training.state import TrainerState, fingerprint, position_in
+
+ORDER = SampleOrder(samples=10, batch_size=4, seed=3)
+
+
+def saved(directory: Path, state: TrainerState) -> Checkpoint:
+    return CheckpointStore(directory).save(state.step, lambda _: None, {"trainer.json": state.document()})
+
+
+def test_the_position_comes_back(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, TrainerState.create(5, Position(1, 8), ORDER, "abc"))
+    assert position_in(checkpoint, ORDER, "abc") == Position(1, 8)
+    # A position counts samples, so that it keeps its meaning when the batch size changes.
+    assert position_in(checkpoint, evolve(ORDER, batch_size=2), "abc") == Position(1, 8)
+
+
+def test_other_data_is_refused(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, TrainerState.create(5, Position(1, 8), ORDER, "abc"))
+    with pytest.raises(CheckpointError, match="the training data has changed"):
+        position_in(checkpoint, ORDER, "abd")
+    with pytest.raises(CheckpointError, match="10 samples then, 11 now"):
+        position_in(checkpoint, evolve(ORDER, samples=11), "abc")
+
+
+def test_a_state_of_another_making_is_refused(tmp_path: Path) -> None:
+    checkpoint = CheckpointStore(tmp_path).save(5, lambda _: None, {"trainer.json": {"step": 5, "mood": "good"}})
+    with pytest.raises(CheckpointError, match=r"trainer\.json is not of this engine's making"):
+        position_in(checkpoint, ORDER, "abc")
+
+
+def test_the_fingerprint_sees_every_part_of_the_samples() -> None:
+    def columns(ids: list[int], lengths: list[int], actions: list[int], weight: list[int]) -> SampleColumns:
+        return SampleColumns.create(
+            input_ids=np.array(ids, dtype=np.int32),
+            token_offsets=offsets_of(lengths),
+            action_offsets=offsets_of(actions),
+            loss_weight=np.array(weight, dtype=np.uint8),
+        )
+
+    variants = [
+        columns([1, 2, 3, 4], [2, 2], [1, 1], [1, 1]),
+        columns([1, 2, 3, 5], [2, 2], [1, 1], [1, 1]),
+        columns([1, 2, 3, 4], [3, 1], [1, 1], [1, 1]),
+        columns([1, 2, 3, 4], [2, 2], [1, 1], [1, 0]),
+        columns([1, 2, 3, 4], [2, 2], [2, 0], [1, 1]),
+    ]
+    assert len({fingerprint(each) for each in variants}) == len(variants)
+    assert fingerprint(variants[0]) == fingerprint(variants[0].take([0, 1]))
