@@ -47,7 +47,7 @@ def strict_converter() -> Converter:
     converter.register_structure_hook(Path, _path)
     converter.register_structure_hook(type(None), _nothing)
     converter.register_structure_hook_func(_is_literal, _literal)
-    converter.register_structure_hook_func(lambda kind: isinstance(kind, type) and issubclass(kind, enum.Enum), _enum)
+    converter.register_structure_hook(enum.Enum, _enum)
     converter.register_structure_hook_func(lambda kind: _origin(kind) in (Union, types.UnionType), partial(_union, converter))
     converter.register_structure_hook_func(lambda kind: _origin(kind) in _COLLECTIONS, partial(_collection, converter))
     converter.register_structure_hook_func(lambda kind: _origin(kind) in _MAPPINGS, partial(_mapping, converter))

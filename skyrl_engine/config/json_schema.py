@@ -13,6 +13,7 @@ from skyrl_engine.config.converter import NONE_WORD
 from skyrl_engine.config.report import key_meanings
 from skyrl_engine.config.schema import EngineConfig, PluginTable
 from skyrl_engine.config.structure import PLUGIN_TABLES, plain
+from skyrl_engine.config.wording import bounds
 
 if TYPE_CHECKING:
     from skyrl_engine.registry.loader import LoadedPlugin
@@ -117,14 +118,10 @@ def _default(default: Any) -> dict[str, Any]:
 
 
 def _add_bounds(entry: dict[str, Any], validator: Any) -> None:
-    """Bounds of attrs' own number and length validators, alone, combined, or behind `optional`; other validators stay unsaid."""
-    for inner in getattr(validator, "_validators", ()):
-        _add_bounds(entry, inner)
-    optional = getattr(validator, "validator", None)
-    if optional is not None and "anyOf" in entry:
-        _add_bounds(entry["anyOf"][0], optional)
-    sign, bound = getattr(validator, "compare_op", None), getattr(validator, "bound", None)
-    if sign in _BOUNDS and isinstance(bound, (int, float)) and entry.get("type") in ("integer", "number"):
-        entry[_BOUNDS[sign]] = bound
-    if getattr(validator, "min_length", None) is not None and entry.get("type") == "string":
-        entry["minLength"] = validator.min_length
+    """What attrs' own number and length validators say, into a number's or a text's entry, or the one behind `optional`."""
+    inner = entry["anyOf"][0] if "anyOf" in entry else entry
+    if inner.get("type") in ("integer", "number"):
+        inner.update({_BOUNDS[sign]: bound for sign, bound in bounds(validator)})
+    shortest = getattr(getattr(validator, "validator", validator), "min_length", None)
+    if shortest is not None and inner.get("type") == "string":
+        inner["minLength"] = shortest

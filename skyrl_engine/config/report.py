@@ -13,7 +13,7 @@ import tomli_w
 
 from skyrl_engine.config.converter import NONE_WORD
 from skyrl_engine.config.schema import PLACE, EngineConfig, PluginTable
-from skyrl_engine.config.wording import expected, shown
+from skyrl_engine.config.wording import bounds_in_words, expected, shown
 
 
 def to_toml(table: Mapping[str, Any]) -> str:
@@ -98,7 +98,16 @@ def _rows(schema: type[Any]) -> Iterator[tuple[str, str, str, str]]:
         meaning = " ".join(meanings.get(attribute.name, "").split())
         if attribute.metadata.get(PLACE):
             meaning += " (place)"
-        yield attribute.alias or attribute.name, key_kind(attribute.type), default_text(attribute), meaning
+        yield attribute.alias or attribute.name, _bounded_kind(attribute), default_text(attribute), meaning
+
+
+def _bounded_kind(attribute: "attrs.Attribute[Any]") -> str:
+    """Type and bounds: "a whole number, at least 1, or none"."""
+    words, allowed = key_kind(attribute.type), bounds_in_words(attribute.validator)
+    if not allowed:
+        return words
+    number, none, _ = words.partition(" or none")
+    return f"{number}, {allowed}{',' if none else ''}{none}"
 
 
 def key_kind(kind: Any) -> str:

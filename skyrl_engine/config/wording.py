@@ -6,7 +6,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union
 
@@ -103,6 +103,20 @@ def not_a_choice(value: object, allowed: Collection[object]) -> RefusedError:
 _COMPARISON = re.compile(r"'(?P<name>[^']+)' must be (?P<sign>>=|<=|>|<) (?P<bound>\S+?): (?P<value>.*)", re.DOTALL)
 _LENGTH = re.compile(r"Length of '(?P<name>[^']+)' must be (?P<sign>>=|<=) (?P<bound>\d+): (?P<value>\d+)")
 _COMPARED = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
+
+
+def bounds(validator: Any) -> Iterator[tuple[str, float]]:
+    """Sign and bound of attrs' own number validators, alone, combined, or behind `optional`; other validators stay unsaid."""
+    for inner in (*getattr(validator, "_validators", ()), getattr(validator, "validator", None)):
+        yield from bounds(inner) if inner is not None else ()
+    sign, bound = getattr(validator, "compare_op", None), getattr(validator, "bound", None)
+    if sign in _COMPARED and isinstance(bound, (int, float)):
+        yield sign, bound
+
+
+def bounds_in_words(validator: Any) -> str:
+    """For instance "at least 0.0 and less than 1.0"; empty without bounds."""
+    return " and ".join(f"{_COMPARED[sign]} {bound}" for sign, bound in bounds(validator))
 
 
 def plain_refusal(error: Exception) -> RefusedError:
