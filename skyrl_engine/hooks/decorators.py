@@ -10,7 +10,7 @@ from skyrl_engine.contracts.reducer import EmptySequence, FunctionReducer
 from skyrl_engine.hooks.markers import hookimpl
 
 
-@define
+@define(eq=False)
 class LossPlugin:
     """Carries the hook implementations of one loss function; calling it calls the function."""
 
@@ -55,7 +55,7 @@ def loss(
     return decorate
 
 
-@define
+@define(eq=False)
 class ReducerPlugin:
     """Carries the hook implementations of one reducer function; calling it calls the function."""
 

@@ -1,0 +1,97 @@
+"""Find plugins by reading the metadata of installed distributions. Nothing is imported, and nothing unreadable stops the search."""
+
+import re
+from importlib import metadata
+
+from attrs import frozen
+
+from skyrl_engine.registry.kinds import KINDS
+from skyrl_engine.registry.record import PluginRecord
+
+ENGINE = "skyrl-engine"
+ENTRY_POINTS = "entry_points.txt"
+_GROUPS = {kind.group: kind.name for kind in KINDS.values()}
+
+
+@frozen
+class UnreadableDistribution:
+    """An installed distribution whose metadata cannot be read; what it offers is unknown. `where` is its folder, or its name if known."""
+
+    where: str
+    cause: str
+
+    def __str__(self) -> str:
+        return f"the metadata of {self.where} cannot be read ({self.cause}), so its plugins are unknown"
+
+
+@frozen
+class Discovery:
+    """Every plugin found, sorted by kind (as in KINDS), name and distribution; and distributions that could not be read."""
+
+    records: tuple[PluginRecord, ...]
+    unreadable: tuple[UnreadableDistribution, ...] = ()
+
+
+def normalise(distribution: str) -> str:
+    """A distribution's name as PEP 503 compares it."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def discover() -> Discovery:
+    """Read the metadata of every distribution on sys.path.
+
+    Where several installations of one distribution lie on sys.path (an editable one over a left-over wheel), the first is what Python
+    imports and what counts; the others do not exist.
+    """
+    records: list[PluginRecord] = []
+    unreadable: list[UnreadableDistribution] = []
+    seen: set[str] = set()
+    for candidate in metadata.distributions():
+        where = "a distribution"
+        try:
+            where = f"the distribution in {candidate.locate_file('')}"
+            if "skyrl_engine." not in (candidate.read_text(ENTRY_POINTS) or ""):
+                continue
+            name = normalise(candidate.metadata["Name"])
+            if name in seen:
+                continue
+            seen.add(name)
+            where = name
+            records += _records(name, metadata.distribution(name))
+        except Exception as error:  # noqa: BLE001 - one damaged installation, of whatever sort, must not hide all others
+            unreadable.append(UnreadableDistribution(where, f"{type(error).__name__}: {error}"))
+    order = list(KINDS)
+    records.sort(key=lambda record: (order.index(record.kind), record.name, record.reference))
+    return Discovery(tuple(records), tuple(unreadable))
+
+
+def _records(name: str, distribution: metadata.Distribution) -> list[PluginRecord]:
+    offered = [point for point in distribution.entry_points if point.group in _GROUPS]
+    if not offered:
+        return []
+    version, requirement = distribution.version, engine_requirement(distribution)
+    if not version:
+        raise ValueError("it states no version")
+    targets = dict.fromkeys((_GROUPS[point.group], point.name, point.value) for point in offered)
+    return [
+        PluginRecord(kind, point, target, distribution=name, version=version, engine_requirement=requirement)
+        for kind, point, target in targets
+    ]
+
+
+def engine_requirement(distribution: metadata.Distribution) -> str | None:
+    """The range of engine versions that the distribution depends on, None when it depends on none or says so unreadably.
+
+    The unreadable is refused when the plugin is asked for, not here, where it may concern nobody.
+    """
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    for line in distribution.requires or ():
+        if normalise(line).startswith(ENGINE):
+            try:
+                requirement = Requirement(line)
+            except InvalidRequirement:
+                continue
+            if normalise(requirement.name) == ENGINE and "extra" not in str(requirement.marker or ""):
+                return str(requirement.specifier) or None
+    return None

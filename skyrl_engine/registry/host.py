@@ -1,0 +1,174 @@
+"""pluggy with the engine's hooks: register one object, call one object's hook, and name the culprit when plugin code fails."""
+
+import difflib
+import inspect
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import pluggy
+from attrs import field, frozen
+
+from skyrl_engine.errors import EngineError, PluginBrokenError
+from skyrl_engine.hooks import spec
+from skyrl_engine.hooks.markers import PROJECT
+from skyrl_engine.registry.record import PluginRecord
+
+PAGE = "docs/reference/hooks.md"
+
+
+@frozen
+class Owner:
+    """Who answers for plugin code: how an error names it, and what to do about it."""
+
+    label: str
+    remedy: str
+
+    @classmethod
+    def of(cls, record: PluginRecord) -> "Owner":
+        if record.source == "file":
+            return cls(str(record), f"Correct {record.path}")
+        return cls(str(record), f"Upgrade {record.distribution}, or choose another {record.kind}")
+
+
+@frozen(eq=False)
+class Registration:
+    """A registered object: its owner and the hooks it implements."""
+
+    plugin: object
+    owner: Owner
+    hooks: frozenset[str]
+    _holder: object = field(repr=False)
+
+
+class PluginHost:
+    """A plugin manager that knows every hook of the engine."""
+
+    def __init__(self) -> None:
+        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager.add_hookspecs(spec)
+        self._registrations: list[Registration] = []
+
+    @property
+    def hook(self) -> Any:
+        """Pluggy's relay: `host.hook.skyrl_engine_step_finished(event=...)` calls every registered object that implements the hook."""
+        return self._manager.hook
+
+    @property
+    def registrations(self) -> tuple[Registration, ...]:
+        return tuple(self._registrations)
+
+    def register(self, plugin: object, owner: Owner) -> Registration:
+        """Register an object's hook implementations, all checked against the specification; a refused object leaves no trace.
+
+        Raises PluginBrokenError for an unknown hook, an argument that the hook does not offer, and a class in place of an instance.
+        """
+        if inspect.isclass(plugin):
+            raise PluginBrokenError(
+                f"{owner.label} is the class {plugin.__name__}, whose methods lack their instance",
+                remedy="Point at an instance of it",
+            )
+        implementations = dict(_implementations(self._manager, plugin, owner))
+        # pluggy keeps plugins in sets and compares them by value, which attrs classes do not stand; a holder is only itself.
+        holder = _Holder({name: function for name, (_, function) in implementations.items()})
+        registration = Registration(plugin, owner, frozenset(hook for hook, _ in implementations.values()), holder)
+        self._check_names(registration)
+        try:
+            self._manager.register(holder, name=f"{owner.label} #{len(self._registrations)}")
+            self._manager.check_pending()
+        except pluggy.PluginValidationError as error:
+            self._manager.unregister(holder)
+            raise PluginBrokenError(
+                f"{owner.label} has a hook that does not fit: {_reason(error)}",
+                remedy=f"Take only arguments that the hook offers; {PAGE} lists them",
+            ) from error
+        except Exception:
+            self._manager.unregister(holder)
+            raise
+        self._registrations.append(registration)
+        return registration
+
+    def call(self, registration: Registration, hook: str, **arguments: Any) -> Any:
+        """Call a hook of exactly one registered object."""
+        others = [other._holder for other in self._registrations if other is not registration]  # noqa: SLF001 - two halves of one thing
+        return self._manager.subset_hook_caller(hook, others)(**arguments)
+
+    def _check_names(self, registration: Registration) -> None:
+        """Pluggy's check_pending refuses unknown hooks too, but only after registration and without saying what was meant."""
+        for hook in sorted(registration.hooks):
+            if not hasattr(self._manager.hook, hook):
+                close = difflib.get_close_matches(hook, [name for name in vars(self._manager.hook) if name[0] != "_"], n=1)
+                raise PluginBrokenError(
+                    f"{registration.owner.label} implements the unknown hook {hook}",
+                    remedy=f"Did you mean {close[0]}?" if close else f"Choose one of those in {PAGE}",
+                )
+
+
+class _Holder:
+    """Hook implementations of one object, by attribute; compared and hashed by identity."""
+
+    def __init__(self, implementations: dict[str, Callable[..., Any]]) -> None:
+        vars(self).update(implementations)
+
+
+def _implementations(
+    manager: pluggy.PluginManager, plugin: object, owner: Owner
+) -> Iterator[tuple[str, tuple[str, Callable[..., Any]]]]:
+    """Per attribute that implements a hook: the hook's name and the function, which reports what goes wrong in it."""
+    for name in dir(plugin):
+        if isinstance(inspect.getattr_static(plugin, name, None), property):
+            continue  # reading it would run plugin code
+        options = manager.parse_hookimpl_opts(plugin, name)
+        if options is not None:
+            hook = options["specname"] or name
+            if not (options["optionalhook"] and not hasattr(manager.hook, hook)):
+                yield name, (hook, _reporting(getattr(plugin, name), hook, owner))
+
+
+def _reporting(function: Callable[..., Any], hook: str, owner: Owner) -> Callable[..., Any]:
+    """The function with its options and signature, in which any error but the engine's own names plugin, hook and place."""
+    if inspect.isgeneratorfunction(function):
+
+        @wraps(function)
+        def reporting_wrapper(*arguments: Any) -> Any:
+            with blaming(owner, hook):
+                return (yield from function(*arguments))
+
+        return reporting_wrapper
+
+    @wraps(function)
+    def reporting(*arguments: Any) -> Any:
+        with blaming(owner, hook):
+            return function(*arguments)
+
+    return reporting
+
+
+@contextmanager
+def blaming(owner: Owner, doing: str) -> Iterator[None]:
+    """Turn whatever plugin code raises into PluginBrokenError; what it raises of the engine's errors is meant, and passes."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except (Exception, SystemExit) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise PluginBrokenError(
+            f"{owner.label} failed in {doing}: {describe(error)}",
+            remedy=owner.remedy,
+            details=[f"{place.filename}, line {place.lineno}, in {place.name}"],
+        ) from error
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of an exception on one line, without final stop."""
+    message = " ".join(str(error).split()).rstrip(".")
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _reason(error: pluggy.PluginValidationError) -> str:
+    """Pluggy's message without its first line, which names the plugin in pluggy's own way."""
+    lines = str(error).splitlines()
+    return " ".join(" ".join(lines[1:] or lines).split()).rstrip(".")

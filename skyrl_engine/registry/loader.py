@@ -1,0 +1,81 @@
+"""The only place that loads entry points and imports plugin modules. Metadata is checked before anything is imported."""
+
+import difflib
+from importlib import metadata
+from typing import Any
+
+import attrs
+
+from skyrl_engine.errors import ContractError, PluginBrokenError, PluginNotFoundError
+from skyrl_engine.hooks import decorators
+from skyrl_engine.registry.compat import check_requirements, installed_distribution
+from skyrl_engine.registry.host import Owner, PluginHost, Registration, blaming
+from skyrl_engine.registry.kinds import CONFIG_SCHEMA_HOOK, KINDS
+from skyrl_engine.registry.known import install_command
+from skyrl_engine.registry.loaded import LoadedPlugin
+from skyrl_engine.registry.local_module import local_module
+from skyrl_engine.registry.record import PluginRecord
+
+__all__ = ["LoadedPlugin", "load"]
+
+
+def load(record: PluginRecord, *, host: PluginHost | None = None) -> LoadedPlugin:
+    """Verify, import and register the plugin of a record; `host` (None: one of its own) holds plugins that shall share a manager.
+
+    Raises PluginNotFoundError when it is not installed here, PluginIncompatibleError when the version installed here is another than the
+    record's, or metadata excludes this engine or this environment, PluginBrokenError when importing or registering fails, and
+    ContractError when its schema is no attrs class.
+    """
+    owner = Owner.of(record)
+    plugin = _from_file(record, owner) if record.source == "file" else _from_distribution(record, owner)
+    host = host or PluginHost()
+    registration = host.register(plugin, owner)
+    for hook in KINDS[record.kind].hooks:
+        if hook not in registration.hooks:
+            raise _lacking(record, registration, hook)
+    return LoadedPlugin(record, _schema(host, registration), registration, host)
+
+
+def _from_distribution(record: PluginRecord, owner: Owner) -> Any:
+    distribution = installed_distribution(record)
+    check_requirements(record, distribution)
+    point = metadata.EntryPoint(record.name, record.target, KINDS[record.kind].group)
+    with blaming(attrs.evolve(owner, remedy=f"Upgrade it: {install_command('--upgrade', str(record.distribution))}"), "its import"):
+        return point.load()
+
+
+def _from_file(record: PluginRecord, owner: Owner) -> Any:
+    with blaming(owner, "its import"):
+        module = local_module(record)
+    try:
+        return getattr(module, record.target)
+    except AttributeError:
+        defined = [name for name in vars(module) if not name.startswith("_")]
+        close = difflib.get_close_matches(record.target, defined, n=1)
+        raise PluginNotFoundError(
+            f"{record.path} defines no {record.target!r}",
+            remedy=f"Did you mean {record.path}:{close[0]}?" if close else "Write the name that the file defines after the colon",
+        ) from None
+
+
+def _lacking(record: PluginRecord, registration: Registration, hook: str) -> PluginBrokenError:
+    made = [name.rpartition("_")[2] for name in sorted(registration.hooks) if name.startswith("skyrl_engine_make_")]
+    if made:
+        remedy = f"Set it as {made[0]}"
+    elif hasattr(decorators, record.kind):
+        remedy = f"Mark a method of that name with skyrl_engine.hookimpl, or a function with skyrl_engine.{record.kind}"
+    else:
+        remedy = "Mark a method of that name with skyrl_engine.hookimpl"
+    return PluginBrokenError(f"{record} does not implement {hook}", remedy=remedy)
+
+
+def _schema(host: PluginHost, registration: Registration) -> type[Any] | None:
+    if CONFIG_SCHEMA_HOOK not in registration.hooks:
+        return None
+    schema = host.call(registration, CONFIG_SCHEMA_HOOK)
+    if schema is not None and not (isinstance(schema, type) and attrs.has(schema)):
+        raise ContractError(
+            f"{CONFIG_SCHEMA_HOOK} of {registration.owner.label} returned {schema!r}",
+            remedy="Return an attrs class, or None where there are no options",
+        )
+    return schema

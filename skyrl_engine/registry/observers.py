@@ -1,0 +1,81 @@
+"""Tell every observer what happens in a run. One that fails stops the run and is named; none is dropped quietly."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from skyrl_engine.contracts.events import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
+from skyrl_engine.errors import ContractError
+from skyrl_engine.registry.host import Owner, PluginHost, Registration
+from skyrl_engine.registry.kinds import OBSERVER_HOOKS
+
+
+class ObserverBus:
+    """Broadcasts events to observers in pluggy's order: the last registered first, `tryfirst` and `trylast` before and after.
+
+    Every method raises PluginBrokenError naming the observer that failed; an EngineError that an observer raises passes as it is.
+    """
+
+    def __init__(self, observers: Iterable[object] = ()) -> None:
+        self._host = PluginHost()
+        for observer in observers:
+            self.register(observer)
+
+    def register(self, observer: object, name: str | None = None) -> None:
+        """Add an observer, known in errors by `name` (None: its class's). One that comes late is told that the session started.
+
+        Raises ContractError when it implements no observer hook, PluginBrokenError when one does not fit.
+        """
+        owner = _owner(observer, name)
+        check_observer(observer, owner)
+        self._host.register(observer, owner)
+
+    def session_started(self, event: SessionStarted) -> None:
+        self._host.hook.skyrl_engine_session_started.call_historic(kwargs={"event": event})
+
+    def step_finished(self, event: StepFinished) -> None:
+        self._host.hook.skyrl_engine_step_finished(event=event)
+
+    def evaluation_finished(self, event: EvaluationFinished) -> None:
+        self._host.hook.skyrl_engine_evaluation_finished(event=event)
+
+    def checkpoint_saved(self, event: CheckpointSaved) -> None:
+        self._host.hook.skyrl_engine_checkpoint_saved(event=event)
+
+    def session_finished(self, event: SessionFinished) -> None:
+        self._host.hook.skyrl_engine_session_finished(event=event)
+
+    def manifest_extra(self) -> dict[str, Any]:
+        """All observers' facts for the manifest. Raises ContractError when one returns no dict, or two give one key different values."""
+        extra: dict[str, Any] = {}
+        givers: dict[str, Registration] = {}
+        for registration in self._host.registrations:
+            for facts in self._host.call(registration, "skyrl_engine_manifest_extra"):
+                if not isinstance(facts, dict):
+                    raise ContractError(
+                        f"skyrl_engine_manifest_extra of {registration.owner.label} returned {type(facts).__name__}",
+                        remedy="Return a dict of JSON-serialisable facts",
+                    )
+                for key, value in facts.items():
+                    if key in extra and extra[key] != value:
+                        raise ContractError(
+                            f"{givers[key].owner.label} and {registration.owner.label} both add {key!r} to the run manifest",
+                            remedy="Take one of them out of run.observers",
+                        )
+                    extra[key] = value
+                    givers[key] = registration
+        return extra
+
+
+def check_observer(observer: object, owner: Owner) -> None:
+    """Raise ContractError when an object implements no observer hook, PluginBrokenError when one of its hooks does not fit."""
+    hooks = PluginHost().register(observer, owner).hooks
+    if not hooks & set(OBSERVER_HOOKS):
+        raise ContractError(
+            f"{owner.label}: a {type(observer).__name__} implements no observer hook",
+            remedy=f"Implement one of {', '.join(OBSERVER_HOOKS)}",
+        )
+
+
+def _owner(observer: object, name: str | None) -> Owner:
+    kind = type(observer)
+    return Owner(name or f"observer {kind.__module__}.{kind.__qualname__}", "Correct it, or take it out of run.observers")

@@ -1,0 +1,112 @@
+"""From a reference to exactly one plugin. Nothing is imported: what is decided here is decided from metadata and file content.
+
+The rules, in their order: blocked plugins are dropped; a name must match exactly; one claim wins; of several claims the pinned one wins,
+otherwise it is an error that names them in full. No distribution has priority, the engine's own included.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from attrs import frozen
+
+from skyrl_engine.errors import PluginAmbiguousError, PluginBlockedError, PluginBrokenError
+from skyrl_engine.registry.discovery import UnreadableDistribution, discover
+from skyrl_engine.registry.kinds import KINDS
+from skyrl_engine.registry.known import install_command
+from skyrl_engine.registry.record import PluginRecord
+from skyrl_engine.registry.reference import Reference, parse
+from skyrl_engine.registry.selection import Selection
+from skyrl_engine.registry.suggest import missing_file, missing_plugin
+
+__all__ = ["PluginRecord", "Registry"]
+
+
+@frozen
+class Registry:
+    """Every plugin that is installed here, and which of them the configuration blocks and pins."""
+
+    _records: tuple[PluginRecord, ...]
+    unreadable: tuple[UnreadableDistribution, ...]
+    selection: Selection
+
+    @classmethod
+    def discover(cls, *, block: Sequence[str] = (), pin: Mapping[str, str] = MappingProxyType({})) -> "Registry":
+        """Read the metadata of what is installed. Raises ConfigError for a pin that is not "kind:name"."""
+        found = discover()
+        return cls(found.records, found.unreadable, Selection.of(block, pin))
+
+    def records(self, kind: str | None = None) -> tuple[PluginRecord, ...]:
+        """Every plugin that is installed and not blocked, of one kind or of all."""
+        usable = (record for record in self._records if self.selection.blocks(record) is None)
+        return tuple(record for record in usable if kind in (None, record.kind))
+
+    def resolve(self, kind: str, reference: str, *, base: Path | None = None) -> PluginRecord:
+        """The one plugin that `reference` means; a relative file is looked up from `base` (None: the working directory).
+
+        Raises PluginNotFoundError, PluginAmbiguousError, PluginBlockedError, or PluginBrokenError for a file that cannot be read and a
+        distribution that offers one name twice.
+        """
+        assert kind in KINDS, f"there is no kind {kind!r}"
+        wanted = parse(reference, base=base)
+        if wanted.path is not None:
+            return self._allowed(_of_file(kind, wanted, wanted.path))
+        pinned = None if wanted.distribution else self.selection.pins.get((kind, wanted.name))
+        distribution = wanted.distribution or pinned
+        claims = [record for record in self._records if (record.kind, record.name) == (kind, wanted.name)]
+        matches = [record for record in claims if distribution in (None, record.distribution)]
+        usable = [record for record in matches if self.selection.blocks(record) is None]
+        if len(usable) == 1:
+            return usable[0]
+        if usable:
+            raise _several(usable)
+        if matches:
+            return self._allowed(matches[0])
+        raise missing_plugin(kind, wanted, self.records(), self.unreadable, pinned=pinned)
+
+    def _allowed(self, record: PluginRecord) -> PluginRecord:
+        entry = self.selection.blocks(record)
+        if entry is not None:
+            raise PluginBlockedError(
+                f"{record} is blocked by {entry!r} in plugins.block", remedy=f"Choose another {record.kind}, or remove that entry"
+            )
+        return record
+
+
+def _several(claims: Sequence[PluginRecord]) -> PluginAmbiguousError | PluginBrokenError:
+    first = claims[0]
+    distributions = list(dict.fromkeys(record.distribution for record in claims))
+    if len(distributions) < len(claims):
+        twice = next(record for record in claims if sum(other.distribution == record.distribution for other in claims) > 1)
+        return PluginBrokenError(
+            f"{twice.origin} offers the {first.kind} {first.name!r} more than once, with different targets",
+            remedy=f"Upgrade it: {install_command('--upgrade', str(twice.distribution))}",
+            details=[
+                f"{record.kind} {record.name} = {record.target}" for record in claims if record.distribution == twice.distribution
+            ],
+        )
+    references = " and ".join(record.reference for record in claims)
+    return PluginAmbiguousError(
+        f"the {first.kind} {first.name!r} is claimed by {len(claims)} distributions: {references}",
+        remedy=f"Write {first.reference} where you mean that one, or pin it: plugins.pin = "
+        f'{{ "{first.kind}:{first.name}" = "{first.distribution}" }}',
+        details=[str(record) for record in claims],
+    )
+
+
+def _of_file(kind: str, wanted: Reference, path: Path) -> PluginRecord:
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, IsADirectoryError):
+        raise missing_file(kind, wanted, path) from None
+    except OSError as error:
+        raise PluginBrokenError(
+            f"the local {kind} {wanted.text!r} cannot be read from {path}: {error.strerror}", remedy="Make the file readable"
+        ) from error
+    try:
+        return PluginRecord.of_file(kind, path, wanted.name, content)
+    except UnicodeDecodeError as error:
+        raise PluginBrokenError(
+            f"the local {kind} {wanted.text!r} in {path} is not UTF-8: {error.reason} at byte {error.start}",
+            remedy="Save the file as UTF-8",
+        ) from error

@@ -1,0 +1,50 @@
+"""What a configuration blocks and pins."""
+
+from collections.abc import Mapping, Sequence
+
+from attrs import frozen
+
+from skyrl_engine.errors import ConfigError, Problem
+from skyrl_engine.registry.discovery import normalise
+from skyrl_engine.registry.kinds import KINDS
+from skyrl_engine.registry.record import PluginRecord
+from skyrl_engine.registry.reference import parse
+
+
+@frozen
+class Selection:
+    """Blocked plugins, and pins: (kind, name) -> the distribution (normalised) that a bare name is taken from.
+
+    A block is a reference: a bare name blocks it in every distribution, `distribution:name` there only, `distribution:*` all that the
+    distribution offers, `./file.py:name` a local file's.
+    """
+
+    block: tuple[str, ...]
+    pins: Mapping[tuple[str, str], str]
+
+    @classmethod
+    def of(cls, block: Sequence[str], pin: Mapping[str, str]) -> "Selection":
+        """From the configuration's `plugins.block` and `plugins.pin` ("kind:name" -> distribution). Raises ConfigError."""
+        problems, pins = [], {}
+        for key, distribution in pin.items():
+            kind, _, name = key.partition(":")
+            if kind not in KINDS or not name:
+                cause = f"{key!r} is not of the form kind:name"
+                problems.append(Problem("plugins.pin", cause, f"Start it with one of {', '.join(f'{kind}:' for kind in KINDS)}"))
+            pins[kind, name] = normalise(distribution)
+        if problems:
+            raise ConfigError(problems)
+        return cls(tuple(block), pins)
+
+    def blocks(self, record: PluginRecord) -> str | None:
+        """The entry that blocks this plugin, None if none does."""
+        return next((entry for entry in self.block if _covers(entry, record)), None)
+
+
+def _covers(entry: str, record: PluginRecord) -> bool:
+    reference = parse(entry)
+    if reference.distribution is not None and reference.distribution != record.distribution:
+        return False
+    if reference.path is not None and (record.path is None or reference.path != record.path):
+        return False
+    return reference.name == record.name or (reference.name == "*" and (reference.distribution or reference.path) is not None)

@@ -1,0 +1,102 @@
+"""What may have been meant by a reference that means nothing here, and the one action that helps."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from skyrl_engine.errors import PluginNotFoundError
+from skyrl_engine.registry.discovery import UnreadableDistribution
+from skyrl_engine.registry.kinds import KINDS
+from skyrl_engine.registry.known import FIRST_PARTY, install_command
+from skyrl_engine.registry.record import PluginRecord
+from skyrl_engine.registry.reference import Reference
+
+
+def missing_plugin(
+    kind: str,
+    wanted: Reference,
+    records: Sequence[PluginRecord],
+    unreadable: Sequence[UnreadableDistribution],
+    *,
+    pinned: str | None,
+) -> PluginNotFoundError:
+    """The error for a reference that no usable plugin answers; `pinned` is the distribution a pin asks it from."""
+    details = [str(distribution) for distribution in unreadable]
+    distribution = wanted.distribution or pinned
+    if distribution is None:
+        cause = f"there is no {kind} {wanted.name!r}"
+        remedy = _bare_name(kind, wanted.name, records)
+    else:
+        versions = {record.distribution: record.version for record in records}
+        says = f"{wanted.text!r}" if pinned is None else f"{wanted.text!r}, pinned to {pinned},"
+        if distribution in versions:
+            cause = f"the {kind} {says} is not offered by {distribution} {versions[distribution]}"
+        else:
+            cause = f"the {kind} {says} cannot be found: no plugin of a distribution {distribution} is installed"
+        remedy = _qualified_name(kind, wanted.name, distribution, records)
+        if pinned is not None and any(record.kind == kind and record.name == wanted.name for record in records):
+            remedy = f'Correct or remove "{kind}:{wanted.name}" in plugins.pin'
+    return PluginNotFoundError(cause, remedy=remedy, details=details)
+
+
+def missing_file(kind: str, wanted: Reference, path: Path) -> PluginNotFoundError:
+    """The error for a local plugin whose file is not there."""
+    siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, siblings, n=1)
+    remedy = (
+        f"Did you mean {path.parent / close[0]}:{wanted.name}?"
+        if close
+        else "Correct the path; it is relative to the working directory"
+    )
+    return PluginNotFoundError(f"the local {kind} {wanted.text!r} cannot be found: there is no file {path}", remedy=remedy)
+
+
+def _bare_name(kind: str, name: str, records: Sequence[PluginRecord]) -> str:
+    if command := _first_party_command(kind, name, records):
+        return f"Install it: {command}"
+    others = [record for record in records if record.name == name]
+    if others:
+        return f"{name!r} is {KINDS[others[0].kind].with_article}: set it as {others[0].kind}, and choose {_choice(kind, records)} here"
+    installed = list(dict.fromkeys(record.name for record in records if record.kind == kind))
+    known = [other for of_kind, other in FIRST_PARTY if of_kind == kind]
+    close = difflib.get_close_matches(name, [*installed, *known], n=1)
+    if not close:
+        return f"Choose {_choice(kind, records)}"
+    command = _first_party_command(kind, close[0], records)
+    return f"Did you mean {close[0]!r}?" + (f" Install it: {command}" if command else "")
+
+
+def _qualified_name(kind: str, name: str, distribution: str, records: Sequence[PluginRecord]) -> str:
+    if FIRST_PARTY.get((kind, name)) == distribution and (command := _first_party_command(kind, name, records)):
+        return f"Install it: {command}"
+    references = [record.reference for record in records if record.kind == kind]
+    same_distribution = [reference for reference in references if reference.startswith(f"{distribution}:")]
+    same_name = [record.reference for record in records if record.kind == kind and record.name == name]
+    close = (
+        difflib.get_close_matches(f"{distribution}:{name}", same_distribution, n=1)
+        or same_name[:1]
+        or difflib.get_close_matches(f"{distribution}:{name}", references, n=1, cutoff=0.75)
+    )
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    if distribution in {record.distribution for record in records}:
+        return f"Choose {_choice(kind, records)}"
+    return f"Install the distribution {distribution}, or choose {_choice(kind, records)}"
+
+
+def _first_party_command(kind: str, name: str, records: Sequence[PluginRecord]) -> str | None:
+    """The pip command for a first-party plugin that is not installed.
+
+    Only for names that this project publishes: a command made of what somebody typed would install whatever bears the misspelt name.
+    """
+    distribution = FIRST_PARTY.get((kind, name))
+    if distribution is None or any(record.kind == kind and record.name == name for record in records):
+        return None
+    return install_command(distribution)
+
+
+def _choice(kind: str, records: Sequence[PluginRecord]) -> str:
+    names = list(dict.fromkeys(record.name for record in records if record.kind == kind))
+    if not names:
+        return f"{KINDS[kind].with_article} once a distribution that offers one is installed"
+    return f"one of {', '.join(names)}" if len(names) > 1 else names[0]
