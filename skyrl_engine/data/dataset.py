@@ -129,10 +129,9 @@ def _wanted_rows(data: DataConfig, source: Source, split: Split, seed: int) -> B
     if data.eval is not None or not data.eval_fraction:
         wanted[:count] = True
         return wanted
-    if data.eval_fraction >= 1 or count < 2:
+    if count < 2:
         raise DataError(
-            f"data.eval_fraction {data.eval_fraction} of {count} samples leaves nothing to train on",
-            remedy="Set data.eval_fraction below 1 and use at least two samples",
+            f"data.eval_fraction {data.eval_fraction} of one sample leaves nothing to train on", remedy="Use at least two samples"
         )
     held_out = min(max(round(count * data.eval_fraction), 1), count - 1)
     order = np.random.default_rng([seed, _EVAL_STREAM]).permutation(count)

@@ -3,11 +3,12 @@
 import gzip
 import hashlib
 import json
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 BoolArray = npt.NDArray[np.bool_]
 
 _ROWS_PER_READ = 1024
-_BYTES_PER_READ = 2**20
 
 
 @frozen
@@ -63,22 +63,25 @@ class JsonLines(Part):
 
     path: Path
 
-    def _open(self) -> IO[bytes]:
-        return cast("IO[bytes]", gzip.open(self.path, "rb")) if self.path.suffix == ".gz" else self.path.open("rb")
-
     def scan(self) -> Scan:
         digest, rows = hashlib.sha256(), 0
-        with self._open() as file:
-            for line in file:
-                digest.update(line)
-                rows += bool(line.strip())
+        for line in self._lines():
+            digest.update(line)
+            rows += bool(line.strip())
         return Scan(digest.hexdigest(), rows)
 
     def read(self) -> Iterator[tuple[str, bytes]]:
-        with self._open() as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{self.path} line {number}", line
+        for number, line in enumerate(self._lines(), start=1):
+            if line.strip():
+                yield f"{self.path} line {number}", line
+
+    def _lines(self) -> Iterator[bytes]:
+        packed = self.path.suffix.lower() == ".gz"
+        try:
+            with gzip.open(self.path, "rb") if packed else self.path.open("rb") as file:
+                yield from file
+        except (OSError, EOFError, zlib.error) as error:
+            raise _unreadable(self.path, "packed JSON lines" if packed else "JSON lines", error) from error
 
 
 @frozen
@@ -98,6 +101,8 @@ class JsonArray(Part):
     def _load(self) -> list[Any]:
         try:
             values = json.loads(self.path.read_bytes())
+        except OSError as error:
+            raise _unreadable(self.path, "JSON", error) from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise DataError(
                 f"{self.path} is not valid JSON: {error}", remedy="Correct the file, or store one object per line as .jsonl"
@@ -235,11 +240,13 @@ def _checked_object(values: object, where: str) -> Mapping[str, Any]:
 
 def _batch_rows(batches: "Iterator[pa.RecordBatch]", name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     number = 0
-    for batch in batches:
-        columns = {column: _column_values(batch.column(index)) for index, column in enumerate(batch.schema.names)}
-        for row in range(batch.num_rows):
-            yield f"{name} row {number}", {column: values[row] for column, values in columns.items()}
-            number += 1
+    for whole in batches:
+        for start in range(0, whole.num_rows, _ROWS_PER_READ):
+            batch = whole.slice(start, _ROWS_PER_READ)
+            columns = {column: _column_values(batch.column(index)) for index, column in enumerate(batch.schema.names)}
+            for row in range(batch.num_rows):
+                yield f"{name} row {number}", {column: values[row] for column, values in columns.items()}
+                number += 1
 
 
 def _column_values(array: "pa.Array") -> Sequence[Any]:
@@ -268,11 +275,11 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _file_digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BYTES_PER_READ):
-            digest.update(block)
-    return digest.hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise _unreadable(path, "data", error) from error
 
 
 def _unreadable(path: Path, kind: str, error: Exception) -> DataError:

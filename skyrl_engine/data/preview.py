@@ -1,0 +1,108 @@
+"""A look at a tokenized dataset before training: tokens, which of them carry loss, lengths, and what padding would cost."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from attrs import frozen
+
+from skyrl_engine.contracts.ragged import IntArray
+from skyrl_engine.data.dataset import DataCounts, TokenizedDataset
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@frozen
+class TokenPreview:
+    """One token as text."""
+
+    id: int
+    text: str
+    loss: bool
+
+
+@frozen
+class SamplePreview:
+    """One sample; `row` is its number in the source."""
+
+    row: int
+    tokens: tuple[TokenPreview, ...]
+    response_tokens: int
+
+
+@frozen
+class Bin:
+    """`samples` have between `low` and `high` tokens, both included."""
+
+    low: int
+    high: int
+    samples: int
+
+
+@frozen
+class Preview:
+    """`padding_share` is the part of all token places that would be padding if batches of `batch_size` samples, in the dataset's order, were
+    padded to their longest; `padding_share_sorted` the same for batches of samples of like length.
+    """
+
+    name: str
+    format: str
+    counts: DataCounts
+    samples: tuple[SamplePreview, ...]
+    histogram: tuple[Bin, ...]
+    shortest: int
+    median: float
+    longest: int
+    batch_size: int
+    padding_share: float
+    padding_share_sorted: float
+
+
+def preview(
+    dataset: TokenizedDataset, tokenizer: "PreTrainedTokenizerBase", *, samples: int = 3, batch_size: int = 32, bins: int = 10
+) -> Preview:
+    """The first `samples` samples token by token, and the shape of all of them."""
+    lengths = np.diff(dataset.columns.token_offsets)
+    return Preview(
+        name=dataset.name,
+        format=dataset.format,
+        counts=dataset.counts,
+        samples=tuple(_sample(dataset, tokenizer, position) for position in range(min(samples, len(dataset)))),
+        histogram=_histogram(lengths, bins),
+        shortest=int(lengths.min()),
+        median=float(np.median(lengths)),
+        longest=int(lengths.max()),
+        batch_size=batch_size,
+        padding_share=padding_share(lengths, batch_size),
+        padding_share_sorted=padding_share(np.sort(lengths), batch_size),
+    )
+
+
+def padding_share(lengths: IntArray, batch_size: int) -> float:
+    """Padding over all places when consecutive batches of samples, lengths int64[N], are padded to their longest."""
+    starts = np.arange(0, len(lengths), batch_size)
+    sizes = np.diff(np.append(starts, len(lengths)))
+    places = int((np.maximum.reduceat(lengths, starts) * sizes).sum()) if len(lengths) else 0
+    return 1 - int(lengths.sum()) / places if places else 0.0
+
+
+def _sample(dataset: TokenizedDataset, tokenizer: Any, position: int) -> SamplePreview:
+    columns = dataset.columns
+    ids = columns.input_ids[columns.token_offsets[position] : columns.token_offsets[position + 1]]
+    weights = columns.loss_weight[columns.action_offsets[position] : columns.action_offsets[position + 1]]
+    loss = np.zeros(len(ids), dtype=np.bool_)
+    loss[len(ids) - len(weights) :] = weights != 0
+    tokens = tuple(
+        TokenPreview(int(token), tokenizer.decode([int(token)], clean_up_tokenization_spaces=False), bool(carries))
+        for token, carries in zip(ids, loss, strict=True)
+    )
+    return SamplePreview(int(columns.sample_values["row"][position]), tokens, len(weights))
+
+
+def _histogram(lengths: IntArray, bins: int) -> tuple[Bin, ...]:
+    """At most `bins` bins of equal width over the lengths, in whole tokens."""
+    low, high = int(lengths.min()), int(lengths.max())
+    width = max(1, -(-(high - low + 1) // bins))
+    starts = range(low, high + 1, width)
+    counts = np.bincount((lengths - low) // width, minlength=len(starts))
+    return tuple(Bin(start, min(start + width - 1, high), int(count)) for start, count in zip(starts, counts, strict=True))

@@ -1,0 +1,163 @@
+"""Tiny byte-level tokenizers, trained in-process, with chat templates of the kinds in use."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from skyrl_engine.config.schema import DataConfig
+from skyrl_engine.data import TokenizedDataset, load_columns
+
+CHATML = """\
+{%- for m in messages -%}
+{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+
+# trims content, begins with the beginning-of-text token, closes turns with a token of its own
+HEADERS = """\
+{{- bos_token -}}
+{%- for m in messages -%}
+{{ '<|head|>' + m.role + '<|/head|>\n\n' + (m.content | trim) + '<|eot|>' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|head|>assistant<|/head|>\n\n' }}{%- endif -%}"""
+
+# after the last user message: a think block, empty in the final turn where there is no reasoning; before it: reasoning removed
+THINKING = """\
+{%- set last = namespace(user=-1) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- if tools -%}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{%- endif -%}
+{%- for m in messages -%}
+  {%- set text = m.content -%}
+  {%- set thought = m.reasoning_content or '' -%}
+  {%- if '</think>' in text -%}
+    {%- set thought = text.split('</think>')[0].split('<think>')[-1].strip('\n') -%}
+    {%- set text = text.split('</think>')[-1].lstrip('\n') -%}
+  {%- endif -%}
+  {%- if m.role == 'tool' -%}
+    {{ '<|im_start|>user\n[result]' + text + '[/result]<|im_end|>\n' }}
+  {%- else -%}
+    {{ '<|im_start|>' + m.role + '\n' }}
+    {%- if m.role == 'assistant' and loop.index0 > last.user and (loop.last or thought) -%}
+      {{ '<think>\n' + thought + '\n</think>\n\n' }}
+    {%- endif -%}
+    {{ text }}
+    {%- for call in m.tool_calls or [] -%}
+      {%- if text -%}{{ '\n' }}{%- endif -%}
+      {{ '[call]' + call.function.name + ' ' + (call.function.arguments | tojson) + '[/call]' }}
+    {%- endfor -%}
+    {{ '<|im_end|>\n' }}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+
+# the generation prompt opens a think block that finished turns do not have
+OPENS_THINKING = """\
+{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}{{ '<|head|>A<|/head|>' + m.content.split('</think>')[-1] + '<|eot|>' }}
+{%- else -%}{{ '<|head|>U<|/head|>' + m.content }}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|head|>A<|/head|><think>\n' }}{%- endif -%}"""
+
+# no token of its own ends a turn
+UNMARKED = """\
+{%- for m in messages -%}{{ m.role + ': ' + m.content + '\n' }}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ 'assistant: ' }}{%- endif -%}"""
+
+TAGGED = """\
+{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}
+{{ '<|im_start|>assistant\n' }}{%- generation -%}{{ m.content + '<|im_end|>' }}{%- endgeneration -%}{{ '\n' }}
+{%- else -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+
+# the conversation is summed up, so that nothing of a turn can be found
+OPAQUE = """{{- messages | length -}}{%- if add_generation_prompt -%}{{ 'A' }}{%- endif -%}"""
+
+TEMPLATES: Mapping[str, str] = {
+    "chatml": CHATML,
+    "headers": HEADERS,
+    "thinking": THINKING,
+    "opens_thinking": OPENS_THINKING,
+    "unmarked": UNMARKED,
+    "tagged": TAGGED,
+    "opaque": OPAQUE,
+}
+
+_CORPUS = ["hello there, how are you today", "the answer is 42\n\nthank you", "user assistant system tool"] * 3
+_SPECIAL = ["<|bos|>", "<|end|>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>"]
+
+
+def _make_tokenizer(template: str | None = "chatml", *, adds_bos: bool = False, pad: bool = True) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=_SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(_CORPUS, trainer)
+    if adds_bos:
+        backend.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|end|>", pad_token="<|end|>" if pad else None
+    )
+    if template is not None:
+        tokenizer.chat_template = TEMPLATES[template]
+    return tokenizer
+
+
+def _marked(dataset: TokenizedDataset, tokenizer: Any, position: int = 0) -> str:
+    """The sample as text, with what carries loss in double brackets."""
+    columns = dataset.columns
+    ids = columns.input_ids[columns.token_offsets[position] : columns.token_offsets[position + 1]]
+    weights = columns.loss_weight[columns.action_offsets[position] : columns.action_offsets[position + 1]]
+    loss = np.concatenate([np.zeros(len(ids) - len(weights), dtype=bool), weights != 0])
+    text, start = "", 0
+    while start < len(ids):
+        stop = start
+        while stop < len(ids) and loss[stop] == loss[start]:
+            stop += 1
+        piece = tokenizer.decode(ids[start:stop].tolist(), clean_up_tokenization_spaces=False)
+        text += f"[[{piece}]]" if loss[start] else piece
+        start = stop
+    return text
+
+
+def _chat(*turns: str) -> dict[str, Any]:
+    """user, assistant, user, ... in turn."""
+    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]}
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., TokenizedDataset]:
+    """Tokenize rows, given as values, through a JSONL file."""
+
+    def load_rows(rows: Sequence[Any], tokenizer: Any, *, split: Any = "train", seed: int = 0, **settings: Any) -> TokenizedDataset:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        data = DataConfig(train=str(path), cache=str(tmp_path / "cache"), **settings)
+        return load_columns(data, tokenizer, split=split, seed=seed)
+
+    return load_rows
+
+
+@pytest.fixture(name="make_tokenizer")
+def make_tokenizer_fixture() -> Callable[..., PreTrainedTokenizerFast]:
+    """A tokenizer by the name of its template (None: without)."""
+    return _make_tokenizer
+
+
+@pytest.fixture(name="marked")
+def marked_fixture() -> Callable[..., str]:
+    return _marked
+
+
+@pytest.fixture(name="chat")
+def chat_fixture() -> Callable[..., dict[str, Any]]:
+    return _chat

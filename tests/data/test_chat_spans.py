@@ -1,0 +1,180 @@
+"""Which characters of a rendered conversation carry loss. Double brackets enclose them; the expected texts are written by hand."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from skyrl_engine.config.schema import ModelConfig
+from skyrl_engine.data import load_tokenizer
+from skyrl_engine.errors import DataError, ModelError
+
+TOOL = {"type": "function", "function": {"name": "add"}}
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+CHATML = """\
+<|im_start|>user
+hi<|im_end|>
+<|im_start|>assistant
+[[yo<|im_end|>]]
+<|im_start|>user
+bye<|im_end|>
+<|im_start|>assistant
+[[ok then<|im_end|>]]
+"""
+
+# loss on all replies
+EXPECTED = {
+    "chatml": CHATML,
+    "headers": """\
+<|bos|><|head|>user<|/head|>
+
+hi<|eot|><|head|>assistant<|/head|>
+
+[[yo<|eot|>]]<|head|>user<|/head|>
+
+bye<|eot|><|head|>assistant<|/head|>
+
+[[ok then<|eot|>]]""",
+    "thinking": CHATML.replace("[[ok", "[[<think>\n\n</think>\n\nok"),
+    "opens_thinking": "<|head|>U<|/head|>hi<|head|>A<|/head|>[[yo<|eot|>]]<|head|>U<|/head|>bye<|head|>A<|/head|>[[ok then<|eot|>]]",
+    "unmarked": "user: hi\nassistant: [[yo\n]]user: bye\nassistant: [[ok then\n]]",
+    "tagged": CHATML,
+}
+
+
+@pytest.mark.parametrize("template", EXPECTED)
+@pytest.mark.parametrize("loss_on", ["last", "all"])
+def test_the_loss_covers_the_replies_and_their_end_of_turn_token(load, make_tokenizer, marked, chat, *, template, loss_on):
+    tokenizer = make_tokenizer(template)
+    expected = EXPECTED[template]
+    if loss_on == "last":
+        expected = expected.replace("[[", "", 1).replace("]]", "", 1)
+    dataset = load([chat("hi", "yo", "bye", "ok then")], tokenizer, loss_on=loss_on)
+    assert marked(dataset, tokenizer) == expected
+
+
+@pytest.mark.parametrize("template", EXPECTED)
+def test_what_carries_loss_is_what_follows_the_generation_prompt(load, make_tokenizer, marked, chat, template):
+    """The prompt's tokens are those a sampler would be given, up to a think block that the template opens for sampling alone."""
+    tokenizer = make_tokenizer(template)
+    row = chat("hi", "yo", "bye", "ok then")
+    columns = load([row], tokenizer).columns
+    prompt = tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True, return_dict=False)
+    length = int(columns.token_offsets[1] - columns.action_offsets[1])
+    if template == "opens_thinking":
+        prompt = prompt[:length]
+    assert columns.input_ids[:length].tolist() == list(prompt)
+
+
+@pytest.mark.parametrize("template", ["chatml", "headers", "thinking", "tagged"])
+def test_repeated_turns_are_told_apart(load, make_tokenizer, marked, chat, template):
+    tokenizer = make_tokenizer(template)
+    text = marked(load([chat(*["same", "words"] * 4)], tokenizer, loss_on="all"), tokenizer)
+    assert text.count("[[words") + text.count("[[<think>\n\n</think>\n\nwords") == 4
+    assert text.replace("[[", "").replace("]]", "") == tokenizer.apply_chat_template(
+        chat(*["same", "words"] * 4)["messages"], tokenize=False
+    )
+
+
+def test_reasoning_that_the_template_removes_is_not_trained_on(load, make_tokenizer, marked, chat):
+    tokenizer = make_tokenizer("thinking")
+    row = chat("q", "<think>\nhm\n</think>\n\nfirst", "r", "<think>\nso\n</think>\n\nsecond")
+    assert marked(load([row], tokenizer, loss_on="all"), tokenizer) == (
+        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[[first<|im_end|>]]\n"
+        "<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n[[<think>\nso\n</think>\n\nsecond<|im_end|>]]\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "first", [{"content": ""}, {"content": None}, {"content": "let me see"}, {"content": "", "reasoning_content": "hm"}]
+)
+def test_tool_calls_before_a_later_question(load, make_tokenizer, marked, first):
+    """The rendering up to each of these turns differs from the whole one: reasoning and the empty think block vanish."""
+    tokenizer = make_tokenizer("thinking")
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "tool_calls": [CALL], **first},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "it is 2"},
+        {"role": "user", "content": "and?"},
+        {"role": "assistant", "content": "no more"},
+    ]
+    said = "let me see\n" if first["content"] else ""
+    assert marked(load([{"messages": messages, "tools": [TOOL]}], tokenizer, loss_on="all"), tokenizer) == (
+        '<|im_start|>system\n[{"type": "function", "function": {"name": "add"}}]<|im_end|>\n<|im_start|>user\nq<|im_end|>\n'
+        f'<|im_start|>assistant\n[[{said}[call]add {{"a": 1}}[/call]<|im_end|>]]\n<|im_start|>user\n[result]2[/result]<|im_end|>\n'
+        "<|im_start|>assistant\n[[it is 2<|im_end|>]]\n<|im_start|>user\nand?<|im_end|>\n"
+        "<|im_start|>assistant\n[[<think>\n\n</think>\n\nno more<|im_end|>]]\n"
+    )
+
+
+def test_a_conversation_that_starts_with_the_assistant(load, make_tokenizer, marked):
+    tokenizer = make_tokenizer("chatml")
+    messages = [{"role": "assistant", "content": "welcome"}, {"role": "user", "content": "hi"}]
+    assert marked(load([{"messages": messages}], tokenizer), tokenizer) == (
+        "<|im_start|>assistant\n[[welcome<|im_end|>]]\n<|im_start|>user\nhi<|im_end|>\n"
+    )
+
+
+def test_an_opened_think_block_does_not_swallow_the_reply_s_first_characters(load, make_tokenizer, marked, chat):
+    tokenizer = make_tokenizer("opens_thinking")
+    assert marked(load([chat("q", "<b>bold</b>")], tokenizer), tokenizer).endswith("<|/head|>[[<b>bold</b><|eot|>]]")
+
+
+@pytest.mark.parametrize("text", ["  spaced  ", "\n\nlines\n\n", "naïve 日本語 🙂", "a"])
+@pytest.mark.parametrize("template", ["chatml", "headers"])
+def test_white_space_and_characters_of_many_bytes(load, make_tokenizer, marked, chat, *, template, text):
+    tokenizer = make_tokenizer(template)
+    shown = text.strip() if template == "headers" else text
+    end = {"chatml": "<|im_end|>", "headers": "<|eot|>"}[template]
+    for loss_on in ("last", "all"):
+        assert f"[[{shown}{end}]]" in marked(load([chat("q", text)], tokenizer, loss_on=loss_on), tokenizer)
+
+
+def test_the_template_s_beginning_of_text_is_not_doubled(load, make_tokenizer, chat):
+    tokenizer = make_tokenizer("headers", adds_bos=True)
+    ids = load([chat("hi", "yo")], tokenizer).columns.input_ids
+    assert (ids == tokenizer.bos_token_id).sum() == 1
+
+
+def test_a_turn_that_cannot_be_found_is_an_error_naming_the_sample(load, make_tokenizer, chat):
+    with pytest.raises(DataError, match=r"sample 0 \(.*rows.jsonl line 1\): the assistant turn in message 1"):
+        load([chat("hi", "yo", "bye", "ok")], make_tokenizer("opaque"), loss_on="all")
+
+
+def test_a_template_s_refusal_names_the_sample_and_the_reason(load, make_tokenizer, chat):
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match=r"sample 0 .*refuses the conversation: roles must alternate"):
+        load([chat("hi", "yo")], tokenizer)
+
+
+def test_a_tokenizer_without_a_template_cannot_take_conversations(load, make_tokenizer, chat):
+    with pytest.raises(ModelError, match=r"no chat template.*model.chat_template"):
+        load([chat("hi", "yo")], make_tokenizer(None))
+
+
+def test_template_options_of_a_row_reach_the_template(load, make_tokenizer, marked, chat):
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = "{{ mood }}" + tokenizer.chat_template
+    dataset = load([{**chat("hi", "yo"), "chat_template_kwargs": {"mood": "calm"}}], tokenizer)
+    assert marked(dataset, tokenizer).startswith("calm<|im_start|>user")
+
+
+def test_a_tokenizer_without_offsets_gives_the_same_loss(load, make_tokenizer, marked, chat, monkeypatch):
+    tokenizer = make_tokenizer("chatml")
+    rows = [chat("hi", "yo", "bye", "ok then")]
+    expected = marked(load(rows, tokenizer, loss_on="all", max_length=1000), tokenizer)
+    monkeypatch.setattr(type(tokenizer), "is_fast", property(lambda _: False))
+    assert marked(load(rows, tokenizer, loss_on="all", max_length=1001), tokenizer) == expected
+
+
+@pytest.mark.skipif("SKYRL_ENGINE_QWEN3_TOKENIZER" not in os.environ, reason="set it to a directory with Qwen3's tokenizer")
+def test_qwen3_s_own_template(load, marked, chat):
+    tokenizer = load_tokenizer(ModelConfig(path=str(Path(os.environ["SKYRL_ENGINE_QWEN3_TOKENIZER"]))))
+    text = marked(load([chat("q", "<think>\nhm\n</think>\n\nfirst", "r", "second")], tokenizer, loss_on="all"), tokenizer)
+    assert text == (
+        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[[first<|im_end|>]]\n"
+        "<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n[[<think>\n\n</think>\n\nsecond<|im_end|>]]\n"
+    )

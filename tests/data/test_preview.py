@@ -1,0 +1,43 @@
+"""What a preview shows."""
+
+import numpy as np
+import pytest
+
+from skyrl_engine.data.preview import padding_share, preview
+
+
+def test_tokens_with_their_loss(load, make_tokenizer, chat):
+    tokenizer = make_tokenizer()
+    shown = preview(load([chat("hi", "yo"), chat("a", "b"), chat("c", "d")], tokenizer), tokenizer, samples=2)
+    assert [sample.row for sample in shown.samples] == [0, 1]
+    tokens = shown.samples[0].tokens
+    assert "".join(token.text for token in tokens) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
+    assert "".join(token.text for token in tokens if token.loss) == "yo<|im_end|>"
+    assert shown.samples[0].response_tokens == len(tokenizer("yo<|im_end|>\n")["input_ids"])
+    assert shown.format == "messages"
+    assert shown.counts.samples == 3
+
+
+def test_lengths_and_padding(load, make_tokenizer):
+    rows = [{"input_ids": list(range(1, length + 1)), "num_actions": 1} for length in (2, 9, 3, 8, 10)]
+    tokenizer = make_tokenizer(None)
+    shown = preview(load(rows, tokenizer), tokenizer, samples=0, batch_size=2, bins=3)
+    assert [(entry.low, entry.high, entry.samples) for entry in shown.histogram] == [(2, 4, 2), (5, 7, 0), (8, 10, 3)]
+    assert (shown.shortest, shown.median, shown.longest) == (2, 8, 10)
+    assert shown.padding_share == pytest.approx(1 - 32 / (2 * 9 + 2 * 8 + 10))
+    assert shown.padding_share_sorted == pytest.approx(1 - 32 / (2 * 3 + 2 * 9 + 10))
+
+
+@pytest.mark.parametrize("lengths", [[5], [3, 3, 3], [1, 100]])
+def test_histogram_bins_hold_every_sample(load, make_tokenizer, lengths):
+    rows = [{"input_ids": [1] * (length + 1), "num_actions": 1} for length in lengths]
+    tokenizer = make_tokenizer(None)
+    bins = preview(load(rows, tokenizer), tokenizer).histogram
+    assert sum(entry.samples for entry in bins) == len(lengths)
+    assert (bins[0].low, bins[-1].high) == (min(lengths) + 1, max(lengths) + 1)
+    assert len(bins) <= 10
+
+
+def test_padding_share_of_nothing_and_of_equal_lengths():
+    assert padding_share(np.zeros(0, dtype=np.int64), 4) == 0
+    assert padding_share(np.full(6, 7), 4) == 0

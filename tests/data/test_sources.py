@@ -1,0 +1,161 @@
+"""Files, folders and saved datasets of every kind give the same rows; what cannot be read is named."""
+
+import gzip
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from skyrl_engine.config.schema import DataConfig
+from skyrl_engine.data import load_columns
+from skyrl_engine.data.locate import open_source
+from skyrl_engine.errors import DataError
+
+ROWS = [
+    {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}], "note": None if i else "x"}
+    for i in range(5)
+]
+
+
+def write_jsonl(path):
+    path.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n", encoding="utf-8")
+
+
+def write_gzip(path):
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in ROWS)
+
+
+def write_ipc(path):
+    table = pa.Table.from_pylist(ROWS)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+def write_stream(path):
+    table = pa.Table.from_pylist(ROWS)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+WRITERS = {
+    "rows.jsonl": write_jsonl,
+    "lines.json": write_jsonl,
+    "rows.jsonl.gz": write_gzip,
+    "array.json": lambda path: path.write_text(json.dumps(ROWS), encoding="utf-8"),
+    "rows.parquet": lambda path: pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=2),
+    "file.arrow": write_ipc,
+    "stream.arrow": write_stream,
+    "saved": lambda path: datasets.Dataset.from_list(ROWS).save_to_disk(str(path)),
+    "saved_splits": lambda path: datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(path)),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet_datasets():
+    datasets.disable_progress_bars()
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_of_source_gives_the_same_rows(tmp_path, make_tokenizer, name):
+    path = tmp_path / name
+    WRITERS[name](path)
+    source = open_source(str(path), split="train")
+    assert [row.values["messages"] for row in source.rows()] == [row["messages"] for row in ROWS]
+    assert [row.number for row in source.rows()] == list(range(5))
+    assert len(source) == 5
+    again = open_source(str(path), split="train")
+    assert again.digest == source.digest
+    dataset = load_columns(DataConfig(train=str(path), cache=str(tmp_path / "cache")), make_tokenizer(), split="train")
+    assert len(dataset) == 5
+
+
+def test_a_folder_gives_its_split_s_files_in_order(tmp_path):
+    (tmp_path / "data").mkdir()
+    for name, values in {"train-1.jsonl": ["c"], "train-0.jsonl": ["a", "b"], "test.jsonl": ["d"]}.items():
+        (tmp_path / "data" / name).write_text("".join(json.dumps({"text": v}) + "\n" for v in values), encoding="utf-8")
+    (tmp_path / "README.md").write_text("nothing", encoding="utf-8")
+    rows = list(open_source(str(tmp_path), split="train").rows())
+    assert [row.values["text"] for row in rows] == ["a", "b", "c"]
+    assert [row.where.split("/")[-1] for row in rows] == ["train-0.jsonl line 1", "train-0.jsonl line 2", "train-1.jsonl line 1"]
+    assert [row.values["text"] for row in open_source(str(tmp_path), split="test", subset="data").rows()] == ["d"]
+    with pytest.raises(DataError, match=r"no file of the split 'validation', only of test, train"):
+        open_source(str(tmp_path), split="validation")
+    with pytest.raises(DataError, match=r"the subset 'dat' is no folder .*Did you mean .*data\?"):
+        open_source(str(tmp_path), split="train", subset="dat")
+
+
+def test_a_folder_without_split_names_is_read_whole(tmp_path):
+    for name in ("b.jsonl", "a.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"text": name}) + "\n", encoding="utf-8")
+    assert [row.values["text"] for row in open_source(str(tmp_path), split="train").rows()] == ["a.jsonl", "b.jsonl"]
+
+
+def test_a_saved_dataset_without_the_split(tmp_path):
+    WRITERS["saved_splits"](tmp_path / "saved")
+    with pytest.raises(DataError, match="no split 'test', only train"):
+        open_source(str(tmp_path / "saved"), split="test")
+
+
+def test_a_row_in_the_middle_of_a_saved_dataset_is_named_by_its_number(tmp_path, make_tokenizer):
+    rows = [{"text": "fine"}] * 1500 + [{"text": None}]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    data = DataConfig(train=str(tmp_path / "saved"), cache=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"sample 1500 \(.*saved row 1500\)"):
+        load_columns(data, make_tokenizer(None), split="train")
+
+
+def test_keys_that_arrow_adds_to_structs_are_removed(tmp_path):
+    messages = [{"role": "assistant", "tool_calls": [{"a": 1}]}, {"role": "user", "content": "x", "tool_calls": [{"b": 2}]}]
+    pq.write_table(pa.Table.from_pylist([{"messages": messages}]), tmp_path / "a.parquet")
+    (row,) = open_source(str(tmp_path / "a.parquet"), split="train").rows()
+    assert row.values["messages"] == messages
+
+
+def test_tokens_in_arrow_are_read_as_arrays(tmp_path):
+    table = pa.table({"input_ids": pa.array([[1, 2], [3]], pa.list_(pa.int32())), "num_actions": [1, 1]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    rows = list(open_source(str(tmp_path / "a.parquet"), split="train").rows())
+    assert rows[1].values["input_ids"].tolist() == [3]
+    assert rows[0].values["input_ids"].base is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n\n{"text": \n', r"a.jsonl line 3 is not valid JSON"),
+        ("a.jsonl", b'{"text": "x"}\n[1]\n', r"a.jsonl line 2 holds a JSON list"),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"a.jsonl line 1 is not valid JSON"),
+        ("a.json", b'[{"text": "x"}', r"a.json is not valid JSON"),
+        ("a.json", b'[{"text": "x"}, 3]', r"a.json element 1 holds a JSON int"),
+        ("a.parquet", b"PAR1 not", r"a.parquet cannot be read as Parquet"),
+        ("a.arrow", b"ARROW1 not", r"a.arrow cannot be read as Arrow"),
+        ("a.csv", b"text\nx", r"a.csv is not in a format that can be read"),
+        ("a.jsonl", b"\n", r"has no rows"),
+        ("a.jsonl.gz", b"not gzip", r"a.jsonl.gz cannot be read"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path, make_tokenizer, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_columns(DataConfig(train=str(tmp_path / name), cache=str(tmp_path / "cache")), make_tokenizer(None), split="train")
+
+
+def test_locations_that_do_not_exist(tmp_path):
+    (tmp_path / "train.jsonl").touch()
+    with pytest.raises(DataError, match=r"does not exist. Did you mean .*train.jsonl\?"):
+        open_source(str(tmp_path / "trian.jsonl"), split="train")
+    with pytest.raises(DataError, match=r"the file .* has no subsets"):
+        open_source(str(tmp_path / "train.jsonl"), split="train", subset="x")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no data file"):
+        open_source(str(tmp_path / "empty"), split="train")
+
+
+def test_a_hub_id_without_network_is_a_clear_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    with pytest.raises(DataError, match="'nobody/nothing' is no file or folder here and cannot be loaded from the hub"):
+        open_source("nobody/nothing", split="train")

@@ -1,0 +1,47 @@
+"""Loading tokenizers from directories; every mistake names its key and what to do."""
+
+import logging
+
+import pytest
+
+from skyrl_engine.config.schema import ModelConfig
+from skyrl_engine.data import load_tokenizer
+from skyrl_engine.errors import ModelError
+
+
+@pytest.fixture
+def saved(tmp_path, make_tokenizer):
+    folder = tmp_path / "model"
+    make_tokenizer("chatml", pad=False).save_pretrained(folder)
+    return folder
+
+
+def test_a_local_directory_without_a_padding_token(saved, caplog, monkeypatch):
+    monkeypatch.setattr("socket.socket", None)
+    with caplog.at_level(logging.INFO, logger="skyrl_engine"):
+        tokenizer = load_tokenizer(ModelConfig(path=str(saved)))
+    assert tokenizer.pad_token == tokenizer.eos_token == "<|end|>"
+    assert "has no padding token" in caplog.text
+    assert "im_start" in tokenizer.chat_template
+
+
+def test_the_tokenizer_s_own_location_and_a_template_file(saved, tmp_path):
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+    model = ModelConfig(path="somewhere/else", tokenizer=str(saved), chat_template=str(tmp_path / "chat.jinja"))
+    assert load_tokenizer(model).chat_template == "{{ messages[0].content }}"
+
+
+def test_locations_that_hold_no_tokenizer(saved, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"model.path names the directory .*gone, which does not exist"):
+        load_tokenizer(ModelConfig(path=str(tmp_path / "gone")))
+    with pytest.raises(ModelError, match=r"model.tokenizer is the file .*, where the tokenizer must be a directory"):
+        load_tokenizer(ModelConfig(path=str(saved), tokenizer=str(saved / "tokenizer.json")))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"no tokenizer can be loaded from .*empty\. Check that .* holds tokenizer.json"):
+        load_tokenizer(ModelConfig(path=str(tmp_path / "empty")))
+    with pytest.raises(ModelError, match=r"no tokenizer can be loaded from nobody/nothing\. Set model.path to a local directory"):
+        load_tokenizer(ModelConfig(path="nobody/nothing"))
+    with pytest.raises(ModelError, match=r"model.chat_template names the file .*, which cannot be read"):
+        load_tokenizer(ModelConfig(path=str(saved), chat_template=str(tmp_path / "gone.jinja")))
