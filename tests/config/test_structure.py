@@ -197,7 +197,7 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
     return st.dictionaries(_texts, inner, max_size=2)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(_values(EngineConfig))
 def test_any_configuration_written_as_toml_reads_back_equal(made: EngineConfig) -> None:
     """Tables one by one: combinations that the cross-checks refuse are not what is tested."""

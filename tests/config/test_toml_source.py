@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine.config.origins import leaves
@@ -91,6 +91,7 @@ _tables = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(_tables)
 def test_every_leaf_has_a_line_and_every_line_a_key(table: dict[str, Any]) -> None:
     """On what tomli-w writes for any table. Keys inside braces have no line of their own; a key around them has."""

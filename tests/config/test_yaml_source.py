@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine.config.yaml_source import read_yaml
@@ -124,6 +124,7 @@ _values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(_words, _values, max_size=4))
 def test_json_is_yaml(table: dict[str, Any]) -> None:
     """YAML 1.2 contains JSON: numbers such as 1e-07, escapes and nesting are read as JSON reads them."""
