@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from attrs import frozen
 
-from skyrl_engine.config.selection import SelectedPlugin
+from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.backend import Backend, OptimStep, RankEnvironment
 from skyrl_engine.contracts.collator import Collator
 from skyrl_engine.contracts.loss import Loss
@@ -51,7 +51,7 @@ class Worker:
         self._coords = spec.topology.coords(rank)
         self._spans = Spans()
         loss = SelectedPlugin.from_lock(spec.plugins["loss"])
-        self._loss_name = loss.name
+        self._loss_name = loss.loaded.record.name
         self._loss: Loss = loss.make(spec.context)
         self._collator: Collator = SelectedPlugin.from_lock(spec.plugins["collator"]).make(spec.context)
         self._backend: Backend = SelectedPlugin.from_lock(spec.plugins["backend"]).make(spec.context)
