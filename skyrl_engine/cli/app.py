@@ -4,6 +4,7 @@ Exit codes: 0 done, 2 the command line or the configuration is wrong, 3 a plugin
 """
 
 import os
+import sys
 from collections.abc import Sequence
 
 import click
@@ -13,6 +14,7 @@ from skyrl_engine.cli.command import Settings
 from skyrl_engine.cli.lazy import LazyCommand, LazyGroup
 
 PROGRAM = "skyrl-engine"
+_COMPLETION = "_SKYRL_ENGINE_COMPLETE"
 
 COMMANDS = {
     "demo": LazyCommand(
@@ -38,12 +40,11 @@ _QUIET_LIBRARIES = {
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",
 }
 
 
-@click.group(
-    PROGRAM, cls=LazyGroup, table=COMMANDS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
-)
+@click.group(PROGRAM, cls=LazyGroup, table=COMMANDS, context_settings={"max_content_width": 100})
 @click.version_option(__version__, "--version", prog_name=PROGRAM, message="%(prog)s %(version)s")
 def app() -> None:
     """Post-training of language models out of plugins chosen by name.
@@ -59,9 +60,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     settings = Settings()
     try:
-        result = app.main(arguments, PROGRAM, standalone_mode=False, obj=settings)
+        return _invoke(list(sys.argv[1:] if arguments is None else arguments), settings)
     except BaseException as error:  # noqa: BLE001 - every way to end is turned into an exit code; SystemExit keeps its own
         from skyrl_engine.cli.failures import exit_code_of
 
         return exit_code_of(error, settings)
+
+
+def _invoke(arguments: list[str], settings: Settings) -> int:
+    """Run the command; what it returns is the exit code (None: 0). `click.Command.main` would end a broken pipe of any kind silently."""
+    if _COMPLETION in os.environ:
+        app.main(arguments, PROGRAM, _COMPLETION)
+    try:
+        with app.make_context(PROGRAM, arguments, obj=settings) as context:
+            result = app.invoke(context)
+    except click.exceptions.Exit as end:
+        return end.exit_code
     return result if isinstance(result, int) else 0

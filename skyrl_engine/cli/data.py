@@ -22,7 +22,9 @@ def data() -> None:
 @click.option(
     "--split", type=click.Choice(["train", "eval"]), default="train", show_default=True, help="Training or held-out data."
 )
-@click.option("--samples", type=click.IntRange(min=0), default=3, show_default=True, help="Samples to show token by token.")
+@click.option(
+    "--samples", type=click.IntRange(min=0), metavar="COUNT", default=3, show_default=True, help="Samples to show token by token."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def preview(
     file: Path | None,

@@ -1,7 +1,7 @@
 """How a command that failed ends: details, then one plain line with cause and remedy on stderr, and an exit code."""
 
-import errno
 import os
+import select
 import sys
 import tempfile
 import traceback
@@ -27,9 +27,7 @@ def exit_code_of(error: BaseException, settings: Settings) -> int:
         case click.Abort() | KeyboardInterrupt():
             _finish(error, settings, "interrupted.")
             return INTERRUPTED
-        case BrokenPipeError():
-            return _leave_pipe()
-        case OSError() if error.errno == errno.EPIPE:
+        case BrokenPipeError() if _reader_is_gone():
             return _leave_pipe()
         case click.UsageError():
             message = _sentence(error.format_message())
@@ -87,8 +85,20 @@ def _write_crash_log(error: BaseException) -> Path | None:
     return None
 
 
+def _reader_is_gone() -> bool:
+    """Whether it is our own output that nobody reads any more, and not a pipe to some other process that broke."""
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            poll.register(stream.fileno(), 0)
+        except (OSError, ValueError):  # replaced by something that is no file, as tests do
+            continue
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
 def _leave_pipe() -> int:
-    """The reader went away (`| head`): say nothing, and let the interpreter's last flush go nowhere."""
+    """Say nothing (`| head` has seen enough), and let the interpreter's last flush go nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())
     return BROKEN_PIPE

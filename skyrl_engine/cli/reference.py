@@ -47,9 +47,9 @@ def _text(command: click.Command) -> str:
 
 
 def _options(command: click.Command, context: click.Context) -> Iterator[str]:
-    common = {option.name for option in common_options()} | {"help"}
+    common = {"--help", *(name for option in common_options() for name in option.opts)}
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
-        if record is not None and parameter.name not in common:
+        if record is not None and isinstance(parameter, click.Option) and not common.intersection(parameter.opts):
             names, meaning = (text.replace("|", "\\|") for text in record)
             yield f"| `{names}` | {' '.join(meaning.split())} |"

@@ -1,5 +1,6 @@
 """`skyrl-engine run`: fine-tune as a configuration file says."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +51,7 @@ def conclude(result: "RunResult") -> int:
     click.echo(f"run directory: {result.directory}")
     if result.stopped_by is None:
         return 0
-    click.echo(
-        f"stopped by {result.stopped_by} after step {result.step}. "
-        f"To go on, run {result.directory / 'config.toml'} with run.directory={result.directory} checkpoint.resume=true.",
-        err=True,
-    )
+    directory = shlex.quote(str(result.directory))
+    click.echo(f"stopped by {result.stopped_by} after step {result.step}. To go on:", err=True)
+    click.echo(f"    skyrl-engine run {directory}/config.toml run.directory={directory} checkpoint.resume=true", err=True)
     return INTERRUPTED

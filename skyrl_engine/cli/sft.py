@@ -34,14 +34,14 @@ _KEYS = {
 @click.option("--eval-fraction", type=float, metavar="SHARE", help="Share of the data to hold out instead.")
 @click.option("--max-length", type=int, metavar="TOKENS", help="Longest sample.")
 @click.option("--output", metavar="DIRECTORY", help="The run directory; without it, a new one under runs/.")
-@click.option("--steps", type=int, help="Optimizer steps.")
-@click.option("--epochs", type=float, help="Passes over the data instead of steps.")
+@click.option("--steps", type=int, metavar="STEPS", help="Optimizer steps.")
+@click.option("--epochs", type=float, metavar="EPOCHS", help="Passes over the data instead of steps.")
 @click.option("--batch-size", type=int, metavar="SAMPLES", help="Samples of one optimizer step, over all ranks.")
 @click.option("--micro-batch-rows", type=int, metavar="ROWS", help="Rows a rank computes at once.")
 @click.option("--learning-rate", type=float, metavar="RATE", help="Peak learning rate of AdamW.")
 @click.option("--launch", metavar="HOW", help="inline (this process) or ray.")
-@click.option("--ranks", type=int, help="Processes that train together; more than one needs --launch ray.")
-@click.option("--seed", type=int, help="Seed of every random number.")
+@click.option("--ranks", type=int, metavar="RANKS", help="Processes that train together; more than one needs --launch ray.")
+@click.option("--seed", type=int, metavar="SEED", help="Seed of every random number.")
 @plugin_options
 @click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
 def sft(overrides: tuple[str, ...], dry_run: bool, **given: Any) -> int:

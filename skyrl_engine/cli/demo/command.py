@@ -62,7 +62,10 @@ class HeldOutLoss:
     "--output", type=click.Path(path_type=Path), metavar="DIRECTORY", help="A new directory; without it, one under runs/."
 )
 @click.option(
-    "--steps", type=click.IntRange(min=1), help="Optimizer steps, instead of as many as the demo needs to show something."
+    "--steps",
+    type=click.IntRange(min=1),
+    metavar="STEPS",
+    help="Optimizer steps, instead of as many as the demo needs to show something.",
 )
 def demo(model: str, output: Path | None, steps: int | None) -> int:
     """Fine-tune a small model on real data, offline, on this computer's CPU, and see what it learned.

@@ -104,11 +104,12 @@ def convert_once(gguf: Path, directory: Path) -> Path:
     """A Hugging Face directory of the weights, made aside and renamed, so that an interrupted conversion leaves nothing behind."""
     if (directory / "config.json").is_file():
         return directory
-    if find_spec("gguf") is None:
-        raise ModelError(
-            "reading GGUF weights needs the package gguf, which is not installed",
-            remedy='Run: python -m pip install "skyrl-engine[demo]"',
-        )
+    for package in ("gguf", "accelerate"):  # transformers asks for both to read GGUF
+        if find_spec(package) is None:
+            raise ModelError(
+                f"reading GGUF weights needs the package {package}, which is not installed",
+                remedy='Run: python -m pip install "skyrl-engine[demo]"',
+            )
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,0 +1,38 @@
+"""Command lines run in this process, as the console script runs them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from attrs import frozen
+
+from skyrl_engine.cli import app
+
+
+@frozen
+class Outcome:
+    """What one command line left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def last_line(self) -> str:
+        return self.err.rstrip("\n").rpartition("\n")[2]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Outcome]:
+    """Run a command line in an empty directory; environment variables that it sets are taken back."""
+    monkeypatch.chdir(tmp_path)
+    for name in {*app._ENVIRONMENT, *app._QUIET_LIBRARIES}:
+        monkeypatch.setenv(name, "to be set by main")
+    monkeypatch.setattr("platformdirs.user_log_path", lambda *_: tmp_path / "logs")
+
+    def run(*arguments: str | Path) -> Outcome:
+        code = app.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return run
