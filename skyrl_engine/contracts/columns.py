@@ -142,9 +142,11 @@ class SampleColumns:
         `rewards`, the sampler's log-probabilities the column `rollout_logprobs`; None and absent are the same. `per_sample` as in
         `from_lists`. Raises DataError naming sample and field.
         """
-        given = {"rewards": rewards, "rollout_logprobs": logprobs, **(columns or {})}
-        present = {name: rows for name, rows in given.items() if rows is not None}
-        flat = ingest.from_rollouts(prompts=prompts, responses=responses, loss_masks=loss_masks, columns=present)
+        named = {name: rows for name, rows in (("rewards", rewards), ("rollout_logprobs", logprobs)) if rows is not None}
+        others = columns or {}
+        for name in named.keys() & others.keys():
+            raise DataError(f"column {name!r} is given twice, by its own argument and in columns", remedy="Give it once")
+        flat = ingest.from_rollouts(prompts=prompts, responses=responses, loss_masks=loss_masks, columns={**named, **others})
         return cls.create(**{**flat, **per_sample})
 
     @classmethod

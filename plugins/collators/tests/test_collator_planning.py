@@ -1,0 +1,167 @@
+"""Plans of `padded`: which samples share a micro-batch, how well ranks are balanced, and what fits nowhere."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_engine.contracts.plan import Layout, SampleLengths
+from skyrl_engine.errors import DataError
+from skyrl_engine.testing.collator_checks import check_plan, micro_batches
+from skyrl_engine.testing.collator_strategies import sample_lengths
+from skyrl_engine_collators.padded.collator import PaddedCollator
+from skyrl_engine_collators.planning.bundles import Bundles, inseparable
+from skyrl_engine_collators.planning.ranks import balance
+
+
+def lengths_of(tokens, *, actions=None, groups=None, units=None, ids=None):
+    own = list(range(len(tokens)))
+    arrays = (tokens, actions or [1] * len(tokens), ids or own, groups or own, units or own)
+    return SampleLengths(*(np.asarray(array, dtype=np.int64) for array in arrays))
+
+
+def plan_of(lengths, **layout):
+    return PaddedCollator().plan(lengths, Layout(**layout))
+
+
+def shape_of(plan):
+    """mini-batch -> rank -> micro-batch -> samples."""
+    return [[[micro_batch.samples.tolist() for micro_batch in rank] for rank in mini.ranks] for mini in plan.mini_batches]
+
+
+def test_without_a_limit_a_rank_has_one_micro_batch_in_the_given_order():
+    assert shape_of(plan_of(lengths_of([3, 9, 4, 1]))) == [[[[0, 1, 2, 3]]]]
+
+
+def test_rows_limit_a_micro_batch_and_keep_the_order():
+    assert shape_of(plan_of(lengths_of([3, 9, 4, 1, 5]), micro_batch_rows=2)) == [[[[0, 1], [2, 3], [4]]]]
+
+
+def test_ranks_take_equally_many_rows_where_rows_limit_a_micro_batch():
+    """One sample of 100 tokens weighs as much as the seven others, but both ranks get two micro-batches of two rows."""
+    plan = plan_of(lengths_of([100, 1, 1, 1, 1, 1, 1, 1]), dp=2, micro_batch_rows=2)
+    assert [[len(samples) for samples in rank] for rank in shape_of(plan)[0]] == [[2, 2], [2, 2]]
+
+
+def test_tokens_balance_ranks_where_nothing_else_does():
+    plan = plan_of(lengths_of([6, 1, 1, 1, 1, 1, 1]), dp=2)
+    assert shape_of(plan) == [[[[0]], [[1, 2, 3, 4, 5, 6]]]]
+
+
+def test_a_budget_counts_padding_and_joins_like_lengths():
+    """8 + 7 fill two rows of 8; 3, 3 and 2 three rows of 3; in the given order the budget would need more micro-batches."""
+    plan = plan_of(lengths_of([3, 8, 2, 7, 3]), micro_batch_tokens=16)
+    assert shape_of(plan) == [[[[1, 3], [0, 2, 4]]]]
+    assert [(micro_batch.rows, micro_batch.width) for micro_batch in micro_batches(plan)] == [(2, 8), (3, 3)]
+
+
+def test_both_limits_hold_together():
+    plan = plan_of(lengths_of([2, 2, 2, 2, 2]), micro_batch_tokens=8, micro_batch_rows=3)
+    assert [len(micro_batch.samples) for micro_batch in micro_batches(plan)] == [3, 2]
+
+
+def test_a_budget_with_the_width_of_the_batch_counts_that_width():
+    plan = plan_of(lengths_of([8, 1, 1, 1]), micro_batch_tokens=16, width="batch")
+    assert [(len(micro_batch.samples), micro_batch.width) for micro_batch in micro_batches(plan)] == [(2, 8), (2, 8)]
+
+
+def test_ranks_without_work_get_rows_without_samples():
+    plan = plan_of(lengths_of([3], actions=[2]), dp=3)
+    assert shape_of(plan) == [[[[0]], [[]], [[]]]]
+    empty = plan.mini_batches[0].ranks[1][0]
+    assert (empty.rows, empty.width, empty.action_width) == (1, 1, 0)
+
+
+def test_mini_batches_take_whole_groups_in_the_given_order():
+    groups = [0, 0, 1, 1, 1, 2]
+    assert [mini.samples.tolist() for mini in plan_of(lengths_of([1] * 6, groups=groups), mini_batch_size=4).mini_batches] == [
+        [0, 1],
+        [2, 3, 4, 5],
+    ]
+    scattered = [0, 1, 0, 1, 2, 2]
+    plan = plan_of(lengths_of([1] * 6, groups=scattered), mini_batch_size=4)
+    assert [mini.samples.tolist() for mini in plan.mini_batches] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_units_stay_together_even_where_they_join_groups():
+    """Group 0 is {0, 1}, group 1 is {2, 3}; the unit {1, 2} ties all four to one mini-batch."""
+    lengths = lengths_of([1] * 5, groups=[0, 0, 1, 1, 2], units=[0, 1, 1, 2, 3])
+    assert [sorted(mini.samples.tolist()) for mini in plan_of(lengths, mini_batch_size=4).mini_batches] == [[0, 1, 2, 3], [4]]
+    pairs = lengths_of([5, 1, 4, 1, 3, 1], units=[7, 8, 9, 7, 8, 9])
+    for layout in ({"micro_batch_rows": 3}, {"micro_batch_tokens": 10}, {"dp": 2, "micro_batch_rows": 2}):
+        check_plan(plan_of(pairs, **layout), pairs, Layout(**layout))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "layout", "words"),
+    [
+        (lengths_of([4, 9, 3], ids=[5, 6, 7]), {"micro_batch_tokens": 8}, ["sample 6 takes 9 tokens", "holds 8", "at least 9"]),
+        (lengths_of([4, 9, 3]), {"micro_batch_tokens": 8, "width": "batch"}, ["sample 0 takes 9 tokens, padding included,"]),
+        (lengths_of([4, 5], units=[3, 3]), {"micro_batch_tokens": 9}, ["samples [0, 1] of unit 3", "10 tokens", "at least 10"]),
+        (lengths_of([4, 5], units=[3, 3]), {"micro_batch_rows": 1}, ["samples [0, 1] of unit 3", "2 rows", "at least 2"]),
+        (lengths_of([1, 1, 1], groups=[8, 8, 8], ids=[5, 6, 7]), {"mini_batch_size": 2}, ["sample 5", "group 8", "at least 3"]),
+    ],
+    ids=["sample", "sample at the batch's width", "unit by tokens", "unit by rows", "group"],
+)
+def test_what_fits_nowhere_is_named(lengths, layout, words):
+    with pytest.raises(DataError) as caught:
+        plan_of(lengths, **layout)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_no_samples_no_mini_batches():
+    assert plan_of(lengths_of([]), dp=2, mini_batch_size=3).mini_batches == ()
+
+
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 5), st.integers(0, 3))
+def test_balance_keeps_its_bound_and_its_cap(costs, ranks, slack):
+    """Graham (1969): longest first is at most 4/3 - 1/(3 ranks) of the best; the best is at least the mean and the largest item.
+
+    The bound below uses what list scheduling promises against these two: mean + largest. It does not hold under a cap.
+    """
+    array = np.asarray(costs, dtype=np.int64)
+    chosen = balance(array, ranks)
+    loads = np.bincount(chosen, weights=array, minlength=ranks)
+    assert loads.max(initial=0) <= sum(costs) / ranks + max(costs, default=0)
+    assert chosen.tolist() == balance(array, ranks).tolist()
+    most = -(-len(costs) // ranks) + slack
+    capped = balance(array, ranks, most=most)
+    assert np.bincount(capped, minlength=ranks).max(initial=0) <= most
+
+
+@settings(deadline=None)
+@given(sample_lengths())
+def test_inseparable_is_the_transitive_closure(lengths):
+    """Against the definition: repeat joining sets that share a sample until nothing changes."""
+    sets = [{i} for i in range(len(lengths))]
+    for ids in (lengths.group_ids.tolist(), lengths.unit_ids.tolist()):
+        sets += [{i for i in range(len(ids)) if ids[i] == label} for label in set(ids)]
+    labels = inseparable(lengths).tolist()
+    for i in range(len(lengths)):
+        reached = {i}
+        while True:
+            more = set().union(*(part for part in sets if part & reached))
+            if more == reached:
+                break
+            reached = more
+        assert labels[i] == min(reached)
+
+
+def test_bundles_are_in_the_order_of_their_first_samples():
+    bundles = Bundles.by_label(np.array([2, 4, 5, 7]), np.array([9, 1, 9, 0]))
+    assert [bundles.members[i].tolist() for i in range(len(bundles))] == [[2, 5], [4], [7]]
+    assert bundles.sizes.tolist() == [2, 1, 1]
+    values = np.array([0, 0, 10, 0, 20, 30, 0, 40])
+    assert bundles.sums(values).tolist() == [40, 20, 40]
+    assert bundles.maxima(values).tolist() == [30, 20, 40]
+
+
+def test_a_large_batch_is_balanced_and_little_is_padded():
+    """Every step is O(n log n): a quadratic one would not come back within a test's time limit."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(16, 4096, 50_000)
+    plan = plan_of(lengths_of(tokens), dp=8, micro_batch_tokens=16_384)
+    loads = [sum(tokens[micro_batch.samples].sum() for micro_batch in rank) for rank in plan.mini_batches[0].ranks]
+    assert max(loads) - min(loads) <= 4096
+    padded = sum(micro_batch.rows * micro_batch.width for micro_batch in micro_batches(plan))
+    assert padded < 1.02 * tokens.sum(), "longest first leaves little padding"
