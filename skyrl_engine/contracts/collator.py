@@ -43,7 +43,10 @@ class DenseBatch:
 
 
 class Buffers(Protocol):
-    """Memory to build into, so that a loop does not allocate; what `build` returns aliases it until the next build with it."""
+    """Memory to build into, so that a loop does not allocate; what `build` returns aliases it until it is handed out again.
+
+    `contracts.buffers.ReusableBuffers` is the engine's own.
+    """
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> AnyArray:
         """A C-contiguous, uninitialised NumPy array of this shape and dtype."""
