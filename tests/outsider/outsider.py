@@ -156,7 +156,7 @@ def train(environment: Environment, folder: Path, name: str, versions: Mapping[s
     """Fine-tune with the stranger's loss into `folder / name`, and compare both reports of what was used with `versions`."""
     expect(f"plugins listed, {name}", environment.plugins(), wanted=dict(versions))
     directory = folder / name
-    run([environment.engine, "run", "train.toml", "--loss", "focal", f"run.directory={directory}"], cwd=folder)
+    run([environment.engine, "run", "train.toml", "--loss", "focal", f"run.directory={directory}", "--debug"], cwd=folder)
     recorded = json.loads((directory / "run.json").read_text())["plugins"]
     used = {kind: (plugin["distribution"], plugin["version"]) for kind, plugin in recorded.items()}
     expect(f"plugins in run.json, {name}", used, wanted={kind: (owner, versions[owner]) for kind, owner in KIND_OF.items()})
