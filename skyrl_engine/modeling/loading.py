@@ -31,10 +31,34 @@ def load_scorer(spec: ModelSpec) -> tuple[Any, Scorer]:
     model = load_causal_lm(spec)
     scorer = Scorer(split_causal_lm(model), logits_per_chunk=spec.logits_per_chunk)
     check_parity(model, scorer, name=spec.path)
+    return _ready(spec, model, scorer)
+
+
+def load_skeleton(spec: ModelSpec) -> tuple[Any, Scorer]:
+    """The same without values: every parameter and buffer on the meta device, for a backend that fills them from another rank.
+
+    Raises ModelError for a configuration that cannot be used; the proof against the model's own forward is left to the rank with values.
+    """
+    import transformers
+
+    config = _load_config(spec)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, trust_remote_code=spec.trust_remote_code, dtype=weight_dtype(spec.dtype), **_experts(spec)
+        )
+    return _ready(spec, model, Scorer(split_causal_lm(model), logits_per_chunk=spec.logits_per_chunk))
+
+
+def _ready(spec: ModelSpec, model: Any, scorer: Scorer) -> tuple[Any, Scorer]:
     if spec.activation_checkpointing:
         enable_activation_checkpointing(model, spec.path)
     scorer.train()
     return model, scorer
+
+
+def _experts(spec: ModelSpec) -> dict[str, str]:
+    """Torch's grouped matrix product, the default for mixtures of experts, knows no float64."""
+    return {"experts_implementation": "eager"} if spec.dtype == "float64" else {}
 
 
 def load_causal_lm(spec: ModelSpec) -> Any:
@@ -42,26 +66,16 @@ def load_causal_lm(spec: ModelSpec) -> Any:
     import transformers
 
     config = _load_config(spec)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(
-            f"{spec.path} holds quantized weights, which cannot be trained",
-            remedy="Use the model's full-precision version",
-        )
-    if type(config) not in transformers.AutoModelForCausalLM._model_mapping and not _has_remote_code(config):  # noqa: SLF001 - the only list of what can be loaded
-        raise ModelError(
-            f"{spec.path} is a {config.model_type} model, which transformers {transformers.__version__} has no causal language model for",
-            remedy="Use a causal language model, or a version of transformers that knows this one",
-        )
     try:
         with quiet_progress():
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
-                spec.path,
+                _source(spec),
                 config=config,
                 revision=spec.revision,
                 trust_remote_code=spec.trust_remote_code,
                 dtype=weight_dtype(spec.dtype),
                 output_loading_info=True,
-                **({"experts_implementation": "eager"} if spec.dtype == "float64" else {}),  # the grouped product knows no float64
+                **_experts(spec),
             )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(
@@ -96,7 +110,7 @@ def enable_activation_checkpointing(model: Any, name: str) -> None:
 def _load_config(spec: ModelSpec) -> Any:
     import transformers
 
-    local = Path(spec.path).expanduser()
+    local = Path(_source(spec))
     if spec.path.startswith((".", "/", "~")) and not local.is_dir():
         raise ModelError(
             f"there is no model directory {spec.path}", remedy="Correct model.path, or give a hub id such as organisation/model"
@@ -107,7 +121,9 @@ def _load_config(spec: ModelSpec) -> Any:
             remedy="Point model.path at the directory that save_pretrained wrote",
         )
     try:
-        return transformers.AutoConfig.from_pretrained(spec.path, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(
+            _source(spec), revision=spec.revision, trust_remote_code=spec.trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         message = str(error)
         if "trust_remote_code" in message:
@@ -117,6 +133,23 @@ def _load_config(spec: ModelSpec) -> Any:
         else:
             remedy = "Check model.path and model.revision, and that the hub can be reached or the model is in its cache"
         raise ModelError(f"the configuration of {spec.path} cannot be loaded: {_first_line(error)}", remedy=remedy) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"{spec.path} holds quantized weights, which cannot be trained",
+            remedy="Use the model's full-precision version",
+        )
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping and not _has_remote_code(config):  # noqa: SLF001 - the only list of what can be loaded
+        raise ModelError(
+            f"{spec.path} is a {config.model_type} model, which transformers {transformers.__version__} has no causal language model for",
+            remedy="Use a causal language model, or a version of transformers that knows this one",
+        )
+    return config
+
+
+def _source(spec: ModelSpec) -> str:
+    """What transformers loads from: the local directory where there is one, else a hub id."""
+    local = Path(spec.path).expanduser()
+    return str(local) if local.is_dir() else spec.path
 
 
 def _has_remote_code(config: Any) -> bool:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -219,6 +220,39 @@ def exported(directory: str, target: Path) -> tuple[Arrays, list[float]]:
 
     backend.forward([micro_batch(rows()[:1])], Keep())
     return arrays(backend.weights()), kept
+
+
+def placed(directory: str, *, loose: bool) -> tuple[bool, list[str], Arrays, Arrays]:
+    """Whether this rank read weights, names of tensors left without values, weights, and buffers; `loose` adds an unfillable tensor."""
+    from skyrl_engine_fsdp import placement
+
+    read: list[str] = []
+    whole, skeleton = placement.load_scorer, placement.load_skeleton
+
+    def load_scorer(spec: ModelSpec) -> Any:
+        read.append(spec.path)
+        return whole(spec)
+
+    def load_skeleton(spec: ModelSpec) -> Any:
+        model, scorer = skeleton(spec)
+        if loose:
+            scorer.decoder.remembered = torch.zeros(3, device="meta")
+        return model, scorer
+
+    with patch.multiple(placement, load_scorer=load_scorer, load_skeleton=load_skeleton):
+        backend = start(directory)
+    empty = [name for name, tensor in backend._model.state_dict().items() if tensor.is_meta]
+    buffers = {name: buffer.numpy().copy() for name, buffer in backend._model.named_buffers()}
+    return bool(read), empty, arrays(backend.weights()), buffers
+
+
+def outcome(directory: str) -> str:
+    """How setting up ends on this rank."""
+    try:
+        start(directory)
+    except EngineError as error:
+        return str(error)
+    return "set up"
 
 
 def load_elsewhere(directory: str, checkpoint: Path) -> None:

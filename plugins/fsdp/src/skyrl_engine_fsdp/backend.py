@@ -12,14 +12,15 @@ from skyrl_engine.contracts.backend import MicroBatch, ModelSpec, Objective, Opt
 from skyrl_engine.contracts.outputs import RankOutput
 from skyrl_engine.contracts.topology import RankCoords
 from skyrl_engine.errors import DataError, ModelError, UnsupportedError
-from skyrl_engine.modeling.loading import load_scorer, quiet_progress
+from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.modeling.optimizer import build_adamw, set_learning_rate
 from skyrl_engine.modeling.schedule import learning_rate
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine_fsdp.checkpoint import TrainingState
 from skyrl_engine_fsdp.gradients import clip_gradients, full, non_finite
+from skyrl_engine_fsdp.placement import load_sharded
 from skyrl_engine_fsdp.plugin import FsdpConfig
-from skyrl_engine_fsdp.sharding import reshard, shard
+from skyrl_engine_fsdp.sharding import reshard
 
 SCORES = frozenset({"logprobs", "entropy"})
 
@@ -44,9 +45,10 @@ class FsdpBackend:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         mesh = init_device_mesh(self._device.type, (environment.world_size,), mesh_dim_names=("dp",))
-        self._model, self._scorer = load_scorer(model)
+        self._model, self._scorer = load_sharded(
+            model, mesh, self._device, reshard_after_forward=self._config.reshard_after_forward
+        )
         self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
-        shard(self._scorer, mesh, self._device, model.dtype, reshard_after_forward=self._config.reshard_after_forward)
         self._specification = optimizer
         self._optimizer = build_adamw(self._parameters().values(), optimizer) if optimizer is not None else None
         self._steps_done = 0
