@@ -1,5 +1,6 @@
 """`@loss` and `@reducer`: a plain function becomes a plugin, in a wheel and in a local file alike."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -47,10 +48,15 @@ def loss(
 
     `needs` names model scores (`logprobs`, `entropy`, `values`) or data columns; `config` is an attrs class of the loss's options;
     `reducers` restricts which reducers make sense; `batch_local` declares that the loss depends on how the batch is cut, by nature.
+    Raises TypeError for names that are not in a tuple and for a function that does not take (tokens, config).
     """
+    for option, names in (("needs", needs), ("reducers", reducers)):
+        if isinstance(names, str):
+            raise TypeError(f"{option} is the text {names!r}; write {option}=({names!r},)")
 
     def decorate(function: Callable[..., Any]) -> LossPlugin:
-        return LossPlugin(function, tuple(needs), config, reducers, batch_local)
+        _check_takes(function, "tokens", "config")
+        return LossPlugin(function, tuple(needs), config, None if reducers is None else tuple(reducers), batch_local)
 
     return decorate
 
@@ -85,9 +91,20 @@ def reducer(*, config: type[Any] | None = None, negative_weights: bool = False) 
 
     `config` is an attrs class of the reducer's options; its field `empty_sequence`, if it has one, is what the reducer declares.
     Negative loss weights are refused before the function sees them, unless `negative_weights` says that it can take them.
+    Raises TypeError for a function that does not take (structure, config).
     """
 
     def decorate(function: Callable[..., Any]) -> ReducerPlugin:
+        _check_takes(function, "structure", "config")
         return ReducerPlugin(function, config, negative_weights)
 
     return decorate
+
+
+def _check_takes(function: Callable[..., Any], *arguments: str) -> None:
+    """Refuse at import what would otherwise fail on a rank, in the middle of the first step."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise TypeError(f"{function.__name__}{signature} must take ({', '.join(arguments)}): {error}") from None

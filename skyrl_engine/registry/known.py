@@ -6,6 +6,7 @@ from types import MappingProxyType
 FIRST_PARTY: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("collator", "padded"): "skyrl-engine-collators",
+        ("collator", "trajectory"): "skyrl-engine-collators",
         ("loss", "cross_entropy"): "skyrl-engine-losses",
         ("reducer", "sum"): "skyrl-engine-reducers",
         ("reducer", "token_mean"): "skyrl-engine-reducers",

@@ -25,7 +25,7 @@ class Reference:
 def parse(text: str, *, base: Path | None = None) -> Reference:
     """Read a reference; relative files are looked up from `base` (None: the working directory). Raises PluginNotFoundError."""
     origin, colon, name = text.strip().rpartition(":")
-    if _is_file(text) and not _is_file(origin):
+    if _is_file(text) and not (_is_file(origin) and name):
         raise PluginNotFoundError(
             f"{text!r} names a file but no plugin in it",
             remedy=f"Write {text.strip().rstrip(':')}:NAME with a name that the file defines",

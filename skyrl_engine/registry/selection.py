@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 
 from attrs import frozen
 
-from skyrl_engine.errors import ConfigError, Problem
+from skyrl_engine.errors import ConfigError, PluginNotFoundError, Problem
 from skyrl_engine.registry.discovery import normalise
 from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.record import PluginRecord
-from skyrl_engine.registry.reference import parse
+from skyrl_engine.registry.reference import Reference, parse
 
 
 @frozen
@@ -19,13 +19,20 @@ class Selection:
     distribution offers, `./file.py:name` a local file's.
     """
 
-    block: tuple[str, ...]
+    block: tuple[Reference, ...]
     pins: Mapping[tuple[str, str], str]
 
     @classmethod
     def of(cls, block: Sequence[str], pin: Mapping[str, str]) -> "Selection":
         """From the configuration's `plugins.block` and `plugins.pin` ("kind:name" -> distribution). Raises ConfigError."""
-        problems, pins = [], {}
+        problems: list[Problem] = []
+        blocked: list[Reference] = []
+        pins: dict[tuple[str, str], str] = {}
+        for entry in block:
+            try:
+                blocked.append(parse(entry))
+            except PluginNotFoundError as error:
+                problems.append(Problem("plugins.block", error.cause, error.remedy))
         for key, distribution in pin.items():
             kind, _, name = key.partition(":")
             if kind not in KINDS or not name:
@@ -34,17 +41,16 @@ class Selection:
             pins[kind, name] = normalise(distribution)
         if problems:
             raise ConfigError(problems)
-        return cls(tuple(block), pins)
+        return cls(tuple(blocked), pins)
 
     def blocks(self, record: PluginRecord) -> str | None:
         """The entry that blocks this plugin, None if none does."""
-        return next((entry for entry in self.block if _covers(entry, record)), None)
+        return next((reference.text for reference in self.block if _covers(reference, record)), None)
 
 
-def _covers(entry: str, record: PluginRecord) -> bool:
-    reference = parse(entry)
+def _covers(reference: Reference, record: PluginRecord) -> bool:
     if reference.distribution is not None and reference.distribution != record.distribution:
         return False
-    if reference.path is not None and (record.path is None or reference.path != record.path):
+    if reference.path is not None and reference.path != record.path:
         return False
     return reference.name == record.name or (reference.name == "*" and (reference.distribution or reference.path) is not None)

@@ -43,11 +43,7 @@ def missing_file(kind: str, wanted: Reference, path: Path) -> PluginNotFoundErro
     """The error for a local plugin whose file is not there."""
     siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, siblings, n=1)
-    remedy = (
-        f"Did you mean {path.parent / close[0]}:{wanted.name}?"
-        if close
-        else "Correct the path; it is relative to the working directory"
-    )
+    remedy = f"Did you mean {path.parent / close[0]}:{wanted.name}?" if close else "Correct the path"
     return PluginNotFoundError(f"the local {kind} {wanted.text!r} cannot be found: there is no file {path}", remedy=remedy)
 
 

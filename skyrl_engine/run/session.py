@@ -158,7 +158,11 @@ def _open(
         changed = _compare(checkpoint, resolved)
         logger.info("resuming from %s", checkpoint.path)
     context = FactoryContext(seed=config.run.seed)
-    bus = ObserverBus([*(selected.make(context) for selected in resolved.observers), *observers])
+    bus = ObserverBus()
+    for selected in resolved.observers:
+        bus.register(selected.make(context), name=str(selected.loaded.record))
+    for observer in observers:
+        bus.register(observer)
     manifest = read_manifest(directory.manifest) if directory.manifest.exists() else None
     return RunSession(
         directory, store, stop, checkpoint, changed, resolved, bus, manifest, step=checkpoint.step if checkpoint else 0
