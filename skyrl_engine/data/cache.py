@@ -29,9 +29,9 @@ def cache_key(content: str, rows: bytes, tokenizer: Any, data: DataConfig) -> st
 
 def _tokenizer_identity(tokenizer: Any) -> str:
     if tokenizer.is_fast:
-        backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        backend.pop("padding", None)  # state of the last call, not of the tokenizer
-        backend.pop("truncation", None)
+        serialised = tokenizer.backend_tokenizer.to_str()
+        # before the added tokens stand padding and truncation, state of the last call; parsing a large vocabulary would take seconds
+        backend = serialised.partition('"added_tokens"')[2] or serialised
     else:
         backend = {"vocabulary": tokenizer.get_vocab(), "settings": tokenizer.init_kwargs}
     parts = [type(tokenizer).__name__, backend, tokenizer.special_tokens_map, tokenizer.chat_template]

@@ -215,8 +215,6 @@ def _marked(message: Message, mark: str) -> Iterator[Message]:
 
 
 def _marked_text(text: str, mark: str) -> Iterator[str]:
-    if not text.strip():
-        return
     lead = len(text) - len(text.lstrip())
     yield text[:lead] + mark + text[lead:]
     head, closing, answer = text.rpartition("</think>")

@@ -110,7 +110,8 @@ def load_columns(
 def open_source_of(data: DataConfig, split: Split) -> Source:
     """The rows that a split of the configuration is taken from. Raises DataError."""
     if split == "eval" and data.eval is not None:
-        return open_source(data.eval, split=data.eval_split, subset=data.subset)
+        own_file = Path(data.eval).expanduser().is_file()  # beside training data with subsets
+        return open_source(data.eval, split=data.eval_split, subset=None if own_file else data.subset)
     if split == "eval" and not data.eval_fraction:
         raise DataError(
             "there is no evaluation data: neither data.eval nor data.eval_fraction is set",

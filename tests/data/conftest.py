@@ -69,6 +69,14 @@ UNMARKED = """\
 {%- for m in messages -%}{{ m.role + ': ' + m.content + '\n' }}{%- endfor -%}
 {%- if add_generation_prompt -%}{{ 'assistant: ' }}{%- endif -%}"""
 
+# the generation prompt is empty: what ends the user's message starts the reply
+INSTRUCTIONS = """\
+{{- bos_token -}}
+{%- for m in messages -%}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception('roles must alternate') }}{%- endif -%}
+{{ '[I] ' + m.content + ' [/I]' if m.role == 'user' else ' ' + m.content + '<|eot|>' }}
+{%- endfor -%}"""
+
 TAGGED = """\
 {%- for m in messages -%}
 {%- if m.role == 'assistant' -%}
@@ -76,6 +84,19 @@ TAGGED = """\
 {%- else -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+
+# THINKING with the assistant's part in generation tags: the same text, and an independent account of what the assistant says
+THINKING_TAGGED = (
+    THINKING.replace(
+        "  {%- else -%}\n    {{ '<|im_start|>' + m.role + '\\n' }}\n", "  {%- elif m.role == 'assistant' -%}\n" + "HEAD"
+    )
+    .replace("HEAD", "    {{ '<|im_start|>assistant\\n' }}{%- generation -%}\n")
+    .replace(
+        "    {{ '<|im_end|>\\n' }}\n  {%- endif -%}",
+        "    {{ '<|im_end|>' }}{%- endgeneration -%}{{ '\\n' }}\n  {%- else -%}\n"
+        "    {{ '<|im_start|>' + m.role + '\\n' + text + '<|im_end|>\\n' }}\n  {%- endif -%}",
+    )
+)
 
 # the conversation is summed up, so that nothing of a turn can be found
 OPAQUE = """{{- messages | length -}}{%- if add_generation_prompt -%}{{ 'A' }}{%- endif -%}"""
@@ -86,7 +107,9 @@ TEMPLATES: Mapping[str, str] = {
     "thinking": THINKING,
     "opens_thinking": OPENS_THINKING,
     "unmarked": UNMARKED,
+    "instructions": INSTRUCTIONS,
     "tagged": TAGGED,
+    "thinking_tagged": THINKING_TAGGED,
     "opaque": OPAQUE,
 }
 
@@ -147,7 +170,7 @@ def load(tmp_path: Path) -> Callable[..., TokenizedDataset]:
     return load_rows
 
 
-@pytest.fixture(name="make_tokenizer")
+@pytest.fixture(name="make_tokenizer", scope="session")
 def make_tokenizer_fixture() -> Callable[..., PreTrainedTokenizerFast]:
     """A tokenizer by the name of its template (None: without)."""
     return _make_tokenizer

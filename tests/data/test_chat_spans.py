@@ -39,6 +39,7 @@ bye<|eot|><|head|>assistant<|/head|>
     "thinking": CHATML.replace("[[ok", "[[<think>\n\n</think>\n\nok"),
     "opens_thinking": "<|head|>U<|/head|>hi<|head|>A<|/head|>[[yo<|eot|>]]<|head|>U<|/head|>bye<|head|>A<|/head|>[[ok then<|eot|>]]",
     "unmarked": "user: hi\nassistant: [[yo\n]]user: bye\nassistant: [[ok then\n]]",
+    "instructions": "<|bos|>[I] hi [/I][[ yo<|eot|>]][I] bye [/I][[ ok then<|eot|>]]",
     "tagged": CHATML,
 }
 
@@ -107,6 +108,13 @@ def test_tool_calls_before_a_later_question(load, make_tokenizer, marked, first)
         "<|im_start|>assistant\n[[it is 2<|im_end|>]]\n<|im_start|>user\nand?<|im_end|>\n"
         "<|im_start|>assistant\n[[<think>\n\n</think>\n\nno more<|im_end|>]]\n"
     )
+
+
+@pytest.mark.parametrize("empty", ["", " ", "\n"])
+def test_an_empty_reply_teaches_its_end_of_turn_token(load, make_tokenizer, marked, chat, empty):
+    tokenizer = make_tokenizer("thinking")
+    text = marked(load([chat("hi", empty, "bye", "ok")], tokenizer, loss_on="all"), tokenizer)
+    assert text.startswith(f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[[{empty}<|im_end|>]]\n<|im_start|>user\nbye")
 
 
 def test_a_conversation_that_starts_with_the_assistant(load, make_tokenizer, marked):

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from skyrl_engine.config.schema import DataConfig
 from skyrl_engine.data import load_columns
@@ -64,6 +65,10 @@ def test_evaluation_data_of_its_own(tmp_path, make_tokenizer):
         train=str(tmp_path / "train.jsonl"), eval=str(tmp_path / "eval.jsonl"), eval_fraction=0.5, cache=str(tmp_path / "cache")
     )
     assert [len(load_columns(data, make_tokenizer(None), split=split)) for split in ("train", "eval")] == [3, 2]
+    (tmp_path / "data" / "small").mkdir(parents=True)
+    (tmp_path / "train.jsonl").rename(tmp_path / "data" / "small" / "train.jsonl")
+    with_subset = evolve(data, train=str(tmp_path / "data"), subset="small")
+    assert [len(load_columns(with_subset, make_tokenizer(None), split=split)) for split in ("train", "eval")] == [3, 2]
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,18 @@ def test_locations_that_do_not_exist(tmp_path):
         open_source(str(tmp_path / "empty"), split="train")
 
 
+def test_a_hub_id_is_loaded_with_its_subset_and_split(monkeypatch):
+    def load_dataset(path, name, *, split):
+        return datasets.Dataset.from_list([{"text": f"{path} {name} {split}"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = open_source("somebody/something", split="validation", subset="small")
+    assert [(row.where, row.values["text"]) for row in source.rows()] == [
+        ("somebody/something row 0", "somebody/something small validation")
+    ]
+    assert source.digest != open_source("somebody/something", split="train", subset="small").digest
+
+
 def test_a_hub_id_without_network_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
