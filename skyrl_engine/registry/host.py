@@ -75,17 +75,18 @@ class PluginHost:
         holder = _Holder({name: function for name, (_, function) in implementations.items()})
         registration = Registration(plugin, owner, frozenset(hook for hook, _ in implementations.values()), holder)
         self._check_names(registration)
+        name = f"{owner.label} #{len(self._registrations)}"
         try:
-            self._manager.register(holder, name=f"{owner.label} #{len(self._registrations)}")
+            self._manager.register(holder, name=name)
             self._manager.check_pending()
         except pluggy.PluginValidationError as error:
-            self._manager.unregister(holder)
+            self._manager.unregister(name=name)
             raise PluginBrokenError(
                 f"{owner.label} has a hook that does not fit: {_reason(error)}",
                 remedy=f"Take only arguments that the hook offers; {PAGE} lists them",
             ) from error
         except Exception:
-            self._manager.unregister(holder)
+            self._manager.unregister(name=name)
             raise
         self._registrations.append(registration)
         return registration

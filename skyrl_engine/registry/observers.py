@@ -71,7 +71,7 @@ def check_observer(observer: object, owner: Owner) -> None:
     hooks = PluginHost().register(observer, owner).hooks
     if not hooks & set(OBSERVER_HOOKS):
         raise ContractError(
-            f"{owner.label}: a {type(observer).__name__} implements no observer hook",
+            f"{owner.label}: {type(observer).__name__} implements no observer hook",
             remedy=f"Implement one of {', '.join(OBSERVER_HOOKS)}",
         )
 

@@ -18,7 +18,7 @@ def check_product(kind: Kind, product: object, owner: Owner, hook: str) -> None:
     problems = [*_missing_members(kind, product), *_VALUES.get(kind.name, _nothing)(product)]
     if problems:
         raise ContractError(
-            f"{hook} of {owner.label} returned a {type(product).__name__} that is not {kind.with_article}: {problems[0]}",
+            f"{hook} of {owner.label} returned {type(product).__name__}, which is not {kind.with_article}: {problems[0]}",
             remedy=f"Correct it; docs/{kind.page.partition('#')[0]} names the contract",
             details=problems[1:],
         )

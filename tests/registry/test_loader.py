@@ -1,0 +1,429 @@
+"""Loading: metadata is checked before import, exactly one plugin is addressed, and whatever breaks is named with one action."""
+
+import json
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+
+from skyrl_engine import LossTokens
+from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.errors import (
+    ContractError,
+    PluginBrokenError,
+    PluginError,
+    PluginIncompatibleError,
+    PluginNotFoundError,
+    UnsupportedError,
+)
+from skyrl_engine.registry.host import PluginHost
+from skyrl_engine.registry.loader import load
+from skyrl_engine.registry.record import PluginRecord
+from skyrl_engine.registry.resolve import Registry
+
+FOCAL = '''
+from attrs import define
+from skyrl_engine import loss
+
+@define
+class FocalConfig:
+    gamma: float = 2.0
+
+@loss(needs=("logprobs",), config=FocalConfig)
+def focal(tokens, config):
+    """Focal cross-entropy (Lin et al. 2017, eq. 4), float32[n]."""
+    miss = 1 - tokens.logprobs.exp()
+    return -(miss ** config.gamma) * tokens.logprobs
+'''
+
+
+def resolve(reference: str, kind: str = "loss", base: Path | None = None) -> PluginRecord:
+    return Registry.discover().resolve(kind, reference, base=base)
+
+
+def is_focal(loaded) -> None:
+    import torch
+
+    assert [(field.name, field.default) for field in attrs.fields(loaded.schema)] == [("gamma", 2.0)]
+    focal = loaded.make(loaded.schema(gamma=1.0), FactoryContext())
+    assert (focal.name, focal.needs, focal.reducers, focal.batch_local) == ("focal", ("logprobs",), None, False)
+    logprobs = torch.tensor([-0.5, -2.0])
+    tokens = LossTokens({"logprobs": logprobs}, None, None)  # type: ignore[arg-type]  # focal reads logprobs only
+    torch.testing.assert_close(focal(tokens), -(1 - logprobs.exp()) * logprobs)
+
+
+def test_the_printed_loss_works_from_a_distribution(install) -> None:
+    modules = {"printed_focal/__init__.py": "", "printed_focal/plugin.py": FOCAL}
+    install("printed-focal", entry_points={"loss": {"printed": "printed_focal.plugin:focal"}}, modules=modules)
+    is_focal(load(resolve("printed")))
+
+
+def test_the_printed_loss_works_from_a_local_file(site, tmp_path: Path) -> None:
+    (tmp_path / "my_loss.py").write_text(FOCAL)
+    is_focal(load(resolve("./my_loss.py:focal", base=tmp_path)))
+
+
+def test_a_lock_rebuilds_a_local_file_where_there_is_none(site, tmp_path: Path) -> None:
+    (tmp_path / "my_loss.py").write_text(FOCAL)
+    lock = json.loads(json.dumps(resolve("./my_loss.py:focal", base=tmp_path).lock()))
+    (tmp_path / "my_loss.py").write_text("raise SystemExit('the recorded text counts, not the file')")
+    is_focal(load(PluginRecord.from_lock(lock)))
+
+
+def test_an_alias_is_the_same_object_under_another_name(install) -> None:
+    install(
+        "two-names",
+        entry_points={"loss": {"one": "two_names:focal", "other": "two_names:focal"}},
+        modules={"two_names.py": FOCAL},
+    )
+    one, other = load(resolve("one")), load(resolve("other"))
+    assert one.plugin is other.plugin
+    assert (one.record.name, other.record.name) == ("one", "other")
+
+
+def test_a_module_can_be_the_plugin(install) -> None:
+    source = """
+from skyrl_engine import hookimpl
+@hookimpl
+def skyrl_engine_make_merger():
+    class Merger:
+        def merge(self, outputs, plan): return (outputs, plan)
+    return Merger()
+"""
+    install("module-plugin", entry_points={"merger": {"mine": "module_plugin"}}, modules={"module_plugin.py": source})
+    loaded = load(resolve("mine", "merger"))
+    assert loaded.schema is None
+    assert loaded.make(None, FactoryContext()).merge(1, 2) == (1, 2)
+
+
+TWO_KINDS = """
+from attrs import define
+from skyrl_engine import hookimpl
+
+@define
+class Both:  # compared by value and not hashable, as attrs makes classes
+    made: int = 0
+
+    @hookimpl
+    def skyrl_engine_make_merger(self, context):
+        self.made += 1
+        return Merger(context.seed)
+
+    @hookimpl
+    def skyrl_engine_make_observer(self):
+        return self
+
+    @hookimpl
+    def skyrl_engine_step_finished(self, event): pass
+
+@define
+class Merger:
+    seed: int
+    def merge(self, outputs, plan): pass
+
+one, other = Both(), Both()
+"""
+
+
+def test_a_shared_host_addresses_exactly_one_plugin(install) -> None:
+    points = {"merger": {"one": "two_kinds:one", "other": "two_kinds:other"}, "observer": {"watch": "two_kinds:one"}}
+    install("two-kinds", entry_points=points, modules={"two_kinds.py": TWO_KINDS})
+    host = PluginHost()
+    one, other = load(resolve("one", "merger"), host=host), load(resolve("other", "merger"), host=host)
+    watch = load(resolve("watch", "observer"), host=host)
+    assert one.make(None, FactoryContext(seed=3)).seed == 3
+    assert (one.plugin.made, other.plugin.made) == (1, 0)
+    assert watch.make(None, FactoryContext()) is one.plugin
+
+
+def test_a_class_in_place_of_an_instance_is_refused(install) -> None:
+    install("two-kinds", entry_points={"merger": {"klass": "two_kinds:Both"}}, modules={"two_kinds.py": TWO_KINDS})
+    with pytest.raises(PluginBrokenError, match=r"is the class Both.*Point at an instance"):
+        load(resolve("klass", "merger"))
+
+
+# What can be wrong with a plugin: its source, what the error says.
+BROKEN = {
+    "raises": ("raise RuntimeError('no licence.')", "failed in its import: RuntimeError: no licence. Upgrade it: "),
+    "exits": ("raise SystemExit(1)", "failed in its import: SystemExit: 1. Upgrade it: "),
+    "syntax": ("def plain(:", "failed in its import: SyntaxError"),
+    "missing module": ("import not_a_module_anywhere", "ModuleNotFoundError: No module named 'not_a_module_anywhere'"),
+    "missing attribute": ("", "AttributeError"),
+    "needs as text": (
+        "from skyrl_engine import loss\n@loss(needs=('logprobs'))\ndef plain(tokens, config): pass",
+        "TypeError: needs is the text 'logprobs'; write needs=('logprobs',)",
+    ),
+    "loss takes too little": (
+        "from skyrl_engine import loss\n@loss(needs=('logprobs',))\ndef plain(tokens): pass",
+        "TypeError: plain(tokens) must take (tokens, config)",
+    ),
+    "no hook": ("plain = object()", "does not implement skyrl_engine_make_loss"),
+    "undecorated": ("def plain(tokens, config): pass", "or a function with skyrl_engine.loss"),
+    "another kind": (
+        "from skyrl_engine import reducer\n@reducer()\ndef plain(structure, config): pass",
+        "does not implement skyrl_engine_make_loss. Set it as reducer",
+    ),
+    "unknown hook": (
+        "from skyrl_engine import hookimpl\nclass P:\n  @hookimpl\n  def skyrl_engine_make_los(self): pass\nplain = P()",
+        "implements the unknown hook skyrl_engine_make_los. Did you mean skyrl_engine_make_loss?",
+    ),
+    "unknown argument": (
+        "from skyrl_engine import hookimpl\nclass P:\n  @hookimpl\n  def skyrl_engine_make_loss(self, konfig): pass\nplain = P()",
+        "has a hook that does not fit: ",
+    ),
+    "schema raises": (
+        (
+            "from skyrl_engine import hookimpl\nclass P:\n  @hookimpl\n  def skyrl_engine_make_loss(self): pass\n"
+            "  @hookimpl\n  def skyrl_engine_config_schema(self): return 1 / 0\nplain = P()"
+        ),
+        "failed in skyrl_engine_config_schema: ZeroDivisionError: division by zero",
+    ),
+}
+
+
+@pytest.mark.parametrize("flaw", BROKEN)
+def test_a_broken_plugin_is_named_with_version_cause_and_action(install_loss, flaw: str) -> None:
+    source, expected = BROKEN[flaw]
+    install_loss("broken-loss", "3.2.1", source=source)
+    with pytest.raises(PluginBrokenError) as caught:
+        load(resolve("plain"))
+    assert caught.value.exit_code == 3
+    assert "loss 'plain' of broken-loss 3.2.1" in caught.value.cause
+    assert expected in caught.value.summary
+    assert "\n" not in caught.value.summary
+
+
+def test_the_place_of_the_failure_is_told(install_loss) -> None:
+    install_loss("broken-loss", source="\n\nraise RuntimeError('here')")
+    with pytest.raises(PluginBrokenError) as caught:
+        load(resolve("plain"))
+    (place,) = caught.value.details
+    assert place.endswith("broken_loss/plugin.py, line 3, in <module>")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("flaw", BROKEN)
+def test_a_broken_plugin_that_nobody_requested_harms_nobody(install_loss, install, flaw: str) -> None:
+    install_loss("broken-loss", source=BROKEN[flaw][0], loss="broken")
+    install("sound-loss", entry_points={"loss": {"sound": "sound_loss:focal"}}, modules={"sound_loss.py": FOCAL})
+    is_focal(load(resolve("sound")))
+    assert "broken_loss.plugin" not in sys.modules
+
+
+def test_a_refused_plugin_leaves_a_shared_host_usable(install_loss, install) -> None:
+    host = PluginHost()
+    for number, flaw in enumerate(("unknown hook", "unknown argument")):
+        install_loss(f"broken-loss-{number}", source=BROKEN[flaw][0], loss=f"broken{number}")
+        with pytest.raises(PluginBrokenError):
+            load(resolve(f"broken{number}"), host=host)
+    install("sound-loss", entry_points={"loss": {"sound": "sound_loss:focal"}}, modules={"sound_loss.py": FOCAL})
+    is_focal(load(resolve("sound"), host=host))
+
+
+@pytest.mark.parametrize("schema", ["dict", "object()", "type('Plain', (), {})"])
+def test_a_schema_that_is_no_attrs_class_breaks_the_contract(install_loss, schema: str) -> None:
+    source = (
+        "from skyrl_engine import hookimpl\nclass P:\n  @hookimpl\n  def skyrl_engine_make_loss(self): pass\n"
+        f"  @hookimpl\n  def skyrl_engine_config_schema(self): return {schema}\nplain = P()"
+    )
+    install_loss("broken-loss", source=source)
+    with pytest.raises(ContractError, match="Return an attrs class"):
+        load(resolve("plain"))
+
+
+def with_factory(body: str) -> str:
+    return f"""
+from skyrl_engine import hookimpl
+from skyrl_engine.errors import UnsupportedError
+class P:
+    @hookimpl
+    def skyrl_engine_make_loss(self, config, context):
+        {body}
+plain = P()
+"""
+
+
+def test_a_factory_that_raises_is_named(install_loss) -> None:
+    install_loss("broken-loss", "3.2.1", source=with_factory("raise KeyError('gamma')"))
+    with pytest.raises(PluginBrokenError) as caught:
+        load(resolve("plain")).make(None, FactoryContext())
+    assert caught.value.summary == (
+        "loss 'plain' of broken-loss 3.2.1 failed in skyrl_engine_make_loss: KeyError: 'gamma'. "
+        "Upgrade broken-loss, or choose another loss"
+    )
+
+
+def test_what_a_factory_refuses_with_an_engine_error_is_meant(install_loss) -> None:
+    install_loss("fussy-loss", source=with_factory("raise UnsupportedError('only on Tuesdays', remedy='Wait')"))
+    with pytest.raises(UnsupportedError, match="only on Tuesdays"):
+        load(resolve("plain")).make(None, FactoryContext())
+
+
+def test_a_factory_that_returns_nothing_breaks_the_contract(install_loss) -> None:
+    install_loss("broken-loss", source=with_factory("return None"))
+    with pytest.raises(ContractError, match=r"skyrl_engine_make_loss of loss 'plain' of broken-loss 1\.0\.0 returned None"):
+        load(resolve("plain")).make(None, FactoryContext())
+
+
+def test_a_missing_runtime_requirement_is_told_before_import(install_loss) -> None:
+    requires = ["skyrl-engine>=0.1", "no-such-thing>=2; extra == 'runtime'", "attrs>=999; extra == 'runtime'"]
+    install_loss("needy-loss", source="raise RuntimeError('imported')", requires=requires)
+    with pytest.raises(PluginIncompatibleError) as caught:
+        load(resolve("plain"))
+    assert f"no-such-thing>=2, which is not installed and attrs>=999, and {attrs.__version__} is installed" in caught.value.cause
+    assert caught.value.remedy == 'Install what it needs: python -m pip install "needy-loss[runtime]==1.0.0"'
+    assert "needy_loss.plugin" not in sys.modules
+
+
+def test_requirements_that_do_not_apply_here_are_not_checked(install_loss) -> None:
+    requires = [
+        "no-such-thing; extra == 'dev'",
+        "no-such-thing; extra == 'runtime' and python_version < '3'",
+        "attrs>=20; extra == 'runtime'",
+    ]
+    install_loss("calm-loss", requires=requires)
+    assert load(resolve("plain")).record.distribution == "calm-loss"
+
+
+@pytest.mark.parametrize("requirement", ["skyrl-engine>=0.2", "skyrl_engine<0.1", "skyrl-engine==7.*"])
+def test_a_plugin_for_another_engine_is_told_before_import(install_loss, requirement: str) -> None:
+    install_loss("strange-loss", "3.2.1", source="raise RuntimeError('imported')", requires=[requirement])
+    with pytest.raises(PluginIncompatibleError) as caught:
+        load(resolve("plain"))
+    assert caught.value.cause.startswith("loss 'plain' of strange-loss 3.2.1 is made for skyrl-engine ")
+    assert caught.value.remedy.endswith('python -m pip install --upgrade strange-loss "skyrl-engine==0.1.0"')
+    assert "strange_loss.plugin" not in sys.modules
+
+
+def test_a_release_candidate_of_the_engine_is_in_range(install_loss, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyrl_engine.registry.compat.__version__", "0.1.1rc1")
+    install_loss("fine-loss")
+    load(resolve("plain"))
+
+
+def test_an_unreadable_requirement_is_told_for_the_plugin_asked_for(install_loss) -> None:
+    install_loss("odd-loss", requires=["torch >>> 2"])
+    with pytest.raises(PluginBrokenError, match="'torch >>> 2', which cannot be read"):
+        load(resolve("plain"))
+
+
+def test_a_lock_of_another_version_is_refused(install_loss) -> None:
+    install_loss("moving-loss", "1.1.0", source="raise RuntimeError('imported')")
+    record = attrs.evolve(resolve("plain"), version="1.0.0")
+    with pytest.raises(PluginIncompatibleError) as caught:
+        load(PluginRecord.from_lock(record.lock()))
+    assert caught.value.cause == "loss 'plain' of moving-loss 1.0.0 is asked for, but version 1.1.0 is installed here"
+    assert caught.value.remedy.endswith('python -m pip install "moving-loss==1.0.0"')
+
+
+def test_a_lock_of_another_target_is_refused(install_loss) -> None:
+    install_loss("moving-loss")
+    for change in ({"target": "elsewhere:plain"}, {"name": "vanished"}):
+        with pytest.raises(PluginIncompatibleError, match="in the installation here"):
+            load(attrs.evolve(resolve("plain"), **change))
+
+
+def test_a_lock_of_what_is_not_installed_is_refused() -> None:
+    record = PluginRecord("loss", "ppo", "x:y", distribution="not-here", version="1.0.0")
+    with pytest.raises(PluginNotFoundError, match=r'pip install "not-here==1\.0\.0"'):
+        load(record)
+
+
+def test_a_local_file_that_lacks_the_name_suggests_one(site, tmp_path: Path) -> None:
+    (tmp_path / "my_loss.py").write_text(FOCAL)
+    with pytest.raises(PluginNotFoundError) as caught:
+        load(resolve("./my_loss.py:focl", base=tmp_path))
+    assert caught.value.remedy == f"Did you mean {tmp_path}/my_loss.py:focal?"
+
+
+def test_a_local_file_that_fails_is_named_by_path_hash_and_line(site, tmp_path: Path) -> None:
+    (tmp_path / "my_loss.py").write_text("x = 1\nx.y\n")
+    record = resolve("./my_loss.py:focal", base=tmp_path)
+    for _ in range(2):  # a failed import leaves nothing behind that a second would take for the module
+        with pytest.raises(PluginBrokenError) as caught:
+            load(record)
+    assert f"{tmp_path}/my_loss.py (sha256 {record.sha256[:12]})" in caught.value.cause
+    assert caught.value.details == (f"{tmp_path}/my_loss.py, line 2, in <module>",)
+    assert caught.value.remedy == f"Correct {tmp_path}/my_loss.py"
+
+
+def test_an_edited_file_is_another_plugin_and_both_stay_what_they_were(site, tmp_path: Path) -> None:
+    file = tmp_path / "my_loss.py"
+    records = []
+    for gamma in ("2.0", "5.0"):
+        file.write_text(FOCAL.replace("2.0", gamma))
+        records.append(resolve("./my_loss.py:focal", base=tmp_path))
+    assert [load(record).schema().gamma for record in records] == [2.0, 5.0]
+    assert load(records[0]).plugin is load(records[0]).plugin
+    assert records[0].sha256 != records[1].sha256
+
+
+def test_a_local_file_may_postpone_its_annotations(site, tmp_path: Path) -> None:
+    (tmp_path / "my_loss.py").write_text("from __future__ import annotations\n" + FOCAL)
+    loaded = load(resolve("./my_loss.py:focal", base=tmp_path))
+    assert attrs.fields(attrs.resolve_types(loaded.schema)).gamma.type is float
+
+
+def test_the_recorded_text_keeps_every_byte(site, tmp_path: Path) -> None:
+    content = "\ufeff# é\r\n".encode() + FOCAL.replace("\n", "\r\n").encode()
+    (tmp_path / "my_loss.py").write_bytes(content)
+    record = resolve("./my_loss.py:focal", base=tmp_path)
+    assert record.source_text.encode() == content
+    is_focal(load(PluginRecord.from_lock(json.loads(json.dumps(record.lock())))))
+
+
+def test_a_lock_whose_text_was_changed_is_refused(site, tmp_path: Path) -> None:
+    (tmp_path / "my_loss.py").write_text(FOCAL)
+    lock = resolve("./my_loss.py:focal", base=tmp_path).lock()
+    with pytest.raises(PluginBrokenError, match="another hash"):
+        PluginRecord.from_lock({**lock, "source_text": FOCAL + "#"})
+
+
+@pytest.mark.parametrize("lock", [{}, {"kind": "loss", "name": "x"}, {"kind": "loss", "name": "x", "target": "y", "novel": 1}])
+def test_a_lock_that_cannot_be_read_is_refused(lock: dict[str, object]) -> None:
+    with pytest.raises(PluginBrokenError, match="cannot be read"):
+        PluginRecord.from_lock(lock)
+
+
+@pytest.mark.parametrize("record", Registry.discover().records(), ids=lambda record: record.reference)
+def test_every_installed_plugin_survives_its_lock(record: PluginRecord) -> None:
+    assert PluginRecord.from_lock(json.loads(json.dumps(record.lock()))) == record
+
+
+def test_first_party_plugins_load_through_the_same_door() -> None:
+    for record in Registry.discover().records():
+        if record.distribution.startswith("skyrl-engine"):
+            loaded = load(record)
+            product = loaded.make(None if loaded.schema is None else loaded.schema(), FactoryContext())
+            assert product is not None
+
+
+def test_a_backend_is_described_and_checked(install) -> None:
+    source = """
+from skyrl_engine import hookimpl
+from skyrl_engine.contracts.backend import BackendDescription
+from skyrl_engine.contracts.topology import Topology
+class P:
+    def __init__(self, answer): self.answer = answer
+    @hookimpl
+    def skyrl_engine_make_backend(self): pass
+    @hookimpl
+    def skyrl_engine_describe_backend(self, world_size): return self.answer(world_size)
+good = P(lambda size: BackendDescription(Topology(dp=size), frozenset({"padded"})))
+small = P(lambda size: BackendDescription(Topology(), frozenset()))
+wrong = P(lambda size: {"dp": size})
+class Silent:
+    @hookimpl
+    def skyrl_engine_make_backend(self): pass
+silent = Silent()
+"""
+    names = ("good", "small", "wrong", "silent")
+    install("my-backend", entry_points={"backend": {n: f"my_backend:{n}" for n in names}}, modules={"my_backend.py": source})
+    assert load(resolve("good", "backend")).describe_backend(None, 4).topology.dp == 4
+    with pytest.raises(ContractError, match="lays out 1 ranks in a world of 4"):
+        load(resolve("small", "backend")).describe_backend(None, 4)
+    with pytest.raises(ContractError, match="Return a BackendDescription"):
+        load(resolve("wrong", "backend")).describe_backend(None, 4)
+    with pytest.raises(PluginError, match="does not implement skyrl_engine_describe_backend"):
+        load(resolve("silent", "backend"))

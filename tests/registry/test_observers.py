@@ -1,0 +1,242 @@
+"""The observer bus: everybody is told, latecomers too, and the one that fails is named."""
+
+from pathlib import Path
+
+import pytest
+from attrs import define, field
+
+from skyrl_engine import hookimpl
+from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.contracts.events import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
+from skyrl_engine.errors import CheckpointError, ContractError, PluginBrokenError
+from skyrl_engine.registry.loader import load
+from skyrl_engine.registry.observers import ObserverBus
+from skyrl_engine.registry.resolve import Registry
+
+STARTED = SessionStarted(Path("run"), {}, 3)
+STEP = StepFinished(1, 3, {"loss": 1.0}, 0.1)
+
+
+@define
+class Recorder:
+    """Compared by value and not hashable, as attrs makes classes."""
+
+    told: list[object] = field(factory=list)
+
+    @hookimpl
+    def skyrl_engine_session_started(self, event):
+        self.told.append(event)
+
+    @hookimpl
+    def skyrl_engine_step_finished(self, event):
+        self.told.append(event)
+
+    @hookimpl
+    def skyrl_engine_evaluation_finished(self, event):
+        self.told.append(event)
+
+    @hookimpl
+    def skyrl_engine_checkpoint_saved(self, event):
+        self.told.append(event)
+
+    @hookimpl
+    def skyrl_engine_session_finished(self, event):
+        self.told.append(event)
+
+    @property
+    def expensive(self) -> None:
+        raise AssertionError("registering an observer runs none of its code")
+
+
+class StepsOnly:
+    def __init__(self) -> None:
+        self.steps = 0
+
+    @hookimpl
+    def skyrl_engine_step_finished(self):
+        self.steps += 1
+
+
+class Facts:
+    def __init__(self, facts: object) -> None:
+        self.facts = facts
+
+    @hookimpl
+    def skyrl_engine_manifest_extra(self):
+        return self.facts
+
+
+class Failing:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    @hookimpl
+    def skyrl_engine_session_started(self):
+        raise self.error
+
+    @hookimpl
+    def skyrl_engine_step_finished(self):
+        raise self.error
+
+
+def test_every_event_reaches_every_observer() -> None:
+    one, other, steps = Recorder(), Recorder(), StepsOnly()
+    bus = ObserverBus([one, other, steps])
+    evaluated = EvaluationFinished(1, {}, 0.1)
+    saved, finished = CheckpointSaved(1, Path("c")), SessionFinished(3)
+    bus.session_started(STARTED)
+    bus.step_finished(STEP)
+    bus.evaluation_finished(evaluated)
+    bus.checkpoint_saved(saved)
+    bus.session_finished(finished)
+    assert one.told == other.told == [STARTED, STEP, evaluated, saved, finished]
+    assert steps.steps == 1
+
+
+def test_a_bus_without_observers_is_silent() -> None:
+    bus = ObserverBus()
+    bus.session_started(STARTED)
+    bus.step_finished(STEP)
+    assert bus.manifest_extra() == {}
+
+
+def test_a_late_observer_hears_of_the_start_and_of_nothing_else_past() -> None:
+    bus = ObserverBus()
+    bus.session_started(STARTED)
+    bus.step_finished(STEP)
+    late = Recorder()
+    bus.register(late)
+    assert late.told == [STARTED]
+
+
+@pytest.mark.parametrize("event", ["session_started", "step_finished"])
+def test_an_observer_that_fails_stops_the_run_and_is_named(event: str) -> None:
+    bus = ObserverBus([Recorder()])
+    bus.register(Failing(ValueError("disk on fire")), name="observer 'tracker' of acme-trackers 1.2.0")
+    with pytest.raises(PluginBrokenError) as caught:
+        getattr(bus, event)(STARTED if event == "session_started" else STEP)
+    assert caught.value.cause == (
+        f"observer 'tracker' of acme-trackers 1.2.0 failed in skyrl_engine_{event}: ValueError: disk on fire"
+    )
+    assert caught.value.remedy == "Correct it, or take it out of run.observers"
+    assert "test_observers.py" in caught.value.details[0]
+
+
+def test_a_late_observer_that_fails_on_the_start_is_named() -> None:
+    bus = ObserverBus()
+    bus.session_started(STARTED)
+    with pytest.raises(PluginBrokenError, match="Failing failed in skyrl_engine_session_started"):
+        bus.register(Failing(ValueError("late")))
+    bus.step_finished(STEP)
+
+
+def test_an_observer_without_a_name_is_known_by_its_class() -> None:
+    with pytest.raises(PluginBrokenError, match=r"observer \S*Failing failed in skyrl_engine_step_finished"):
+        ObserverBus([Failing(ValueError("x"))]).step_finished(STEP)
+
+
+def test_what_an_observer_raises_of_the_engines_errors_is_meant() -> None:
+    with pytest.raises(CheckpointError, match="full"):
+        ObserverBus([Failing(CheckpointError("full", remedy="Free space"))]).step_finished(STEP)
+
+
+def test_a_failure_is_blamed_on_the_observer_and_not_on_one_that_wraps_it() -> None:
+    class Wrapper:
+        @hookimpl(wrapper=True)
+        def skyrl_engine_step_finished(self):
+            return (yield)
+
+    bus = ObserverBus([Wrapper(), Failing(ValueError("x"))])
+    with pytest.raises(PluginBrokenError, match="Failing failed"):
+        bus.step_finished(STEP)
+
+
+def test_a_wrapper_that_fails_itself_is_named() -> None:
+    class Wrapper:
+        @hookimpl(wrapper=True)
+        def skyrl_engine_step_finished(self):
+            yield
+            raise ValueError("after the others")
+
+    with pytest.raises(PluginBrokenError, match="Wrapper failed in skyrl_engine_step_finished: ValueError: after the others"):
+        ObserverBus([Wrapper(), StepsOnly()]).step_finished(STEP)
+
+
+def test_facts_for_the_manifest_are_gathered() -> None:
+    assert ObserverBus([Facts({"a": 1}), Facts(None), StepsOnly(), Facts({"b": [2], "a": 1})]).manifest_extra() == {
+        "a": 1,
+        "b": [2],
+    }
+
+
+def test_two_different_facts_under_one_key_are_refused() -> None:
+    bus = ObserverBus()
+    bus.register(Facts({"a": 1}), name="one")
+    bus.register(Facts({"a": 2}), name="other")
+    with pytest.raises(ContractError, match="one and other both add 'a'"):
+        bus.manifest_extra()
+
+
+def test_facts_that_are_no_dict_are_refused() -> None:
+    with pytest.raises(ContractError, match="returned list"):
+        ObserverBus([Facts([1])]).manifest_extra()
+
+
+class Deaf:
+    pass
+
+
+class OnlyFactory:
+    @hookimpl
+    def skyrl_engine_make_loss(self):
+        pass
+
+
+@pytest.mark.parametrize("observer", [Deaf(), OnlyFactory(), 7])
+def test_an_observer_must_observe(observer: object) -> None:
+    with pytest.raises(ContractError, match="implements no observer hook"):
+        ObserverBus([observer])
+
+
+def test_a_misspelt_hook_is_refused() -> None:
+    class Misspelt:
+        @hookimpl
+        def skyrl_engine_step_finnished(self, event):
+            pass
+
+    with pytest.raises(PluginBrokenError, match="Did you mean skyrl_engine_step_finished"):
+        ObserverBus([Misspelt()])
+
+
+def test_optional_hooks_of_a_newer_engine_are_ignored() -> None:
+    class Modern(StepsOnly):
+        @hookimpl(optionalhook=True)
+        def skyrl_engine_rollout_finished(self, event):
+            pass
+
+    modern = Modern()
+    ObserverBus([modern]).step_finished(STEP)
+    assert modern.steps == 1
+
+
+def test_an_observer_plugin_is_made_and_checked(install) -> None:
+    source = """
+from skyrl_engine import hookimpl
+class Plugin:
+    def __init__(self, product): self.product = product
+    @hookimpl
+    def skyrl_engine_make_observer(self): return self.product
+class Counter:
+    steps = 0
+    @hookimpl
+    def skyrl_engine_step_finished(self): self.steps += 1
+good, deaf = Plugin(Counter()), Plugin(object())
+"""
+    points = {"observer": {"good": "my_watch:good", "deaf": "my_watch:deaf"}}
+    install("my-watch", entry_points=points, modules={"my_watch.py": source})
+    registry = Registry.discover()
+    observer = load(registry.resolve("observer", "good")).make(None, FactoryContext())
+    ObserverBus([observer]).step_finished(STEP)
+    assert observer.steps == 1
+    with pytest.raises(ContractError, match=r"observer 'deaf' of my-watch 1\.0\.0: object implements no observer hook"):
+        load(registry.resolve("observer", "deaf")).make(None, FactoryContext())
