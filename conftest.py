@@ -1,6 +1,100 @@
-"""Examples in every README.md are tests: a Python block runs, and what a `>>>` line shows is compared."""
+"""Every example in a Markdown file is a test.
 
-from sybil import Sybil
-from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+Python blocks run, and what a `>>>` line shows is compared. TOML blocks are checked as configurations, with the options of the plugins they
+name. In shell blocks, the engine's commands are parsed with all their options, and nox sessions and distributions must exist.
+"""
 
-pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["README.md"]).pytest()
+import re
+import shlex
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from sybil import Example, Sybil
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
+
+from skyrl_engine.cli.app import app
+from skyrl_engine.config import from_dict, resolve
+from skyrl_engine.config.structure import structure
+
+ROOT = Path(__file__).parent
+OF_THE_READER = ("./my_", "acme-losses")
+"""What an example may name although it is not there: the reader's own file or distribution."""
+
+
+def check_toml(example: Example) -> None:
+    """The whole text must be a configuration, apart from what it may leave out; project metadata must only be TOML."""
+    table = tomllib.loads(example.parsed)
+    if {"project", "build-system"} & table.keys():
+        return
+    raw = from_dict(table, f"{example.path}:{example.line}")
+    if any(name in example.parsed for name in OF_THE_READER):
+        assert not structure(raw, need=()).problems
+    else:
+        resolve(raw, need=())
+
+
+def check_shell(example: Example) -> None:
+    """Look at what each line calls; nothing is executed."""
+    for line in example.parsed.replace("\\\n", " ").splitlines():
+        for words in commands_of(line):
+            if words[:1] == ["skyrl-engine"]:
+                parse(words[1:])
+            elif "nox" in words[:1]:
+                unknown = set(sessions_of(words)) - set(re.findall(r"@nox\.session\ndef (\w+)", (ROOT / "noxfile.py").read_text()))
+                assert not unknown, f"noxfile.py has no session {sorted(unknown)}"
+            elif words[:2] == ["pip", "install"]:
+                wanted = {re.sub(r"\[.*", "", word) for word in words[2:] if word.startswith("skyrl-engine")}
+                assert wanted <= distributions(), f"there is no distribution {sorted(wanted - distributions())}"
+
+
+def commands_of(line: str) -> list[list[str]]:
+    """The commands that `&&` joins on one line, as words; comments dropped."""
+    commands: list[list[str]] = [[]]
+    for word in shlex.split(line, comments=True):
+        if word == "&&":
+            commands.append([])
+        else:
+            commands[-1].append(word)
+    return commands
+
+
+def parse(arguments: Sequence[str]) -> None:
+    """Parse one command line of the engine as click would, down to the last option; raises click's errors."""
+    command: click.Command | None = app
+    context: click.Context | None = None
+    rest = list(arguments)
+    while isinstance(command, click.Group):
+        context = click.Context(command, parent=context)
+        while rest and rest[0].startswith("-"):
+            rest.pop(0)
+        _, command, rest = command.resolve_command(context, rest)
+    assert command is not None
+    try:
+        command.make_context(command.name, list(rest), parent=context)
+    except click.BadParameter as error:
+        if "does not exist" not in error.message:  # files of examples are the reader's
+            raise
+
+
+def sessions_of(words: Sequence[str]) -> list[str]:
+    own = words[: words.index("--")] if "--" in words else words
+    return [word for word in own[1:] if not word.startswith("-")]
+
+
+def distributions() -> set[str]:
+    projects = [ROOT / "pyproject.toml", *ROOT.glob("*/*/pyproject.toml")]
+    return {tomllib.loads(project.read_text())["project"]["name"] for project in projects}
+
+
+examples = Sybil(
+    parsers=[
+        PythonCodeBlockParser(),
+        CodeBlockParser("toml", check_toml),
+        CodeBlockParser("sh", check_shell),
+        SkipParser(),
+    ],
+    patterns=["*.md"],
+)
+pytest_collect_file = examples.pytest()

@@ -72,7 +72,8 @@ def docs(session: nox.Session) -> None:
     """Examples in Markdown run, generated references are up to date, the site builds without a warning."""
     install(session)
     readmes = [f"{project}/README.md" for project in PROJECTS]
-    pytest(session, "docs", *readmes, *session.posargs)
+    generated = ["tests/cli/test_reference.py", "tests/config/test_report.py"]
+    pytest(session, "docs", "CONTRIBUTING.md", *readmes, *generated, *session.posargs)
     python(session, "-m", "mkdocs", "build", "--strict", "--quiet")
 
 
