@@ -6,12 +6,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ENGINE = "skyrl_engine"
+_APART = ("transformers", "datasets", "ray")
+"""Libraries whose loggers may be cut off from the root logger, so that the handler listens to them as well."""
 
 
 class RunLogHandler(logging.FileHandler):
     """Takes the engine's own records from INFO on and everybody else's from WARNING on."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if self in getattr(record, "run_logs", ()):  # came by two ways, its own logger's and the root's
+            return False
+        record.run_logs = (*getattr(record, "run_logs", ()), self)
         own = record.name == ENGINE or record.name.startswith(f"{ENGINE}.") or record.name.startswith(f"{ENGINE}_")
         return own or record.levelno >= logging.WARNING
 
@@ -30,12 +35,15 @@ def logging_to(path: Path) -> Iterator[None]:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root, engine = logging.getLogger(), logging.getLogger(ENGINE)
     level = engine.level
-    root.addHandler(handler)
+    listened_to = [root, *(logging.getLogger(name) for name in _APART)]
+    for logger in listened_to:
+        logger.addHandler(handler)
     if engine.getEffectiveLevel() > logging.INFO:
         engine.setLevel(logging.INFO)
     try:
         yield
     finally:
         engine.setLevel(level)
-        root.removeHandler(handler)
+        for logger in listened_to:
+            logger.removeHandler(handler)
         handler.close()

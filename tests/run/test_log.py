@@ -3,11 +3,15 @@
 import logging
 from pathlib import Path
 
+import pytest
+
 from skyrl_engine.run.log import logging_to
 
 
-def test_what_reaches_the_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize("propagates", [True, False])
+def test_what_reaches_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, propagates: bool) -> None:
     path = tmp_path / "run.log"
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", propagates)
     with logging_to(path):
         logging.getLogger("skyrl_engine.training").info("engine info")
         logging.getLogger("skyrl_engine_fsdp.backend").warning("plugin warning")
@@ -22,11 +26,11 @@ def test_what_reaches_the_log(tmp_path: Path) -> None:
     for expected in ("engine info", "plugin warning", "their warning", "it failed", "Traceback", "ValueError: the reason"):
         assert expected in text
     assert "chatter" not in text
+    assert text.count("their warning") == 1
     assert "after the run" not in text
 
 
-def test_a_full_disk_fills_no_terminal(capsys: object) -> None:
+def test_a_full_disk_fills_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with logging_to(Path("/dev/full")):
         logging.getLogger("skyrl_engine").warning("lost")
-    captured = capsys.readouterr()  # type: ignore[attr-defined] # pytest's own fixture
-    assert captured.err == ""
+    assert capsys.readouterr().err == ""

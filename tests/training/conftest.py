@@ -20,9 +20,9 @@ Configure = Callable[..., ResolvedConfig]
 
 @pytest.fixture(scope="session")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with `model/` and `train.jsonl`, `eval.jsonl`: sums in words of one letter."""
+    """A directory with `model/` and `train.jsonl`, `eval.jsonl`: sums of one-digit numbers."""
     directory = tmp_path_factory.mktemp("material")
-    rows = [{"prompt": f"{first} + {second} = ", "completion": f"{first + second}"} for first in range(6) for second in range(6)]
+    rows = [{"prompt": f"{first} + {second} =", "completion": f" {first + second}"} for first in range(6) for second in range(6)]
     (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:SAMPLES]))
     (directory / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[SAMPLES:]))
     save_model(directory / "model", [row["prompt"] + row["completion"] for row in rows])

@@ -34,7 +34,7 @@ def test_an_exported_checkpoint_is_the_model_of_its_step(configure: Configure, m
 
 
 def test_what_cannot_be_exported_is_refused(configure: Configure, tmp_path: Path) -> None:
-    run = run_sft(configure(training={"steps": 1})).directory
+    run = run_sft(configure(training={"steps": 2})).directory
     occupied = tmp_path / "occupied"
     occupied.mkdir()
     (occupied / "mine.txt").touch()
@@ -48,7 +48,7 @@ def test_what_cannot_be_exported_is_refused(configure: Configure, tmp_path: Path
 
 
 def test_a_disk_that_fills_leaves_no_half_model(configure: Configure, tmp_path: Path) -> None:
-    run = run_sft(configure(training={"steps": 1})).directory
+    run = run_sft(configure(training={"steps": 2})).directory
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match="could not be written"):
         export_checkpoint(run, tmp_path / "file" / "output")
