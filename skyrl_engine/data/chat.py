@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from skyrl_engine.data.formats import Conversation, Message
+from skyrl_engine.data.messages import Conversation, Message
 from skyrl_engine.errors import DataError, ModelError
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

@@ -1,33 +1,16 @@
 """From a row to an example: which columns make a dataset chat, prompt and completion, alpaca, text or tokens."""
 
-import json
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
-from attrs import Factory, frozen
+from attrs import frozen
 
 from skyrl_engine.config.schema import DataFormat
-from skyrl_engine.contracts.ragged import AnyArray
-from skyrl_engine.data.rows import Row
+from skyrl_engine.data.messages import Conversation, conversation_of, messages_of
+from skyrl_engine.data.ready_tokens import Tokens, tokens_of
+from skyrl_engine.data.rows import Row, kind_of, listed
 from skyrl_engine.errors import DataError
-
-Message = dict[str, Any]
-
-
-@frozen
-class Conversation:
-    """Chat messages for the model's template. Loss may fall on assistant messages from position `first_reply` on.
-
-    `images` are references (path, address, or row and position) in the order of the image parts of the messages.
-    """
-
-    messages: Sequence[Message]
-    tools: Sequence[Any] | None = None
-    template_options: Mapping[str, Any] = Factory(dict)
-    first_reply: int = 0
-    images: tuple[str, ...] = ()
 
 
 @frozen
@@ -36,14 +19,6 @@ class PlainText:
 
     text: str
     response_start: int = 0
-
-
-@frozen(eq=False)
-class Tokens:
-    """Ready tokens: `input_ids` int32[T] and `loss` bool[T]."""
-
-    input_ids: AnyArray
-    loss: AnyArray
 
 
 Example = Conversation | PlainText | Tokens
@@ -56,15 +31,6 @@ _NEEDED: Mapping[KnownFormat, tuple[tuple[str, ...], ...]] = {
     "prompt_completion": (("prompt",), ("completion",)),
     "alpaca": (("instruction",), ("output",)),
     "text": (("text",),),
-}
-
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
 }
 
 
@@ -80,7 +46,7 @@ def detect(asked: DataFormat, first: Row) -> KnownFormat:
             return name
     known = [column for groups in _NEEDED.values() for group in groups for column in group]
     raise DataError(
-        f"no known format has the columns of the dataset: {_listed(have)}",
+        f"no known format has the columns of the dataset: {listed(have)}",
         remedy=_suggestion(have, known) or "Rename the columns, or convert the dataset to one of the formats above",
         details=[f"format {name} needs {_described(name)}" for name in _NEEDED],
     )
@@ -92,14 +58,14 @@ def to_example(row: Row, kind: KnownFormat, *, has_template: bool) -> Example:
         raise _missing(kind, row)
     if kind == "messages":
         column = "messages" if row.values.get("messages") is not None else "conversations"
-        return _conversation(row, _messages(row, column))
+        return conversation_of(row, messages_of(row, column))
     if kind == "prompt_completion":
         return _prompt_completion(row)
     if kind == "alpaca":
         return _alpaca(row, has_template=has_template)
     if kind == "text":
         return PlainText(_string(row, "text"))
-    return _tokens(row)
+    return tokens_of(row)
 
 
 def _fits(name: KnownFormat, columns: Sequence[str]) -> bool:
@@ -110,17 +76,13 @@ def _missing(name: KnownFormat, row: Row) -> DataError:
     have = list(row.values)
     lacking = next(group for group in _NEEDED[name] if not any(column in have for column in group))
     return DataError(
-        f"{row.name} has no column {' or '.join(map(repr, lacking))}, which format {name!r} needs; it has {_listed(have)}",
+        f"{row.name} has no column {' or '.join(map(repr, lacking))}, which format {name!r} needs; it has {listed(have)}",
         remedy=_suggestion(have, lacking) or f"Add the column, or set data.format to another of {', '.join(_NEEDED)}",
     )
 
 
 def _described(name: KnownFormat) -> str:
     return " and ".join(" or ".join(group) for group in _NEEDED[name])
-
-
-def _listed(columns: Sequence[str]) -> str:
-    return ", ".join(map(repr, columns)) or "none"
 
 
 def _suggestion(have: Sequence[str], wanted: Sequence[str]) -> str | None:
@@ -131,179 +93,25 @@ def _suggestion(have: Sequence[str], wanted: Sequence[str]) -> str | None:
     return None
 
 
-def _wrong(row: Row, column: str, what: str, remedy: str) -> DataError:
-    return DataError(f"{row.name}, column {column!r}: {what}", remedy=remedy)
-
-
 def _string(row: Row, column: str) -> str:
     value = row.values.get(column)
     if not isinstance(value, str):
-        raise _wrong(row, column, f"a string is needed, not {_kind(value)}", "Store text in this column")
+        raise row.wrong(column, f"a string is needed, not {kind_of(value)}", "Store text in this column")
     return value
-
-
-def _kind(value: object) -> str:
-    return "nothing" if value is None else type(value).__name__
-
-
-def _messages(row: Row, column: str) -> list[Message]:
-    value = row.values[column]
-    if isinstance(value, str):
-        value = _from_json(row, column, value)
-    if not isinstance(value, list | tuple) or not value:
-        raise _wrong(row, column, f"a list of messages is needed, not {_kind(value)}", "Store a list of {role, content} objects")
-    return [_message(row, column, number, message) for number, message in enumerate(value)]
-
-
-def _message(row: Row, column: str, number: int, given: object) -> Message:
-    if not isinstance(given, Mapping):
-        raise _wrong(row, column, f"message {number} is {_kind(given)}, not an object", "Store a list of {role, content} objects")
-    message = dict(given)
-    if "role" not in message and "from" in message:
-        message["role"] = message.pop("from")
-        if "value" in message:
-            message["content"] = message.pop("value")
-    role = message.get("role")
-    if not isinstance(role, str):
-        raise _wrong(
-            row, column, f"message {number} has no role; it has {_listed(list(given))}", "Give every message a role and content"
-        )
-    message["role"] = _ROLES.get(role, role)
-    message["content"] = _content(row, column, number, message)
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [_tool_call(call) for call in calls]
-    return message
-
-
-def _content(row: Row, column: str, number: int, message: Message) -> str | list[Any]:
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if content is None and (message.get("tool_calls") or message.get("reasoning_content")):
-        return ""
-    if not isinstance(content, list | tuple):
-        raise _wrong(
-            row,
-            column,
-            f"message {number} has {_kind(content)} as content",
-            "Give every message a string or a list of parts as content",
-        )
-    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    if all(isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
-        return "".join(part["text"] for part in parts)  # templates of text models take strings only
-    for part in parts:
-        if not isinstance(part, Mapping) or part.get("type") not in ("text", "image", "image_url"):
-            raise _wrong(
-                row,
-                column,
-                f"message {number} has a part that is neither text nor image: {str(part)[:60]}",
-                "Use parts of type text or image",
-            )
-    return [{"type": "text", "text": part["text"]} if part["type"] == "text" else dict(part) for part in parts]
-
-
-def _tool_call(call: Any) -> Any:
-    """Arguments as an object: chat interfaces store them as JSON text, templates expect to write the JSON themselves."""
-    if not isinstance(call, Mapping):
-        return call
-    inner = call.get("function") if isinstance(call.get("function"), Mapping) else call
-    assert isinstance(inner, Mapping)
-    arguments = inner.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except json.JSONDecodeError:
-            parsed = arguments
-        if isinstance(parsed, dict):
-            inner = {**inner, "arguments": parsed}
-    return {**call, "function": inner} if "function" in call else dict(inner)
-
-
-def _from_json(row: Row, column: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _wrong(row, column, f"the text is not JSON: {error}", "Store a list, or valid JSON text") from error
-
-
-def _conversation(row: Row, messages: list[Message], first_reply: int = 0) -> Conversation:
-    if not any(message["role"] == "assistant" for message in messages[first_reply:]):
-        roles = ", ".join(message["role"] for message in messages[first_reply:]) or "none"
-        raise DataError(
-            f"{row.name} has no assistant message to learn from, only {roles}",
-            remedy="Remove the sample, or name the reply's role assistant",
-        )
-    tools = row.values.get("tools")
-    if isinstance(tools, str):
-        tools = _from_json(row, "tools", tools) if tools.strip() else None
-    if isinstance(tools, list | tuple):
-        tools = [_from_json(row, "tools", tool) if isinstance(tool, str) else tool for tool in tools]
-    elif tools is not None:
-        raise _wrong(row, "tools", f"a list of tools is needed, not {_kind(tools)}", "Store a list of JSON schemas")
-    options = row.values.get("chat_template_kwargs")
-    if options is not None and not isinstance(options, Mapping):
-        raise _wrong(
-            row, "chat_template_kwargs", f"an object is needed, not {_kind(options)}", "Store the template's options by name"
-        )
-    messages, images = _with_image_references(row, messages)
-    return Conversation(messages, tools or None, dict(options or {}), first_reply, images)
-
-
-def _with_image_references(row: Row, messages: list[Message]) -> tuple[list[Message], tuple[str, ...]]:
-    """Image parts reduced to `{"type": "image"}`, which templates know, and what each of them refers to.
-
-    A part without a reference of its own takes the next entry of the columns `images` or `image`.
-    """
-    column = "images" if row.values.get("images") is not None else "image"
-    given = row.values.get(column)
-    loose = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-    references: list[str] = []
-    taken = 0
-    result = []
-    for message in messages:
-        if isinstance(message["content"], str):
-            result.append(message)
-            continue
-        parts = []
-        for part in message["content"]:
-            if part["type"] == "text":
-                parts.append(part)
-                continue
-            own = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
-            if own is None:
-                if taken == len(loose):
-                    raise _wrong(row, column, f"has {len(loose)} images for more image parts", "Give every image part its image")
-                own, taken = loose[taken], taken + 1
-            references.append(_reference(own) or f"{row.where}, image {len(references)}")
-            parts.append({"type": "image"})
-        result.append({**message, "content": parts})
-    if taken != len(loose):
-        raise _wrong(
-            row, column, f"{len(loose)} images for {taken} image parts", "Give every image a part of type image in the messages"
-        )
-    return result, tuple(references)
-
-
-def _reference(image: object) -> str | None:
-    """Path or address of an image; None where only its bytes are stored, which stay in the dataset."""
-    if isinstance(image, Mapping):
-        image = image.get("path") or image.get("url")
-    return image if isinstance(image, str) else None
 
 
 def _prompt_completion(row: Row) -> Example:
     prompt, completion = row.values["prompt"], row.values["completion"]
     if isinstance(prompt, str) != isinstance(completion, str):
-        raise _wrong(
-            row,
+        raise row.wrong(
             "completion",
-            f"it is {_kind(completion)} while the prompt is {_kind(prompt)}",
+            f"it is {kind_of(completion)} while the prompt is {kind_of(prompt)}",
             "Store both as text, or both as lists of messages",
         )
     if isinstance(prompt, str):
         return PlainText(prompt + _string(row, "completion"), len(prompt))
-    before = _messages(row, "prompt")
-    return _conversation(row, [*before, *_messages(row, "completion")], first_reply=len(before))
+    before = messages_of(row, "prompt")
+    return conversation_of(row, [*before, *messages_of(row, "completion")], first_reply=len(before))
 
 
 def _alpaca(row: Row, *, has_template: bool) -> Example:
@@ -312,67 +120,7 @@ def _alpaca(row: Row, *, has_template: bool) -> Example:
     context = _string(row, "input") if row.values.get("input") is not None else ""
     if has_template:
         request = f"{instruction}\n\n{context}" if context else instruction
-        return _conversation(row, [{"role": "user", "content": request}, {"role": "assistant", "content": output}])
+        return conversation_of(row, [{"role": "user", "content": request}, {"role": "assistant", "content": output}])
     section = f"### Input:\n{context}\n\n" if context else ""
     prompt = f"### Instruction:\n{instruction}\n\n{section}### Response:\n"
     return PlainText(prompt + output, len(prompt))
-
-
-def _tokens(row: Row) -> Tokens:
-    ids = _integers(row, "input_ids")
-    if len(ids) == 0:
-        raise _wrong(row, "input_ids", "there is no token", "Remove empty samples")
-    if (ids < 0).any():
-        raise _wrong(
-            row, "input_ids", f"the token id {int(ids.min())} is negative", "Say what carries no loss with labels or loss_mask"
-        )
-    if row.values.get("labels") is not None:
-        return Tokens(ids, _loss_of_labels(row, ids))
-    actions = len(ids)
-    if row.values.get("num_actions") is not None:
-        value = row.values["num_actions"]
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= len(ids):
-            raise _wrong(
-                row, "num_actions", f"{value!r} response tokens do not fit {len(ids)} tokens", "Count the tokens of the response"
-            )
-        actions = value
-    loss = np.zeros(len(ids), dtype=np.bool_)
-    if row.values.get("loss_mask") is None:
-        loss[len(ids) - actions :] = True
-        return Tokens(ids, loss)
-    mask = _integers(row, "loss_mask")
-    if len(mask) != actions:
-        what = "response tokens" if actions < len(ids) else "tokens"
-        raise _wrong(
-            row, "loss_mask", f"it has {len(mask)} entries for {actions} {what}", "Give one entry per token of the response"
-        )
-    if ((mask != 0) & (mask != 1)).any():
-        raise _wrong(row, "loss_mask", "it holds values other than 0 and 1", "Use 0 and 1")
-    loss[len(ids) - actions :] = mask.astype(np.bool_)
-    return Tokens(ids, loss)
-
-
-def _loss_of_labels(row: Row, ids: AnyArray) -> AnyArray:
-    """Labels repeat the token ids at the same places, -100 where there is no loss (the convention of transformers)."""
-    labels = _integers(row, "labels")
-    if len(labels) != len(ids):
-        raise _wrong(row, "labels", f"it has {len(labels)} entries for {len(ids)} tokens", "Give one label per token")
-    loss: AnyArray = labels != -100
-    if (labels[loss] != ids[loss]).any():
-        place = int(np.flatnonzero(loss & (labels != ids))[0])
-        raise _wrong(
-            row, "labels", f"label {labels[place]} at position {place} is not the token {ids[place]}", "Store labels unshifted"
-        )
-    return loss
-
-
-def _integers(row: Row, column: str) -> AnyArray:
-    value = row.values[column]
-    array = np.asarray(value) if isinstance(value, list | tuple | np.ndarray) else None
-    if array is not None and array.size == 0:
-        return np.zeros(0, dtype=np.int32)
-    if array is not None and array.dtype == np.bool_:
-        array = array.astype(np.int32)
-    if array is None or array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise _wrong(row, column, "a flat list of integers is needed", "Store plain integers")
-    return array.astype(np.int32, copy=False)

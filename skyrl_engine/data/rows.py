@@ -5,7 +5,7 @@ import hashlib
 import json
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,20 @@ class Row:
     @property
     def name(self) -> str:
         return f"sample {self.number} ({self.where})"
+
+    def wrong(self, column: str, what: str, remedy: str) -> DataError:
+        """The error for a value of this row."""
+        return DataError(f"{self.name}, column {column!r}: {what}", remedy=remedy)
+
+
+def kind_of(value: object) -> str:
+    """The kind of a value, in an error."""
+    return "nothing" if value is None else type(value).__name__
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names of columns, in an error."""
+    return ", ".join(map(repr, names)) or "none"
 
 
 @frozen

@@ -9,7 +9,9 @@ from attrs import frozen
 
 from skyrl_engine.contracts.ragged import AnyArray
 from skyrl_engine.data.chat import ChatTemplate
-from skyrl_engine.data.formats import Conversation, Example, PlainText, Tokens
+from skyrl_engine.data.formats import Example, PlainText
+from skyrl_engine.data.messages import Conversation
+from skyrl_engine.data.ready_tokens import Tokens
 from skyrl_engine.errors import ModelError
 
 Span = tuple[int, int]

@@ -1,0 +1,178 @@
+"""Chat messages of a row, in the one shape that chat templates take."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import Factory, frozen
+
+from skyrl_engine.data.rows import Row, kind_of, listed
+from skyrl_engine.errors import DataError
+
+Message = dict[str, Any]
+
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+
+@frozen
+class Conversation:
+    """Chat messages for the model's template. Loss may fall on assistant messages from position `first_reply` on.
+
+    `images` are references (path, address, or row and position) in the order of the image parts of the messages.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None = None
+    template_options: Mapping[str, Any] = Factory(dict)
+    first_reply: int = 0
+    images: tuple[str, ...] = ()
+
+
+def messages_of(row: Row, column: str) -> list[Message]:
+    value = row.values[column]
+    if isinstance(value, str):
+        value = _from_json(row, column, value)
+    if not isinstance(value, list | tuple) or not value:
+        raise row.wrong(column, f"a list of messages is needed, not {kind_of(value)}", "Store a list of {role, content} objects")
+    return [_message(row, column, number, message) for number, message in enumerate(value)]
+
+
+def _message(row: Row, column: str, number: int, given: object) -> Message:
+    if not isinstance(given, Mapping):
+        raise row.wrong(column, f"message {number} is {kind_of(given)}, not an object", "Store a list of {role, content} objects")
+    message = dict(given)
+    if "role" not in message and "from" in message:
+        message["role"] = message.pop("from")
+        if "value" in message:
+            message["content"] = message.pop("value")
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise row.wrong(
+            column, f"message {number} has no role; it has {listed(list(given))}", "Give every message a role and content"
+        )
+    message["role"] = _ROLES.get(role, role)
+    message["content"] = _content(row, column, number, message)
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [_tool_call(call) for call in calls]
+    return message
+
+
+def _content(row: Row, column: str, number: int, message: Message) -> str | list[Any]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and (message.get("tool_calls") or message.get("reasoning_content")):
+        return ""
+    if not isinstance(content, list | tuple):
+        raise row.wrong(
+            column,
+            f"message {number} has {kind_of(content)} as content",
+            "Give every message a string or a list of parts as content",
+        )
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    if all(isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
+        return "".join(part["text"] for part in parts)  # templates of text models take strings only
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") not in ("text", "image", "image_url"):
+            raise row.wrong(
+                column,
+                f"message {number} has a part that is neither text nor image: {str(part)[:60]}",
+                "Use parts of type text or image",
+            )
+    return [{"type": "text", "text": part["text"]} if part["type"] == "text" else dict(part) for part in parts]
+
+
+def _tool_call(call: Any) -> Any:
+    """Arguments as an object: chat interfaces store them as JSON text, templates expect to write the JSON themselves."""
+    if not isinstance(call, Mapping):
+        return call
+    inner = call.get("function") if isinstance(call.get("function"), Mapping) else call
+    assert isinstance(inner, Mapping)
+    arguments = inner.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except json.JSONDecodeError:
+            parsed = arguments
+        if isinstance(parsed, dict):
+            inner = {**inner, "arguments": parsed}
+    return {**call, "function": inner} if "function" in call else dict(inner)
+
+
+def _from_json(row: Row, column: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise row.wrong(column, f"the text is not JSON: {error}", "Store a list, or valid JSON text") from error
+
+
+def conversation_of(row: Row, messages: list[Message], first_reply: int = 0) -> Conversation:
+    if not any(message["role"] == "assistant" for message in messages[first_reply:]):
+        roles = ", ".join(message["role"] for message in messages[first_reply:]) or "none"
+        raise DataError(
+            f"{row.name} has no assistant message to learn from, only {roles}",
+            remedy="Remove the sample, or name the reply's role assistant",
+        )
+    tools = row.values.get("tools")
+    if isinstance(tools, str):
+        tools = _from_json(row, "tools", tools) if tools.strip() else None
+    if isinstance(tools, list | tuple):
+        tools = [_from_json(row, "tools", tool) if isinstance(tool, str) else tool for tool in tools]
+    elif tools is not None:
+        raise row.wrong("tools", f"a list of tools is needed, not {kind_of(tools)}", "Store a list of JSON schemas")
+    options = row.values.get("chat_template_kwargs")
+    if options is not None and not isinstance(options, Mapping):
+        raise row.wrong(
+            "chat_template_kwargs", f"an object is needed, not {kind_of(options)}", "Store the template's options by name"
+        )
+    messages, images = _with_image_references(row, messages)
+    return Conversation(messages, tools or None, dict(options or {}), first_reply, images)
+
+
+def _with_image_references(row: Row, messages: list[Message]) -> tuple[list[Message], tuple[str, ...]]:
+    """Image parts reduced to `{"type": "image"}`, which templates know, and what each of them refers to.
+
+    A part without a reference of its own takes the next entry of the columns `images` or `image`.
+    """
+    column = "images" if row.values.get("images") is not None else "image"
+    given = row.values.get(column)
+    loose = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    references: list[str] = []
+    taken = 0
+    result = []
+    for message in messages:
+        if isinstance(message["content"], str):
+            result.append(message)
+            continue
+        parts = []
+        for part in message["content"]:
+            if part["type"] == "text":
+                parts.append(part)
+                continue
+            own = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
+            if own is None:
+                if taken == len(loose):
+                    raise row.wrong(column, f"has {len(loose)} images for more image parts", "Give every image part its image")
+                own, taken = loose[taken], taken + 1
+            references.append(_reference(own) or f"{row.where}, image {len(references)}")
+            parts.append({"type": "image"})
+        result.append({**message, "content": parts})
+    if taken != len(loose):
+        raise row.wrong(
+            column, f"{len(loose)} images for {taken} image parts", "Give every image a part of type image in the messages"
+        )
+    return result, tuple(references)
+
+
+def _reference(image: object) -> str | None:
+    """Path or address of an image; None where only its bytes are stored, which stay in the dataset."""
+    if isinstance(image, Mapping):
+        image = image.get("path") or image.get("url")
+    return image if isinstance(image, str) else None

@@ -1,0 +1,73 @@
+"""Rows that hold tokens already."""
+
+import numpy as np
+from attrs import frozen
+
+from skyrl_engine.contracts.ragged import AnyArray
+from skyrl_engine.data.rows import Row
+
+
+@frozen(eq=False)
+class Tokens:
+    """Ready tokens: `input_ids` int32[T] and `loss` bool[T]."""
+
+    input_ids: AnyArray
+    loss: AnyArray
+
+
+def tokens_of(row: Row) -> Tokens:
+    ids = _integers(row, "input_ids")
+    if len(ids) == 0:
+        raise row.wrong("input_ids", "there is no token", "Remove empty samples")
+    if (ids < 0).any():
+        raise row.wrong(
+            "input_ids", f"the token id {int(ids.min())} is negative", "Say what carries no loss with labels or loss_mask"
+        )
+    if row.values.get("labels") is not None:
+        return Tokens(ids, _loss_of_labels(row, ids))
+    actions = len(ids)
+    if row.values.get("num_actions") is not None:
+        value = row.values["num_actions"]
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= len(ids):
+            raise row.wrong(
+                "num_actions", f"{value!r} response tokens do not fit {len(ids)} tokens", "Count the tokens of the response"
+            )
+        actions = value
+    loss = np.zeros(len(ids), dtype=np.bool_)
+    if row.values.get("loss_mask") is None:
+        loss[len(ids) - actions :] = True
+        return Tokens(ids, loss)
+    mask = _integers(row, "loss_mask")
+    if len(mask) != actions:
+        what = "response tokens" if actions < len(ids) else "tokens"
+        raise row.wrong("loss_mask", f"it has {len(mask)} entries for {actions} {what}", "Give one entry per token of the response")
+    if ((mask != 0) & (mask != 1)).any():
+        raise row.wrong("loss_mask", "it holds values other than 0 and 1", "Use 0 and 1")
+    loss[len(ids) - actions :] = mask.astype(np.bool_)
+    return Tokens(ids, loss)
+
+
+def _loss_of_labels(row: Row, ids: AnyArray) -> AnyArray:
+    """Labels repeat the token ids at the same places, -100 where there is no loss (the convention of transformers)."""
+    labels = _integers(row, "labels")
+    if len(labels) != len(ids):
+        raise row.wrong("labels", f"it has {len(labels)} entries for {len(ids)} tokens", "Give one label per token")
+    loss: AnyArray = labels != -100
+    if (labels[loss] != ids[loss]).any():
+        place = int(np.flatnonzero(loss & (labels != ids))[0])
+        raise row.wrong(
+            "labels", f"label {labels[place]} at position {place} is not the token {ids[place]}", "Store labels unshifted"
+        )
+    return loss
+
+
+def _integers(row: Row, column: str) -> AnyArray:
+    value = row.values[column]
+    array = np.asarray(value) if isinstance(value, list | tuple | np.ndarray) else None
+    if array is not None and array.size == 0:
+        return np.zeros(0, dtype=np.int32)
+    if array is not None and array.dtype == np.bool_:
+        array = array.astype(np.int32)
+    if array is None or array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise row.wrong(column, "a flat list of integers is needed", "Store plain integers")
+    return array.astype(np.int32, copy=False)
