@@ -14,15 +14,14 @@ if TYPE_CHECKING:
 
 @define
 class PaddedConfig:
-    """Options of `padded`.
-
-    `pad_token_id` (None: the tokenizer's own) fills the left of a row. `max_sequence_length` in tokens (None: the run's own, if it has
-    one) bounds a sample's length; a longer sample is an error, or one warning per batch with `overlong = "warn"`. Nothing is truncated.
-    """
+    """Options of `padded`."""
 
     pad_token_id: int | None = field(default=None, validator=optional(ge(0)))
+    """What fills the left of a row; none: the tokenizer's own padding token."""
     max_sequence_length: int | None = field(default=None, validator=optional(ge(1)))
+    """The longest sample allowed, in tokens; none: the run's own bound, if it has one. Nothing is truncated."""
     overlong: Literal["error", "warn"] = field(default="error", validator=in_(("error", "warn")))
+    """What a longer sample is: an error, or one warning per batch."""
 
 
 class PaddedPlugin:

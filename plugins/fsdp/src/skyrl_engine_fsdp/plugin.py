@@ -11,13 +11,11 @@ from skyrl_engine.contracts.topology import Topology
 
 @frozen
 class FsdpConfig:
-    """Options of the FSDP2 backend.
-
-    `reshard_after_forward`: free each layer's gathered weights after its forward and gather them again in backward (less memory), or keep
-    them until backward (less communication).
-    """
+    """Options of the FSDP2 backend."""
 
     reshard_after_forward: bool = True
+    """Free each layer's gathered weights after its forward and gather them again in backward (less memory), or keep them until
+    backward (less communication)."""
 
 
 class FsdpPlugin:
