@@ -62,6 +62,13 @@ class EngineGroup(click.Group):
         super().__init__(*arguments, **keywords)
         self.params = [*self.params, *common_options()]
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does; without a command, help on stderr and the exit code of a wrong command line."""
+        if not args and not ctx.resilient_parsing:
+            click.echo(ctx.get_help(), err=True)
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """As click does, with a suggestion for a misspelt name."""
         names = self.list_commands(ctx)

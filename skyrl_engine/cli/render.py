@@ -33,6 +33,18 @@ def _console(*, stderr: bool = False) -> Console:
     return Console(file=stream, highlight=False, soft_wrap=not stream.isatty(), width=None if stream.isatty() else _PIPE_WIDTH)
 
 
+def _print(table: Table) -> None:
+    """A table on stdout, without the blanks that fill its last column where it goes into a pipe or a file."""
+    console = _console()
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        console.print(Text(line.rstrip()))
+
+
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Rows of plain values under column names, on stdout."""
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -40,7 +52,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(Text(str(value)) for value in row))
-    _console().print(table)
+    _print(table)
 
 
 def show_facts(facts: Mapping[str, Any]) -> None:
@@ -50,7 +62,7 @@ def show_facts(facts: Mapping[str, Any]) -> None:
     table.add_column(overflow="fold")
     for name, value in facts.items():
         table.add_row(name, Text(str(value)))
-    _console().print(table)
+    _print(table)
 
 
 def show_heading(text: str) -> None:

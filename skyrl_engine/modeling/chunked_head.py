@@ -57,7 +57,7 @@ class _ChunkedScores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # noqa: PLR0917 - autograd passes inputs by position
+    def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, score: Score, size: int
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N)

@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ENGINE = "skyrl_engine"
-_APART = ("transformers", "datasets", "ray")
+_APART = ("transformers", "datasets")
 """Libraries whose loggers may be cut off from the root logger, so that the handler listens to them as well."""
 
 

@@ -43,7 +43,8 @@ def join(rank: int, world_size: int, device: str, rendezvous: Rendezvous | None)
         torch.cuda.set_device(device)
     if rendezvous is None:
         assert world_size == 1, "a world of several ranks needs a place to meet"
-        dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+        store = dist.HashStore()  # type: ignore[attr-defined] # public in torch's documentation, not in its exports
+        dist.init_process_group(kind, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
     else:
         dist.init_process_group(
             kind,

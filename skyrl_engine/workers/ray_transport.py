@@ -49,7 +49,9 @@ class RankActor:
             probe.bind(("", 0))
             return host, probe.getsockname()[1], ray.get_runtime_context().get_node_id()
 
-    def start(self, spec: WorkerSpec, rank: int, local_rank: int, rendezvous: Rendezvous) -> Failure | None:
+    def start(self, spec: WorkerSpec, rank: int, local_rank: int, rendezvous: Rendezvous) -> Any:
+        """Make the worker; a Failure when that raises."""
+
         def make() -> None:
             from skyrl_engine.workers.worker import Worker
 

@@ -69,7 +69,11 @@ def family(request) -> str:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-10)])
 def test_one_rank_any_micro_batch_size(family, models, columns, worker_spec, dtype, tolerance):
     loss, expected = reference(models[family], columns)
-    for layout in [Layout(), *(Layout(micro_batch_rows=rows) for rows in range(1, len(columns) + 1)), Layout(micro_batch_tokens=45)]:
+    for layout in [
+        Layout(),
+        *(Layout(micro_batch_rows=rows) for rows in range(1, len(columns) + 1)),
+        Layout(micro_batch_tokens=45),
+    ]:
         with launch_workers(worker_spec(models[family], 1, dtype), launch="inline") as group:
             got, _, gradients = gradients_of(group, columns, layout)
         assert got == pytest.approx(loss, rel=tolerance), layout

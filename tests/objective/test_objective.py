@@ -30,7 +30,9 @@ def micro_batch(weights: list[float], **columns: list[float]) -> MicroBatch:
 
 
 def objective(function, needs=("logprobs",), *, per_token_outputs=True, step=1) -> LossObjective:
-    return LossObjective("test", FunctionLoss("test", function, None, needs), seed=5, step=step, per_token_outputs=per_token_outputs)
+    return LossObjective(
+        "test", FunctionLoss("test", function, None, needs), seed=5, step=step, per_token_outputs=per_token_outputs
+    )
 
 
 def test_gradient_is_the_weight_of_each_term():

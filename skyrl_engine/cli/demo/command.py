@@ -161,8 +161,10 @@ def _comparison(
 
 
 def _shortened(text: str) -> str:
-    """One line of at most 60 characters, control characters visible."""
+    """One line of at most 60 characters, control characters and emptiness visible."""
     line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    if not line:
+        return "(nothing)"
     return line if len(line) <= 60 else f"{line[:57]}..."
 
 

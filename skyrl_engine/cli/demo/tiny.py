@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-_QUESTIONS = 6000
+_QUESTIONS = 8000
 _HELD_OUT = 200
 _LETTERS = (3, 10)
 _SEED = 7
@@ -49,6 +49,7 @@ class TinyRecipe:
         facts = [
             f"model: Qwen3 architecture, {parameters:,} parameters, random weights, tokenizer made from the training questions",
             f"task: reasoning-gym spell_backward, words of {_LETTERS[0]} to {_LETTERS[1]} letters; its own verifier scores the answers",
+            f"for instance: {training[0].question}  ->  {training[0].answer}",
             f"data: {len(training):,} words to learn from, {len(held_out)} other words held out",
         ]
         return Preparation(_config(steps), model, facts)
@@ -62,7 +63,7 @@ class TinyRecipe:
             for answer, exchange in zip(answers, held_out, strict=True)
         ]
         return Examination(
-            [exchange.question for exchange in held_out],
+            [exchange.question.rpartition(": ")[2] for exchange in held_out],  # the word; the rest is the same in all
             answers,
             [exchange.answer for exchange in held_out],
             sum(scores) / len(scores),
