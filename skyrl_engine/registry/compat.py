@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from skyrl_engine import __version__
 from skyrl_engine.errors import PluginBrokenError, PluginIncompatibleError, PluginNotFoundError
 from skyrl_engine.registry.discovery import ENGINE, normalise
+from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.known import install_command
 from skyrl_engine.registry.record import PluginRecord
 
@@ -25,7 +26,7 @@ def installed_distribution(record: PluginRecord) -> metadata.Distribution:
     try:
         distribution = metadata.distribution(record.distribution)
         version = distribution.version
-        targets = [point.value for point in distribution.entry_points if _names(point, record)]
+        targets = [point.value for point in distribution.entry_points.select(group=KINDS[record.kind].group, name=record.name)]
     except metadata.PackageNotFoundError:
         raise PluginNotFoundError(f"{record} is not installed here", remedy=f"Install it: {_exactly(record)}") from None
     except Exception as error:
@@ -98,10 +99,6 @@ def _requirement(record: PluginRecord, line: str) -> "Requirement":
             f"the metadata of {record} holds the requirement {line!r}, which cannot be read: {first}",
             remedy=f"Upgrade it: {install_command('--upgrade', str(record.distribution))}",
         ) from error
-
-
-def _names(point: metadata.EntryPoint, record: PluginRecord) -> bool:
-    return (point.group, point.name) == (f"skyrl_engine.{record.kind}", record.name)
 
 
 def _exactly(record: PluginRecord) -> str:

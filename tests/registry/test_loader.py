@@ -427,3 +427,44 @@ silent = Silent()
         load(resolve("wrong", "backend")).describe_backend(None, 4)
     with pytest.raises(PluginError, match="does not implement skyrl_engine_describe_backend"):
         load(resolve("silent", "backend"))
+
+
+EVERY_FACTORY = '''
+from skyrl_engine import hookimpl
+
+class Collator:
+    def __init__(self, *received): self.received = received
+    def plan(self, lengths, layout): pass
+    def build(self, columns, micro_batch, *, fields=None, out=None): pass
+    def collate(self, columns): pass
+
+class Reducer:
+    empty_sequence = "count"
+    def __init__(self, *received): self.received = received
+    def weights(self, structure): pass
+
+class Everything:
+    """Takes all that the hooks offer."""
+    @hookimpl
+    def skyrl_engine_make_collator(self, config, context): return Collator(config, context)
+    @hookimpl
+    def skyrl_engine_make_reducer(self, config, context): return Reducer(config, context)
+
+class Nothing:
+    """Takes none of it, as a plugin written before an argument was added does."""
+    @hookimpl
+    def skyrl_engine_make_collator(self): return Collator()
+    @hookimpl
+    def skyrl_engine_make_reducer(self): return Reducer()
+
+everything, nothing = Everything(), Nothing()
+'''
+
+
+@pytest.mark.parametrize("kind", ["collator", "reducer"])
+def test_a_factory_takes_as_many_of_the_arguments_as_it_likes(install, kind: str) -> None:
+    points = {kind: {"everything": "every_factory:everything", "nothing": "every_factory:nothing"}}
+    install("every-factory", entry_points=points, modules={"every_factory.py": EVERY_FACTORY})
+    context = FactoryContext(seed=7)
+    assert load(resolve("everything", kind)).make(None, context).received == (None, context)
+    assert load(resolve("nothing", kind)).make(None, context).received == ()

@@ -1,0 +1,73 @@
+"""Plugins stand on the public ground of the engine and on nothing of each other."""
+
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+Imports = Callable[..., set[str]]
+
+PUBLIC = ("contracts", "errors", "modeling")
+ROOT = Path(__file__).parents[2]
+PROJECTS = [path.parent for pattern in ("plugins", "contrib") for path in sorted(ROOT.glob(f"{pattern}/*/pyproject.toml"))]
+PACKAGES = {project: next((project / "src").iterdir()).name for project in PROJECTS if (project / "src").exists()}
+
+
+def trespasses(names: set[str], own: str, public: tuple[str, ...]) -> Iterator[str]:
+    """Imports of the engine's inner parts, or of another plugin."""
+    import skyrl_engine
+
+    facade = {f"skyrl_engine.{name}" for name in skyrl_engine.__all__} | {"skyrl_engine"}
+    for name in sorted(names):
+        head, _, rest = name.partition(".")
+        inner = head == "skyrl_engine" and name not in facade and rest.partition(".")[0] not in public
+        other = head in PACKAGES.values() and head != own
+        if inner or other:
+            yield name
+
+
+@pytest.mark.parametrize("project", PROJECTS, ids=lambda project: project.name)
+def test_a_plugin_imports_only_what_is_public(imports: Imports, project: Path) -> None:
+    own = PACKAGES[project]
+    files = list((project / "src").rglob("*.py"))
+    assert files
+    found = {
+        file.relative_to(ROOT).as_posix(): list(trespasses(imports(file.read_text(), package=own), own, PUBLIC)) for file in files
+    }
+    assert {file: names for file, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from skyrl_engine.objective.objective import make",
+        "import skyrl_engine.workers.launch",
+        "from skyrl_engine.hooks.markers import hookimpl",
+        "from skyrl_engine import registry",
+        "from skyrl_engine.testing import collators",
+        "def f():\n    from skyrl_engine_losses.plugin import cross_entropy",
+    ],
+)
+def test_a_trespass_would_be_seen(imports: Imports, text: str) -> None:
+    assert list(trespasses(imports(text), "skyrl_engine_mergers", PUBLIC))
+
+
+def test_what_is_public_is_left_alone(imports: Imports) -> None:
+    text = "from skyrl_engine import hookimpl\nfrom skyrl_engine.modeling.scorer import Scorer\nimport torch\nimport skyrl_engine_fsdp.plugin"
+    assert list(trespasses(imports(text), "skyrl_engine_fsdp", PUBLIC)) == []
+
+
+@pytest.mark.parametrize("project", PROJECTS, ids=lambda project: project.name)
+def test_a_plugin_states_the_engines_it_is_made_for(project: Path) -> None:
+    metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    ranges = [line for line in metadata["dependencies"] if line.startswith("skyrl-engine")]
+    assert ranges
+    assert all("<" in each for each in ranges), "without an upper bound, an incompatible engine is found out by a traceback"
+
+
+@pytest.mark.parametrize("project", [path for path in PROJECTS if path.parent.name == "plugins"], ids=lambda project: project.name)
+def test_a_first_party_plugin_is_named_after_its_folder(project: Path) -> None:
+    metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    assert metadata["name"] == f"skyrl-engine-{project.name}"
+    assert PACKAGES[project] == f"skyrl_engine_{project.name}"
