@@ -11,8 +11,10 @@ import torch
 from fsdp_tasks import VOCABULARY, World, continued, cut, exported, load_elsewhere, rows, save_only, start, train
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.contracts.backend import OptimizerSpec
+from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec, RankEnvironment
 from skyrl_engine.errors import CheckpointError, ModelError
+from skyrl_engine_fsdp.backend import FsdpBackend
+from skyrl_engine_fsdp.plugin import FsdpConfig
 
 OPTIMIZER = OptimizerSpec(learning_rate=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, total_steps=8)
 
@@ -56,6 +58,25 @@ def test_another_number_of_ranks_is_refused(pair: World, models: dict[str, str],
     pair.run(save_only, models["qwen3-tied"], tmp_path)
     with pytest.raises(CheckpointError, match=r"is of 2 ranks, this run has 1.*Set run.ranks = 2"):
         load_elsewhere(models["qwen3-tied"], tmp_path)
+
+
+@pytest.mark.usefixtures("alone")
+def test_scoring_alone_takes_the_weights_of_any_number_of_ranks(pair: World, models: dict[str, str], tmp_path: Path) -> None:
+    """What an export on one rank needs. The two ranks took one AdamW step, which moves no weight by much more than the learning rate, 1e-5."""
+    pair.run(save_only, models["qwen3-tied"], tmp_path)
+    backend = FsdpBackend(FsdpConfig())
+    backend.setup(ModelSpec(models["qwen3-tied"]), None, RankEnvironment(0, 1, "cpu", 0))
+    before = {name: tensor.clone() for name, tensor in backend.weights()}
+    with torch.no_grad():
+        for parameter in backend._model.parameters():
+            parameter.zero_()
+    backend.load(tmp_path)
+    loaded = dict(backend.weights())
+    assert loaded.keys() == before.keys()
+    for name, tensor in before.items():
+        torch.testing.assert_close(loaded[name], tensor, atol=1.1e-5, rtol=0)
+    assert any(not torch.equal(loaded[name], tensor) for name, tensor in before.items())
+    backend.close()
 
 
 @pytest.mark.usefixtures("alone")

@@ -57,7 +57,11 @@ class TrainingState:
             ) from error
 
     def load(self, directory: Path) -> int:
-        """Restore weights, moments and random states in place; returns how many optimizer steps had been taken. Raises CheckpointError."""
+        """Restore weights, moments and random states in place; returns how many optimizer steps had been taken.
+
+        For scoring only, which continues nothing, it takes the weights alone and any number of ranks may have written them.
+        Raises CheckpointError.
+        """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         try:
             saved = filesystem.FileSystemReader(directory).read_metadata().state_dict_metadata
@@ -66,19 +70,23 @@ class TrainingState:
             wanted = {**self._weights(), **self._moments(), **facts}
             _refuse_differences(directory, set(wanted), set(saved), moments=self.optimizer is not None)
             state_dict_loader.load(wanted, checkpoint_id=directory)
-            written_by = int(facts["world_size"])
-            if written_by != world_size:
-                raise CheckpointError(
-                    f"the checkpoint in {directory} is of {written_by} ranks, this run has {world_size} and cannot continue it exactly",
-                    remedy=f"Set run.ranks = {written_by}",
-                )
-            random_states.restore(torch.load(_random_file(directory, rank), weights_only=True), self.device)
+            if self.optimizer is not None:
+                self._refuse_another_world(directory, int(facts["world_size"]), world_size)
+                random_states.restore(torch.load(_random_file(directory, rank), weights_only=True), self.device)
         except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError, api.CheckpointException) as error:
             raise CheckpointError(
                 f"rank {rank} cannot read the checkpoint in {directory}: {_reason(error)}",
                 remedy="Resume from an older checkpoint of the run",
             ) from error
         return int(facts["steps_done"])
+
+    @staticmethod
+    def _refuse_another_world(directory: Path, written_by: int, world_size: int) -> None:
+        if written_by != world_size:
+            raise CheckpointError(
+                f"the checkpoint in {directory} is of {written_by} ranks, this run has {world_size} and cannot continue it exactly",
+                remedy=f"Set run.ranks = {written_by}",
+            )
 
     def _prepare_moments(self, saved: set[str]) -> None:
         """Make AdamW's state for every parameter that had one when the checkpoint was written, for loading to fill."""
