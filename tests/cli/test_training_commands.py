@@ -1,0 +1,126 @@
+"""`run`, `sft`, `data preview` and `export` on a tiny model."""
+
+import json
+import tomllib
+
+import pytest
+
+from skyrl_engine.cli.demo.recipe import Exchange, write_exchanges
+from skyrl_engine.cli.demo.tiny import make_model
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A model directory and a dataset of 24 exchanges."""
+    folder = tmp_path_factory.mktemp("inputs")
+    exchanges = [Exchange(f"Say {number:03d}", f"{number:03d}") for number in range(24)]
+    make_model(folder / "model", exchanges)
+    write_exchanges(folder / "data.jsonl", exchanges)
+    return folder
+
+
+@pytest.fixture
+def config(inputs, tmp_path):
+    path = tmp_path / "train.toml"
+    path.write_text(
+        f'[model]\npath = "{inputs / "model"}"\n[data]\ntrain = "{inputs / "data.jsonl"}"\ncache = "./cache"\n'
+        '[training]\nsteps = 2\nbatch_size = 8\n[run]\ndirectory = "./run"\n'
+    )
+    return path
+
+
+def test_run_then_export(command, config, tmp_path):
+    outcome = command("run", config)
+    assert outcome.code == 0, outcome.err
+    assert "2/2" in outcome.err
+    assert outcome.out.splitlines()[-1] == f"run directory: {tmp_path / 'run'}"
+    exported = command("export", "run", "exported")
+    assert (exported.code, exported.out) == (0, "model: exported\n"), exported.err
+    assert (tmp_path / "exported" / "model.safetensors").read_bytes() == (
+        tmp_path / "run" / "model" / "model.safetensors"
+    ).read_bytes()
+    again = command("export", "run", "exported")
+    assert again.code == 4
+    assert again.err.count("\n") == 1
+
+
+def test_a_second_run_in_the_same_directory_is_refused(command, config):
+    assert command("run", config, "--quiet").code == 0
+    outcome = command("run", config)
+    assert outcome.code == 2
+    assert "already holds a run" in outcome.last_line
+
+
+def test_dry_run_plans_and_writes_no_run(command, config, tmp_path):
+    outcome = command("run", config, "--dry-run", "--reducer", "sum", "training.micro_batch_rows=3")
+    assert outcome.code == 0, outcome.err
+    assert "skyrl-engine-reducers:sum" in outcome.out
+    assert not (tmp_path / "run").exists()
+    rows = [line.split() for line in outcome.out.splitlines()[-3:]]
+    assert sum(int(row[-1]) for row in rows) == 8
+
+
+def test_quiet_prints_no_progress(command, config):
+    outcome = command("run", config, "--quiet")
+    assert (outcome.code, outcome.err) == (0, "")
+
+
+def test_sft_prints_a_configuration_that_runs_the_same(command, inputs, tmp_path):
+    outcome = command(
+        *("sft", "--model", inputs / "model", "--data", inputs / "data.jsonl", "--steps", "2", "--batch-size", "8"),
+        *("--output", "first", "--learning-rate", "0.001", "data.cache=./cache", "--loss", "cross_entropy"),
+    )
+    assert outcome.code == 0, outcome.err
+    text = outcome.out.partition("\n\nloss ")[0]
+    made = tomllib.loads(text[: text.rindex("\n\n")] if "run directory" in text else text)
+    assert made["optimizer"] == {"learning_rate": 0.001}
+    assert made["loss"] == {"use": "cross_entropy"}
+    (tmp_path / "made.toml").write_text(text)
+    assert command("run", "made.toml", "run.directory=second").code == 0
+    first, second = (
+        json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[2])["metrics"]["loss"]
+        for name in ("first", "second")
+    )
+    assert first == second
+
+
+def test_sft_needs_model_and_data(command):
+    outcome = command("sft", "--model", "m")
+    assert outcome.code == 2
+    assert "--data" in outcome.last_line
+
+
+def test_a_problem_with_an_option_names_the_option(command, inputs):
+    outcome = command("sft", "--model", inputs / "model", "--data", inputs / "data.jsonl", "--steps", "0")
+    assert outcome.code == 2
+    assert "--steps" in outcome.last_line
+
+
+def test_missing_data_is_code_4_and_one_line(command, inputs):
+    outcome = command("sft", "--quiet", "--model", inputs / "model", "--data", "./none.jsonl")
+    assert outcome.code == 4
+    assert outcome.err.count("\n") == 1
+    assert "none.jsonl" in outcome.err
+
+
+def test_preview_marks_what_carries_loss(command, inputs):
+    arguments = ("data", "preview", "--model", inputs / "model", "--data", inputs / "data.jsonl", "data.cache=./cache")
+    outcome = command(*arguments, "--samples", "1")
+    assert outcome.code == 0, outcome.err
+    assert "«000<|im_end|>»" in outcome.out
+    assert "24 of 24 rows" in outcome.out
+    seen = json.loads(command(*arguments, "--samples", "2", "--json").out)
+    assert [sample["row"] for sample in seen["samples"]] == [0, 1]
+    assert seen["counts"]["loss_tokens"] == 24 * 4
+    assert sum(each["samples"] for each in seen["histogram"]) == 24
+
+
+def test_an_interrupted_run_says_how_to_go_on(command, config, monkeypatch, tmp_path):
+    from pathlib import Path
+
+    from skyrl_engine.training.sft import RunResult
+
+    monkeypatch.setattr("skyrl_engine.training.sft.run_sft", lambda *_, **__: RunResult(Path("a run"), 1, {"loss": 1.0}, "SIGINT"))
+    outcome = command("run", config)
+    assert outcome.code == 130
+    assert outcome.last_line == "    skyrl-engine run 'a run'/config.toml run.directory='a run' checkpoint.resume=true"
