@@ -129,7 +129,7 @@ class FieldChange(Delegating):
         batch = super().build(columns, micro_batch, fields=fields, out=out)
         if self.field not in batch.fields:
             return batch
-        changed = torch.from_numpy(self.change(batch[self.field].numpy().copy()))
+        changed = torch.from_numpy(np.ascontiguousarray(self.change(batch[self.field].numpy().copy())))
         return evolve(batch, fields={**batch.fields, self.field: changed})
 
 
