@@ -38,7 +38,8 @@ def exit_code_of(error: BaseException, settings: Settings) -> int:
             _finish(error, settings, f"error: {_sentence(error.format_message())}")
             return USAGE
         case EngineError():
-            _finish(error, settings, f"error: {_one_line(_sentence(error.summary))}", error.details)
+            where = () if settings.log is None else (f"the log: {settings.log}",)
+            _finish(error, settings, f"error: {_one_line(_sentence(error.summary))}", (*error.details, *where))
             return error.exit_code
         case _:
             log = settings.log or _write_crash_log(error)

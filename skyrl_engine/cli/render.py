@@ -121,7 +121,7 @@ def show_plan(plan: "RunPlan") -> None:
             **plan.plugins,
             "observers": ", ".join(plan.observers) or "none",
             "model": plan.model,
-            "launch": f"{plan.launch}, {topology.world_size} ranks ({sizes})",
+            "launch": f"{plan.launch}, world of {topology.world_size} ({sizes})",
             "capabilities": f"needs {', '.join(plan.required)}; the backend declares {', '.join(plan.capabilities)}",
             "training data": _described(plan.train),
             "held-out data": "none" if plan.evaluation is None else _described(plan.evaluation),
@@ -137,8 +137,12 @@ def show_plan(plan: "RunPlan") -> None:
     )
 
 
-def _described(facts: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in facts.items())
+def _described(data: Mapping[str, Any]) -> str:
+    dropped = data["dropped_overlong"] + data["dropped_without_loss"]
+    return (
+        f"{data['name']} ({data['format']}): {data['samples']:,} of {data['rows']:,} rows, {dropped:,} dropped, "
+        f"{data['truncated']:,} truncated; {data['tokens']:,} tokens, {data['loss_tokens']:,} carry loss"
+    )
 
 
 def show_preview(seen: "Preview") -> None:

@@ -65,6 +65,11 @@ def test_engine_errors_end_in_one_line_below_their_details(capsys):
     assert capsys.readouterr().err == "first\nsecond\nerror: sample 3 of x.jsonl has no 'messages'. Add them.\n"
 
 
+def test_an_engine_error_of_a_run_names_the_log_above_the_last_line(capsys, tmp_path):
+    exit_code_of(errors.WorkerError("rank 1 died", rank=1, remedy="Look"), Settings(log=tmp_path / "run.log"))
+    assert capsys.readouterr().err == f"the log: {tmp_path / 'run.log'}\nerror: rank 1 died. Look.\n"
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

@@ -55,6 +55,7 @@ def test_dry_run_plans_and_writes_no_run(command, config, tmp_path):
     outcome = command("run", config, "--dry-run", "--reducer", "sum", "training.micro_batch_rows=3")
     assert outcome.code == 0, outcome.err
     assert "skyrl-engine-reducers:sum" in outcome.out
+    assert "24 of 24 rows, 0 dropped" in outcome.out
     assert not (tmp_path / "run").exists()
     rows = [line.split() for line in outcome.out.splitlines()[-3:]]
     assert sum(int(row[-1]) for row in rows) == 8
