@@ -1,5 +1,6 @@
 """`skyrl-engine demo`: make a model and data, fine-tune as `run` does, and show what changed on questions held out from training."""
 
+import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -72,6 +73,8 @@ def demo(model: str, output: Path | None, steps: int | None) -> int:
 
     It goes the same way as `skyrl-engine run` with a configuration file, which stays in the directory for you to change.
     """
+    if model == "tiny":  # threads that wait for each other cost more than they bring on matrices this small, many times so on a busy machine
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     from skyrl_engine.cli import render
     from skyrl_engine.cli.demo.recipe import recipe
     from skyrl_engine.cli.run import conclude
