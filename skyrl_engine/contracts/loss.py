@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from attrs import Factory, define, field, frozen
 
-from skyrl_engine.contracts.outputs import Metric
+from skyrl_engine.contracts.outputs import ENGINE_METRICS, Metric
 from skyrl_engine.errors import ContractError
 
 if TYPE_CHECKING:
@@ -79,7 +79,10 @@ class LossTokens:
 
 @frozen(eq=False)
 class LossOutput:
-    """`token_loss` [n] differentiable, and metrics by name, each declaring its own reduction."""
+    """`token_loss` [n] differentiable, and metrics by name, each declaring its own reduction.
+
+    The engine's own names (`contracts.outputs.ENGINE_METRICS`: loss, tokens, grad_norm, ...) are taken.
+    """
 
     token_loss: "torch.Tensor"
     metrics: Mapping[str, Metric] = Factory(dict)
@@ -115,14 +118,27 @@ class FunctionLoss:
         return self.function(tokens, self.config)
 
 
-def as_loss_output(name: str, result: "LossOutput | torch.Tensor", count: int) -> LossOutput:
-    """What a loss returned, as a LossOutput with one value per token; raises ContractError otherwise."""
+def as_loss_output(label: str, result: "LossOutput | torch.Tensor", count: int) -> LossOutput:
+    """What a loss returned, as a LossOutput with one value per token and metrics of its own; `label` names the loss in errors.
+
+    Raises ContractError for another number of values, for what is no Metric, and for a metric under a name that is the engine's.
+    """
     output = result if isinstance(result, LossOutput) else LossOutput(result)
     shape = getattr(output.token_loss, "shape", None)
     if shape is None or tuple(shape) != (count,):
         got = type(output.token_loss).__name__ if shape is None else f"shape {list(shape)}"
         raise ContractError(
-            f"loss {name!r} returned {got} for {count} tokens",
+            f"{label} returned {got} for {count} tokens",
             remedy="Return one value per token (a tensor of shape [n]) and leave summing and averaging to the reducer",
         )
+    for name, metric in output.metrics.items():
+        if not isinstance(metric, Metric):
+            raise ContractError(
+                f"{label} returned the metric {name!r} as {type(metric).__name__}",
+                remedy="Return a Metric, such as Metric.mean(total, count), which says how its parts combine",
+            )
+        if name in ENGINE_METRICS:
+            raise ContractError(
+                f"{label} returned a metric called {name!r}, under which the engine reports its own", remedy="Give it another name"
+            )
     return output

@@ -16,6 +16,22 @@ Reduction = Literal["sum", "mean", "min", "max"]
 PADDING_SAMPLE = -1
 FIRST_RANK = RankCoords()
 
+ENGINE_METRICS = frozenset(
+    (
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "samples",
+        "tokens",
+        "loss_tokens",
+        "padding_share",
+        "epoch",
+        "tokens_per_second",
+        "evaluation_loss",
+    )
+)
+"""Names under which the engine reports its own metrics; a loss gives its metrics other names."""
+
 
 @frozen
 class Metric:
@@ -89,6 +105,11 @@ def combine_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
                 remedy="Let every part that reports a metric declare the same reduction, or give the two different names",
             )
     return {name: Metric.combine(metrics) for name, metrics in found.items()}
+
+
+def results_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The numbers to report, by name."""
+    return {name: metric.result for name, metric in metrics.items()}
 
 
 @frozen(eq=False)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from attrs.validators import ge, in_, optional
 
 from skyrl_engine.contracts.ragged import IntArray, offsets_of
@@ -48,22 +48,29 @@ class MicroBatchPlan:
     """Rows of one micro-batch. Row r holds `samples[row_offsets[r]:row_offsets[r + 1]]`; a row may be empty (no sample, weight 0).
 
     `samples` int64[n] are positions in the batch that was planned (or in a rank's own columns after dispatch), `row_offsets` int64[R+1];
-    `width` and `action_width` are the dense shapes' token and action axes.
+    `width` and `action_width` are the dense shapes' token and action axes. In rows of several samples, each occupies its tokens rounded up
+    to a multiple of `alignment`; it travels with the rows because the rank that builds them has no layout.
     """
 
     samples: IntArray
     row_offsets: IntArray
     width: int
     action_width: int
+    alignment: int = field(default=1, validator=ge(1))
 
     @property
     def rows(self) -> int:
         return len(self.row_offsets) - 1
 
+    @property
+    def dense_tokens(self) -> int:
+        """Tokens of the dense batch, padding included."""
+        return self.rows * self.width
+
     def renumbered(self, samples: IntArray) -> "MicroBatchPlan":
         """The same rows over other sample numbers, int64[n]."""
         assert len(samples) == len(self.samples)
-        return MicroBatchPlan(samples, self.row_offsets, self.width, self.action_width)
+        return evolve(self, samples=samples)
 
 
 @frozen(eq=False)
@@ -95,6 +102,16 @@ class BatchPlan:
         """One plan per mini-batch, each over the same sample numbers."""
         for mini_batch in self.mini_batches:
             yield BatchPlan((mini_batch,), self.layout, self.sample_ids)
+
+    @property
+    def micro_batches(self) -> Iterator[MicroBatchPlan]:
+        """Every micro-batch, mini-batch by mini-batch and rank by rank."""
+        return (each for mini_batch in self.mini_batches for rank in mini_batch.ranks for each in rank)
+
+    @property
+    def dense_tokens(self) -> int:
+        """Tokens of all dense batches, padding included."""
+        return sum(micro_batch.dense_tokens for micro_batch in self.micro_batches)
 
     @property
     def expected_ids(self) -> IntArray:

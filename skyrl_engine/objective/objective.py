@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class LossObjective:
     """Weighs one loss's per-token terms and sums them; collects per-token outputs when asked. Stateless between calls.
 
-    `seed` and `step` seed the loss's generator together with the micro-batch's sample ids.
+    `label` names the loss in errors. `seed` and `step` seed the loss's generator together with the micro-batch's sample ids.
     """
 
-    name: str
+    label: str
     loss: Loss
     seed: int
     step: int
@@ -45,7 +45,7 @@ class LossObjective:
             samples: ScoredSamples = micro_batch.samples
             logprobs = scores["logprobs"]
             count = len(logprobs)
-            output = as_loss_output(self.name, self.loss(self._tokens(scores, samples)), count)
+            output = as_loss_output(self.label, self.loss(self._tokens(scores, samples)), count)
             weights = torch.from_numpy(samples.weights).to(device=logprobs.device, dtype=logprobs.dtype)
             total = (weights * output.token_loss).sum()
             metrics = {"loss": Metric.sum(total.item()), **output.metrics}
@@ -59,7 +59,9 @@ class LossObjective:
             return torch.from_numpy(array).to(logprobs.device)
 
         needs = {
-            name: scores[name] if name in MODEL_SCORES else _column(name, samples).to(device=logprobs.device, dtype=logprobs.dtype)
+            name: scores[name]
+            if name in MODEL_SCORES
+            else self._column(name, samples).to(device=logprobs.device, dtype=logprobs.dtype)
             for name in self.loss.needs
         }
         sequences = Sequences(
@@ -75,11 +77,10 @@ class LossObjective:
         seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
         return torch.Generator(device).manual_seed(seed)
 
-
-def _column(name: str, samples: ScoredSamples) -> torch.Tensor:
-    if name not in samples.columns:
-        raise DataError(
-            f"the loss needs the column {name!r}, the data has {sorted(samples.columns) or 'none'}",
-            remedy="Provide the column or choose a loss that does not need it",
-        )
-    return torch.from_numpy(samples.columns[name])
+    def _column(self, name: str, samples: ScoredSamples) -> torch.Tensor:
+        if name not in samples.columns:
+            raise DataError(
+                f"{self.label} needs the column {name!r}, the data has {', '.join(sorted(samples.columns)) or 'none'}",
+                remedy="Provide the column or choose a loss that does not need it",
+            )
+        return torch.from_numpy(samples.columns[name])

@@ -27,8 +27,7 @@ def required_capabilities(topology: Topology, plan: BatchPlan, columns: SampleCo
 
 
 def _required(topology: Topology, plan: BatchPlan, columns: SampleColumns) -> Iterator[Capability]:
-    micro_batches = [each for mini_batch in plan.mini_batches for rank in mini_batch.ranks for each in rank]
-    packed = any((np.diff(each.row_offsets) > 1).any() for each in micro_batches)
+    packed = any((np.diff(each.row_offsets) > 1).any() for each in plan.micro_batches)
     yield "packed" if packed else "padded"
     if topology.tp > 1:
         yield "tensor_parallel"

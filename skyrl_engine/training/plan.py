@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
+from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.plan import BatchPlan
 from skyrl_engine.contracts.topology import Topology
 from skyrl_engine.training.preparation import PreparedRun, describe_data
@@ -77,12 +78,12 @@ def _shapes(plan: BatchPlan) -> tuple[MicroBatchShape, ...]:
 
 
 def _padding_share(prepared: PreparedRun) -> float:
-    dense = sum(shape.rows * shape.width for shape in _shapes(prepared.first_batch))
+    dense = prepared.first_batch.dense_tokens
     chosen, _ = prepared.order.mini_batch(prepared.order.start())
     tokens = int(np.diff(prepared.train.columns.token_offsets)[chosen].sum())
     return 1 - tokens / dense if dense else 0.0
 
 
-def _describe(selected: Any) -> str:
+def _describe(selected: SelectedPlugin) -> str:
     record = selected.loaded.record
     return f"{record.reference} {record.version or record.sha256}"

@@ -73,14 +73,14 @@ class PreparedRun:
     def driver(self, group: WorkerGroup) -> StepDriver:
         """Steps over these ranks."""
         return StepDriver(
-            group,
+            group=group,
             collator=self.collator,
             reducer=self.reducer,
             merger=self.merger,
             layout=self.layout,
             max_sequence_length=self.context.max_sequence_length,
             needs=self.loss.needs,
-            reducer_name=self.resolved.plugins["reducer"].loaded.record.name,
+            reducer_label=str(self.resolved.plugins["reducer"].loaded.record),
         )
 
 

@@ -3,13 +3,13 @@
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 from attrs import define, field, frozen
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.events import EvaluationFinished, StepFinished
+from skyrl_engine.contracts.outputs import results_of
 from skyrl_engine.run.session import RunSession, open_session
 from skyrl_engine.spans import Spans
 from skyrl_engine.training.evaluation import evaluate
@@ -119,10 +119,11 @@ class SftTrainer:
         if self.prepared.resolved.config.run.launch == "inline":  # one process: what no span claims is the engine's as well
             claimed = sum(result.cpu_seconds.values()) + spent["data"]
             cpu_seconds["other"] = max(0.0, controller - claimed)
+        metrics = results_of(result.metrics)
         self._metrics = {
-            **result.metrics,
+            **metrics,
             "epoch": self.position.epoch + self.position.offset / self.prepared.order.samples,
-            "tokens_per_second": result.metrics["tokens"] / seconds,
+            "tokens_per_second": metrics["tokens"] / seconds,
         }
         with self._spans("observe"):
             self.session.step_finished(StepFinished(step, self.prepared.total_steps, self._metrics, seconds, cpu_seconds))
@@ -146,6 +147,6 @@ def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _added(*clocks: Mapping[str, float]) -> dict[str, Any]:
+def _added(*clocks: Mapping[str, float]) -> dict[str, float]:
     spans = dict.fromkeys(name for clock in clocks for name in clock)
     return {name: sum(clock.get(name, 0.0) for clock in clocks) for name in spans}

@@ -1,17 +1,17 @@
 """Drives one optimizer step: plan, weigh, dispatch, run, merge, apply. Shared by all trainers; it computes nothing itself."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 from attrs import field, frozen
 
 from skyrl_engine.contracts.collator import Collator
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.merger import Merger
-from skyrl_engine.contracts.outputs import BatchOutput
+from skyrl_engine.contracts.outputs import BatchOutput, Metric
 from skyrl_engine.contracts.plan import BatchPlan, Layout
-from skyrl_engine.contracts.reducer import Reducer
+from skyrl_engine.contracts.reducer import BatchStructure, Reducer
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.dispatch import batch_structure, cut, token_weights
 from skyrl_engine.workers.launch import WorkerGroup
@@ -20,53 +20,59 @@ from skyrl_engine.workers.worker import Pass, RankReply
 
 @frozen(eq=False)
 class StepResult:
-    """Final metrics, the merged outputs in the order of the columns, and CPU seconds by span over controller and ranks."""
+    """One pass over one mini-batch.
 
-    metrics: dict[str, float]
+    `metrics` are the merged ones and the step's own; they still combine with those of other passes. `output` holds the per-token outputs in
+    the order of the columns, `cpu_seconds` the CPU time by span over controller and ranks.
+    """
+
+    metrics: Mapping[str, Metric]
     output: BatchOutput
-    cpu_seconds: dict[str, float]
+    cpu_seconds: Mapping[str, float]
 
 
-@frozen(eq=False)
+@frozen(eq=False, kw_only=True)
 class StepDriver:
-    """Holds what every step shares. `needs` names the data columns the loss reads; only those travel to the ranks."""
+    """Holds what every step shares.
+
+    `needs` names the data columns the loss reads; only those travel to the ranks. `max_sequence_length` in tokens, if one is configured, is
+    for reducers; `reducer_label` names the reducer in errors.
+    """
 
     group: WorkerGroup
     collator: Collator
     reducer: Reducer
+    reducer_label: str
     merger: Merger
     layout: Layout
-    max_sequence_length: int | None = None
-    needs: Sequence[str] = ()
-    reducer_name: str = "reducer"
+    max_sequence_length: int | None
+    needs: Sequence[str]
     _spans: Spans = field(factory=Spans, init=False)
 
     def train(self, columns: SampleColumns, *, step: int, per_token_outputs: bool = True) -> StepResult:
-        """One optimizer step on one mini-batch: all of `columns`."""
+        """One optimizer step on one mini-batch: all of `columns`. `loss` is the objective, the sum of weight times term."""
         plan = self._plan(columns)
         with self._spans("reduce"):
-            weights = token_weights(
-                self.reducer_name, self.reducer, batch_structure(columns, plan.mini_batches[0], self.max_sequence_length)
-            )
+            weights = token_weights(self.reducer_label, self.reducer, self._structure(columns, plan))
         output = self._pass("forward_backward", columns, plan, weights, step, per_token_outputs=per_token_outputs)
         replies = self.group.optim_step()
         for reply in replies:
             self._spans.add(reply.cpu_seconds)
         applied = replies[0].step
-        metrics = {name: metric.result for name, metric in output.metrics.items()}
-        metrics |= {"grad_norm": applied.grad_norm, "learning_rate": applied.learning_rate, **_counts(columns, plan)}
-        return StepResult(metrics, output, self._spans.drain())
+        reported = {"grad_norm": Metric.mean(applied.grad_norm, 1), "learning_rate": Metric.mean(applied.learning_rate, 1)}
+        return StepResult({**output.metrics, **reported, **_counts(columns, plan)}, output, self._spans.drain())
 
     def evaluate(self, columns: SampleColumns, *, step: int, per_token_outputs: bool = True) -> StepResult:
-        """Score `columns` without gradients. `loss` is the mean of the loss's terms over all loss weight, whatever the reducer."""
+        """Score `columns` without gradients.
+
+        `loss` is the mean over loss weights, whatever reducer the training uses: the sum of each term times its loss weight, over the sum of
+        the loss weights, divided once however many passes are combined.
+        """
         plan = self._plan(columns)
-        structure = batch_structure(columns, plan.mini_batches[0], self.max_sequence_length)
-        weights = structure.loss_weight.astype(np.float64)
+        weights = self._structure(columns, plan).loss_weight.astype(np.float64)
         output = self._pass("forward", columns, plan, weights, step, per_token_outputs=per_token_outputs)
-        metrics = {name: metric.result for name, metric in output.metrics.items()}
-        mass = float(weights.sum())
-        metrics["loss"] = metrics["loss"] / mass if mass else float("nan")
-        return StepResult(metrics | _counts(columns, plan), output, self._spans.drain())
+        loss = Metric.mean(output.metrics["loss"].value, weights.sum())
+        return StepResult({**output.metrics, "loss": loss, **_counts(columns, plan)}, output, self._spans.drain())
 
     def _plan(self, columns: SampleColumns) -> BatchPlan:
         with self._spans("plan"):
@@ -74,8 +80,18 @@ class StepDriver:
         assert len(plan.mini_batches) == 1, "one optimizer step is one mini-batch"
         return plan
 
+    def _structure(self, columns: SampleColumns, plan: BatchPlan) -> BatchStructure:
+        return batch_structure(columns, plan.mini_batches[0], self.max_sequence_length)
+
     def _pass(
-        self, mode: Pass, columns: SampleColumns, plan: BatchPlan, weights: Any, step: int, *, per_token_outputs: bool
+        self,
+        mode: Pass,
+        columns: SampleColumns,
+        plan: BatchPlan,
+        weights: npt.NDArray[np.float64],
+        step: int,
+        *,
+        per_token_outputs: bool,
     ) -> BatchOutput:
         with self._spans("dispatch"):
             shards = self.group.put(cut(columns, plan.mini_batches[0], weights, self.needs))
@@ -86,14 +102,12 @@ class StepDriver:
             return self.merger.merge([reply.output for reply in replies], plan)
 
 
-def _counts(columns: SampleColumns, plan: BatchPlan) -> dict[str, float]:
+def _counts(columns: SampleColumns, plan: BatchPlan) -> dict[str, Metric]:
     """What the step worked on: samples, real tokens, loss-carrying tokens, and the share of the dense batch that was padding."""
-    micro_batches = [micro_batch for mini_batch in plan.mini_batches for rank in mini_batch.ranks for micro_batch in rank]
-    dense = sum(micro_batch.rows * micro_batch.width for micro_batch in micro_batches)
-    tokens = len(columns.input_ids)
+    tokens, dense = len(columns.input_ids), plan.dense_tokens
     return {
-        "samples": float(len(columns)),
-        "tokens": float(tokens),
-        "loss_tokens": float(np.count_nonzero(columns.loss_weight)),
-        "padding_share": 1 - tokens / dense if dense else 0.0,
+        "samples": Metric.sum(len(columns)),
+        "tokens": Metric.sum(tokens),
+        "loss_tokens": Metric.sum(int(np.count_nonzero(columns.loss_weight))),
+        "padding_share": Metric.mean(dense - tokens, dense),
     }

@@ -40,20 +40,18 @@ def batch_structure(columns: SampleColumns, mini_batch: MiniBatchPlan, max_seque
     )
 
 
-def token_weights(name: str, reducer: Reducer, structure: BatchStructure) -> npt.NDArray[np.float64]:
-    """The reducer's weights, float64[A]; raises ContractError where they are not one finite number per action token."""
+def token_weights(label: str, reducer: Reducer, structure: BatchStructure) -> npt.NDArray[np.float64]:
+    """The reducer's weights, float64[A]; raises ContractError, naming it `label`, where they are not one finite number per action token."""
     weights = reducer.weights(structure)
     count = len(structure.loss_weight)
     if not isinstance(weights, np.ndarray) or weights.dtype != np.float64 or weights.shape != (count,):
         got = f"{weights.dtype}{list(weights.shape)}" if isinstance(weights, np.ndarray) else type(weights).__name__
-        raise ContractError(
-            f"reducer {name!r} returned {got}, not float64[{count}]", remedy="Return one float64 weight per action token"
-        )
+        raise ContractError(f"{label} returned {got}, not float64[{count}]", remedy="Return one float64 weight per action token")
     wrong = ~np.isfinite(weights)
     if wrong.any():
         sample = int(structure.sample_ids[structure.sequence_index[np.argmax(wrong)]])
         raise ContractError(
-            f"reducer {name!r} gave a token of sample {sample} the weight {weights[np.argmax(wrong)]}",
+            f"{label} gave a token of sample {sample} the weight {weights[np.argmax(wrong)]}",
             remedy="Guard divisions by counts that can be 0",
         )
     return weights

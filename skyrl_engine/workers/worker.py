@@ -51,7 +51,7 @@ class Worker:
         self._coords = spec.topology.coords(rank)
         self._spans = Spans()
         loss = SelectedPlugin.from_lock(spec.plugins["loss"])
-        self._loss_name = loss.loaded.record.name
+        self._loss_label = str(loss.loaded.record)
         self._loss: Loss = loss.make(spec.context)
         self._collator: Collator = SelectedPlugin.from_lock(spec.plugins["collator"]).make(spec.context)
         self._backend: Backend = SelectedPlugin.from_lock(spec.plugins["backend"]).make(spec.context)
@@ -61,7 +61,7 @@ class Worker:
         """One pass over the shard's loss-carrying tokens, with or without gradients."""
         batch = ShardBatch(shard, self._collator, "loss", self._spans)
         objective = LossObjective(
-            self._loss_name, self._loss, seed=self._seed, step=step, per_token_outputs=per_token_outputs, spans=self._spans
+            self._loss_label, self._loss, seed=self._seed, step=step, per_token_outputs=per_token_outputs, spans=self._spans
         )
         with self._spans("model"):
             output = getattr(self._backend, mode)(batch, objective)

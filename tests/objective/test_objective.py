@@ -8,7 +8,7 @@ from skyrl_engine import LossOutput, Metric
 from skyrl_engine.contracts.backend import MicroBatch
 from skyrl_engine.contracts.loss import FunctionLoss
 from skyrl_engine.contracts.ragged import Ragged
-from skyrl_engine.errors import ContractError, DataError
+from skyrl_engine.errors import ContractError, DataError, PluginBrokenError
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.samples import ScoredSamples
 
@@ -103,6 +103,19 @@ def test_a_scalar_loss_is_refused_with_its_shape():
         objective(lambda tokens, _: tokens.logprobs.mean())({"logprobs": torch.zeros(3)}, micro_batch([1, 1, 1]))
 
 
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"loss": Metric.sum(1.0)}, "test returned a metric called 'loss', under which the engine reports its own"),
+        ({"tokens": Metric.sum(1.0)}, "called 'tokens'"),
+        ({"clipped": 0.5}, "test returned the metric 'clipped' as float. Return a Metric"),
+    ],
+)
+def test_a_metric_that_would_hide_the_engines_or_cannot_combine_is_refused(metrics, message):
+    with pytest.raises(ContractError, match=message):
+        objective(lambda tokens, _: LossOutput(-tokens.logprobs, metrics))({"logprobs": torch.zeros(3)}, micro_batch([1, 1, 1]))
+
+
 def test_a_missing_column_is_named():
     with pytest.raises(DataError, match="needs the column 'advantages'"):
         objective(lambda tokens, _: tokens.advantages, needs=("advantages",))({"logprobs": torch.zeros(3)}, micro_batch([1, 1, 1]))
@@ -126,3 +139,23 @@ def test_no_scored_token_gives_a_differentiable_zero():
     total.backward()
     assert total.item() == 0
     assert len(output.sample_ids) == 0
+
+
+def test_a_loss_that_fails_is_named_with_its_own_line():
+    def broken(tokens, _config):
+        return tokens.logprobs + tokens.entropy
+
+    with pytest.raises(PluginBrokenError, match=r"loss 'test' failed in its call: .*add 'entropy' to its needs") as caught:
+        objective(broken)({"logprobs": torch.zeros(3)}, micro_batch([1, 1, 1]))
+    (place,) = caught.value.details
+    assert place.endswith("in broken")
+    assert __file__ in place
+
+
+def test_a_loss_that_does_not_depend_on_the_model_is_refused():
+    def detached(tokens, _config):
+        return -tokens.logprobs.detach()
+
+    with pytest.raises(ContractError, match="do not depend on the model"):
+        objective(detached)({"logprobs": torch.zeros(3, requires_grad=True)}, micro_batch([1, 1, 1]))
+    objective(detached)({"logprobs": torch.zeros(3)}, micro_batch([1, 1, 1]))  # scoring needs no gradient

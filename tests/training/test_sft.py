@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skyrl_engine import hookimpl
 from skyrl_engine.config import ResolvedConfig, from_dict, load, resolve
 from skyrl_engine.contracts.events import SessionFinished
+from skyrl_engine.contracts.outputs import ENGINE_METRICS
 from skyrl_engine.errors import ConfigError, DataError, EngineError, PluginBrokenError, UnsupportedError
 from skyrl_engine.run.metrics import engine_share, read_metrics
 from skyrl_engine.training.sft import plan_sft, run_sft
@@ -64,7 +65,7 @@ def test_a_run_learns_and_leaves_a_complete_directory(configure: Configure) -> N
     assert steps[2]["metrics"]["epoch"] == 1.0
     for record in steps:
         numbers = record["metrics"]
-        assert {"loss", "grad_norm", "learning_rate", "tokens", "loss_tokens", "padding_share", "tokens_per_second"} <= set(numbers)
+        assert set(numbers) == ENGINE_METRICS - {"evaluation_loss"}, "the names that a loss is refused"
         assert {"data", "plan", "reduce", "dispatch", "build", "objective", "model", "optimizer", "merge"} <= set(
             record["cpu_seconds"]
         )
@@ -75,6 +76,9 @@ def test_a_run_learns_and_leaves_a_complete_directory(configure: Configure) -> N
     evaluations = records(run, "evaluation")
     assert [record["step"] for record in evaluations] == [0, 4, 8, 10]
     assert evaluations[-1]["metrics"]["loss"] < evaluations[0]["metrics"]["loss"]
+    assert evaluations[0]["metrics"].keys() == {"loss", "samples", "tokens", "loss_tokens", "padding_share"}
+    assert evaluations[0]["metrics"]["samples"] == 13, "counts of both passes of 8 samples, added up"
+    assert set(result.metrics) == ENGINE_METRICS
     assert result.metrics["evaluation_loss"] == evaluations[-1]["metrics"]["loss"]
     assert result.metrics["loss"] == steps[-1]["metrics"]["loss"]
 
