@@ -10,9 +10,10 @@ from attrs import field, frozen
 from skyrl_engine.contracts.backend import MicroBatch
 from skyrl_engine.contracts.loss import MODEL_SCORES, Loss, LossTokens, Sequences, as_loss_output
 from skyrl_engine.contracts.outputs import Metric, RankOutput
-from skyrl_engine.errors import DataError
+from skyrl_engine.errors import ContractError, DataError
 from skyrl_engine.objective.outputs import collect
 from skyrl_engine.objective.samples import ScoredSamples
+from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.spans import Spans
 
 if TYPE_CHECKING:
@@ -40,12 +41,22 @@ class LossObjective:
         return frozenset({"logprobs", *self.loss.needs}) & frozenset(MODEL_SCORES)
 
     def __call__(self, scores: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> tuple[torch.Tensor, RankOutput]:
-        """Sum of weight times term over the micro-batch's n scored tokens (a scalar to differentiate), and the outputs."""
+        """Sum of weight times term over the micro-batch's n scored tokens (a scalar to differentiate), and the outputs.
+
+        Raises PluginBrokenError when the loss fails, ContractError when it returns other than one value per token that depends on the model.
+        """
         with self.spans("objective"):
             samples: ScoredSamples = micro_batch.samples
             logprobs = scores["logprobs"]
             count = len(logprobs)
-            output = as_loss_output(self.label, self.loss(self._tokens(scores, samples)), count)
+            tokens = self._tokens(scores, samples)
+            with blaming(Owner(self.label, "Correct it, or choose another loss"), "its call"):
+                output = as_loss_output(self.label, self.loss(tokens), count)
+            if count and logprobs.requires_grad and not output.token_loss.requires_grad:
+                raise ContractError(
+                    f"{self.label} returned values that do not depend on the model, so nothing would be learned",
+                    remedy="Compute them from tokens.logprobs, tokens.entropy or tokens.values, without detach() or no_grad()",
+                )
             weights = torch.from_numpy(samples.weights).to(device=logprobs.device, dtype=logprobs.dtype)
             total = (weights * output.token_loss).sum()
             metrics = {"loss": Metric.sum(total.item()), **output.metrics}

@@ -1,22 +1,28 @@
 """pluggy with the engine's hooks: register one object, call one object's hook, and name the culprit when plugin code fails."""
 
 import difflib
+import importlib
 import inspect
+import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pluggy
 from attrs import field, frozen
 
+import skyrl_engine
 from skyrl_engine.errors import EngineError, PluginBrokenError
 from skyrl_engine.hooks import spec
 from skyrl_engine.hooks.markers import PROJECT
 from skyrl_engine.registry.record import PluginRecord
 
 PAGE = "docs/reference/hooks.md"
+_ON_THE_WAY = (f"{Path(skyrl_engine.__file__).parent}{os.sep}", f"{Path(importlib.__file__).parent}{os.sep}", "<")
+"""What files (or generated code) stand between the engine's call and the plugin's own code in a traceback."""
 
 
 @frozen
@@ -155,12 +161,21 @@ def blaming(owner: Owner, doing: str) -> Iterator[None]:
     except EngineError:
         raise
     except (Exception, SystemExit) as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
+        place = _place(error)
         raise PluginBrokenError(
             f"{owner.label} failed in {doing}: {describe(error)}",
             remedy=owner.remedy,
             details=[f"{place.filename}, line {place.lineno}, in {place.name}"],
         ) from error
+
+
+def _place(error: BaseException) -> traceback.FrameSummary:
+    """The innermost frame in the plugin's own folder, where its author can change something; without one, the innermost of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    reached = [frame for frame in frames if not frame.filename.startswith(_ON_THE_WAY)]
+    home = Path(reached[0].filename).parent if reached else None
+    own = [frame for frame in reached if home in Path(frame.filename).parents]
+    return (own or frames)[-1]
 
 
 def describe(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from skyrl_engine.contracts.plan import MicroBatchPlan, MiniBatchPlan
 from skyrl_engine.contracts.ragged import offsets_of, segment_indices
 from skyrl_engine.contracts.reducer import BatchStructure, Reducer
 from skyrl_engine.errors import ContractError
+from skyrl_engine.registry.host import Owner, blaming
 
 
 @frozen(eq=False)
@@ -42,7 +43,8 @@ def batch_structure(columns: SampleColumns, mini_batch: MiniBatchPlan, max_seque
 
 def token_weights(label: str, reducer: Reducer, structure: BatchStructure) -> npt.NDArray[np.float64]:
     """The reducer's weights, float64[A]; raises ContractError, naming it `label`, where they are not one finite number per action token."""
-    weights = reducer.weights(structure)
+    with blaming(Owner(label, "Correct it, or choose another reducer"), "weights"):
+        weights = reducer.weights(structure)
     count = len(structure.loss_weight)
     if not isinstance(weights, np.ndarray) or weights.dtype != np.float64 or weights.shape != (count,):
         got = f"{weights.dtype}{list(weights.shape)}" if isinstance(weights, np.ndarray) else type(weights).__name__

@@ -203,6 +203,14 @@ def test_the_place_of_the_failure_is_told(install_loss) -> None:
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+def test_the_place_of_a_mistake_is_the_plugins_own_line_though_the_engine_finds_it(install_loss) -> None:
+    install_loss("broken-loss", source="from skyrl_engine import loss\n\n@loss(needs=())\ndef focal(tokens):\n    return tokens\n")
+    with pytest.raises(PluginBrokenError, match=r"must take \(tokens, config\)") as caught:
+        load(resolve("plain"))
+    (place,) = caught.value.details
+    assert place.endswith("broken_loss/plugin.py, line 3, in <module>")
+
+
 @pytest.mark.parametrize("flaw", BROKEN)
 def test_a_broken_plugin_that_nobody_requested_harms_nobody(install_loss, install, flaw: str) -> None:
     install_loss("broken-loss", source=BROKEN[flaw][0], loss="broken")

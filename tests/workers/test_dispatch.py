@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import Layout
 from skyrl_engine.contracts.ragged import offsets_of
-from skyrl_engine.errors import ContractError
+from skyrl_engine.errors import ContractError, PluginBrokenError
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import batch_structure, cut, token_weights
@@ -100,3 +100,16 @@ def test_a_reducer_that_breaks_its_contract_is_named(weights, message):
     (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout()).mini_batches
     with pytest.raises(ContractError, match=message):
         token_weights("mine", _Broken(weights), batch_structure(columns, mini_batch, None))
+
+
+def test_a_reducer_that_fails_is_named_with_its_own_line():
+    class Broken:
+        def weights(self, structure):
+            return structure.loss_weight / structure.masses
+
+    columns = SampleColumns.from_rollouts(prompts=[[1]], responses=[[2, 3]])
+    (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout()).mini_batches
+    with pytest.raises(PluginBrokenError, match=r"reducer 'x' failed in weights: AttributeError: .*'masses'") as caught:
+        token_weights("reducer 'x'", Broken(), batch_structure(columns, mini_batch, None))
+    (place,) = caught.value.details
+    assert place.endswith("in weights")
