@@ -42,7 +42,10 @@ class RankEnvironment:
 
 @frozen
 class ModelSpec:
-    """Which model to train. `path` is a local Hugging Face directory or a hub id; `dtype` the compute precision (weights stay float32)."""
+    """Which model to train. `path` is a local Hugging Face directory or a hub id; `dtype` the compute precision (weights stay float32).
+
+    `packed_rows` announces rows of several sequences: a model that would mix them is refused when it is loaded, not at the first such row.
+    """
 
     path: str
     revision: str | None = None
@@ -50,6 +53,7 @@ class ModelSpec:
     activation_checkpointing: bool = False
     trust_remote_code: bool = False
     logits_per_chunk: int = field(default=2**22, validator=ge(1))
+    packed_rows: bool = False
 
 
 @frozen

@@ -14,6 +14,8 @@ from skyrl_engine.errors import ModelError
 from skyrl_engine.modeling.architecture import split_causal_lm
 from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine.modeling.segment_adoption import adopt_segment_attention, attend_by_segments
+from skyrl_engine.modeling.segments import SegmentSupport
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +28,15 @@ def weight_dtype(compute: ComputeDtype) -> torch.dtype:
 def load_scorer(spec: ModelSpec) -> tuple[Any, Scorer]:
     """The whole model on CPU, in training mode, and the scorer over its own modules, proved equal to the model's forward.
 
-    Raises ModelError.
+    It attends by segments where it can (`scorer.segment_support`). Raises ModelError, and UnsupportedError for packed rows that it cannot
+    learn from.
     """
     model = load_causal_lm(spec)
     scorer = Scorer(split_causal_lm(model), logits_per_chunk=spec.logits_per_chunk)
     check_parity(model, scorer, name=spec.path)
+    scorer.segment_support = adopt_segment_attention(model, scorer.decoder, name=spec.path)
+    if spec.packed_rows:
+        scorer.refuse_packed_rows_unless_supported()
     return _ready(spec, model, scorer)
 
 
@@ -47,6 +53,13 @@ def load_skeleton(spec: ModelSpec) -> tuple[Any, Scorer]:
             config, trust_remote_code=spec.trust_remote_code, dtype=weight_dtype(spec.dtype), **_experts(spec)
         )
     return _ready(spec, model, Scorer(split_causal_lm(model), logits_per_chunk=spec.logits_per_chunk))
+
+
+def adopt_like(model: Any, scorer: Scorer, support: SegmentSupport) -> None:
+    """Make a skeleton attend as the model with values does, whose rank found `support`."""
+    if support.layers:
+        attend_by_segments(model)
+    scorer.segment_support = support
 
 
 def _ready(spec: ModelSpec, model: Any, scorer: Scorer) -> tuple[Any, Scorer]:

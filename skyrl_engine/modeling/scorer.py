@@ -4,8 +4,10 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.modeling.architecture import CausalLanguageModelParts
 from skyrl_engine.modeling.chunked_head import ChunkedHead
+from skyrl_engine.modeling.segments import REMEDY, WHOLE_ROWS, Segments, SegmentSupport
 
 
 class Scorer(nn.Module):
@@ -13,12 +15,18 @@ class Scorer(nn.Module):
 
     Calling a part of a sharded model outside its root's forward mixes sharded and full weights; so both parts run in here. The modules are
     the model's own: shard the scorer, and the model's parameters are sharded.
+
+    `segment_support` is what loading found out about packed rows. A model that attends by segments is told in every pass how to, so
+    that a pass which lost the segments on its way ends in an error and not in documents that see each other.
     """
+
+    segment_support: SegmentSupport
 
     def __init__(self, parts: CausalLanguageModelParts, *, logits_per_chunk: int) -> None:
         super().__init__()
         self.decoder = parts.decoder
         self.head = ChunkedHead(parts.head, parts.rule, logits_per_chunk)
+        self.segment_support = SegmentSupport()
 
     def forward(
         self,
@@ -28,13 +36,17 @@ class Scorer(nn.Module):
         *,
         temperature: float = 1.0,
         entropy: bool = False,
+        segments: Segments | None = None,
     ) -> dict[str, Tensor]:
         """Score `labels` int64[n] at flat `positions` int64[n] (row * width + column) of `inputs` (input_ids [rows, width], ...).
 
         Returns "logprobs" [n] and, if asked, "entropy" [n], in nats, of softmax(logits / temperature), in the order of `positions`. With
         n = 0 the head runs all the same, on position 0: the graph, and with it every rank's collectives, stay whole.
+
+        With `segments` the inputs are input_ids and position_ids [1, tokens] of documents end to end; raises UnsupportedError for a model
+        whose documents would see each other.
         """
-        hidden_NH = self.decoder(**inputs, use_cache=False)[0].flatten(0, 1)
+        hidden_NH = self._hidden(inputs, segments).flatten(0, 1)
         count = len(positions)
         if count == 0:
             positions, labels = positions.new_zeros(1), labels.new_zeros(1)
@@ -42,3 +54,26 @@ class Scorer(nn.Module):
         if count == 0:  # cloned: FSDP2 warns when the root returns a view
             values = tuple(value[:0].clone() for value in values)
         return dict(zip(("logprobs", "entropy"), values, strict=False))
+
+    def _hidden(self, inputs: Mapping[str, Tensor], segments: Segments | None) -> Tensor:
+        """The decoder's hidden states [rows, width, h]."""
+        support = self.segment_support
+        if segments is None:
+            attention = {"segments": WHOLE_ROWS} if support.layers else {}
+            return self.decoder(**inputs, **attention, use_cache=False)[0]  # type: ignore[no-any-return] # nn.Module.__call__ is untyped
+        self.refuse_packed_rows_unless_supported()
+        hidden_BTH: Tensor = self.decoder(**inputs, segments=segments, use_cache=False)[0]
+        if len(segments.windows) != support.layers:
+            raise ModelError(
+                f"{len(segments.windows)} of {support.layers} layers kept the documents of a packed row apart",
+                remedy=REMEDY,
+            )
+        return hidden_BTH
+
+    def refuse_packed_rows_unless_supported(self) -> None:
+        """Raises UnsupportedError, with what loading found, for a model whose documents would see each other in a packed row."""
+        if not self.segment_support.layers:
+            raise UnsupportedError(
+                f"{type(self.decoder).__name__} cannot be trained on packed rows: {self.segment_support.refusal}",
+                remedy=REMEDY,
+            )

@@ -13,6 +13,7 @@ from skyrl_engine.contracts.outputs import RankOutput
 from skyrl_engine.contracts.topology import RankCoords
 from skyrl_engine.errors import DataError, ModelError, UnsupportedError
 from skyrl_engine.modeling.loading import quiet_progress
+from skyrl_engine.modeling.model_inputs import model_inputs
 from skyrl_engine.modeling.optimizer import build_adamw, set_learning_rate
 from skyrl_engine.modeling.schedule import learning_rate
 from skyrl_engine.modeling.scorer import Scorer
@@ -158,12 +159,14 @@ class FsdpBackend:
                 remedy="Choose another loss or backend",
             )
         self._check_tokens(micro_batch)
+        arguments = model_inputs(micro_batch)
         return self._scorer(  # type: ignore[no-any-return] # nn.Module.__call__ is untyped
-            {name: self._moved(tensor) for name, tensor in micro_batch.inputs.items()},
-            self._moved(micro_batch.positions),
+            {name: self._moved(tensor) for name, tensor in arguments.inputs.items()},
+            self._moved(arguments.positions),
             self._moved(micro_batch.labels),
             temperature=objective.temperature,
             entropy="entropy" in objective.needs,
+            segments=arguments.segments,
         )
 
     def _check_tokens(self, micro_batch: MicroBatch) -> None:

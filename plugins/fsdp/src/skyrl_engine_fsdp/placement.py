@@ -5,14 +5,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from skyrl_engine.contracts.backend import ModelSpec
 from skyrl_engine.errors import EngineError
-from skyrl_engine.modeling.loading import load_scorer, load_skeleton
+from skyrl_engine.modeling.loading import adopt_like, load_scorer, load_skeleton
 from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine.modeling.segments import SegmentSupport
 from skyrl_engine_fsdp.sharding import shard
 
 logger = logging.getLogger(__name__)
@@ -22,15 +24,19 @@ def load_sharded(spec: ModelSpec, mesh: DeviceMesh, device: torch.device, *, res
     """The model and its scorer, sharded over `mesh`, with equal weights on every rank. An error on one rank is raised on all of them."""
     reads = dist.get_rank() == 0
     model, scorer, report = _attempt(spec, reads=reads)
-    reports: list[EngineError | bool] = [False] * dist.get_world_size()
+    reports: list[EngineError | _Loaded] = [report] * dist.get_world_size()
     dist.all_gather_object(reports, report)
+    loaded = []
     for one in reports:
         if isinstance(one, EngineError):
             raise one
-    everyone_reads = any(reports)
+        loaded.append(one)
+    everyone_reads = any(one.cannot_be_filled for one in loaded)
     if everyone_reads and not reads:
         logger.info("%s keeps tensors that are neither parameters nor buffers: every rank reads its weights", spec.path)
         model, scorer = load_scorer(spec)
+    elif not reads:
+        adopt_like(model, scorer, loaded[0].segment_support)
     whole = {} if everyone_reads or not reads else dict(_tensors(model))
     shard(scorer, mesh, device, spec.dtype, reshard_after_forward=reshard_after_forward)
     if not everyone_reads:
@@ -38,15 +44,24 @@ def load_sharded(spec: ModelSpec, mesh: DeviceMesh, device: torch.device, *, res
     return model, scorer
 
 
-def _attempt(spec: ModelSpec, *, reads: bool) -> tuple[Any, Any, EngineError | bool]:
-    """Model, scorer, and what the other ranks must know: an error, or whether this rank cannot do without reading the weights."""
+@frozen
+class _Loaded:
+    """What the other ranks must know of a rank that has a model: can it do without reading the weights, and does it attend by segments."""
+
+    cannot_be_filled: bool
+    segment_support: SegmentSupport
+
+
+def _attempt(spec: ModelSpec, *, reads: bool) -> tuple[Any, Any, EngineError | _Loaded]:
+    """Model, scorer, and what the other ranks must know of them, or an error."""
     try:
         if reads:
-            return *load_scorer(spec), False
+            model, scorer = load_scorer(spec)
+            return model, scorer, _Loaded(cannot_be_filled=False, segment_support=scorer.segment_support)
         model, scorer = load_skeleton(spec)
     except EngineError as error:
         return None, None, error
-    return model, scorer, _keeps_loose_tensors(model)
+    return model, scorer, _Loaded(_keeps_loose_tensors(model), scorer.segment_support)
 
 
 def _keeps_loose_tensors(model: nn.Module) -> bool:

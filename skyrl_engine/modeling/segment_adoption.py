@@ -1,0 +1,119 @@
+"""Make a model attend by segments, and prove once, at load, that its documents then do not see each other; or say why it cannot."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skyrl_engine.errors import EngineError, UnsupportedError
+from skyrl_engine.modeling.architecture import transformer_layers
+from skyrl_engine.modeling.segments import REMEDY, Segments, SegmentSupport
+
+logger = logging.getLogger(__name__)
+
+DOCUMENTS, LENGTH = 3, 4
+
+
+def adopt_segment_attention(model: Any, decoder: nn.Module, *, name: str) -> SegmentSupport:
+    """Replace the attention of `model`, a whole one with values, where that keeps documents apart; else leave the model as it was.
+
+    The proof is one forward pass over three short documents, and its derivative: attention ran over the segments once per layer, with a
+    sliding window exactly where the configuration has one; hidden states equal those of the documents as rows of their own (1e-4 of
+    1 + |h| in float32, 1e-9 in float64: both sides do the same arithmetic); and the gradient of the middle document's hidden states at the
+    embeddings of the others is exactly 0.
+    """
+    before = model.config._attn_implementation  # noqa: SLF001 - transformers offers no other way to read it
+    training = model.training
+    model.eval()
+    try:
+        support = _adopt(model, decoder)
+    except EngineError as error:
+        support = SegmentSupport(refusal=error.cause)
+    except Exception as error:  # noqa: BLE001 - model code may fail in any way here, and rows of one sequence can be trained all the same
+        lines = str(error).strip().splitlines()
+        support = SegmentSupport(refusal=f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}")
+    finally:
+        model.train(training)
+    if not support.layers:
+        logger.info("%s cannot be trained on packed rows: %s", name, support.refusal)
+        if model.config._attn_implementation != before:  # noqa: SLF001 - as above
+            model.set_attn_implementation(before)
+    return support
+
+
+def attend_by_segments(model: Any) -> None:
+    """Replace the attention of `model`, without a proof. Raises UnsupportedError where transformers knows that it would be ignored."""
+    from skyrl_engine.modeling.segment_attention import NAME, register
+
+    register()
+    name = type(model).__name__
+    if not model._can_set_attn_implementation():  # noqa: SLF001 - setting it all the same would only log a warning
+        raise UnsupportedError(f"{name} computes its attention in code of its own", remedy=REMEDY)
+    try:
+        model.set_attn_implementation(NAME)
+    except ValueError as error:
+        raise UnsupportedError(
+            f"transformers knows no way to compute {name}'s attention by torch's scaled dot-product attention", remedy=REMEDY
+        ) from error
+
+
+def _adopt(model: Any, decoder: nn.Module) -> SegmentSupport:
+    parameter = next(model.parameters())
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(0, vocabulary, (DOCUMENTS, LENGTH), generator=generator).to(parameter.device)
+    with torch.no_grad():
+        separate = decoder(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0].flatten(0, 1)
+
+    attend_by_segments(model)
+    packed, gradient, segments = _packed(model, decoder, ids, generator)
+    layers = len(transformer_layers(decoder))
+    if (calls := len(segments.windows)) != layers:
+        return SegmentSupport(refusal=f"{calls} of its {layers} layers attend through the attention that keeps documents apart")
+    sliding = sum(window is not None for window in segments.windows)
+    if sliding != (wanted := _sliding_layers(model.config, layers)):
+        return SegmentSupport(
+            refusal=f"{wanted} of its layers attend in a sliding window, {sliding} of them say so to their attention"
+        )
+    tolerance = 1e-9 if packed.dtype == torch.float64 else 1e-4
+    difference = ((packed - separate).abs() / (1 + separate.abs())).max().item()
+    if not difference <= tolerance:  # also true for NaN
+        return SegmentSupport(refusal=f"its packed documents differ from separate ones by {difference:.1e}")
+    inside = gradient.reshape(DOCUMENTS, LENGTH, -1)
+    if not inside[1].any() or inside[[0, 2]].any():
+        return SegmentSupport(refusal="its documents see each other in a packed row")
+    return SegmentSupport(layers, refusal="")
+
+
+def _packed(model: Any, decoder: nn.Module, ids: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Segments]:
+    """Hidden states [tokens, h] of the packed documents, the middle one's gradient at the embeddings [tokens, e], and who attended."""
+    kept: list[Tensor] = []
+
+    def keep(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        kept.append(output.detach().requires_grad_())
+        return kept[0]
+
+    segments = Segments((LENGTH,) * DOCUMENTS)
+    positions = torch.arange(LENGTH, device=ids.device).repeat(DOCUMENTS)[None]
+    hook = model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        with torch.enable_grad():
+            hidden = decoder(input_ids=ids.reshape(1, -1), position_ids=positions, segments=segments, use_cache=False)[0][0]
+            middle = hidden[LENGTH : 2 * LENGTH]
+            upstream = torch.randn(middle.shape, generator=generator).to(
+                middle
+            )  # random: norms have no gradient towards equal weights
+            (gradient,) = torch.autograd.grad(middle, kept, upstream)
+    finally:
+        hook.remove()
+    return hidden.detach(), gradient, segments
+
+
+def _sliding_layers(config: Any, layers: int) -> int:
+    """How many layers the configuration says attend in a sliding window."""
+    text = config.get_text_config(decoder=True)
+    types = getattr(text, "layer_types", None)
+    if types is not None:
+        return sum(kind == "sliding_attention" for kind in types)
+    return layers if getattr(text, "sliding_window", None) is not None else 0

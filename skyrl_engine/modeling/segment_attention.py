@@ -1,0 +1,97 @@
+"""Packed rows without flash-attention: torch's scaled dot-product attention, run document by document.
+
+Registered with transformers under a name that contains "sdpa", for which transformers itself refuses models that would ignore it. The model
+builds no mask for a packed row, so memory grows with the longest document and not with the square of the row.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.modeling.segments import REMEDY, Segments, WholeRows
+
+NAME = "skyrl_engine_segment_sdpa"
+_MEANINGLESS_HERE = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"})
+
+
+def segment_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    segments: Segments | WholeRows | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of query [rows, heads, tokens, d] over key and value [rows, key heads, tokens, d]; returns [rows, tokens, heads, d].
+
+    With `Segments` there is one row, and its documents do not see each other; with `WholeRows` this is transformers' own "sdpa". Raises
+    UnsupportedError when neither was handed on, or when a layer asks for what would be dropped (attention sinks, soft caps, biases).
+    """
+    if segments is None:
+        raise UnsupportedError(f"{type(module).__name__} does not hand on where the documents of a row end", remedy=REMEDY)
+    if isinstance(segments, WholeRows):
+        if attention_mask is None and sliding_window is not None and key.shape[2] > sliding_window:
+            raise UnsupportedError(
+                f"{type(module).__name__} attends in a sliding window and got no mask", remedy="Hand an attention_mask to the model"
+            )
+        return sdpa_attention_forward(  # type: ignore[no-any-return] # transformers leaves it untyped
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
+        )
+    unknown = sorted(name for name, given in others.items() if given is not None and name not in _MEANINGLESS_HERE)
+    if unknown:
+        raise UnsupportedError(f"{type(module).__name__} attends with {unknown[0]}, which packing would drop", remedy=REMEDY)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not causal or attention_mask is not None or query.shape[2] != key.shape[2]:
+        raise UnsupportedError(f"{type(module).__name__} does not attend causally from tokens to themselves", remedy=REMEDY)
+    assert len(query) == 1, "documents lie end to end in one row"
+    segments.windows.append(sliding_window)
+    masks: dict[int, Tensor] = {}
+    outputs = []
+    documents = zip(*(torch.split(each, list(segments.lengths), 2) for each in (query, key, value)), strict=True)
+    for query_D, key_D, value_D in documents:
+        length, mask = query_D.shape[2], None
+        if sliding_window is not None and length > sliding_window:
+            if length not in masks:
+                masks[length] = _window_mask(length, sliding_window, query.device)
+            mask = masks[length]
+        output, _ = sdpa_attention_forward(module, query_D, key_D, value_D, mask, dropout=dropout, scaling=scaling, is_causal=True)
+        outputs.append(output)
+    return torch.cat(outputs, 1), None
+
+
+def segment_mask(
+    *, attention_mask: Tensor | None = None, local_size: int | None = None, config: Any, **others: Any
+) -> Tensor | None:
+    """No mask where the rows are cut by segments (then there is no `attention_mask`), transformers' own for whole rows.
+
+    Raises UnsupportedError for patterns beyond causal and sliding windows, which `segment_attention` would never hear of.
+    """
+    if attention_mask is not None:
+        return sdpa_mask(attention_mask=attention_mask, local_size=local_size, config=config, **others)  # type: ignore[no-any-return] # untyped there
+    if others.get("use_vmap") or local_size not in (None, getattr(config, "sliding_window", None)):
+        raise UnsupportedError("its attention mask is neither causal nor a sliding window", remedy=REMEDY)
+    return None
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """Boolean [1, 1, length, length]: a token sees itself and the `window` - 1 tokens before it."""
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place
+    return ((distance >= 0) & (distance < window))[None, None]
+
+
+def register() -> None:
+    """Make `NAME` known to transformers. Doing it again changes nothing."""
+    AttentionInterface.register(NAME, segment_attention)
+    AttentionMaskInterface.register(NAME, segment_mask)
