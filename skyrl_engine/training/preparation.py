@@ -64,7 +64,7 @@ class PreparedRun:
         return WorkerSpec(
             plugins={kind: selected.lock() for kind, selected in self.resolved.plugins.items()},
             context=self.context,
-            model=config.model.spec(),
+            model=attrs.evolve(config.model.spec(), packed_rows="packed" in self.required),
             optimizer=config.optimizer.spec(self.total_steps),
             topology=self.description.topology,
             device=config.run.device,
