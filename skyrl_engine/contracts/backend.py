@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from attrs import field, frozen
 from attrs.validators import ge, gt, in_
 
@@ -76,7 +78,8 @@ class MicroBatch:
 
     `inputs` are CPU tensors for the model ([rows, width], ...); `positions` int64[n] are flat places row * width + column in them, each one
     before the token it scores; `labels` int64[n] the token ids scored there; `sequence_lengths` the true lengths per row. Scores come back in
-    the order of `positions`. `samples` is the engine's own, opaque to a backend.
+    the order of `positions`. `samples` is the engine's own, opaque to a backend. `cu_seqlens` bounds the samples inside packed rows, as in
+    `DenseBatch`; None where a row holds one sample.
     """
 
     inputs: Mapping[str, "torch.Tensor"]
@@ -84,6 +87,7 @@ class MicroBatch:
     labels: "torch.Tensor"
     sequence_lengths: tuple[IntArray, ...]
     samples: Any
+    cu_seqlens: tuple[npt.NDArray[np.int32], ...] | None = None
 
 
 class RankBatch(Protocol):

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from attrs import frozen
 
 from skyrl_engine.contracts.columns import SampleColumns
@@ -32,11 +34,16 @@ class GatherIndex:
 
 @frozen(eq=False)
 class DenseBatch:
-    """Dense tensors of some rows. `fields` are C-contiguous CPU tensors by name, `sequence_lengths` the true lengths per row (int64)."""
+    """Dense tensors of some rows. `fields` are C-contiguous CPU tensors by name, `sequence_lengths` the true lengths per row (int64).
+
+    `cu_seqlens`, where rows hold their samples one after the other from column 0: per row int32[samples + 1], the column each sample begins
+    in and the column behind the last, alignment included. None for other layouts.
+    """
 
     fields: Mapping[str, "torch.Tensor"]
     gather: GatherIndex
     sequence_lengths: tuple[IntArray, ...]
+    cu_seqlens: tuple[npt.NDArray[np.int32], ...] | None = None
 
     def __getitem__(self, name: str) -> "torch.Tensor":
         return self.fields[name]

@@ -7,6 +7,7 @@ FIRST_PARTY: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("collator", "padded"): "skyrl-engine-collators",
         ("collator", "trajectory"): "skyrl-engine-collators",
+        ("collator", "packed"): "skyrl-engine-collators",
         ("loss", "cross_entropy"): "skyrl-engine-losses",
         ("reducer", "sum"): "skyrl-engine-reducers",
         ("reducer", "token_mean"): "skyrl-engine-reducers",

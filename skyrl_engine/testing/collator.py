@@ -60,6 +60,7 @@ class CollatorConformance:
             batch = self.collator().build(columns, micro_batch)
             checks.check_model_inputs(batch, columns, micro_batch)
             checks.check_gather(batch, columns, micro_batch)
+            checks.check_cu_seqlens(batch, columns, micro_batch)
 
     @SUITE
     @given(st.data())
@@ -73,8 +74,8 @@ class CollatorConformance:
     @SUITE
     @given(st.data())
     def test_builds_of_one_width_make_up_collate(self, data: st.DataObject) -> None:
-        """At the width of the batch, one rank's rows one after the other are `collate`, and rows with the same samples are equal
-        however the batch is cut.
+        """At the width of the batch, one rank's rows one after the other are `collate`, and rows with the same samples at the same
+        alignment are equal however the batch is cut.
         """
         columns, layout = self._draw(data)
         collator = self.collator()
@@ -84,11 +85,14 @@ class CollatorConformance:
         joined = {name: np.concatenate([part[name].numpy() for part in parts]) for name in parts[0].fields}
         _check_fields(whole, joined)
         rows = {samples: place for place, samples in enumerate(checks.rows(plan))}
+        alignment = checks.micro_batches(plan)[0].alignment
         cut = collator.plan(columns.lengths, evolve(layout, width="batch"))
         for micro_batch in checks.micro_batches(cut):
+            if micro_batch.alignment != alignment or micro_batch.width != whole["input_ids"].shape[1]:
+                continue
             batch = collator.build(columns, micro_batch)
             for row, samples in enumerate(checks.row_samples(micro_batch)):
-                if samples in rows and micro_batch.width == whole["input_ids"].shape[1]:
+                if samples in rows:
                     for name, array in joined.items():
                         checks.check_same_field(name, batch[name][row].numpy(), array[rows[samples]])
 

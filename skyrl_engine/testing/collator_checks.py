@@ -141,6 +141,27 @@ def check_model_inputs(batch: DenseBatch, columns: SampleColumns, micro_batch: M
         assert told.tolist() == [len(part) for part in tokens], f"sequence_lengths of row {row} are not its samples' lengths"
 
 
+def check_cu_seqlens(batch: DenseBatch, columns: SampleColumns, micro_batch: MicroBatchPlan) -> None:
+    """Where rows hold several samples, `cu_seqlens` bounds each of them: its tokens fill the front of its own piece of the row."""
+    if batch.cu_seqlens is None:
+        assert (np.diff(micro_batch.row_offsets) <= 1).all(), "rows of several samples need cu_seqlens"
+        return
+    assert len(batch.cu_seqlens) == micro_batch.rows, "cu_seqlens must have one entry per row"
+    lengths = np.diff(columns.token_offsets)
+    mask = batch["attention_mask"].numpy()
+    for row, (samples, bounds) in enumerate(zip(row_samples(micro_batch), batch.cu_seqlens, strict=True)):
+        assert bounds.dtype == np.int32, "cu_seqlens must be int32"
+        assert bounds.shape == (len(samples) + 1,), f"cu_seqlens of row {row} must bound its {len(samples)} samples"
+        assert bounds[0] == 0, f"cu_seqlens of row {row} must begin at column 0"
+        assert bounds[-1] <= micro_batch.width, f"cu_seqlens of row {row} reach beyond the row"
+        real = np.zeros(micro_batch.width, dtype=np.int64)
+        for sample, (begin, end) in zip(samples, pairwise(bounds.tolist()), strict=True):
+            assert begin + lengths[sample] <= end, f"cu_seqlens of row {row} cut sample {sample}"
+            assert (end - begin) % micro_batch.alignment == 0, f"sample {sample} in row {row} is not aligned"
+            real[begin : begin + lengths[sample]] = 1
+        assert np.array_equal(mask[row], real), f"cu_seqlens of row {row} do not say where its samples begin"
+
+
 def check_same_field(name: str, got: AnyArray, expected: AnyArray) -> None:
     """Equal bit for bit: dtype, shape, C-contiguity and every byte, so that NaN and -0.0 count."""
     assert got.dtype == expected.dtype, f"{name} is {got.dtype}, not {expected.dtype}"

@@ -61,6 +61,7 @@ class ShardBatch:
             positions=torch.from_numpy(gather.rows[order] * width + gather.columns[order]),
             labels=torch.from_numpy(labels.astype(np.int64)),
             sequence_lengths=dense.sequence_lengths,
+            cu_seqlens=dense.cu_seqlens,
             samples=ScoredSamples(
                 sample_ids=columns.sample_ids[plan.samples],
                 group_ids=columns.group_ids[plan.samples],

@@ -11,9 +11,10 @@ import pytest
 
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.context import FactoryContext
-from skyrl_engine.contracts.plan import Layout, one_sample_per_row
+from skyrl_engine.contracts.plan import Layout, MicroBatchPlan, one_sample_per_row
 from skyrl_engine.errors import DataError
-from skyrl_engine_collators.plugin import PaddedConfig, padded
+from skyrl_engine_collators.packed.collator import PackedCollator
+from skyrl_engine_collators.plugin import PackedConfig, PaddedConfig, packed, padded
 
 COLUMNS = SampleColumns.from_lists(input_ids=[[1, 2, 3], [4], [5, 6]], num_actions=[1, 0, 1], sample_ids=np.array([7, 8, 9]))
 
@@ -81,6 +82,74 @@ def test_a_plan_for_other_columns_is_refused_before_anything_is_written():
     for width, action_width in ((2, 1), (3, 0)):
         with pytest.raises(DataError, match="sample 7 has 3 tokens and 1 response tokens"):
             make().build(COLUMNS, one_sample_per_row(np.array([1, 0]), width, action_width))
+
+
+def make_packed(config=None, **context):
+    return packed.skyrl_engine_make_collator(config=config, context=FactoryContext(**context))
+
+
+def test_packed_takes_its_options_and_the_runs_values():
+    assert packed.skyrl_engine_config_schema() is PackedConfig
+    assert make_packed(pad_token_id=5, max_sequence_length=9) == PackedCollator(pad_token_id=5, max_sequence_length=9)
+    options = {"policy": "concat", "max_tokens_per_microbatch": 8, "strict_capacity": False, "overlong": "warn"}
+    chosen = make_packed(PackedConfig(**options, pad_token_id=0, max_sequence_length=3), pad_token_id=5, max_sequence_length=9)
+    assert chosen == PackedCollator(**options, pad_token_id=0, max_sequence_length=3)
+
+
+def test_a_packed_batch_as_printed_in_the_specification():
+    """Sequences of 3, 1 and 2 tokens, rounded up to 2, in rows of 6: [1, 2, 3] and [5, 6]; then [4]."""
+    batch = make_packed(PackedConfig(max_tokens_per_microbatch=6), pad_token_id=9).collate(COLUMNS, Layout(tp=2))
+    assert {name: tensor.tolist() for name, tensor in batch.fields.items()} == {
+        "input_ids": [[1, 2, 3, 9, 5, 6], [4, 9, 9, 9, 9, 9]],
+        "attention_mask": [[1, 1, 1, 0, 1, 1], [1, 0, 0, 0, 0, 0]],
+        "position_ids": [[0, 1, 2, 0, 0, 1], [0, 0, 0, 0, 0, 0]],
+        "loss_weight": [[0.0, 1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0]],
+    }
+    assert [each.tolist() for each in batch.cu_seqlens] == [[0, 4, 6], [0, 2]]
+    assert [each.tolist() for each in batch.sequence_lengths] == [[3, 2], [1]]
+    assert (batch.gather.actions.tolist(), batch.gather.rows.tolist(), batch.gather.columns.tolist()) == ([0, 1], [0, 0], [1, 4])
+
+
+def test_packed_refuses_overlong_samples_and_plans_for_other_columns():
+    with pytest.raises(DataError, match=r"7 \(3 tokens\)"):
+        make_packed(max_sequence_length=2).collate(COLUMNS)
+    row = MicroBatchPlan(np.array([0, 2]), np.array([0, 2]), 4, 3)
+    with pytest.raises(DataError, match=r"samples \[7, 9\] occupy 5 tokens of a packed row, the plan's rows hold 4"):
+        make_packed().build(COLUMNS, row)
+    with pytest.raises(DataError, match="occupy 6 tokens"):
+        make_packed().build(COLUMNS, MicroBatchPlan(np.array([0, 2]), np.array([0, 2]), 5, 4, alignment=2))
+
+
+def test_packed_builds_into_the_memory_it_is_given():
+    made = {}
+
+    class Recorder:
+        def empty(self, name, shape, dtype):
+            made[name] = np.empty(shape, dtype=dtype)
+            return made[name]
+
+    columns = SampleColumns.from_lists(input_ids=[[1, 2], [3, 4]], columns={"rewards": [[0.5, 1.5], [2.5, 3.5]]})
+    collator = make_packed()
+    batch = collator.build(columns, collator.plan(columns.lengths, Layout()).mini_batches[0].ranks[0][0], out=Recorder())
+    assert set(made) == set(batch.fields)
+    for name, tensor in batch.fields.items():
+        assert tensor.data_ptr() == made[name].ctypes.data
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"policy": "best"},
+        {"max_tokens_per_microbatch": 0},
+        {"strict_capacity": 1},
+        {"pad_token_id": -1},
+        {"max_sequence_length": 0},
+        {"overlong": "cut"},
+    ],
+)
+def test_options_of_packed_are_checked(wrong):
+    with pytest.raises((ValueError, TypeError)):
+        PackedConfig(**wrong)
 
 
 @pytest.mark.parametrize("wrong", [{"pad_token_id": -1}, {"max_sequence_length": 0}, {"overlong": "cut"}])

@@ -1,1 +1,1 @@
-"""Collators for skyrl-engine: padded."""
+"""Collators for skyrl-engine: padded and packed."""

@@ -10,17 +10,10 @@ from attrs import frozen
 from skyrl_engine.contracts.collator import Buffers, DenseBatch
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths, one_sample_per_row
-from skyrl_engine.contracts.ragged import AnyArray
+from skyrl_engine_collators.memory import FreshMemory
 from skyrl_engine_collators.overlong import check_maximum_length
 from skyrl_engine_collators.padded.planner import extent, plan_padded
 from skyrl_engine_collators.padded.vectorized import PaddedRows, build_fields, field_names, gather_index
-
-
-class FreshMemory:
-    """Buffers that are new each time: what `build` writes into when it is given none."""
-
-    def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> AnyArray:  # noqa: ARG002 the protocol's name
-        return np.empty(shape, dtype=dtype)
 
 
 @frozen

@@ -1,0 +1,65 @@
+"""The collator object: options, checks, and the way from NumPy memory to tensors."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from attrs import frozen
+
+from skyrl_engine.contracts.collator import Buffers, DenseBatch
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
+from skyrl_engine_collators.memory import FreshMemory
+from skyrl_engine_collators.overlong import check_maximum_length
+from skyrl_engine_collators.packed.planner import Packing, joined, plan_packed
+from skyrl_engine_collators.packed.policies import Policy
+from skyrl_engine_collators.packed.vectorized import PackedRows, build_fields, field_names, gather_index
+
+WHOLE = Layout()
+
+
+@frozen
+class PackedCollator:
+    """Several samples per row, one after the other; one row is one micro-batch (see the distribution's README for every field).
+
+    A row holds at most the smaller of `max_tokens_per_microbatch` and the layout's `micro_batch_tokens`; without either, a rank has one row.
+    `strict_capacity` says whether the alignment of samples counts against that. `pad_token_id` fills what is left of a row;
+    `max_sequence_length` in tokens bounds a sample, and `overlong` says whether a longer one is an error.
+    """
+
+    pad_token_id: int = 0
+    policy: Policy = "ffd"
+    max_tokens_per_microbatch: int | None = None
+    strict_capacity: bool = True
+    max_sequence_length: int | None = None
+    overlong: Literal["error", "warn"] = "error"
+
+    def plan(self, lengths: SampleLengths, layout: Layout) -> BatchPlan:
+        """See the contract. Raises DataError for a sample longer than allowed, or a group, unit or sample that fits nowhere."""
+        check_maximum_length(lengths, self.max_sequence_length, self.overlong)
+        limits = [limit for limit in (self.max_tokens_per_microbatch, layout.micro_batch_tokens) if limit is not None]
+        return plan_packed(lengths, layout, Packing(self.policy, min(limits, default=None), self.strict_capacity))
+
+    def build(
+        self,
+        columns: SampleColumns,
+        micro_batch: MicroBatchPlan,
+        *,
+        fields: Sequence[str] | None = None,
+        out: Buffers | None = None,
+    ) -> DenseBatch:
+        """See the contract. Raises DataError for samples longer than the plan's rows, which were made for other lengths."""
+        import torch
+
+        rows = PackedRows.of(columns, micro_batch)
+        wanted = field_names(columns) if fields is None else frozenset(fields)
+        arrays = build_fields(columns, rows, self.pad_token_id, wanted, FreshMemory() if out is None else out)
+        return DenseBatch(
+            fields={name: torch.from_numpy(array) for name, array in arrays.items()},
+            gather=gather_index(rows),
+            sequence_lengths=rows.sequence_lengths,
+            cu_seqlens=rows.cu_seqlens,
+        )
+
+    def collate(self, columns: SampleColumns, layout: Layout = WHOLE) -> DenseBatch:
+        """Every row that `plan` makes for the layout (one rank unless given), rank by rank, at one width and with every field."""
+        return self.build(columns, joined(self.plan(columns.lengths, layout)))

@@ -1,0 +1,102 @@
+"""Planning packed rows: mini-batches, then rows of whole units, row k to rank k mod dp."""
+
+import numpy as np
+from attrs import frozen
+
+from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, MiniBatchPlan, SampleLengths
+from skyrl_engine.contracts.ragged import IntArray, Ragged, offsets_of
+from skyrl_engine.errors import DataError, UnsupportedError
+from skyrl_engine_collators.packed.policies import Policy, bins_of
+from skyrl_engine_collators.planning.alignment import alignment_of, rounded_up
+from skyrl_engine_collators.planning.bundles import Bundles
+from skyrl_engine_collators.planning.mini_batches import mini_batches
+
+
+@frozen
+class Packing:
+    """How rows are filled: `capacity` in tokens, of aligned lengths where it is `strict`, of true lengths otherwise."""
+
+    policy: Policy
+    capacity: int | None
+    strict: bool
+
+
+def plan_packed(lengths: SampleLengths, layout: Layout, packing: Packing) -> BatchPlan:
+    """Cut the batch as `layout` says, one row per micro-batch; see the Collator contract.
+
+    Raises DataError for a group, unit or sample that fits nowhere, UnsupportedError for a layout that counts rows.
+    """
+    if layout.micro_batch_rows is not None:
+        raise UnsupportedError(
+            "packed rows are filled by tokens and a micro-batch is one row, so micro_batch_rows says nothing",
+            remedy="Set micro_batch_tokens, the tokens of a row, instead of micro_batch_rows",
+        )
+    alignment = alignment_of(layout)
+    occupied = rounded_up(lengths.tokens, alignment)
+    counted = occupied if packing.strict else lengths.tokens
+    cut = []
+    for samples in mini_batches(lengths, layout.mini_batch_size):
+        units = Bundles.by_label(samples, lengths.unit_ids[samples])
+        cut.append(_rows(units, counted, lengths, alignment, layout.dp, packing))
+    widths = [_widths(rows, occupied, alignment) for rows in cut]
+    if layout.width == "batch" and widths:
+        widest = int(np.concatenate(widths).max())
+        widths = [np.full_like(each, widest) for each in widths]
+    return BatchPlan(
+        tuple(_mini_batch(rows, each.tolist(), alignment, layout.dp) for rows, each in zip(cut, widths, strict=True)),
+        layout,
+        lengths.sample_ids,
+    )
+
+
+def joined(plan: BatchPlan) -> MicroBatchPlan:
+    """All rows of a plan as one micro-batch: mini-batch by mini-batch, rank by rank, as wide as the widest."""
+    rows = [row for mini_batch in plan.mini_batches for rank in mini_batch.ranks for row in rank]
+    alignment = alignment_of(plan.layout)
+    width = max((row.width for row in rows), default=alignment)
+    samples = np.concatenate([np.zeros(0, dtype=np.int64), *(row.samples for row in rows)])
+    return MicroBatchPlan(samples, offsets_of([len(row.samples) for row in rows]), width, width - 1, alignment)
+
+
+def _rows(units: Bundles, counted: IntArray, lengths: SampleLengths, alignment: int, ranks: int, packing: Packing) -> Ragged:
+    """The samples of each row, units whole and in the policy's order."""
+    sizes = units.sums(counted)
+    if packing.capacity is not None:
+        _check_capacity(units, sizes, lengths, alignment, packing.capacity)
+    bins = bins_of(sizes, policy=packing.policy, capacity=packing.capacity, ranks=ranks, may_be_empty=packing.strict)
+    members = units.members.take(bins.values)
+    return Ragged(members.values, members.offsets[bins.offsets])
+
+
+def _check_capacity(units: Bundles, sizes: IntArray, lengths: SampleLengths, alignment: int, capacity: int) -> None:
+    over = sizes > capacity
+    if not over.any():
+        return
+    unit = int(np.argmax(over))
+    samples = units.members[unit]
+    ids = lengths.sample_ids[samples]
+    tokens = int(lengths.tokens[samples].sum())
+    aligned = f" ({tokens} rounded up for the alignment of {alignment})" if int(sizes[unit]) != tokens else ""
+    subject = (
+        f"sample {int(ids[0])} takes"
+        if len(ids) == 1
+        else f"samples {ids[:5].tolist()} of unit {int(lengths.unit_ids[samples[0]])} take"
+    )
+    raise DataError(
+        f"{subject} {int(sizes[unit])} tokens{aligned} where a packed row holds {capacity}",
+        remedy=f"Raise micro_batch_tokens and the collator's own limit to at least {int(sizes.max())}, or shorten the samples",
+    )
+
+
+def _widths(rows: Ragged, occupied: IntArray, alignment: int) -> IntArray:
+    """int64[rows]: what the samples of each row occupy; an empty row is as narrow as the ranks that share it allow."""
+    ends = offsets_of(occupied[rows.values])[rows.offsets]
+    return np.maximum(np.diff(ends), alignment)
+
+
+def _mini_batch(rows: Ragged, widths: list[int], alignment: int, ranks: int) -> MiniBatchPlan:
+    micro_batches = [
+        MicroBatchPlan(rows[row], np.asarray((0, rows.offsets[row + 1] - rows.offsets[row])), width, width - 1, alignment)
+        for row, width in enumerate(widths)
+    ]
+    return MiniBatchPlan(tuple(tuple(micro_batches[rank::ranks]) for rank in range(ranks)))

@@ -1,0 +1,87 @@
+"""Packing policies: which items share a bin. An item is a unit of samples, a bin a row; `bins_reference` is the plain definition."""
+
+from heapq import heapreplace
+from typing import Literal
+
+import numpy as np
+
+from skyrl_engine.contracts.ragged import IntArray, Ragged, offsets_of
+from skyrl_engine.errors import DataError
+from skyrl_engine_collators.packed.first_fit import first_fit_decreasing, grouped, largest_first
+
+Policy = Literal["ffd", "balanced", "concat"]
+
+
+def bins_of(sizes: IntArray, *, policy: Policy, capacity: int | None, ranks: int, may_be_empty: bool) -> Ragged:
+    """Items of each bin; the number of bins is a multiple of `ranks`.
+
+    `sizes` int64[n], at least 1 and none above `capacity`. Without a capacity there is one bin per rank and sizes are balanced, whatever
+    the policy. Raises DataError where there are too few items for the bins and none `may_be_empty`.
+    """
+    if capacity is None:
+        _check_enough(len(sizes), ranks, may_be_empty=may_be_empty)
+        return grouped(*_longest_processing_time(sizes, ranks), bins=ranks)
+    opened = concatenated(sizes, capacity) if policy == "concat" else first_fit_decreasing(sizes, capacity)
+    bins = raised_to_multiple(opened, ranks, may_be_empty=may_be_empty)
+    if policy != "balanced":
+        return bins
+    order, bin_of = _longest_processing_time(sizes, len(bins))
+    loads = np.zeros(len(bins), dtype=np.int64)
+    np.add.at(loads, bin_of, sizes[order])
+    return bins if loads.max(initial=0) > capacity else grouped(order, bin_of, bins=len(bins))
+
+
+def concatenated(sizes: IntArray, capacity: int) -> Ragged:
+    """Bins of consecutive items: the next one goes into the last bin while there is room, else into a new one."""
+    ends = np.cumsum(sizes)
+    offsets = [0]
+    filled = 0
+    while offsets[-1] < len(sizes):
+        offsets.append(int(np.searchsorted(ends, filled + capacity, side="right")))
+        filled = int(ends[offsets[-1] - 1])
+    return Ragged(np.arange(len(sizes), dtype=np.int64), np.asarray(offsets, dtype=np.int64))
+
+
+def raised_to_multiple(bins: Ragged, ranks: int, *, may_be_empty: bool) -> Ragged:
+    """As many bins as a multiple of `ranks` has, at least `ranks`.
+
+    Donors are ordered once by (items, index), both descending; each new bin takes the last item of the current donor while that has more
+    than one, else of the next. Where nobody has more than one item, new bins stay empty if they `may_be_empty`; DataError otherwise.
+    """
+    target = max(-(-len(bins) // ranks), 1) * ranks
+    _check_enough(len(bins.values), target, may_be_empty=may_be_empty)
+    missing = target - len(bins)
+    if not missing:
+        return bins
+    counts = bins.lengths
+    moved: list[int] = []  # places in bins.values
+    for donor in np.argsort(counts, kind="stable")[::-1].tolist():
+        spare = min(int(counts[donor]) - 1, missing - len(moved))
+        if spare <= 0:
+            break
+        moved.extend(range(int(bins.offsets[donor + 1]) - 1, int(bins.offsets[donor + 1]) - 1 - spare, -1))
+        counts[donor] -= spare
+    kept = np.delete(bins.values, moved)
+    added = np.zeros(missing, dtype=np.int64)
+    added[: len(moved)] = 1
+    return Ragged(np.concatenate((kept, bins.values[moved])), offsets_of(np.concatenate((counts, added))))
+
+
+def _check_enough(items: int, bins: int, *, may_be_empty: bool) -> None:
+    if items < bins and not may_be_empty:
+        raise DataError(
+            f"{items} samples (or units of samples) cannot fill {bins} packed rows, so that every rank has equally many",
+            remedy="Set the collator's strict_capacity = true, which fills up with empty rows, or give a mini-batch more samples",
+        )
+
+
+def _longest_processing_time(sizes: IntArray, bins: int) -> tuple[IntArray, IntArray]:
+    """Items, the largest first, and the bin of each: the one with the least in it so far (Graham 1969), among equals the lowest."""
+    order = largest_first(sizes)
+    heap = [(0, number) for number in range(bins)]
+    bin_of = np.empty(len(sizes), dtype=np.int64)
+    for place, size in enumerate(sizes[order].tolist()):
+        load, number = heap[0]
+        bin_of[place] = number
+        heapreplace(heap, (load + size, number))
+    return order, bin_of

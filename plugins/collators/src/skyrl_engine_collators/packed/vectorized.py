@@ -1,0 +1,147 @@
+"""Dense packed rows in whole-array NumPy steps; `reference.py` beside it is the definition, equal bit for bit."""
+
+from collections.abc import Container, Mapping
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+from skyrl_engine.contracts.collator import Buffers, GatherIndex
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.plan import MicroBatchPlan
+from skyrl_engine.contracts.ragged import AnyArray, IntArray, offsets_of
+from skyrl_engine.errors import DataError
+from skyrl_engine_collators.planning.alignment import rounded_up
+from skyrl_engine_collators.segments import write_segments
+
+
+@frozen(eq=False)
+class PackedRows:
+    """Where n samples lie in R rows.
+
+    int64[n]: the sample's `samples` number, its row in `sample_rows`, the column it begins in (`columns`), its length in `tokens`.
+    Of its response: `scored` tokens have a predecessor, the first of them is `first_scored` on the flat action axis of the whole columns
+    and is predicted in column `first_slot`. `actions` counts all of them. `row_offsets` int64[R+1] as in the plan, `row_ends` int64[R] the
+    column behind the last sample, alignment included.
+    """
+
+    samples: IntArray
+    sample_rows: IntArray
+    columns: IntArray
+    tokens: IntArray
+    actions: IntArray
+    scored: IntArray
+    first_scored: IntArray
+    first_slot: IntArray
+    row_offsets: IntArray
+    row_ends: IntArray
+    width: int
+
+    @classmethod
+    def of(cls, columns: SampleColumns, micro_batch: MicroBatchPlan) -> "PackedRows":
+        """Raises DataError where these columns' samples are longer than the rows that were planned."""
+        samples, row_offsets = micro_batch.samples, micro_batch.row_offsets
+        tokens = columns.token_offsets[samples + 1] - columns.token_offsets[samples]
+        actions = columns.action_offsets[samples + 1] - columns.action_offsets[samples]
+        offsets = offsets_of(rounded_up(tokens, micro_batch.alignment))
+        row_starts = offsets[row_offsets[:-1]]
+        row_ends = offsets[row_offsets[1:]] - row_starts
+        if (row_ends > micro_batch.width).any():
+            row = int(np.argmax(row_ends > micro_batch.width))
+            ids = columns.sample_ids[samples[row_offsets[row] : row_offsets[row + 1]]]
+            raise DataError(
+                f"samples {ids[:5].tolist()} occupy {int(row_ends[row])} tokens of a packed row, the plan's rows hold {micro_batch.width}",
+                remedy="Plan with the lengths of the columns that are built",
+            )
+        sample_rows = np.repeat(np.arange(micro_batch.rows, dtype=np.int64), np.diff(row_offsets))
+        begins = offsets[:-1] - row_starts[sample_rows]
+        prompts = tokens - actions
+        unscored = (prompts == 0) & (actions > 0)  # nothing predicts the first token of a sample
+        return cls(
+            samples=samples,
+            sample_rows=sample_rows,
+            columns=begins,
+            tokens=tokens,
+            actions=actions,
+            scored=actions - unscored,
+            first_scored=columns.action_offsets[samples] + unscored,
+            first_slot=begins + np.maximum(prompts - 1, 0),
+            row_offsets=row_offsets,
+            row_ends=row_ends,
+            width=micro_batch.width,
+        )
+
+    @property
+    def sequence_lengths(self) -> tuple[IntArray, ...]:
+        """Per row int64[samples]."""
+        return tuple(self.tokens[start:stop] for start, stop in pairwise(self.row_offsets.tolist()))
+
+    @property
+    def cu_seqlens(self) -> tuple[npt.NDArray[np.int32], ...]:
+        """Per row int32[samples + 1]."""
+        starts = self.row_offsets + np.arange(len(self.row_offsets), dtype=np.int64)  # every row has one entry more than samples
+        flat = np.empty(int(starts[-1]), dtype=np.int32)
+        flat[np.arange(len(self.columns), dtype=np.int64) + self.sample_rows] = self.columns
+        flat[starts[1:] - 1] = self.row_ends
+        return tuple(flat[start:stop] for start, stop in pairwise(starts.tolist()))
+
+
+def field_names(columns: SampleColumns) -> frozenset[str]:
+    """Every field that there is for these columns."""
+    return frozenset(("input_ids", "attention_mask", "position_ids", "loss_weight", *columns.columns))
+
+
+def build_fields(
+    columns: SampleColumns, rows: PackedRows, pad_token_id: int, wanted: Container[str], out: Buffers
+) -> dict[str, AnyArray]:
+    """The wanted fields that there are, each written once into memory from `out`; shapes and dtypes as in `reference.build_fields`."""
+    token_shape = (len(rows.row_ends), rows.width)
+    slot_shape = (len(rows.row_ends), rows.width - 1)
+    fields: dict[str, AnyArray] = {}
+
+    def make(name: str, shape: tuple[int, int], dtype: str) -> AnyArray:
+        fields[name] = array = out.empty(name, shape, dtype)
+        return array.reshape(-1)
+
+    places = rows.sample_rows * rows.width + rows.columns
+    if "input_ids" in wanted:
+        flat = make("input_ids", token_shape, "int64")
+        starts = columns.token_offsets[rows.samples]
+        write_segments(flat, pad_token_id, columns.input_ids, starts=starts, lengths=rows.tokens, places=places)
+    if "attention_mask" in wanted:
+        _write_ones(make("attention_mask", token_shape, "int64"), rows.tokens, places)
+    if "position_ids" in wanted:
+        counted = np.arange(rows.tokens.max(initial=0), dtype=np.int64)
+        flat = make("position_ids", token_shape, "int64")
+        write_segments(flat, 0, counted, starts=np.zeros_like(places), lengths=rows.tokens, places=places)
+    slots = rows.sample_rows * (rows.width - 1) + rows.first_slot
+    present: Mapping[str, AnyArray] = {"loss_weight": columns.loss_weight, **columns.columns}
+    for name, values in present.items():
+        if name in wanted:
+            flat = make(name, slot_shape, "float32")
+            write_segments(flat, 0, values, starts=rows.first_scored, lengths=rows.scored, places=slots)
+    return fields
+
+
+def _write_ones(out: AnyArray, lengths: IntArray, places: IntArray) -> None:
+    """1 on the pieces and 0 elsewhere; pieces that touch are written as one."""
+    ends = places + lengths
+    begins = np.flatnonzero(np.append(True, places[1:] != ends[:-1])[: len(places)])
+    merged = places[begins]
+    spans = ends[np.append(begins[1:], len(places))[: len(begins)] - 1] - merged
+    ones = np.broadcast_to(np.int64(1), (int(spans.max(initial=0)),))
+    write_segments(out, 0, ones, starts=np.zeros_like(merged), lengths=spans, places=merged)
+
+
+def gather_index(rows: PackedRows) -> GatherIndex:
+    """Each action token's predecessor; entries are in sample order, so actions ascend."""
+    places = offsets_of(rows.scored)
+    total = int(places[-1])
+    actions, columns = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
+    action_offsets = offsets_of(rows.actions)
+    in_place = {"lengths": rows.scored, "places": places[:-1]}
+    own = np.arange(int(action_offsets[-1]), dtype=np.int64)
+    write_segments(actions, 0, own, starts=action_offsets[:-1] + rows.actions - rows.scored, **in_place)
+    write_segments(columns, 0, np.arange(rows.width, dtype=np.int64), starts=rows.first_slot, **in_place)
+    return GatherIndex(actions, np.repeat(rows.sample_rows, rows.scored), columns)

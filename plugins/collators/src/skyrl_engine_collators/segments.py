@@ -1,0 +1,32 @@
+"""Writing many pieces of a flat array into another in one pass."""
+
+import numpy as np
+
+from skyrl_engine.contracts.ragged import AnyArray, IntArray
+
+
+def write_segments(out: AnyArray, fill: float, source: AnyArray, *, starts: IntArray, lengths: IntArray, places: IntArray) -> None:
+    """`out[places[i] : places[i] + lengths[i]] = source[starts[i] : starts[i] + lengths[i]]` for all n pieces, and `fill` elsewhere.
+
+    `out` is one-dimensional; `starts`, `lengths`, `places` int64[n]; places ascend and pieces do not overlap. Every element is written
+    once, by one concatenation of views: no array of indices, which would be as large as what is written, is ever made.
+    """
+    ends = places + lengths
+    gaps = np.append(places, len(out)) - np.append(0, ends)
+    assert (gaps >= 0).all(), "pieces overlap or reach outside"
+    begins = np.zeros(2 * len(starts) + 1, dtype=np.int64)
+    begins[1::2] = starts
+    counts = np.empty(len(begins), dtype=np.int64)
+    counts[0::2] = gaps
+    counts[1::2] = lengths
+    present = np.flatnonzero(counts)
+    if not len(present):
+        return
+    filler = np.broadcast_to(np.asarray(fill, dtype=out.dtype), (int(gaps.max()),))  # one element, repeated by its stride
+    sources = (filler, source)
+    begins, stops = begins[present], (begins + counts)[present]
+    pieces = [
+        sources[which][start:stop]
+        for which, start, stop in zip((present & 1).tolist(), begins.tolist(), stops.tolist(), strict=True)
+    ]
+    np.concatenate(pieces, out=out, casting="same_kind")
