@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -50,6 +51,14 @@ class RunDirectory:
         """The trained model as a Hugging Face directory, written at the end of a run."""
         return self.path / "model"
 
+    def remove_model(self) -> None:
+        """Delete the trained model, out of sight first: a half-deleted folder must not look like a whole model."""
+        if self.model.exists():
+            aside = self.model.with_name(f".{self.model.name}.partial")
+            shutil.rmtree(aside, ignore_errors=True)
+            self.model.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+
     @contextmanager
     def owned(self) -> Iterator[None]:
         """Hold the directory for this process; the kernel lets go when the process ends, however it ends.
@@ -71,7 +80,7 @@ class RunDirectory:
 def open_run_directory(configured: str | None, *, name: str, resume: bool) -> RunDirectory:
     """The run directory, created where it is missing: `configured`, or a new `runs/<UTC time>-<name>`.
 
-    Raises ConfigError when the directory holds another run and `resume` is false, when it holds anything that is no run's, or when there is
+    Raises ConfigError when the directory holds another run and `resume` is false, when it holds other files and no run, or when there is
     nothing to say which run to resume.
     """
     if configured is None:
@@ -82,7 +91,8 @@ def open_run_directory(configured: str | None, *, name: str, resume: bool) -> Ru
     if path.exists() and not path.is_dir():
         raise _problem(f"{path} is a file", "Name a new directory")
     present = {entry.name for entry in path.iterdir()} if path.exists() else set()
-    if foreign := sorted(name for name in present - _OWN_NAMES if not _is_written_aside(name)):
+    foreign = sorted(name for name in present - _OWN_NAMES if not _is_written_aside(name))
+    if foreign and "run.json" not in present:  # in a run's own directory they are its observers', or its owner's
         raise _problem(f"{path} holds files that belong to no run, such as {foreign[0]!r}", "Name a new or empty directory")
     if present - {_LOCK, "run.log"} and not resume:
         raise _problem(f"{path} already holds a run", "Name a new directory, or set checkpoint.resume = true to continue that run")

@@ -91,6 +91,7 @@ class RunSession:
             PLUGINS_DOCUMENT: self._plugin_locks(),
             CONFIG_DOCUMENT: self._resolved.as_dict(),
         }
+        self.directory.remove_model()  # of an earlier end of this run; from now on it would be older than the newest checkpoint
         checkpoint = self.checkpoints.save(self.step, write_state, documents)
         self._saved = checkpoint.step
         logger.info("checkpoint %s", checkpoint.path)

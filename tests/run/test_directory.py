@@ -40,6 +40,13 @@ def test_a_directory_with_other_files_is_refused(tmp_path: Path, resume: bool) -
         open_run_directory(str(tmp_path / "thesis.tex"), name="x", resume=resume)
 
 
+def test_a_run_is_resumed_beside_the_files_of_its_observers(tmp_path: Path) -> None:
+    run = open_run_directory(str(tmp_path), name="x", resume=False)
+    run.manifest.write_text("{}")
+    (tmp_path / "steps.csv").touch()
+    assert open_run_directory(str(tmp_path), name="x", resume=True) == run
+
+
 def test_a_start_that_failed_before_its_manifest_does_not_block_the_directory(tmp_path: Path) -> None:
     run = open_run_directory(str(tmp_path), name="x", resume=False)
     run.log.touch()

@@ -33,6 +33,17 @@ def test_an_exported_checkpoint_is_the_model_of_its_step(configure: Configure, m
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(material / "model").get_vocab()
 
 
+def test_a_run_that_goes_on_after_its_end_leaves_the_new_model(configure: Configure, tmp_path: Path) -> None:
+    run = run_sft(configure(training={"steps": 2})).directory
+    before = load_file(run / "model" / "model.safetensors")
+    run_sft(configure(training={"steps": 3}), resume=True)
+    after = load_file(run / "model" / "model.safetensors")
+    export_checkpoint(run, tmp_path / "last")
+    last = load_file(tmp_path / "last" / "model.safetensors")
+    assert all(torch.equal(after[name], last[name]) for name in last)
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
 def test_what_cannot_be_exported_is_refused(configure: Configure, tmp_path: Path) -> None:
     run = run_sft(configure(training={"steps": 2})).directory
     occupied = tmp_path / "occupied"
