@@ -43,7 +43,7 @@ def model_inputs(micro_batch: MicroBatch) -> ModelInputs:
     lengths = lengths[lengths > 0]
     _check_layout(micro_batch, mask_F, lengths)
     if not len(lengths):  # a row of no document must pass through the model all the same: other ranks wait in its collectives
-        mask_F[0], lengths = True, np.ones(1, dtype=np.int64)
+        mask_F, lengths = torch.arange(len(mask_F)) == 0, np.ones(1, dtype=np.int64)
     kept = mask_F.nonzero()[:, 0]
     inputs = {
         name: micro_batch.inputs[name].flatten()[kept][None] for name in ("input_ids", "position_ids") if name in micro_batch.inputs

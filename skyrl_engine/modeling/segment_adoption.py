@@ -13,14 +13,16 @@ from skyrl_engine.modeling.segments import REMEDY, Segments, SegmentSupport
 logger = logging.getLogger(__name__)
 
 DOCUMENTS, LENGTH = 3, 4
+TOLERANCE = 1e-4
+"""For float64 too: many models normalise in float32 whatever they compute in, and round differently there for tensors of other shapes."""
 
 
 def adopt_segment_attention(model: Any, decoder: nn.Module, *, name: str) -> SegmentSupport:
     """Replace the attention of `model`, a whole one with values, where that keeps documents apart; else leave the model as it was.
 
     The proof is one forward pass over three short documents, and its derivative: attention ran over the segments once per layer, with a
-    sliding window exactly where the configuration has one; hidden states equal those of the documents as rows of their own (1e-4 of
-    1 + |h| in float32, 1e-9 in float64: both sides do the same arithmetic); and the gradient of the middle document's hidden states at the
+    sliding window exactly where the configuration has one; hidden states equal those of the documents as rows of their own within
+    `TOLERANCE` of 1 + |h|; and the gradient of the middle document's hidden states at the
     embeddings of the others is exactly 0.
     """
     before = model.config._attn_implementation  # noqa: SLF001 - transformers offers no other way to read it
@@ -76,9 +78,8 @@ def _adopt(model: Any, decoder: nn.Module) -> SegmentSupport:
         return SegmentSupport(
             refusal=f"{wanted} of its layers attend in a sliding window, {sliding} of them say so to their attention"
         )
-    tolerance = 1e-9 if packed.dtype == torch.float64 else 1e-4
     difference = ((packed - separate).abs() / (1 + separate.abs())).max().item()
-    if not difference <= tolerance:  # also true for NaN
+    if not difference <= TOLERANCE:  # also true for NaN
         return SegmentSupport(refusal=f"its packed documents differ from separate ones by {difference:.1e}")
     inside = gradient.reshape(DOCUMENTS, LENGTH, -1)
     if not inside[1].any() or inside[[0, 2]].any():

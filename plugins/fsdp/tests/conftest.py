@@ -23,6 +23,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     others: dict[str, dict[str, Any]] = {
+        "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        "mistral": {"sliding_window": 4},
+        "stablelm": {},
         "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
         "gemma2": {"query_pre_attn_scalar": 16, "final_logit_softcapping": 1.0},
         "cohere": {"logit_scale": 0.25},

@@ -87,6 +87,35 @@ def cut(chosen: list[Row], size: int) -> list[MicroBatch]:
     return [micro_batch(chosen[start : start + size]) for start in range(0, len(chosen), size)]
 
 
+def packed(bins: list[list[Row]], *, align: int = 4, padding: int = 3) -> MicroBatch:
+    """Every list of sequences a row, each sequence rounded up to `align`, as the packed collator builds them."""
+    occupied = [[-(-len(row.ids) // align) * align for row in one] for one in bins]
+    width = max(sum(spaces) for spaces in occupied) + padding
+    ids, mask, places = (torch.zeros(len(bins), width, dtype=torch.int64) for _ in range(3))
+    positions, labels, weights = [], [], []
+    for number, one in enumerate(bins):
+        starts = np.cumsum([0, *occupied[number]]).tolist()
+        for start, row in zip(starts[:-1], one, strict=True):
+            here = slice(start, start + len(row.ids))
+            ids[number, here], mask[number, here], places[number, here] = row.ids, 1, torch.arange(len(row.ids))
+            scored = row.weights.nonzero()[:, 0]
+            positions.append(number * width + start + scored - 1)
+            labels.append(row.ids[scored])
+            weights.append(row.weights[scored])
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
+    lengths = tuple(np.array([len(row.ids) for row in one], dtype=np.int64) for one in bins)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return MicroBatch(
+        inputs, torch.cat([nothing, *positions]), torch.cat([nothing, *labels]), lengths, torch.cat([torch.zeros(0), *weights])
+    )
+
+
+def pack(chosen: list[Row], size: int) -> list[MicroBatch]:
+    """Micro-batches of `size` rows: two sequences in the first row, an empty row, then three sequences a row."""
+    bins = [chosen[:2], [], *(chosen[start : start + 3] for start in range(2, len(chosen), 3))]
+    return [packed(bins[start : start + size]) for start in range(0, len(bins), size)]
+
+
 class Weighted:
     """-sum w logprob - 0.1 sum w entropy; the sum and the log-probabilities come back as metrics. `scale` spoils or scales it."""
 
@@ -155,10 +184,28 @@ def gradients_of(
     directory: str, *, sizes: tuple[int, ...], unscored: tuple[int, ...] = (), temperature: float = 1.0, **model: Any
 ) -> list[tuple[float, Arrays]]:
     """Per micro-batch size: this rank's part of the objective, and the gradient summed over ranks."""
+    return _gradients_of(directory, cut, sizes, unscored, temperature, **model)
+
+
+def packed_gradients_of(
+    directory: str, *, sizes: tuple[int, ...], unscored: tuple[int, ...] = (), **model: Any
+) -> list[tuple[float, Arrays]]:
+    """The same from packed rows."""
+    return _gradients_of(directory, pack, sizes, unscored, 1.0, **model)
+
+
+def _gradients_of(
+    directory: str,
+    layout: Callable[[list[Row], int], list[MicroBatch]],
+    sizes: tuple[int, ...],
+    unscored: tuple[int, ...],
+    temperature: float,
+    **model: Any,
+) -> list[tuple[float, Arrays]]:
     backend = start(directory, **model)
     results = []
     for size in sizes:
-        output = backend.forward_backward(cut(own_rows(rows(unscored=unscored)), size), Weighted(temperature=temperature))
+        output = backend.forward_backward(layout(own_rows(rows(unscored=unscored)), size), Weighted(temperature=temperature))
         results.append((output.metrics["loss"].value, arrays(backend.gradients())))
         backend._optimizer.zero_grad()
     backend.close()

@@ -27,7 +27,7 @@ class FsdpPlugin:
 
     @hookimpl
     def skyrl_engine_describe_backend(self, world_size: int) -> BackendDescription:
-        return BackendDescription(Topology(dp=world_size), frozenset({"padded"}))
+        return BackendDescription(Topology(dp=world_size), frozenset({"padded", "packed"}))
 
     @hookimpl
     def skyrl_engine_make_backend(self, config: FsdpConfig | None) -> Backend:
