@@ -5,6 +5,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
+import numpy.typing as npt
+
 from skyrl_engine.contracts.topology import Topology
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.workers.dispatch import Shard
@@ -47,9 +49,9 @@ class WorkerGroup:
         """Apply the accumulated gradients; replies by rank."""
         return self._everywhere("optim_step")
 
-    def gradients(self) -> dict[str, Any]:
-        """Rank 0's view of the accumulated gradients; see `Worker.gradients`."""
-        gradients: dict[str, Any] = self._everywhere("gradients")[0]
+    def gradients(self) -> "dict[str, npt.NDArray[Any]]":
+        """The accumulated gradients by parameter name, summed over ranks, before `optim_step`; for proofs and comparisons."""
+        gradients: dict[str, npt.NDArray[Any]] = self._everywhere("gradients")[0]
         return gradients
 
     def save(self, directory: Path) -> None:

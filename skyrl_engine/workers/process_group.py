@@ -18,8 +18,8 @@ class Rendezvous:
     port: int
 
 
-def pick_device(wanted: Device, local_rank: int) -> str:
-    """The torch device string of this rank."""
+def pick_device(wanted: Device, index: int) -> str:
+    """The torch device string of this rank: number `index` of those that torch sees, or the CPU. Raises UnsupportedError."""
     import torch
 
     available = torch.cuda.is_available()
@@ -27,24 +27,32 @@ def pick_device(wanted: Device, local_rank: int) -> str:
         raise UnsupportedError('device = "cuda", but torch sees no CUDA device here', remedy='Set run.device to "cpu" or "auto"')
     if wanted == "cpu" or not available:
         return "cpu"
-    return f"cuda:{local_rank % torch.cuda.device_count()}"
+    return f"cuda:{index}"
 
 
 def join(rank: int, world_size: int, device: str, rendezvous: Rendezvous | None) -> bool:
-    """Initialise the default process group unless the embedding program has done so. Returns whether this call made it."""
+    """Initialise the default process group unless the embedding program has done so. Returns whether this call made it.
+
+    Raises UnsupportedError when the embedding program's group is of another size.
+    """
     import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
-        assert dist.get_world_size() == world_size, "the embedding program's process group has another size than the run"
+        if dist.get_world_size() != world_size:
+            raise UnsupportedError(
+                f"this process is in a torch process group of {dist.get_world_size()}, the run has {world_size} ranks",
+                remedy='Start the run outside of that group, or set run.launch to "ray"',
+            )
         return False
-    kind = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+    kind, bound = "gloo", None
     if device.startswith("cuda"):
-        torch.cuda.set_device(device)
+        kind, bound = "cpu:gloo,cuda:nccl", torch.device(device)
+        torch.cuda.set_device(bound)
     if rendezvous is None:
         assert world_size == 1, "a world of several ranks needs a place to meet"
         store = dist.HashStore()  # type: ignore[attr-defined] # public in torch's documentation, not in its exports
-        dist.init_process_group(kind, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group(kind, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT, device_id=bound)
     else:
         dist.init_process_group(
             kind,
@@ -52,6 +60,7 @@ def join(rank: int, world_size: int, device: str, rendezvous: Rendezvous | None)
             rank=rank,
             world_size=world_size,
             timeout=COLLECTIVE_TIMEOUT,
+            device_id=bound,  # else NCCL guesses the device from the rank, which is wrong where each process sees one
         )
     return True
 

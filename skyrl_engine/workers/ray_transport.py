@@ -1,22 +1,18 @@
-"""One Ray actor per rank, in a placement group. Actors are thin: they hold a `Worker` and hand back failures as values.
-
-Ray pickles actor classes by value, so nothing but the calls is written here.
-"""
+"""Calls to one Ray actor per rank, in a placement group; of several failures, the one that explains the others is raised."""
 
 import contextlib
 import logging
-import os
-import socket
 import time
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from attrs import frozen
+import attrs
 
-from skyrl_engine.errors import EngineError, UnsupportedError, WorkerError
+from skyrl_engine.errors import EngineError, WorkerError
 from skyrl_engine.workers.dispatch import Shard
 from skyrl_engine.workers.process_group import Rendezvous
+from skyrl_engine.workers.ray_actor import Failure, Place, RankActor
+from skyrl_engine.workers.ray_cluster import by_machine, connect, import_ray, rank_resources, wait_for_room
 from skyrl_engine.workers.spec import WorkerSpec
 
 GRACE_SECONDS = 5.0
@@ -25,113 +21,46 @@ GRACE_SECONDS = 5.0
 logger = logging.getLogger(__name__)
 
 
-@frozen
-class Failure:
-    """What a rank raised: typed errors as they are, others as text."""
-
-    error: EngineError | None
-    cause: str
-    trace: str
-
-
-class RankActor:
-    """Lives in a Ray worker process."""
-
-    def __init__(self) -> None:
-        self._worker: Any = None
-
-    def place(self) -> tuple[str, int, str]:
-        """This node's address, a free port on it, and the node's id."""
-        import ray
-
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return host, probe.getsockname()[1], ray.get_runtime_context().get_node_id()
-
-    def start(self, spec: WorkerSpec, rank: int, local_rank: int, rendezvous: Rendezvous) -> Any:
-        """Make the worker; a Failure when that raises."""
-
-        def make() -> None:
-            from skyrl_engine.workers.worker import Worker
-
-            self._worker = Worker(spec, rank, local_rank=local_rank, rendezvous=rendezvous)
-
-        return _guarded(make)
-
-    def call(self, method: str, arguments: tuple[Any, ...], shard: Any, keywords: dict[str, Any]) -> Any:
-        """Call the worker; `shard`, when given, arrives as the object itself because it is a top-level argument."""
-        arguments = arguments if shard is None else (*arguments, shard)
-        return _guarded(lambda: getattr(self._worker, method)(*arguments, **keywords))
-
-
-def _guarded(body: Any) -> Any:
-    try:
-        return body()
-    except EngineError as error:
-        return Failure(error, error.summary, traceback.format_exc())
-    except Exception as error:  # noqa: BLE001 - every failure of a rank must reach the controller with its cause
-        return Failure(None, f"{type(error).__name__}: {error}".splitlines()[0], traceback.format_exc())
-
-
 class RayTransport:
     """Starts actors on the cluster at `address`, or on a local one made for the run."""
 
     def __init__(self, spec: WorkerSpec, address: str | None) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        import ray
-
-        world = spec.topology.world_size
-        self._ray = ray
-        self._owns_cluster = not ray.is_initialized()
+        self._ray = import_ray()
         self._actors: list[Any] = []
         self._group: Any = None
-        if self._owns_cluster:
-            local = {} if address else {"num_cpus": max(world, os.cpu_count() or 1), "include_dashboard": False}
-            ray.init(address=address, logging_level="error", log_to_driver=False, **local)
+        self._owns_cluster = connect(self._ray, address, spec.topology.world_size)
         try:
-            self._start(spec, world)
+            self._start(spec)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, spec: WorkerSpec, world: int) -> None:
-        ray = self._ray
+    def _start(self, spec: WorkerSpec) -> None:
+        ray, world = self._ray, spec.topology.world_size
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        total = ray.cluster_resources()
-        gpus = spec.device != "cpu" and total.get("GPU", 0) >= 1
-        resources = {"CPU": 1.0, **({"GPU": 1.0} if gpus else {})}
-        short = [name for name, each in resources.items() if total.get(name, 0) < each * world]
-        if short:
-            have = ", ".join(f"{total.get(name, 0):g} {name}" for name in resources)
-            raise UnsupportedError(
-                f"{world} ranks need {world} {' and '.join(short)}, the Ray cluster has {have}",
-                remedy="Lower run.ranks or grow the cluster",
-            )
+        resources = rank_resources(spec.device, ray.cluster_resources(), world)
         self._group = placement_group([resources] * world, strategy="PACK")
-        ray.get(self._group.ready())
+        wait_for_room(ray, self._group, resources, world)
         actor = ray.remote(RankActor)
         self._actors = [
             actor.options(
-                num_cpus=1,
+                num_cpus=resources["CPU"],
                 num_gpus=resources.get("GPU", 0),
                 max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
             ).remote()
-            for rank in range(world)
+            for bundle in range(world)
         ]
-        places = self._gather("start", [actor.place.remote() for actor in self._actors])
-        nodes = [node for _, _, node in places]
-        local_ranks = [
-            0 if gpus else nodes[:rank].count(node) for rank, node in enumerate(nodes)
-        ]  # Ray shows an actor only its own GPU
-        host, port, _ = places[0]
-        meeting = Rendezvous(host, port)
-        starts = [actor.start.remote(spec, rank, local_ranks[rank], meeting) for rank, actor in enumerate(self._actors)]
-        self._gather("start", starts)
+        places: list[Place] = self._gather("start", [actor.place.remote() for actor in self._actors])
+        order = by_machine([place.machine for place in places])
+        self._actors = [self._actors[bundle] for bundle in order]
+        first = places[order[0]]
+        # Decided here, once: machines that differ must not choose different devices.
+        spec = attrs.evolve(spec, device="cuda" if "GPU" in resources else "cpu")
+        meeting = Rendezvous(first.host, first.port)
+        self._gather("start", [actor.start.remote(spec, rank, meeting) for rank, actor in enumerate(self._actors)])
 
     def put(self, shard: Shard) -> Any:
         return self._ray.put(shard)
@@ -158,6 +87,8 @@ class RayTransport:
                 rank = ranks[reference]
                 try:
                     result = self._ray.get(reference)
+                except self._ray.exceptions.RayTaskError as error:  # outside the worker: what was sent could not be unpacked
+                    failures[rank] = Failure(None, f"{type(error.cause).__name__}: {error.cause}".splitlines()[0], str(error))
                 except self._ray.exceptions.RayError as error:
                     deaths[rank] = _cause_of_death(error)
                 else:

@@ -13,6 +13,7 @@ from skyrl_engine.contracts.backend import Backend, OptimStep, RankEnvironment
 from skyrl_engine.contracts.collator import Collator
 from skyrl_engine.contracts.loss import Loss
 from skyrl_engine.contracts.outputs import RankOutput
+from skyrl_engine.errors import ContractError
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.batch import ShardBatch
@@ -42,20 +43,33 @@ class StepReply:
 class Worker:
     """One rank. Methods are called in the same order on every rank."""
 
-    def __init__(self, spec: WorkerSpec, rank: int, *, local_rank: int = 0, rendezvous: Rendezvous | None = None) -> None:
-        world_size = spec.topology.world_size
-        device = pick_device(spec.device, local_rank)
-        self._owns_group = join(rank, world_size, device, rendezvous)
+    def __init__(self, spec: WorkerSpec, rank: int, *, device_index: int = 0, rendezvous: Rendezvous | None = None) -> None:
+        device = pick_device(spec.device, device_index)
+        self._owns_group = join(rank, spec.topology.world_size, device, rendezvous)
+        try:
+            self._set_up(spec, rank, device)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _set_up(self, spec: WorkerSpec, rank: int, device: str) -> None:
         seed_everything(spec.context.seed + rank)
         self._seed = spec.context.seed
-        self._coords = spec.topology.coords(rank)
+        self._rank = rank
         self._spans = Spans()
         loss = SelectedPlugin.from_lock(spec.plugins["loss"])
         self._loss_label = str(loss.loaded.record)
         self._loss: Loss = loss.make(spec.context)
         self._collator: Collator = SelectedPlugin.from_lock(spec.plugins["collator"]).make(spec.context)
-        self._backend: Backend = SelectedPlugin.from_lock(spec.plugins["backend"]).make(spec.context)
-        self._backend.setup(spec.model, spec.optimizer, RankEnvironment(rank, world_size, device, spec.context.seed))
+        backend = SelectedPlugin.from_lock(spec.plugins["backend"])
+        self._backend: Backend = backend.make(spec.context)
+        environment = RankEnvironment(rank, spec.topology.world_size, device, spec.context.seed)
+        self._backend.setup(spec.model, spec.optimizer, environment)
+        if self._backend.coords != (described := spec.topology.coords(rank)):
+            raise ContractError(
+                f"{backend.loaded.record} stands at {self._backend.coords} and described {described}",
+                remedy="Lay out ranks in setup as skyrl_engine_describe_backend says: tp fastest, then cp, dp, pp",
+            )
 
     def run(self, mode: Pass, shard: Shard, *, step: int, per_token_outputs: bool) -> RankReply:
         """One pass over the shard's loss-carrying tokens, with or without gradients."""
@@ -74,8 +88,11 @@ class Worker:
         return StepReply(step, self._spans.drain())
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """The accumulated gradient by parameter name, float32 or float64, before `optim_step`; equal on every rank."""
-        return {name: tensor.numpy() for name, tensor in self._backend.gradients()}
+        """The accumulated gradient by parameter name, float32 or float64, before `optim_step`; nothing on ranks other than 0.
+
+        Every rank takes part in gathering it, and it is as large as the model: only one copy is kept and sent.
+        """
+        return {name: tensor.numpy() for name, tensor in self._backend.gradients() if self._rank == 0}
 
     def save(self, directory: Path) -> None:
         self._backend.save(directory)
@@ -87,7 +104,10 @@ class Worker:
         self._backend.export(directory)
 
     def close(self) -> None:
-        self._backend.close()
+        self._backend.close()  # before the group that its collectives run in
+        self._leave()
+
+    def _leave(self) -> None:
         if self._owns_group:
             leave()
 

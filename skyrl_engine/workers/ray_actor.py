@@ -1,0 +1,88 @@
+"""What lives in a Ray worker process: a thin actor around one `Worker`, which hands back failures as values."""
+
+import os
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from skyrl_engine.errors import EngineError
+from skyrl_engine.workers.process_group import Rendezvous
+from skyrl_engine.workers.spec import WorkerSpec
+
+
+@frozen
+class Failure:
+    """What a rank raised: typed errors as they are, others as text."""
+
+    error: EngineError | None
+    cause: str
+    trace: str
+
+
+@frozen
+class Place:
+    """Where an actor runs: the Ray id of its machine, that machine's address, and a port that is free there."""
+
+    machine: str
+    host: str
+    port: int
+
+
+class RankActor:
+    """One rank. Nothing but calls is written here, and nothing of torch is imported before `start`."""
+
+    def __init__(self) -> None:
+        self._worker: Any = None
+
+    def place(self) -> Place:
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port)
+
+    def start(self, spec: WorkerSpec, rank: int, rendezvous: Rendezvous) -> Any:
+        """Make the worker; a Failure when that raises."""
+
+        def make() -> None:
+            import ray
+
+            from skyrl_engine.workers.worker import Worker
+
+            assigned = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+            index = device_index(assigned, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            self._worker = Worker(spec, rank, device_index=index, rendezvous=rendezvous)
+
+        return _guarded(make)
+
+    def call(self, method: str, arguments: tuple[Any, ...], shard: Any, keywords: dict[str, Any]) -> Any:
+        """Call the worker; `shard`, when given, arrives as the object itself because it is a top-level argument."""
+        arguments = arguments if shard is None else (*arguments, shard)
+        return _guarded(lambda: getattr(self._worker, method)(*arguments, **keywords))
+
+
+def device_index(assigned: Sequence[str], visible: str | None) -> int:
+    """Torch's number of the device that Ray assigned, given CUDA_VISIBLE_DEVICES.
+
+    Ray shows an actor only its own device, which is then number 0, unless the cluster was told not to hide the others
+    (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES).
+    """
+    if not assigned:
+        return 0
+    shown = None if visible is None else visible.split(",")
+    if shown is None:
+        return int(assigned[0])
+    return shown.index(assigned[0]) if assigned[0] in shown else 0
+
+
+def _guarded(body: Callable[[], Any]) -> Any:
+    try:
+        return body()
+    except EngineError as error:
+        return Failure(error, error.summary, traceback.format_exc())
+    except Exception as error:  # noqa: BLE001 - every failure of a rank must reach the controller with its cause
+        return Failure(None, f"{type(error).__name__}: {error}".splitlines()[0], traceback.format_exc())

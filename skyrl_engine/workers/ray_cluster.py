@@ -1,0 +1,108 @@
+"""A Ray cluster to run on, and room in it for every rank, found in a stated time or refused with a sentence."""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from skyrl_engine.errors import EngineError, UnsupportedError
+from skyrl_engine.workers.spec import Device
+
+PATIENCE_SECONDS = 300.0
+"""How long to wait for room that others hold in the cluster."""
+
+WORD_SECONDS = 15.0
+"""How often to say that the run is still waiting."""
+
+CONNECT_SECONDS = 10.0
+"""How long to wait for the cluster's address to answer; Ray itself tries for a quarter of an hour."""
+
+logger = logging.getLogger(__name__)
+
+
+def import_ray() -> Any:
+    """The module, set not to report usage and not to warn. Raises UnsupportedError where it is not installed."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; without it every actor warns
+    try:
+        import ray
+    except ImportError as error:
+        raise UnsupportedError(
+            f'launch = "ray" needs Ray, which cannot be imported ({error})', remedy="Run `pip install 'skyrl-engine[ray]'`"
+        ) from error
+    return ray
+
+
+def connect(ray: Any, address: str | None, ranks: int) -> bool:
+    """Join the cluster at `address`, or start one on this machine with a CPU for each rank. Returns whether this call did so.
+
+    A cluster that the embedding program has joined is used as it is. Raises EngineError when nothing answers at the address.
+    """
+    if ray.is_initialized():
+        return False
+    if address is None:
+        # "local", not None: None would join whatever cluster the environment names
+        cpus = max(ranks, os.cpu_count() or 1)
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level="error", log_to_driver=False)
+        return True
+    try:
+        _knock(address)
+        ray.init(address=address, logging_level="error", log_to_driver=False)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise EngineError(
+            f"no Ray cluster can be joined at {address} ({str(error).splitlines()[0] if str(error) else type(error).__name__})",
+            remedy="Check run.ray_address and that `ray status` answers there, or remove it to start Ray on this machine",
+        ) from error
+    return True
+
+
+def _knock(address: str) -> None:
+    """Raise OSError when nothing listens at a host:port; other forms of address are left to Ray."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "//" not in address:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+
+
+def rank_resources(device: Device, total: Mapping[str, float], ranks: int) -> dict[str, float]:
+    """What each rank asks Ray for: a CPU, and a GPU where `device` and the cluster's `total` resources say so.
+
+    Raises UnsupportedError when the whole cluster, were it free, could not hold the ranks.
+    """
+    uses_gpus = device == "cuda" or (device == "auto" and total.get("GPU", 0) >= 1)
+    resources = {"CPU": 1.0, **({"GPU": 1.0} if uses_gpus else {})}
+    short = [name for name, each in resources.items() if total.get(name, 0) < each * ranks]
+    if short:
+        raise UnsupportedError(
+            f"run.ranks = {ranks} needs {_amounts({name: each * ranks for name, each in resources.items()})}, "
+            f"the Ray cluster has {_amounts({name: total.get(name, 0) for name in resources})}",
+            remedy="Lower run.ranks, grow the cluster" + (', or set run.device = "cpu"' if "GPU" in short else ""),
+        )
+    return resources
+
+
+def wait_for_room(ray: Any, group: Any, resources: Mapping[str, float], ranks: int) -> None:
+    """Wait until the placement group is ready, saying so. Raises EngineError after PATIENCE_SECONDS."""
+    started = time.monotonic()
+    needed = _amounts({name: each * ranks for name, each in resources.items()})
+    while not group.wait(min(WORD_SECONDS, PATIENCE_SECONDS)):
+        free = ray.available_resources()
+        have = _amounts({name: free.get(name, 0) for name in resources})
+        waited = time.monotonic() - started
+        if waited >= PATIENCE_SECONDS:
+            raise EngineError(
+                f"the Ray cluster made no room for {ranks} ranks in {waited:.0f} s: they need {needed}, free are {have}",
+                remedy="Wait for other work on the cluster to end, or lower run.ranks",
+            )
+        logger.warning("waiting for the Ray cluster to make room for %d ranks: they need %s, free are %s", ranks, needed, have)
+
+
+def by_machine(machines: Sequence[str]) -> list[int]:
+    """Positions, those of one machine next to each other, so that neighbouring ranks talk within a machine."""
+    first = {machine: place for place, machine in reversed(list(enumerate(machines)))}
+    return sorted(range(len(machines)), key=lambda place: first[machines[place]])
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in resources.items())
