@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from skyrl_engine.contracts.collator import GatherIndex
 from skyrl_engine.contracts.plan import BatchPlan, MicroBatchPlan, MiniBatchPlan
 from skyrl_engine.testing.collator import CollatorConformance
+from skyrl_engine.testing.collator_strategies import layouts
+from skyrl_engine_collators.packed import reference as packed_reference
+from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded import reference
 from skyrl_engine_collators.padded.collator import PaddedCollator
 
@@ -196,6 +199,47 @@ class CollatesInAnotherOrder(Delegating):
         return super().collate(columns.take(np.arange(len(columns))[::-1]))
 
 
+class DelegatingPacked(Delegating):
+    """`packed`, to be spoilt in one place."""
+
+    def __init__(self):
+        self.inner = PackedCollator(pad_token_id=7)
+
+
+class ForgetsTheAlignment(DelegatingPacked):
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        return super().build(columns, evolve(micro_batch, alignment=1), fields=fields, out=out)
+
+
+class LeavesOutTheBounds(DelegatingPacked):
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        return evolve(super().build(columns, micro_batch, fields=fields, out=out), cu_seqlens=None)
+
+
+class BoundsTrueLengths(DelegatingPacked):
+    """Right in rows without alignment only."""
+
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        batch = super().build(columns, micro_batch, fields=fields, out=out)
+        return evolve(batch, cu_seqlens=tuple(np.append(0, row.cumsum()).astype(np.int32) for row in batch.sequence_lengths))
+
+
+class CountsPositionsThroughTheRow(DelegatingPacked, FieldChange):
+    field = "position_ids"
+
+    def change(self, array):
+        return np.broadcast_to(np.arange(array.shape[1]), array.shape).copy()
+
+
+class WeighsTheTokenItself(DelegatingPacked, FieldChange):
+    """Weights one slot late: the last of a sample lands on its neighbour."""
+
+    field = "loss_weight"
+
+    def change(self, array):
+        return np.roll(array, 1, axis=1)
+
+
 FAULTS = [
     (DropsASample, PLANS),
     (LeavesRanksUneven, PLANS),
@@ -216,6 +260,13 @@ FAULTS = [
     (InventsAColumn, FIELDS),
     (IgnoresTheFieldsAskedFor, FIELDS),
 ]
+PACKED_FAULTS = [
+    (ForgetsTheAlignment, BUILDS),
+    (LeavesOutTheBounds, BUILDS),
+    (BoundsTrueLengths, BUILDS),
+    (CountsPositionsThroughTheRow, BUILDS),
+    (WeighsTheTokenItself, REFERENCE),
+]
 
 
 @pytest.mark.parametrize(("wrong", "test"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
@@ -228,4 +279,20 @@ def test_a_wrong_collator_fails(wrong, test):
             return reference.build_fields(columns, micro_batch, 7)
 
     with pytest.raises((AssertionError, IndexError)):
+        QUICK(given(st.data())(getattr(Suite, test).hypothesis.inner_test))(Suite())
+
+
+@pytest.mark.parametrize(("wrong", "test"), PACKED_FAULTS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_wrong_packed_collator_fails(wrong, test):
+    class Suite(CollatorConformance):
+        def collator(self):
+            return wrong()
+
+        def reference(self, columns, micro_batch):
+            return packed_reference.build_fields(columns, micro_batch, 7)
+
+        def layouts(self, lengths):
+            return layouts(lengths).map(lambda layout: evolve(layout, micro_batch_rows=None))
+
+    with pytest.raises(AssertionError):
         QUICK(given(st.data())(getattr(Suite, test).hypothesis.inner_test))(Suite())

@@ -12,6 +12,7 @@ from skyrl_engine.errors import ContractError, PluginBrokenError
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import batch_structure, cut, token_weights
+from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded.collator import PaddedCollator
 
 
@@ -37,9 +38,26 @@ def samples(draw: st.DrawFn) -> SampleColumns:
 @settings(deadline=None)
 @given(samples(), st.integers(1, 3), st.one_of(st.none(), st.integers(1, 4)), st.sampled_from(["loss", "actions"]))
 def test_every_token_reaches_one_rank_with_its_label_and_weight(columns, dp, rows, selection):
+    _check_every_token(columns, PaddedCollator(pad_token_id=999_999), Layout(dp=dp, micro_batch_rows=rows), selection)
+
+
+@settings(deadline=None)
+@given(
+    samples(),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 4]),
+    st.one_of(st.none(), st.integers(12, 30)),
+    st.sampled_from(["ffd", "balanced", "concat"]),
+    st.sampled_from(["loss", "actions"]),
+)
+def test_every_token_of_packed_rows_too(columns, dp, tp, tokens, policy, selection):
+    collator = PackedCollator(pad_token_id=999_999, policy=policy)
+    _check_every_token(columns, collator, Layout(dp=dp, tp=tp, micro_batch_tokens=tokens), selection)
+
+
+def _check_every_token(columns, collator, layout, selection):
     """The definition: walk over samples and actions; a token is scored once, one column after its predecessor, with its own weight."""
-    collator = PaddedCollator(pad_token_id=999_999)
-    (mini_batch,) = collator.plan(columns.lengths, Layout(dp=dp, micro_batch_rows=rows)).mini_batches
+    (mini_batch,) = collator.plan(columns.lengths, layout).mini_batches
     structure = batch_structure(columns, mini_batch, None)
     order = mini_batch.samples
     weights = np.concatenate(
@@ -56,6 +74,10 @@ def test_every_token_reaches_one_rank_with_its_label_and_weight(columns, dp, row
             scored = micro_batch.samples
             flat = micro_batch.inputs["input_ids"].flatten()
             mask = micro_batch.inputs["attention_mask"].flatten()
+            if micro_batch.cu_seqlens is not None:
+                for row, bounds in enumerate(micro_batch.cu_seqlens):
+                    assert (bounds % layout.tp == 0).all(), "the alignment of the plan reaches the rank that builds"
+                    assert micro_batch.inputs["position_ids"][row, bounds[:-1]].sum() == 0, "positions restart where samples begin"
             assert (mask[micro_batch.positions] == 1).all(), "a token is scored from a real predecessor"
             assert (flat[micro_batch.positions + 1] == micro_batch.labels).all()
             for k, sequence in enumerate(scored.sequence_index):

@@ -131,7 +131,8 @@ def test_packed_builds_into_the_memory_it_is_given():
     columns = SampleColumns.from_lists(input_ids=[[1, 2], [3, 4]], columns={"rewards": [[0.5, 1.5], [2.5, 3.5]]})
     collator = make_packed()
     batch = collator.build(columns, collator.plan(columns.lengths, Layout()).mini_batches[0].ranks[0][0], out=Recorder())
-    assert set(made) == set(batch.fields)
+    assert set(made) == {*batch.fields, "gather.actions", "gather.rows", "gather.columns"}
+    assert batch.gather.columns is made["gather.columns"]
     for name, tensor in batch.fields.items():
         assert tensor.data_ptr() == made[name].ctypes.data
 

@@ -52,10 +52,11 @@ class PackedCollator:
 
         rows = PackedRows.of(columns, micro_batch)
         wanted = field_names(columns) if fields is None else frozenset(fields)
-        arrays = build_fields(columns, rows, self.pad_token_id, wanted, FreshMemory() if out is None else out)
+        memory = FreshMemory() if out is None else out
+        arrays = build_fields(columns, rows, self.pad_token_id, wanted, memory)
         return DenseBatch(
             fields={name: torch.from_numpy(array) for name, array in arrays.items()},
-            gather=gather_index(rows),
+            gather=gather_index(rows, memory),
             sequence_lengths=rows.sequence_lengths,
             cu_seqlens=rows.cu_seqlens,
         )

@@ -134,14 +134,19 @@ def _write_ones(out: AnyArray, lengths: IntArray, places: IntArray) -> None:
     write_segments(out, 0, ones, starts=np.zeros_like(merged), lengths=spans, places=merged)
 
 
-def gather_index(rows: PackedRows) -> GatherIndex:
-    """Each action token's predecessor; entries are in sample order, so actions ascend."""
+def gather_index(rows: PackedRows, out: Buffers) -> GatherIndex:
+    """Each action token's predecessor, in memory from `out`; entries are in sample order, so actions ascend."""
     places = offsets_of(rows.scored)
     total = int(places[-1])
-    actions, columns = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
+    actions, row_of, columns = (out.empty(f"gather.{name}", (total,), "int64") for name in ("actions", "rows", "columns"))
     action_offsets = offsets_of(rows.actions)
-    in_place = {"lengths": rows.scored, "places": places[:-1]}
-    own = np.arange(int(action_offsets[-1]), dtype=np.int64)
-    write_segments(actions, 0, own, starts=action_offsets[:-1] + rows.actions - rows.scored, **in_place)
-    write_segments(columns, 0, np.arange(rows.width, dtype=np.int64), starts=rows.first_slot, **in_place)
-    return GatherIndex(actions, np.repeat(rows.sample_rows, rows.scored), columns)
+    skipped = action_offsets[:-1][rows.scored < rows.actions]  # few if any, so the actions between them are few long pieces
+    starts = np.append(0, skipped + 1)
+    lengths = np.append(skipped, action_offsets[-1]) - starts
+    every = np.arange(int(action_offsets[-1]), dtype=np.int64)
+    write_segments(actions, 0, every, starts=starts, lengths=lengths, places=offsets_of(lengths)[:-1])
+    every = np.arange(rows.width, dtype=np.int64)
+    write_segments(columns, 0, every, starts=rows.first_slot, lengths=rows.scored, places=places[:-1])
+    for row, (start, stop) in enumerate(pairwise(places[rows.row_offsets].tolist())):
+        row_of[start:stop] = row
+    return GatherIndex(actions, row_of, columns)
