@@ -39,17 +39,18 @@ def preview(
     """Tokenize the data of CONFIG, or of --model and --data, and show tokens, which of them carry loss, lengths and padding."""
     from skyrl_engine.cli import render
     from skyrl_engine.config import resolve
-    from skyrl_engine.data.dataset import load_columns
+    from skyrl_engine.data.context_length import limited_to_model
+    from skyrl_engine.data.dataset import Split, load_columns
     from skyrl_engine.data.preview import preview as look_at
     from skyrl_engine.data.tokenizer import load_tokenizer
 
     flags = {"model.path": model, "data.train": dataset}
     config = resolve(load_config(file, overrides, flags)).config
     tokenizer = load_tokenizer(config.model)
+    limited = limited_to_model(config.data, config.model)
+    part: Split = "eval" if split == "eval" else "train"
     with render.show_progress(quiet=current_settings().quiet) as display:
-        columns = load_columns(
-            config.data, tokenizer, split="eval" if split == "eval" else "train", seed=config.run.seed, progress=display.data
-        )
+        columns = load_columns(limited, tokenizer, split=part, seed=config.run.seed, progress=display.data)
     rows = config.training.micro_batch_rows or config.training.batch_size
     seen = look_at(columns, tokenizer, samples=samples, batch_size=rows)
     if as_json:

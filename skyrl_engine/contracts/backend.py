@@ -20,7 +20,7 @@ from skyrl_engine.contracts.topology import RankCoords, Topology
 if TYPE_CHECKING:
     import torch
 
-Capability = Literal["padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", "lora"]
+Capability = Literal["padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision"]
 ComputeDtype = Literal["float64", "float32", "bfloat16"]
 
 

@@ -45,7 +45,7 @@ def check_capabilities(backend: str, declared: frozenset[Capability], required: 
         has = ", ".join(sorted(declared)) or "none"
         raise UnsupportedError(
             f"the run needs the capability {capability!r}, which backend {backend} does not declare (it declares: {has})",
-            remedy=_ACTION.get(capability, "Choose another backend"),
+            remedy=_ACTION[capability],
         )
 
 

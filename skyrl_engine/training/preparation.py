@@ -1,14 +1,13 @@
 """Everything of a supervised run that can be decided before a rank starts: data, plugins on the controller, layout, steps, checks."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import field, frozen
 
 from skyrl_engine.config import ResolvedConfig
-from skyrl_engine.config.schema import DataConfig, ModelConfig
+from skyrl_engine.config.schema import DataConfig
 from skyrl_engine.contracts.backend import BackendDescription, Capability
 from skyrl_engine.contracts.collator import Collator
 from skyrl_engine.contracts.columns import SampleColumns
@@ -17,6 +16,7 @@ from skyrl_engine.contracts.loss import Loss
 from skyrl_engine.contracts.merger import Merger
 from skyrl_engine.contracts.plan import BatchPlan, Layout
 from skyrl_engine.contracts.reducer import Reducer
+from skyrl_engine.data.context_length import limited_to_model
 from skyrl_engine.data.dataset import TokenizedDataset, load_columns
 from skyrl_engine.data.tokenizer import load_tokenizer
 from skyrl_engine.errors import DataError
@@ -92,7 +92,7 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     description = plugins["backend"].loaded.describe_backend(plugins["backend"].options, config.run.ranks)
 
     tokenizer = load_tokenizer(config.model)
-    data = attrs.evolve(config.data, max_length=config.data.max_length or model_context_length(config.model))
+    data = limited_to_model(config.data, config.model)
     train = load_columns(data, tokenizer, split="train", seed=config.run.seed, progress=progress)
     evaluation = load_columns(data, tokenizer, split="eval", seed=config.run.seed, progress=progress) if _holds_out(data) else None
     _refuse_nothing_to_learn(train.columns)
@@ -131,21 +131,6 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
         total_steps=config.training.steps or order.steps_in(config.training.epochs or 1.0),
         first_batch=first_batch,
     )
-
-
-def model_context_length(model: ModelConfig) -> int | None:
-    """The longest sequence the model's configuration allows, in tokens; None where it does not say (the backend reports a broken one)."""
-    from transformers import AutoConfig
-
-    local = Path(model.path).expanduser().is_dir()
-    try:
-        config: Any = AutoConfig.from_pretrained(
-            model.path, revision=None if local else model.revision, trust_remote_code=model.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError):
-        return None
-    length = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return length if isinstance(length, int) and length > 0 else None
 
 
 def describe_data(dataset: TokenizedDataset | None) -> dict[str, Any] | None:

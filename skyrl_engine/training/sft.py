@@ -53,7 +53,7 @@ def run_sft(
     Whatever goes wrong ends the ranks, is recorded in the run directory, and is raised again.
     """
     config = resolved.config
-    with open_session(resolved, observers=observers, resume=resume) as session:
+    with open_session(resolved, trainer="sft", observers=observers, resume=resume) as session:
         prepared = prepare(resolved, progress)
         checkpoint = session.resumed_from
         data = fingerprint(prepared.train.columns)

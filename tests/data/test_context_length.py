@@ -1,0 +1,27 @@
+"""The model's own limit on a sample's length, which a preview and a run share."""
+
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config
+
+from skyrl_engine.config.schema import DataConfig, ModelConfig
+from skyrl_engine.data.context_length import limited_to_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelConfig:
+    Qwen3Config(max_position_embeddings=48).save_pretrained(tmp_path)
+    return ModelConfig(path=str(tmp_path))
+
+
+def test_the_model_limits_what_the_configuration_does_not(model: ModelConfig) -> None:
+    assert limited_to_model(DataConfig(train="data"), model).max_length == 48
+
+
+def test_a_configured_limit_stands(model: ModelConfig) -> None:
+    assert limited_to_model(DataConfig(train="data", max_length=8), model).max_length == 8
+
+
+def test_a_model_that_cannot_be_read_sets_no_limit(tmp_path: Path) -> None:
+    assert limited_to_model(DataConfig(train="data"), ModelConfig(path=str(tmp_path / "missing"))).max_length is None
