@@ -139,14 +139,14 @@ def gather_index(rows: PackedRows, out: Buffers) -> GatherIndex:
     places = offsets_of(rows.scored)
     total = int(places[-1])
     actions, row_of, columns = (out.empty(f"gather.{name}", (total,), "int64") for name in ("actions", "rows", "columns"))
-    action_offsets = offsets_of(rows.actions)
-    skipped = action_offsets[:-1][rows.scored < rows.actions]  # few if any, so the actions between them are few long pieces
-    starts = np.append(0, skipped + 1)
-    lengths = np.append(skipped, action_offsets[-1]) - starts
-    every = np.arange(int(action_offsets[-1]), dtype=np.int64)
-    write_segments(actions, 0, every, starts=starts, lengths=lengths, places=offsets_of(lengths)[:-1])
-    every = np.arange(rows.width, dtype=np.int64)
-    write_segments(columns, 0, every, starts=rows.first_slot, lengths=rows.scored, places=places[:-1])
+    skipped = offsets_of(rows.actions)[:-1][rows.scored < rows.actions]
+    jumps = skipped - np.arange(len(skipped), dtype=np.int64)  # the entry that comes after each action without one
+    actions.fill(1)
+    actions[:1] = 0
+    np.add.at(actions, jumps[jumps < total], 1)
+    np.cumsum(actions, out=actions)
+    counted = np.arange(rows.width, dtype=np.int64)
+    write_segments(columns, 0, counted, starts=rows.first_slot, lengths=rows.scored, places=places[:-1])
     for row, (start, stop) in enumerate(pairwise(places[rows.row_offsets].tolist())):
         row_of[start:stop] = row
     return GatherIndex(actions, row_of, columns)
