@@ -2,7 +2,7 @@
 
 With the reducer's weights fixed before the cut, objective = sum of weight x term over all tokens; a sum does not care about its
 parentheses, so any cut gives the same gradient but for rounding: <= 1e-5 relative per parameter in float32. What this does not cover:
-packed rows, and layouts beyond data parallelism, which have no implementation here yet.
+packed rows (test_packed_rows.py), and layouts beyond data parallelism, which have no implementation here yet.
 """
 
 from collections.abc import Iterator

@@ -24,7 +24,7 @@ def test_describing_the_backend_imports_no_torch() -> None:
     code = (
         "import sys; from skyrl_engine_fsdp.plugin import fsdp; "
         "described = fsdp.skyrl_engine_describe_backend(world_size=3); "
-        "assert described.topology.dp == 3 and described.capabilities == {'padded'}; "
+        "assert described.topology.dp == 3 and described.capabilities == {'padded', 'packed'}; "
         "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,11 +1,13 @@
 """The same promise on CUDA with NCCL: one rank per device, weights in float32, compute in float32 and bfloat16."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_tasks import Weighted, arrays, cut, definition, rows, worst
+from fsdp_tasks import Weighted, arrays, cut, definition, pack, rows, worst
 
-from skyrl_engine.contracts.backend import ComputeDtype, ModelSpec, OptimizerSpec, RankEnvironment
+from skyrl_engine.contracts.backend import ComputeDtype, MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig
 
@@ -13,15 +15,19 @@ from skyrl_engine_fsdp.plugin import FsdpConfig
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT PROVED HERE: this needs a CUDA device, and there is none")
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 5e-2)])
-def test_one_device_equals_a_plain_process(models: dict[str, str], dtype: ComputeDtype, tolerance: float) -> None:
+@pytest.mark.parametrize("layout", [cut, pack], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", ["qwen3-tied", "gemma3_text"])
+def test_one_device_equals_a_plain_process(
+    models: dict[str, str], name: str, layout: Callable[..., list[MicroBatch]], dtype: ComputeDtype, tolerance: float
+) -> None:
     """float32 may use other matrix kernels than the CPU's, hence 1e-4; bfloat16 as on CPU."""
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0"))
     try:
         backend = FsdpBackend(FsdpConfig())
-        spec = ModelSpec(models["qwen3-tied"], dtype=dtype, activation_checkpointing=True)
+        spec = ModelSpec(models[name], dtype=dtype, activation_checkpointing=True)
         backend.setup(spec, OptimizerSpec(), RankEnvironment(0, 1, "cuda:0", 0))
-        backend.forward_backward(cut(rows(), 2), Weighted())
-        _, reference = definition(models["qwen3-tied"], rows())
+        backend.forward_backward(layout(rows(), 2), Weighted())
+        _, reference = definition(models[name], rows())
         assert worst(arrays(backend.gradients()), reference) <= tolerance
         assert backend.optim_step().grad_norm > 0
         backend.close()
