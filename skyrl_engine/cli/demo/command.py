@@ -73,7 +73,8 @@ def demo(model: str, output: Path | None, steps: int | None) -> int:
 
     It goes the same way as `skyrl-engine run` with a configuration file, which stays in the directory for you to change.
     """
-    if model == "tiny":  # threads that wait for each other cost more than they bring on matrices this small, many times so on a busy machine
+    if model == "tiny":
+        # on matrices this small, threads that wait for each other cost more than they bring, many times so on a busy machine
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     from skyrl_engine.cli import render
     from skyrl_engine.cli.demo.recipe import recipe
