@@ -79,20 +79,27 @@ def show_lines(lines: Sequence[str]) -> None:
 
 @frozen
 class ProgressDisplay:
-    """Listeners to hand to whoever works: `training` for a ProgressObserver, `data` for a label, rows done and rows in all."""
+    """Listeners to hand to whoever works: `training` for a ProgressObserver, `data` for a label, rows done and rows in all, `warning` for
+    a sentence that the user must not miss.
+    """
 
     training: Callable[[Progress], None]
     data: Callable[[str, int, int], None]
+    warning: Callable[[str], None]
 
 
 @contextmanager
 def show_progress(*, quiet: bool) -> Iterator[ProgressDisplay]:
     """Progress on stderr: lines now and then, and on a terminal a bar that moves with every step and goes at the end."""
     console = _console(stderr=True)
+
+    def warning(sentence: str) -> None:
+        console.print(Text(f"warning: {sentence}"), soft_wrap=True)
+
     if quiet:
-        yield ProgressDisplay(_ignore, _ignore)
+        yield ProgressDisplay(_ignore, _ignore, warning)
     elif not console.is_terminal:
-        yield ProgressDisplay(ProgressLines(console.print), _ignore)
+        yield ProgressDisplay(ProgressLines(console.print), _ignore, warning)
     else:
         with ProgressBar(BarColumn(bar_width=30), TextColumn("{task.description}"), console=console, transient=True) as bar:
             task = bar.add_task("getting ready", total=None)
@@ -105,7 +112,7 @@ def show_progress(*, quiet: bool) -> Iterator[ProgressDisplay]:
             def data(label: str, done: int, total: int) -> None:
                 bar.update(task, total=total, completed=done, description=f"{label}: {done:,} of {total:,}")
 
-            yield ProgressDisplay(training, data)
+            yield ProgressDisplay(training, data, warning)
 
 
 def _ignore(*_: object) -> None:

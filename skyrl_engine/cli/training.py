@@ -1,6 +1,8 @@
 """Run a checked configuration with live progress: what `run`, `sft` and `demo` share."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from skyrl_engine.cli.command import Settings
@@ -25,13 +27,36 @@ class LogLocation:
         self._settings.log = RunDirectory(event.directory).log
 
 
+class _ToPerson(logging.Handler):
+    """Hands every warning of the engine on as a sentence."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.WARNING and record.exc_info is None:  # errors end in a line of their own
+            self._show(record.getMessage())
+
+
+@contextmanager
+def warnings_to(show: Callable[[str], None]) -> Iterator[None]:
+    """While a run goes on, show the engine's warnings, which otherwise stand only in its log."""
+    logger, handler = logging.getLogger("skyrl_engine"), _ToPerson(show)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
 def train(resolved: "ResolvedConfig", settings: Settings, observers: Sequence[object] = ()) -> "RunResult":
     """Train, show progress on stderr unless `--quiet`, and return what the run returns."""
     from skyrl_engine.cli.render import show_progress
     from skyrl_engine.run.progress import ProgressObserver
     from skyrl_engine.training.sft import run_sft
 
-    with show_progress(quiet=settings.quiet) as display:
+    with show_progress(quiet=settings.quiet) as display, warnings_to(display.warning):
         return run_sft(
             resolved,
             observers=[LogLocation(settings), ProgressObserver(display.training), *observers],

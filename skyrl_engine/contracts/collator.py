@@ -1,7 +1,7 @@
 """Collator: plan rows from lengths, build dense tensors for some rows. The import of this file needs no torch."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +60,13 @@ class Buffers(Protocol):
 
 
 class Collator(Protocol):
-    """What `skyrl_engine_make_collator` returns."""
+    """What `skyrl_engine_make_collator` returns.
+
+    `rows` declares what a row may hold, which is also the capability that a backend needs for it: one sample at most ("padded"), or
+    several ("packed").
+    """
+
+    rows: Literal["padded", "packed"]
 
     def plan(self, lengths: SampleLengths, layout: Layout) -> BatchPlan:
         """Decide mini-batches, ranks, micro-batches and rows from lengths alone; no torch. Every sample is planned exactly once.

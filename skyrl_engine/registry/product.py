@@ -74,6 +74,11 @@ def _loss(product: Any) -> Iterator[str]:
         yield f"batch_local must be True or False, is {product.batch_local!r}"
 
 
+def _collator(product: Any) -> Iterator[str]:
+    if hasattr(product, "rows") and product.rows not in ("padded", "packed"):
+        yield f"rows must be 'padded' or 'packed', is {product.rows!r}"
+
+
 def _reducer(product: Any) -> Iterator[str]:
     allowed = get_args(EmptySequence)
     if hasattr(product, "empty_sequence") and product.empty_sequence not in allowed:
@@ -88,5 +93,5 @@ def _names(value: object) -> bool:
     return isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value)
 
 
-_VALUES: dict[str, Callable[[Any], Iterator[str]]] = {"loss": _loss, "reducer": _reducer}
+_VALUES: dict[str, Callable[[Any], Iterator[str]]] = {"collator": _collator, "loss": _loss, "reducer": _reducer}
 assert set(KINDS) >= set(_VALUES), "values are checked for a kind that does not exist"

@@ -50,6 +50,7 @@ class CollatorConformance:
         layout = data.draw(self.layouts(lengths))
         plan = self.collator().plan(lengths, layout)
         checks.check_plan(plan, lengths, layout)
+        checks.check_declared_rows(self.collator().rows, plan)
         checks.check_same_plan(plan, self.collator().plan(lengths, layout))
 
     @SUITE

@@ -23,6 +23,14 @@ def row_samples(micro_batch: MicroBatchPlan) -> list[tuple[int, ...]]:
     return [tuple(samples[start:stop]) for start, stop in pairwise(micro_batch.row_offsets.tolist())]
 
 
+def check_declared_rows(declared: str, plan: BatchPlan) -> None:
+    """A collator that declares padded rows never puts two samples into one."""
+    assert declared in ("padded", "packed"), f"rows is {declared!r}"
+    assert declared == "packed" or all(len(samples) <= 1 for samples in rows(plan)), (
+        "a row of a padded collator holds several samples"
+    )
+
+
 def rows(plan: BatchPlan) -> list[tuple[int, ...]]:
     """The samples of each row of a plan, in the order of `micro_batches`."""
     return [samples for micro_batch in micro_batches(plan) for samples in row_samples(micro_batch)]

@@ -1,13 +1,13 @@
 """Refuse while planning what the chosen plugins, data and model cannot do together."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from skyrl_engine.contracts.backend import Capability
+from skyrl_engine.contracts.collator import Collator
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.loss import MODEL_SCORES, Loss
-from skyrl_engine.contracts.plan import BatchPlan
 from skyrl_engine.contracts.topology import Topology
 from skyrl_engine.errors import DataError, UnsupportedError
 
@@ -21,21 +21,20 @@ _ACTION: dict[Capability, str] = {
 }
 
 
-def required_capabilities(topology: Topology, plan: BatchPlan, columns: SampleColumns) -> frozenset[Capability]:
-    """What a backend must be able to do for this layout, these rows and this data."""
-    return frozenset(_required(topology, plan, columns))
+def required_capabilities(topology: Topology, collator: Collator, datasets: Sequence[SampleColumns]) -> frozenset[Capability]:
+    """What a backend must be able to do for this layout, this collator's rows and this data."""
+    return frozenset(_required(topology, collator, datasets))
 
 
-def _required(topology: Topology, plan: BatchPlan, columns: SampleColumns) -> Iterator[Capability]:
-    packed = any((np.diff(each.row_offsets) > 1).any() for each in plan.micro_batches)
-    yield "packed" if packed else "padded"
+def _required(topology: Topology, collator: Collator, datasets: Sequence[SampleColumns]) -> Iterator[Capability]:
+    yield collator.rows
     if topology.tp > 1:
         yield "tensor_parallel"
     if topology.pp > 1:
         yield "pipeline_parallel"
     if topology.cp > 1:
         yield "context_parallel"
-    if "images" in columns.extras:
+    if any("images" in columns.extras for columns in datasets):
         yield "vision"
 
 

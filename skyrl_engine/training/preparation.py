@@ -40,7 +40,7 @@ DataProgress = Callable[[str, int, int], None]
 
 @frozen(eq=False)
 class PreparedRun:
-    """A run that is ready to start its ranks. `first_batch` is the plan of the run's first mini-batch, which the checks looked at."""
+    """A run that is ready to start its ranks. `first_batch` is the plan of the run's first mini-batch, for --dry-run to show."""
 
     resolved: ResolvedConfig
     tokenizer: "PreTrainedTokenizerBase"
@@ -112,7 +112,8 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     order = SampleOrder(len(train.columns), config.training.batch_size, config.run.seed, config.training.shuffle)
     first, _ = order.mini_batch(order.start())
     first_batch = collator.plan(train.columns.take(first).lengths, layout)
-    required = required_capabilities(topology, first_batch, train.columns)
+    datasets = [dataset.columns for dataset in (train, evaluation) if dataset is not None]
+    required = required_capabilities(topology, collator, datasets)
     check_capabilities(name["backend"], description.capabilities, required)
     return PreparedRun(
         resolved=resolved,

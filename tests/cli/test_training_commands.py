@@ -125,3 +125,11 @@ def test_an_interrupted_run_says_how_to_go_on(command, config, monkeypatch, tmp_
     outcome = command("run", config)
     assert outcome.code == 130
     assert outcome.last_line == "    skyrl-engine run 'a run'/config.toml run.directory='a run' checkpoint.resume=true"
+
+
+def test_a_resume_that_is_not_exact_says_so_to_the_person(command, config):
+    assert command("run", config, "--quiet", "training.steps=1").code == 0
+    outcome = command("run", config, "checkpoint.resume=true", "run.seed=9")
+    assert outcome.code == 0, outcome.err
+    warnings = [line for line in outcome.err.splitlines() if line.startswith("warning: ")]
+    assert any("run.seed: 0 -> 9" in line for line in warnings), outcome.err

@@ -441,6 +441,7 @@ EVERY_FACTORY = '''
 from skyrl_engine import hookimpl
 
 class Collator:
+    rows = "padded"
     def __init__(self, *received): self.received = received
     def plan(self, lengths, layout): pass
     def build(self, columns, micro_batch, *, fields=None, out=None): pass

@@ -36,6 +36,8 @@ FIELDS = "test_fields_are_built_when_asked_for_and_absent_columns_stay_absent"
 class Delegating:
     """`padded`, to be spoilt in one place."""
 
+    rows = "padded"
+
     def __init__(self):
         self.inner = PaddedCollator(pad_token_id=7)
 
@@ -202,8 +204,14 @@ class CollatesInAnotherOrder(Delegating):
 class DelegatingPacked(Delegating):
     """`packed`, to be spoilt in one place."""
 
+    rows = "packed"
+
     def __init__(self):
         self.inner = PackedCollator(pad_token_id=7)
+
+
+class SaysItPads(DelegatingPacked):
+    rows = "padded"
 
 
 class ForgetsTheAlignment(DelegatingPacked):
@@ -261,6 +269,7 @@ FAULTS = [
     (IgnoresTheFieldsAskedFor, FIELDS),
 ]
 PACKED_FAULTS = [
+    (SaysItPads, PLANS),
     (ForgetsTheAlignment, BUILDS),
     (LeavesOutTheBounds, BUILDS),
     (BoundsTrueLengths, BUILDS),

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from skyrl_engine.contracts.collator import Collator
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.context import FactoryContext
 from skyrl_engine.contracts.loss import FunctionLoss
-from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, MiniBatchPlan
 from skyrl_engine.contracts.ragged import Ragged, offsets_of
 from skyrl_engine.contracts.topology import Topology
 from skyrl_engine.errors import DataError, UnsupportedError
@@ -24,15 +24,9 @@ def columns(**more: object) -> SampleColumns:
     )
 
 
-def padded_plan() -> BatchPlan:
-    collator = load(Registry.discover().resolve("collator", "padded")).make(None, FactoryContext())
-    plan: BatchPlan = collator.plan(columns().lengths, Layout())
-    return plan
-
-
-def packed_plan() -> BatchPlan:
-    row = MicroBatchPlan(np.array([0, 1]), np.array([0, 2]), width=6, action_width=3)
-    return BatchPlan((MiniBatchPlan(((row,),)),), Layout(), np.array([0, 1]))
+def collator(name: str) -> Collator:
+    made: Collator = load(Registry.discover().resolve("collator", name)).make(None, FactoryContext())
+    return made
 
 
 def a_loss(*needs: str, reducers: tuple[str, ...] | None = None) -> FunctionLoss:
@@ -40,8 +34,9 @@ def a_loss(*needs: str, reducers: tuple[str, ...] | None = None) -> FunctionLoss
 
 
 def test_what_a_run_requires() -> None:
-    assert required_capabilities(Topology(), padded_plan(), columns()) == {"padded"}
-    everything = required_capabilities(Topology(dp=1, tp=2, cp=2, pp=2), packed_plan(), columns(extras={"images": images()}))
+    assert required_capabilities(Topology(), collator("padded"), [columns(), columns()]) == {"padded"}
+    with_images = columns(extras={"images": images()})
+    everything = required_capabilities(Topology(dp=1, tp=2, cp=2, pp=2), collator("packed"), [columns(), with_images])
     assert everything == {"packed", "tensor_parallel", "context_parallel", "pipeline_parallel", "vision"}
 
 

@@ -1,7 +1,7 @@
 """The collator object: options, checks, and the way from NumPy memory to tensors."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from attrs import frozen
 
@@ -25,6 +25,8 @@ class PackedCollator:
     `strict_capacity` says whether the alignment of samples counts against that. `pad_token_id` fills what is left of a row;
     `max_sequence_length` in tokens bounds a sample, and `overlong` says whether a longer one is an error.
     """
+
+    rows: ClassVar[Literal["packed"]] = "packed"
 
     pad_token_id: int = 0
     policy: Policy = "ffd"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from attrs import frozen
@@ -22,6 +22,8 @@ class PaddedCollator:
 
     `pad_token_id` fills the left; `max_sequence_length` in tokens bounds a sample, and `overlong` says whether a longer one is an error.
     """
+
+    rows: ClassVar[Literal["padded"]] = "padded"
 
     pad_token_id: int = 0
     max_sequence_length: int | None = None
