@@ -49,6 +49,8 @@ def open_source(location: str, *, split: str, subset: str | None = None) -> Sour
         return Source(location, [_part(path)])
     if path.is_dir():
         return _open_folder(path, location, split=split, subset=subset)
+    if path.exists():
+        raise DataError(f"{location} is neither a file nor a folder", remedy="Name a data file, or a folder of them")
     if _looks_like_path(location):
         raise DataError(f"the dataset {location} does not exist", remedy=_path_hint(path))
     return Source(location, [_load_from_hub(location, split=split, subset=subset)])

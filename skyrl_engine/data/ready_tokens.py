@@ -70,4 +70,7 @@ def _integers(row: Row, column: str) -> AnyArray:
         array = array.astype(np.int32)
     if array is None or array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise row.wrong(column, "a flat list of integers is needed", "Store plain integers")
+    limits = np.iinfo(np.int32)
+    if array.min() < limits.min or array.max() > limits.max:
+        raise row.wrong(column, "an integer needs more than 32 bits", "Store token ids of the tokenizer, not hashes")
     return array.astype(np.int32, copy=False)

@@ -238,8 +238,12 @@ class Source:
 def _parsed(line: bytes, where: str) -> Mapping[str, Any]:
     try:
         values = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{where} is not valid JSON: {error}", remedy="Correct or remove that line") from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{where} is not valid JSON: {error.msg} at character {error.pos + 1}", remedy="Correct or remove that line"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} is not UTF-8: {error.reason} at byte {error.start}", remedy="Save the file as UTF-8") from error
     return _checked_object(values, where)
 
 
@@ -298,5 +302,6 @@ def _file_digest(path: Path) -> str:
 
 def _unreadable(path: Path, kind: str, error: Exception) -> DataError:
     return DataError(
-        f"{path} cannot be read as {kind}: {error}", remedy="Check that the file is complete and named after its format"
+        f"{path} cannot be read as {kind}: {str(error).rstrip('.')}",
+        remedy="Check that the file is complete and named after its format",
     )

@@ -12,7 +12,7 @@ from skyrl_engine.data.chat import ChatTemplate
 from skyrl_engine.data.formats import Example, PlainText
 from skyrl_engine.data.messages import Conversation
 from skyrl_engine.data.ready_tokens import Tokens
-from skyrl_engine.errors import ModelError
+from skyrl_engine.errors import DataError, ModelError
 
 Span = tuple[int, int]
 BoolArray = npt.NDArray[np.bool_]
@@ -74,14 +74,14 @@ class SampleTokenizer:
 
     def _text(self, example: Conversation | PlainText, name: str) -> _Text:
         if isinstance(example, PlainText):
-            return _Text(example.text, [(example.response_start, len(example.text))], plain=True)
+            return _Text(_encodable(example.text, name), [(example.response_start, len(example.text))], plain=True)
         if not self._tokenizer.chat_template:
             raise ModelError(
                 f"{name} is a conversation, and the tokenizer {self._tokenizer.name_or_path or 'given'} has no chat template",
                 remedy="Set model.chat_template to a Jinja template file, or use an instruction-tuned model's tokenizer",
             )
         chat = self._template.render(example, name=name, all_turns=self._all_turns)
-        return _Text(chat.text, chat.spans, plain=False)
+        return _Text(_encodable(chat.text, name), chat.spans, plain=False)
 
     def _encode(self, texts: Sequence[_Text]) -> list[tuple[AnyArray, BoolArray, int]]:
         if not texts:
@@ -128,6 +128,18 @@ class SampleTokenizer:
         if end is not None and (len(ids) == 0 or ids[-1] != end):
             ids, loss = np.append(ids, np.int32(end)), np.append(loss, True)
         return ids, loss
+
+
+def _encodable(text: str, name: str) -> str:
+    """JSON can spell halves of characters outside the basic plane (`\\ud83d` alone), which are no text to a tokenizer."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{name} holds half a character ({text[error.start]!a} at place {error.start} of its text)",
+            remedy="Correct or remove the sample; texts are often cut in the middle of an emoji",
+        ) from error
+    return text
 
 
 def _tokens_in(spans: Sequence[Span], starts: AnyArray, ends: AnyArray) -> tuple[BoolArray, int]:

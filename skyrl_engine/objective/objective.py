@@ -52,6 +52,7 @@ class LossObjective:
             tokens = self._tokens(scores, samples)
             with blaming(Owner(self.label, "Correct it, or choose another loss"), "its call"):
                 output = as_loss_output(self.label, self.loss(tokens), count)
+            _refuse_other_than_real_numbers(self.label, output.token_loss)
             if count and logprobs.requires_grad and not output.token_loss.requires_grad:
                 raise ContractError(
                     f"{self.label} returned values that do not depend on the model, so nothing would be learned",
@@ -95,3 +96,9 @@ class LossObjective:
                 remedy="Provide the column or choose a loss that does not need it",
             )
         return torch.from_numpy(samples.columns[name])
+
+
+def _refuse_other_than_real_numbers(label: str, token_loss: object) -> None:
+    if not isinstance(token_loss, torch.Tensor) or not token_loss.is_floating_point():
+        got = str(token_loss.dtype) if isinstance(token_loss, torch.Tensor) else f"a {type(token_loss).__qualname__}"
+        raise ContractError(f"{label} returned {got}", remedy="Return a torch tensor of floating-point numbers, one per token")

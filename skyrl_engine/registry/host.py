@@ -158,9 +158,9 @@ def blaming(owner: Owner, doing: str) -> Iterator[None]:
     """Turn whatever plugin code raises into PluginBrokenError; what it raises of the engine's errors is meant, and passes."""
     try:
         yield
-    except EngineError:
+    except (EngineError, KeyboardInterrupt, GeneratorExit):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         place = _place(error)
         raise PluginBrokenError(
             f"{owner.label} failed in {doing}: {describe(error)}",

@@ -30,9 +30,14 @@ class Selection:
         pins: dict[tuple[str, str], str] = {}
         for entry in block:
             try:
-                blocked.append(parse(entry))
+                reference = parse(entry)
             except PluginNotFoundError as error:
                 problems.append(Problem("plugins.block", error.cause, error.remedy))
+                continue
+            if reference.distribution in KINDS:  # a pin is written so; a block that blocks nothing must not go unnoticed
+                cause = f"{entry!r} begins with a kind, where a block names a distribution"
+                problems.append(Problem("plugins.block", cause, f"Write {reference.name!r}, or the distribution before the colon"))
+            blocked.append(reference)
         for key, distribution in pin.items():
             kind, _, name = key.partition(":")
             if kind not in KINDS or not name:

@@ -28,6 +28,7 @@ from skyrl_engine.training.capability import (
 )
 from skyrl_engine.training.order import SampleOrder
 from skyrl_engine.training.step import StepDriver
+from skyrl_engine.workers.dispatch import planned
 from skyrl_engine.workers.launch import WorkerGroup
 from skyrl_engine.workers.spec import WorkerSpec
 
@@ -80,7 +81,7 @@ class PreparedRun:
             layout=self.layout,
             max_sequence_length=self.context.max_sequence_length,
             needs=self.loss.needs,
-            reducer_label=str(self.resolved.plugins["reducer"].loaded.record),
+            labels={kind: str(selected.loaded.record) for kind, selected in self.resolved.plugins.items()},
         )
 
 
@@ -111,7 +112,7 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     layout = config.training.layout(dp=topology.dp, tp=topology.tp, cp=topology.cp, pp=topology.pp)
     order = SampleOrder(len(train.columns), config.training.batch_size, config.run.seed, config.training.shuffle)
     first, _ = order.mini_batch(order.start())
-    first_batch = collator.plan(train.columns.take(first).lengths, layout)
+    first_batch = planned(str(plugins["collator"].loaded.record), collator, train.columns.take(first), layout)
     datasets = [dataset.columns for dataset in (train, evaluation) if dataset is not None]
     required = required_capabilities(topology, collator, datasets)
     check_capabilities(name["backend"], description.capabilities, required)

@@ -13,7 +13,7 @@ from skyrl_engine.contracts.outputs import BatchOutput, Metric
 from skyrl_engine.contracts.plan import BatchPlan, Layout
 from skyrl_engine.contracts.reducer import BatchStructure, Reducer
 from skyrl_engine.spans import Spans
-from skyrl_engine.workers.dispatch import batch_structure, cut, token_weights
+from skyrl_engine.workers.dispatch import batch_structure, cut, merged, planned, token_weights
 from skyrl_engine.workers.launch import WorkerGroup
 from skyrl_engine.workers.worker import Pass, RankReply
 
@@ -36,14 +36,14 @@ class StepDriver:
     """Holds what every step shares.
 
     `needs` names the data columns the loss reads; only those travel to the ranks. `max_sequence_length` in tokens, if one is configured, is
-    for reducers; `reducer_label` names the reducer in errors.
+    for reducers; `labels` name the plugins in errors, by kind.
     """
 
     group: WorkerGroup
     collator: Collator
     reducer: Reducer
-    reducer_label: str
     merger: Merger
+    labels: Mapping[str, str]
     layout: Layout
     max_sequence_length: int | None
     needs: Sequence[str]
@@ -53,7 +53,7 @@ class StepDriver:
         """One optimizer step on one mini-batch: all of `columns`. `loss` is the objective, the sum of weight times term."""
         plan = self._plan(columns)
         with self._spans("reduce"):
-            weights = token_weights(self.reducer_label, self.reducer, self._structure(columns, plan))
+            weights = token_weights(self.labels["reducer"], self.reducer, self._structure(columns, plan))
         output = self._pass("forward_backward", columns, plan, weights, step, per_token_outputs=per_token_outputs)
         replies = self.group.optim_step()
         for reply in replies:
@@ -76,9 +76,7 @@ class StepDriver:
 
     def _plan(self, columns: SampleColumns) -> BatchPlan:
         with self._spans("plan"):
-            plan = self.collator.plan(columns.lengths, self.layout)
-        assert len(plan.mini_batches) == 1, "one optimizer step is one mini-batch"
-        return plan
+            return planned(self.labels["collator"], self.collator, columns, self.layout)
 
     def _structure(self, columns: SampleColumns, plan: BatchPlan) -> BatchStructure:
         return batch_structure(columns, plan.mini_batches[0], self.max_sequence_length)
@@ -99,7 +97,7 @@ class StepDriver:
         for reply in replies:
             self._spans.add(reply.cpu_seconds)
         with self._spans("merge"):
-            return self.merger.merge([reply.output for reply in replies], plan)
+            return merged(self.labels["merger"], self.merger, [reply.output for reply in replies], plan)
 
 
 def _counts(columns: SampleColumns, plan: BatchPlan) -> dict[str, Metric]:

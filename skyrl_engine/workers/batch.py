@@ -11,7 +11,9 @@ from skyrl_engine.contracts.backend import MicroBatch
 from skyrl_engine.contracts.collator import MODEL_INPUTS, Collator
 from skyrl_engine.contracts.plan import MicroBatchPlan
 from skyrl_engine.contracts.ragged import Ragged, offsets_of, segment_indices
+from skyrl_engine.errors import ContractError
 from skyrl_engine.objective.samples import ScoredSamples
+from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.dispatch import Shard
 
@@ -20,10 +22,11 @@ Selection = Literal["loss", "actions"]
 
 @frozen(eq=False)
 class ShardBatch:
-    """The `RankBatch` of one shard. `selection` scores the loss-carrying tokens, or every action token."""
+    """The `RankBatch` of one shard. `selection` scores the loss-carrying tokens, or every action token; `label` names the collator."""
 
     shard: Shard
     collator: Collator
+    label: str
     selection: Selection
     spans: Spans
 
@@ -38,7 +41,8 @@ class ShardBatch:
 
     def _build(self, plan: MicroBatchPlan) -> MicroBatch:
         columns = self.shard.columns
-        dense = self.collator.build(columns, plan, fields=MODEL_INPUTS)
+        with blaming(Owner(self.label, "Correct it, or choose another collator"), "build"):
+            dense = self.collator.build(columns, plan, fields=MODEL_INPUTS)
         action_counts = np.diff(columns.action_offsets)[plan.samples]
         starts = offsets_of(action_counts)
         flat_actions = segment_indices(columns.action_offsets, plan.samples)  # the micro-batch's action axis in the shard's
@@ -49,6 +53,12 @@ class ShardBatch:
             order = order[columns.loss_weight[flat_actions[gather.actions[order]]] != 0]
         actions = gather.actions[order]  # ascending, hence in sample order
         chosen = flat_actions[actions]
+        carrying = int(np.count_nonzero(columns.loss_weight[flat_actions]))
+        if self.selection == "loss" and len(chosen) != carrying:
+            raise ContractError(
+                f"{self.label} says where to score {len(chosen)} loss-carrying tokens of a micro-batch that has {carrying}",
+                remedy="Give the gather index one entry for every action token that has a predecessor",
+            )
 
         owner = np.searchsorted(starts, actions, side="right") - 1
         place = actions - starts[owner]

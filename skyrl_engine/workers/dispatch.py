@@ -1,13 +1,16 @@
 """From a plan to what each data-parallel rank is sent: its own samples as columns, its micro-batches, its tokens' weights."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 from attrs import evolve, frozen
 
+from skyrl_engine.contracts.collator import Collator
 from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import MicroBatchPlan, MiniBatchPlan
+from skyrl_engine.contracts.merger import Merger
+from skyrl_engine.contracts.outputs import BatchOutput, RankOutput
+from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, MiniBatchPlan
 from skyrl_engine.contracts.ragged import offsets_of, segment_indices
 from skyrl_engine.contracts.reducer import BatchStructure, Reducer
 from skyrl_engine.errors import ContractError
@@ -24,6 +27,36 @@ class Shard:
     columns: SampleColumns
     micro_batches: tuple[MicroBatchPlan, ...]
     token_weights: npt.NDArray[np.float64]
+
+
+def planned(label: str, collator: Collator, columns: SampleColumns, layout: Layout) -> BatchPlan:
+    """The collator's plan of one mini-batch, checked: nothing a plan forgets can be missed later, since outputs are compared with it.
+
+    Raises ContractError, naming the collator `label`.
+    """
+    with blaming(Owner(label, "Correct it, or choose another collator"), "plan"):
+        plan = collator.plan(columns.lengths, layout)
+    if len(plan.mini_batches) != 1:
+        raise ContractError(
+            f"{label} planned {len(plan.mini_batches)} mini-batches where one was asked for",
+            remedy="Cut mini-batches only as layout.mini_batch_size says",
+        )
+    (mini_batch,) = plan.mini_batches
+    counts = [len(rank) for rank in mini_batch.ranks]
+    if len(counts) != layout.dp or len(set(counts)) != 1:
+        raise ContractError(
+            f"{label} planned {counts} micro-batches for {layout.dp} ranks",
+            remedy="Give every rank equally many; fill up with micro-batches of one empty row",
+        )
+    everything = np.arange(len(columns), dtype=np.int64)
+    if not np.array_equal(np.sort(mini_batch.samples), everything):
+        missing = np.setdiff1d(everything, mini_batch.samples)
+        raise ContractError(
+            f"{label} planned {len(mini_batch.samples)} samples where there are {len(columns)}, {len(missing)} of them not at all",
+            remedy="Plan every sample exactly once",
+            details=[f"not planned: sample {int(columns.sample_ids[sample])}" for sample in missing[:5]],
+        )
+    return plan
 
 
 def batch_structure(columns: SampleColumns, mini_batch: MiniBatchPlan, max_sequence_length: int | None) -> BatchStructure:
@@ -57,6 +90,18 @@ def token_weights(label: str, reducer: Reducer, structure: BatchStructure) -> np
             remedy="Guard divisions by counts that can be 0",
         )
     return weights
+
+
+def merged(label: str, merger: Merger, outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
+    """The merger's output, checked against the plan. Raises ContractError, naming the merger `label`; OutputError passes."""
+    with blaming(Owner(label, "Correct it, or choose another merger"), "merge"):
+        output = merger.merge(outputs, plan)
+    if not np.array_equal(output.sample_ids, plan.expected_ids):
+        raise ContractError(
+            f"{label} returned {len(output.sample_ids)} samples where {len(plan.expected_ids)} were planned, or in another order",
+            remedy="Return every planned sample exactly once, in the plan's order",
+        )
+    return output
 
 
 def cut(

@@ -60,7 +60,9 @@ class Worker:
         loss = SelectedPlugin.from_lock(spec.plugins["loss"])
         self._loss_label = str(loss.loaded.record)
         self._loss: Loss = loss.make(spec.context)
-        self._collator: Collator = SelectedPlugin.from_lock(spec.plugins["collator"]).make(spec.context)
+        collator = SelectedPlugin.from_lock(spec.plugins["collator"])
+        self._collator_label = str(collator.loaded.record)
+        self._collator: Collator = collator.make(spec.context)
         backend = SelectedPlugin.from_lock(spec.plugins["backend"])
         self._backend: Backend = backend.make(spec.context)
         environment = RankEnvironment(rank, spec.topology.world_size, device, spec.context.seed)
@@ -73,7 +75,7 @@ class Worker:
 
     def run(self, mode: Pass, shard: Shard, *, step: int, per_token_outputs: bool) -> RankReply:
         """One pass over the shard's loss-carrying tokens, with or without gradients."""
-        batch = ShardBatch(shard, self._collator, "loss", self._spans)
+        batch = ShardBatch(shard, self._collator, self._collator_label, "loss", self._spans)
         objective = LossObjective(
             self._loss_label, self._loss, seed=self._seed, step=step, per_token_outputs=per_token_outputs, spans=self._spans
         )

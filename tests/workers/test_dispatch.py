@@ -70,7 +70,7 @@ def _check_every_token(columns, collator, layout, selection):
     found = {}
     for shard in shards:
         assert set(shard.columns.columns) == {"place"}, "only what the loss needs travels"
-        for micro_batch in ShardBatch(shard, collator, selection, Spans()):
+        for micro_batch in ShardBatch(shard, collator, "the collator", selection, Spans()):
             scored = micro_batch.samples
             flat = micro_batch.inputs["input_ids"].flatten()
             mask = micro_batch.inputs["attention_mask"].flatten()

@@ -1,0 +1,106 @@
+"""Collators and mergers are held to their contracts in every step: what they lose cannot go unnoticed."""
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.outputs import RankOutput
+from skyrl_engine.contracts.plan import Layout
+from skyrl_engine.contracts.ragged import Ragged, offsets_of
+from skyrl_engine.errors import ContractError, PluginBrokenError
+from skyrl_engine.spans import Spans
+from skyrl_engine.workers.batch import ShardBatch
+from skyrl_engine.workers.dispatch import cut, merged, planned
+from skyrl_engine_collators.padded.collator import PaddedCollator
+from skyrl_engine_mergers.ordered import OrderedMerger
+
+LABEL = "collator 'mine' of acme 1.0"
+
+
+@pytest.fixture
+def columns() -> SampleColumns:
+    return SampleColumns.create(
+        input_ids=np.arange(12),
+        token_offsets=offsets_of([4, 4, 4]),
+        action_offsets=offsets_of([2, 3, 2]),
+        sample_ids=np.array([5, 6, 7]),
+    )
+
+
+class Forgetful(PaddedCollator):
+    def plan(self, lengths, layout):
+        return super().plan(evolve(lengths, **{name: getattr(lengths, name)[:2] for name in FIELDS}), layout)
+
+
+class Eager(PaddedCollator):
+    def plan(self, lengths, layout):
+        return super().plan(lengths, evolve(layout, mini_batch_size=1))
+
+
+class Lopsided(PaddedCollator):
+    def plan(self, lengths, layout):
+        plan = super().plan(lengths, layout)
+        (mini_batch,) = plan.mini_batches
+        return evolve(plan, mini_batches=(evolve(mini_batch, ranks=(mini_batch.ranks[0] * 2, *mini_batch.ranks[1:])),))
+
+
+class Failing(PaddedCollator):
+    def plan(self, lengths, layout):
+        raise KeyError("width")
+
+
+class Shortsighted(PaddedCollator):
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        batch = super().build(columns, micro_batch, fields=fields, out=out)
+        gather = batch.gather
+        return evolve(batch, gather=evolve(gather, actions=gather.actions[1:], rows=gather.rows[1:], columns=gather.columns[1:]))
+
+
+FIELDS = ("tokens", "actions", "sample_ids", "group_ids", "unit_ids")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (Forgetful, ContractError, "planned 2 samples where there are 3, 1 of them not at all"),
+        (Eager, ContractError, "planned 3 mini-batches where one was asked for"),
+        (Lopsided, ContractError, r"planned \[2, 1\] micro-batches for 2 ranks"),
+        (Failing, PluginBrokenError, "failed in plan: KeyError"),
+    ],
+)
+def test_a_wrong_plan_is_refused_and_its_collator_named(columns, wrong, error, message):
+    with pytest.raises(error, match=message) as caught:
+        planned(LABEL, wrong(), columns, Layout(dp=2))
+    assert LABEL in caught.value.cause
+
+
+def test_a_gather_index_that_forgets_a_token_is_refused(columns):
+    plan = planned(LABEL, PaddedCollator(), columns, Layout())
+    (shard,) = cut(columns, plan.mini_batches[0], np.ones(7), ())
+    with pytest.raises(ContractError, match="says where to score 6 loss-carrying tokens of a micro-batch that has 7"):
+        list(ShardBatch(shard, Shortsighted(), LABEL, "loss", Spans()))
+
+
+class LosesTheLast(OrderedMerger):
+    def merge(self, outputs, plan):
+        output = super().merge(outputs, plan)
+        keep = np.arange(len(output) - 1)
+        return evolve(
+            output, sample_ids=output.sample_ids[keep], action_lengths=output.action_lengths[keep], scored=output.scored.take(keep)
+        )
+
+
+class Fails(OrderedMerger):
+    def merge(self, outputs, plan):
+        raise ZeroDivisionError("no ranks")
+
+
+def test_a_merger_that_loses_a_sample_or_fails_is_named(columns):
+    plan = planned(LABEL, PaddedCollator(), columns, Layout())
+    whole = RankOutput(np.array([5, 6, 7]), np.array([2, 3, 2]), Ragged(np.zeros(0, np.int32), offsets_of([0, 0, 0])))
+    assert merged("merger", OrderedMerger(), [whole], plan).sample_ids.tolist() == [5, 6, 7]
+    with pytest.raises(ContractError, match="merger 'mine' returned 2 samples where 3 were planned"):
+        merged("merger 'mine'", LosesTheLast(), [whole], plan)
+    with pytest.raises(PluginBrokenError, match="merger 'mine' failed in merge: ZeroDivisionError"):
+        merged("merger 'mine'", Fails(), [whole], plan)
