@@ -12,14 +12,11 @@ from skyrl_engine.hooks.markers import hookimpl
 
 
 @define(eq=False)
-class LossPlugin:
-    """Carries the hook implementations of one loss function; calling it calls the function."""
+class FunctionPlugin:
+    """A function that carries hook implementations; calling it calls the function. `config` is the attrs class of its options."""
 
     function: Callable[..., Any]
-    needs: tuple[str, ...]
     config: type[Any] | None
-    reducers: tuple[str, ...] | None
-    batch_local: bool
 
     @property
     def name(self) -> str:
@@ -31,6 +28,15 @@ class LossPlugin:
     @hookimpl
     def skyrl_engine_config_schema(self) -> type[Any] | None:
         return self.config
+
+
+@define(eq=False)
+class LossPlugin(FunctionPlugin):
+    """One loss function as a plugin."""
+
+    needs: tuple[str, ...]
+    reducers: tuple[str, ...] | None
+    batch_local: bool
 
     @hookimpl
     def skyrl_engine_make_loss(self, config: Any) -> FunctionLoss:
@@ -56,29 +62,16 @@ def loss(
 
     def decorate(function: Callable[..., Any]) -> LossPlugin:
         _check_takes(function, "tokens", "config")
-        return LossPlugin(function, tuple(needs), config, None if reducers is None else tuple(reducers), batch_local)
+        return LossPlugin(function, config, tuple(needs), None if reducers is None else tuple(reducers), batch_local)
 
     return decorate
 
 
 @define(eq=False)
-class ReducerPlugin:
-    """Carries the hook implementations of one reducer function; calling it calls the function."""
+class ReducerPlugin(FunctionPlugin):
+    """One reducer function as a plugin."""
 
-    function: Callable[..., Any]
-    config: type[Any] | None
     negative_weights: bool
-
-    @property
-    def name(self) -> str:
-        return self.function.__name__
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self.function(*arguments, **keywords)
-
-    @hookimpl
-    def skyrl_engine_config_schema(self) -> type[Any] | None:
-        return self.config
 
     @hookimpl
     def skyrl_engine_make_reducer(self, config: Any) -> FunctionReducer:
