@@ -55,6 +55,7 @@ def app() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (None: this process's) and return the exit code; what went wrong is printed to stderr."""
+    _open_missing_streams()
     os.environ.update(_ENVIRONMENT)
     for name, value in _QUIET_LIBRARIES.items():
         os.environ.setdefault(name, value)
@@ -65,6 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from skyrl_engine.cli.failures import exit_code_of
 
         return exit_code_of(error, settings)
+
+
+def _open_missing_streams() -> None:
+    """A process may be started without stdout or stderr; the next files it opens must not take their places."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def _invoke(arguments: list[str], settings: Settings) -> int:

@@ -27,10 +27,19 @@ _HISTOGRAM_WIDTH = 40
 _OPEN, _CLOSE = "«", "»"
 
 
+class _PipedConsole(Console):
+    """Leaves a reader that went away to the command line's own ending; rich would end the process with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def _console(*, stderr: bool = False) -> Console:
     """A console on the stream of the moment; what goes into a pipe or a file is never wrapped or coloured."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, highlight=False, soft_wrap=not stream.isatty(), width=None if stream.isatty() else _PIPE_WIDTH)
+    return _PipedConsole(
+        file=stream, highlight=False, soft_wrap=not stream.isatty(), width=None if stream.isatty() else _PIPE_WIDTH
+    )
 
 
 def _print(table: Table) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @plugin_options
 @click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
 def run(file: Path, overrides: tuple[str, ...], dry_run: bool, **choices: Any) -> int:
-    """Fine-tune as the configuration file CONFIG says; options and section.key=value go before the file."""
+    """Fine-tune as the file CONFIG says; options, and section.key=value after CONFIG, win over what it says."""
     from skyrl_engine.config import resolve
 
     resolved = resolve(load_config(file, overrides, flags_of(choices)))

@@ -1,6 +1,7 @@
 """`section.key=value` from a command line: the key is a dotted TOML key, the value a TOML value or a bare word."""
 
 import tomllib
+from pathlib import Path
 from typing import Any
 
 from skyrl_engine.config.origins import KeyPath
@@ -11,7 +12,8 @@ def parse_override(text: str) -> tuple[KeyPath, Any] | Problem:
     """Key path and value of one override, or the problem with it. What is not a TOML value is text, unless it starts like one."""
     key, equals, value = text.partition("=")
     if not equals:
-        return Problem(f"command line: {text}", "is not an override", "Write section.key=value")
+        remedy = "Put the file first, section.key=value after it" if Path(text).is_file() else "Write section.key=value"
+        return Problem(f"command line: {text}", "is not an override", remedy)
     path = _key_path(key.strip())
     if path is None:
         return Problem(f"command line: {text}", f"{key.strip()!r} is not a dotted key", "Write section.key=value")

@@ -76,7 +76,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
 
-    logits_per_chunk: int = field(default=2**22, validator=[ge(1), lt(2**63)])
+    logits_per_chunk: int = field(default=2**22, validator=ge(1))
     """Logits (positions x vocabulary) held at once while scoring; lower it when memory runs out at the head."""
 
     chat_template: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})

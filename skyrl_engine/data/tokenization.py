@@ -131,7 +131,7 @@ class SampleTokenizer:
 
 
 def _encodable(text: str, name: str) -> str:
-    """JSON can spell halves of characters outside the basic plane (`\\ud83d` alone), which are no text to a tokenizer."""
+    """The text itself. JSON can spell half a character (one surrogate without the other), which is no text to a tokenizer."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

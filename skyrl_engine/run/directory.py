@@ -63,9 +63,11 @@ class RunDirectory:
     def owned(self) -> Iterator[None]:
         """Hold the directory for this process; the kernel lets go when the process ends, however it ends.
 
-        Raises EngineError when another process holds it.
+        Raises EngineError when another process holds it, or nothing can be written there.
         """
-        with (self.path / _LOCK).open("w") as lock:
+        with _usable(self.path):
+            lock = (self.path / _LOCK).open("w")
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -81,23 +83,36 @@ def open_run_directory(configured: str | None, *, name: str, resume: bool) -> Ru
     """The run directory, created where it is missing: `configured`, or a new `runs/<UTC time>-<name>`.
 
     Raises ConfigError when the directory holds another run and `resume` is false, when it holds other files and no run, or when there is
-    nothing to say which run to resume.
+    nothing to say which run to resume; EngineError when it cannot be made or read.
     """
     if configured is None:
         if resume:
             raise _problem("resuming needs to know which run", "Set run.directory to the directory of the run to resume")
-        return _create_new(RUNS, f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{short_name(name)}")
+        with _usable(RUNS):
+            return _create_new(RUNS, f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{short_name(name)}")
     path = Path(configured).expanduser()
     if path.exists() and not path.is_dir():
         raise _problem(f"{path} is a file", "Name a new directory")
-    present = {entry.name for entry in path.iterdir()} if path.exists() else set()
+    with _usable(path):
+        path.mkdir(parents=True, exist_ok=True)
+        present = {entry.name for entry in path.iterdir()}
     foreign = sorted(name for name in present - _OWN_NAMES if not _is_written_aside(name))
     if foreign and "run.json" not in present:  # in a run's own directory they are its observers', or its owner's
         raise _problem(f"{path} holds files that belong to no run, such as {foreign[0]!r}", "Name a new or empty directory")
     if present - {_LOCK, "run.log"} and not resume:
         raise _problem(f"{path} already holds a run", "Name a new directory, or set checkpoint.resume = true to continue that run")
-    path.mkdir(parents=True, exist_ok=True)
     return RunDirectory(path)
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EngineError(
+            f"the run directory {path} cannot be used ({error.strerror})",
+            remedy="Make it readable and writable, or set another run.directory",
+        ) from error
 
 
 def short_name(text: str) -> str:
@@ -113,6 +128,8 @@ def _create_new(parent: Path, name: str) -> RunDirectory:
         try:
             path.mkdir(parents=True)
         except FileExistsError:
+            if not parent.is_dir():  # it is in the way itself: a link that leads nowhere
+                raise
             attempt += 1
         else:
             return RunDirectory(path)

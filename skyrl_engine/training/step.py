@@ -1,5 +1,6 @@
 """Drives one optimizer step: plan, weigh, dispatch, run, merge, apply. Shared by all trainers; it computes nothing itself."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ from skyrl_engine.contracts.merger import Merger
 from skyrl_engine.contracts.outputs import BatchOutput, Metric
 from skyrl_engine.contracts.plan import BatchPlan, Layout
 from skyrl_engine.contracts.reducer import BatchStructure, Reducer
+from skyrl_engine.errors import ModelError
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.dispatch import batch_structure, cut, merged, planned, token_weights
 from skyrl_engine.workers.launch import WorkerGroup
@@ -50,11 +52,20 @@ class StepDriver:
     _spans: Spans = field(factory=Spans, init=False)
 
     def train(self, columns: SampleColumns, *, step: int, per_token_outputs: bool = True) -> StepResult:
-        """One optimizer step on one mini-batch: all of `columns`. `loss` is the objective, the sum of weight times term."""
+        """One optimizer step on one mini-batch: all of `columns`. `loss` is the objective, the sum of weight times term.
+
+        Raises ModelError, before the weights change, where the loss or the gradient is not finite.
+        """
         plan = self._plan(columns)
         with self._spans("reduce"):
             weights = token_weights(self.labels["reducer"], self.reducer, self._structure(columns, plan))
         output = self._pass("forward_backward", columns, plan, weights, step, per_token_outputs=per_token_outputs)
+        if not math.isfinite(loss := output.metrics["loss"].result):  # a term that is NaN can still have a finite gradient
+            raise ModelError(
+                f"the loss of optimizer step {step} is not finite ({loss})",
+                remedy="Lower optimizer.learning_rate or inspect this step's samples and the loss; "
+                "the weights are those of the step before",
+            )
         replies = self.group.optim_step()
         for reply in replies:
             self._spans.add(reply.cpu_seconds)

@@ -2,9 +2,12 @@
 
 import logging
 import os
+import signal
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from skyrl_engine.errors import EngineError, UnsupportedError
@@ -45,17 +48,30 @@ def connect(ray: Any, address: str | None, ranks: int) -> bool:
     if address is None:
         # "local", not None: None would join whatever cluster the environment names
         cpus = max(ranks, os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level="error", log_to_driver=False)
+        with _own_signal_handlers():
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level="error", log_to_driver=False)
         return True
     try:
         _knock(address)
-        ray.init(address=address, logging_level="error", log_to_driver=False)
+        with _own_signal_handlers():
+            ray.init(address=address, logging_level="error", log_to_driver=False)
     except (OSError, RuntimeError, ValueError) as error:
         raise EngineError(
             f"no Ray cluster can be joined at {address} ({str(error).splitlines()[0] if str(error) else type(error).__name__})",
             remedy="Check run.ray_address and that `ray status` answers there, or remove it to start Ray on this machine",
         ) from error
     return True
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Keep this process's handlers: Ray's for SIGTERM ends the process at once, where a run ends after its step and writes a checkpoint."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in before.items():
+            if callable(handler):  # in place of a default action Ray's handler is the better one: it shuts Ray down
+                signal.signal(number, handler)
 
 
 def _knock(address: str) -> None:

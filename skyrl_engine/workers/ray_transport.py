@@ -118,10 +118,11 @@ class RayTransport:
 
 
 def _cause_of_death(error: Exception) -> str:
-    """Ray's own account, on one line."""
+    """Ray's own account, on one line and without its guesses at what could have happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "memory" in line.lower()]
-    return (telling or lines or [type(error).__name__])[0].rstrip(".")
+    account, _, _ = (telling or lines or [type(error).__name__])[0].partition("Some common causes")
+    return account.strip().rstrip(".")
 
 
 def _explain(method: str, deaths: dict[int, str], failures: dict[int, Failure]) -> EngineError:

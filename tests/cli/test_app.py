@@ -132,12 +132,18 @@ def test_telemetry_of_the_libraries_is_off(command, monkeypatch):
     assert os.environ["HF_HUB_DISABLE_TELEMETRY"] == "1"
 
 
-def test_a_reader_that_goes_away_is_no_failure():
+@pytest.mark.parametrize("arguments", [["config", "schema"], ["plugins", "list"]], ids=["plain", "rendered"])
+def test_a_reader_that_goes_away_is_no_failure(arguments):
     with subprocess.Popen(
-        [sys.executable, "-m", "skyrl_engine", "config", "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "skyrl_engine", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         process.stdout.close()
         assert process.wait(timeout=60) == 141
         assert process.stderr is not None
         assert process.stderr.read() == ""
+
+
+def test_a_process_without_streams_works_and_keeps_their_places_free_of_other_files():
+    script = f"exec {sys.executable} -m skyrl_engine plugins list >&- 2>&-"
+    assert subprocess.run(["sh", "-c", script], check=False, timeout=60).returncode == 0

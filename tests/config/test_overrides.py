@@ -57,3 +57,9 @@ def test_what_is_no_override_is_a_problem_of_the_command_line(text: str, cause: 
     assert isinstance(problem, Problem)
     assert problem.where == f"command line: {text}"
     assert problem.cause == cause
+
+
+def test_a_file_among_the_overrides_is_said_to_come_first() -> None:
+    problem = parse_override(__file__)
+    assert isinstance(problem, Problem)
+    assert problem.remedy == "Put the file first, section.key=value after it"

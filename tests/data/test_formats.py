@@ -120,6 +120,8 @@ def test_ready_tokens(load, make_tokenizer):
         ({"input_ids": [1, 2, 3], "loss_mask": [1, 2, 1]}, "values other than 0 and 1"),
         ({"input_ids": [1, 2.5], "num_actions": 1}, "'input_ids': a flat list of integers is needed"),
         ({"input_ids": [1, -2], "num_actions": 1}, "the token id -2 is negative"),
+        ({"input_ids": [1, 2**32 + 2], "num_actions": 1}, "'input_ids': an integer needs more than 32 bits"),
+        ({"input_ids": [1, 2], "labels": [-100, 2**32 + 2]}, "'labels': an integer needs more than 32 bits"),
         ({"input_ids": [], "num_actions": 0}, "there is no token"),
         ({"input_ids": [1, 2], "labels": [-100]}, "it has 1 entries for 2 tokens"),
         ({"input_ids": [1, 2], "labels": [2, -100]}, "label 2 at position 0 is not the token 1"),
@@ -143,6 +145,8 @@ def test_ready_tokens_that_do_not_fit_are_named(load, make_tokenizer, row, messa
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "neither text nor image"),
         ({"prompt": "x", "completion": [1]}, "it is list while the prompt is str"),
         ({"text": None}, "a string is needed, not nothing"),
+        ({"text": "cut emoji \ud83d"}, r"half a character ('\ud83d' at place 10 of its text)"),
+        ({"messages": [{"role": "assistant", "content": "\ud83d"}]}, "half a character"),
         ({"instruction": "x", "output": 1}, "a string is needed, not int"),
     ],
 )

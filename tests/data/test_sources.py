@@ -125,9 +125,9 @@ def test_tokens_in_arrow_are_read_as_arrays(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "x"}\n\n{"text": \n', r"a.jsonl line 3 is not valid JSON"),
+        ("a.jsonl", b'{"text": "x"}\n\n{"text": \n', r"a.jsonl line 3 is not valid JSON: Expecting value at character 11"),
         ("a.jsonl", b'{"text": "x"}\n[1]\n', r"a.jsonl line 2 holds a JSON list"),
-        ("a.jsonl", b'{"text": "\xff"}\n', r"a.jsonl line 1 is not valid JSON"),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"a.jsonl line 1 is not UTF-8: invalid start byte at byte 10"),
         ("a.json", b'[{"text": "x"}', r"a.json is not valid JSON"),
         ("a.json", b'[{"text": "x"}, 3]', r"a.json element 1 holds a JSON int"),
         ("a.parquet", b"PAR1 not", r"a.parquet cannot be read as Parquet"),
@@ -149,6 +149,8 @@ def test_locations_that_do_not_exist(tmp_path):
         open_source(str(tmp_path / "trian.jsonl"), split="train")
     with pytest.raises(DataError, match=r"the file .* has no subsets"):
         open_source(str(tmp_path / "train.jsonl"), split="train", subset="x")
+    with pytest.raises(DataError, match=r"/dev/null is neither a file nor a folder"):
+        open_source("/dev/null", split="train")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds no data file"):
         open_source(str(tmp_path / "empty"), split="train")

@@ -104,6 +104,20 @@ def test_a_scalar_loss_is_refused_with_its_shape():
 
 
 @pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda tokens: tokens.logprobs.detach().numpy(), "test returned a ndarray"),
+        (lambda tokens: tokens.logprobs > 0, "test returned torch.bool"),
+        (lambda tokens: tokens.logprobs.long(), "test returned torch.int64"),
+        (lambda tokens: tokens.logprobs.to(torch.complex64), "test returned torch.complex64"),
+    ],
+)
+def test_a_loss_of_other_than_real_numbers_is_refused(returned, message):
+    with pytest.raises(ContractError, match=message):
+        objective(lambda tokens, _: returned(tokens))({"logprobs": torch.zeros(3, requires_grad=True)}, micro_batch([1, 1, 1]))
+
+
+@pytest.mark.parametrize(
     ("metrics", "message"),
     [
         ({"loss": Metric.sum(1.0)}, "test returned a metric called 'loss', under which the engine reports its own"),

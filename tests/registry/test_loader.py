@@ -147,6 +147,10 @@ def test_a_class_in_place_of_an_instance_is_refused(install) -> None:
 BROKEN = {
     "raises": ("raise RuntimeError('no licence.')", "failed in its import: RuntimeError: no licence. Upgrade it: "),
     "exits": ("raise SystemExit(1)", "failed in its import: SystemExit: 1. Upgrade it: "),
+    "raises beside Exception": (
+        "class Panic(BaseException): pass\nraise Panic('at the disco')",
+        "failed in its import: Panic: at the disco. Upgrade it: ",
+    ),
     "syntax": ("def plain(:", "failed in its import: SyntaxError"),
     "missing module": ("import not_a_module_anywhere", "ModuleNotFoundError: No module named 'not_a_module_anywhere'"),
     "missing attribute": ("", "AttributeError"),

@@ -115,6 +115,11 @@ def test_a_pin_does_not_lift_a_block() -> None:
         registry(PPO, OTHER_PPO, block=("acme-losses:ppo",), pin={"loss:ppo": "acme-losses"}).resolve("loss", "ppo")
 
 
+def test_a_block_that_names_a_kind_would_block_nothing_and_is_a_configuration_mistake() -> None:
+    with pytest.raises(ConfigError, match=r"plugins\.block: 'loss:ppo' begins with a kind.*Write 'ppo'"):
+        registry(PPO, block=("loss:ppo",))
+
+
 def test_a_block_that_is_no_reference_is_a_configuration_mistake() -> None:
     with pytest.raises(ConfigError, match=r"plugins\.block"):
         registry(PPO, block=("two words:ppo",))

@@ -55,6 +55,20 @@ def test_a_start_that_failed_before_its_manifest_does_not_block_the_directory(tm
     open_run_directory(str(tmp_path), name="x", resume=False)
 
 
+def test_a_place_where_nothing_can_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EngineError, match=r"the run directory .*file/run cannot be used \(Not a directory\)"):
+        open_run_directory(str(tmp_path / "file" / "run"), name="x", resume=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to("nowhere")
+    with pytest.raises(EngineError, match=r"the run directory runs cannot be used \(File exists\)"):
+        open_run_directory(None, name="x", resume=False)
+    run = open_run_directory(str(tmp_path / "run"), name="x", resume=False)
+    (run.path / ".lock").mkdir()  # stands for missing permission, which does not keep root from writing
+    with pytest.raises(EngineError, match=r"run cannot be used \(Is a directory\)"), run.owned():
+        pass
+
+
 def test_a_second_owner_is_refused(tmp_path: Path) -> None:
     run = open_run_directory(str(tmp_path), name="x", resume=False)
     with run.owned(), pytest.raises(EngineError, match="another process is running in"), run.owned():

@@ -214,14 +214,16 @@ def test_a_failure_is_recorded_everywhere_and_raised(configure: Configure) -> No
     assert not torch.distributed.is_initialized()
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_with_the_checkpoint_before_it(configure: Configure, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flaw", ["* nan", "+ nan"], ids=["gradient", "loss alone"])
+def test_what_is_not_finite_ends_the_run_with_the_checkpoint_before_it(configure: Configure, tmp_path: Path, flaw: str) -> None:
     (tmp_path / "my_loss.py").write_text(
         "from skyrl_engine import loss\n"
         "calls = []\n"
         "@loss(needs=('logprobs',))\n"
         "def mine(tokens, config):\n"
         "    calls.append(1)\n"
-        "    return -tokens.logprobs * (float('nan') if len(calls) > 13 else 1.0)\n"
+        "    nan = float('nan')\n"
+        f"    return (-tokens.logprobs) {flaw} if len(calls) > 13 else -tokens.logprobs\n"
     )
     resolved = configure(loss={"use": f"{tmp_path}/my_loss.py:mine"})
     with pytest.raises(EngineError, match="not finite"):

@@ -1,5 +1,6 @@
 """Finding room for ranks on a Ray cluster: what each asks for, where it stands, and no silence when there is none."""
 
+import signal
 import socket
 
 import pytest
@@ -64,6 +65,26 @@ def test_an_address_where_nothing_answers_is_refused_at_once():
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(EngineError, match=f"no Ray cluster can be joined at {address}"):
             connect(import_ray(), address, 1)
+
+
+def test_the_signal_handlers_of_the_process_stay():
+    """Ray's handler for SIGTERM would end a run at once, without its last step and checkpoint."""
+
+    class Cluster:
+        def is_initialized(self) -> bool:
+            return False
+
+        def init(self, **_options: object) -> None:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def own(number: int, frame: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        assert connect(Cluster(), None, 1)
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_room_that_others_hold_is_waited_for_with_a_word_and_not_for_ever(monkeypatch, caplog):
