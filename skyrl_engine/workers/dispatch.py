@@ -36,6 +36,7 @@ def planned(label: str, collator: Collator, columns: SampleColumns, layout: Layo
     """
     with blaming(Owner(label, "Correct it, or choose another collator"), "plan"):
         plan = collator.plan(columns.lengths, layout)
+    _check_type(label, plan, BatchPlan)
     if len(plan.mini_batches) != 1:
         raise ContractError(
             f"{label} planned {len(plan.mini_batches)} mini-batches where one was asked for",
@@ -96,12 +97,20 @@ def merged(label: str, merger: Merger, outputs: Sequence[RankOutput], plan: Batc
     """The merger's output, checked against the plan. Raises ContractError, naming the merger `label`; OutputError passes."""
     with blaming(Owner(label, "Correct it, or choose another merger"), "merge"):
         output = merger.merge(outputs, plan)
+    _check_type(label, output, BatchOutput)
     if not np.array_equal(output.sample_ids, plan.expected_ids):
         raise ContractError(
             f"{label} returned {len(output.sample_ids)} samples where {len(plan.expected_ids)} were planned, or in another order",
             remedy="Return every planned sample exactly once, in the plan's order",
         )
+    if lost := {name for each in outputs for name in each.metrics} - output.metrics.keys():
+        raise ContractError(f"{label} returned no metric {sorted(lost)[0]!r}", remedy="Return every metric that a rank reports")
     return output
+
+
+def _check_type(label: str, returned: object, wanted: type) -> None:
+    if not isinstance(returned, wanted):
+        raise ContractError(f"{label} returned {type(returned).__name__}", remedy=f"Return a {wanted.__name__}")
 
 
 def cut(

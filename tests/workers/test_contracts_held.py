@@ -5,7 +5,7 @@ import pytest
 from attrs import evolve
 
 from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.outputs import RankOutput
+from skyrl_engine.contracts.outputs import Metric, RankOutput
 from skyrl_engine.contracts.plan import Layout
 from skyrl_engine.contracts.ragged import Ragged, offsets_of
 from skyrl_engine.errors import ContractError, PluginBrokenError
@@ -45,6 +45,11 @@ class Lopsided(PaddedCollator):
         return evolve(plan, mini_batches=(evolve(mini_batch, ranks=(mini_batch.ranks[0] * 2, *mini_batch.ranks[1:])),))
 
 
+class Silent(PaddedCollator):
+    def plan(self, lengths, layout):
+        return None
+
+
 class Failing(PaddedCollator):
     def plan(self, lengths, layout):
         raise KeyError("width")
@@ -66,6 +71,7 @@ FIELDS = ("tokens", "actions", "sample_ids", "group_ids", "unit_ids")
         (Forgetful, ContractError, "planned 2 samples where there are 3, 1 of them not at all"),
         (Eager, ContractError, "planned 3 mini-batches where one was asked for"),
         (Lopsided, ContractError, r"planned \[2, 1\] micro-batches for 2 ranks"),
+        (Silent, ContractError, "returned NoneType. Return a BatchPlan"),
         (Failing, PluginBrokenError, "failed in plan: KeyError"),
     ],
 )
@@ -96,11 +102,26 @@ class Fails(OrderedMerger):
         raise ZeroDivisionError("no ranks")
 
 
-def test_a_merger_that_loses_a_sample_or_fails_is_named(columns):
+class Silences(OrderedMerger):
+    def merge(self, outputs, plan):
+        return None
+
+
+class LosesMetrics(OrderedMerger):
+    def merge(self, outputs, plan):
+        return evolve(super().merge(outputs, plan), metrics={})
+
+
+def test_a_merger_that_loses_something_or_fails_is_named(columns):
     plan = planned(LABEL, PaddedCollator(), columns, Layout())
     whole = RankOutput(np.array([5, 6, 7]), np.array([2, 3, 2]), Ragged(np.zeros(0, np.int32), offsets_of([0, 0, 0])))
+    whole = evolve(whole, metrics={"loss": Metric.sum(1.0)})
     assert merged("merger", OrderedMerger(), [whole], plan).sample_ids.tolist() == [5, 6, 7]
     with pytest.raises(ContractError, match="merger 'mine' returned 2 samples where 3 were planned"):
         merged("merger 'mine'", LosesTheLast(), [whole], plan)
+    with pytest.raises(ContractError, match="merger 'mine' returned no metric 'loss'"):
+        merged("merger 'mine'", LosesMetrics(), [whole], plan)
+    with pytest.raises(ContractError, match="merger 'mine' returned NoneType. Return a BatchOutput"):
+        merged("merger 'mine'", Silences(), [whole], plan)
     with pytest.raises(PluginBrokenError, match="merger 'mine' failed in merge: ZeroDivisionError"):
         merged("merger 'mine'", Fails(), [whole], plan)
