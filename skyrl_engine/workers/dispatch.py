@@ -104,7 +104,7 @@ def merged(label: str, merger: Merger, outputs: Sequence[RankOutput], plan: Batc
             remedy="Return every planned sample exactly once, in the plan's order",
         )
     if lost := {name for each in outputs for name in each.metrics} - output.metrics.keys():
-        raise ContractError(f"{label} returned no metric {sorted(lost)[0]!r}", remedy="Return every metric that a rank reports")
+        raise ContractError(f"{label} returned no metric {min(lost)!r}", remedy="Return every metric that a rank reports")
     return output
 
 

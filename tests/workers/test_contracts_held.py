@@ -121,7 +121,7 @@ def test_a_merger_that_loses_something_or_fails_is_named(columns):
         merged("merger 'mine'", LosesTheLast(), [whole], plan)
     with pytest.raises(ContractError, match="merger 'mine' returned no metric 'loss'"):
         merged("merger 'mine'", LosesMetrics(), [whole], plan)
-    with pytest.raises(ContractError, match="merger 'mine' returned NoneType. Return a BatchOutput"):
+    with pytest.raises(ContractError, match=r"merger 'mine' returned NoneType\. Return a BatchOutput"):
         merged("merger 'mine'", Silences(), [whole], plan)
     with pytest.raises(PluginBrokenError, match="merger 'mine' failed in merge: ZeroDivisionError"):
         merged("merger 'mine'", Fails(), [whole], plan)
