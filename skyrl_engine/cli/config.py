@@ -45,7 +45,7 @@ def check_config(file: Path, overrides: tuple[str, ...], **choices: Any) -> None
     from skyrl_engine.config import resolve
 
     resolve(load_config(file, overrides, flags_of(choices)))
-    click.echo(f"{file}: no mistakes.")
+    click.echo(f"{file}: no mistakes. `skyrl-engine run --dry-run` looks at the model and the data too.")
 
 
 @config.command("schema")

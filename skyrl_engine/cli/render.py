@@ -141,7 +141,7 @@ def show_plan(plan: "RunPlan") -> None:
             "capabilities": f"needs {', '.join(plan.required)}; the backend declares {', '.join(plan.capabilities)}",
             "training data": _described(plan.train),
             "held-out data": "none" if plan.evaluation is None else _described(plan.evaluation),
-            "longest sequence": plan.max_sequence_length or "unknown",
+            "length limit": "none" if plan.longest_allowed is None else f"{plan.longest_allowed:,} tokens",
             "steps": f"{plan.total_steps:,} of {plan.batch_size} samples ({plan.steps_per_epoch:,} an epoch)",
             "padding": f"{plan.padding_share:.1%} of the first mini-batch",
         }
@@ -191,10 +191,14 @@ def show_preview(seen: "Preview") -> None:
     show_table(
         ("tokens", "samples", ""),
         [
-            (f"{each.low} - {each.high}", f"{each.samples:,}", "█" * -(-_HISTOGRAM_WIDTH * each.samples // max(most, 1)))
+            (_range(each.low, each.high), f"{each.samples:,}", "█" * -(-_HISTOGRAM_WIDTH * each.samples // max(most, 1)))
             for each in seen.histogram
         ],
     )
+
+
+def _range(low: int, high: int) -> str:
+    return f"{low}" if low == high else f"{low} - {high}"
 
 
 def _marked(sample: "SamplePreview", *, coloured: bool) -> Text:
@@ -206,4 +210,6 @@ def _marked(sample: "SamplePreview", *, coloured: bool) -> Text:
             text.append(piece, style="green" if loss else "dim")
         else:
             text.append(f"{_OPEN}{piece}{_CLOSE}" if loss else piece)
+    if text.plain.endswith("\n"):
+        text.right_crop(1)
     return text

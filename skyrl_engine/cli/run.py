@@ -42,12 +42,20 @@ def start(resolved: "ResolvedConfig", settings: Settings, *, dry_run: bool) -> i
     from skyrl_engine.cli.training import train
 
     result = train(resolved, settings)
-    render.show_facts({name: f"{value:.6g}" for name, value in result.metrics.items()})
+    if result.metrics:
+        click.echo("last step:")
+        render.show_facts({name: f"{value:.6g}" for name, value in result.metrics.items()})
+    elif result.stopped_by is None:
+        click.echo(f"nothing to do: the run has done its {result.step} steps already")
     return conclude(result)
 
 
 def conclude(result: "RunResult") -> int:
     """Say where the run is and, when it was stopped, how to go on; returns the exit code."""
+    from skyrl_engine.run.directory import RunDirectory
+
+    if result.stopped_by is None and (model := RunDirectory(result.directory).model).is_dir():
+        click.echo(f"trained model: {model}")
     click.echo(f"run directory: {result.directory}")
     if result.stopped_by is None:
         return 0

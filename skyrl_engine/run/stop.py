@@ -38,7 +38,7 @@ def listen_for_stop() -> Iterator[StopRequest]:
         if request or not request.can_wait:
             raise KeyboardInterrupt
         request.signal_name = signal.Signals(number).name
-        logger.warning("%s: the run ends after the current step", request.signal_name)
+        logger.warning("%s: the run ends after the current step, a second signal ends it at once", request.signal_name)
 
     if threading.current_thread() is not threading.main_thread():
         yield request

@@ -9,6 +9,7 @@ from attrs import frozen
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.plan import BatchPlan
 from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.data.context_length import limited_to_model
 from skyrl_engine.training.preparation import PreparedRun, describe_data
 
 
@@ -26,6 +27,7 @@ class MicroBatchShape:
 class RunPlan:
     """`plugins` describe each selected plugin by kind; `train` and `evaluation` are the data's name, format and counts.
 
+    `longest_allowed` is the longest sample in tokens, by `data.max_length` or else by the model; None where neither says.
     `micro_batches` and `padding_share` (0 to 1) are those of the run's first mini-batch.
     """
 
@@ -38,7 +40,7 @@ class RunPlan:
     required: tuple[str, ...]
     train: Mapping[str, Any]
     evaluation: Mapping[str, Any] | None
-    max_sequence_length: int | None
+    longest_allowed: int | None
     total_steps: int
     steps_per_epoch: int
     batch_size: int
@@ -59,7 +61,7 @@ def describe_plan(prepared: PreparedRun) -> RunPlan:
         required=tuple(sorted(prepared.required)),
         train=describe_data(prepared.train) or {},
         evaluation=describe_data(prepared.evaluation),
-        max_sequence_length=prepared.context.max_sequence_length,
+        longest_allowed=limited_to_model(resolved.config.data, resolved.config.model).max_length,
         total_steps=prepared.total_steps,
         steps_per_epoch=prepared.order.steps_per_epoch,
         batch_size=prepared.order.batch_size,

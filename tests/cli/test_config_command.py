@@ -35,7 +35,10 @@ def test_show_works_without_a_file(command):
 
 def test_check_of_a_good_file(command, good):
     outcome = command("config", "check", good)
-    assert (outcome.code, outcome.out) == (0, f"{good}: no mistakes.\n")
+    assert (outcome.code, outcome.out) == (
+        0,
+        f"{good}: no mistakes. `skyrl-engine run --dry-run` looks at the model and the data too.\n",
+    )
 
 
 def test_check_prints_every_mistake_and_one_last_line(command, tmp_path):

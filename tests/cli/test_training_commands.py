@@ -33,7 +33,11 @@ def test_run_then_export(command, config, tmp_path):
     outcome = command("run", config)
     assert outcome.code == 0, outcome.err
     assert "2/2" in outcome.err
-    assert outcome.out.splitlines()[-1] == f"run directory: {tmp_path / 'run'}"
+    last = [f"trained model: {tmp_path / 'run' / 'model'}", f"run directory: {tmp_path / 'run'}"]
+    assert outcome.out.splitlines()[-2:] == last
+    assert outcome.out.startswith("last step:\n")
+    finished = command("run", config, "checkpoint.resume=true")
+    assert finished.out.splitlines() == ["nothing to do: the run has done its 2 steps already", *last]
     exported = command("export", "run", "exported")
     assert (exported.code, exported.out) == (0, "model: exported\n"), exported.err
     assert (tmp_path / "exported" / "model.safetensors").read_bytes() == (
@@ -51,11 +55,13 @@ def test_a_second_run_in_the_same_directory_is_refused(command, config):
     assert "already holds a run" in outcome.last_line
 
 
-def test_dry_run_plans_and_writes_no_run(command, config, tmp_path):
+def test_dry_run_plans_and_writes_no_run(command, config, inputs, tmp_path):
     outcome = command("run", config, "--dry-run", "--reducer", "sum", "training.micro_batch_rows=3")
     assert outcome.code == 0, outcome.err
     assert "skyrl-engine-reducers:sum" in outcome.out
     assert "24 of 24 rows, 0 dropped" in outcome.out
+    length = json.loads((inputs / "model" / "config.json").read_text())["max_position_embeddings"]
+    assert ["length", "limit", f"{length:,}", "tokens"] in [line.split() for line in outcome.out.splitlines()]
     assert not (tmp_path / "run").exists()
     rows = [line.split() for line in outcome.out.splitlines()[-3:]]
     assert sum(int(row[-1]) for row in rows) == 8
@@ -72,8 +78,8 @@ def test_sft_prints_a_configuration_that_runs_the_same(command, inputs, tmp_path
         *("--output", "first", "--learning-rate", "0.001", "data.cache=./cache", "--loss", "cross_entropy"),
     )
     assert outcome.code == 0, outcome.err
-    text = outcome.out.partition("\n\nloss ")[0]
-    made = tomllib.loads(text[: text.rindex("\n\n")] if "run directory" in text else text)
+    text = outcome.out.partition("\n\nlast step:")[0]
+    made = tomllib.loads(text)
     assert made["optimizer"] == {"learning_rate": 0.001}
     assert made["loss"] == {"use": "cross_entropy"}
     (tmp_path / "made.toml").write_text(text)
@@ -110,6 +116,7 @@ def test_preview_marks_what_carries_loss(command, inputs):
     assert outcome.code == 0, outcome.err
     assert "«000<|im_end|>»" in outcome.out
     assert "24 of 24 rows" in outcome.out
+    assert "\n\n\n" not in outcome.out
     seen = json.loads(command(*arguments, "--samples", "2", "--json").out)
     assert [sample["row"] for sample in seen["samples"]] == [0, 1]
     assert seen["counts"]["loss_tokens"] == 24 * 4
