@@ -86,4 +86,5 @@ def _run(command: Sequence[str]) -> None:
         raise CompilerError(str(problem)) from problem
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines()
-        raise CompilerError(f"{command[0]} ended with {done.returncode}{': ' + lines[-1] if lines else ''}")
+        told = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
+        raise CompilerError(f"{command[0]} ended with {done.returncode}: {told}")

@@ -1,5 +1,6 @@
 /* The extension module skyrl_engine_collators._kernels. */
 #include "gather.h"
+#include "lists.h"
 #include "rows.h"
 
 #define INTERFACE 1 /* raised with every change that Python sees; kernels.py refuses another one */
@@ -7,6 +8,7 @@
 static PyMethodDef functions[] = {
     {"write_rows", write_rows, METH_VARARGS, write_rows_doc},
     {"write_gather", write_gather, METH_VARARGS, write_gather_doc},
+    {"read_lists", read_lists, METH_VARARGS, read_lists_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -12,6 +12,7 @@ from skyrl_engine_collators.padded import reference
 from skyrl_engine_collators.padded.collator import PaddedCollator
 
 PAD = 151_643
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 class TestPaddedConformance(CollatorConformance):

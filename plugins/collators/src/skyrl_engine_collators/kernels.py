@@ -8,8 +8,9 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
+from skyrl_engine.contracts import ingest
 from skyrl_engine.contracts.ragged import AnyArray, IntArray
 from skyrl_engine.errors import DataError, UnsupportedError
 
@@ -41,6 +42,8 @@ class CompiledModule(Protocol):
         first_columns: IntArray,
         /,
     ) -> None: ...
+
+    def read_lists(self, rows: list[Any], lengths: IntArray, out: AnyArray, /) -> bool: ...
 
 
 class Kernels:
@@ -83,6 +86,15 @@ class Kernels:
         except (TypeError, ValueError) as problem:
             raise _refused(problem) from problem
 
+    def read_lists(self, rows: list[Any], lengths: IntArray, out: AnyArray) -> bool:
+        """Read n lists of `lengths[i]` numbers (int64[n]) into the flat `out`: int64 or int32 for whole numbers, float32 for any, uint8 for
+        0 and 1. False where something is no plain number that fits; `out` then holds anything. Raises DataError for unusable arrays.
+        """
+        try:
+            return self._module.read_lists(rows, lengths, out)
+        except (TypeError, ValueError) as problem:
+            raise _refused(problem) from problem
+
 
 def _refused(problem: Exception) -> DataError:
     return DataError(
@@ -120,3 +132,14 @@ def load() -> CompiledModule:
     if module.INTERFACE != INTERFACE:
         raise ImportError(f"they have interface {module.INTERFACE}, this version needs {INTERFACE}", name="skyrl_engine_collators")
     return module
+
+
+def read_lists(rows: list[Any], lengths: IntArray, out: AnyArray) -> bool:
+    """The engine's reader of lists (`ingest.ListReader`): the compiled one, or none where NumPy does the work."""
+    compiled = kernels()
+    return compiled is not None and compiled.read_lists(rows, lengths, out)
+
+
+ingest.offer_list_reader(
+    read_lists
+)  # columns are the engine's, which does not know its plugins: from here on it reads lists with ours
