@@ -10,7 +10,7 @@
 #define ASK_FOR(address) ((void)(address))
 #endif
 
-#define BLOCK 32
+#define BLOCK 64
 
 /* The numbers of all rows, one after the other. */
 typedef struct {
@@ -41,6 +41,10 @@ static int next_block(Stream *stream, PyObject **block) {
     return filled;
 }
 
+typedef struct {
+    PyObject *zero, *one;
+} Known;
+
 /* Exact types only: their conversion runs no Python code, so nothing borrowed can vanish meanwhile. */
 static int is_whole(PyObject *item) { return PyLong_CheckExact(item) || Py_IS_TYPE(item, &PyBool_Type); }
 
@@ -60,38 +64,53 @@ static int read_real(PyObject *item, double *value) {
     return *value != -1.0 || !PyErr_Occurred();
 }
 
-static int convert(PyObject *const *block, int count, const Array *out, size_t place) {
+/* Masks are mostly the interpreter's own 0 and 1, which are known by their address and not looked into. */
+static int read_mask(PyObject *item, const Known *known, uint8_t *value) {
+    double real;
+    int one = item == known->one;
+    *value = (uint8_t)one;
+    if ((item == known->zero) | one) return 1; /* | and not ||: which of the two it is cannot be predicted */
+    if (!read_real(item, &real) || (real != 0.0 && real != 1.0) || signbit(real)) return 0;
+    *value = (uint8_t)real;
+    return 1;
+}
+
+static int convert(PyObject *const *block, int count, const Known *known, const Array *out, size_t place) {
     int64_t whole;
     double real;
-    for (int i = 0; i < count; i++, place++) {
-        switch (out->kind) {
-        case INT64:
-            if (!read_whole(block[i], &whole)) return 0;
-            ((int64_t *)out->data)[place] = whole;
-            break;
-        case INT32:
+    if (out->kind == INT64) {
+        int64_t *values = (int64_t *)out->data + place;
+        for (int i = 0; i < count; i++) {
+            if (!read_whole(block[i], &values[i])) return 0;
+        }
+    } else if (out->kind == INT32) {
+        int32_t *values = (int32_t *)out->data + place;
+        for (int i = 0; i < count; i++) {
             if (!read_whole(block[i], &whole) || whole < INT32_MIN || whole > INT32_MAX) return 0;
-            ((int32_t *)out->data)[place] = (int32_t)whole;
-            break;
-        case FLOAT32:
+            values[i] = (int32_t)whole;
+        }
+    } else if (out->kind == FLOAT32) {
+        float *values = (float *)out->data + place;
+        for (int i = 0; i < count; i++) {
             if (!read_real(block[i], &real)) return 0;
-            ((float *)out->data)[place] = (float)real;
-            break;
-        default: /* uint8: a mask */
-            if (!read_real(block[i], &real) || (real != 0.0 && real != 1.0) || signbit(real)) return 0;
-            ((uint8_t *)out->data)[place] = (uint8_t)real;
+            values[i] = (float)real;
+        }
+    } else {
+        uint8_t *values = (uint8_t *)out->data + place;
+        for (int i = 0; i < count; i++) {
+            if (!read_mask(block[i], known, &values[i])) return 0;
         }
     }
     return 1;
 }
 
-static int read_all(Stream *stream, const Array *out) {
+static int read_all(Stream *stream, const Known *known, const Array *out) {
     PyObject *blocks[2][BLOCK];
     int which = 0, count = next_block(stream, blocks[0]);
     size_t place = 0;
     while (count > 0) {
         int following = next_block(stream, blocks[1 - which]);
-        if (following < 0 || (size_t)count > out->count - place || !convert(blocks[which], count, out, place)) return 0;
+        if (following < 0 || (size_t)count > out->count - place || !convert(blocks[which], count, known, out, place)) return 0;
         place += (size_t)count;
         count = following;
         which = 1 - which;
@@ -116,8 +135,11 @@ PyObject *read_lists(PyObject *module, PyObject *arguments) {
     if (copied == NULL) return NULL;
     stream.lengths = copied;
     if (array_open(&out, target, 1, "out")) {
-        int complete = read_all(&stream, &out);
+        Known known = {PyLong_FromLong(0), PyLong_FromLong(1)};
+        int complete = read_all(&stream, &known, &out);
         PyErr_Clear(); /* of a number that does not fit */
+        Py_XDECREF(known.zero);
+        Py_XDECREF(known.one);
         result = PyBool_FromLong(complete);
         array_close(&out);
     }
