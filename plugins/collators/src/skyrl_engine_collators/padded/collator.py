@@ -56,7 +56,7 @@ class PaddedCollator:
             gather = vectorized.gather_index(rows)
         else:
             arrays = native.build_fields(compiled, columns, rows, self.pad_token_id, wanted, memory)
-            gather = native.gather_index(compiled, rows)
+            gather = native.gather_index(compiled, rows, memory)
         lengths = rows.tokens[rows.sample_rows]
         return DenseBatch(
             fields={name: torch.from_numpy(array) for name, array in arrays.items()},

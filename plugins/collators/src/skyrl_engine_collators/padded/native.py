@@ -2,8 +2,6 @@
 
 from collections.abc import Container, Mapping
 
-import numpy as np
-
 from skyrl_engine.contracts.collator import Buffers, GatherIndex
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.ragged import AnyArray
@@ -47,12 +45,16 @@ def build_fields(
     return fields
 
 
-def gather_index(kernels: Kernels, rows: PaddedRows) -> GatherIndex:
-    """As `vectorized.gather_index`."""
+def gather_index(kernels: Kernels, rows: PaddedRows, out: Buffers) -> GatherIndex:
+    """As `vectorized.gather_index`, in memory from `out`: fresh pages would cost more than what is written to them."""
     tokens, actions = rows.tokens[rows.sample_rows], rows.actions[rows.sample_rows]
     unscored = (tokens == actions) & (actions > 0)  # nothing predicts the first token of a sample
     scored = actions - unscored
-    total = int(scored.sum())
-    index = (np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64))
+    shape = (int(scored.sum()),)
+    index = (
+        out.empty("gather.actions", shape, "int64"),
+        out.empty("gather.rows", shape, "int64"),
+        out.empty("gather.columns", shape, "int64"),
+    )
     kernels.write_gather(index, sample_rows=rows.sample_rows, actions=actions, scored=scored, first_columns=rows.width - scored - 1)
     return GatherIndex(*index)
