@@ -128,6 +128,8 @@ def fingerprint() -> str:
         ROOT / "requirements-dev.txt",
         ROOT / "skyrl_engine" / "__init__.py",
         *(ROOT / project / "pyproject.toml" for project in PROJECTS),
+        *sorted(ROOT.glob("plugins/*/hatch_build.py")),
+        *sorted(ROOT.glob("plugins/*/native/*")),
     ]
     state = hashlib.sha256(repr((sys.version_info[:3], str(ROOT), TORCH)).encode())
     for file in files:

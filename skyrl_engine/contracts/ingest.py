@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,13 +14,31 @@ Rows = Sequence[Any]
 """One list, NumPy array or torch tensor of numbers per sample."""
 
 
+class ListReader(Protocol):
+    """Reads lists of Python numbers faster than Python does, into the same values."""
+
+    def __call__(self, rows: list[Any], lengths: IntArray, out: AnyArray) -> bool:
+        """Read n lists of `lengths[i]` numbers into the flat `out` (int32 or int64 for whole numbers, float32 for any, uint8 for 0 and 1).
+
+        False, and anything in `out`, where something is no int, bool or float itself or does not fit; then Python reads, or complains.
+        """
+
+
+_readers: list[ListReader] = []
+
+
+def offer_list_reader(reader: ListReader) -> None:
+    """From now on, lists are read by `reader` where it can; a later offer replaces it. What is read stays the same, bit for bit."""
+    _readers[:] = [reader]
+
+
 def from_lists(
     *, input_ids: Rows, num_actions: Sequence[int] | None, loss_mask: Rows | None, columns: Mapping[str, Rows]
 ) -> dict[str, Any]:
     """The flat arrays of `SampleColumns.create`; see `SampleColumns.from_lists`."""
     count = len(input_ids)
     tokens, lengths = flat_token_ids(input_ids, lambda row: (row, "input_ids"))
-    weight, mask_lengths = (None, None) if loss_mask is None else flat_numbers("loss_mask", loss_mask, count)
+    weight, mask_lengths = (None, None) if loss_mask is None else flat_loss_weight("loss_mask", loss_mask, count)
     actions = lengths if mask_lengths is None else mask_lengths
     if num_actions is not None:
         actions = _counts("num_actions", num_actions, count)
@@ -30,7 +48,7 @@ def from_lists(
         "input_ids": tokens,
         "token_offsets": offsets_of(lengths),
         "action_offsets": offsets_of(actions),
-        "loss_weight": None if weight is None else as_loss_weight(weight),
+        "loss_weight": weight,
         "columns": {name: _column(name, rows, count, actions) for name, rows in columns.items()},
     }
 
@@ -44,13 +62,13 @@ def from_rollouts(*, prompts: Rows, responses: Rows, loss_masks: Rows | None, co
     prompt_lengths, actions = lengths[0::2], lengths[1::2]
     weight = None
     if loss_masks is not None:
-        weight, mask_lengths = flat_numbers("loss_masks", loss_masks, count)
+        weight, mask_lengths = flat_loss_weight("loss_masks", loss_masks, count)
         check_lengths("loss_masks", mask_lengths, actions)
     return {
         "input_ids": tokens,
         "token_offsets": offsets_of(prompt_lengths + actions),
         "action_offsets": offsets_of(actions),
-        "loss_weight": None if weight is None else as_loss_weight(weight),
+        "loss_weight": weight,
         "columns": {name: _column(name, rows, count, actions) for name, rows in columns.items()},
     }
 
@@ -76,6 +94,16 @@ def flat_numbers(name: str, rows: Rows, count: int) -> tuple[AnyArray, IntArray]
         raise DataError(f"{name} holds an integer that no float can hold", remedy=f"Check the values of {name}") from problem
 
 
+def flat_loss_weight(name: str, rows: Rows, count: int) -> tuple[AnyArray, IntArray]:
+    """All weights as `as_loss_weight` gives them, and the rows' lengths."""
+    _check_rows(name, rows, count)
+    mask = _read_at_once(rows, np.uint8)
+    if mask is not None:
+        return mask
+    values, lengths = flat_numbers(name, rows, count)
+    return as_loss_weight(values), lengths
+
+
 def as_loss_weight(values: AnyArray) -> AnyArray:
     """uint8 where every weight is 0 or 1, float32 otherwise (also for -0.0, which uint8 would not keep)."""
     is_mask = bool((((values == 0) & ~np.signbit(values)) | (values == 1)).all())
@@ -95,6 +123,9 @@ def check_lengths(name: str, lengths: IntArray, actions: IntArray) -> None:
 
 def _flat(rows: Rows, typecode: str, dtype: type[np.generic], place: Callable[[int], tuple[int, str]]) -> tuple[AnyArray, IntArray]:
     """Append row after row to one growing buffer. `array.fromlist` reads Python numbers at C speed and refuses what is no number."""
+    at_once = _read_at_once(rows, dtype)
+    if at_once is not None:
+        return at_once
     buffer = array(typecode)
     assert buffer.itemsize == np.dtype(dtype).itemsize, f"the platform's {typecode!r} is not {np.dtype(dtype)}"
     ends = np.zeros(len(rows) + 1, dtype=np.int64)
@@ -113,6 +144,15 @@ def _flat(rows: Rows, typecode: str, dtype: type[np.generic], place: Callable[[i
             ) from problem
         ends[number + 1] = len(buffer)
     return np.frombuffer(buffer, dtype=dtype) if len(buffer) else np.zeros(0, dtype=dtype), np.diff(ends)
+
+
+def _read_at_once(rows: Rows, dtype: type[np.generic]) -> tuple[AnyArray, IntArray] | None:
+    """All values and the rows' lengths from the offered reader, or None where it does not read these rows."""
+    if not _readers or not all(type(row) is list for row in rows):
+        return None
+    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    values = np.empty(int(lengths.sum()), dtype=dtype)
+    return (values, lengths) if _readers[0](list(rows), lengths, values) else None
 
 
 def _append(buffer: "array[Any]", row: Any, dtype: np.dtype[Any]) -> None:

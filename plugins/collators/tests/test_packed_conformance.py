@@ -19,6 +19,7 @@ from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.packed.planner import joined
 
 PAD = 151_643
+pytestmark = pytest.mark.usefixtures("engine")
 POLICIES = ("ffd", "balanced", "concat")
 
 

@@ -8,11 +8,13 @@ from attrs import frozen
 from skyrl_engine.contracts.collator import Buffers, DenseBatch
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
+from skyrl_engine_collators.kernels import kernels
 from skyrl_engine_collators.memory import FreshMemory
 from skyrl_engine_collators.overlong import check_maximum_length
+from skyrl_engine_collators.packed import native, vectorized
 from skyrl_engine_collators.packed.planner import Packing, joined, plan_packed
 from skyrl_engine_collators.packed.policies import Policy
-from skyrl_engine_collators.packed.vectorized import PackedRows, build_fields, field_names, gather_index
+from skyrl_engine_collators.packed.vectorized import PackedRows, field_names
 
 WHOLE = Layout()
 
@@ -55,10 +57,16 @@ class PackedCollator:
         rows = PackedRows.of(columns, micro_batch)
         wanted = field_names(columns) if fields is None else frozenset(fields)
         memory = FreshMemory() if out is None else out
-        arrays = build_fields(columns, rows, self.pad_token_id, wanted, memory)
+        compiled = kernels()
+        if compiled is None:
+            arrays = vectorized.build_fields(columns, rows, self.pad_token_id, wanted, memory)
+            gather = vectorized.gather_index(rows, memory)
+        else:
+            arrays = native.build_fields(compiled, columns, rows, self.pad_token_id, wanted, memory)
+            gather = native.gather_index(compiled, rows, memory)
         return DenseBatch(
             fields={name: torch.from_numpy(array) for name, array in arrays.items()},
-            gather=gather_index(rows, memory),
+            gather=gather,
             sequence_lengths=rows.sequence_lengths,
             cu_seqlens=rows.cu_seqlens,
         )

@@ -10,10 +10,12 @@ from attrs import frozen
 from skyrl_engine.contracts.collator import Buffers, DenseBatch
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths, one_sample_per_row
+from skyrl_engine_collators.kernels import kernels
 from skyrl_engine_collators.memory import FreshMemory
 from skyrl_engine_collators.overlong import check_maximum_length
+from skyrl_engine_collators.padded import native, vectorized
 from skyrl_engine_collators.padded.planner import extent, plan_padded
-from skyrl_engine_collators.padded.vectorized import PaddedRows, build_fields, field_names, gather_index
+from skyrl_engine_collators.padded.vectorized import PaddedRows, field_names
 
 
 @frozen
@@ -47,11 +49,18 @@ class PaddedCollator:
 
         rows = PaddedRows.of(columns, micro_batch)
         wanted = field_names(columns) if fields is None else frozenset(fields)
-        arrays = build_fields(columns, rows, self.pad_token_id, wanted, FreshMemory() if out is None else out)
+        memory = FreshMemory() if out is None else out
+        compiled = kernels()
+        if compiled is None:
+            arrays = vectorized.build_fields(columns, rows, self.pad_token_id, wanted, memory)
+            gather = vectorized.gather_index(rows)
+        else:
+            arrays = native.build_fields(compiled, columns, rows, self.pad_token_id, wanted, memory)
+            gather = native.gather_index(compiled, rows, memory)
         lengths = rows.tokens[rows.sample_rows]
         return DenseBatch(
             fields={name: torch.from_numpy(array) for name, array in arrays.items()},
-            gather=gather_index(rows),
+            gather=gather,
             sequence_lengths=tuple(lengths[start:stop] for start, stop in pairwise(micro_batch.row_offsets.tolist())),
         )
 

@@ -1,0 +1,145 @@
+"""Which engine writes rows: the compiled kernels where they are installed, NumPy otherwise. Both give the same bytes.
+
+The environment variable SKYRL_ENGINE_KERNELS forces one: `native` or `numpy`.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any, Literal, Protocol, cast
+
+from skyrl_engine.contracts import ingest
+from skyrl_engine.contracts.ragged import AnyArray, IntArray
+from skyrl_engine.errors import DataError, UnsupportedError
+
+VARIABLE = "SKYRL_ENGINE_KERNELS"
+INTERFACE = 1
+"""The interface of the compiled module that this Python code was written for."""
+
+Source = AnyArray | Literal["ones", "counted"]
+logger = logging.getLogger(__name__)
+
+
+class CompiledModule(Protocol):
+    """What `_kernels` offers; native/*.c says what each does. They raise TypeError or ValueError before anything is written."""
+
+    INTERFACE: int
+
+    def write_rows(
+        self, fields: tuple[tuple[AnyArray, int, Source], ...], starts: IntArray, lengths: IntArray, places: IntArray, /
+    ) -> None: ...
+
+    def write_gather(
+        self,
+        actions: IntArray,
+        rows: IntArray,
+        columns: IntArray,
+        sample_rows: IntArray,
+        action_counts: IntArray,
+        scored: IntArray,
+        first_columns: IntArray,
+        /,
+    ) -> None: ...
+
+    def read_lists(self, rows: list[Any], lengths: IntArray, out: AnyArray, /) -> bool: ...
+
+
+class Kernels:
+    """The compiled functions, their refusals as errors of the engine."""
+
+    def __init__(self, module: CompiledModule) -> None:
+        self._module = module
+
+    def write_rows(
+        self, fields: Sequence[tuple[AnyArray, int, Source]], *, starts: IntArray, lengths: IntArray, places: IntArray
+    ) -> None:
+        """`out.flat[places[i] : places[i] + lengths[i]] = source[starts[i] : starts[i] + lengths[i]]` for all n pieces, and `fill`
+        elsewhere, for every field (out, fill, source) in one pass.
+
+        Outputs are int64 or float32, C-contiguous, all with equally many elements. A source is an array (int32 or int64 for int64, uint8
+        or float32 for float32), "ones", or "counted": 0, 1, ... in every piece. `starts`, `lengths`, `places` int64[n]; places ascend,
+        pieces do not overlap. Raises DataError where a piece or an array does not fit; then nothing was written.
+        """
+        try:
+            self._module.write_rows(tuple(fields), starts, lengths, places)
+        except (TypeError, ValueError) as problem:
+            raise _refused(problem) from problem
+
+    def write_gather(
+        self,
+        out: tuple[IntArray, IntArray, IntArray],
+        *,
+        sample_rows: IntArray,
+        actions: IntArray,
+        scored: IntArray,
+        first_columns: IntArray,
+    ) -> None:
+        """The gather index into `out` (actions, rows, columns: int64, one entry per scored token).
+
+        Sample i of n has `actions[i]` response tokens; the last `scored[i]` of them are predicted in row `sample_rows[i]`, from
+        column `first_columns[i]` on. int64[n] each. Raises DataError where they do not fit; then nothing was written.
+        """
+        try:
+            self._module.write_gather(*out, sample_rows, actions, scored, first_columns)
+        except (TypeError, ValueError) as problem:
+            raise _refused(problem) from problem
+
+    def read_lists(self, rows: list[Any], lengths: IntArray, out: AnyArray) -> bool:
+        """Read n lists of `lengths[i]` numbers (int64[n]) into the flat `out`: int64 or int32 for whole numbers, float32 for any, uint8 for
+        0 and 1. False where something is no plain number that fits; `out` then holds anything. Raises DataError for unusable arrays.
+        """
+        try:
+            return self._module.read_lists(rows, lengths, out)
+        except (TypeError, ValueError) as problem:
+            raise _refused(problem) from problem
+
+
+def _refused(problem: Exception) -> DataError:
+    return DataError(
+        f"the compiled kernel refuses this batch, nothing was written: {problem}",
+        remedy="Make the columns with SampleColumns.create, and hand out buffers of the shape and dtype that are asked for",
+    )
+
+
+def kernels() -> Kernels | None:
+    """The compiled kernels, or None where NumPy does the work. Raises UnsupportedError for a setting that cannot be followed."""
+    return _kernels_for(os.environ.get(VARIABLE, ""))
+
+
+@cache
+def _kernels_for(setting: str) -> Kernels | None:
+    if setting not in ("", "native", "numpy"):
+        raise UnsupportedError(f"{VARIABLE} is {setting!r}", remedy=f"Set {VARIABLE} to native or numpy, or unset it")
+    if setting == "numpy":
+        return None
+    try:
+        return Kernels(load())
+    except ImportError as problem:
+        if setting == "native":
+            raise UnsupportedError(
+                f"{VARIABLE}=native, but skyrl-engine-collators has no usable compiled kernels ({problem})",
+                remedy="Reinstall skyrl-engine-collators where there is a C compiler, or unset the variable",
+            ) from problem
+        logger.warning("collators run on NumPy, with the same results but slower: no usable compiled kernels (%s)", problem)
+        return None
+
+
+def load() -> CompiledModule:
+    """The compiled module. Raises ImportError where it is absent, or was compiled from other sources."""
+    module = cast("CompiledModule", import_module("skyrl_engine_collators._kernels"))
+    if module.INTERFACE != INTERFACE:
+        raise ImportError(f"they have interface {module.INTERFACE}, this version needs {INTERFACE}", name="skyrl_engine_collators")
+    return module
+
+
+def read_lists(rows: list[Any], lengths: IntArray, out: AnyArray) -> bool:
+    """The engine's reader of lists (`ingest.ListReader`): the compiled one, or none where NumPy does the work."""
+    compiled = kernels()
+    return compiled is not None and compiled.read_lists(rows, lengths, out)
+
+
+ingest.offer_list_reader(
+    read_lists
+)  # columns are the engine's, which does not know its plugins: from here on it reads lists with ours

@@ -1,0 +1,60 @@
+"""Dense padded rows from the compiled kernels: what `vectorized.py` builds, byte for byte, each row in one pass."""
+
+from collections.abc import Container, Mapping
+
+from skyrl_engine.contracts.collator import Buffers, GatherIndex
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.ragged import AnyArray
+from skyrl_engine_collators.kernels import Kernels, Source
+from skyrl_engine_collators.padded.vectorized import PaddedRows
+
+
+def build_fields(
+    kernels: Kernels, columns: SampleColumns, rows: PaddedRows, pad_token_id: int, wanted: Container[str], out: Buffers
+) -> dict[str, AnyArray]:
+    """The wanted fields that there are, in memory from `out`. Raises DataError where the columns' offsets leave their values."""
+    fields: dict[str, AnyArray] = {}
+
+    def field(name: str, width: int, dtype: str, source: Source, fill: int = 0) -> list[tuple[AnyArray, int, Source]]:
+        if name not in wanted:
+            return []
+        fields[name] = array = out.empty(name, (len(rows.tokens), width), dtype)
+        return [(array, fill, source)]
+
+    tokens, actions = rows.tokens[rows.sample_rows], rows.actions[rows.sample_rows]
+    kernels.write_rows(
+        [
+            *field("input_ids", rows.width, "int64", columns.input_ids, pad_token_id),
+            *field("attention_mask", rows.width, "int64", "ones"),
+            *field("position_ids", rows.width, "int64", "counted"),
+        ],
+        starts=columns.token_offsets[rows.samples],
+        lengths=tokens,
+        places=(rows.sample_rows + 1) * rows.width - tokens,
+    )
+    on_actions = field("response_mask", rows.action_width, "int64", "ones")
+    present: Mapping[str, AnyArray] = {"loss_weight": columns.loss_weight, **columns.columns}
+    for name, values in present.items():
+        on_actions += field(name, rows.action_width, "float32", values)
+    kernels.write_rows(
+        on_actions,
+        starts=columns.action_offsets[rows.samples],
+        lengths=actions,
+        places=(rows.sample_rows + 1) * rows.action_width - actions,
+    )
+    return fields
+
+
+def gather_index(kernels: Kernels, rows: PaddedRows, out: Buffers) -> GatherIndex:
+    """As `vectorized.gather_index`, in memory from `out`: fresh pages would cost more than what is written to them."""
+    tokens, actions = rows.tokens[rows.sample_rows], rows.actions[rows.sample_rows]
+    unscored = (tokens == actions) & (actions > 0)  # nothing predicts the first token of a sample
+    scored = actions - unscored
+    shape = (int(scored.sum()),)
+    index = (
+        out.empty("gather.actions", shape, "int64"),
+        out.empty("gather.rows", shape, "int64"),
+        out.empty("gather.columns", shape, "int64"),
+    )
+    kernels.write_gather(index, sample_rows=rows.sample_rows, actions=actions, scored=scored, first_columns=rows.width - scored - 1)
+    return GatherIndex(*index)

@@ -1,0 +1,98 @@
+"""Random calls of a compiled kernel module, for a process in which a sanitizer watches: `fuzz_kernels.py MODULE CALLS`.
+
+With `overrun` for CALLS the module reads outside its memory, to show that the sanitizer is watching: an array is told to be longer
+than the memory behind it.
+"""
+
+import ctypes
+import random
+import sys
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+
+ITEM = {"q": 8, "i": 4, "f": 4, "B": 1}
+
+
+def main() -> None:
+    loader = ExtensionFileLoader("_kernels", sys.argv[1])
+    module = module_from_spec(spec_from_loader("_kernels", loader))
+    loader.exec_module(module)
+    if sys.argv[2] == "overrun":
+        short = (ctypes.c_int64 * 100_000)()
+        longer = (ctypes.c_int64 * 100_100).from_address(ctypes.addressof(short))
+        out, one = array("q", [0] * 100_100), array("q", [0])
+        module.write_rows(((out, 0, memoryview(longer).cast("B").cast("q")),), one, array("q", [100_100]), one)
+        return
+    generator = random.Random(0)
+    outcomes = {"written": 0, "refused": 0}
+    for _ in range(int(sys.argv[2])):
+        call = generator.choice((random_rows, random_rows, random_gather, random_lists))
+        try:
+            call(module, generator)
+            outcomes["written"] += 1
+        except (TypeError, ValueError, OverflowError):
+            outcomes["refused"] += 1
+    print(outcomes)
+    assert min(outcomes.values()) > 100
+
+
+def array(kind, values):
+    """Memory of exactly this size, each array its own allocation."""
+    view = memoryview(bytearray(len(values) * ITEM[kind])).cast(kind)
+    for place, value in enumerate(values):
+        view[place] = value
+    return view
+
+
+def blank(kind, count):
+    return array(kind, [0] * count)
+
+
+def bent(generator, values):
+    """The values, or in one of four calls with one of them changed for something extreme."""
+    if values and generator.random() < 0.25:
+        values[generator.randrange(len(values))] = generator.choice((-1, 0, 1, 5, 30, 2**31, 2**62, 2**63 - 1, -(2**63)))
+    return array("q", values)
+
+
+def random_rows(module, generator):
+    available, starts, lengths, places, end = generator.randint(0, 20), [], [], [], 0
+    for _ in range(generator.randint(0, 8)):
+        starts.append(generator.randint(0, available))
+        lengths.append(generator.randint(0, available - starts[-1]))
+        places.append(end + generator.randint(0, 4))
+        end = places[-1] + lengths[-1]
+    total = max(0, end + generator.choice((0, 0, 0, 3, -1)))
+    fields = []
+    for _ in range(generator.randint(0, 5)):
+        out, sources = generator.choice((("q", "qi1c"), ("q", "qi1c"), ("f", "fB"), ("f", "fB"), ("i", "i")))
+        source = generator.choice(sources)
+        count = max(0, available + generator.choice((0, 0, 0, 0, 1, -1)))
+        given = {"1": "ones", "c": "counted"}.get(source) or blank(source, count)
+        fill = generator.choice((0, 0, 151_643, -1)) if out == "q" else 0
+        fields.append((blank(out, total + generator.choice((0,) * 30 + (1,))), fill, given))
+    module.write_rows(tuple(fields), bent(generator, starts), bent(generator, lengths), bent(generator, places))
+
+
+def random_gather(module, generator):
+    samples = generator.randint(0, 6)
+    counts = [generator.randint(0, 9) for _ in range(samples)]
+    scored = [generator.randint(max(0, count - 1), count) for count in counts]
+    entries = max(0, sum(scored) + generator.choice((0, 0, 0, 1, -1)))
+    rows, columns = ([generator.randint(0, 99) for _ in range(samples)] for _ in range(2))
+    inputs = [bent(generator, values) for values in (rows, counts, scored, columns)]
+    module.write_gather(*(blank("q", entries) for _ in range(3)), *inputs)
+
+
+def random_lists(module, generator):
+    values = (0, 1, True, 151_643, 2**31, 2**63, 0.5, -0.0, float("nan"))[: generator.randint(1, 9)]
+    rows = [[generator.choice(values) for _ in range(generator.randint(0, 50))] for _ in range(generator.randint(0, 5))]
+    if rows and generator.random() < 0.2:
+        generator.choice(rows).append(generator.choice((None, "1", 10**400, [1])))
+    total = max(0, sum(map(len, rows)) + generator.choice((0, 0, 0, 1, -1)))
+    if not module.read_lists(rows, bent(generator, [len(row) for row in rows]), blank(generator.choice("qifB"), total)):
+        raise ValueError
+
+
+if __name__ == "__main__":
+    main()
