@@ -113,15 +113,19 @@ class SampleColumns:
         num_actions: Sequence[int] | None = None,
         loss_mask: ingest.Rows | None = None,
         columns: Mapping[str, ingest.Rows] | None = None,
+        reader: ingest.ListReader | None = None,
         **per_sample: Any,
     ) -> "SampleColumns":
         """Columns of a supervised batch: one list, NumPy array or torch tensor per sample.
 
         The last `num_actions[i]` of `input_ids[i]` are the response; `loss_mask[i]` and every row of `columns` hold one number per
         response token. Without `num_actions` the mask's length says it, without both every token is response. `per_sample` takes
-        `sample_ids`, `group_ids`, `unit_ids`, `sample_values` and `extras` as `create` does. Raises DataError naming sample and field.
+        `sample_ids`, `group_ids`, `unit_ids`, `sample_values` and `extras` as `create` does. `reader` (None: Python) reads plain lists,
+        into the same values. Raises DataError naming sample and field.
         """
-        flat = ingest.from_lists(input_ids=input_ids, num_actions=num_actions, loss_mask=loss_mask, columns=columns or {})
+        flat = ingest.from_lists(
+            input_ids=input_ids, num_actions=num_actions, loss_mask=loss_mask, columns=columns or {}, reader=reader
+        )
         return cls.create(**{**flat, **per_sample})
 
     @classmethod
@@ -134,19 +138,22 @@ class SampleColumns:
         loss_masks: ingest.Rows | None = None,
         logprobs: ingest.Rows | None = None,
         columns: Mapping[str, ingest.Rows] | None = None,
+        reader: ingest.ListReader | None = None,
         **per_sample: Any,
     ) -> "SampleColumns":
         """Columns of a reinforcement-learning batch: one list, NumPy array or torch tensor per sample.
 
         `rewards`, `loss_masks`, `logprobs` and every row of `columns` hold one number per response token. Rewards become the column
-        `rewards`, the sampler's log-probabilities the column `rollout_logprobs`; None and absent are the same. `per_sample` as in
-        `from_lists`. Raises DataError naming sample and field.
+        `rewards`, the sampler's log-probabilities the column `rollout_logprobs`; None and absent are the same. `per_sample` and
+        `reader` as in `from_lists`. Raises DataError naming sample and field.
         """
         named = {name: rows for name, rows in (("rewards", rewards), ("rollout_logprobs", logprobs)) if rows is not None}
         others = columns or {}
         for name in named.keys() & others.keys():
             raise DataError(f"column {name!r} is given twice, by its own argument and in columns", remedy="Give it once")
-        flat = ingest.from_rollouts(prompts=prompts, responses=responses, loss_masks=loss_masks, columns={**named, **others})
+        flat = ingest.from_rollouts(
+            prompts=prompts, responses=responses, loss_masks=loss_masks, columns={**named, **others}, reader=reader
+        )
         return cls.create(**{**flat, **per_sample})
 
     @classmethod

@@ -24,21 +24,18 @@ class ListReader(Protocol):
         """
 
 
-_readers: list[ListReader] = []
-
-
-def offer_list_reader(reader: ListReader) -> None:
-    """From now on, lists are read by `reader` where it can; a later offer replaces it. What is read stays the same, bit for bit."""
-    _readers[:] = [reader]
-
-
 def from_lists(
-    *, input_ids: Rows, num_actions: Sequence[int] | None, loss_mask: Rows | None, columns: Mapping[str, Rows]
+    *,
+    input_ids: Rows,
+    num_actions: Sequence[int] | None,
+    loss_mask: Rows | None,
+    columns: Mapping[str, Rows],
+    reader: ListReader | None = None,
 ) -> dict[str, Any]:
     """The flat arrays of `SampleColumns.create`; see `SampleColumns.from_lists`."""
     count = len(input_ids)
-    tokens, lengths = flat_token_ids(input_ids, lambda row: (row, "input_ids"))
-    weight, mask_lengths = (None, None) if loss_mask is None else flat_loss_weight("loss_mask", loss_mask, count)
+    tokens, lengths = flat_token_ids(input_ids, lambda row: (row, "input_ids"), reader)
+    weight, mask_lengths = (None, None) if loss_mask is None else flat_loss_weight("loss_mask", loss_mask, count, reader)
     actions = lengths if mask_lengths is None else mask_lengths
     if num_actions is not None:
         actions = _counts("num_actions", num_actions, count)
@@ -49,35 +46,42 @@ def from_lists(
         "token_offsets": offsets_of(lengths),
         "action_offsets": offsets_of(actions),
         "loss_weight": weight,
-        "columns": {name: _column(name, rows, count, actions) for name, rows in columns.items()},
+        "columns": {name: _column(name, rows, count, actions, reader) for name, rows in columns.items()},
     }
 
 
-def from_rollouts(*, prompts: Rows, responses: Rows, loss_masks: Rows | None, columns: Mapping[str, Rows]) -> dict[str, Any]:
+def from_rollouts(
+    *,
+    prompts: Rows,
+    responses: Rows,
+    loss_masks: Rows | None,
+    columns: Mapping[str, Rows],
+    reader: ListReader | None = None,
+) -> dict[str, Any]:
     """The flat arrays of `SampleColumns.create`; see `SampleColumns.from_rollouts`."""
     count = len(prompts)
     _check_rows("responses", responses, count)
     pairs = chain.from_iterable(zip(prompts, responses, strict=True))
-    tokens, lengths = flat_token_ids(list(pairs), lambda row: (row // 2, "responses" if row % 2 else "prompts"))
+    tokens, lengths = flat_token_ids(list(pairs), lambda row: (row // 2, "responses" if row % 2 else "prompts"), reader)
     prompt_lengths, actions = lengths[0::2], lengths[1::2]
     weight = None
     if loss_masks is not None:
-        weight, mask_lengths = flat_loss_weight("loss_masks", loss_masks, count)
+        weight, mask_lengths = flat_loss_weight("loss_masks", loss_masks, count, reader)
         check_lengths("loss_masks", mask_lengths, actions)
     return {
         "input_ids": tokens,
         "token_offsets": offsets_of(prompt_lengths + actions),
         "action_offsets": offsets_of(actions),
         "loss_weight": weight,
-        "columns": {name: _column(name, rows, count, actions) for name, rows in columns.items()},
+        "columns": {name: _column(name, rows, count, actions, reader) for name, rows in columns.items()},
     }
 
 
-def flat_token_ids(rows: Rows, place: Callable[[int], tuple[int, str]]) -> tuple[AnyArray, IntArray]:
+def flat_token_ids(rows: Rows, place: Callable[[int], tuple[int, str]], reader: ListReader | None) -> tuple[AnyArray, IntArray]:
     """All ids, int32 where they fit and int64 otherwise, and the rows' lengths; `place(row)` is (sample, field) for messages."""
     for typecode, dtype in (("i", np.int32), ("q", np.int64)):
         try:
-            return _flat(rows, typecode, dtype, place)
+            return _flat(rows, typecode, dtype, place, reader)
         except OverflowError:
             continue
     raise DataError(
@@ -85,22 +89,22 @@ def flat_token_ids(rows: Rows, place: Callable[[int], tuple[int, str]]) -> tuple
     )
 
 
-def flat_numbers(name: str, rows: Rows, count: int) -> tuple[AnyArray, IntArray]:
+def flat_numbers(name: str, rows: Rows, count: int, reader: ListReader | None) -> tuple[AnyArray, IntArray]:
     """All numbers as float32, and the rows' lengths."""
     _check_rows(name, rows, count)
     try:
-        return _flat(rows, "f", np.float32, lambda row: (row, name))
+        return _flat(rows, "f", np.float32, lambda row: (row, name), reader)
     except OverflowError as problem:
         raise DataError(f"{name} holds an integer that no float can hold", remedy=f"Check the values of {name}") from problem
 
 
-def flat_loss_weight(name: str, rows: Rows, count: int) -> tuple[AnyArray, IntArray]:
+def flat_loss_weight(name: str, rows: Rows, count: int, reader: ListReader | None) -> tuple[AnyArray, IntArray]:
     """All weights as `as_loss_weight` gives them, and the rows' lengths."""
     _check_rows(name, rows, count)
-    mask = _read_at_once(rows, np.uint8)
+    mask = _read_at_once(rows, np.uint8, reader)
     if mask is not None:
         return mask
-    values, lengths = flat_numbers(name, rows, count)
+    values, lengths = flat_numbers(name, rows, count, reader)
     return as_loss_weight(values), lengths
 
 
@@ -121,9 +125,15 @@ def check_lengths(name: str, lengths: IntArray, actions: IntArray) -> None:
         )
 
 
-def _flat(rows: Rows, typecode: str, dtype: type[np.generic], place: Callable[[int], tuple[int, str]]) -> tuple[AnyArray, IntArray]:
+def _flat(
+    rows: Rows,
+    typecode: str,
+    dtype: type[np.generic],
+    place: Callable[[int], tuple[int, str]],
+    reader: ListReader | None,
+) -> tuple[AnyArray, IntArray]:
     """Append row after row to one growing buffer. `array.fromlist` reads Python numbers at C speed and refuses what is no number."""
-    at_once = _read_at_once(rows, dtype)
+    at_once = _read_at_once(rows, dtype, reader)
     if at_once is not None:
         return at_once
     buffer = array(typecode)
@@ -146,13 +156,13 @@ def _flat(rows: Rows, typecode: str, dtype: type[np.generic], place: Callable[[i
     return np.frombuffer(buffer, dtype=dtype) if len(buffer) else np.zeros(0, dtype=dtype), np.diff(ends)
 
 
-def _read_at_once(rows: Rows, dtype: type[np.generic]) -> tuple[AnyArray, IntArray] | None:
-    """All values and the rows' lengths from the offered reader, or None where it does not read these rows."""
-    if not _readers or not all(type(row) is list for row in rows):
+def _read_at_once(rows: Rows, dtype: type[np.generic], reader: ListReader | None) -> tuple[AnyArray, IntArray] | None:
+    """All values and the rows' lengths from `reader`, or None where there is none or it does not read these rows."""
+    if reader is None or not all(type(row) is list for row in rows):
         return None
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     values = np.empty(int(lengths.sum()), dtype=dtype)
-    return (values, lengths) if _readers[0](list(rows), lengths, values) else None
+    return (values, lengths) if reader(list(rows), lengths, values) else None
 
 
 def _append(buffer: "array[Any]", row: Any, dtype: np.dtype[Any]) -> None:
@@ -176,8 +186,8 @@ def _append(buffer: "array[Any]", row: Any, dtype: np.dtype[Any]) -> None:
         buffer.frombytes(np.ascontiguousarray(row, dtype=dtype).view(np.uint8).data)
 
 
-def _column(name: str, rows: Rows, count: int, actions: IntArray) -> AnyArray:
-    values, lengths = flat_numbers(name, rows, count)
+def _column(name: str, rows: Rows, count: int, actions: IntArray, reader: ListReader | None) -> AnyArray:
+    values, lengths = flat_numbers(name, rows, count, reader)
     check_lengths(name, lengths, actions)
     return values
 

@@ -82,8 +82,9 @@ def measured(peer: Any, case: tuple[str, int, str, int], engines: list[str]) -> 
 
 def from_lists(kind: str, batch: Any) -> SampleColumns:
     if kind == "trajectory":
-        return SampleColumns.from_rollouts(**batch)
+        return SampleColumns.from_rollouts(**batch, reader=kernels.read_lists)
     return SampleColumns.from_lists(
+        reader=kernels.read_lists,
         input_ids=[example["input_ids"] for example in batch],
         num_actions=[example["num_actions"] for example in batch],
         loss_mask=[example["loss_mask"] for example in batch],

@@ -8,6 +8,7 @@ from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.testing.collator import CollatorConformance
 from skyrl_engine.testing.collator_checks import check_same_field
 from skyrl_engine.testing.collator_strategies import SampleLists, sample_lists
+from skyrl_engine_collators.kernels import read_lists
 from skyrl_engine_collators.padded import reference
 from skyrl_engine_collators.padded.collator import PaddedCollator
 
@@ -41,7 +42,7 @@ def test_the_supervised_entry_equals_its_reference_loop(lists: SampleLists):
         "loss_mask": lists.loss_masks,
         "columns": lists.columns,
     }
-    batch = PaddedCollator(PAD).collate(SampleColumns.from_lists(**arguments))
+    batch = PaddedCollator(PAD).collate(SampleColumns.from_lists(**arguments, reader=read_lists))
     assert_same(batch, reference.from_lists(**arguments, pad_token_id=PAD))
 
 
@@ -51,6 +52,7 @@ def test_the_reinforcement_learning_entry_equals_its_reference_loop(lists: Sampl
     named = dict(lists.columns)
     rewards, logprobs = named.pop("rewards", None), named.pop("rollout_logprobs", None)
     columns = SampleColumns.from_rollouts(
+        reader=read_lists,
         prompts=lists.prompts,
         responses=lists.responses,
         rewards=rewards,

@@ -10,7 +10,6 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Literal, Protocol, cast
 
-from skyrl_engine.contracts import ingest
 from skyrl_engine.contracts.ragged import AnyArray, IntArray
 from skyrl_engine.errors import DataError, UnsupportedError
 
@@ -122,7 +121,7 @@ def _kernels_for(setting: str) -> Kernels | None:
                 f"{VARIABLE}=native, but skyrl-engine-collators has no usable compiled kernels ({problem})",
                 remedy="Reinstall skyrl-engine-collators where there is a C compiler, or unset the variable",
             ) from problem
-        logger.warning("collators run on NumPy, with the same results but slower: no usable compiled kernels (%s)", problem)
+        logger.info("collators run on NumPy, with the same results but slower: no usable compiled kernels (%s)", problem)
         return None
 
 
@@ -135,11 +134,6 @@ def load() -> CompiledModule:
 
 
 def read_lists(rows: list[Any], lengths: IntArray, out: AnyArray) -> bool:
-    """The engine's reader of lists (`ingest.ListReader`): the compiled one, or none where NumPy does the work."""
+    """A reader for `SampleColumns.from_lists` and `from_rollouts`: the compiled one; reads nothing where NumPy does the work."""
     compiled = kernels()
     return compiled is not None and compiled.read_lists(rows, lengths, out)
-
-
-ingest.offer_list_reader(
-    read_lists
-)  # columns are the engine's, which does not know its plugins: from here on it reads lists with ours
