@@ -38,15 +38,33 @@ class Score:
         self.rule, self.temperature, self.entropy = rule, temperature, entropy
 
     def __call__(self, raw_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]:
-        logits_NV = self.rule(raw_NV if raw_NV.dtype == torch.float64 else raw_NV.float())
-        if self.temperature != 1.0:
-            logits_NV = logits_NV / self.temperature
+        logits_NV = self._logits(raw_NV)
         total_N = logits_NV.logsumexp(-1)
         logprobs_N = logits_NV.gather(-1, labels_N[:, None])[:, 0] - total_N
         if not self.entropy:
             return (logprobs_N,)
         probabilities_NV = torch.exp(logits_NV - total_N[:, None])
         return logprobs_N, total_N - (probabilities_NV * logits_NV).sum(-1)
+
+    def gradient(self, raw_NV: Tensor, labels_N: Tensor, upstream: list[Tensor]) -> Tensor:
+        """Gradient of the scores, weighted by `upstream`, at the raw logits, in their type.
+
+        Log-probabilities of scaled logits alone have a closed form, scale / temperature * (one_hot(label) - softmax), which takes a third
+        of the passes over memory that autograd takes.
+        """
+        if self.entropy or self.rule.softcap is not None:
+            with torch.enable_grad():
+                raw_NV = raw_NV.requires_grad_()
+                scores = self(raw_NV, labels_N)
+            return torch.autograd.grad(scores, raw_NV, upstream)[0]
+        weight_N = upstream[0] * (self.rule.scale / self.temperature)
+        gradient_NV = torch.softmax(self._logits(raw_NV), -1).mul_(-weight_N[:, None])
+        return gradient_NV.scatter_add_(-1, labels_N[:, None], weight_N[:, None]).to(raw_NV.dtype)
+
+    def _logits(self, raw_NV: Tensor) -> Tensor:
+        """What softmax is taken of, in float32 or float64."""
+        logits_NV = self.rule(raw_NV if raw_NV.dtype == torch.float64 else raw_NV.float())
+        return logits_NV if self.temperature == 1.0 else logits_NV / self.temperature
 
 
 class _ChunkedScores(torch.autograd.Function):
@@ -80,11 +98,9 @@ class _ChunkedScores(torch.autograd.Function):
         for start in range(0, len(labels_N), ctx.size):
             chosen = slice(start, start + ctx.size)
             hidden = hidden_NH[chosen]
-            raw_NV = nn.functional.linear(hidden, weight_VH, bias_V).requires_grad_()
-            with torch.enable_grad():
-                scores = ctx.score(raw_NV, labels_N[chosen])
-            (gradient_NV,) = torch.autograd.grad(scores, raw_NV, [gradient[chosen] for gradient in upstream])
-            del raw_NV, scores
+            raw_NV = nn.functional.linear(hidden, weight_VH, bias_V)
+            gradient_NV = ctx.score.gradient(raw_NV, labels_N[chosen], [each[chosen] for each in upstream])
+            del raw_NV
             if hidden_gradient is not None:
                 torch.mm(gradient_NV, weight_VH, out=hidden_gradient[chosen])
             if weight_gradient is not None:

@@ -102,6 +102,18 @@ def test_temperature_divides_logits_after_the_models_own_rule() -> None:
         torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "granite"])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_gradients_of_log_probabilities_alone_follow_every_rule_and_temperature(family: str, temperature: float) -> None:
+    """Without entropy they have a closed form wherever the logits are not capped."""
+    model = tiny(family, dtype=torch.float64)
+    ids = torch.randint(1, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(2))
+    expected = gradients(model, whole_logits(model, ids, temperature)[0], torch.zeros(12, dtype=torch.float64))
+    scorer = Scorer(split_causal_lm(model), logits_per_chunk=5 * VOCABULARY)
+    scores = scorer({"input_ids": ids}, *everywhere(ids), temperature=temperature)
+    compare(gradients(model, scores["logprobs"], torch.zeros(12, dtype=torch.float64)), expected, 1e-8)
+
+
 def test_the_rules_of_the_families_matter() -> None:
     """Were the rule ignored, the test above would fail: it changes the values by far more than the tolerance."""
     for family in ("gemma2", "cohere", "granite"):
