@@ -130,13 +130,17 @@ def test_first_party_plugins_are_found_like_anybodys() -> None:
 def test_listing_and_resolving_import_no_plugin_and_nothing_heavy() -> None:
     code = """
 import sys
+from skyrl_engine.errors import PluginNotFoundError
 from skyrl_engine.registry.resolve import Registry
 registry = Registry.discover()
 plugins = {record.target.partition(":")[0] for record in registry.records()}
 registry.resolve("loss", "cross_entropy")
 try:
     registry.resolve("loss", "cross_entropi")
-except Exception: pass
+except PluginNotFoundError:
+    pass
+else:
+    raise AssertionError("a misspelt name was resolved")
 heavy = {"numpy", "torch", "ray", "transformers", "cattrs", "rich", "pluggy", "datasets"} | plugins
 assert len(plugins) > 3
 print(sorted(heavy & set(sys.modules)))
