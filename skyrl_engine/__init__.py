@@ -1,7 +1,7 @@
 """skyrl_engine: a post-training engine for language models whose disputed parts are plugins chosen by name.
 
-This facade is what a plugin imports: `hookimpl`, the `loss` and `reducer` decorators, the values that cross the contracts, and the
-base error. Names are imported when first used, so that `skyrl-engine --help` pays for none of them.
+This facade is what a plugin imports: `hookimpl`, the `loss`, `correction` and `reducer` decorators, the values that cross the contracts,
+and the base error. Names are imported when first used, so that `skyrl-engine --help` pays for none of them.
 """
 
 from importlib import import_module
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from skyrl_engine.contracts.outputs import BatchOutput, Metric, RankOutput
     from skyrl_engine.contracts.reducer import BatchStructure
     from skyrl_engine.errors import EngineError
-    from skyrl_engine.hooks.decorators import loss, reducer
+    from skyrl_engine.hooks.decorators import correction, loss, reducer
     from skyrl_engine.hooks.markers import hookimpl
 
 __version__ = "0.1.0"
@@ -26,6 +26,7 @@ __all__ = [
     "Metric",
     "RankOutput",
     "__version__",
+    "correction",
     "hookimpl",
     "loss",
     "reducer",
@@ -39,6 +40,7 @@ _HOMES = {
     "LossTokens": "skyrl_engine.contracts.loss",
     "Metric": "skyrl_engine.contracts.outputs",
     "RankOutput": "skyrl_engine.contracts.outputs",
+    "correction": "skyrl_engine.hooks.decorators",
     "hookimpl": "skyrl_engine.hooks.markers",
     "loss": "skyrl_engine.hooks.decorators",
     "reducer": "skyrl_engine.hooks.decorators",

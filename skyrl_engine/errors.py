@@ -114,6 +114,10 @@ class DataError(EngineError):
     """A dataset, a sample or a column is not what it must be; names the sample and the field."""
 
 
+class ImageError(DataError):
+    """An image of a sample is missing, damaged, too large or changed, or images and their places do not match; names the sample."""
+
+
 class ModelError(EngineError):
     """A model or tokenizer cannot be loaded, trained or exported."""
 

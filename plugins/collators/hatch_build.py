@@ -17,7 +17,10 @@ SOURCES = HERE / "native"
 PACKAGE = HERE / "src" / "skyrl_engine_collators"
 NAME = "_kernels.abi3.so"
 FLAGS = ("-std=c11", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")  # no -march: a wheel runs on every such processor
-OF_THE_SYSTEM = {"darwin": ("-bundle", "-undefined", "dynamic_lookup")}
+OF_THE_SYSTEM = {
+    "darwin": ("-bundle", "-undefined", "dynamic_lookup"),
+    "linux": ("-shared", "-fno-plt"),  # Python's functions, called per number of a list, without a jump in between
+}
 TIMEOUT_SECONDS = 300
 
 

@@ -1,6 +1,7 @@
 """`skyrl-engine`: the table of commands, and how every one of them ends.
 
-Exit codes: 0 done, 2 the command line or the configuration is wrong, 3 a plugin cannot be used, 4 anything else failed, 130 interrupted.
+Exit codes: 0 done, 1 a proof failed, 2 the command line or the configuration is wrong, 3 a plugin cannot be used, 4 anything else
+failed, 130 interrupted.
 """
 
 import os
@@ -22,7 +23,13 @@ COMMANDS = {
     ),
     "run": LazyCommand("skyrl_engine.cli.run:run", "Fine-tune as a configuration file says."),
     "sft": LazyCommand("skyrl_engine.cli.sft:sft", "Fine-tune a model on a dataset without a configuration file."),
-    "plugins": LazyCommand("skyrl_engine.cli.plugins:plugins", "List installed plugins, show one."),
+    "prove": LazyCommand(
+        "skyrl_engine.cli.prove:prove", "Prove on this machine that gradients do not depend on how a batch is cut."
+    ),
+    "diff-backends": LazyCommand(
+        "skyrl_engine.cli.diff_backends:diff_backends", "Run one batch through two backends and compare them."
+    ),
+    "plugins": LazyCommand("skyrl_engine.cli.plugins:plugins", "List installed plugins, show one, verify one, write a new one."),
     "config": LazyCommand("skyrl_engine.cli.config:config", "Show, check and describe configurations."),
     "data": LazyCommand("skyrl_engine.cli.data:data", "Look at data as the trainer will see it."),
     "export": LazyCommand("skyrl_engine.cli.export:export", "Write a checkpoint as a Hugging Face directory."),

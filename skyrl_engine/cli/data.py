@@ -36,21 +36,30 @@ def preview(
     samples: int,
     as_json: bool,
 ) -> None:
-    """Tokenize the data of CONFIG, or of --model and --data, and show tokens, which of them carry loss, lengths and padding."""
+    """Tokenize the data of CONFIG, or of --model and --data, and show tokens, which of them carry loss, lengths, padding, and
+    the columns that the loss reads beside the tokens.
+    """
     from skyrl_engine.cli import render
     from skyrl_engine.config import resolve
     from skyrl_engine.data.context_length import limited_to_model
     from skyrl_engine.data.dataset import Split, load_columns
     from skyrl_engine.data.preview import preview as look_at
     from skyrl_engine.data.tokenizer import load_tokenizer
+    from skyrl_engine.data.vision import load_vision
+    from skyrl_engine.training.preparation import columns_to_read
 
     flags = {"model.path": model, "data.train": dataset}
-    config = resolve(load_config(file, overrides, flags)).config
+    resolved = resolve(load_config(file, overrides, flags))
+    config = resolved.config
     tokenizer = load_tokenizer(config.model)
     limited = limited_to_model(config.data, config.model)
     part: Split = "eval" if split == "eval" else "train"
     with render.show_progress(quiet=current_settings().quiet) as display:
-        columns = load_columns(limited, tokenizer, split=part, seed=config.run.seed, progress=display.data)
+        needed = columns_to_read(resolved, tokenizer)
+        vision = load_vision(config.model, limited)
+        columns = load_columns(
+            limited, tokenizer, split=part, seed=config.run.seed, needed=needed, vision=vision, progress=display.data
+        )
     rows = config.training.micro_batch_rows or config.training.batch_size
     seen = look_at(columns, tokenizer, samples=samples, batch_size=rows)
     if as_json:

@@ -1,4 +1,4 @@
-"""`skyrl-engine plugins list|show`: what is installed, read from package metadata; only `show` imports the plugin it shows."""
+"""`skyrl-engine plugins list|show|verify|new`: what is installed, read from package metadata; `show` and `verify` import one."""
 
 import json
 from typing import TYPE_CHECKING, Any
@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from skyrl_engine.cli.command import EngineGroup, did_you_mean
+from skyrl_engine.cli.scaffold.command import new_plugin
+from skyrl_engine.cli.verify import verify
 
 if TYPE_CHECKING:
     from skyrl_engine.registry.loader import LoadedPlugin
@@ -14,7 +16,11 @@ if TYPE_CHECKING:
 
 @click.group(cls=EngineGroup)
 def plugins() -> None:
-    """List installed plugins, show one."""
+    """List installed plugins, show one, verify one, write a new one."""
+
+
+plugins.add_command(new_plugin)
+plugins.add_command(verify)
 
 
 @plugins.command("list")

@@ -20,6 +20,7 @@ A command that fails ends in one line that says what went wrong and what to do; 
 | exit code | meaning |
 |---|---|
 | 0 | done |
+| 1 | `prove` found that a promise does not hold, or that a planted mistake goes unnoticed |
 | 2 | the command line or the configuration is wrong |
 | 3 | a plugin cannot be used: missing, ambiguous, blocked, incompatible or broken |
 | 4 | anything else failed: data, model, a rank, a checkpoint, the machine |

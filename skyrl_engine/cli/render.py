@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ from skyrl_engine.run.progress import Progress
 
 if TYPE_CHECKING:
     from skyrl_engine.data.preview import Preview, SamplePreview
+    from skyrl_engine.proof.backends import BackendDifference
+    from skyrl_engine.proof.prover import Row
+    from skyrl_engine.testing.promise import Verdict
     from skyrl_engine.training.plan import RunPlan
 
 _PIPE_WIDTH = 10_000
@@ -84,6 +88,27 @@ def show_lines(lines: Sequence[str]) -> None:
     console = _console()
     for line in lines:
         console.print(Text(f"  {line}"))
+
+
+def show_verdict(label: str, options: Mapping[str, Any], verdict: "Verdict") -> None:
+    """What the conformance kit found about a plugin, promise by promise, on stdout."""
+    console = _console()
+    console.print(Text(label, style="bold"))
+    if options:
+        console.print(Text(f"with {', '.join(f'{name} = {value!r}' for name, value in options.items())}", style="dim"))
+    console.print()
+    styles = {"kept": "green", "broken": "bold red", "undecided": "yellow", "not claimed": "dim"}
+    for finding in verdict.findings:
+        head = (f"{finding.status:<13}", styles[finding.status])
+        if finding.status in ("kept", "not claimed"):
+            console.print(Text.assemble(head, (": ".join(filter(None, (finding.sentence, finding.cause))), "dim")))
+        else:
+            console.print(Text.assemble(head, (f"{finding.sentence} ({finding.promise})", "bold")))
+            if finding.status == "broken" or not verdict.of_status("broken"):  # a broken promise is why others are undecided
+                show_lines([f"  {line}" for line in finding.lines])
+    counts = Counter(finding.status for finding in verdict.findings)
+    console.print()
+    console.print(Text(", ".join(f"{count} {status}" for status, count in counts.most_common()), style="bold"))
 
 
 @frozen
@@ -154,10 +179,12 @@ def show_plan(plan: "RunPlan") -> None:
 
 
 def _described(data: Mapping[str, Any]) -> str:
-    dropped = data["dropped_overlong"] + data["dropped_without_loss"]
+    dropped = data["dropped_overlong"] + data["dropped_without_loss"] + data["dropped_bad_images"]
     return (
         f"{data['name']} ({data['format']}): {data['samples']:,} of {data['rows']:,} rows, {dropped:,} dropped, "
         f"{data['truncated']:,} truncated; {data['tokens']:,} tokens, {data['loss_tokens']:,} carry loss"
+        + (f"; {data['images']:,} images of {data['image_tokens']:,} tokens" if data["images"] else "")
+        + (f"; columns {', '.join(data['columns'])}" if data["columns"] else "")
     )
 
 
@@ -166,7 +193,7 @@ def show_preview(seen: "Preview") -> None:
     console = _console()
     for sample in seen.samples:
         carrying = sum(token.loss for token in sample.tokens)
-        console.print(Text(f"row {sample.row}: {len(sample.tokens)} tokens, {carrying} carry loss", style="bold"))
+        console.print(Text(f"row {sample.row}: {sample.length} tokens, {carrying} carry loss", style="bold"))
         console.print(_marked(sample, coloured=console.color_system is not None))
         console.print()
     if seen.samples:
@@ -179,11 +206,15 @@ def show_preview(seen: "Preview") -> None:
         {
             "dataset": f"{seen.name} ({seen.format})",
             "samples": f"{counts.samples:,} of {counts.rows:,} rows",
-            "dropped": f"{counts.dropped_overlong:,} over-long, {counts.dropped_without_loss:,} without a token that carries loss",
+            "dropped": f"{counts.dropped_overlong:,} over-long, {counts.dropped_without_loss:,} without a token that carries loss"
+            + (f", {counts.dropped_bad_images:,} with bad images" if counts.dropped_bad_images else ""),
             "truncated": f"{counts.truncated:,}",
             "tokens": f"{counts.tokens:,}, of which {counts.loss_tokens:,} carry loss ({counts.loss_tokens / max(counts.tokens, 1):.1%})",
             "length": f"{seen.shortest} to {seen.longest} tokens, median {seen.median:g}",
             "padding": f"{seen.padding_share:.1%} in batches of {seen.batch_size}, {seen.padding_share_sorted:.1%} if sorted by length",
+            **({"images": f"{counts.images:,}, of {counts.image_tokens:,} tokens"} if counts.images else {}),
+            **({} if seen.groups is None else {"groups": f"{seen.groups:,}"}),
+            **{f"column {each.name}": f"{each.low:g} to {each.high:g}, mean {each.mean:g}" for each in seen.columns},
         }
     )
     console.print()
@@ -213,3 +244,52 @@ def _marked(sample: "SamplePreview", *, coloured: bool) -> Text:
     if text.plain.endswith("\n"):
         text.right_crop(1)
     return text
+
+
+def show_proof_row(row: "Row") -> None:
+    """One cut of a proof on a line: a mark, its name, how far it is from the reference, and why."""
+    mark, style = ("ok", "green") if row.holds else ("differs", "yellow") if row.excuse else ("WRONG", "bold red")
+    line = Text(f"{mark:8}", style=style)
+    line.append(f"{row.case.name:47}", style="")
+    if row.difference is not None:
+        line.append(f"  loss {row.difference.loss:7.1e}  gradient {row.difference.gradient:7.1e}", style="")
+    for reason in (row.explanation, row.excuse):
+        if reason:
+            line.append(f"  {reason}", style=style)
+    _console().print(line)
+
+
+_PARAMETERS_SHOWN = 8
+
+
+def show_backend_difference(found: "BackendDifference") -> None:
+    """Two backends side by side, the parameters that differ most, and what that means."""
+    a, b = found.a, found.b
+    rows = [
+        ("loss", f"{a.measured.loss:.8g}", f"{b.measured.loss:.8g}", f"{found.loss:.1e} relative"),
+        ("gradient norm", f"{a.gradient_norm:.8g}", f"{b.gradient_norm:.8g}", f"x{a.gradient_norm / b.gradient_norm:.6f}"),
+    ]
+    rows += [
+        (each.name, "", "", f"{each.largest:.1e} at most, at sample {each.sample}, token {each.token}" if each.largest else "none")
+        for each in found.fields
+    ]
+    show_table(("", a.name, b.name, "difference"), rows)
+    show_heading(f"gradients of {len(found.parameters)} parameters, the most different first")
+    show_table(
+        ("parameter", "relative", "norm of the first", "norm of the second", "factor", "cosine"),
+        [
+            (
+                each.name,
+                f"{each.relative:.1e}",
+                f"{each.norm_a:.4g}",
+                f"{each.norm_b:.4g}",
+                f"{each.factor:.6f}",
+                f"{each.direction:.6f}",
+            )
+            for each in found.worst[:_PARAMETERS_SHOWN]
+        ],
+    )
+    for name, missing in (("first", found.only_b), ("second", found.only_a)):
+        for parameter in missing:
+            _console().print(f"the {name} backend has no gradient of {escape(parameter)}", style="red")
+    _console().print(f"\n{escape(found.explanation)}", style="green" if found.agrees else "bold red")

@@ -12,7 +12,7 @@ import attrs
 from skyrl_engine.config.converter import NONE_WORD
 from skyrl_engine.config.report import key_meanings
 from skyrl_engine.config.schema import EngineConfig, PluginTable
-from skyrl_engine.config.structure import PLUGIN_TABLES, plain
+from skyrl_engine.config.structure import PLUGIN_TABLES, own_keys, plain, plugin_lists
 from skyrl_engine.config.wording import bounds
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ def config_schema(plugins: "Sequence[LoadedPlugin]" = ()) -> dict[str, Any]:
     schema = table_schema(EngineConfig)
     schema["properties"]["observers"] = {"type": "object", "additionalProperties": {"type": "object"}}
     for kind in PLUGIN_TABLES:
-        schema["properties"][kind] = _plugin_table(kind, [plugin for plugin in plugins if plugin.record.kind == kind])
+        default = attrs.fields_dict(EngineConfig)[kind].default
+        assert isinstance(default, PluginTable), f"EngineConfig.{kind} has no default plugin"
+        schema["properties"][kind] = _plugin_table(type(default), kind, plugins, default.use)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "skyrl_engine configuration", **schema}
 
 
@@ -52,33 +54,34 @@ def table_schema(schema: type[Any]) -> dict[str, Any]:
     return {**table, "required": required} if required else table
 
 
-def _plugin_table(kind: str, plugins: "Sequence[LoadedPlugin]") -> dict[str, Any]:
-    default = attrs.fields_dict(EngineConfig)[kind].default
-    assert isinstance(default, PluginTable), f"EngineConfig.{kind} has no default plugin"
-    use = {"type": "string", "minLength": 1, "default": default.use, **_description(PluginTable, "use")}
-    table: dict[str, Any] = {"type": "object", "properties": {"use": use}}
+def _plugin_table(
+    schema: type[PluginTable], kind: str, plugins: "Sequence[LoadedPlugin]", default: str | None = None
+) -> dict[str, Any]:
+    own = table_schema(schema)
+    table: dict[str, Any] = {"type": "object", "properties": {key: own["properties"][key] for key in own_keys(schema)}}
+    if default is None:
+        table["required"] = own["required"]
+    else:
+        table["properties"]["use"]["default"] = default
+    for key, listed in plugin_lists(schema).items():
+        table["properties"][key]["items"] = _plugin_table(listed.schema, listed.kind, plugins)
     cases = []
-    for plugin in plugins:
+    for plugin in (plugin for plugin in plugins if plugin.record.kind == kind):
         names: list[str] = list(dict.fromkeys([plugin.record.name, plugin.record.reference]))
         options = {} if plugin.schema is None else table_schema(plugin.schema)
         # `use` may be left out for the default plugin, hence no "required" there.
-        required = {} if plugin.record.name == default.use else {"required": ["use"]}
+        required = {} if plugin.record.name == default else {"required": ["use"]}
         cases.append(
             {
                 "if": {"properties": {"use": {"enum": names}}, **required},
                 "then": {
-                    "properties": {"use": True, **options.get("properties", {})},
+                    "properties": {**dict.fromkeys(own_keys(schema), True), **options.get("properties", {})},
                     "required": options.get("required", []),
                     "additionalProperties": False,
                 },
             }
         )
     return {**table, "allOf": cases} if cases else table
-
-
-def _description(schema: type[Any], name: str) -> dict[str, str]:
-    meaning = key_meanings(schema).get(name)
-    return {"description": meaning} if meaning else {}
 
 
 def _type_schema(kind: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import tomli_w
 
 from skyrl_engine.config.converter import NONE_WORD
 from skyrl_engine.config.schema import PLACE, EngineConfig, PluginTable
+from skyrl_engine.config.structure import plugin_lists
 from skyrl_engine.config.wording import bounds_in_words, expected, shown
 
 
@@ -30,7 +31,12 @@ def _without_none(value: Any) -> Any:
 
 
 def key_meanings(schema: type[Any]) -> dict[str, str]:
-    """The text under each field of an attrs class, read from its source; empty where there is no source."""
+    """The text under each field of an attrs class, its own and inherited, read from the source; empty where there is no source."""
+    bases = [base for base in reversed(schema.__mro__) if attrs.has(base)]
+    return {name: text for base in bases for name, text in _own_meanings(base).items()}
+
+
+def _own_meanings(schema: type[Any]) -> dict[str, str]:
     try:
         source = textwrap.dedent(inspect.getsource(schema))
     except (OSError, TypeError):
@@ -80,13 +86,20 @@ def configuration_reference() -> str:
     for attribute in attrs.fields(attrs.resolve_types(EngineConfig)):
         parts.append(f"\n## [{attribute.name}]\n\n")
         kind: Any = attribute.type
-        if kind is PluginTable:
+        if attrs.has(kind) and issubclass(kind, PluginTable):
             assert isinstance(attribute.default, PluginTable)
             parts.append(_PLUGIN_TABLE.format(table=attribute.name, use=attribute.default.use))
-            parts.append(_table([("use", "text", shown(attribute.default.use), f"The {attribute.name}.")]))
+            use = ("use", "text", shown(attribute.default.use), f"The {attribute.name}.")
+            parts.append(_table([use, *(row for row in _rows(kind) if row[0] not in ("use", "options"))]))
+            for key, listed in plugin_lists(kind).items():
+                parts.append(f"\n### [[{attribute.name}.{key}]]\n\n{inspect.getdoc(listed.schema)}\n\n")
+                parts.append(_table([row for row in _rows(listed.schema) if row[0] != "options"]))
         elif attrs.has(kind):
             parts.append(f"{inspect.getdoc(kind)}\n\n")
             parts.append(_table(_rows(kind)))
+            for key, inner in _tables_inside(kind):
+                parts.append(f"\n### [{attribute.name}.{key}]\n\n{inspect.getdoc(inner)}\n\n")
+                parts.append(_table(_rows(inner)))
         else:
             parts.append("One table for each observer that `run.observers` names and that takes options: `[observers.NAME]`.\n")
     return "".join(parts)
@@ -99,6 +112,14 @@ def _rows(schema: type[Any]) -> Iterator[tuple[str, str, str, str]]:
         if attribute.metadata.get(PLACE):
             meaning += " (place)"
         yield attribute.alias or attribute.name, _bounded_kind(attribute), default_text(attribute), meaning
+
+
+def _tables_inside(schema: type[Any]) -> Iterator[tuple[str, type[Any]]]:
+    """Keys that hold a table of keys of their own, or none."""
+    for attribute in attrs.fields(attrs.resolve_types(schema)):
+        for kind in (attribute.type, *typing.get_args(attribute.type)):
+            if attrs.has(kind):
+                yield attribute.name, kind
 
 
 def _bounded_kind(attribute: "attrs.Attribute[Any]") -> str:

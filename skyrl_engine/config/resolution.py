@@ -7,52 +7,72 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import frozen
 
-from skyrl_engine.config.origins import DEFAULT, Origin, dotted, nearest
+from skyrl_engine.config.origins import DEFAULT, KeyPath, Origin, dotted, nearest
 from skyrl_engine.config.schema import EngineConfig, PluginsConfig, PluginTable, RunConfig
 from skyrl_engine.config.sources import RawConfig, from_dict
-from skyrl_engine.config.structure import PLUGIN_TABLES, complete_origins, plain, structure, structure_table
+from skyrl_engine.config.structure import PLUGIN_TABLES, complete_origins, own_keys, plain, plugin_lists, structure, structure_table
 from skyrl_engine.config.wording import did_you_mean
+from skyrl_engine.contracts.backend import PARALLEL_SIZES
 from skyrl_engine.contracts.context import FactoryContext
 from skyrl_engine.errors import ConfigError, ContractError, PluginError, Problem
 
 if TYPE_CHECKING:
     from skyrl_engine.registry.loader import LoadedPlugin
+    from skyrl_engine.registry.record import PluginRecord
     from skyrl_engine.registry.resolve import Registry
 
 
 @frozen
 class SelectedPlugin:
-    """A plugin a run uses: loaded, with its options as its schema's instance (None without schema) and as a plain table, defaults included."""
+    """A plugin a run uses: loaded, with its options as its schema's instance (None without schema) and as a plain table, defaults included.
+
+    `coefficient` is that of a term of the objective; None for every other plugin.
+    """
 
     loaded: "LoadedPlugin"
     options: object | None
     table: Mapping[str, Any]
+    coefficient: float | None = None
 
     def make(self, context: FactoryContext) -> Any:
         """Build the product; raises PluginBrokenError or ContractError."""
         return self.loaded.make(self.options, context)
 
+    def on_one_rank(self) -> "SelectedPlugin":
+        """A backend as one rank runs it: its options without parallel sizes."""
+        return self.of(
+            self.loaded.record, {key: value for key, value in self.table.items() if key not in PARALLEL_SIZES}, "one rank"
+        )
+
     def lock(self) -> dict[str, Any]:
         """Everything another process needs to rebuild this selection, as JSON holds it."""
-        return {"record": self.loaded.record.lock(), "options": json.loads(json.dumps(self.table))}
+        lock = {"record": self.loaded.record.lock(), "options": json.loads(json.dumps(self.table))}
+        return lock if self.coefficient is None else {**lock, "coefficient": self.coefficient}
 
     @classmethod
     def from_lock(cls, lock: Mapping[str, Any]) -> "SelectedPlugin":
         """Rebuild on another process. Raises PluginError when the plugin here is not the locked one, or refuses the locked options."""
-        from skyrl_engine.registry.loader import load
         from skyrl_engine.registry.resolve import PluginRecord
 
-        loaded = load(PluginRecord.from_lock(dict(lock["record"])))
-        kind = loaded.record.kind
-        options, problems = _options(loaded, lock["options"], (kind,), from_dict({kind: lock["options"]}, "plugin lock"))
+        plugin = cls.of(PluginRecord.from_lock(dict(lock["record"])), lock["options"], "plugin lock")
+        return attrs.evolve(plugin, coefficient=lock.get("coefficient"))
+
+    @classmethod
+    def of(cls, record: "PluginRecord", options: Mapping[str, Any], origin: str) -> "SelectedPlugin":
+        """The plugin with options that `origin` gave, outside of a configuration. Raises ConfigError or PluginError."""
+        from skyrl_engine.registry.loader import load
+
+        loaded = load(record)
+        made, problems = _options(loaded, options, (record.kind,), from_dict({record.kind: options}, origin))
         if problems:
             raise ConfigError(problems)
-        return cls(loaded, options, plain(options) if options is not None else {})
+        return cls(loaded, made, _plain_options(made))
 
 
 @frozen
 class ResolvedConfig:
-    """What a run is made of. `plugins` by kind; `origins` has an entry for every key of `as_dict()`.
+    """What a run is made of. `plugins` by their place in the configuration: by kind, and `loss.terms[0]`, `loss.corrections[0]` and on;
+    `origins` has an entry for every key of `as_dict()`.
 
     `absent` names tables (`model`, `data`) that the command does not need and nobody gave; they are not to be read.
     """
@@ -82,21 +102,21 @@ def resolve(raw: RawConfig, *, need: Sequence[str] = ("model", "data")) -> Resol
     """
     structured = structure(raw, need)
     problems = list(structured.problems)
-    plugin_errors: list[tuple[str, PluginError]] = []
+    plugin_errors: list[tuple[KeyPath, PluginError]] = []
     sections = structured.sections
     registry = _registry(sections.get("plugins", PluginsConfig()))
     plugins: dict[str, SelectedPlugin] = {}
-    for kind in PLUGIN_TABLES:
-        table = sections.get(kind)
-        if isinstance(table, PluginTable):
-            try:
-                selected, found = _select(registry, kind, table.use, table=table.options, path=(kind,), raw=raw)
-            except PluginError as error:
-                plugin_errors.append((f"{kind}.use", error))
-            else:
-                problems += found
-                if selected is not None:
-                    plugins[kind] = selected
+    for path, kind, table in _plugin_tables(sections):
+        try:
+            selected, found = _select(
+                registry, kind, table.use, table=table.options, path=path, raw=raw, reserved=own_keys(type(table))
+            )
+        except PluginError as error:
+            plugin_errors.append(((*path, "use"), error))
+        else:
+            problems += found
+            if selected is not None:
+                plugins[dotted(path)] = attrs.evolve(selected, coefficient=getattr(table, "coef", None))
     observers, observer_problems, observer_errors = _select_observers(registry, sections, raw)
     problems += observer_problems
     plugin_errors += observer_errors
@@ -106,6 +126,17 @@ def resolve(raw: RawConfig, *, need: Sequence[str] = ("model", "data")) -> Resol
     return ResolvedConfig(config, registry, plugins, observers, complete_origins(resolved, raw.origins, DEFAULT), structured.absent)
 
 
+def _plugin_tables(sections: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, PluginTable]]:
+    """Every table that selects a plugin: its place, the plugin's kind, the table."""
+    for kind in PLUGIN_TABLES:
+        if isinstance(table := sections.get(kind), PluginTable):
+            yield (kind,), kind, table
+            for key, listed in plugin_lists(type(table)).items():
+                for index, entry in enumerate(getattr(table, key)):
+                    if entry is not None:  # refused
+                        yield (kind, key, index), listed.kind, entry
+
+
 def _registry(plugins: PluginsConfig) -> "Registry":
     from skyrl_engine.registry.resolve import Registry
 
@@ -113,31 +144,61 @@ def _registry(plugins: PluginsConfig) -> "Registry":
 
 
 def _select(
-    registry: "Registry", kind: str, reference: str, *, table: Mapping[str, Any], path: tuple[str, ...], raw: RawConfig
+    registry: "Registry",
+    kind: str,
+    reference: str,
+    *,
+    table: Mapping[str, Any],
+    path: KeyPath,
+    raw: RawConfig,
+    reserved: Sequence[str] = ("use",),
 ) -> tuple[SelectedPlugin | None, list[Problem]]:
     from skyrl_engine.registry.loader import load
 
     loaded = load(registry.resolve(kind, reference))
-    options, problems = _options(loaded, table, path, raw)
-    return (None, problems) if problems else (SelectedPlugin(loaded, options, plain(options) if options is not None else {}), [])
+    options, problems = _options(loaded, table, path, raw, reserved)
+    return (None, problems) if problems else (SelectedPlugin(loaded, options, _plain_options(options)), [])
+
+
+def _plain_options(options: object | None) -> dict[str, Any]:
+    return {} if options is None else plain(options)
 
 
 def _options(
-    loaded: "LoadedPlugin", table: Mapping[str, Any], path: tuple[str, ...], raw: RawConfig
+    loaded: "LoadedPlugin", table: Mapping[str, Any], path: KeyPath, raw: RawConfig, reserved: Sequence[str] = ("use",)
 ) -> tuple[object | None, list[Problem]]:
     """A plugin's options as its schema's instance; problems name plugin, distribution and version."""
     plugin = str(loaded.record)
+    own = [] if loaded.schema is None else [name for each in attrs.fields(loaded.schema) for name in (each.name, each.alias or "")]
+    unable = [key for key in table if loaded.record.kind == "backend" and key in PARALLEL_SIZES and key not in own]
+    refused = [
+        Problem(
+            f"{nearest(raw.origins, (*path, key))}: {dotted((*path, key))}",
+            f"{plugin} does not declare the capability {key!r}",
+            "Remove this key, or choose another backend",
+        )
+        for key in unable
+    ]
+    table = {key: value for key, value in table.items() if key not in unable}
+    strays = {key: meant for key in table if not did_you_mean(key, own) and (meant := did_you_mean(key, reserved))}
+    refused += [
+        Problem(f"{nearest(raw.origins, (*path, key))}: {dotted((*path, key))}", f"is not a known key ({plugin})", meant)
+        for key, meant in strays.items()
+    ]
+    table = {key: value for key, value in table.items() if key not in strays}
     if loaded.schema is None:
-        return None, [
+        return None, refused + [
             Problem(
                 f"{nearest(raw.origins, (*path, key))}: {dotted((*path, key))}", f"{plugin} takes no options", "Remove this key"
             )
             for key in table
         ]
-    if "use" in attrs.fields_dict(loaded.schema):
-        raise ContractError(
-            f"{plugin} has an option named `use`, which its table keeps for the reference", remedy="Rename that option"
-        )
+    for name in reserved:
+        if name in attrs.fields_dict(loaded.schema):
+            raise ContractError(
+                f"{plugin} has an option named `{name}`, and {dotted(path)}.{name} is the engine's own key",
+                remedy="Rename that option",
+            )
     try:
         attrs.resolve_types(loaded.schema)
     except NameError as error:
@@ -145,18 +206,18 @@ def _options(
             f"the schema of {plugin} has annotations that cannot be read: {error}", remedy="Import the names they use"
         ) from error
     options, problems = structure_table(loaded.schema, table, path, raw)
-    return options, [attrs.evolve(problem, cause=f"{problem.cause} ({plugin})") for problem in problems]
+    return options, refused + [attrs.evolve(problem, cause=f"{problem.cause} ({plugin})") for problem in problems]
 
 
 def _select_observers(
     registry: "Registry", sections: Mapping[str, Any], raw: RawConfig
-) -> tuple[tuple[SelectedPlugin, ...], list[Problem], list[tuple[str, PluginError]]]:
+) -> tuple[tuple[SelectedPlugin, ...], list[Problem], list[tuple[KeyPath, PluginError]]]:
     run, tables = sections.get("run"), sections.get("observers", {})
     if not isinstance(run, RunConfig):
         return (), [], []
     selected: list[SelectedPlugin] = []
     problems: list[Problem] = []
-    errors: list[tuple[str, PluginError]] = []
+    errors: list[tuple[KeyPath, PluginError]] = []
     read: set[str] = set()
     for reference in run.observers:
         name = _table_name(reference, tables)
@@ -166,7 +227,7 @@ def _select_observers(
                 registry, "observer", reference, table=tables.get(name, {}), path=("observers", name), raw=raw
             )
         except PluginError as error:
-            errors.append(("run.observers", error))
+            errors.append((("run", "observers"), error))
         else:
             problems += found
             selected += [] if observer is None else [observer]
@@ -184,7 +245,7 @@ def _table_name(reference: str, tables: Mapping[str, Any]) -> str:
     return reference if reference in tables or bare not in tables else bare
 
 
-def _raise(problems: Sequence[Problem], errors: Sequence[tuple[str, PluginError]], raw: RawConfig) -> None:
+def _raise(problems: Sequence[Problem], errors: Sequence[tuple[KeyPath, PluginError]], raw: RawConfig) -> None:
     """One error for everything: the plugin's own when it is the only mistake, since it carries the exit code of plugins."""
     if problems:
         raise ConfigError([*problems, *_as_problems(errors, raw)])
@@ -195,17 +256,21 @@ def _raise(problems: Sequence[Problem], errors: Sequence[tuple[str, PluginError]
         raise PluginError(f"{len(errors)} plugins cannot be used", remedy="Correct each line above", details=details)
 
 
-def _as_problems(errors: Sequence[tuple[str, PluginError]], raw: RawConfig) -> Iterator[Problem]:
-    for key, error in errors:
-        yield Problem(f"{nearest(raw.origins, tuple(key.split('.')))}: {key}", error.cause, error.remedy)
+def _as_problems(errors: Sequence[tuple[KeyPath, PluginError]], raw: RawConfig) -> Iterator[Problem]:
+    for path, error in errors:
+        yield Problem(f"{nearest(raw.origins, path)}: {dotted(path)}", error.cause, error.remedy)
 
 
 def _as_dict(
     config: EngineConfig, plugins: Mapping[str, SelectedPlugin], observers: Sequence[SelectedPlugin], absent: frozenset[str]
 ) -> dict[str, Any]:
     table = {key: value for key, value in plain(config).items() if key not in absent}
-    for kind, selected in plugins.items():
-        table[kind] = {"use": table[kind]["use"], **selected.table}
+    for path, _, selected_table in _plugin_tables({kind: getattr(config, kind) for kind in PLUGIN_TABLES}):
+        place = table
+        for part in path[:-1]:
+            place = place[part]
+        own = {key: value for key, value in place[path[-1]].items() if key in own_keys(type(selected_table))}
+        place[path[-1]] = {**own, **plugins[dotted(path)].table}
     table["observers"] = {
         _table_name(reference, config.observers): dict(observer.table)
         for reference, observer in zip(config.run.observers, observers, strict=True)

@@ -5,16 +5,20 @@ schema validates. The text under each key is its meaning in `docs/reference/conf
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
+import attrs
 from attrs import Factory, field, frozen
 from attrs.validators import and_, deep_iterable, ge, gt, in_, lt, min_len, optional
 
-from skyrl_engine.contracts.backend import ComputeDtype, ModelSpec, OptimizerSpec
+from skyrl_engine.contracts.backend import ComputeDtype, LoraSpec, ModelSpec, OptimizerSpec
 from skyrl_engine.contracts.plan import Layout
 
 PLACE = "skyrl_engine.place"
 """Key of a field's metadata: its text may name a place, so `./` and `../` in it are relative to the file that says so."""
+
+KIND = "skyrl_engine.kind"
+"""Key of the metadata of a plugin table's field that lists further plugin tables: the kind of plugin that they select."""
 
 
 @frozen
@@ -55,6 +59,26 @@ class PluginsConfig:
 
 
 @frozen
+class LoraConfig:
+    """Low-rank adapters (LoRA) that are trained in the place of the model's weights; without this table all weights are."""
+
+    rank: int = field(default=8, validator=ge(1))
+    """Rank of the two matrices beside each layer."""
+
+    alpha: int = field(default=16, validator=ge(1))
+    """Their product counts `alpha / rank` times."""
+
+    targets: Literal["all-linear"] | tuple[str, ...] = field(default="all-linear", validator=min_len(1))
+    """Linear layers of the decoder that get adapters: all, or those of these names, such as `["q_proj", "v_proj"]`."""
+
+    dropout: float = field(default=0.0, validator=[ge(0.0), lt(1.0)])
+    """Share of an adapter's inputs that training sets to zero."""
+
+    path: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
+    """A directory or hub id with adapters to train on, which bring their own rank, alpha and targets; none: new ones."""
+
+
+@frozen
 class ModelConfig:
     """The model to train and how it computes."""
 
@@ -79,10 +103,17 @@ class ModelConfig:
     logits_per_chunk: int = field(default=2**22, validator=ge(1))
     """Logits (positions x vocabulary) held at once while scoring; lower it when memory runs out at the head."""
 
+    value_head: bool = False
+    """Put a head beside the language-model head that scores every token with a value, for losses of critics."""
+
     chat_template: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
     """File with a Jinja chat template; none: the tokenizer's own."""
 
-    def spec(self) -> ModelSpec:
+    lora: LoraConfig | None = None
+    """Train low-rank adapters: the table `[model.lora]`. None: all weights."""
+
+    def spec(self, seed: int) -> ModelSpec:
+        """`seed` is the run's."""
         return ModelSpec(
             path=self.path,
             revision=self.revision,
@@ -90,10 +121,12 @@ class ModelConfig:
             activation_checkpointing=self.activation_checkpointing,
             trust_remote_code=self.trust_remote_code,
             logits_per_chunk=self.logits_per_chunk,
+            value_head=self.value_head,
+            lora=None if self.lora is None else LoraSpec(**attrs.asdict(self.lora), seed=seed),
         )
 
 
-DataFormat = Literal["auto", "tokens", "messages", "prompt_completion", "alpaca", "text"]
+DataFormat = Literal["auto", "tokens", "rollouts", "messages", "prompt_completion", "alpaca", "text"]
 
 
 @frozen
@@ -118,8 +151,11 @@ class DataConfig:
     eval_fraction: float = field(default=0.0, validator=[ge(0.0), lt(1.0)])
     """Share of `train` to hold out for evaluation when `eval` is not set."""
 
-    format: DataFormat = field(default="auto", validator=in_(("auto", "tokens", "messages", "prompt_completion", "alpaca", "text")))
+    format: DataFormat = field(default="auto", validator=in_(get_args(DataFormat)))
     """Shape of the samples; `auto` recognises it by the columns."""
+
+    columns: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)))
+    """Columns to read beside those that the loss, its terms and corrections need: one number per response token or per sample."""
 
     loss_on: Literal["last", "all"] = field(default="last", validator=in_(("last", "all")))
     """Assistant turns that carry loss: the `last` one or `all`."""
@@ -129,6 +165,15 @@ class DataConfig:
 
     overlong: Literal["drop", "truncate", "error"] = field(default="error", validator=in_(("drop", "truncate", "error")))
     """What happens to a sample longer than `max_length`."""
+
+    bad_images: Literal["error", "drop"] = field(default="error", validator=in_(("error", "drop")))
+    """What happens to a sample with an image that is missing, damaged or too large, or whose images do not match their places."""
+
+    max_image_pixels: int = field(default=2**26, validator=ge(1))
+    """Largest image that is read, width times height; files that unpack into gigabytes are refused whatever it says."""
+
+    shrink_images_to: int | None = field(default=None, validator=optional(ge(1)))
+    """Pixels to which larger images are scaled down, which bounds their tokens; none: what the model's image processor says."""
 
     max_samples: int | None = field(default=None, validator=optional(ge(1)))
     """Read at most this many samples; none: all."""
@@ -145,6 +190,25 @@ class PluginTable:
     """The plugin: `name`, `distribution:name`, or `./file.py:name`."""
 
     options: Mapping[str, Any] = Factory(dict)
+
+
+@frozen
+class TermTable(PluginTable):
+    """A further term of the objective: a loss, and how much it counts."""
+
+    coef: float = field(kw_only=True)
+    """What the term's values are multiplied by."""
+
+
+@frozen
+class LossTable(PluginTable):
+    """The main loss, what is added to it, and what corrects it."""
+
+    terms: tuple[TermTable, ...] = field(default=(), metadata={KIND: "loss"})
+    """Losses added to the main one, each times its `coef`: `[[loss.terms]]` with `use`, `coef` and the options of that loss."""
+
+    corrections: tuple[PluginTable, ...] = field(default=(), metadata={KIND: "correction"})
+    """Corrections of the main loss, in order: `[[loss.corrections]]` with `use` and the options of that correction."""
 
 
 _BELOW_ONE = and_(ge(0.0), lt(1.0))
@@ -199,7 +263,7 @@ class TrainingConfig:
     """Passes over the data; give this or `steps`. With neither: one pass."""
 
     batch_size: int = field(default=32, validator=ge(1))
-    """Samples of one optimizer step (a mini-batch), over all ranks."""
+    """Samples of one optimizer step (a mini-batch), over all ranks; on average, where groups of other sizes must stay whole."""
 
     micro_batch_rows: int | None = field(default=None, validator=optional(ge(1)))
     """Rows of a micro-batch; give this or `micro_batch_tokens`. With neither: all samples of a rank at once."""
@@ -264,7 +328,7 @@ class EngineConfig:
     run: RunConfig = RunConfig()
     plugins: PluginsConfig = PluginsConfig()
     collator: PluginTable = PluginTable("padded")
-    loss: PluginTable = PluginTable("cross_entropy")
+    loss: LossTable = LossTable("cross_entropy")
     reducer: PluginTable = PluginTable("token_mean")
     backend: PluginTable = PluginTable("fsdp")
     merger: PluginTable = PluginTable("ordered")

@@ -1,5 +1,6 @@
 """Raw tables to the schema's classes, all mistakes at once, each with the file and line (or the option) that made it."""
 
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from skyrl_engine.config.checks import cross_checks
 from skyrl_engine.config.converter import refusals, strict_converter, unknown_key
 from skyrl_engine.config.origins import KeyPath, Origin, dotted, leaves, nearest
 from skyrl_engine.config.places import absolute_place, with_absolute_places
-from skyrl_engine.config.schema import EngineConfig, PluginTable, TrainingConfig
+from skyrl_engine.config.schema import KIND, EngineConfig, PluginTable, TrainingConfig
 from skyrl_engine.config.sources import RawConfig
 from skyrl_engine.config.wording import RefusedError, wrong_kind
 from skyrl_engine.errors import ConfigError, Problem
@@ -52,7 +53,7 @@ def structure(raw: RawConfig, need: Sequence[str] = ("model", "data")) -> Struct
         if name in PLUGIN_TABLES:
             default = fields[name].default
             assert isinstance(default, PluginTable), f"EngineConfig.{name} has no default plugin"
-            section, found = _plugin_table(raw, name, table, default.use)
+            section, found = _plugin_table(raw, kind, table, (name,), default.use)
         elif name == "observers":
             section, found = _observers(raw, table)
         else:
@@ -78,6 +79,8 @@ def structure_table(schema: type[Any], table: Any, path: KeyPath, raw: RawConfig
 
 def _problem(raw: RawConfig, path: KeyPath, refusal: RefusedError) -> Problem:
     key = dotted(path)
+    if refusal.about == "missing" and any(isinstance(part, int) for part in path):
+        return Problem(f"{nearest(raw.origins, path[:-1])}: {key}", refusal.cause, "Set it in this entry of the list")
     if refusal.about == "missing":
         return Problem(f"{raw.label}: {key}", refusal.cause, f"Set it in the file or give {key}=... on the command line")
     home = _home(path[-1]) if refusal.about == "stray" else None
@@ -95,14 +98,57 @@ def _home(key: str | int) -> str | None:
     return homes[0] if len(homes) == 1 else None
 
 
-def _plugin_table(raw: RawConfig, name: str, table: Any, default: str) -> tuple[PluginTable | None, list[Problem]]:
-    """`use` beside the plugin's options; options without `use` belong to the default plugin."""
+def own_keys(schema: type[PluginTable]) -> tuple[str, ...]:
+    """The keys of a plugin's table that are the engine's; every other key is an option of the plugin."""
+    return tuple(attribute.name for attribute in attrs.fields(schema) if attribute.name != "options")
+
+
+@frozen
+class PluginList:
+    """A key of a plugin table that lists further plugin tables: their class, and the kind of plugin they select."""
+
+    schema: type[PluginTable]
+    kind: str
+
+
+def plugin_lists(schema: type[PluginTable]) -> Mapping[str, PluginList]:
+    """Those own keys that hold a list of plugin tables."""
+    return {
+        attribute.name: PluginList(typing.get_args(attribute.type)[0], attribute.metadata[KIND])
+        for attribute in attrs.fields(attrs.resolve_types(schema))
+        if KIND in attribute.metadata
+    }
+
+
+def _plugin_table(
+    raw: RawConfig, schema: type[PluginTable], table: Any, path: KeyPath, default: str | None = None
+) -> tuple[PluginTable | None, list[Problem]]:
+    """The engine's own keys beside the plugin's options; options without `use` belong to the default plugin, if there is one."""
     if not isinstance(table, Mapping):
-        return None, [
-            _problem(raw, (name,), RefusedError(wrong_kind(table, dict).cause, f'Write [{name}] and use = "..." under it'))
-        ]
-    options = {key: value for key, value in table.items() if key != "use"}
-    return structure_table(PluginTable, {"use": table.get("use", default), "options": options}, (name,), raw)
+        header = f"[{dotted(path)}]" if isinstance(path[-1], str) else f"[[{dotted(path[:-1])}]]"
+        return None, [_problem(raw, path, RefusedError(wrong_kind(table, dict).cause, f'Write {header} and use = "..." under it'))]
+    lists: dict[str, tuple[PluginTable | None, ...]] = {}
+    problems: list[Problem] = []
+    for key, listed in plugin_lists(schema).items():
+        lists[key], found = _plugin_tables(raw, listed.schema, table.get(key, []), (*path, key))
+        problems += found
+    given = {key: table[key] for key in own_keys(schema) if key in table and key not in lists}
+    options = {key: value for key, value in table.items() if key not in own_keys(schema)}
+    section, found = structure_table(
+        schema, {**({} if default is None else {"use": default}), **given, "options": options}, path, raw
+    )
+    return (None if section is None else attrs.evolve(section, **lists)), problems + found
+
+
+def _plugin_tables(
+    raw: RawConfig, schema: type[PluginTable], tables: Any, path: KeyPath
+) -> tuple[tuple[PluginTable | None, ...], list[Problem]]:
+    """A refused entry is None, so that the others keep their places; the problems then stop any configuration from being made of it."""
+    if not isinstance(tables, list):
+        remedy = f'Write [[{dotted(path)}]] and use = "..." under it, once for each'
+        return (), [_problem(raw, path, RefusedError(wrong_kind(tables, list).cause, remedy))]
+    made = [_plugin_table(raw, schema, table, (*path, index)) for index, table in enumerate(tables)]
+    return tuple(section for section, _ in made), [problem for _, found in made for problem in found]
 
 
 def _observers(raw: RawConfig, table: Any) -> tuple[Mapping[str, Mapping[str, Any]] | None, list[Problem]]:
@@ -134,7 +180,8 @@ def _required(schema: type[Any]) -> list[str]:
 def plain(value: Any) -> Any:
     """An attrs instance, or anything a schema holds, as plain tables, lists and scalars that JSON and `load` read."""
     if isinstance(value, PluginTable):
-        return {"use": value.use, **plain(value.options)}
+        own = {key: plain(getattr(value, key)) for key in own_keys(type(value))}
+        return {**{key: item for key, item in own.items() if item != []}, **plain(value.options)}
     if attrs.has(type(value)):
         return {(a.alias or a.name): plain(getattr(value, a.name)) for a in attrs.fields(type(value)) if a.init}
     if isinstance(value, Mapping):

@@ -1,13 +1,17 @@
 """Arrow tables as flat columns: the list arrays' own memory where a column is one chunk of the right type, never Python lists."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from skyrl_engine.contracts.extras import EXPERT_ROUTES, IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
 from skyrl_engine.contracts.ingest import as_loss_weight, check_lengths
-from skyrl_engine.contracts.ragged import AnyArray, IntArray, offsets_of
+from skyrl_engine.contracts.ragged import AnyArray, IntArray, Ragged, offsets_of
 from skyrl_engine.errors import DataError
+
+EXTRAS = (EXPERT_ROUTES, PIXEL_VALUES, IMAGE_GRID, TOKEN_TYPES)
 
 
 def from_arrow(table: Any, *, columns: Sequence[str], sample_values: Sequence[str]) -> dict[str, Any]:
@@ -37,6 +41,11 @@ def from_arrow(table: Any, *, columns: Sequence[str], sample_values: Sequence[st
     for name in ("sample_ids", "group_ids", "unit_ids"):
         if name in arrays:
             arguments[name] = _integers(name, _scalars(name, arrays[name]))
+    extras = {name: _nested(name, arrays[name]) for name in EXTRAS if name in arrays}
+    # Lists that are all empty do not say how wide their entries are: nobody has an image. Routes, every sample must have.
+    arguments["extras"] = {
+        name: ragged for name, ragged in extras.items() if len(ragged.values) or (name == EXPERT_ROUTES and len(ragged))
+    }
     return arguments
 
 
@@ -74,7 +83,7 @@ def _lists(name: str, array: Any) -> tuple[AnyArray, IntArray]:
     import pyarrow as pa
 
     kind = array.type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+    if not _is_list(kind):
         raise DataError(f"column {name!r} holds {kind}, not lists", remedy=f"Give {name} one list of numbers per sample")
     values, lengths, before = [], [], 0
     for chunk in _chunks(array):
@@ -92,6 +101,43 @@ def _lists(name: str, array: Any) -> tuple[AnyArray, IntArray]:
         lengths.append(sizes)
         before += len(chunk)
     return _joined(values), _joined(lengths)
+
+
+def _nested(name: str, array: Any) -> Ragged:
+    """Lists of lists, all inner ones of one length, as flat values [total, ...]; a sample without a list has none of them."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    chunks = [chunk.storage if isinstance(chunk, pa.ExtensionArray) else chunk for chunk in _chunks(array)]
+    joined = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
+    if pa.types.is_null(joined.type):
+        return Ragged(np.zeros(0), np.zeros(len(joined) + 1, dtype=np.int64))
+    if not _is_list(joined.type):
+        raise DataError(f"column {name!r} holds {joined.type}, not lists", remedy=f"Give {name} one list per sample")
+    offsets = offsets_of(pc.list_value_length(joined).fill_null(0).to_numpy(zero_copy_only=False))
+    flat = joined.flatten()
+    width: list[int] = []
+    while _is_list(flat.type):
+        sizes = pc.list_value_length(flat).fill_null(-1).to_numpy(zero_copy_only=False)
+        _refuse_places(name, sizes != sizes[:1], offsets, width, "lists of different lengths")
+        width.append(int(sizes[0]) if len(sizes) else 0)
+        flat = flat.flatten()
+    if flat.null_count:
+        _refuse_places(name, flat.is_null().to_numpy(zero_copy_only=False), offsets, width, "an empty value")
+    return Ragged(flat.to_numpy(zero_copy_only=False).reshape(int(offsets[-1]), *width), offsets)
+
+
+def _refuse_places(name: str, wrong: AnyArray, offsets: IntArray, width: list[int], what: str) -> None:
+    """Raise for the first place marked, counted in entries of [total, *width]."""
+    if wrong.any():
+        sample = int(np.searchsorted(offsets, np.argmax(wrong) // math.prod(width), side="right")) - 1
+        raise DataError(f"sample {sample} has {what} in {name}", remedy=f"Give {name} as full arrays of one shape per entry")
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def _scalars(name: str, array: Any) -> AnyArray:

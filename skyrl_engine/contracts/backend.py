@@ -8,19 +8,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import numpy as np
-import numpy.typing as npt
-from attrs import field, frozen
-from attrs.validators import ge, gt, in_
+from attrs import Factory, field, frozen
+from attrs.validators import ge, gt, in_, instance_of, lt
 
 from skyrl_engine.contracts.outputs import RankOutput
-from skyrl_engine.contracts.ragged import IntArray
+from skyrl_engine.contracts.ragged import IntArray, Ragged
 from skyrl_engine.contracts.topology import RankCoords, Topology
 
 if TYPE_CHECKING:
     import torch
 
-Capability = Literal["padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision"]
+Capability = Literal[
+    "padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", "router_replay", "value_head", "lora"
+]
+PARALLEL_SIZES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "virtual_pipeline", "replicate")
+"""Options by which backends divide the world among parallel dimensions, under these names in all of them; one rank alone has none."""
+
 ComputeDtype = Literal["float64", "float32", "bfloat16"]
 
 
@@ -43,10 +46,28 @@ class RankEnvironment:
 
 
 @frozen
+class LoraSpec:
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) that are trained in the place of the model's weights.
+
+    `targets` names linear layers of the decoder as PEFT does: "q_proj" is every layer of that name. `path` is a directory or hub id with
+    adapters to train on; what is not the default here must then agree with theirs. New ones are drawn from `seed`, equally on every rank.
+    """
+
+    rank: int = field(default=8, validator=ge(1))
+    alpha: int = field(default=16, validator=ge(1))
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    dropout: float = field(default=0.0, validator=[ge(0.0), lt(1.0)])
+    path: str | None = None
+    seed: int = 0
+
+
+@frozen
 class ModelSpec:
     """Which model to train. `path` is a local Hugging Face directory or a hub id; `dtype` the compute precision (weights stay float32).
 
     `packed_rows` announces rows of several sequences: a model that would mix them is refused when it is loaded, not at the first such row.
+    `value_head` asks for a head of one value per token beside the language-model head: the score "values".
+    With `lora` adapters are trained, and a value head; all other weights are frozen, and checkpoints and exports leave them out.
     """
 
     path: str
@@ -56,6 +77,8 @@ class ModelSpec:
     trust_remote_code: bool = False
     logits_per_chunk: int = field(default=2**22, validator=ge(1))
     packed_rows: bool = False
+    value_head: bool = False
+    lora: LoraSpec | None = None
 
 
 @frozen
@@ -79,15 +102,18 @@ class MicroBatch:
     `inputs` are CPU tensors for the model ([rows, width], ...); `positions` int64[n] are flat places row * width + column in them, each one
     before the token it scores; `labels` int64[n] the token ids scored there; `sequence_lengths` the true lengths per row. Scores come back in
     the order of `positions`. `samples` is the engine's own, opaque to a backend. `cu_seqlens` bounds the samples inside packed rows, as in
-    `DenseBatch`; None where a row holds one sample.
+    `DenseBatch`; None where a row holds one sample. `ragged_offsets`, as in `DenseBatch`, say which sample owns what of `pixel_values`
+    and `image_grid_thw`; `pixel_values` are sent to the first stage of a pipeline alone. `sample_ids` int64[samples] are for messages.
     """
 
     inputs: Mapping[str, "torch.Tensor"]
     positions: "torch.Tensor"
     labels: "torch.Tensor"
-    sequence_lengths: tuple[IntArray, ...]
+    sequence_lengths: Ragged = field(validator=instance_of(Ragged))
     samples: Any
-    cu_seqlens: tuple[npt.NDArray[np.int32], ...] | None = None
+    cu_seqlens: Ragged | None = None
+    ragged_offsets: Mapping[str, IntArray] = Factory(dict)
+    sample_ids: IntArray | None = None
 
 
 class RankBatch(Protocol):
@@ -140,10 +166,10 @@ class Backend(Protocol):
         """Restore exactly what `save` wrote."""
 
     def export(self, directory: Path) -> None:
-        """Write the weights as a Hugging Face directory (rank 0 writes; every rank takes part)."""
+        """Write the weights as a Hugging Face directory, adapters as a PEFT one (rank 0 writes; every rank takes part)."""
 
     def weights(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Full weights under their Hugging Face names, one at a time, on CPU; every rank iterates."""
+        """Full weights under their Hugging Face names, adapters merged, one at a time, on CPU; every rank iterates."""
 
     def gradients(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """Full accumulated gradients under their Hugging Face names, one at a time, on CPU, before `optim_step`; every rank iterates.

@@ -3,19 +3,33 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
-import numpy as np
-import numpy.typing as npt
-from attrs import frozen
+from attrs import Factory, field, frozen
+from attrs.validators import instance_of, optional
 
 from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.extras import EXPERT_ROUTES, IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
 from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
-from skyrl_engine.contracts.ragged import AnyArray, IntArray
+from skyrl_engine.contracts.ragged import AnyArray, IntArray, Ragged
 
 if TYPE_CHECKING:
     import torch
 
-MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "images", "expert_routes")
+ROUTER_PADDING_MASK = "router_padding_mask"
+
+MODEL_INPUTS = (
+    *("input_ids", "attention_mask", "position_ids"),
+    *(EXPERT_ROUTES, ROUTER_PADDING_MASK),
+    *(PIXEL_VALUES, IMAGE_GRID, TOKEN_TYPES),
+)
 """Fields the engine asks `build` for while training: what the model eats, no dense action-axis field."""
+
+Carried = Literal["router_replay", "vision"]
+
+CARRIED_EXTRAS: Mapping[Carried, frozenset[str]] = {
+    "router_replay": frozenset((EXPERT_ROUTES,)),
+    "vision": frozenset(("images", PIXEL_VALUES, IMAGE_GRID, TOKEN_TYPES)),
+}
+"""Which extras of the columns ask for which capability; `images` are references to images that were not read yet."""
 
 
 @frozen(eq=False)
@@ -34,16 +48,20 @@ class GatherIndex:
 
 @frozen(eq=False)
 class DenseBatch:
-    """Dense tensors of some rows. `fields` are C-contiguous CPU tensors by name, `sequence_lengths` the true lengths per row (int64).
+    """Dense tensors of some rows. `fields` are C-contiguous CPU tensors by name, `sequence_lengths` the true lengths per row, int64.
 
     `cu_seqlens`, where rows hold their samples one after the other from column 0: per row int32[samples + 1], the column each sample begins
     in and the column behind the last, alignment included. None for other layouts.
+
+    `ragged_offsets` int64[n+1], for fields without a row per row (`pixel_values`, `image_grid_thw`), which hold what the n samples have one
+    after the other: sample i of the plan's order owns `field[offsets[i] : offsets[i + 1]]`.
     """
 
     fields: Mapping[str, "torch.Tensor"]
     gather: GatherIndex
-    sequence_lengths: tuple[IntArray, ...]
-    cu_seqlens: tuple[npt.NDArray[np.int32], ...] | None = None
+    sequence_lengths: Ragged = field(validator=instance_of(Ragged))
+    cu_seqlens: Ragged | None = field(default=None, validator=optional(instance_of(Ragged)))
+    ragged_offsets: Mapping[str, IntArray] = Factory(dict)
 
     def __getitem__(self, name: str) -> "torch.Tensor":
         return self.fields[name]
@@ -64,6 +82,9 @@ class Collator(Protocol):
 
     `rows` declares what a row may hold, which is also the capability that a backend needs for it: one sample at most ("padded"), or
     several ("packed").
+
+    A collator that lays expert routes or images over its rows says so in one more attribute, `carries`: a set of "router_replay" and
+    "vision" (`carried_by` reads it). Data that has what the collator does not carry is refused while planning.
     """
 
     rows: Literal["padded", "packed"]
@@ -87,3 +108,8 @@ class Collator(Protocol):
 
     def collate(self, columns: SampleColumns) -> DenseBatch:
         """`plan` and `build` with one rank, one micro-batch and every field."""
+
+
+def carried_by(collator: Collator) -> frozenset[Carried]:
+    """What the collator declares to lay over its rows beside tokens; nothing where it does not say."""
+    return frozenset(getattr(collator, "carries", ()))

@@ -4,20 +4,24 @@ N samples; sample i has T_i tokens of which the last A_i are actions (response t
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from attrs import Factory, frozen
 
 from skyrl_engine.contracts import ingest
+from skyrl_engine.contracts.extras import EXPERT_ROUTES, IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES, checked_extras
 from skyrl_engine.contracts.plan import SampleLengths
-from skyrl_engine.contracts.ragged import AnyArray, IntArray, Ragged, offsets_of, segment_indices
+from skyrl_engine.contracts.ragged import AnyArray, IntArray, RaggedView, take_segments
 from skyrl_engine.errors import DataError
 
-PerSample = TypeVar("PerSample", AnyArray, Ragged)
-
-RESERVED_NAMES = frozenset(("input_ids", "attention_mask", "position_ids", "response_mask", "loss_weight"))
+RESERVED_NAMES = frozenset(
+    (
+        *("input_ids", "attention_mask", "position_ids", "response_mask", "loss_weight"),
+        *(EXPERT_ROUTES, "router_padding_mask", PIXEL_VALUES, IMAGE_GRID, TOKEN_TYPES),
+    )
+)
 """Fields that every collator makes; no column may take their names."""
 
 
@@ -28,10 +32,11 @@ class SampleColumns:
     `input_ids` int32 or int64, flat over tokens, with `token_offsets` int64[N+1]; `loss_weight` uint8 (0/1) or float32 on the action axis,
     with `action_offsets` int64[N+1]; `columns` float32[A] by name (rewards, advantages, old_logprobs, ... : an open set);
     `sample_values` arrays [N] by name; `sample_ids`, `group_ids`, `unit_ids` int64[N] (samples of one unit stay in one micro-batch);
-    `extras` ragged per sample (images, expert routes).
+    `extras` ragged per sample (expert routes, images; `contracts.extras` says what each holds), which choosing samples does not copy.
 
     Position 0 of a sample has no predecessor and is never scored: its loss weight is 0 from construction on, and
-    `unscored_first_tokens` counts the weights that were cleared for it. Build one with `create` or a `from_` constructor, which validate.
+    `unscored_first_tokens` counts the weights that were cleared for it. `grouped` says whether group ids were given; without them every
+    sample is a group of its own. Build one with `create` or a `from_` constructor, which validate.
     """
 
     input_ids: AnyArray
@@ -43,8 +48,9 @@ class SampleColumns:
     sample_ids: IntArray
     group_ids: IntArray
     unit_ids: IntArray
-    extras: Mapping[str, Ragged] = Factory(dict)
+    extras: Mapping[str, RaggedView] = Factory(dict)
     unscored_first_tokens: int = 0
+    grouped: bool = False
 
     def __len__(self) -> int:
         return len(self.token_offsets) - 1
@@ -62,11 +68,12 @@ class SampleColumns:
         sample_ids: IntArray | None = None,
         group_ids: IntArray | None = None,
         unit_ids: IntArray | None = None,
-        extras: Mapping[str, Ragged] | None = None,
+        extras: Mapping[str, Any] | None = None,
     ) -> "SampleColumns":
         """Validate flat arrays and make columns of them; arrays that already fit are not copied.
 
-        Ids default to 0..N-1 (every sample its own group and unit), loss weights to 1 on every action.
+        Ids default to 0..N-1 (every sample its own group and unit), loss weights to 1 on every action. `extras` are flat (`Ragged`), and
+        those of `contracts.extras` may be one nested list, array or tensor per sample.
         Raises DataError naming the first offending sample.
         """
         _check_offsets("token_offsets", token_offsets, len(input_ids))
@@ -90,7 +97,6 @@ class SampleColumns:
         weight, cleared = _without_first_tokens(weight, lengths, actions, action_offsets)
         own_ids = np.arange(count, dtype=np.int64)
         ids = own_ids if sample_ids is None else _checked_ids("sample_ids", sample_ids, count)
-        _refuse_duplicates(ids)
         return cls(
             input_ids=token_ids,
             token_offsets=token_offsets,
@@ -101,8 +107,9 @@ class SampleColumns:
             sample_ids=ids,
             group_ids=own_ids if group_ids is None else _checked_ids("group_ids", group_ids, count),
             unit_ids=own_ids if unit_ids is None else _checked_ids("unit_ids", unit_ids, count),
-            extras={name: _per_sample(name, values, count) for name, values in (extras or {}).items()},
+            extras=checked_extras(extras or {}, lengths),
             unscored_first_tokens=cleared,
+            grouped=group_ids is not None,
         )
 
     @classmethod
@@ -113,20 +120,22 @@ class SampleColumns:
         num_actions: Sequence[int] | None = None,
         loss_mask: ingest.Rows | None = None,
         columns: Mapping[str, ingest.Rows] | None = None,
+        routes: ingest.Rows | None = None,
         reader: ingest.ListReader | None = None,
         **per_sample: Any,
     ) -> "SampleColumns":
         """Columns of a supervised batch: one list, NumPy array or torch tensor per sample.
 
         The last `num_actions[i]` of `input_ids[i]` are the response; `loss_mask[i]` and every row of `columns` hold one number per
-        response token. Without `num_actions` the mask's length says it, without both every token is response. `per_sample` takes
-        `sample_ids`, `group_ids`, `unit_ids`, `sample_values` and `extras` as `create` does. `reader` (None: Python) reads plain lists,
-        into the same values. Raises DataError naming sample and field.
+        response token. Without `num_actions` the mask's length says it, without both every token is response. `routes[i]` are the experts
+        [captured tokens, layers, topk] of a sample's first tokens, and become the extra `expert_routes`. `per_sample` takes `sample_ids`,
+        `group_ids`, `unit_ids`, `sample_values` and `extras` as `create` does. `reader` (None: Python) reads plain lists, into the same
+        values. Raises DataError naming sample and field.
         """
         flat = ingest.from_lists(
             input_ids=input_ids, num_actions=num_actions, loss_mask=loss_mask, columns=columns or {}, reader=reader
         )
-        return cls.create(**{**flat, **per_sample})
+        return cls.create(**{**flat, **_with_routes(per_sample, routes)})
 
     @classmethod
     def from_rollouts(
@@ -138,14 +147,15 @@ class SampleColumns:
         loss_masks: ingest.Rows | None = None,
         logprobs: ingest.Rows | None = None,
         columns: Mapping[str, ingest.Rows] | None = None,
+        routes: ingest.Rows | None = None,
         reader: ingest.ListReader | None = None,
         **per_sample: Any,
     ) -> "SampleColumns":
         """Columns of a reinforcement-learning batch: one list, NumPy array or torch tensor per sample.
 
         `rewards`, `loss_masks`, `logprobs` and every row of `columns` hold one number per response token. Rewards become the column
-        `rewards`, the sampler's log-probabilities the column `rollout_logprobs`; None and absent are the same. `per_sample` and
-        `reader` as in `from_lists`. Raises DataError naming sample and field.
+        `rewards`, the sampler's log-probabilities the column `rollout_logprobs`; None and absent are the same. `routes`, `per_sample`
+        and `reader` as in `from_lists`. Raises DataError naming sample and field.
         """
         named = {name: rows for name, rows in (("rewards", rewards), ("rollout_logprobs", logprobs)) if rows is not None}
         others = columns or {}
@@ -154,7 +164,7 @@ class SampleColumns:
         flat = ingest.from_rollouts(
             prompts=prompts, responses=responses, loss_masks=loss_masks, columns={**named, **others}, reader=reader
         )
-        return cls.create(**{**flat, **per_sample})
+        return cls.create(**{**flat, **_with_routes(per_sample, routes)})
 
     @classmethod
     def from_arrow(
@@ -163,12 +173,15 @@ class SampleColumns:
         """Columns of a pyarrow Table, RecordBatch, mapping of arrays by name, or list array (`input_ids` alone).
 
         Reads the list column `input_ids`, and where there are any `loss_mask` (list), `num_actions`, `sample_ids`, `group_ids`,
-        `unit_ids`; `columns` names further list columns on the action axis, `sample_values` columns of one value per sample. A column of
-        one chunk with the right type is not copied: the result views Arrow's memory, read-only. Raises DataError naming sample and field.
+        `unit_ids`, and the extras of `contracts.extras` (nested lists, null for none); `columns` names further list columns on the action
+        axis, `sample_values` columns of one value per sample. A column of one chunk with the right type is not copied: the result views
+        Arrow's memory, read-only. Raises DataError naming sample and field.
         """
         from skyrl_engine.contracts import arrow  # needed by those alone who have Arrow data
 
-        return cls.create(**{**arrow.from_arrow(table, columns=columns, sample_values=sample_values), **per_sample})
+        flat = arrow.from_arrow(table, columns=columns, sample_values=sample_values)
+        extras = {**flat["extras"], **(per_sample.get("extras") or {})}
+        return cls.create(**{**flat, **per_sample, "extras": extras})
 
     @property
     def lengths(self) -> SampleLengths:
@@ -178,22 +191,32 @@ class SampleColumns:
         )
 
     def take(self, samples: npt.ArrayLike) -> "SampleColumns":
-        """The chosen samples (positions) in the chosen order, copied; already valid, so not validated again."""
+        """The chosen samples (positions) in the chosen order, copied but for `extras`; already valid, so not validated again."""
         chosen = np.asarray(samples, dtype=np.int64)
-        tokens = segment_indices(self.token_offsets, chosen)
-        actions = segment_indices(self.action_offsets, chosen)
+        (input_ids,), token_offsets = take_segments([self.input_ids], self.token_offsets, chosen)
+        (weight, *columns), action_offsets = take_segments([self.loss_weight, *self.columns.values()], self.action_offsets, chosen)
         return SampleColumns(
-            input_ids=self.input_ids[tokens],
-            token_offsets=offsets_of(np.diff(self.token_offsets)[chosen]),
-            action_offsets=offsets_of(np.diff(self.action_offsets)[chosen]),
-            loss_weight=self.loss_weight[actions],
-            columns={name: values[actions] for name, values in self.columns.items()},
+            input_ids=input_ids,
+            token_offsets=token_offsets,
+            action_offsets=action_offsets,
+            loss_weight=weight,
+            columns=dict(zip(self.columns, columns, strict=True)),
             sample_values={name: values[chosen] for name, values in self.sample_values.items()},
             sample_ids=self.sample_ids[chosen],
             group_ids=self.group_ids[chosen],
             unit_ids=self.unit_ids[chosen],
-            extras={name: ragged.take(chosen) for name, ragged in self.extras.items()},
+            extras={name: view.take(chosen) for name, view in self.extras.items()},
+            grouped=self.grouped,
         )
+
+
+def _with_routes(per_sample: Mapping[str, Any], routes: ingest.Rows | None) -> Mapping[str, Any]:
+    if routes is None:
+        return per_sample
+    extras = per_sample.get("extras") or {}
+    if EXPERT_ROUTES in extras:
+        raise DataError("expert routes are given twice, by their own argument and in extras", remedy="Give them once")
+    return {**per_sample, "extras": {**extras, EXPERT_ROUTES: routes}}
 
 
 def _check_offsets(name: str, offsets: IntArray, total: int) -> None:
@@ -268,6 +291,7 @@ def _checked_ids(name: str, ids: AnyArray, count: int) -> IntArray:
         raise DataError(f"{name} must be {count} integers, not {ids.dtype}{list(ids.shape)}", remedy="Give one id per sample")
     if name == "sample_ids":
         _refuse_first(ids < 0, "sample {sample} has a negative id; those mark padding", "Number samples from 0")
+        _refuse_duplicates(ids)
     return ids.astype(np.int64, copy=False)
 
 
@@ -291,7 +315,7 @@ def _checked_column(name: str, values: AnyArray, total: int) -> npt.NDArray[np.f
     return np.ascontiguousarray(values)
 
 
-def _per_sample(name: str, values: PerSample, count: int) -> PerSample:
+def _per_sample(name: str, values: AnyArray, count: int) -> AnyArray:
     if len(values) != count:
         raise DataError(f"{name!r} has {len(values)} entries for {count} samples", remedy="Give one entry per sample")
     return values

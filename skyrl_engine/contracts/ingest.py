@@ -2,7 +2,6 @@
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,10 +16,11 @@ Rows = Sequence[Any]
 class ListReader(Protocol):
     """Reads lists of Python numbers faster than Python does, into the same values."""
 
-    def __call__(self, rows: list[Any], lengths: IntArray, out: AnyArray) -> bool:
-        """Read n lists of `lengths[i]` numbers into the flat `out` (int32 or int64 for whole numbers, float32 for any, uint8 for 0 and 1).
+    def __call__(self, rows: list[Any], dtype: type[np.generic]) -> tuple[AnyArray, IntArray] | None:
+        """The numbers of n lists, one after the other, and how many each has, int64[n].
 
-        False, and anything in `out`, where something is no int, bool or float itself or does not fit; then Python reads, or complains.
+        `dtype` is int32 or int64 for whole numbers, float32 for any, uint8 for 0 and 1. None where a row is no list, or something in one is no
+        int, bool or float itself or does not fit; then Python reads, or complains.
         """
 
 
@@ -61,8 +61,9 @@ def from_rollouts(
     """The flat arrays of `SampleColumns.create`; see `SampleColumns.from_rollouts`."""
     count = len(prompts)
     _check_rows("responses", responses, count)
-    pairs = chain.from_iterable(zip(prompts, responses, strict=True))
-    tokens, lengths = flat_token_ids(list(pairs), lambda row: (row // 2, "responses" if row % 2 else "prompts"), reader)
+    pairs: list[Any] = [None] * (2 * count)
+    pairs[0::2], pairs[1::2] = prompts, responses
+    tokens, lengths = flat_token_ids(pairs, lambda row: (row // 2, "responses" if row % 2 else "prompts"), reader)
     prompt_lengths, actions = lengths[0::2], lengths[1::2]
     weight = None
     if loss_masks is not None:
@@ -158,11 +159,7 @@ def _flat(
 
 def _read_at_once(rows: Rows, dtype: type[np.generic], reader: ListReader | None) -> tuple[AnyArray, IntArray] | None:
     """All values and the rows' lengths from `reader`, or None where there is none or it does not read these rows."""
-    if reader is None or not all(type(row) is list for row in rows):
-        return None
-    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-    values = np.empty(int(lengths.sum()), dtype=dtype)
-    return (values, lengths) if reader(list(rows), lengths, values) else None
+    return None if reader is None else reader(list(rows), dtype)
 
 
 def _append(buffer: "array[Any]", row: Any, dtype: np.dtype[Any]) -> None:

@@ -33,6 +33,13 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.counts)
 
+    @property
+    def offsets(self) -> "torch.Tensor":
+        """int64[S+1]: sequence s holds tokens offsets[s] to offsets[s + 1] of the n."""
+        offsets = self.counts.new_zeros(len(self) + 1)
+        offsets[1:] = self.counts.cumsum(0)
+        return offsets
+
     def sum(self, values: "torch.Tensor") -> "torch.Tensor":
         """[S]: sum of `values` [n] over each sequence; 0 for a sequence without tokens."""
         return values.new_zeros(len(self)).index_add(0, self.index, values)
@@ -81,7 +88,8 @@ class LossTokens:
 class LossOutput:
     """`token_loss` [n] differentiable, and metrics by name, each declaring its own reduction.
 
-    The engine's own names (`contracts.outputs.ENGINE_METRICS`: loss, tokens, grad_norm, ...) are taken.
+    The engine's own names (`contracts.outputs.ENGINE_METRICS`: loss, tokens, grad_norm, ..., and what starts with `objective/` or
+    `corrections/`) are taken. Metrics of a term appear as `NAME/metric`, with the name of the term's loss.
     """
 
     token_loss: "torch.Tensor"
@@ -91,13 +99,16 @@ class LossOutput:
 class Loss(Protocol):
     """What `skyrl_engine_make_loss` returns.
 
-    `needs` names model scores (`logprobs`, `entropy`, `values`) and data columns; `reducers` the reducers that make sense for it (None: all);
-    `batch_local` says that the loss depends on how the batch is cut, by nature.
+    `needs` names model scores (`logprobs`, `entropy`, `values`) and data columns; `reducers` the reducers that make sense for it (None: all),
+    `advised_reducers` those its authors meant it for (None: all), others are used with a warning. `batch_local` says that the loss depends
+    on how the batch is cut, by nature; `homogeneous` that advantages times c > 0 give every token loss times c.
     """
 
     needs: tuple[str, ...]
     reducers: tuple[str, ...] | None
+    advised_reducers: tuple[str, ...] | None
     batch_local: bool
+    homogeneous: bool
 
     def __call__(self, tokens: LossTokens) -> "LossOutput | torch.Tensor":
         """Per-token loss [n]; never multiplies by weights, divides by counts or touches the global random state."""
@@ -112,7 +123,9 @@ class FunctionLoss:
     config: object
     needs: tuple[str, ...]
     reducers: tuple[str, ...] | None = None
+    advised_reducers: tuple[str, ...] | None = None
     batch_local: bool = False
+    homogeneous: bool = False
 
     def __call__(self, tokens: LossTokens) -> "LossOutput | torch.Tensor":
         return self.function(tokens, self.config)
@@ -137,7 +150,7 @@ def as_loss_output(label: str, result: "LossOutput | torch.Tensor", count: int) 
                 f"{label} returned the metric {name!r} as {type(metric).__name__}",
                 remedy="Return a Metric, such as Metric.mean(total, count), which says how its parts combine",
             )
-        if name in ENGINE_METRICS:
+        if name in ENGINE_METRICS or name.startswith(("objective/", "corrections/")):
             raise ContractError(
                 f"{label} returned a metric called {name!r}, under which the engine reports its own", remedy="Give it another name"
             )

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from attrs import Factory, field, frozen
 from attrs.validators import in_
 
-from skyrl_engine.contracts.ragged import AnyArray, IntArray, Ragged, offsets_of
+from skyrl_engine.contracts.ragged import AnyArray, IntArray, Ragged, join_segments, offsets_of, take_segments
 from skyrl_engine.contracts.topology import RankCoords
 from skyrl_engine.errors import ContractError
 
@@ -33,17 +33,22 @@ ENGINE_METRICS = frozenset(
 """Names under which the engine reports its own metrics; a loss gives its metrics other names."""
 
 
+def _number(value: Any) -> float:
+    """A number, also out of a tensor; torch warns where one with a gradient is read without detach()."""
+    return float(value.detach() if hasattr(value, "detach") else value)
+
+
 @frozen
 class Metric:
     """One number on its way to the report.
 
     `reduction` says how parts combine. A mean travels as sum and `count` and is divided once, at the end; for the others `count` is
-    unused. Values are plain floats: a tensor given for one is read out, so that none travels between ranks.
+    unused. Values are plain floats: a tensor given for one is read out, gradient or not, so that none travels between ranks.
     """
 
     reduction: Reduction = field(validator=in_(("sum", "mean", "min", "max")))
-    value: float = field(converter=float)
-    count: float = field(default=1.0, converter=float)
+    value: float = field(converter=_number)
+    count: float = field(default=1.0, converter=_number)
 
     @classmethod
     def mean(cls, total: float, count: float) -> "Metric":
@@ -130,8 +135,10 @@ class RankOutput:
 
     def __attrs_post_init__(self) -> None:
         assert len(self.sample_ids) == len(self.action_lengths) == len(self.scored), "arrays of different numbers of samples"
+        offsets = self.scored.offsets
         for name, ragged in self.fields.items():
-            assert np.array_equal(ragged.offsets, self.scored.offsets), f"{name} does not hold one value per scored token"
+            same = ragged.offsets is offsets or np.array_equal(ragged.offsets, offsets)
+            assert same, f"{name} does not hold one value per scored token"
 
     @classmethod
     def empty(cls, coords: RankCoords = FIRST_RANK) -> "RankOutput":
@@ -140,10 +147,13 @@ class RankOutput:
         return cls(nothing, nothing, Ragged(np.zeros(0, dtype=np.int32), offsets_of([])), coords=coords)
 
     @classmethod
-    def concat(cls, parts: Sequence["RankOutput"], coords: RankCoords = FIRST_RANK) -> "RankOutput":
+    def concat(
+        cls, parts: Sequence["RankOutput"], coords: RankCoords = FIRST_RANK, *, order: IntArray | None = None
+    ) -> "RankOutput":
         """Micro-batches of one rank, or ranks of one call, as one output; samples in the order given, metrics combined.
 
-        Parts that hold samples hold the same fields; a part without samples may hold any.
+        `order` numbers samples over all parts, end to end, each at most once: they are put in that order, and those that do not occur are
+        dropped. Parts that hold samples hold the same fields; a part without samples may hold any.
         """
         if not parts:
             return cls.empty(coords)
@@ -151,11 +161,21 @@ class RankOutput:
         names = filled[0].fields.keys()
         for part in filled:
             assert part.fields.keys() == names, f"parts hold different fields: {sorted(names)} and {sorted(part.fields)}"
+        arrays = [[part.scored.values, *(part.fields[name].values for name in names)] for part in filled]
+        offsets = [part.scored.offsets for part in filled]
+        ids = np.concatenate([part.sample_ids for part in filled])
+        lengths = np.concatenate([part.action_lengths for part in filled])
+        if order is None:
+            scored, *values = (np.concatenate(each) for each in zip(*arrays, strict=True))
+            joined = offsets_of(np.concatenate([each[1:] - each[:-1] for each in offsets]))  # np.diff costs more
+        else:
+            ids, lengths = ids[order], lengths[order]
+            (scored, *values), joined = join_segments(arrays, offsets, order)
         return cls(
-            sample_ids=np.concatenate([part.sample_ids for part in filled]),
-            action_lengths=np.concatenate([part.action_lengths for part in filled]),
-            scored=Ragged.concat([part.scored for part in filled]),
-            fields={name: Ragged.concat([part.fields[name] for part in filled]) for name in names},
+            sample_ids=ids,
+            action_lengths=lengths,
+            scored=Ragged(scored, joined),
+            fields={name: Ragged(each, joined) for name, each in zip(names, values, strict=True)},
             metrics=combine_metrics([part.metrics for part in parts]),
             coords=coords,
         )
@@ -163,11 +183,14 @@ class RankOutput:
     def take(self, samples: npt.ArrayLike) -> "RankOutput":
         """The chosen samples (positions, not ids) in the chosen order; metrics are kept as they are."""
         chosen = np.asarray(samples, dtype=np.int64)
+        (scored, *values), offsets = take_segments(
+            [self.scored.values, *(ragged.values for ragged in self.fields.values())], self.scored.offsets, chosen
+        )
         return RankOutput(
             self.sample_ids[chosen],
             self.action_lengths[chosen],
-            self.scored.take(chosen),
-            {name: ragged.take(chosen) for name, ragged in self.fields.items()},
+            Ragged(scored, offsets),
+            {name: Ragged(taken, offsets) for name, taken in zip(self.fields, values, strict=True)},
             self.metrics,
             self.coords,
         )
@@ -195,7 +218,7 @@ class BatchOutput:
         return Ragged(values, offsets)
 
     def to_list(self) -> list[dict[str, Any]]:
-        """One dict per sample with plain lists, for people; never used on the hot path."""
+        """One dict per sample with plain lists, for people; never used on the hot path. Merger `list` keeps what it makes."""
         return [
             {"sample_id": int(sample_id), **{name: ragged[i].tolist() for name, ragged in self.fields.items()}}
             for i, sample_id in enumerate(self.sample_ids)

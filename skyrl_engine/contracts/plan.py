@@ -1,6 +1,7 @@
 """Who goes where: mini-batch -> data-parallel rank -> micro-batch -> row -> samples. Planned from lengths alone, on the controller."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -56,7 +57,7 @@ class MicroBatchPlan:
     row_offsets: IntArray
     width: int
     action_width: int
-    alignment: int = field(default=1, validator=ge(1))
+    alignment: int = 1
 
     @property
     def rows(self) -> int:
@@ -81,13 +82,17 @@ class MiniBatchPlan:
 
     def rank_samples(self, dp: int) -> IntArray:
         """int64[n]: the samples of one data-parallel rank, in micro-batch order."""
-        parts = [micro_batch.samples for micro_batch in self.ranks[dp]]
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        return _samples_of(self.ranks[dp])
 
     @property
     def samples(self) -> IntArray:
         """int64[n]: the mini-batch's samples in rank-major, micro-batch order."""
-        return np.concatenate([self.rank_samples(dp) for dp in range(len(self.ranks))])
+        return _samples_of(chain.from_iterable(self.ranks))
+
+
+def _samples_of(micro_batches: Iterable[MicroBatchPlan]) -> IntArray:
+    parts = [micro_batch.samples for micro_batch in micro_batches]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
 @frozen(eq=False)
@@ -116,8 +121,8 @@ class BatchPlan:
     @property
     def expected_ids(self) -> IntArray:
         """int64[n]: ids of the planned samples in the caller's order."""
-        planned = [mini_batch.samples for mini_batch in self.mini_batches]
-        return self.sample_ids[np.sort(np.concatenate(planned))] if planned else self.sample_ids[:0]
+        planned = _samples_of(self.micro_batches)
+        return np.repeat(self.sample_ids, np.bincount(planned, minlength=len(self.sample_ids)))
 
 
 def one_sample_per_row(samples: IntArray, width: int, action_width: int) -> MicroBatchPlan:

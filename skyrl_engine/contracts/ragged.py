@@ -1,6 +1,9 @@
 """Values of different length per sample, stored flat: the shape of everything that crosses the engine."""
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise, repeat
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,8 @@ from attrs import field, frozen
 
 IntArray = npt.NDArray[np.int64]
 AnyArray = npt.NDArray[Any]
+Parts = Sequence[Sequence[AnyArray]]
+"""For each part, its arrays: equally many, of the same types in every part."""
 
 
 def offsets_of(lengths: npt.ArrayLike) -> IntArray:
@@ -25,6 +30,116 @@ def segment_indices(offsets: IntArray, segments: IntArray) -> IntArray:
     lengths = offsets[segments + 1] - starts
     chosen = offsets_of(lengths)
     return np.arange(chosen[-1], dtype=np.int64) + np.repeat(starts - chosen[:-1], lengths)
+
+
+BLOCK = 1 << 16
+"""Values whose places are computed at a time: few enough to stay in the processor's cache."""
+
+_NUMBERS = np.arange(2 * BLOCK, dtype=np.int64)
+"""Kept, because fresh memory for the numbers of every block costs more than all that is done with them."""
+
+_EVERY_ROW = slice(None)
+
+LONG = 256
+"""Mean length from which segments are taken one by one: then copying a value costs less than its place does."""
+
+LONG_JOINED = 160
+"""The same for joining, where a segment of several arrays is copied at once."""
+
+
+def take_segments(arrays: Sequence[AnyArray], offsets: IntArray, segments: IntArray) -> tuple[list[AnyArray], IntArray]:
+    """The chosen segments of arrays [total, ...] that share `offsets`, in the order they are chosen, copied; and their own offsets.
+
+    The same as indexing each array with `segment_indices`, without ever holding an index for every value.
+    """
+    lengths = np.diff(offsets)[segments]
+    chosen = offsets_of(lengths)
+    shifts = offsets[segments] - chosen[:-1]  # from a value's place among the chosen to its place in the arrays
+    taken = [np.empty((int(chosen[-1]), *values.shape[1:]), values.dtype) for values in arrays]
+    if chosen[-1] > LONG * len(lengths):
+        bounds = list(zip(offsets[segments].tolist(), offsets[segments + 1].tolist(), strict=True))
+        for values, target in zip(arrays, taken, strict=True):
+            np.concatenate([values[start:stop] for start, stop in bounds], out=target)
+        return taken, chosen
+    for first, last in _blocks(chosen):
+        start, stop = chosen[first], chosen[last]
+        places = np.repeat(shifts[first:last] + start, lengths[first:last])
+        places += _numbers(len(places))
+        for values, target in zip(arrays, taken, strict=True):
+            np.take(values, places, axis=0, out=target[start:stop], mode="clip")  # checking places would buffer the result
+    return taken, chosen
+
+
+def join_segments(parts: Parts, offsets: Sequence[IntArray], order: IntArray) -> tuple[list[AnyArray], IntArray]:
+    """Segments of several parts as one, in the given order; and their offsets.
+
+    `parts[p]` are arrays [total of p] that share `offsets[p]`, equally many of the same types in every part. `order` numbers segments
+    over all parts, end to end; each at most once, and those that do not occur are dropped. Values are read in their old order and written to
+    their new place: a processor waits for what it reads, not for what it writes.
+    """
+    lengths = np.concatenate([each[1:] - each[:-1] for each in offsets])  # np.diff costs more than the subtraction
+    new = offsets_of(lengths[order])
+    targets = np.full(len(lengths), -1, dtype=np.int64)
+    targets[order] = new[:-1]
+    plain = all(values.dtype.itemsize in (1, 2, 4, 8) for values in parts[0])
+    join = _join_pieces if plain and new[-1] > LONG_JOINED * len(order) else _join_values
+    return join(parts, offsets, targets, lengths, int(new[-1])), new
+
+
+def _join_pieces(parts: Parts, offsets: Sequence[IntArray], targets: IntArray, lengths: IntArray, total: int) -> list[AnyArray]:
+    """Copy segment by segment, `total` values in all. `targets` say where each begins among the joined, -1 where it is dropped.
+
+    A copy costs more than its bytes, so a segment's values of all arrays as wide as each other are rows of one table and are copied at once.
+    """
+    kept = targets >= 0
+    starts = np.concatenate([each[:-1] for each in offsets])[kept]
+    bounds = [each.tolist() for each in (targets[kept], targets[kept] + lengths[kept], starts, starts + lengths[kept])]
+    ends = offsets_of(kept)[offsets_of([len(each) - 1 for each in offsets])].tolist()
+    dtypes = [values.dtype for values in parts[0]]
+    joined: list[AnyArray] = [np.empty(0)] * len(dtypes)
+    for width in {dtype.itemsize for dtype in dtypes}:
+        rows = [row for row, dtype in enumerate(dtypes) if dtype.itemsize == width]
+        table = np.empty((len(rows), total), dtype=f"u{width}")
+        part = np.empty((len(rows), max(len(arrays[0]) for arrays in parts)), dtype=table.dtype)
+        for arrays, (first, last) in zip(parts, pairwise(ends), strict=True):
+            for row, values in zip(rows, part[:, : len(arrays[0])], strict=True):
+                values[:] = arrays[row].astype(dtypes[row], copy=False).view(table.dtype)
+            new_start, new_stop, old_start, old_stop = (each[first:last] for each in bounds)
+            new = zip(repeat(_EVERY_ROW), map(slice, new_start, new_stop))
+            old = zip(repeat(_EVERY_ROW), map(slice, old_start, old_stop))
+            deque(map(table.__setitem__, new, map(part.__getitem__, old)), maxlen=0)  # a loop that Python need not interpret
+        for row, values in zip(rows, table, strict=True):
+            joined[row] = values.view(dtypes[row])
+    return joined
+
+
+def _join_values(parts: Parts, offsets: Sequence[IntArray], targets: IntArray, lengths: IntArray, total: int) -> list[AnyArray]:
+    """The same, with a place for every value, as much at a time as stays in the processor's cache."""
+    joined = [np.empty(total, values.dtype) for values in parts[0]]
+    old, bounds = offsets_of(lengths), offsets_of([each[-1] for each in offsets]).tolist()
+    for first, last in _blocks(old):
+        start, stop = int(old[first]), int(old[last])
+        among = range(bisect_right(bounds, start) - 1, bisect_left(bounds, stop))
+        kept = targets[first:last] >= 0
+        places = np.repeat(targets[first:last] - (old[first:last] - start), lengths[first:last])
+        places += _numbers(len(places))
+        chosen: AnyArray | slice = slice(None) if kept.all() else np.repeat(kept, lengths[first:last])
+        places = places[chosen]
+        for number, values in enumerate(joined):
+            pieces = [parts[p][number][max(start - bounds[p], 0) : stop - bounds[p]] for p in among]
+            values[places] = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces))[chosen]
+    return joined
+
+
+def _numbers(count: int) -> IntArray:
+    """0 to `count` - 1, to be read only."""
+    return _NUMBERS[:count] if count <= len(_NUMBERS) else np.arange(count, dtype=np.int64)
+
+
+def _blocks(offsets: IntArray) -> Iterator[tuple[int, int]]:
+    """Ranges of whole segments that hold about `BLOCK` values, more only where one segment does; none where there is no value."""
+    cuts = np.searchsorted(offsets, np.append(np.arange(0, offsets[-1], BLOCK), offsets[-1]))
+    return pairwise(np.unique(cuts).tolist())
 
 
 @frozen(eq=False)
@@ -61,6 +176,9 @@ class Ragged:
     def __getitem__(self, sample: int) -> AnyArray:
         return self.values[self.offsets[sample] : self.offsets[sample + 1]]
 
+    def __iter__(self) -> Iterator[AnyArray]:
+        return (self.values[start:stop] for start, stop in pairwise(self.offsets.tolist()))
+
     @property
     def lengths(self) -> IntArray:
         """int64[N]: how many values each sample owns."""
@@ -68,5 +186,60 @@ class Ragged:
 
     def take(self, samples: npt.ArrayLike) -> "Ragged":
         """The chosen samples in the chosen order, copied."""
+        (values,), offsets = take_segments([self.values], self.offsets, np.asarray(samples, dtype=np.int64))
+        return Ragged(values, offsets)
+
+
+@frozen(eq=False)
+class RaggedView:
+    """Samples within `values` [total, ...] of somebody else: sample i owns `values[starts[i] : starts[i] + lengths[i]]`, int64[N] each.
+
+    Choosing samples copies none of them: images and expert routes, each of which may be megabytes, stay where they are until a rank
+    builds from them. Pickling takes the chosen samples alone, as slices that a transport may take out of band (protocol 5, as Ray
+    does) and then does not copy either.
+    """
+
+    values: AnyArray
+    starts: IntArray
+    lengths: IntArray = field()
+
+    @lengths.validator
+    def _check(self, _attribute: object, lengths: IntArray) -> None:
+        assert self.starts.dtype == lengths.dtype == np.int64, "starts and lengths must be int64"
+        assert self.starts.shape == lengths.shape == (len(lengths),), "starts and lengths must be [N]"
+        assert self.starts.min(initial=0) >= 0, "samples must not begin before their values"
+        assert lengths.min(initial=0) >= 0, "lengths must not be negative"
+        assert (self.starts + lengths).max(initial=0) <= len(self.values), "samples must not reach beyond their values"
+
+    @classmethod
+    def of(cls, ragged: Ragged) -> "RaggedView":
+        """All samples of `ragged`."""
+        return cls(ragged.values, ragged.offsets[:-1], ragged.lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, sample: int) -> AnyArray:
+        return self.values[self.starts[sample] : self.starts[sample] + self.lengths[sample]]
+
+    def take(self, samples: npt.ArrayLike) -> "RaggedView":
+        """The chosen samples in the chosen order, over the same values."""
         chosen = np.asarray(samples, dtype=np.int64)
-        return Ragged(self.values[segment_indices(self.offsets, chosen)], offsets_of(self.lengths[chosen]))
+        return RaggedView(self.values, self.starts[chosen], self.lengths[chosen])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _with_own_values, (self._runs(), self.lengths)
+
+    def _runs(self) -> list[AnyArray]:
+        """All samples' values in order, as few slices; one without values where there is none, which keeps dtype and shape."""
+        filled = self.lengths > 0
+        starts, lengths = self.starts[filled], self.lengths[filled]
+        ends = starts + lengths
+        first = np.flatnonzero(np.append(True, starts[1:] != ends[:-1])[: len(starts)])
+        last = np.append(first[1:], len(starts))[: len(first)] - 1
+        runs = zip(starts[first].tolist(), ends[last].tolist(), strict=True)
+        return [self.values[start:stop] for start, stop in runs] or [self.values[:0]]
+
+
+def _with_own_values(runs: list[AnyArray], lengths: IntArray) -> RaggedView:
+    return RaggedView(runs[0] if len(runs) == 1 else np.concatenate(runs), offsets_of(lengths)[:-1], lengths)

@@ -19,7 +19,8 @@ class BatchStructure:
 
     `loss_weight` uint8 or float32 [A] with `action_offsets` int64[n+1]; `group_ids`, `unit_ids` int64[n]; `micro_batch` int64[n]
     numbers each sequence's micro-batch over all ranks (sequences of one micro-batch share the number); `max_sequence_length` in
-    tokens, if set; `sample_ids` int64[n], by which errors name a sequence (0..n-1 where the caller has none).
+    tokens, if set; `sample_ids` int64[n], by which errors name a sequence (0..n-1 where the caller has none). `grouped` says whether the
+    data has group ids; without them `group_ids` makes every sequence a group of its own.
     """
 
     loss_weight: AnyArray
@@ -29,6 +30,7 @@ class BatchStructure:
     micro_batch: IntArray
     max_sequence_length: int | None = None
     sample_ids: IntArray = Factory(lambda structure: np.arange(len(structure), dtype=np.int64), takes_self=True)
+    grouped: bool = True
 
     def __len__(self) -> int:
         return len(self.action_offsets) - 1
@@ -50,16 +52,42 @@ class BatchStructure:
         return np.equal(carrying, 0)
 
     def _per_sequence(self, values: AnyArray) -> npt.NDArray[np.float64]:
-        return np.bincount(self.sequence_index, weights=values, minlength=len(self)).astype(np.float64)
+        if values.dtype == np.float32:  # one after the other: rounding must not depend on where in the batch a sequence lies
+            return np.bincount(self.sequence_index, weights=values, minlength=len(self)).astype(np.float64)
+        sums = np.zeros(len(self), dtype=np.float64)
+        filled = np.diff(self.action_offsets) > 0
+        if filled.any():
+            sums[filled] = np.add.reduceat(values, self.action_offsets[:-1][filled], dtype=np.int64)  # exact in any order
+        return sums
+
+
+@frozen(eq=False)
+class PerSequence:
+    """Weights in short, where they are of this form: token t of sequence i weighs loss_weight[t] / divisor[i]; `divisor` float64[n].
+
+    A few numbers per sequence instead of one per token: what travels to the ranks where a reducer offers it.
+    """
+
+    divisor: npt.NDArray[np.float64]
+
+    def expand(self, structure: BatchStructure) -> npt.NDArray[np.float64]:
+        """float64[A]: one weight per action token."""
+        return structure.loss_weight / self.divisor[structure.sequence_index]
+
+
+TokenWeights = npt.NDArray[np.float64] | PerSequence
+"""One float64 weight per action token, or the short form."""
 
 
 class Reducer(Protocol):
     """What `skyrl_engine_make_reducer` returns.
 
-    `empty_sequence` says whether sequences without loss are counted in means over sequences.
+    `empty_sequence` says whether sequences without loss are counted in means over sequences. `batch_local` says that the weights depend
+    on how the mini-batch is cut into micro-batches, by nature; of all others they must not.
     """
 
     empty_sequence: EmptySequence
+    batch_local: bool
 
     def weights(self, structure: BatchStructure) -> npt.NDArray[np.float64]:
         """float64[A]: the weight of every action token's term; the objective is the plain sum of weight times term."""
@@ -70,13 +98,19 @@ class FunctionReducer:
     """A reducer made of a plain function and its config; the product of the `reducer` decorator."""
 
     name: str
-    function: Callable[..., npt.NDArray[np.float64]]
+    function: Callable[..., TokenWeights]
     config: object
     empty_sequence: EmptySequence = "count"
     negative_weights: bool = False
+    batch_local: bool = False
 
     def weights(self, structure: BatchStructure) -> npt.NDArray[np.float64]:
         """The function's weights. Raises DataError for a negative loss weight, unless the reducer takes them."""
+        given = self.compact(structure)
+        return given.expand(structure) if isinstance(given, PerSequence) else given
+
+    def compact(self, structure: BatchStructure) -> TokenWeights:
+        """What the function returned: `weights`, in short where the function gave them so."""
         if not self.negative_weights:
             _refuse_negative(self.name, structure)
         return self.function(structure, self.config)

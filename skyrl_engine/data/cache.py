@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,14 @@ from skyrl_engine.errors import DataError
 _STALE_SECONDS = 24 * 3600
 
 
-def cache_key(content: str, rows: bytes, tokenizer: Any, data: DataConfig) -> str:
-    """sha256 over all that the tokens depend on: content, chosen rows, tokenizer, chat template, settings and the code itself."""
+def cache_key(
+    content: str, rows: bytes, tokenizer: Any, data: DataConfig, columns: Iterable[str] = (), images: Sequence[str] = ()
+) -> str:
+    """sha256 over all that the file depends on: content, chosen rows, tokenizer, chat template, settings, the names of the columns that
+    are read beside the tokens, what decides the tokens of `images`, and the code itself.
+    """
     digest = hashlib.sha256()
-    settings = json.dumps([data.format, data.loss_on, data.max_length, data.overlong])
+    settings = json.dumps([data.format, data.loss_on, data.max_length, data.overlong, sorted(columns), data.bad_images, *images])
     for piece in (content.encode(), rows, _tokenizer_identity(tokenizer).encode(), settings.encode(), _code_identity().encode()):
         digest.update(len(piece).to_bytes(8, "little") + piece)
     return digest.hexdigest()
@@ -59,9 +63,10 @@ class TokenCache:
         chosen = directory or os.environ.get("SKYRL_ENGINE_CACHE") or platformdirs.user_cache_dir("skyrl-engine")
         return cls(Path(chosen).expanduser() / "tokens")
 
-    def read(self, key: str) -> TokenTable | None:
-        """The table of this key; None if there is none or it is damaged."""
-        return open_table(self._path(key))
+    def read(self, key: str, still_valid: Callable[[TokenTable], bool]) -> TokenTable | None:
+        """The table of this key; None if there is none, it is damaged, or `still_valid` does not hold of it."""
+        table = open_table(self._path(key))
+        return table if table is not None and still_valid(table) else None
 
     def write(self, key: str, fill: Callable[[TokenTableWriter], dict[str, Any]]) -> TokenTable:
         """The table that `fill` writes sample by sample; what it returns is kept as info. Raises DataError if the disk refuses."""

@@ -1,65 +1,72 @@
 """A dataset split, tokenized: from the configuration to sample columns, through the token cache."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import numpy.typing as npt
 from attrs import evolve, frozen
 
 from skyrl_engine.config.schema import DataConfig
+from skyrl_engine.contracts.bundles import Bundles, inseparable
 from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.ragged import Ragged, offsets_of
 from skyrl_engine.data.cache import TokenCache, cache_key
-from skyrl_engine.data.formats import KnownFormat, detect, to_example
+from skyrl_engine.data.formats import KnownFormat
+from skyrl_engine.data.image_store import IMAGES, ImageStore, files_of, image_names
+from skyrl_engine.data.image_tokens import digest_of_states, state_of_file
 from skyrl_engine.data.locate import open_source
-from skyrl_engine.data.rows import BoolArray, Row, Source
-from skyrl_engine.data.token_table import TokenTable, TokenTableWriter
-from skyrl_engine.data.tokenization import SampleTokenizer, TokenizedSample
+from skyrl_engine.data.rows import BoolArray, Source
+from skyrl_engine.data.sample_columns import ColumnReader, IdReader
+from skyrl_engine.data.table_filling import Progress, TableFilling
+from skyrl_engine.data.token_table import TokenTable
+from skyrl_engine.data.vision import NoVision, Vision, VisionInputs
 from skyrl_engine.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Progress = Callable[[str, int, int], None]
 Split = Literal["train", "eval"]
 
-_SAMPLES_PER_BATCH = 256
+_NO_VISION = NoVision()
 _EVAL_STREAM = 0x6576616C  # keeps this use of the run's seed apart from its other uses
 
 
 @frozen
 class DataCounts:
-    """What became of the rows. `rows` were read; `samples` of them are kept, the others dropped for one of two reasons.
+    """What became of the rows. `rows` were read; `samples` of them are kept, the others dropped for one of three reasons.
 
     `dropped_overlong` were longer than max_length, or lost every loss-carrying token when cut; `dropped_without_loss` had none from the start;
-    `truncated` were cut and kept. `tokens` and `loss_tokens` are those of the kept samples, as are `boundary_tokens` (tokens across the start
-    of a response) and `images` (references kept in the columns). `from_cache` says that nothing had to be tokenized.
+    `dropped_bad_images` had an image that cannot be used. `truncated` were cut and kept. `tokens` and `loss_tokens` are those of the kept
+    samples, as are `boundary_tokens` (tokens across the start of a response), `images`, and `image_tokens`, which `tokens` counts too.
+    `from_cache` says that nothing had to be tokenized.
     """
 
     rows: int = 0
     samples: int = 0
     dropped_overlong: int = 0
     dropped_without_loss: int = 0
+    dropped_bad_images: int = 0
     truncated: int = 0
     tokens: int = 0
     loss_tokens: int = 0
     boundary_tokens: int = 0
     images: int = 0
+    image_tokens: int = 0
     from_cache: bool = False
 
     @property
     def dropped(self) -> int:
-        return self.dropped_overlong + self.dropped_without_loss
+        return self.dropped_overlong + self.dropped_without_loss + self.dropped_bad_images
 
 
 @frozen(eq=False)
 class TokenizedDataset:
     """`columns` view the memory-mapped cache file; `sample_values["row"]` int64[N] is each sample's row in the source.
 
-    Where samples have images, `columns.extras["images"]` holds their references, strings, ragged per sample.
+    Where samples have images, `columns.extras["images"]` names them (`data.image_store`), and `images` reads them. `columns.columns`
+    holds what was asked for, and the ids are those of the rows, where they have any.
     """
 
     name: str
@@ -67,9 +74,15 @@ class TokenizedDataset:
     columns: SampleColumns
     counts: DataCounts
     cache_file: Path
+    images: ImageStore | None = None
 
     def __len__(self) -> int:
         return len(self.columns)
+
+    def batch(self, samples: npt.ArrayLike) -> SampleColumns:
+        """The chosen samples (positions) in the chosen order, with their images read: all that a step needs. Raises ImageError."""
+        columns = self.columns.take(samples)
+        return columns if self.images is None else self.images.filled(columns)
 
 
 def load_columns(
@@ -78,33 +91,44 @@ def load_columns(
     *,
     split: Split,
     seed: int = 0,
+    needed: Mapping[str, str] = MappingProxyType({}),
+    vision: Vision = _NO_VISION,
     progress: Progress | None = None,
 ) -> TokenizedDataset:
     """The training or the evaluation samples of a configuration.
 
     Evaluation samples come from `data.eval`, or else are the part `data.eval_fraction` of `data.train` chosen by `seed`, which training then
-    leaves out. `data.max_samples` keeps the first rows of a source, before that. `progress(label, done, total)` is called with rows.
-    Raises DataError, naming the sample and its file and line, and ModelError where the tokenizer has no chat template.
+    leaves out; rows that share a group or a unit stay on one side. `data.max_samples` keeps the first rows of a source, before that.
+    Of further columns those in `data.columns` are read and those in `needed`, which says of each who asks for it ("loss ppo needs").
+    `vision` looks at images, which are named here and read by `TokenizedDataset.batch`. `progress(label, done, total)` is called with rows.
+    Raises DataError, naming the sample and its file and line, ModelError where the tokenizer has no chat template, and UnsupportedError for
+    images that `vision` does not take.
     """
     source = open_source_of(data, split)
+    reader = ColumnReader({**dict.fromkeys(data.columns, "data.columns names"), **needed})
     wanted = _wanted_rows(data, source, split, seed)
     cache = TokenCache.of(data.cache)
-    key = cache_key(source.digest, np.packbits(wanted).tobytes(), tokenizer, data)
+    images = _image_settings(vision, source)
+    key = cache_key(source.digest, np.packbits(wanted).tobytes(), tokenizer, data, reader.needed, images)
     label = f"tokenizing {'training' if split == 'train' else 'evaluation'} data"
-    table = cache.read(key)
+    table = cache.read(key, lambda table: _images_unchanged(table, source))
     cached = table is not None
     if table is None:
-        table = cache.write(
-            key, lambda writer: _tokenize(writer, source, wanted, data=data, tokenizer=tokenizer, label=label, progress=progress)
-        )
+        table = cache.write(key, TableFilling(source, wanted, data, reader, tokenizer, vision, label, progress))
     counts = evolve(DataCounts(**table.info["counts"]), from_cache=cached)
     if not counts.samples:
         raise DataError(
             f"no sample of {source.name} is left: of {counts.rows} rows {counts.dropped_overlong} were over-long and "
-            f"{counts.dropped_without_loss} had no token that carries loss",
+            f"{counts.dropped_without_loss} had no token that carries loss"
+            + (f", {counts.dropped_bad_images} had bad images" if counts.dropped_bad_images else ""),
             remedy="Raise data.max_length, or correct the dataset",
         )
-    return TokenizedDataset(source.name, table.info["format"], _columns(table), counts, table.path)
+    kind: KnownFormat = table.info["format"]
+    store = None
+    if table.images is not None:
+        assert isinstance(vision, VisionInputs), "a table of images was made with what makes them"
+        store = ImageStore(source, kind, table.images.written, vision)
+    return TokenizedDataset(source.name, kind, _columns(table), counts, table.path, store)
 
 
 def open_source_of(data: DataConfig, split: Split) -> Source:
@@ -134,78 +158,46 @@ def _wanted_rows(data: DataConfig, source: Source, split: Split, seed: int) -> B
         raise DataError(
             f"data.eval_fraction {data.eval_fraction} of one sample leaves nothing to train on", remedy="Use at least two samples"
         )
+    bundles = _bundles(source, count)
+    if len(bundles) < 2:
+        raise DataError(
+            f"all samples of {source.name} belong together, so data.eval_fraction can hold none out", remedy="Set data.eval"
+        )
     held_out = min(max(round(count * data.eval_fraction), 1), count - 1)
-    order = np.random.default_rng([seed, _EVAL_STREAM]).permutation(count)
-    wanted[order[:held_out] if split == "eval" else order[held_out:]] = True
+    order = np.random.default_rng([seed, _EVAL_STREAM]).permutation(len(bundles))
+    taken = int(np.searchsorted(np.cumsum(bundles.sizes[order]), held_out)) + 1
+    taken = min(taken, len(bundles) - 1)
+    wanted[bundles.members.take(order[:taken] if split == "eval" else order[taken:]).values] = True
     return wanted
 
 
-def _tokenize(
-    table: TokenTableWriter,
-    source: Source,
-    wanted: BoolArray,
-    *,
-    data: DataConfig,
-    tokenizer: Any,
-    label: str,
-    progress: Progress | None,
-) -> dict[str, Any]:
-    """Write the kept samples to `table`; the counts and the format."""
-    total = int(np.count_nonzero(wanted))
-    rows = source.rows(wanted)
-    counts: Counter[str] = Counter()
-    kind: KnownFormat | None = None
-    encode = SampleTokenizer(tokenizer, all_turns=data.loss_on == "all")
-    for batch in _batches(rows):
-        kind = kind or detect(data.format, batch[0])
-        known = kind
-        has_template = bool(tokenizer.chat_template)
-        examples = ((row.number, row.name, to_example(row, known, has_template=has_template)) for row in batch)
-        for sample in encode(examples):
-            fitted = _fitted(data, sample, counts)
-            if fitted is not None:
-                table.append(fitted)
-        counts["rows"] += len(batch)
-        if progress is not None:
-            progress(label, counts["rows"], total)
-    return {"counts": dict(counts), "format": kind}
-
-
-def _batches(rows: Iterator[Row]) -> Iterator[Sequence[Row]]:
-    while batch := list(islice(rows, _SAMPLES_PER_BATCH)):
-        yield batch
-
-
-def _fitted(data: DataConfig, sample: TokenizedSample, counts: Counter[str]) -> TokenizedSample | None:
-    """The sample within `data.max_length`, or None if it is dropped; the first token, which has no predecessor, without loss."""
-    loss = sample.loss.copy()
-    loss[:1] = False
-    if not loss.any():
-        counts["dropped_without_loss"] += 1
-        return None
-    limit = data.max_length
-    if limit is not None and len(loss) > limit:
-        if data.overlong == "error":
-            raise DataError(
-                f"{sample.name} has {len(loss)} tokens, more than data.max_length = {limit}",
-                remedy="Raise data.max_length, or set data.overlong to drop or truncate",
-            )
-        loss = loss[:limit]
-        if data.overlong == "drop" or not loss.any():
-            counts["dropped_overlong"] += 1
-            return None
-        counts["truncated"] += 1
-    counts.update(
-        samples=1,
-        tokens=len(loss),
-        loss_tokens=int(np.count_nonzero(loss)),
-        boundary_tokens=sample.boundary_tokens,
-        images=len(sample.images),
-    )
-    return evolve(sample, input_ids=sample.input_ids[: len(loss)], loss=loss)
+def _bundles(source: Source, count: int) -> Bundles:
+    """Which of the first `count` rows must not be parted. The rows are read for it only where the first of them has such ids."""
+    everything = np.arange(count, dtype=np.int64)
+    first_rows = np.arange(len(source)) < count
+    read = IdReader(next(source.rows(first_rows)))
+    names = [name for name in read.names if name != "sample_ids"]
+    if not names:
+        return Bundles.by_label(everything, everything)
+    ids = [read(row) for row in source.rows(first_rows)]
+    return Bundles.by_label(everything, inseparable(*(np.asarray([each[name] for each in ids], dtype=np.int64) for name in names)))
 
 
 def _columns(table: TokenTable) -> SampleColumns:
-    images = table.images
-    extras = {} if images is None else {"images": Ragged(images[0], offsets_of(images[1]))}
-    return SampleColumns.from_arrow(table.batch, sample_values=["row"], extras=extras)
+    extras = {} if table.images is None else {IMAGES: image_names(table.images)}
+    return SampleColumns.from_arrow(table.batch, columns=table.action_columns, sample_values=["row"], extras=extras)
+
+
+def _images_unchanged(table: TokenTable, source: Source) -> bool:
+    """Whether the image files, those of dropped samples included, are what they were when the table was made."""
+    files = set(table.info["others"])
+    if table.images is not None:
+        files |= files_of(table.images, table.batch.column("row").to_numpy(), source)
+    return digest_of_states({path: state_of_file(path) for path in files}) == str(table.info["files"])
+
+
+def _image_settings(vision: Vision, source: Source) -> list[str]:
+    """What the images' tokens depend on, apart from the rows."""
+    if isinstance(vision, NoVision):
+        return []
+    return [vision.identity(), *(str(part.folder.absolute()) for part in source.parts if part.folder is not None)]

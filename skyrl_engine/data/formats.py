@@ -1,4 +1,4 @@
-"""From a row to an example: which columns make a dataset chat, prompt and completion, alpaca, text or tokens."""
+"""From a row to an example: which columns make a dataset tokens, rollouts, chat, prompt and completion, alpaca or text."""
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -8,7 +8,7 @@ from attrs import frozen
 
 from skyrl_engine.config.schema import DataFormat
 from skyrl_engine.data.messages import Conversation, conversation_of, messages_of
-from skyrl_engine.data.ready_tokens import Tokens, tokens_of
+from skyrl_engine.data.ready_tokens import PROMPT_COLUMNS, RESPONSE_COLUMNS, Tokens, rollout_of, tokens_of
 from skyrl_engine.data.rows import Row, kind_of, listed
 from skyrl_engine.errors import DataError
 
@@ -22,11 +22,12 @@ class PlainText:
 
 
 Example = Conversation | PlainText | Tokens
-KnownFormat = Literal["tokens", "messages", "prompt_completion", "alpaca", "text"]
+KnownFormat = Literal["tokens", "rollouts", "messages", "prompt_completion", "alpaca", "text"]
 
 # In the order in which they are tried. Each needs one column of every group.
 _NEEDED: Mapping[KnownFormat, tuple[tuple[str, ...], ...]] = {
     "tokens": (("input_ids",), ("labels", "loss_mask", "num_actions")),
+    "rollouts": (PROMPT_COLUMNS, RESPONSE_COLUMNS),
     "messages": (("messages", "conversations"),),
     "prompt_completion": (("prompt",), ("completion",)),
     "alpaca": (("instruction",), ("output",)),
@@ -65,7 +66,7 @@ def to_example(row: Row, kind: KnownFormat, *, has_template: bool) -> Example:
         return _alpaca(row, has_template=has_template)
     if kind == "text":
         return PlainText(_string(row, "text"))
-    return tokens_of(row)
+    return rollout_of(row) if kind == "rollouts" else tokens_of(row)
 
 
 def _fits(name: KnownFormat, columns: Sequence[str]) -> bool:

@@ -6,7 +6,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from skyrl_engine.data.rows import ArrowFile, JsonArray, JsonLines, LoadedDataset, ParquetFile, Part, Source
+from skyrl_engine.data.parts import ArrowFile, JsonArray, JsonLines, LoadedDataset, ParquetFile, Part
+from skyrl_engine.data.rows import Source
 from skyrl_engine.errors import DataError
 
 _SPLIT_WORDS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation")
@@ -125,7 +126,7 @@ def _load_saved(path: Path, location: str, split: str) -> LoadedDataset:
     files = sorted(file for file in path.iterdir() if file.is_file())
     digest = Source(location, [ArrowFile(file) for file in files if file.suffix == ".arrow"]).digest
     state = (path / "state.json").read_text(encoding="utf-8") if (path / "state.json").is_file() else ""
-    return LoadedDataset(location, loaded, digest + state)
+    return LoadedDataset(location, loaded, digest + state, path.absolute())
 
 
 def _load_from_hub(location: str, *, split: str, subset: str | None) -> LoadedDataset:

@@ -6,8 +6,9 @@ from typing import Any
 
 from attrs import Factory, frozen
 
+from skyrl_engine.data.images import StoredImage, stored_image
 from skyrl_engine.data.rows import Row, kind_of, listed
-from skyrl_engine.errors import DataError
+from skyrl_engine.errors import DataError, ImageError
 
 Message = dict[str, Any]
 
@@ -19,20 +20,22 @@ _ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
+_IMAGE_KEYS = ("image", "image_url", "bytes", "url", "path")
+"""Where an image part may hold its image."""
 
 
 @frozen
 class Conversation:
     """Chat messages for the model's template. Loss may fall on assistant messages from position `first_reply` on.
 
-    `images` are references (path, address, or row and position) in the order of the image parts of the messages.
+    `images` are those of the messages' image parts, in their order, not yet read.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None
     template_options: Mapping[str, Any] = Factory(dict)
     first_reply: int = 0
-    images: tuple[str, ...] = ()
+    images: tuple[StoredImage, ...] = ()
 
 
 def messages_of(row: Row, column: str) -> list[Message]:
@@ -132,19 +135,19 @@ def conversation_of(row: Row, messages: list[Message], first_reply: int = 0) -> 
         raise row.wrong(
             "chat_template_kwargs", f"an object is needed, not {kind_of(options)}", "Store the template's options by name"
         )
-    messages, images = _with_image_references(row, messages)
+    messages, images = _with_images(row, messages)
     return Conversation(messages, tools or None, dict(options or {}), first_reply, images)
 
 
-def _with_image_references(row: Row, messages: list[Message]) -> tuple[list[Message], tuple[str, ...]]:
-    """Image parts reduced to `{"type": "image"}`, which templates know, and what each of them refers to.
+def _with_images(row: Row, messages: list[Message]) -> tuple[list[Message], tuple[StoredImage, ...]]:
+    """Image parts reduced to `{"type": "image"}`, which templates know, and the images in the order of those parts.
 
-    A part without a reference of its own takes the next entry of the columns `images` or `image`.
+    A part without an image of its own takes the next entry of the columns `images` or `image`.
     """
     column = "images" if row.values.get("images") is not None else "image"
     given = row.values.get(column)
     loose = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-    references: list[str] = []
+    images: list[StoredImage] = []
     taken = 0
     result = []
     for message in messages:
@@ -156,23 +159,20 @@ def _with_image_references(row: Row, messages: list[Message]) -> tuple[list[Mess
             if part["type"] == "text":
                 parts.append(part)
                 continue
-            own = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
+            own = next((part[key] for key in _IMAGE_KEYS if part.get(key) is not None), None)
             if own is None:
                 if taken == len(loose):
-                    raise row.wrong(column, f"has {len(loose)} images for more image parts", "Give every image part its image")
+                    raise _mismatch(row, column, f"has {len(loose)} images for more image parts", "Give every image part its image")
                 own, taken = loose[taken], taken + 1
-            references.append(_reference(own) or f"{row.where}, image {len(references)}")
+            images.append(stored_image(own, f"{row.name}, image {len(images) + 1}", row.folder))
             parts.append({"type": "image"})
         result.append({**message, "content": parts})
     if taken != len(loose):
-        raise row.wrong(
-            column, f"{len(loose)} images for {taken} image parts", "Give every image a part of type image in the messages"
+        raise _mismatch(
+            row, column, f"{len(loose)} images for {taken} image parts", "Give every image a part of type image in the messages"
         )
-    return result, tuple(references)
+    return result, tuple(images)
 
 
-def _reference(image: object) -> str | None:
-    """Path or address of an image; None where only its bytes are stored, which stay in the dataset."""
-    if isinstance(image, Mapping):
-        image = image.get("path") or image.get("url")
-    return image if isinstance(image, str) else None
+def _mismatch(row: Row, column: str, what: str, remedy: str) -> ImageError:
+    return ImageError(f"{row.name}, column {column!r}: {what}", remedy=f'{remedy}, or set data.bad_images = "drop"')

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from attrs import frozen
 
-from skyrl_engine.contracts.ragged import IntArray
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.ragged import AnyArray, IntArray
 from skyrl_engine.data.dataset import DataCounts, TokenizedDataset
 
 if TYPE_CHECKING:
@@ -14,11 +15,12 @@ if TYPE_CHECKING:
 
 @frozen
 class TokenPreview:
-    """One token as text."""
+    """One token as text; or an image, whose `count` tokens are all `id`, in one piece."""
 
     id: int
     text: str
     loss: bool
+    count: int = 1
 
 
 @frozen
@@ -28,6 +30,11 @@ class SamplePreview:
     row: int
     tokens: tuple[TokenPreview, ...]
     response_tokens: int
+
+    @property
+    def length(self) -> int:
+        """In tokens, all those of its images counted."""
+        return sum(token.count for token in self.tokens)
 
 
 @frozen
@@ -40,8 +47,20 @@ class Bin:
 
 
 @frozen
+class ColumnPreview:
+    """A column's values on the tokens that carry loss."""
+
+    name: str
+    low: float
+    mean: float
+    high: float
+
+
+@frozen
 class Preview:
-    """`padding_share` is the part of all token places that would be padding if batches of `batch_size` samples, in the dataset's order, were
+    """`columns` are those read beside the tokens, `groups` how many groups the samples form (None: their rows have no group ids).
+
+    `padding_share` is the part of all token places that would be padding if batches of `batch_size` samples, in the dataset's order, were
     padded to their longest; `padding_share_sorted` the same for batches of samples of like length.
     """
 
@@ -56,6 +75,8 @@ class Preview:
     batch_size: int
     padding_share: float
     padding_share_sorted: float
+    columns: tuple[ColumnPreview, ...] = ()
+    groups: int | None = None
 
 
 def preview(
@@ -75,7 +96,14 @@ def preview(
         batch_size=batch_size,
         padding_share=padding_share(lengths, batch_size),
         padding_share_sorted=padding_share(np.sort(lengths), batch_size),
+        columns=tuple(_column(dataset.columns, name) for name in sorted(dataset.columns.columns)),
+        groups=len(np.unique(dataset.columns.group_ids)) if dataset.columns.grouped else None,
     )
+
+
+def _column(columns: SampleColumns, name: str) -> ColumnPreview:
+    values = columns.columns[name][columns.loss_weight != 0].astype(np.float64)
+    return ColumnPreview(name, float(values.min()), float(values.mean()), float(values.max()))
 
 
 def padding_share(lengths: IntArray, batch_size: int) -> float:
@@ -92,11 +120,35 @@ def _sample(dataset: TokenizedDataset, tokenizer: Any, position: int) -> SampleP
     weights = columns.loss_weight[columns.action_offsets[position] : columns.action_offsets[position + 1]]
     loss = np.zeros(len(ids), dtype=np.bool_)
     loss[len(ids) - len(weights) :] = weights != 0
+    pieces = _pieces(dataset, position, ids)
+    starts = np.cumsum([count for count, _ in pieces]) - [count for count, _ in pieces]
     tokens = tuple(
-        TokenPreview(int(token), tokenizer.decode([int(token)], clean_up_tokenization_spaces=False), bool(carries))
-        for token, carries in zip(ids, loss, strict=True)
+        TokenPreview(
+            int(ids[start]),
+            tokenizer.decode([int(ids[start])], clean_up_tokenization_spaces=False) if image is None else image,
+            bool(loss[start]),
+            count,
+        )
+        for start, (count, image) in zip(starts.tolist(), pieces, strict=True)
     )
     return SamplePreview(int(columns.sample_values["row"][position]), tokens, len(weights))
+
+
+def _pieces(dataset: TokenizedDataset, position: int, ids: AnyArray) -> list[tuple[int, str | None]]:
+    """The sample cut into single tokens and images: how many tokens each piece has, and what to show of an image."""
+    store = dataset.images
+    images = iter(() if store is None else store.spans(dataset.columns, position))
+    pieces: list[tuple[int, str | None]] = []
+    place, number = 0, 0
+    while place < len(ids):
+        count, shown = 1, None
+        if store is not None and ids[place] == store.vision.image_token:
+            count, width, height = next(images)
+            number += 1
+            shown = f"<image {number}: {count} tokens, {width}x{height}>"
+        pieces.append((count, shown))
+        place += count
+    return pieces
 
 
 def _histogram(lengths: IntArray, bins: int) -> tuple[Bin, ...]:

@@ -13,8 +13,10 @@ from typing import IO, TYPE_CHECKING, Any, Self
 import numpy as np
 from attrs import frozen
 
-from skyrl_engine.contracts.ragged import AnyArray, offsets_of
+from skyrl_engine.contracts.ragged import AnyArray, IntArray, offsets_of
+from skyrl_engine.data.sample_columns import Carried
 from skyrl_engine.data.tokenization import TokenizedSample
+from skyrl_engine.data.vision import MeasuredImage
 from skyrl_engine.errors import DataError
 
 if TYPE_CHECKING:
@@ -26,19 +28,42 @@ _INFO = b"skyrl_engine"
 
 @frozen(eq=False)
 class TokenTable:
-    """An open file. `batch` has the columns input_ids, loss_mask, num_actions, row and perhaps images; `info` what was written with it."""
+    """An open file, and in `info` what was written with it.
+
+    `batch` has the columns input_ids, loss_mask, num_actions, row, perhaps images and ids, and under names of their own what samples carry
+    on the action axis.
+    """
 
     path: Path
     batch: "pa.RecordBatch"
     info: dict[str, Any]
 
     @property
-    def images(self) -> tuple[AnyArray, AnyArray] | None:
-        """The image references, flat, and int64[N] how many each sample has; None if no sample has any."""
+    def action_columns(self) -> list[str]:
+        """Names of the columns with a number per response token."""
+        import pyarrow as pa
+
+        return [field.name for field in self.batch.schema if field.type == pa.large_list(pa.float32())]
+
+    @property
+    def images(self) -> "TableImages | None":
+        """The images of all samples; None if no sample has any."""
         if "images" not in self.batch.schema.names:
             return None
         column = self.batch.column("images")
-        return column.values.to_numpy(zero_copy_only=False), np.diff(column.offsets.to_numpy())
+        facts = self.batch.column("image_facts").values.to_numpy().reshape(-1, 4)
+        return TableImages(column.values.to_numpy(zero_copy_only=False), facts, column.offsets.to_numpy())
+
+
+@frozen(eq=False)
+class TableImages:
+    """The images of all samples, one after the other: each one's path as its row has it (object [images], empty where the row holds the
+    bytes), and int64 [images, 4], its file's CRC-32 and grid. Sample i owns those from `offsets[i]` to `offsets[i + 1]`, int64[N+1].
+    """
+
+    written: AnyArray
+    facts: IntArray
+    offsets: IntArray
 
 
 def open_table(path: Path) -> TokenTable | None:
@@ -66,10 +91,12 @@ class TokenTableWriter:
         self._lengths: list[int] = []
         self._actions: list[int] = []
         self._rows: list[int] = []
-        self._images: list[tuple[str, ...]] = []
+        self._images: list[tuple[MeasuredImage, ...]] = []
+        self._ids: dict[str, list[int]] = {}
+        self._columns: dict[str, IO[bytes]] = {}
         with _disk(directory):
             directory.mkdir(parents=True, exist_ok=True)
-            self._ids: IO[bytes] = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  # closed by __exit__
+            self._tokens: IO[bytes] = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  # closed by __exit__
             self._mask: IO[bytes] = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  # closed by __exit__
 
     def __enter__(self) -> Self:
@@ -77,17 +104,26 @@ class TokenTableWriter:
 
     def __exit__(self, *_error: object) -> None:
         # a full disk may refuse what is still buffered; by now there is an error on its way that says so
-        for file in (self._ids, self._mask):
+        for file in (self._tokens, self._mask, *self._columns.values()):
             with suppress(OSError):
                 file.close()
 
-    def append(self, sample: TokenizedSample) -> None:
-        """Add a sample; its response starts at its first token that carries loss."""
+    def append(self, sample: TokenizedSample, carried: Carried) -> None:
+        """Add a sample; its response starts at its first token that carries loss. All samples carry the same columns and ids."""
         first = int(np.argmax(sample.loss))
         assert sample.loss[first], "a sample without loss"
         with _disk(self._directory):
-            self._ids.write(np.ascontiguousarray(sample.input_ids, dtype=np.int32).tobytes())
+            if not self._lengths:
+                self._ids = {name: [] for name in carried.ids}
+                for name in carried.columns:
+                    self._columns[name] = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115  # closed by __exit__
+            self._tokens.write(np.ascontiguousarray(sample.input_ids, dtype=np.int32).tobytes())
             self._mask.write(sample.loss[first:].astype(np.uint8).tobytes())
+            for name, file in self._columns.items():
+                assert carried.columns[name].shape == sample.loss[first:].shape, f"{name} is not on the action axis"
+                file.write(carried.columns[name].astype(np.float32).tobytes())
+        for name, ids in self._ids.items():
+            ids.append(carried.ids[name])
         self._lengths.append(len(sample.loss))
         self._actions.append(len(sample.loss) - first)
         self._rows.append(sample.number)
@@ -99,13 +135,15 @@ class TokenTableWriter:
 
         with _disk(self._directory):
             columns = {
-                "input_ids": _lists(_contents(self._ids), pa.int32(), self._lengths),
+                "input_ids": _lists(_contents(self._tokens), pa.int32(), self._lengths),
                 "loss_mask": _lists(_contents(self._mask), pa.uint8(), self._actions),
                 "num_actions": pa.array(self._actions, type=pa.int64()),
                 "row": pa.array(self._rows, type=pa.int64()),
+                **{name: pa.array(ids, type=pa.int64()) for name, ids in self._ids.items()},
+                **{name: _lists(_contents(file), pa.float32(), self._actions) for name, file in self._columns.items()},
             }
             if any(self._images):
-                columns["images"] = pa.array([list(images) for images in self._images], type=pa.large_list(pa.large_string()))
+                columns |= _image_columns(self._images)
             batch = pa.record_batch(list(columns.values()), names=list(columns))
             described = json.dumps({**info, "checksum": _checksum(batch)}).encode()
             _write_atomically(path, batch.replace_schema_metadata({_INFO: described}))
@@ -129,6 +167,19 @@ def _lists(values: "pa.Buffer", kind: "pa.DataType", lengths: Sequence[int]) -> 
     return pa.LargeListArray.from_arrays(pa.array(offsets), flat)
 
 
+def _image_columns(samples: Sequence[Sequence[MeasuredImage]]) -> dict[str, "pa.LargeListArray"]:
+    import pyarrow as pa
+
+    images = [image for own in samples for image in own]
+    facts = np.array([(image.checksum, *image.grid) for image in images], dtype=np.int64)
+    counts = [len(own) for own in samples]
+    written = pa.array([image.written for image in images], type=pa.large_string())
+    return {
+        "images": pa.LargeListArray.from_arrays(pa.array(offsets_of(counts)), written),
+        "image_facts": _lists(pa.py_buffer(facts.tobytes()), pa.int64(), [4 * count for count in counts]),
+    }
+
+
 def _write_atomically(path: Path, batch: "pa.RecordBatch") -> None:
     import pyarrow as pa
 
@@ -147,14 +198,16 @@ def _write_atomically(path: Path, batch: "pa.RecordBatch") -> None:
 
 def _checksum(batch: "pa.RecordBatch") -> int:
     """CRC-32 over the values and offsets of every column."""
+    import pyarrow as pa
+
     value = 0
-    for name in ("input_ids", "loss_mask"):
-        column = batch.column(name)
-        value = zlib.crc32(column.values.to_numpy(), zlib.crc32(column.offsets.to_numpy(), value))
-    for name in ("num_actions", "row"):
-        value = zlib.crc32(batch.column(name).to_numpy(), value)
-    if "images" in batch.schema.names:
-        value = zlib.crc32(json.dumps(batch.column("images").to_pylist()).encode(), value)
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if name == "images":
+            value = zlib.crc32(json.dumps(column.to_pylist()).encode(), value)
+        elif pa.types.is_large_list(column.type):
+            value = zlib.crc32(column.values.to_numpy(), zlib.crc32(column.offsets.to_numpy(), value))
+        else:
+            value = zlib.crc32(column.to_numpy(), value)
     return value
 
 

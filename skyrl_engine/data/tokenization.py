@@ -12,6 +12,7 @@ from skyrl_engine.data.chat import ChatTemplate
 from skyrl_engine.data.formats import Example, PlainText
 from skyrl_engine.data.messages import Conversation
 from skyrl_engine.data.ready_tokens import Tokens
+from skyrl_engine.data.vision import MeasuredImage
 from skyrl_engine.errors import DataError, ModelError
 
 Span = tuple[int, int]
@@ -20,14 +21,20 @@ BoolArray = npt.NDArray[np.bool_]
 
 @frozen(eq=False)
 class TokenizedSample:
-    """`input_ids` int32[T], `loss` bool[T]; `boundary_tokens` tokens that hold characters on both sides of a span's start."""
+    """`input_ids` int32[T], `loss` bool[T]; `boundary_tokens` tokens that hold characters on both sides of a span's start.
+
+    `response` is how many tokens at the end are the response, where the row says so (it holds tokens). `images` are those that have been
+    given their tokens, `image_tokens` of them.
+    """
 
     number: int
     name: str
     input_ids: AnyArray
     loss: AnyArray
     boundary_tokens: int = 0
-    images: tuple[str, ...] = ()
+    images: tuple[MeasuredImage, ...] = ()
+    image_tokens: int = 0
+    response: int | None = None
 
 
 @frozen
@@ -62,14 +69,13 @@ class SampleTokenizer:
         samples = []
         for (number, name, example), text in zip(items, texts, strict=True):
             if isinstance(example, Tokens):
-                samples.append(TokenizedSample(number, name, example.input_ids, example.loss))
+                samples.append(TokenizedSample(number, name, example.input_ids, example.loss, response=example.response))
                 continue
             assert text is not None
             ids, loss, boundary = next(encoded)
             if text.plain:
                 ids, loss = self._with_ends(ids, loss)
-            images = example.images if isinstance(example, Conversation) else ()
-            samples.append(TokenizedSample(number, name, ids, loss, boundary, images))
+            samples.append(TokenizedSample(number, name, ids, loss, boundary))
         return samples
 
     def _text(self, example: Conversation | PlainText, name: str) -> _Text:

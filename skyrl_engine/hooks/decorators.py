@@ -1,4 +1,4 @@
-"""`@loss` and `@reducer`: a plain function becomes a plugin, in a wheel and in a local file alike."""
+"""`@loss`, `@correction` and `@reducer`: a plain function becomes a plugin, in a wheel and in a local file alike."""
 
 import inspect
 from collections.abc import Callable
@@ -6,9 +6,13 @@ from typing import Any
 
 from attrs import define
 
+from skyrl_engine.contracts.correction import FunctionCorrection
 from skyrl_engine.contracts.loss import FunctionLoss
 from skyrl_engine.contracts.reducer import EmptySequence, FunctionReducer
 from skyrl_engine.hooks.markers import hookimpl
+
+Needs = tuple[str, ...] | Callable[[Any], tuple[str, ...]]
+"""Names, or what gives them for a config, where an option decides what is read."""
 
 
 @define(eq=False)
@@ -34,35 +38,82 @@ class FunctionPlugin:
 class LossPlugin(FunctionPlugin):
     """One loss function as a plugin."""
 
-    needs: tuple[str, ...]
+    needs: Needs
     reducers: tuple[str, ...] | None
+    advised_reducers: tuple[str, ...] | None
     batch_local: bool
+    homogeneous: bool
 
     @hookimpl
     def skyrl_engine_make_loss(self, config: Any) -> FunctionLoss:
-        return FunctionLoss(self.name, self.function, config, self.needs, self.reducers, self.batch_local)
+        return FunctionLoss(
+            self.name,
+            self.function,
+            config,
+            needs=_needs_for(config, self.needs),
+            reducers=self.reducers,
+            advised_reducers=self.advised_reducers,
+            batch_local=self.batch_local,
+            homogeneous=self.homogeneous,
+        )
 
 
 def loss(
     *,
-    needs: tuple[str, ...],
+    needs: Needs,
     config: type[Any] | None = None,
     reducers: tuple[str, ...] | None = None,
+    advised_reducers: tuple[str, ...] | None = None,
     batch_local: bool = False,
+    homogeneous: bool = False,
 ) -> Callable[[Callable[..., Any]], LossPlugin]:
     """Make a loss plugin of `function(tokens, config) -> tensor[n] | LossOutput`.
 
-    `needs` names model scores (`logprobs`, `entropy`, `values`) or data columns; `config` is an attrs class of the loss's options;
-    `reducers` restricts which reducers make sense; `batch_local` declares that the loss depends on how the batch is cut, by nature.
+    `needs` names model scores (`logprobs`, `entropy`, `values`) or data columns, or is a function of the config that gives the names;
+    `config` is an attrs class of the loss's options; `reducers` restricts which reducers make sense, `advised_reducers` warns of all
+    others; `batch_local` declares that the loss depends on how the batch is cut, by nature; `homogeneous` that advantages times c > 0 give
+    every token loss times c.
     Raises TypeError for names that are not in a tuple and for a function that does not take (tokens, config).
     """
-    for option, names in (("needs", needs), ("reducers", reducers)):
-        if isinstance(names, str):
-            raise TypeError(f"{option} is the text {names!r}; write {option}=({names!r},)")
+    _refuse_text(needs=needs, reducers=reducers, advised_reducers=advised_reducers)
 
     def decorate(function: Callable[..., Any]) -> LossPlugin:
         _check_takes(function, "tokens", "config")
-        return LossPlugin(function, config, tuple(needs), None if reducers is None else tuple(reducers), batch_local)
+        return LossPlugin(
+            function,
+            config,
+            needs=needs if callable(needs) else tuple(needs),
+            reducers=None if reducers is None else tuple(reducers),
+            advised_reducers=None if advised_reducers is None else tuple(advised_reducers),
+            batch_local=batch_local,
+            homogeneous=homogeneous,
+        )
+
+    return decorate
+
+
+@define(eq=False)
+class CorrectionPlugin(FunctionPlugin):
+    """One correction function as a plugin."""
+
+    needs: Needs
+
+    @hookimpl
+    def skyrl_engine_make_correction(self, config: Any) -> FunctionCorrection:
+        return FunctionCorrection(self.name, self.function, config, _needs_for(config, self.needs))
+
+
+def correction(*, needs: Needs, config: type[Any] | None = None) -> Callable[[Callable[..., Any]], CorrectionPlugin]:
+    """Make a correction plugin of `function(tokens, config) -> tensor[n]`: the factor of every token's loss, 0 to drop it.
+
+    `needs` names model scores or data columns, as a loss's does; `config` is an attrs class of the options.
+    Raises TypeError as `loss` does.
+    """
+    _refuse_text(needs=needs)
+
+    def decorate(function: Callable[..., Any]) -> CorrectionPlugin:
+        _check_takes(function, "tokens", "config")
+        return CorrectionPlugin(function, config, needs if callable(needs) else tuple(needs))
 
     return decorate
 
@@ -72,26 +123,46 @@ class ReducerPlugin(FunctionPlugin):
     """One reducer function as a plugin."""
 
     negative_weights: bool
+    batch_local: bool
 
     @hookimpl
     def skyrl_engine_make_reducer(self, config: Any) -> FunctionReducer:
         empty_sequence: EmptySequence = getattr(config, "empty_sequence", "count")
-        return FunctionReducer(self.name, self.function, config, empty_sequence, self.negative_weights)
+        return FunctionReducer(self.name, self.function, config, empty_sequence, self.negative_weights, self.batch_local)
 
 
-def reducer(*, config: type[Any] | None = None, negative_weights: bool = False) -> Callable[[Callable[..., Any]], ReducerPlugin]:
+def reducer(
+    *, config: type[Any] | None = None, negative_weights: bool = False, batch_local: bool = False
+) -> Callable[[Callable[..., Any]], ReducerPlugin]:
     """Make a reducer plugin of `function(structure, config) -> float64[A]`.
 
     `config` is an attrs class of the reducer's options; its field `empty_sequence`, if it has one, is what the reducer declares.
-    Negative loss weights are refused before the function sees them, unless `negative_weights` says that it can take them.
+    Negative loss weights are refused before the function sees them, unless `negative_weights` says that it can take them. `batch_local`
+    declares that the weights depend on how the mini-batch is cut into micro-batches, by nature.
     Raises TypeError for a function that does not take (structure, config).
     """
 
     def decorate(function: Callable[..., Any]) -> ReducerPlugin:
         _check_takes(function, "structure", "config")
-        return ReducerPlugin(function, config, negative_weights)
+        return ReducerPlugin(function, config, negative_weights, batch_local)
 
     return decorate
+
+
+def _needs_for(config: Any, needs: Needs) -> tuple[str, ...]:
+    """The names for this config; raises TypeError where the plugin's function gives a text."""
+    if not callable(needs):
+        return needs
+    names = needs(config)
+    _refuse_text(needs=names)
+    return tuple(names)
+
+
+def _refuse_text(**options: object) -> None:
+    """A text is a sequence of letters; taken for names, it would ask for the column 'l'."""
+    for option, names in options.items():
+        if isinstance(names, str):
+            raise TypeError(f"{option} is the text {names!r}; write {option}=({names!r},)")
 
 
 def _check_takes(function: Callable[..., Any], *arguments: str) -> None:

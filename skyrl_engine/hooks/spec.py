@@ -11,6 +11,7 @@ from typing import Any
 from skyrl_engine.contracts.backend import Backend, BackendDescription
 from skyrl_engine.contracts.collator import Collator
 from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.contracts.correction import Correction
 from skyrl_engine.contracts.events import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
 from skyrl_engine.contracts.loss import Loss
 from skyrl_engine.contracts.merger import Merger
@@ -31,6 +32,11 @@ def skyrl_engine_make_collator(config: Any, context: FactoryContext) -> Collator
 @hookspec(firstresult=True)
 def skyrl_engine_make_loss(config: Any, context: FactoryContext) -> Loss:
     """Make the loss. versionadded: 0.1"""
+
+
+@hookspec(firstresult=True)
+def skyrl_engine_make_correction(config: Any, context: FactoryContext) -> Correction:
+    """Make the correction. versionadded: 0.1"""
 
 
 @hookspec(firstresult=True)

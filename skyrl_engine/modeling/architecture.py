@@ -7,6 +7,8 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from skyrl_engine.errors import ModelError
+from skyrl_engine.modeling.architectures import takes_images
+from skyrl_engine.modeling.vision import ImageDecoder, language_part
 
 
 @frozen
@@ -61,6 +63,8 @@ def split_causal_lm(model: Any) -> CausalLanguageModelParts:
             f"{name} does not say where its linear language-model head is (get_output_embeddings returns {type(head).__name__})",
             remedy="Use a causal language model whose class implements get_output_embeddings",
         )
+    if takes_images(model.config):
+        return CausalLanguageModelParts(ImageDecoder(model.model), head, LogitRule.of(model.config))
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     if decoder is None or decoder is model or any(module is head for module in decoder.modules()):
         raise ModelError(
@@ -70,8 +74,14 @@ def split_causal_lm(model: Any) -> CausalLanguageModelParts:
     return CausalLanguageModelParts(decoder, head, LogitRule.of(model.config))
 
 
+def all_layers(decoder: nn.Module) -> list[nn.Module]:
+    """The decoder's layers, and those of its vision tower where it has one."""
+    vision = transformer_layers(decoder.visual) if isinstance(decoder, ImageDecoder) else []
+    return [*transformer_layers(language_part(decoder)), *vision]
+
+
 def transformer_layers(decoder: nn.Module) -> list[nn.Module]:
-    """The decoder's layers: elements of its longest module list that lies in no other list. Empty where there is no list.
+    """A text decoder's layers: elements of its longest module list that lies in no other list. Empty where there is no list.
 
     Class names are not looked at, so that models with remote code work like the library's own.
     """

@@ -1,6 +1,6 @@
 """Language-model head and log-softmax in chunks of positions: no tensor of positions x vocabulary, forward or backward, beyond one chunk."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,23 @@ class ChunkedHead(nn.Module):
         A tuple, not a list: DeepSpeed ZeRO-3 only follows tensors through tuples.
         """
         score = Score(self.rule, temperature, entropy)
-        return _ChunkedScores.apply(hidden_NH, self.linear.weight, self.linear.bias, labels_N, score, self.positions_per_chunk)  # type: ignore[no-any-return, no-untyped-call] # torch leaves both untyped
+        return chunked_scores(hidden_NH, self.linear.weight, self.linear.bias, labels_N, score, self.positions_per_chunk)
+
+
+class ChunkScore(Protocol):
+    """From a chunk's raw logits [n, v] and its labels [n] to its scores, each [n], and back."""
+
+    def __call__(self, raw_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]: ...
+
+    def gradient(self, raw_NV: Tensor, labels_N: Tensor, upstream: list[Tensor]) -> Tensor:
+        """Gradient of the scores, weighted by `upstream`, at the raw logits, in their type."""
+
+
+def chunked_scores(
+    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, score: ChunkScore, positions_per_chunk: int
+) -> tuple[Tensor, ...]:
+    """Scores [n] of `hidden_NH @ weight_VH.T + bias_V`, chunk by chunk; logits are recomputed in backward and never kept."""
+    return _ChunkedScores.apply(hidden_NH, weight_VH, bias_V, labels_N, score, positions_per_chunk)  # type: ignore[no-any-return, no-untyped-call] # torch leaves both untyped
 
 
 class Score:
@@ -76,7 +92,7 @@ class _ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, score: Score, size: int
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, score: ChunkScore, size: int
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N)
         ctx.score, ctx.size = score, size

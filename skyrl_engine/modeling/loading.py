@@ -1,4 +1,4 @@
-"""Load a Hugging Face causal language model for training, with errors that say what is wrong with which model."""
+"""Load a Hugging Face causal or vision-language model for training, with errors that say what is wrong with which model."""
 
 import logging
 from collections.abc import Iterator
@@ -12,10 +12,15 @@ from safetensors import SafetensorError
 from skyrl_engine.contracts.backend import ComputeDtype, ModelSpec
 from skyrl_engine.errors import ModelError
 from skyrl_engine.modeling.architecture import split_causal_lm
+from skyrl_engine.modeling.architectures import refuse_vision_language, takes_images
+from skyrl_engine.modeling.lora import add_adapters, freeze_in, load_adapters
 from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.segment_adoption import adopt_segment_attention, attend_by_segments
 from skyrl_engine.modeling.segments import SegmentSupport
+from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
+from skyrl_engine.modeling.value_head import ValueHead, add_value_head, load_value_head
+from skyrl_engine.modeling.vision import language_part
 
 logger = logging.getLogger(__name__)
 
@@ -25,14 +30,19 @@ def weight_dtype(compute: ComputeDtype) -> torch.dtype:
     return torch.float64 if compute == "float64" else torch.float32
 
 
-def load_scorer(spec: ModelSpec) -> tuple[Any, Scorer]:
+def load_scorer(spec: ModelSpec, *, images: bool = False) -> tuple[Any, Scorer]:
     """The whole model on CPU, in training mode, and the scorer over its own modules, proved equal to the model's forward.
 
-    It attends by segments where it can (`scorer.segment_support`). Raises ModelError, and UnsupportedError for packed rows that it cannot
-    learn from.
+    It attends by segments where it can (`scorer.segment_support`). `images`: the caller gives vision-language models their images
+    (`scorer.images` says how they take them). Raises ModelError, and UnsupportedError for packed rows that it cannot learn from and for a
+    vision-language model without `images`.
     """
-    model = load_causal_lm(spec)
-    scorer = Scorer(split_causal_lm(model), logits_per_chunk=spec.logits_per_chunk)
+    model = load_causal_lm(spec, images=images)
+    scorer = _scorer(spec, model)
+    if scorer.value_head is not None and not load_value_head(scorer.value_head, spec, _source(spec)):
+        logger.info("%s holds no value head; it starts at zero", spec.path)
+    if spec.lora is not None and spec.lora.path is not None:
+        load_adapters(model, spec)
     check_parity(model, scorer, name=spec.path)
     scorer.segment_support = adopt_segment_attention(model, scorer.decoder, name=spec.path)
     if spec.packed_rows:
@@ -40,29 +50,40 @@ def load_scorer(spec: ModelSpec) -> tuple[Any, Scorer]:
     return _ready(spec, model, scorer)
 
 
-def load_skeleton(spec: ModelSpec) -> tuple[Any, Scorer]:
+def load_skeleton(spec: ModelSpec, *, images: bool = False) -> tuple[Any, Scorer]:
     """The same without values: every parameter and buffer on the meta device, for a backend that fills them from another rank.
 
     Raises ModelError for a configuration that cannot be used; the proof against the model's own forward is left to the rank with values.
     """
-    import transformers
-
-    config = _load_config(spec)
+    config = load_config(spec, images=images)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
+        model = _auto_class(config).from_config(
             config, trust_remote_code=spec.trust_remote_code, dtype=weight_dtype(spec.dtype), **_experts(spec)
         )
-    return _ready(spec, model, Scorer(split_causal_lm(model), logits_per_chunk=spec.logits_per_chunk))
+    return _ready(spec, model, _scorer(spec, model))
 
 
 def adopt_like(model: Any, scorer: Scorer, support: SegmentSupport) -> None:
     """Make a skeleton attend as the model with values does, whose rank found `support`."""
     if support.layers:
-        attend_by_segments(model)
+        attend_by_segments(model, scorer.decoder)
     scorer.segment_support = support
 
 
+def _scorer(spec: ModelSpec, model: Any) -> Scorer:
+    """The scorer over the model's modules; a value head becomes one of them, and adapters become parts of them."""
+    parts = split_causal_lm(model)
+    if spec.lora is not None:
+        add_adapters(model, language_part(parts.decoder), spec)
+    value_head: ValueHead | None = None
+    if spec.value_head:
+        value_head = add_value_head(model, parts.head.in_features, name=spec.path)
+    return Scorer(parts, logits_per_chunk=spec.logits_per_chunk, value_head=value_head)
+
+
 def _ready(spec: ModelSpec, model: Any, scorer: Scorer) -> tuple[Any, Scorer]:
+    if spec.lora is not None and spec.dtype == "bfloat16":
+        freeze_in(model, torch.bfloat16)
     if spec.activation_checkpointing:
         enable_activation_checkpointing(model, spec.path)
     scorer.train()
@@ -74,14 +95,15 @@ def _experts(spec: ModelSpec) -> dict[str, str]:
     return {"experts_implementation": "eager"} if spec.dtype == "float64" else {}
 
 
-def load_causal_lm(spec: ModelSpec) -> Any:
-    """`transformers.PreTrainedModel` on CPU in `weight_dtype`. Raises ModelError when it is not a complete causal language model."""
-    import transformers
+def load_causal_lm(spec: ModelSpec, *, images: bool = False) -> Any:
+    """`transformers.PreTrainedModel` on CPU in `weight_dtype`, with its vision tower where it has one and the caller takes `images`.
 
-    config = _load_config(spec)
+    Raises ModelError when it is not a complete causal or vision-language model, and UnsupportedError as `load_config`.
+    """
+    config = load_config(spec, images=images)
     try:
         with quiet_progress():
-            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            model, report = _auto_class(config).from_pretrained(
                 _source(spec),
                 config=config,
                 revision=spec.revision,
@@ -101,8 +123,9 @@ def load_causal_lm(spec: ModelSpec) -> Any:
             f"{spec.path} lacks {len(missing)} of its weights, {missing[0]} first",
             remedy="Use a complete checkpoint; missing weights would start from random values",
         )
-    if report["unexpected_keys"]:
-        logger.warning("%s holds %d weights that %s does not use", spec.path, len(report["unexpected_keys"]), type(model).__name__)
+    unused = [key for key in report["unexpected_keys"] if not (spec.value_head and key.rpartition(".")[0] == VALUE_HEAD)]
+    if unused:
+        logger.warning("%s holds %d weights that %s does not use", spec.path, len(unused), type(model).__name__)
     return model
 
 
@@ -120,7 +143,11 @@ def enable_activation_checkpointing(model: Any, name: str) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
-def _load_config(spec: ModelSpec) -> Any:
+def load_config(spec: ModelSpec, *, images: bool = False) -> Any:
+    """`transformers.PretrainedConfig` of a model that can be trained; of a vision-language one only if the caller takes `images`.
+
+    Raises ModelError where it cannot be read or is of another kind, and UnsupportedError for vision-language models that are not supported.
+    """
     import transformers
 
     local = Path(_source(spec))
@@ -131,7 +158,9 @@ def _load_config(spec: ModelSpec) -> Any:
     if local.is_dir() and not (local / "config.json").is_file():
         raise ModelError(
             f"the directory {spec.path} holds no config.json, so it is not a Hugging Face model",
-            remedy="Point model.path at the directory that save_pretrained wrote",
+            remedy="Set model.path to the adapter's base model and model.lora.path to this directory"
+            if (local / "adapter_config.json").is_file()
+            else "Point model.path at the directory that save_pretrained wrote",
         )
     try:
         config = transformers.AutoConfig.from_pretrained(
@@ -151,6 +180,9 @@ def _load_config(spec: ModelSpec) -> Any:
             f"{spec.path} holds quantized weights, which cannot be trained",
             remedy="Use the model's full-precision version",
         )
+    refuse_vision_language(config, spec.path, images=images)
+    if takes_images(config):
+        return config
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping and not _has_remote_code(config):  # noqa: SLF001 - the only list of what can be loaded
         raise ModelError(
             f"{spec.path} is a {config.model_type} model, which transformers {transformers.__version__} has no causal language model for",
@@ -163,6 +195,12 @@ def _source(spec: ModelSpec) -> str:
     """What transformers loads from: the local directory where there is one, else a hub id."""
     local = Path(spec.path).expanduser()
     return str(local) if local.is_dir() else spec.path
+
+
+def _auto_class(config: Any) -> Any:
+    import transformers
+
+    return transformers.AutoModelForImageTextToText if takes_images(config) else transformers.AutoModelForCausalLM
 
 
 def _has_remote_code(config: Any) -> bool:

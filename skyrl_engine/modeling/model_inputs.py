@@ -8,57 +8,96 @@ from attrs import frozen
 from torch import Tensor
 
 from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.errors import ContractError, UnsupportedError
+from skyrl_engine.contracts.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
+from skyrl_engine.contracts.ragged import offsets_of
+from skyrl_engine.errors import ContractError, DataError, UnsupportedError
+from skyrl_engine.modeling.images import ImageTokens
+from skyrl_engine.modeling.rotary_positions import rotary_positions
 from skyrl_engine.modeling.segments import Segments
 
-_KNOWN = frozenset({"input_ids", "attention_mask", "position_ids"})
+_TEXT = frozenset({"input_ids", "attention_mask", "position_ids"})
+_IMAGES = frozenset({PIXEL_VALUES, IMAGE_GRID, TOKEN_TYPES})
 
 
 @frozen(eq=False)
 class ModelInputs:
-    """Arguments of the scorer, still on CPU: model inputs [rows, width], flat positions in them int64[n], and the segments of a packed row."""
+    """Arguments of the scorer, still on CPU: model inputs [rows, width], flat positions in them int64[n], and the segments of a packed row.
+
+    For a model that takes images `position_ids` are [3, rows, width], and `pixel_values` and `image_grid_thw` are there where any sample has
+    an image.
+    """
 
     inputs: Mapping[str, Tensor]
     positions: Tensor
     segments: Segments | None
 
 
-def model_inputs(micro_batch: MicroBatch) -> ModelInputs:
-    """Rows of one sequence each stay as they are. Rows of several become one row [1, tokens] of real tokens alone.
+def model_inputs(micro_batch: MicroBatch, *, one_row: bool = False, images: ImageTokens | None = None) -> ModelInputs:
+    """Rows of one sequence each stay as they are. Rows of several become one row [1, tokens] of real tokens alone; with `one_row` all do.
 
     Where the documents lie is said by the attention mask, whose ones are cut by `sequence_lengths`: alignment gaps, padding and empty rows
-    are left out, so nothing can attend to them and they cost nothing. Raises ContractError where mask and lengths contradict each other,
-    UnsupportedError for model inputs that it does not know how to cut.
+    are left out, so nothing can attend to them and they cost nothing. `images` says how the model takes images; None: it takes none.
+
+    Raises ContractError where mask and lengths contradict each other, what `rotary_positions` raises of images, and UnsupportedError for
+    model inputs beyond these: models take any keyword, and ignore what they do not know.
     """
-    if not any(len(lengths) > 1 for lengths in micro_batch.sequence_lengths):
-        return ModelInputs(micro_batch.inputs, micro_batch.positions, None)
-    unknown = sorted(set(micro_batch.inputs) - _KNOWN)
-    if unknown:
-        raise UnsupportedError(
-            f"packed rows carry {unknown[0]}, which the backend cannot cut into documents",
-            remedy="Use a collator with one sample per row, such as padded",
-        )
+    given = _given(micro_batch, images)
+    if not one_row and not (micro_batch.sequence_lengths.lengths > 1).any():
+        return ModelInputs(given, micro_batch.positions, None)
     mask_F = micro_batch.inputs["attention_mask"].flatten().bool()
-    lengths = np.concatenate(micro_batch.sequence_lengths)
+    lengths = micro_batch.sequence_lengths.values
     lengths = lengths[lengths > 0]
     _check_layout(micro_batch, mask_F, lengths)
     if not len(lengths):  # a row of no document must pass through the model all the same: other ranks wait in its collectives
         mask_F, lengths = torch.arange(len(mask_F)) == 0, np.ones(1, dtype=np.int64)
     kept = mask_F.nonzero()[:, 0]
-    inputs = {
-        name: micro_batch.inputs[name].flatten()[kept][None] for name in ("input_ids", "position_ids") if name in micro_batch.inputs
-    }
+    inputs = {name: tensor for name, tensor in given.items() if name in _IMAGES}
+    for name in ("input_ids", "position_ids"):
+        if name in given:
+            inputs[name] = given[name].flatten(-2)[..., kept].unsqueeze(-2)
     if "position_ids" not in inputs:
         inputs["position_ids"] = torch.cat([torch.arange(int(length)) for length in lengths])[None]
     places = mask_F.cumsum(0) - 1
     return ModelInputs(inputs, places[micro_batch.positions], Segments(tuple(int(length) for length in lengths)))
 
 
+def _given(micro_batch: MicroBatch, images: ImageTokens | None) -> Mapping[str, Tensor]:
+    """What the model is given of the rows as they are."""
+    unknown = sorted(set(micro_batch.inputs) - _TEXT - (_IMAGES if images is not None else set()))
+    if unknown:
+        raise UnsupportedError(
+            f"rows carry {unknown[0]}, which the backend does not give to its model",
+            remedy="Leave the images out, or train a vision-language model on a backend that declares 'vision'"
+            if unknown[0] in _IMAGES
+            else "Leave it out of the samples, or choose another backend",
+        )
+    if images is None:
+        return micro_batch.inputs
+    names = ("input_ids", "attention_mask", *((PIXEL_VALUES, IMAGE_GRID) if len(micro_batch.inputs.get(IMAGE_GRID, ())) else ()))
+    if missing := [name for name in names if name not in micro_batch.inputs]:
+        raise ContractError(
+            f"the collator left out {missing[0]}", remedy="Correct the collator: build every field that is asked for"
+        )
+    return {**{name: micro_batch.inputs[name] for name in names}, "position_ids": rotary_positions(micro_batch, images)}
+
+
+def check_tokens(micro_batch: MicroBatch, vocabulary: int) -> None:
+    """Raises DataError for a token outside of the vocabulary: it would read foreign memory or end a CUDA context without a word."""
+    for tokens in (micro_batch.inputs["input_ids"], micro_batch.labels):
+        largest = int(tokens.max()) if tokens.numel() else 0
+        if largest >= vocabulary:
+            raise DataError(
+                f"a micro-batch holds token id {largest}, the model's vocabulary has {vocabulary}",
+                remedy="Use the tokenizer that belongs to the model",
+            )
+
+
 def _check_layout(micro_batch: MicroBatch, mask_F: Tensor, lengths: np.ndarray) -> None:
     """Every row's mask holds as many tokens as its sequences, no gap lies inside a sequence, and only real tokens are scored."""
     rows = micro_batch.inputs["attention_mask"].shape[0]
     counted = mask_F.reshape(rows, -1).sum(1).numpy()
-    stated = np.array([int(row.sum()) for row in micro_batch.sequence_lengths])
+    told = micro_batch.sequence_lengths
+    stated = np.diff(offsets_of(told.values)[told.offsets])
     if len(stated) != rows or (counted != stated).any():
         raise ContractError(
             f"the collator's attention mask marks {counted.tolist()} tokens per row, its sequence lengths add up to {stated.tolist()}",

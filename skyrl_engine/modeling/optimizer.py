@@ -1,5 +1,6 @@
 """AdamW as every backend uses it: weight decay on matrices only."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -9,13 +10,20 @@ from skyrl_engine.contracts.backend import OptimizerSpec
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
-    """Trainable parameters in two groups: with two or more dimensions (decayed), and the rest: norms and biases (not decayed)."""
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    groups: list[dict[str, object]] = [
-        {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
+    """Trainable parameters in groups: those with two or more dimensions (decayed), and the rest: norms and biases (not decayed).
+
+    Both are split by the device mesh that a distributed parameter lies on: one fused step takes those of one mesh alone.
+    """
+    members: defaultdict[tuple[bool, object], list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.requires_grad:
+            members[parameter.ndim >= 2, getattr(parameter, "device_mesh", None)].append(parameter)
+    return [
+        {"params": chosen, "weight_decay": weight_decay if decayed else 0.0}
+        for decayed in (True, False)
+        for (kind, _), chosen in members.items()
+        if kind is decayed
     ]
-    return [group for group in groups if group["params"]]
 
 
 def build_adamw(parameters: Iterable[nn.Parameter], spec: OptimizerSpec) -> torch.optim.AdamW:

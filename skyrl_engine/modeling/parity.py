@@ -1,42 +1,114 @@
 """One cheap proof at load: the scorer says what the model's own forward says."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from attrs import frozen
+from torch import Tensor, nn
 
+from skyrl_engine.contracts.backend import MicroBatch
+from skyrl_engine.contracts.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
+from skyrl_engine.contracts.ragged import Ragged, offsets_of
 from skyrl_engine.errors import ModelError
+from skyrl_engine.modeling.images import IMAGE
+from skyrl_engine.modeling.model_inputs import model_inputs
 from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine.modeling.vision import ImageDecoder
 
 ROWS, WIDTH = 2, 6
 
 
+def random_tokens(model: Any, decoder: nn.Module, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Token ids int64[shape] that every copy of a model draws alike; none stands for an image."""
+    vocabulary = min(model.get_input_embeddings().weight.shape[0], model.get_output_embeddings().weight.shape[0])
+    ids = torch.randint(0, vocabulary, shape, generator=generator)
+    return torch.where(ids == decoder.tokens.token, (ids + 1) % vocabulary, ids) if isinstance(decoder, ImageDecoder) else ids
+
+
+@frozen(eq=False)
+class Probe:
+    """A few tokens to try a model on: ids int64[rows, width], and the flat positions that are scored, of all but each row's last token.
+
+    `own` is what the model itself is called with, `given` what its decoder is, position ids included where images are.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    own: Mapping[str, Tensor]
+    given: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, model: Any, decoder: nn.Module, device: torch.device) -> "Probe":
+        """The same tokens for every copy of a model; text alone."""
+        ids = random_tokens(model, decoder, (ROWS, WIDTH), torch.Generator().manual_seed(0)).to(device)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return cls(ids, _all_but_the_last(device), inputs, inputs)
+
+    @classmethod
+    def with_images(cls, model: Any, decoder: ImageDecoder, device: torch.device) -> "Probe":
+        """The same with an image of two tokens in the first row; its positions are the engine's own for the decoder, the model's for itself."""
+        tokens, generator = decoder.tokens, torch.Generator().manual_seed(0)
+        ids = random_tokens(model, decoder, (ROWS, WIDTH), generator)
+        ids[0, 2:4] = tokens.token
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), TOKEN_TYPES: IMAGE * (ids == tokens.token).int()}
+        grid = torch.tensor([[1, tokens.merge, 2 * tokens.merge]])
+        patches = int(grid.prod())
+        inputs |= {IMAGE_GRID: grid, PIXEL_VALUES: torch.randn(patches, tokens.patch, generator=generator)}
+        offsets = {IMAGE_GRID: offsets_of([1, 0]), PIXEL_VALUES: offsets_of([patches, 0])}
+        lengths = Ragged.from_list([[WIDTH]] * ROWS, np.int64)
+        nothing = torch.zeros(0, dtype=torch.int64)
+        batch = MicroBatch(inputs, nothing, nothing, lengths, None, ragged_offsets=offsets)
+        given = model_inputs(batch, images=tokens).inputs
+        return cls(ids.to(device), _all_but_the_last(device), _moved(inputs, device), _moved(given, device))
+
+    def logprobs(self, scorer: Scorer) -> Tensor:
+        """What the scorer says of them, [rows * (width - 1)]."""
+        scores: dict[str, Tensor] = scorer(self.given, self.positions, self.ids[:, 1:].flatten())
+        return scores["logprobs"]
+
+    def own_logprobs(self, model: Any) -> Tensor:
+        """What the model's own forward says of them."""
+        logits = model(**self.own, use_cache=False).logits
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return logits[:, :-1].log_softmax(-1).gather(-1, self.ids[:, 1:, None]).flatten()  # type: ignore[no-any-return] # transformers leaves it untyped
+
+
+def _all_but_the_last(device: torch.device) -> Tensor:
+    return (torch.arange(ROWS, device=device)[:, None] * WIDTH + torch.arange(WIDTH - 1, device=device)).flatten()
+
+
+def _moved(inputs: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
 @torch.no_grad()
 def check_parity(model: Any, scorer: Scorer, *, name: str) -> None:
-    """Compare log-probabilities of a few tokens between `model`'s own forward and `scorer`, before any sharding.
+    """Compare log-probabilities of a few tokens, and of an image, between `model`'s own forward and `scorer`, before any sharding.
 
     Raises ModelError: the model does something to its hidden states or logits that the scorer does not know of, and training it would
     silently optimise another function. The tolerance, relative to 1 + |logprob|, is 1e-4 in float32 and 1e-9 in float64: both sides do the
     same arithmetic and differ in the order of sums at most.
     """
-    parameter = next(model.parameters())
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = min(model.get_input_embeddings().weight.shape[0], model.get_output_embeddings().weight.shape[0])
-    ids = torch.randint(0, vocabulary, (ROWS, WIDTH), generator=generator).to(parameter.device)
-    mask = torch.ones_like(ids)
     training = model.training
     model.eval()
     try:
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        own = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).flatten()
-        positions = (torch.arange(ROWS)[:, None] * WIDTH + torch.arange(WIDTH - 1)).flatten().to(ids.device)
-        scored = scorer({"input_ids": ids, "attention_mask": mask}, positions, ids[:, 1:].flatten())["logprobs"]
+        for probe in _probes(model, scorer):
+            own, scored = probe.own_logprobs(model), probe.logprobs(scorer)
+            tolerance = 1e-9 if scored.dtype == torch.float64 else 1e-4
+            difference = ((scored - own).abs() / (1 + own.abs())).max().item()
+            if not difference <= tolerance:  # also true for NaN
+                raise ModelError(
+                    f"{name} ({type(model).__name__}) computes logits that differ from its decoder and head by {difference:.1e}",
+                    remedy="Use a model whose logits are its head's output, scaled or soft-capped at most; no other is supported",
+                )
     finally:
         model.train(training)
-    tolerance = 1e-9 if scored.dtype == torch.float64 else 1e-4
-    difference = ((scored - own).abs() / (1 + own.abs())).max().item()
-    if not difference <= tolerance:  # also true for NaN
-        raise ModelError(
-            f"{name} ({type(model).__name__}) computes logits that differ from its decoder and head by {difference:.1e}",
-            remedy="Use a model whose logits are its head's output, scaled or soft-capped at most; no other is supported",
-        )
+
+
+def _probes(model: Any, scorer: Scorer) -> Iterator[Probe]:
+    device = next(model.parameters()).device
+    yield Probe.of(model, scorer.decoder, device)
+    if isinstance(scorer.decoder, ImageDecoder):
+        yield Probe.with_images(model, scorer.decoder, device)

@@ -1,17 +1,20 @@
 """The root module of every backend: model inputs in, scores at chosen positions out."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor, nn
 
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.modeling.architecture import CausalLanguageModelParts
 from skyrl_engine.modeling.chunked_head import ChunkedHead
+from skyrl_engine.modeling.images import ImageTokens
 from skyrl_engine.modeling.segments import REMEDY, WHOLE_ROWS, Segments, SegmentSupport
+from skyrl_engine.modeling.value_head import ValueHead
+from skyrl_engine.modeling.vision import ImageDecoder
 
 
 class Scorer(nn.Module):
-    """Decoder and head as one module, the only one whose forward a backend calls.
+    """Decoder and heads as one module, the only one whose forward a backend calls.
 
     Calling a part of a sharded model outside its root's forward mixes sharded and full weights; so both parts run in here. The modules are
     the model's own: shard the scorer, and the model's parameters are sharded.
@@ -22,11 +25,22 @@ class Scorer(nn.Module):
 
     segment_support: SegmentSupport
 
-    def __init__(self, parts: CausalLanguageModelParts, *, logits_per_chunk: int) -> None:
+    def __init__(self, parts: CausalLanguageModelParts, *, logits_per_chunk: int, value_head: ValueHead | None = None) -> None:
         super().__init__()
         self.decoder = parts.decoder
         self.head = ChunkedHead(parts.head, parts.rule, logits_per_chunk)
+        self.value_head = value_head
         self.segment_support = SegmentSupport()
+
+    @property
+    def images(self) -> ImageTokens | None:
+        """How the model takes images; None: it takes none."""
+        return self.decoder.tokens if isinstance(self.decoder, ImageDecoder) else None
+
+    @property
+    def computes(self) -> frozenset[str]:
+        """The model scores that this scorer can be asked for."""
+        return frozenset({"logprobs", "entropy"} if self.value_head is None else {"logprobs", "entropy", "values"})
 
     def forward(
         self,
@@ -35,13 +49,14 @@ class Scorer(nn.Module):
         labels: Tensor,
         *,
         temperature: float = 1.0,
-        entropy: bool = False,
+        needs: Collection[str] = ("logprobs",),
         segments: Segments | None = None,
     ) -> dict[str, Tensor]:
         """Score `labels` int64[n] at flat `positions` int64[n] (row * width + column) of `inputs` (input_ids [rows, width], ...).
 
-        Returns "logprobs" [n] and, if asked, "entropy" [n], in nats, of softmax(logits / temperature), in the order of `positions`. With
-        n = 0 the head runs all the same, on position 0: the graph, and with it every rank's collectives, stay whole.
+        Returns those that `needs` names, each [n] in the order of `positions`: "logprobs" and "entropy", in nats, of
+        softmax(logits / temperature), and "values", of the state at the position. Without the first two nothing of the vocabulary's size is
+        computed. With n = 0 the heads run all the same, on position 0: the graph, and with it every rank's collectives, stay whole.
 
         With `segments` the inputs are input_ids and position_ids [1, tokens] of documents end to end; raises UnsupportedError for a model
         whose documents would see each other.
@@ -50,10 +65,17 @@ class Scorer(nn.Module):
         count = len(positions)
         if count == 0:
             positions, labels = positions.new_zeros(1), labels.new_zeros(1)
-        values = self.head(hidden_NH.index_select(0, positions), labels, temperature, entropy)
+        chosen_NH = hidden_NH.index_select(0, positions)
+        scores: dict[str, Tensor] = {}
+        if "logprobs" in needs or "entropy" in needs:
+            values = self.head(chosen_NH, labels, temperature, "entropy" in needs)
+            scores.update(zip(("logprobs", "entropy"), values, strict=False))
+        if "values" in needs:
+            assert self.value_head is not None, "values are asked of a model without a value head"
+            scores["values"] = self.value_head(chosen_NH)
         if count == 0:  # cloned: FSDP2 warns when the root returns a view
-            values = tuple(value[:0].clone() for value in values)
-        return dict(zip(("logprobs", "entropy"), values, strict=False))
+            scores = {name: value[:0].clone() for name, value in scores.items()}
+        return scores
 
     def _hidden(self, inputs: Mapping[str, Tensor], segments: Segments | None) -> Tensor:
         """The decoder's hidden states [rows, width, h]."""

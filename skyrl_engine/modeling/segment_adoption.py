@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.modeling.architecture import transformer_layers
+from skyrl_engine.modeling.parity import random_tokens
 from skyrl_engine.modeling.segments import REMEDY, Segments, SegmentSupport
+from skyrl_engine.modeling.vision import ImageDecoder, language_part
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,8 @@ def adopt_segment_attention(model: Any, decoder: nn.Module, *, name: str) -> Seg
     `TOLERANCE` of 1 + |h|; and the gradient of the middle document's hidden states at the
     embeddings of the others is exactly 0.
     """
-    before = model.config._attn_implementation  # noqa: SLF001 - transformers offers no other way to read it
+    attending = _attending(model, decoder)
+    before = attending.config._attn_implementation  # noqa: SLF001 - transformers offers no other way to read it
     training = model.training
     model.eval()
     try:
@@ -39,38 +42,43 @@ def adopt_segment_attention(model: Any, decoder: nn.Module, *, name: str) -> Seg
         model.train(training)
     if not support.layers:
         logger.info("%s cannot be trained on packed rows: %s", name, support.refusal)
-        if model.config._attn_implementation != before:  # noqa: SLF001 - as above
-            model.set_attn_implementation(before)
+        if attending.config._attn_implementation != before:  # noqa: SLF001 - as above
+            attending.set_attn_implementation(before)
     return support
 
 
-def attend_by_segments(model: Any) -> None:
+def attend_by_segments(model: Any, decoder: nn.Module) -> None:
     """Replace the attention of `model`, without a proof. Raises UnsupportedError where transformers knows that it would be ignored."""
     from skyrl_engine.modeling.segment_attention import NAME, register
 
     register()
-    name = type(model).__name__
-    if not model._can_set_attn_implementation():  # noqa: SLF001 - setting it all the same would only log a warning
+    attending = _attending(model, decoder)
+    name = type(attending).__name__
+    if not attending._can_set_attn_implementation():  # noqa: SLF001 - setting it all the same would only log a warning
         raise UnsupportedError(f"{name} computes its attention in code of its own", remedy=REMEDY)
     try:
-        model.set_attn_implementation(NAME)
+        attending.set_attn_implementation(NAME)
     except ValueError as error:
         raise UnsupportedError(
             f"transformers knows no way to compute {name}'s attention by torch's scaled dot-product attention", remedy=REMEDY
         ) from error
 
 
+def _attending(model: Any, decoder: nn.Module) -> Any:
+    """The transformers model whose attention is replaced; a vision tower keeps its own, which sees one image at a time already."""
+    return decoder.language if isinstance(decoder, ImageDecoder) else model
+
+
 def _adopt(model: Any, decoder: nn.Module) -> SegmentSupport:
     parameter = next(model.parameters())
     generator = torch.Generator().manual_seed(0)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(0, vocabulary, (DOCUMENTS, LENGTH), generator=generator).to(parameter.device)
+    ids = random_tokens(model, decoder, (DOCUMENTS, LENGTH), generator).to(parameter.device)
     with torch.no_grad():
         separate = decoder(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0].flatten(0, 1)
 
-    attend_by_segments(model)
+    attend_by_segments(model, decoder)
     packed, gradient, segments = _packed(model, decoder, ids, generator)
-    layers = len(transformer_layers(decoder))
+    layers = len(transformer_layers(language_part(decoder)))
     if (calls := len(segments.windows)) != layers:
         return SegmentSupport(refusal=f"{calls} of its {layers} layers attend through the attention that keeps documents apart")
     sliding = sum(window is not None for window in segments.windows)

@@ -1,34 +1,33 @@
 """objective = sum over tokens of weight[t] * term[t]: the one place where weights and losses meet."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import add
 
-import numpy as np
 import torch
 from attrs import field, frozen
 
 from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.loss import MODEL_SCORES, Loss, LossTokens, Sequences, as_loss_output
+from skyrl_engine.contracts.loss import LossOutput, as_loss_output
 from skyrl_engine.contracts.outputs import Metric, RankOutput
-from skyrl_engine.errors import ContractError, DataError
+from skyrl_engine.errors import ContractError
+from skyrl_engine.objective.corrections import correct
 from skyrl_engine.objective.outputs import collect
+from skyrl_engine.objective.parts import ObjectiveParts, Term
 from skyrl_engine.objective.samples import ScoredSamples
+from skyrl_engine.objective.tokens import MicroBatchTokens
 from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.spans import Spans
-
-if TYPE_CHECKING:
-    from skyrl_engine.contracts.ragged import IntArray
 
 
 @frozen(eq=False)
 class LossObjective:
-    """Weighs one loss's per-token terms and sums them; collects per-token outputs when asked. Stateless between calls.
+    """Weighs the per-token values of the main loss and its terms and sums them; collects per-token outputs when asked.
 
-    `label` names the loss in errors. `seed` and `step` seed the loss's generator together with the micro-batch's sample ids.
+    Stateless between calls. `seed` and `step` seed the generators of losses together with the micro-batch's sample ids.
     """
 
-    label: str
-    loss: Loss
+    parts: ObjectiveParts
     seed: int
     step: int
     per_token_outputs: bool
@@ -37,65 +36,83 @@ class LossObjective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Model scores the backend must compute; log-probabilities are always among them, they are the basic output."""
-        return frozenset({"logprobs", *self.loss.needs}) & frozenset(MODEL_SCORES)
+        """Model scores the backend must compute: those that the parts read, and log-probabilities where there are per-token outputs.
+
+        A critic's pass reads values alone; it is spared everything of the vocabulary's size.
+        """
+        read = self.parts.scores
+        return read if read and not self.per_token_outputs else read | {"logprobs"}
 
     def __call__(self, scores: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> tuple[torch.Tensor, RankOutput]:
-        """Sum of weight times term over the micro-batch's n scored tokens (a scalar to differentiate), and the outputs.
+        """Sum of weight times value over the micro-batch's n scored tokens (a scalar to differentiate), and the outputs.
 
-        Raises PluginBrokenError when the loss fails, ContractError when it returns other than one value per token that depends on the model.
+        The value of a token is factor * main + sum of coefficient * term. Raises PluginBrokenError when a loss fails, ContractError when it
+        returns other than one value per token that depends on the model.
         """
         with self.spans("objective"):
             samples: ScoredSamples = micro_batch.samples
-            logprobs = scores["logprobs"]
-            count = len(logprobs)
-            tokens = self._tokens(scores, samples)
-            with blaming(Owner(self.label, "Correct it, or choose another loss"), "its call"):
-                output = as_loss_output(self.label, self.loss(tokens), count)
-            _refuse_other_than_real_numbers(self.label, output.token_loss)
-            if count and logprobs.requires_grad and not output.token_loss.requires_grad:
-                raise ContractError(
-                    f"{self.label} returned values that do not depend on the model, so nothing would be learned",
-                    remedy="Compute them from tokens.logprobs, tokens.entropy or tokens.values, without detach() or no_grad()",
-                )
-            weights = torch.from_numpy(samples.weights).to(device=logprobs.device, dtype=logprobs.dtype)
-            total = (weights * output.token_loss).sum()
-            metrics = {"loss": Metric.sum(total.item()), **output.metrics}
-            values = {**scores, "token_loss": output.token_loss}
-            return total, collect(samples, values, metrics, per_token_outputs=self.per_token_outputs)
+            tokens = MicroBatchTokens(scores, samples, self.seed, self.step)
+            metrics: dict[str, Metric] = {}
+            values = list(self._values(tokens, metrics))
+            token_loss = reduce(add, values)
+            weights = torch.from_numpy(samples.weights).to(tokens.like)
+            total = (weights * token_loss).sum()
+            if not len(
+                weights
+            ):  # take part in backward, and in the collectives of its ranks, through all that others take part through
+                total = sum((scores[name].sum() for name in sorted(self.parts.scores)), start=total)
+            metrics |= self._sums(weights, total, values)
+            return total, collect(samples, {**scores, "token_loss": token_loss}, metrics, per_token_outputs=self.per_token_outputs)
 
-    def _tokens(self, scores: Mapping[str, torch.Tensor], samples: ScoredSamples) -> LossTokens:
-        logprobs = scores["logprobs"]
+    def _values(self, tokens: MicroBatchTokens, metrics: dict[str, Metric]) -> Iterator[torch.Tensor]:
+        """[n] per part, in their order, coefficient and factor included; what the parts measured goes into `metrics`."""
+        for part, term in enumerate(self.parts.losses):
+            output = _evaluated(term, tokens, part)
+            _add(metrics, output.metrics, "" if term is self.parts.main else f"{term.name}/", term.label)
+            value = output.token_loss
+            if term is self.parts.main and self.parts.corrections:
+                factors, measured = correct(self.parts.corrections, tokens, first_part=len(self.parts.losses))
+                metrics |= measured
+                value = torch.where(
+                    factors == 0, 0.0, factors * value
+                )  # a dropped token counts for nothing even if it is not finite
+            yield value if term.coefficient == 1.0 else term.coefficient * value
 
-        def moved(array: "IntArray") -> torch.Tensor:
-            return torch.from_numpy(array).to(logprobs.device)
+    def _sums(self, weights: torch.Tensor, total: torch.Tensor, values: list[torch.Tensor]) -> dict[str, Metric]:
+        """`loss`, and what each part contributes to it where there are several."""
+        if len(values) == 1:
+            return {"loss": Metric.sum(total.item())}
+        sums = torch.stack([total.detach(), *((weights * value.detach()).sum() for value in values)]).tolist()
+        names = ["loss", *(f"objective/{term.name}" for term in self.parts.losses)]
+        return {name: Metric.sum(value) for name, value in zip(names, sums, strict=True)}
 
-        needs = {
-            name: scores[name]
-            if name in MODEL_SCORES
-            else self._column(name, samples).to(device=logprobs.device, dtype=logprobs.dtype)
-            for name in self.loss.needs
-        }
-        sequences = Sequences(
-            index=moved(samples.sequence_index),
-            counts=moved(samples.scored.lengths),
-            unit_ids=moved(samples.unit_ids),
-            group_ids=moved(samples.group_ids),
+
+def _evaluated(term: Term, tokens: MicroBatchTokens, part: int) -> LossOutput:
+    count = len(tokens.like)
+    given = tokens.needed(term.label, term.loss.needs, part)
+    with blaming(Owner(term.label, "Correct it, or choose another loss"), "its call"):
+        output = as_loss_output(term.label, term.loss(given), count)
+    _refuse_other_than_real_numbers(term.label, output.token_loss)
+    if count and _learning(tokens.scores) and not output.token_loss.requires_grad:
+        raise ContractError(
+            f"{term.label} returned values that do not depend on the model, so nothing would be learned",
+            remedy="Compute them from tokens.logprobs, tokens.entropy or tokens.values, without detach() or no_grad()",
         )
-        return LossTokens(needs, sequences, lambda: self._generator(samples, logprobs.device))
+    return output
 
-    def _generator(self, samples: ScoredSamples, device: torch.device) -> torch.Generator:
-        entropy = [self.seed, self.step, *samples.sample_ids.tolist()]
-        seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
-        return torch.Generator(device).manual_seed(seed)
 
-    def _column(self, name: str, samples: ScoredSamples) -> torch.Tensor:
-        if name not in samples.columns:
-            raise DataError(
-                f"{self.label} needs the column {name!r}, the data has {', '.join(sorted(samples.columns)) or 'none'}",
-                remedy="Provide the column or choose a loss that does not need it",
+def _learning(scores: Mapping[str, torch.Tensor]) -> bool:
+    return any(score.requires_grad for score in scores.values())
+
+
+def _add(metrics: dict[str, Metric], measured: Mapping[str, Metric], prefix: str, label: str) -> None:
+    for name, metric in measured.items():
+        if prefix + name in metrics:
+            raise ContractError(
+                f"{label} reports the metric {prefix + name!r}, which another part of the objective reports too",
+                remedy="Rename it in one of them",
             )
-        return torch.from_numpy(samples.columns[name])
+        metrics[prefix + name] = metric
 
 
 def _refuse_other_than_real_numbers(label: str, token_loss: object) -> None:

@@ -91,7 +91,7 @@ class PluginHost:
                 f"{owner.label} has a hook that does not fit: {_reason(error)}",
                 remedy=f"Take only arguments that the hook offers; {PAGE} lists them",
             ) from error
-        except Exception:
+        except Exception:  # whatever it is, nothing half registered stays behind
             self._manager.unregister(name=name)
             raise
         self._registrations.append(registration)
@@ -170,7 +170,11 @@ def blaming(owner: Owner, doing: str) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> traceback.FrameSummary:
-    """The innermost frame in the plugin's own folder, where its author can change something; without one, the innermost of all."""
+    """The innermost frame in the plugin's own folder, where its author can change something; without one, the innermost of all. A
+    syntax error is in no frame, and says itself where it is.
+    """
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return traceback.FrameSummary(error.filename, error.lineno, "<module>")
     frames = traceback.extract_tb(error.__traceback__)
     reached = [frame for frame in frames if not frame.filename.startswith(_ON_THE_WAY)]
     home = Path(reached[0].filename).parent if reached else None

@@ -55,6 +55,7 @@ class Kind:
 _ROWS = (
     Kind("collator", ("skyrl_engine_make_collator",), "skyrl_engine.contracts.collator:Collator"),
     Kind("loss", ("skyrl_engine_make_loss",), "skyrl_engine.contracts.loss:Loss"),
+    Kind("correction", ("skyrl_engine_make_correction",), "skyrl_engine.contracts.correction:Correction"),
     Kind("reducer", ("skyrl_engine_make_reducer",), "skyrl_engine.contracts.reducer:Reducer"),
     Kind(
         "backend",

@@ -66,12 +66,24 @@ def _refuses(method: Callable[..., Any], promised: Callable[..., Any]) -> str | 
 
 
 def _loss(product: Any) -> Iterator[str]:
+    yield from _needs(product)
+    for name in ("reducers", "advised_reducers"):
+        value = getattr(product, name, None)
+        if not (value is None or _names(value)):
+            yield f"{name} must be None or a tuple of names, is {value!r}"
+    yield from _flags(product, "batch_local", "homogeneous")
+
+
+def _flags(product: Any, *names: str) -> Iterator[str]:
+    for name in names:
+        value = getattr(product, name, False)
+        if not isinstance(value, bool):
+            yield f"{name} must be True or False, is {value!r}"
+
+
+def _needs(product: Any) -> Iterator[str]:
     if hasattr(product, "needs") and not _names(product.needs):
         yield f"needs must be a tuple of names, is {product.needs!r}"
-    if hasattr(product, "reducers") and not (product.reducers is None or _names(product.reducers)):
-        yield f"reducers must be None or a tuple of names, is {product.reducers!r}"
-    if hasattr(product, "batch_local") and not isinstance(product.batch_local, bool):
-        yield f"batch_local must be True or False, is {product.batch_local!r}"
 
 
 def _collator(product: Any) -> Iterator[str]:
@@ -83,6 +95,7 @@ def _reducer(product: Any) -> Iterator[str]:
     allowed = get_args(EmptySequence)
     if hasattr(product, "empty_sequence") and product.empty_sequence not in allowed:
         yield f"empty_sequence must be one of {', '.join(map(repr, allowed))}, is {product.empty_sequence!r}"
+    yield from _flags(product, "batch_local")
 
 
 def _nothing(product: object) -> Iterator[str]:  # noqa: ARG001 - the signature of its siblings
@@ -93,5 +106,10 @@ def _names(value: object) -> bool:
     return isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value)
 
 
-_VALUES: dict[str, Callable[[Any], Iterator[str]]] = {"collator": _collator, "loss": _loss, "reducer": _reducer}
+_VALUES: dict[str, Callable[[Any], Iterator[str]]] = {
+    "collator": _collator,
+    "correction": _needs,
+    "loss": _loss,
+    "reducer": _reducer,
+}
 assert set(KINDS) >= set(_VALUES), "values are checked for a kind that does not exist"

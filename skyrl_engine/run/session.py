@@ -186,5 +186,5 @@ def _finish_despite(session: RunSession, error: str) -> None:
     """Report a failure without letting trouble in reporting, such as a full disk, take its place."""
     try:
         session._finish(error)  # noqa: SLF001 - see open_session
-    except Exception:
+    except Exception:  # the failure that is being reported goes on to the caller, and this one to the log
         logger.exception("the failure could not be reported everywhere")

@@ -5,7 +5,7 @@
             return MyCollator()
 
 and pytest runs everything below against it. Override `reference` to be held to your own plain definition bit for bit, and `layouts`
-where the collator refuses some layouts by design.
+where the collator refuses some layouts by design. Samples have expert routes and images where the collator declares to carry them.
 """
 
 from abc import abstractmethod
@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.buffers import ReusableBuffers
-from skyrl_engine.contracts.collator import Collator, DenseBatch
+from skyrl_engine.contracts.collator import Collator, DenseBatch, carried_by
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import Layout, MicroBatchPlan, SampleLengths
 from skyrl_engine.contracts.ragged import AnyArray
@@ -51,6 +51,7 @@ class CollatorConformance:
         plan = self.collator().plan(lengths, layout)
         checks.check_plan(plan, lengths, layout)
         checks.check_declared_rows(self.collator().rows, plan)
+        checks.check_declared_carries(self.collator())
         checks.check_same_plan(plan, self.collator().plan(lengths, layout))
 
     @SUITE
@@ -62,6 +63,20 @@ class CollatorConformance:
             checks.check_model_inputs(batch, columns, micro_batch)
             checks.check_gather(batch, columns, micro_batch)
             checks.check_cu_seqlens(batch, columns, micro_batch)
+
+    @SUITE
+    @given(st.data())
+    def test_expert_routes_and_images_lie_at_their_samples(self, data: st.DataObject) -> None:
+        """Of collators that declare to carry them; of others, that they make no such field."""
+        columns, layout = self._draw(data)
+        for micro_batch in checks.micro_batches(self.collator().plan(columns.lengths, layout)):
+            batch = self.collator().build(columns, micro_batch)
+            for name, extra in checks.FIELDS_OF_EXTRAS.items():
+                assert (name in batch.fields) == (extra in columns.extras), (
+                    f"{name} is there without {extra}, or the other way round"
+                )
+            checks.check_expert_routes(batch, columns, micro_batch)
+            checks.check_images(batch, columns, micro_batch)
 
     @SUITE
     @given(st.data())
@@ -94,7 +109,8 @@ class CollatorConformance:
             batch = collator.build(columns, micro_batch)
             for row, samples in enumerate(checks.row_samples(micro_batch)):
                 if samples in rows:
-                    for name, array in joined.items():
+                    for name in joined.keys() - batch.ragged_offsets.keys():
+                        array = joined[name]
                         checks.check_same_field(name, batch[name][row].numpy(), array[rows[samples]])
 
     @SUITE
@@ -122,12 +138,13 @@ class CollatorConformance:
             asked = data.draw(st.lists(st.sampled_from(sorted(everything.fields)), unique=True))
             some = collator.build(columns, micro_batch, fields=[*asked, "a_field_nobody_has"])
             _check_fields(some, {name: everything[name].numpy() for name in asked})
+            assert some.ragged_offsets.keys() == everything.ragged_offsets.keys() & set(asked), "ragged_offsets are of other fields"
             assert np.array_equal(some.gather.columns, everything.gather.columns), (
                 "the gather index depends on the fields asked for"
             )
 
     def _draw(self, data: st.DataObject) -> tuple[SampleColumns, Layout]:
-        columns = data.draw(strategies.sample_columns())
+        columns = data.draw(strategies.sample_columns(carries=carried_by(self.collator())))
         return columns, data.draw(self.layouts(columns.lengths))
 
 

@@ -1,15 +1,26 @@
 """What must hold of every collator's plans and builds, as plain assertions; `collator.CollatorConformance` runs them over random input."""
 
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 
-from skyrl_engine.contracts.collator import DenseBatch
+from skyrl_engine.contracts.collator import ROUTER_PADDING_MASK, Carried, Collator, DenseBatch, carried_by
 from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.extras import EXPERT_ROUTES, IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
 from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
 from skyrl_engine.contracts.ragged import AnyArray, IntArray
 
 MODEL_FIELDS = ("input_ids", "attention_mask", "position_ids")
+FIELDS_OF_EXTRAS = {
+    EXPERT_ROUTES: EXPERT_ROUTES,
+    ROUTER_PADDING_MASK: EXPERT_ROUTES,
+    PIXEL_VALUES: PIXEL_VALUES,
+    IMAGE_GRID: IMAGE_GRID,
+    TOKEN_TYPES: TOKEN_TYPES,
+}
+"""Fields of what samples carry beside tokens and numbers, each with the extra that it is made of."""
 
 
 def micro_batches(plan: BatchPlan) -> list[MicroBatchPlan]:
@@ -29,6 +40,11 @@ def check_declared_rows(declared: str, plan: BatchPlan) -> None:
     assert declared == "packed" or all(len(samples) <= 1 for samples in rows(plan)), (
         "a row of a padded collator holds several samples"
     )
+
+
+def check_declared_carries(collator: Collator) -> None:
+    """`carries`, where a collator has it, names capabilities."""
+    assert carried_by(collator) <= frozenset(get_args(Carried)), f"carries is {sorted(carried_by(collator))}"
 
 
 def rows(plan: BatchPlan) -> list[tuple[int, ...]]:
@@ -168,6 +184,64 @@ def check_cu_seqlens(batch: DenseBatch, columns: SampleColumns, micro_batch: Mic
             assert (end - begin) % micro_batch.alignment == 0, f"sample {sample} in row {row} is not aligned"
             real[begin : begin + lengths[sample]] = 1
         assert np.array_equal(mask[row], real), f"cu_seqlens of row {row} do not say where its samples begin"
+
+
+def check_expert_routes(batch: DenseBatch, columns: SampleColumns, micro_batch: MicroBatchPlan) -> None:
+    """Captured routes stand at the first tokens of their sample and nowhere else; other places hold experts 0, 1, ... and are masked."""
+    if EXPERT_ROUTES not in columns.extras:
+        return
+    captured = columns.extras[EXPERT_ROUTES]
+    routes, mask = batch[EXPERT_ROUTES].numpy(), batch[ROUTER_PADDING_MASK].numpy()
+    shape = (micro_batch.rows, micro_batch.width)
+    assert routes.dtype == captured.values.dtype, f"expert_routes is {routes.dtype}, the samples' are {captured.values.dtype}"
+    assert routes.shape == (*shape, *captured.values.shape[1:]), f"expert_routes has shape {routes.shape}"
+    assert mask.dtype == np.bool_, f"router_padding_mask is {mask.dtype}"
+    assert mask.shape == shape, f"router_padding_mask has shape {mask.shape}"
+    padding = np.ones(shape, dtype=np.bool_)
+    for sample, row, places in token_places(batch, columns, micro_batch):
+        mine = captured[sample]
+        padding[row, places[: len(mine)]] = False
+        assert np.array_equal(routes[row, places[: len(mine)]], mine), (
+            f"sample {sample} lost the routes of its first {len(mine)} tokens"
+        )
+    assert np.array_equal(mask, padding), "router_padding_mask is not False at captured routes alone"
+    assert (routes[padding] == np.arange(routes.shape[-1])).all(), (
+        "expert_routes do not hold experts 0, 1, ... where none was captured"
+    )
+
+
+def check_images(batch: DenseBatch, columns: SampleColumns, micro_batch: MicroBatchPlan) -> None:
+    """Patches and grids follow one another as the samples do, `ragged_offsets` says whose they are, and token types stand at their tokens."""
+    for name in (PIXEL_VALUES, IMAGE_GRID):
+        assert (name in batch.ragged_offsets) == (name in batch.fields), f"ragged_offsets and fields disagree on {name}"
+        if name not in columns.extras:
+            continue
+        view, array, offsets = columns.extras[name], batch[name].numpy(), batch.ragged_offsets[name]
+        assert array.dtype == view.values.dtype, f"{name} is {array.dtype}, not {view.values.dtype}"
+        assert offsets.dtype == np.int64, f"ragged_offsets of {name} must be int64"
+        assert offsets.shape == (len(micro_batch.samples) + 1,), f"ragged_offsets of {name} must bound every sample"
+        assert (offsets[0], offsets[-1]) == (0, len(array)), f"ragged_offsets of {name} must span it"
+        for place, sample in enumerate(micro_batch.samples.tolist()):
+            found = array[offsets[place] : offsets[place + 1]]
+            assert found.tobytes() == np.ascontiguousarray(view[sample]).tobytes(), f"{name} of sample {sample} are another's"
+    if TOKEN_TYPES in columns.extras:
+        types = batch[TOKEN_TYPES].numpy()
+        expected = np.zeros((micro_batch.rows, micro_batch.width), dtype=np.int64)
+        for sample, row, places in token_places(batch, columns, micro_batch):
+            mine = columns.extras[TOKEN_TYPES][sample]
+            expected[row, places[: len(mine)]] = mine
+        check_same_field(TOKEN_TYPES, types, expected)
+
+
+def token_places(batch: DenseBatch, columns: SampleColumns, micro_batch: MicroBatchPlan) -> Iterator[tuple[int, int, IntArray]]:
+    """Every sample, its row, and the columns of its tokens, by the attention mask."""
+    lengths = np.diff(columns.token_offsets)
+    mask = batch["attention_mask"].numpy()
+    for row, samples in enumerate(row_samples(micro_batch)):
+        real, begin = np.flatnonzero(mask[row]), 0
+        for sample in samples:
+            yield sample, row, real[begin : begin + int(lengths[sample])]
+            begin += int(lengths[sample])
 
 
 def check_same_field(name: str, got: AnyArray, expected: AnyArray) -> None:

@@ -1,15 +1,18 @@
 """Hypothesis strategies for what a collator meets: samples with every extreme value, their lengths, and layouts they fit into."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import numpy as np
-from attrs import frozen
+from attrs import Factory, frozen
 from hypothesis import strategies as st
 
+from skyrl_engine.contracts.collator import Carried
 from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.extras import EXPERT_ROUTES, IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
 from skyrl_engine.contracts.plan import Layout, SampleLengths
+from skyrl_engine.contracts.ragged import AnyArray
 
 COLUMN_NAMES = ("rewards", "rollout_logprobs", "advantages", "a_column_of_my_own")
 SMALLEST_DENORMAL = float(np.finfo(np.float32).smallest_subnormal)
@@ -17,7 +20,10 @@ SMALLEST_DENORMAL = float(np.finfo(np.float32).smallest_subnormal)
 
 @frozen
 class SampleLists:
-    """Samples as Python lists, the way a caller has them; one entry per sample, numbers per response token."""
+    """Samples as Python lists, the way a caller has them; one entry per sample, numbers per response token.
+
+    `extras` by name: one array per sample, or None where a sample has none.
+    """
 
     prompts: list[list[int]]
     responses: list[list[int]]
@@ -26,6 +32,7 @@ class SampleLists:
     sample_ids: list[int]
     group_ids: list[int]
     unit_ids: list[int]
+    extras: Mapping[str, list[AnyArray | None]] = Factory(dict)
 
     @property
     def ids(self) -> dict[str, Any]:
@@ -35,7 +42,12 @@ class SampleLists:
 
     def to_columns(self) -> SampleColumns:
         return SampleColumns.from_rollouts(
-            prompts=self.prompts, responses=self.responses, loss_masks=self.loss_masks, columns=self.columns, **self.ids
+            prompts=self.prompts,
+            responses=self.responses,
+            loss_masks=self.loss_masks,
+            columns=self.columns,
+            extras=self.extras,
+            **self.ids,
         )
 
 
@@ -60,8 +72,46 @@ def weights() -> st.SearchStrategy[float]:
 
 
 @st.composite
-def sample_lists(draw: st.DrawFn, *, min_samples: int = 1, max_samples: int = 7, max_length: int = 6) -> SampleLists:
-    """Samples with empty prompts, empty responses, one token, no loss at all, shared groups and units; every sample has a token."""
+def expert_routes(draw: st.DrawFn, lengths: list[int]) -> list[AnyArray | None]:
+    """Routes [captured, layers, topk] of samples of these lengths: prefixes of all sizes, experts at the edge of every dtype."""
+    numbers = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    layers, choices = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    edges = st.sampled_from((2, 200, 255, 256, 32767, 32768, 2**31 - 1))
+    routes: list[AnyArray | None] = []
+    for length in lengths:
+        captured = draw(st.just(length) | st.integers(1, length))
+        largest = draw(edges) if draw(st.booleans()) else 2
+        dtype = draw(st.sampled_from([kind for kind in ("uint8", "int16", "int32", "int64") if largest <= np.iinfo(kind).max]))
+        made = numbers.integers(0, largest, (captured, layers, choices), endpoint=True).astype(dtype)
+        made[captured - 1, layers - 1, 0] = largest
+        routes.append(made)
+    return routes
+
+
+@st.composite
+def images(draw: st.DrawFn, lengths: list[int]) -> dict[str, list[AnyArray | None]]:
+    """Images of samples of these lengths, with any bits as pixels; some samples have several, some none, some no token types."""
+    numbers = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    width = draw(st.integers(1, 3))
+    counts = draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)).filter(any))
+    made: dict[str, list[AnyArray | None]] = {PIXEL_VALUES: [], IMAGE_GRID: [], TOKEN_TYPES: []}
+    for length, count in zip(lengths, counts, strict=True):
+        grid = numbers.integers(1, 3, (count, 3))
+        pixels = numbers.integers(0, 2**32, (int(grid.prod(axis=1).sum()), width), dtype=np.uint32).view(np.float32)
+        made[PIXEL_VALUES].append(pixels if count else None)
+        made[IMAGE_GRID].append(grid if count else None)
+        made[TOKEN_TYPES].append(numbers.integers(0, 3, length) if count or draw(st.booleans()) else None)
+    return made
+
+
+@st.composite
+def sample_lists(
+    draw: st.DrawFn, *, min_samples: int = 1, max_samples: int = 7, max_length: int = 6, carries: Collection[Carried] = ()
+) -> SampleLists:
+    """Samples with empty prompts, empty responses, one token, no loss at all, shared groups and units; every sample has a token.
+
+    `carries` says what they may also have: expert routes ("router_replay"), images ("vision").
+    """
     count = draw(st.integers(min_samples, max_samples))
     ids = token_ids() if draw(st.booleans()) else st.integers(0, 300)
     prompts, responses = [], []
@@ -76,8 +126,17 @@ def sample_lists(draw: st.DrawFn, *, min_samples: int = 1, max_samples: int = 7,
         return [draw(st.lists(values, min_size=len(response), max_size=len(response))) for response in responses]
 
     def labels() -> list[int]:
-        own = st.just(list(range(count)))
-        return draw(own | st.lists(st.integers(0, max(count // 2, 1)), min_size=count, max_size=count))
+        own, pairs = list(range(count)), [number // 2 for number in range(count)]
+        apart = [number % max(count // 2, 1) for number in range(count)]  # whose partner is far off
+        some = st.sampled_from((own, pairs, apart))
+        return draw(some | st.lists(st.integers(0, max(count // 2, 1)), min_size=count, max_size=count))
+
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+    extras: dict[str, list[AnyArray | None]] = {}
+    if "router_replay" in carries and count and draw(st.booleans()):
+        extras[EXPERT_ROUTES] = draw(expert_routes(lengths))
+    if "vision" in carries and count and draw(st.booleans()):
+        extras |= draw(images(lengths))
 
     return SampleLists(
         prompts=prompts,
@@ -87,12 +146,16 @@ def sample_lists(draw: st.DrawFn, *, min_samples: int = 1, max_samples: int = 7,
         sample_ids=draw(st.lists(st.integers(0, 2**40), min_size=count, max_size=count, unique=True)),
         group_ids=labels(),
         unit_ids=labels(),
+        extras=extras,
     )
 
 
-def sample_columns(*, min_samples: int = 1, max_samples: int = 7, max_length: int = 6) -> st.SearchStrategy[SampleColumns]:
+def sample_columns(
+    *, min_samples: int = 1, max_samples: int = 7, max_length: int = 6, carries: Collection[Carried] = ()
+) -> st.SearchStrategy[SampleColumns]:
     """The same samples as columns."""
-    return sample_lists(min_samples=min_samples, max_samples=max_samples, max_length=max_length).map(SampleLists.to_columns)
+    lists = sample_lists(min_samples=min_samples, max_samples=max_samples, max_length=max_length, carries=carries)
+    return lists.map(SampleLists.to_columns)
 
 
 def sample_lengths(*, max_samples: int = 7, max_length: int = 6) -> st.SearchStrategy[SampleLengths]:

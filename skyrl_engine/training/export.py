@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.config.schema import ModelConfig
+from skyrl_engine.config.converter import strict_converter
+from skyrl_engine.config.schema import DataConfig, ModelConfig
 from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.data.vision import Vision, VisionInputs, load_vision
 from skyrl_engine.errors import EngineError, ModelError
 from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
 from skyrl_engine.run.directory import RunDirectory
@@ -35,25 +37,26 @@ def export_checkpoint(run_directory: Path, output: Path, step: int | None = None
     checkpoint.verify()
     locks: dict[str, Any] = checkpoint.document(PLUGINS_DOCUMENT)
     config: dict[str, Any] = checkpoint.document(CONFIG_DOCUMENT)
-    model = ModelConfig(**config["model"])
-    backend = SelectedPlugin.from_lock(locks["backend"])
+    model: ModelConfig = strict_converter().structure(config["model"], ModelConfig)
+    data: DataConfig = strict_converter().structure(config["data"], DataConfig)
+    backend = SelectedPlugin.from_lock(locks["backend"]).on_one_rank()
     tokenizer = load_tokenizer(model)
     spec = WorkerSpec(
-        plugins=locks,
+        plugins={**locks, "backend": backend.lock()},
         context=FactoryContext(seed=config["run"]["seed"], pad_token_id=int(tokenizer.pad_token_id)),
-        model=model.spec(),
+        model=model.spec(config["run"]["seed"]),
         optimizer=None,
         topology=backend.loaded.describe_backend(backend.options, 1).topology,
         device="cpu",
     )
     with launch_workers(spec, launch="inline") as group:
         group.load(checkpoint.state)
-        write_model(group, tokenizer, output)
+        write_model(group, tokenizer, output, load_vision(model, data))
     return checkpoint
 
 
-def write_model(group: WorkerGroup, tokenizer: "PreTrainedTokenizerBase", output: Path) -> None:
-    """Export the ranks' weights, and the tokenizer, to `output`, which appears only when it is whole.
+def write_model(group: WorkerGroup, tokenizer: "PreTrainedTokenizerBase", output: Path, vision: Vision) -> None:
+    """Export the ranks' weights, the tokenizer, and the image processor if there is one, to `output`, which appears only when it is whole.
 
     Raises ModelError when `output` is not empty or cannot be written.
     """
@@ -65,6 +68,8 @@ def write_model(group: WorkerGroup, tokenizer: "PreTrainedTokenizerBase", output
         aside.mkdir(parents=True)
         group.export(aside)
         tokenizer.save_pretrained(aside)
+        if isinstance(vision, VisionInputs):
+            vision.processor.save_pretrained(aside)
         sync_tree(aside)
         aside.replace(output)  # onto nothing, or onto an empty directory
         sync(output.parent)

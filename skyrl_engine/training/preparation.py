@@ -7,28 +7,33 @@ import attrs
 from attrs import field, frozen
 
 from skyrl_engine.config import ResolvedConfig
-from skyrl_engine.config.schema import DataConfig
+from skyrl_engine.config.schema import DataConfig, EngineConfig
 from skyrl_engine.contracts.backend import BackendDescription, Capability
 from skyrl_engine.contracts.collator import Collator
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.context import FactoryContext
-from skyrl_engine.contracts.loss import Loss
 from skyrl_engine.contracts.merger import Merger
 from skyrl_engine.contracts.plan import BatchPlan, Layout
 from skyrl_engine.contracts.reducer import Reducer
 from skyrl_engine.data.context_length import limited_to_model
-from skyrl_engine.data.dataset import TokenizedDataset, load_columns
+from skyrl_engine.data.dataset import Split, TokenizedDataset, load_columns
 from skyrl_engine.data.tokenizer import load_tokenizer
+from skyrl_engine.data.vision import Vision, load_vision
 from skyrl_engine.errors import DataError
+from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.training.capability import (
     check_capabilities,
-    check_loss,
-    check_ungrouped,
+    check_carried,
+    check_model,
+    check_reducer,
+    check_scores,
+    needed_columns,
     required_capabilities,
+    vision_of,
 )
 from skyrl_engine.training.order import SampleOrder
 from skyrl_engine.training.step import StepDriver
-from skyrl_engine.workers.dispatch import planned
+from skyrl_engine.workers.dispatch import batch_structure, planned, token_weights
 from skyrl_engine.workers.launch import WorkerGroup
 from skyrl_engine.workers.spec import WorkerSpec
 
@@ -45,13 +50,14 @@ class PreparedRun:
 
     resolved: ResolvedConfig
     tokenizer: "PreTrainedTokenizerBase"
+    vision: Vision
     train: TokenizedDataset
     evaluation: TokenizedDataset | None
     context: FactoryContext
     collator: Collator
     reducer: Reducer
     merger: Merger
-    loss: Loss
+    objective: ObjectiveParts
     description: BackendDescription
     required: frozenset[Capability]
     layout: Layout
@@ -65,7 +71,7 @@ class PreparedRun:
         return WorkerSpec(
             plugins={kind: selected.lock() for kind, selected in self.resolved.plugins.items()},
             context=self.context,
-            model=attrs.evolve(config.model.spec(), packed_rows="packed" in self.required),
+            model=attrs.evolve(config.model.spec(config.run.seed), packed_rows="packed" in self.required),
             optimizer=config.optimizer.spec(self.total_steps),
             topology=self.description.topology,
             device=config.run.device,
@@ -80,7 +86,7 @@ class PreparedRun:
             merger=self.merger,
             layout=self.layout,
             max_sequence_length=self.context.max_sequence_length,
-            needs=self.loss.needs,
+            needs=self.objective.columns,
             labels={kind: str(selected.loaded.record) for kind, selected in self.resolved.plugins.items()},
         )
 
@@ -91,41 +97,57 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     plugins = resolved.plugins
     name = {kind: selected.loaded.record.name for kind, selected in plugins.items()}
     description = plugins["backend"].loaded.describe_backend(plugins["backend"].options, config.run.ranks)
+    check_model(config.model, description.capabilities)
 
     tokenizer = load_tokenizer(config.model)
-    data = limited_to_model(config.data, config.model)
-    train = load_columns(data, tokenizer, split="train", seed=config.run.seed, progress=progress)
-    evaluation = load_columns(data, tokenizer, split="eval", seed=config.run.seed, progress=progress) if _holds_out(data) else None
-    _refuse_nothing_to_learn(train.columns)
-    check_ungrouped(train.columns)
+    context = _context(config, tokenizer)
+    parts = ObjectiveParts.made(plugins, context)
+    for term in parts.losses:
+        check_reducer(term.label, term.loss, name["reducer"])
+    for label, needs in parts.needs.items():
+        check_scores(label, needs, value_head=config.model.value_head)
 
-    context = FactoryContext(
-        seed=config.run.seed, pad_token_id=int(tokenizer.pad_token_id), max_sequence_length=config.data.max_length
-    )
-    loss: Loss = plugins["loss"].make(context)
-    for dataset in (train, evaluation):
-        if dataset is not None:
-            check_loss(name["loss"], loss, name["reducer"], dataset.columns)
+    data = limited_to_model(config.data, config.model)
+    needed = needed_columns(parts.needs)
+
+    vision = vision_of(config.model, load_vision(config.model, data))
+
+    def loaded(split: Split) -> TokenizedDataset:
+        return load_columns(data, tokenizer, split=split, seed=config.run.seed, needed=needed, vision=vision, progress=progress)
+
+    train = loaded("train")
+    evaluation = loaded("eval") if _holds_out(data) else None
+    _refuse_nothing_to_learn(train.columns)
 
     collator: Collator = plugins["collator"].make(context)
     topology = description.topology
     layout = config.training.layout(dp=topology.dp, tp=topology.tp, cp=topology.cp, pp=topology.pp)
-    order = SampleOrder(len(train.columns), config.training.batch_size, config.run.seed, config.training.shuffle)
-    first, _ = order.mini_batch(order.start())
-    first_batch = planned(str(plugins["collator"].loaded.record), collator, train.columns.take(first), layout)
+    size = config.training.batch_size
+    order = SampleOrder.of(train.columns, batch_size=size, seed=config.run.seed, shuffle=config.training.shuffle)
+    if evaluation is not None:
+        SampleOrder.of(evaluation.columns, batch_size=size)  # a group that fits no mini-batch is refused now, not after hours
+    chosen, _ = order.mini_batch(order.start())
+    first = train.columns.take(chosen)
+    first_batch = planned(str(plugins["collator"].loaded.record), collator, first, layout)
+    reducer: Reducer = plugins["reducer"].make(context)
+    structure = batch_structure(first, first_batch.mini_batches[0], context.max_sequence_length)
+    token_weights(str(plugins["reducer"].loaded.record), reducer, structure)  # one that cannot weigh this data is refused now
     datasets = [dataset.columns for dataset in (train, evaluation) if dataset is not None]
-    required = required_capabilities(topology, collator, datasets)
+    check_carried(name["collator"], collator, datasets)
+    model = config.model
+    required = required_capabilities(topology, collator, datasets, value_head=model.value_head, lora=model.lora is not None)
     check_capabilities(name["backend"], description.capabilities, required)
     return PreparedRun(
         resolved=resolved,
         tokenizer=tokenizer,
+        vision=vision,
         train=train,
         evaluation=evaluation,
         context=context,
         collator=collator,
-        reducer=plugins["reducer"].make(context),
+        reducer=reducer,
         merger=plugins["merger"].make(context),
-        loss=loss,
+        objective=parts,
         description=description,
         required=required,
         layout=layout,
@@ -135,9 +157,23 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     )
 
 
+def columns_to_read(resolved: ResolvedConfig, tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
+    """The columns that the objective needs of the data, each with who asks for it, as `load_columns` takes them."""
+    return needed_columns(ObjectiveParts.made(resolved.plugins, _context(resolved.config, tokenizer)).needs)
+
+
+def _context(config: EngineConfig, tokenizer: "PreTrainedTokenizerBase") -> FactoryContext:
+    pad = tokenizer.pad_token_id
+    assert isinstance(pad, int), "load_tokenizer sees to a padding token"
+    return FactoryContext(seed=config.run.seed, pad_token_id=pad, max_sequence_length=config.data.max_length)
+
+
 def describe_data(dataset: TokenizedDataset | None) -> dict[str, Any] | None:
-    """A dataset's name, format and counts as plain values."""
-    return None if dataset is None else {"name": dataset.name, "format": dataset.format, **attrs.asdict(dataset.counts)}
+    """A dataset's name, format, further columns and counts as plain values."""
+    if dataset is None:
+        return None
+    columns = sorted(dataset.columns.columns)
+    return {"name": dataset.name, "format": dataset.format, "columns": columns, **attrs.asdict(dataset.counts)}
 
 
 def _holds_out(data: DataConfig) -> bool:

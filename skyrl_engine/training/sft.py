@@ -104,14 +104,14 @@ class SftTrainer:
         if self.session.step > 0 and (config.checkpoint.at_end or (self.session.stop and config.checkpoint.every is not None)):
             self._save()
         if self.session.step >= total and config.checkpoint.at_end and not self.session.directory.model.exists():
-            write_model(self.group, self.prepared.tokenizer, self.session.directory.model)
+            write_model(self.group, self.prepared.tokenizer, self.session.directory.model, self.prepared.vision)
         return self._metrics
 
     def _step(self, step: int) -> None:
         started, controller_started = time.perf_counter(), time.process_time()
         with self._spans("data"):
             chosen, self.position = self.prepared.order.mini_batch(self.position)
-            columns = self.prepared.train.columns.take(chosen)
+            columns = self.prepared.train.batch(chosen)
         result = self.driver.train(columns, step=step, per_token_outputs=False)
         seconds, controller = time.perf_counter() - started, time.process_time() - controller_started
         spent = self._spans.drain()  # with the observers' time after the step before
@@ -133,7 +133,7 @@ class SftTrainer:
         if dataset is None:
             return
         started = time.perf_counter()
-        metrics = evaluate(self.driver, dataset.columns, batch_size=self.prepared.order.batch_size, step=self.session.step)
+        metrics = evaluate(self.driver, dataset, batch_size=self.prepared.order.batch_size, step=self.session.step)
         self._metrics["evaluation_loss"] = metrics["loss"]
         self.session.evaluation_finished(EvaluationFinished(self.session.step, metrics, time.perf_counter() - started))
 

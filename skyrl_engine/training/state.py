@@ -55,16 +55,24 @@ def position_in(checkpoint: Checkpoint, order: SampleOrder, data: str) -> Positi
 
 
 def fingerprint(columns: SampleColumns) -> str:
-    """SHA-256 of the samples themselves: tokens, boundaries, loss weights and columns. The same however they came to be."""
+    """SHA-256 of the samples themselves: tokens, boundaries, loss weights, ids, columns and extras. The same however they came to be."""
     digest = hashlib.sha256()
     arrays = {
         "input_ids": columns.input_ids,
         "token_offsets": columns.token_offsets,
         "action_offsets": columns.action_offsets,
         "loss_weight": columns.loss_weight,
+        "sample_ids": columns.sample_ids,
+        "group_ids": columns.group_ids,
+        "unit_ids": columns.unit_ids,
         **columns.columns,
     }
     for name, array in arrays.items():
         digest.update(f"{name}:{array.dtype.str}:{len(array)};".encode())
         digest.update(np.ascontiguousarray(array).data)
+    for name, view in sorted(columns.extras.items()):
+        digest.update(f"{name}:{view.values.dtype.str}:{view.values.shape[1:]};".encode())
+        digest.update(view.lengths.data)
+        for sample in range(len(view)):
+            digest.update(np.ascontiguousarray(view[sample]).data)
     return digest.hexdigest()

@@ -1,28 +1,28 @@
 """Drives one optimizer step: plan, weigh, dispatch, run, merge, apply. Shared by all trainers; it computes nothing itself."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
+from skyrl_engine.contracts.backend import OptimStep
 from skyrl_engine.contracts.collator import Collator
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.merger import Merger
-from skyrl_engine.contracts.outputs import BatchOutput, Metric
-from skyrl_engine.contracts.plan import BatchPlan, Layout
-from skyrl_engine.contracts.reducer import BatchStructure, Reducer
+from skyrl_engine.contracts.outputs import BatchOutput, Metric, RankOutput
+from skyrl_engine.contracts.plan import BatchPlan, Layout, MiniBatchPlan
+from skyrl_engine.contracts.reducer import PerSequence, Reducer, TokenWeights
 from skyrl_engine.errors import ModelError
 from skyrl_engine.spans import Spans
-from skyrl_engine.workers.dispatch import batch_structure, cut, merged, planned, token_weights
+from skyrl_engine.workers.dispatch import PlacedShard, batch_structure, compact_weights, cut, merged, planned
 from skyrl_engine.workers.launch import WorkerGroup
 from skyrl_engine.workers.worker import Pass, RankReply
 
 
 @frozen(eq=False)
 class StepResult:
-    """One pass over one mini-batch.
+    """One pass over a batch.
 
     `metrics` are the merged ones and the step's own; they still combine with those of other passes. `output` holds the per-token outputs in
     the order of the columns, `cpu_seconds` the CPU time by span over controller and ranks.
@@ -51,64 +51,103 @@ class StepDriver:
     needs: Sequence[str]
     _spans: Spans = field(factory=Spans, init=False)
 
-    def train(self, columns: SampleColumns, *, step: int, per_token_outputs: bool = True) -> StepResult:
-        """One optimizer step on one mini-batch: all of `columns`. `loss` is the objective, the sum of weight times term.
+    def train(self, columns: SampleColumns, *, step: int, per_token_outputs: bool = True, staged: bool = False) -> StepResult:
+        """One optimizer step on each mini-batch of `columns`: one mini-batch, or as many as `layout.mini_batch_size` makes; `step` is the
+        first. `loss` is the objective, the sum of weight times term; over several mini-batches sums become their mean.
 
-        Raises ModelError, before the weights change, where the loss or the gradient is not finite.
+        `staged` places the shards of all mini-batches before the first step, for passes that must not wait for the controller; otherwise
+        each mini-batch is cut and placed when its turn comes. Outputs take the same way in both.
+        Raises ModelError, before the weights change, where the loss or the gradient of a mini-batch is not finite.
         """
-        plan = self._plan(columns)
-        with self._spans("reduce"):
-            weights = token_weights(self.labels["reducer"], self.reducer, self._structure(columns, plan))
-        output = self._pass("forward_backward", columns, plan, weights, step, per_token_outputs=per_token_outputs)
-        if not math.isfinite(loss := output.metrics["loss"].result):  # a term that is NaN can still have a finite gradient
-            raise ModelError(
-                f"the loss of optimizer step {step} is not finite ({loss})",
-                remedy="Lower optimizer.learning_rate or inspect this step's samples and the loss; "
-                "the weights are those of the step before",
-            )
-        replies = self.group.optim_step()
-        for reply in replies:
-            self._spans.add(reply.cpu_seconds)
-        applied = replies[0].step
-        reported = {"grad_norm": Metric.mean(applied.grad_norm, 1), "learning_rate": Metric.mean(applied.learning_rate, 1)}
-        return StepResult({**output.metrics, **reported, **_counts(columns, plan)}, output, self._spans.drain())
+        plan = self._plan(columns, self.layout)
+        shards = self._shards(columns, plan)
+        if staged:
+            shards = iter(list(shards))
+        outputs: list[RankOutput] = []
+        applied: list[OptimStep] = []
+        for number, placed in enumerate(shards):
+            own = self._pass("forward_backward", placed, step + number, per_token_outputs=per_token_outputs)
+            _refuse_not_finite(own, step + number)
+            outputs += own
+            replies = self.group.optim_step()
+            for reply in replies:
+                self._spans.add(reply.cpu_seconds)
+            applied.append(replies[0].step)
+        output = self._merged(outputs, plan)
+        count = len(plan.mini_batches)
+        reported = {
+            "grad_norm": Metric.mean(sum(each.grad_norm for each in applied), count),
+            "learning_rate": Metric.mean(sum(each.learning_rate for each in applied), count),
+        }
+        return StepResult({**_over(output.metrics, count), **reported, **_counts(columns, plan)}, output, self._spans.drain())
+
+    def accumulate(self, columns: SampleColumns, *, step: int, per_token_outputs: bool = True) -> BatchOutput:
+        """The first half of `train`, for one mini-batch: its gradient is added up on the ranks, and no step is taken."""
+        plan = self._plan(columns, evolve(self.layout, mini_batch_size=None))
+        (placed,) = self._shards(columns, plan)
+        return self._merged(self._pass("forward_backward", placed, step, per_token_outputs=per_token_outputs), plan)
 
     def evaluate(self, columns: SampleColumns, *, step: int, per_token_outputs: bool = True) -> StepResult:
         """Score `columns` without gradients.
 
-        `loss` is the mean over loss weights, whatever reducer the training uses: the sum of each term times its loss weight, over the sum of
-        the loss weights, divided once however many passes are combined.
+        `loss`, and each part's contribution to it, is the mean over loss weights, whatever reducer the training uses: the sum of each term
+        times its loss weight, over the sum of the loss weights, divided once however many passes are combined.
         """
-        plan = self._plan(columns)
-        weights = self._structure(columns, plan).loss_weight.astype(np.float64)
-        output = self._pass("forward", columns, plan, weights, step, per_token_outputs=per_token_outputs)
-        loss = Metric.mean(output.metrics["loss"].value, weights.sum())
-        return StepResult({**output.metrics, "loss": loss, **_counts(columns, plan)}, output, self._spans.drain())
+        plan = self._plan(columns, evolve(self.layout, mini_batch_size=None))
+        (mini_batch,) = plan.mini_batches
+        placed = self._placed(columns, mini_batch, PerSequence(np.ones(len(columns))))  # every token weighs its loss weight
+        total = columns.loss_weight.sum(dtype=np.float64)
+        output = self._merged(self._pass("forward", placed, step, per_token_outputs=per_token_outputs), plan)
+        means = {
+            name: Metric.mean(metric.value, total)
+            for name, metric in output.metrics.items()
+            if name == "loss" or name.startswith("objective/")
+        }
+        return StepResult({**output.metrics, **means, **_counts(columns, plan)}, output, self._spans.drain())
 
-    def _plan(self, columns: SampleColumns) -> BatchPlan:
+    def _plan(self, columns: SampleColumns, layout: Layout) -> BatchPlan:
         with self._spans("plan"):
-            return planned(self.labels["collator"], self.collator, columns, self.layout)
+            return planned(self.labels["collator"], self.collator, columns, layout)
 
-    def _structure(self, columns: SampleColumns, plan: BatchPlan) -> BatchStructure:
-        return batch_structure(columns, plan.mini_batches[0], self.max_sequence_length)
+    def _shards(self, columns: SampleColumns, plan: BatchPlan) -> Iterator[list[PlacedShard]]:
+        """Of every mini-batch, references to its shards by data-parallel rank, made when they are asked for."""
+        for mini_batch in plan.mini_batches:
+            with self._spans("reduce"):
+                structure = batch_structure(columns, mini_batch, self.max_sequence_length)
+                weights = compact_weights(self.labels["reducer"], self.reducer, structure)
+            yield self._placed(columns, mini_batch, weights)
 
-    def _pass(
-        self,
-        mode: Pass,
-        columns: SampleColumns,
-        plan: BatchPlan,
-        weights: npt.NDArray[np.float64],
-        step: int,
-        *,
-        per_token_outputs: bool,
-    ) -> BatchOutput:
+    def _placed(self, columns: SampleColumns, mini_batch: MiniBatchPlan, weights: TokenWeights) -> list[PlacedShard]:
         with self._spans("dispatch"):
-            shards = self.group.put(cut(columns, plan.mini_batches[0], weights, self.needs))
-        replies: list[RankReply] = self.group.run(mode, shards, step=step, per_token_outputs=per_token_outputs)
+            return self.group.put(cut(columns, mini_batch, weights, self.needs))
+
+    def _pass(self, mode: Pass, placed: Sequence[PlacedShard], step: int, *, per_token_outputs: bool) -> list[RankOutput]:
+        replies: list[RankReply] = self.group.run(mode, placed, step=step, per_token_outputs=per_token_outputs)
         for reply in replies:
             self._spans.add(reply.cpu_seconds)
+        return [reply.output for reply in replies]
+
+    def _merged(self, outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
         with self._spans("merge"):
-            return merged(self.labels["merger"], self.merger, [reply.output for reply in replies], plan)
+            return merged(self.labels["merger"], self.merger, outputs, plan)
+
+
+def _refuse_not_finite(outputs: Sequence[RankOutput], step: int) -> None:
+    """A term that is NaN can still have a finite gradient."""
+    losses = [output.metrics["loss"].value for output in outputs if "loss" in output.metrics]
+    if not all(map(math.isfinite, losses)):
+        raise ModelError(
+            f"the loss of optimizer step {step} is not finite ({sum(losses)})",
+            remedy="Lower optimizer.learning_rate or inspect this step's samples and the loss; "
+            "the weights are those of the step before",
+        )
+
+
+def _over(metrics: Mapping[str, Metric], mini_batches: int) -> dict[str, Metric]:
+    """Sums over several mini-batches as their mean; what declares another reduction is combined already."""
+    return {
+        name: Metric.sum(metric.value / mini_batches) if metric.reduction == "sum" else metric for name, metric in metrics.items()
+    }
 
 
 def _counts(columns: SampleColumns, plan: BatchPlan) -> dict[str, Metric]:

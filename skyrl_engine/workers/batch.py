@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 
 from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.collator import MODEL_INPUTS, Collator
+from skyrl_engine.contracts.collator import MODEL_INPUTS, Collator, DenseBatch
 from skyrl_engine.contracts.plan import MicroBatchPlan
 from skyrl_engine.contracts.ragged import Ragged, offsets_of, segment_indices
 from skyrl_engine.errors import ContractError
@@ -39,10 +39,22 @@ class ShardBatch:
                 micro_batch = self._build(plan)
             yield micro_batch
 
+    def _check_extras(self, dense: DenseBatch) -> None:
+        """A model without its images or routes would train all the same, on something else."""
+        for name in MODEL_INPUTS:
+            if name in self.shard.columns.extras and name not in dense.fields:
+                raise ContractError(
+                    f"{self.label} left out {name}, which the samples have",
+                    remedy="Build every field that is asked for, or choose another collator",
+                )
+
     def _build(self, plan: MicroBatchPlan) -> MicroBatch:
         columns = self.shard.columns
         with blaming(Owner(self.label, "Correct it, or choose another collator"), "build"):
+            # Into fresh memory: a pipeline schedule holds several micro-batches, autograd keeps their tensors until the backward pass is
+            # through, and how many of them a backend has at a time is its own affair. Reused memory would change under it.
             dense = self.collator.build(columns, plan, fields=MODEL_INPUTS)
+        self._check_extras(dense)
         action_counts = np.diff(columns.action_offsets)[plan.samples]
         starts = offsets_of(action_counts)
         flat_actions = segment_indices(columns.action_offsets, plan.samples)  # the micro-batch's action axis in the shard's
@@ -72,6 +84,8 @@ class ShardBatch:
             labels=torch.from_numpy(labels.astype(np.int64)),
             sequence_lengths=dense.sequence_lengths,
             cu_seqlens=dense.cu_seqlens,
+            ragged_offsets=dense.ragged_offsets,
+            sample_ids=columns.sample_ids[plan.samples],
             samples=ScoredSamples(
                 sample_ids=columns.sample_ids[plan.samples],
                 group_ids=columns.group_ids[plan.samples],
@@ -79,6 +93,6 @@ class ShardBatch:
                 action_lengths=action_counts,
                 scored=scored,
                 columns={name: values[chosen] for name, values in columns.columns.items()},
-                weights=self.shard.token_weights[chosen],
+                weights=self.shard.weights_of(chosen, plan.samples[owner]),
             ),
         )

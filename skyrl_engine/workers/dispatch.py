@@ -1,6 +1,7 @@
 """From a plan to what each data-parallel rank is sent: its own samples as columns, its micro-batches, its tokens' weights."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -8,11 +9,12 @@ from attrs import evolve, frozen
 
 from skyrl_engine.contracts.collator import Collator
 from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.extras import PIXEL_VALUES
 from skyrl_engine.contracts.merger import Merger
 from skyrl_engine.contracts.outputs import BatchOutput, RankOutput
 from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, MiniBatchPlan
-from skyrl_engine.contracts.ragged import offsets_of, segment_indices
-from skyrl_engine.contracts.reducer import BatchStructure, Reducer
+from skyrl_engine.contracts.ragged import IntArray, offsets_of, take_segments
+from skyrl_engine.contracts.reducer import BatchStructure, PerSequence, Reducer, TokenWeights
 from skyrl_engine.errors import ContractError
 from skyrl_engine.registry.host import Owner, blaming
 
@@ -21,39 +23,66 @@ from skyrl_engine.registry.host import Owner, blaming
 class Shard:
     """All that one data-parallel rank needs for one mini-batch; its tensor, pipeline and context ranks share it.
 
-    `micro_batches` number samples within `columns`; `token_weights` float64 lie on the columns' action axis.
+    `micro_batches` number samples within `columns`; `weights` lie on the columns' action axis, or are in short per sample.
     """
 
     columns: SampleColumns
     micro_batches: tuple[MicroBatchPlan, ...]
-    token_weights: npt.NDArray[np.float64]
+    weights: TokenWeights
+
+    def weights_of(self, actions: IntArray, samples: IntArray) -> npt.NDArray[np.float64]:
+        """float64[n]: weights of the tokens at `actions` int64[n] of the action axis, which belong to `samples` int64[n]."""
+        if isinstance(self.weights, PerSequence):
+            return self.columns.loss_weight[actions] / self.weights.divisor[samples]
+        return self.weights[actions]
+
+    def without_pixels(self) -> "Shard":
+        """What pipeline stages behind the first one need: pixels are large, and only the first looks at them. Itself where it has none."""
+        extras = self.columns.extras
+        if PIXEL_VALUES not in extras:
+            return self
+        kept = {name: view for name, view in extras.items() if name != PIXEL_VALUES}
+        return evolve(self, columns=evolve(self.columns, extras=kept))
+
+
+@frozen(eq=False)
+class PlacedShard:
+    """References to one shard: `first` for the first pipeline stage, `later`, which holds no pixels, for the stages behind it."""
+
+    first: Any
+    later: Any
+
+    def at(self, stage: int) -> Any:
+        """The reference for ranks of pipeline stage `stage`."""
+        return self.first if stage == 0 else self.later
 
 
 def planned(label: str, collator: Collator, columns: SampleColumns, layout: Layout) -> BatchPlan:
-    """The collator's plan of one mini-batch, checked: nothing a plan forgets can be missed later, since outputs are compared with it.
+    """The collator's plan, checked: nothing a plan forgets can be missed later, since outputs are compared with it.
 
     Raises ContractError, naming the collator `label`.
     """
     with blaming(Owner(label, "Correct it, or choose another collator"), "plan"):
         plan = collator.plan(columns.lengths, layout)
     _check_type(label, plan, BatchPlan)
-    if len(plan.mini_batches) != 1:
+    if len(plan.mini_batches) != 1 and layout.mini_batch_size is None:
         raise ContractError(
             f"{label} planned {len(plan.mini_batches)} mini-batches where one was asked for",
             remedy="Cut mini-batches only as layout.mini_batch_size says",
         )
-    (mini_batch,) = plan.mini_batches
-    counts = [len(rank) for rank in mini_batch.ranks]
-    if len(counts) != layout.dp or len(set(counts)) != 1:
-        raise ContractError(
-            f"{label} planned {counts} micro-batches for {layout.dp} ranks",
-            remedy="Give every rank equally many; fill up with micro-batches of one empty row",
-        )
+    for mini_batch in plan.mini_batches:
+        counts = [len(rank) for rank in mini_batch.ranks]
+        if len(counts) != layout.dp or len(set(counts)) != 1:
+            raise ContractError(
+                f"{label} planned {counts} micro-batches for {layout.dp} ranks",
+                remedy="Give every rank equally many; fill up with micro-batches of one empty row",
+            )
     everything = np.arange(len(columns), dtype=np.int64)
-    if not np.array_equal(np.sort(mini_batch.samples), everything):
-        missing = np.setdiff1d(everything, mini_batch.samples)
+    samples = np.concatenate([np.zeros(0, dtype=np.int64), *(mini_batch.samples for mini_batch in plan.mini_batches)])
+    if not np.array_equal(np.sort(samples), everything):
+        missing = np.setdiff1d(everything, samples)
         raise ContractError(
-            f"{label} planned {len(mini_batch.samples)} samples where there are {len(columns)}, {len(missing)} of them not at all",
+            f"{label} planned {len(samples)} samples where there are {len(columns)}, {len(missing)} of them not at all",
             remedy="Plan every sample exactly once",
             details=[f"not planned: sample {int(columns.sample_ids[sample])}" for sample in missing[:5]],
         )
@@ -64,21 +93,43 @@ def batch_structure(columns: SampleColumns, mini_batch: MiniBatchPlan, max_seque
     """What a reducer sees of a mini-batch: its samples in rank-major, micro-batch order."""
     samples = mini_batch.samples
     sizes = [len(micro_batch.samples) for rank in mini_batch.ranks for micro_batch in rank]
+    (loss_weight,), action_offsets = take_segments([columns.loss_weight], columns.action_offsets, samples)
     return BatchStructure(
-        loss_weight=columns.loss_weight[segment_indices(columns.action_offsets, samples)],
-        action_offsets=offsets_of(np.diff(columns.action_offsets)[samples]),
+        loss_weight=loss_weight,
+        action_offsets=action_offsets,
         group_ids=columns.group_ids[samples],
         unit_ids=columns.unit_ids[samples],
         micro_batch=np.repeat(np.arange(len(sizes), dtype=np.int64), sizes),
         max_sequence_length=max_sequence_length,
         sample_ids=columns.sample_ids[samples],
+        grouped=columns.grouped,
     )
 
 
 def token_weights(label: str, reducer: Reducer, structure: BatchStructure) -> npt.NDArray[np.float64]:
-    """The reducer's weights, float64[A]; raises ContractError, naming it `label`, where they are not one finite number per action token."""
+    """The reducer's weights, float64[A]; raises ContractError as `compact_weights` does."""
+    weights = compact_weights(label, reducer, structure)
+    return weights.expand(structure) if isinstance(weights, PerSequence) else weights
+
+
+def compact_weights(label: str, reducer: Reducer, structure: BatchStructure) -> TokenWeights:
+    """The reducer's weights, in short where it offers that (a method `compact`).
+
+    Raises ContractError, naming it `label`, where they are not one finite number per action token.
+    """
     with blaming(Owner(label, "Correct it, or choose another reducer"), "weights"):
-        weights = reducer.weights(structure)
+        weights = getattr(reducer, "compact", reducer.weights)(structure)
+    if isinstance(weights, PerSequence):
+        divisor = weights.divisor
+        if divisor.dtype != np.float64 or divisor.shape != (len(structure),):
+            raise ContractError(
+                f"{label} returned divisors {divisor.dtype}{list(divisor.shape)} for {len(structure)} sequences",
+                remedy="Return one float64 divisor per sequence, or one weight per action token",
+            )
+        if np.isfinite(divisor).all() and divisor.all():
+            return weights
+        with np.errstate(divide="ignore", invalid="ignore"):
+            weights = weights.expand(structure)  # which names the token below
     count = len(structure.loss_weight)
     if not isinstance(weights, np.ndarray) or weights.dtype != np.float64 or weights.shape != (count,):
         got = f"{weights.dtype}{list(weights.shape)}" if isinstance(weights, np.ndarray) else type(weights).__name__
@@ -116,14 +167,17 @@ def _check_type(label: str, returned: object, wanted: type) -> None:
 def cut(
     columns: SampleColumns,
     mini_batch: MiniBatchPlan,
-    weights: npt.NDArray[np.float64],
+    weights: TokenWeights,
     needs: Iterable[str],
 ) -> list[Shard]:
-    """One shard per data-parallel rank. `weights` float64[A] as `token_weights` gave them; of the columns only `needs` travel."""
+    """One shard per data-parallel rank. `weights` as `compact_weights` gave them; of the columns only `needs` travel."""
+    lengths = np.diff(columns.action_offsets)[mini_batch.samples]
+    covered = (len(weights.divisor), len(lengths)) if isinstance(weights, PerSequence) else (len(weights), int(lengths.sum()))
+    assert covered[0] == covered[1], "the weights do not cover the mini-batch's action tokens"
     wanted = set(needs)
     source = evolve(columns, columns={name: values for name, values in columns.columns.items() if name in wanted})
     shards = []
-    start = 0
+    samples_before, actions_before = 0, 0
     for rank, micro_batches in enumerate(mini_batch.ranks):
         own = source.take(mini_batch.rank_samples(rank))
         numbers = offsets_of([len(micro_batch.samples) for micro_batch in micro_batches])
@@ -131,8 +185,11 @@ def cut(
             micro_batch.renumbered(np.arange(first, last, dtype=np.int64))
             for micro_batch, first, last in zip(micro_batches, numbers[:-1], numbers[1:], strict=True)
         )
-        stop = start + int(own.action_offsets[-1])
-        shards.append(Shard(own, local, weights[start:stop]))
-        start = stop
-    assert start == len(weights), "the weights do not cover the mini-batch's action tokens"
+        samples, actions = samples_before + len(own), actions_before + int(own.action_offsets[-1])
+        if isinstance(weights, PerSequence):
+            mine: TokenWeights = PerSequence(weights.divisor[samples_before:samples])
+        else:
+            mine = weights[actions_before:actions]
+        shards.append(Shard(own, local, mine))
+        samples_before, actions_before = samples, actions
     return shards

@@ -1,6 +1,6 @@
 """Start the ranks of a run and talk to them: `inline` in this process, `ray` in one actor per rank. The same code above both."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from skyrl_engine.contracts.topology import Topology
 from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.workers.dispatch import Shard
+from skyrl_engine.workers.dispatch import PlacedShard, Shard
 from skyrl_engine.workers.spec import WorkerSpec
 from skyrl_engine.workers.worker import Pass, RankReply, StepReply, Worker
 
@@ -34,16 +34,25 @@ class WorkerGroup:
         self._transport = transport
         self.topology = topology
 
-    def put(self, shards: Sequence[Shard]) -> list[Any]:
-        """References to shards, one per data-parallel rank."""
+    def put(self, shards: Sequence[Shard]) -> list[PlacedShard]:
+        """References to shards, one per data-parallel rank. Pixels are in none that goes to a pipeline stage behind the first."""
         assert len(shards) == self.topology.dp, "one shard per data-parallel rank"
-        return [self._transport.put(shard) for shard in shards]
+        return [self._placed(shard) for shard in shards]
 
-    def run(self, mode: Pass, shards: Sequence[Any], *, step: int, per_token_outputs: bool) -> list[RankReply]:
+    def _placed(self, shard: Shard) -> PlacedShard:
+        later = shard.without_pixels() if self.topology.pp > 1 else shard
+        first = self._transport.put(shard)
+        return PlacedShard(first, first if later is shard else self._transport.put(later))
+
+    def run(self, mode: Pass, shards: Sequence[PlacedShard], *, step: int, per_token_outputs: bool) -> list[RankReply]:
         """One pass over a mini-batch; `shards[dp]` are references from `put`. Replies by rank."""
-        ranks = range(self.topology.world_size)
-        per_rank = [(mode, shards[self.topology.coords(rank).dp]) for rank in ranks]
+        places = (self.topology.coords(rank) for rank in range(self.topology.world_size))
+        per_rank = [(mode, shards[place.dp].at(place.pp)) for place in places]
         return self._transport.call("run", per_rank, {"step": step, "per_token_outputs": per_token_outputs})
+
+    def use(self, plugins: Mapping[str, Mapping[str, Any]]) -> None:
+        """From now on collator and objective are those of these locks; the model stays loaded. For proofs and comparisons."""
+        self._everywhere("use", plugins)
 
     def optim_step(self) -> list[StepReply]:
         """Apply the accumulated gradients; replies by rank."""
@@ -53,6 +62,11 @@ class WorkerGroup:
         """The accumulated gradients by parameter name, summed over ranks, before `optim_step`; for proofs and comparisons."""
         gradients: dict[str, npt.NDArray[Any]] = self._everywhere("gradients")[0]
         return gradients
+
+    def weights(self) -> "dict[str, npt.NDArray[Any]]":
+        """The weights by parameter name, gathered over ranks; for proofs and comparisons."""
+        weights: dict[str, npt.NDArray[Any]] = self._everywhere("weights")[0]
+        return weights
 
     def save(self, directory: Path) -> None:
         """Write the training state of every rank into an existing directory."""

@@ -1,5 +1,6 @@
 """torch.distributed for one rank: gloo on CPU, NCCL (with gloo beside it for CPU tensors) on CUDA."""
 
+import sys
 from datetime import timedelta
 
 from attrs import frozen
@@ -49,6 +50,7 @@ def join(rank: int, world_size: int, device: str, rendezvous: Rendezvous | None)
     if device.startswith("cuda"):
         kind, bound = "cpu:gloo,cuda:nccl", torch.device(device)
         torch.cuda.set_device(bound)
+    hook = sys.excepthook
     if rendezvous is None:
         assert world_size == 1, "a world of several ranks needs a place to meet"
         store = dist.HashStore()  # type: ignore[attr-defined] # public in torch's documentation, not in its exports
@@ -62,6 +64,7 @@ def join(rank: int, world_size: int, device: str, rendezvous: Rendezvous | None)
             timeout=COLLECTIVE_TIMEOUT,
             device_id=bound,  # else NCCL guesses the device from the rank, which is wrong where each process sees one
         )
+    sys.excepthook = hook  # torch puts a "[rank0]" before every line, once more for each group that a process ever joins
     return True
 
 

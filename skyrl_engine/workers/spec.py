@@ -14,7 +14,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @frozen
 class WorkerSpec:
-    """`plugins[kind]` is the lock of the selected plugin, from which a rank loads the same plugin, or refuses."""
+    """`plugins` are locks of the selected plugins by their place in the configuration; a rank loads the same plugins, or refuses."""
 
     plugins: Mapping[str, Mapping[str, Any]]
     context: FactoryContext

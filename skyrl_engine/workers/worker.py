@@ -1,8 +1,9 @@
 """What runs on a rank: plugins made from their locks, the backend driven over a shard, CPU time per span. Knows nothing of Ray."""
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -11,10 +12,10 @@ from attrs import frozen
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.backend import Backend, OptimStep, RankEnvironment
 from skyrl_engine.contracts.collator import Collator
-from skyrl_engine.contracts.loss import Loss
 from skyrl_engine.contracts.outputs import RankOutput
 from skyrl_engine.errors import ContractError
 from skyrl_engine.objective.objective import LossObjective
+from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import Shard
@@ -57,12 +58,8 @@ class Worker:
         self._seed = spec.context.seed
         self._rank = rank
         self._spans = Spans()
-        loss = SelectedPlugin.from_lock(spec.plugins["loss"])
-        self._loss_label = str(loss.loaded.record)
-        self._loss: Loss = loss.make(spec.context)
-        collator = SelectedPlugin.from_lock(spec.plugins["collator"])
-        self._collator_label = str(collator.loaded.record)
-        self._collator: Collator = collator.make(spec.context)
+        self._context = spec.context
+        self.use(spec.plugins)
         backend = SelectedPlugin.from_lock(spec.plugins["backend"])
         self._backend: Backend = backend.make(spec.context)
         environment = RankEnvironment(rank, spec.topology.world_size, device, spec.context.seed)
@@ -73,11 +70,19 @@ class Worker:
                 remedy="Lay out ranks in setup as skyrl_engine_describe_backend says: tp fastest, then cp, dp, pp",
             )
 
+    def use(self, plugins: Mapping[str, Mapping[str, Any]]) -> None:
+        """Make collator and objective of these locks, for the passes from now on; the model stays as it is."""
+        losses = {place: SelectedPlugin.from_lock(lock) for place, lock in plugins.items() if place.startswith("loss")}
+        self._objective_parts = ObjectiveParts.made(losses, self._context)
+        collator = SelectedPlugin.from_lock(plugins["collator"])
+        self._collator_label = str(collator.loaded.record)
+        self._collator: Collator = collator.make(self._context)
+
     def run(self, mode: Pass, shard: Shard, *, step: int, per_token_outputs: bool) -> RankReply:
         """One pass over the shard's loss-carrying tokens, with or without gradients."""
         batch = ShardBatch(shard, self._collator, self._collator_label, "loss", self._spans)
         objective = LossObjective(
-            self._loss_label, self._loss, seed=self._seed, step=step, per_token_outputs=per_token_outputs, spans=self._spans
+            self._objective_parts, seed=self._seed, step=step, per_token_outputs=per_token_outputs, spans=self._spans
         )
         with self._spans("model"):
             output = getattr(self._backend, mode)(batch, objective)
@@ -95,6 +100,10 @@ class Worker:
         Every rank takes part in gathering it, and it is as large as the model: only one copy is kept and sent.
         """
         return {name: tensor.numpy() for name, tensor in self._backend.gradients() if self._rank == 0}
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """The weights by parameter name; as `gradients`. A copy: the backend may go on with the memory it showed."""
+        return {name: tensor.detach().numpy().copy() for name, tensor in self._backend.weights() if self._rank == 0}
 
     def save(self, directory: Path) -> None:
         self._backend.save(directory)

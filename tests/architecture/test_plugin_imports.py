@@ -8,7 +8,7 @@ import pytest
 
 Imports = Callable[..., set[str]]
 
-PUBLIC = ("contracts", "errors", "modeling")
+PUBLIC = ("adapters", "contracts", "errors", "modeling")
 ROOT = Path(__file__).parents[2]
 PROJECTS = [path.parent for pattern in ("plugins", "contrib") for path in sorted(ROOT.glob(f"{pattern}/*/pyproject.toml"))]
 PACKAGES = {project: next((project / "src").iterdir()).name for project in PROJECTS if (project / "src").exists()}

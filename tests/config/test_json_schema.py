@@ -30,6 +30,7 @@ def validator() -> jsonschema.Draft202012Validator:
         {"loss": {"use": "focal", "gamma": 2}, "observers": {"metrics_jsonl": {"every": 1}}},
         {"optimizer": {"max_grad_norm": "none", "betas": [0.5, 0.9]}, "checkpoint": {"keep": None}},
         {"plugins": {"block": ["a"], "pin": {"loss:ppo": "acme"}}, "training": {"steps": 3}},
+        {"loss": {"terms": [{"use": "kl", "coef": 1, "estimator": "k1"}], "corrections": [{"use": "tis", "high": 2}]}},
     ],
 )
 def test_what_the_loader_takes_the_schema_takes(tables: dict[str, Any]) -> None:
@@ -55,6 +56,10 @@ def test_what_the_loader_takes_the_schema_takes(tables: dict[str, Any]) -> None:
         {"plugins": {"pin": {"loss:ppo": 1}}},
         {"loss": {"use": 3}},
         {"loss": "focal"},
+        {"loss": {"terms": [{"use": "kl"}]}},
+        {"loss": {"terms": [{"coef": 1.0}]}},
+        {"loss": {"terms": {"use": "kl", "coef": 1}}},
+        {"loss": {"corrections": ["tis"]}},
     ],
 )
 def test_what_the_loader_refuses_the_schema_refuses(tables: dict[str, Any]) -> None:

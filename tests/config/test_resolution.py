@@ -35,7 +35,7 @@ class Options:
     gamma: float = field(default=2.0, validator=ge(0))
     """Exponent of the miss."""
 
-    terms: tuple[Term, ...] = ()
+    parts: tuple[Term, ...] = ()
     table: Path | None = None
 
 
@@ -117,12 +117,12 @@ def test_resolving_imports_no_torch() -> None:
 
 def test_options_of_a_plugin_are_structured_by_its_own_schema(install: Callable[..., None]) -> None:
     install("acme-parts", "2.0.0", ACME)
-    made = resolved("loss.use=sharp", "loss.gamma=3", 'loss.terms=[{use = "kl", coef = 1e-3}]')
+    made = resolved("loss.use=sharp", "loss.gamma=3", 'loss.parts=[{use = "kl", coef = 1e-3}]')
     loss = made.plugins["loss"]
-    assert (loss.options.gamma, loss.options.terms[0].coef) == (3.0, 1e-3)  # type: ignore[union-attr] # the Options above
-    assert made.as_dict()["loss"] == {"use": "sharp", "gamma": 3.0, "terms": [{"use": "kl", "coef": 1e-3}], "table": None}
+    assert (loss.options.gamma, loss.options.parts[0].coef) == (3.0, 1e-3)  # type: ignore[union-attr] # the Options above
+    assert made.as_dict()["loss"] == {"use": "sharp", "gamma": 3.0, "parts": [{"use": "kl", "coef": 1e-3}], "table": None}
     assert str(made.origins["loss.gamma"]) == "command line"
-    assert str(made.origins["loss.terms[0].coef"]) == "command line"
+    assert str(made.origins["loss.parts[0].coef"]) == "command line"
     assert str(made.origins["loss.table"]) == "default"
     assert loss.make(FactoryContext()).needs == ("logprobs",)
 
@@ -133,7 +133,7 @@ def test_mistakes_in_plugin_tables_name_plugin_distribution_and_version(
     install("acme-parts", "2.0.0", ACME)
     monkeypatch.chdir(tmp_path)
     Path("train.toml").write_text(
-        '[loss]\nuse = "sharp"\ngama = 1\ngamma = -1\n[[loss.terms]]\nuse = 3\n[reducer]\nuse = "sum"\nx = 1\n[run]\nranks = 2\n'
+        '[loss]\nuse = "sharp"\ngama = 1\ngamma = -1\n[[loss.parts]]\nuse = 3\n[reducer]\nuse = "sum"\nx = 1\n[run]\nranks = 2\n'
     )
     with pytest.raises(ConfigError) as caught:
         resolve(load(Path("train.toml"), NEEDED))
@@ -142,7 +142,7 @@ def test_mistakes_in_plugin_tables_name_plugin_distribution_and_version(
     assert found[0].startswith("train.toml:11: run.ranks: is 2")
     assert f'train.toml:3: loss.gama: is not a known key ({plugin}). Did you mean "gamma"?' in found
     assert f"train.toml:4: loss.gamma: must be at least 0, is -1.0 ({plugin}). Choose a larger number" in found
-    assert f"train.toml:6: loss.terms[0].use: must be text, is 3 ({plugin}). Put it in quotes" in found
+    assert f"train.toml:6: loss.parts[0].use: must be text, is 3 ({plugin}). Put it in quotes" in found
     assert any(line.startswith("train.toml:9: reducer.x: reducer 'sum' of skyrl-engine-reducers") for line in found)
     assert len(found) == 5
 
@@ -152,6 +152,23 @@ def test_a_plugin_without_options_takes_none(install: Callable[..., None]) -> No
     with pytest.raises(ConfigError) as caught:
         resolved("loss.use=bare", "loss.gamma=1")
     assert str(caught.value) == "command line: loss.gamma: loss 'bare' of acme-parts 2.0.0 takes no options. Remove this key"
+
+
+@pytest.mark.parametrize("loss", ["sharp", "bare"])
+def test_a_misspelled_key_of_the_engine_in_a_plugins_table_is_no_option(install: Callable[..., None], loss: str) -> None:
+    install("acme-parts", "2.0.0", ACME)
+    with pytest.raises(ConfigError) as caught:
+        resolved(f"loss.use={loss}", 'loss.correction=[{use = "tis"}]')
+    plugin = f"loss '{loss}' of acme-parts 2.0.0"
+    assert str(caught.value) == f'command line: loss.correction: is not a known key ({plugin}). Did you mean "corrections"?'
+
+
+@pytest.mark.parametrize(("backend", "size"), [("fsdp", "pipeline_parallel"), ("deepspeed", "tensor_parallel")])
+def test_a_parallel_size_that_a_backend_does_not_have_names_the_capability(backend: str, size: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(from_dict({"backend": {"use": backend, size: 2}}, "test"), need=())
+    said = f"test: backend.{size}: backend {backend!r} of skyrl-engine-{backend} 0.1.0 does not declare the capability {size!r}"
+    assert str(caught.value) == f"{said}. Remove this key, or choose another backend"
 
 
 def test_a_misspelt_plugin_alone_ends_with_the_plugin_exit_code() -> None:
@@ -200,8 +217,8 @@ def test_a_broken_plugin_that_nobody_asked_for_harms_nobody(install: Callable[..
 def test_observers_and_their_tables(install: Callable[..., None]) -> None:
     install("acme-parts", "2.0.0", ACME)
     made = resolved('run.observers=["metrics_jsonl", "acme-parts:watch"]', "observers.watch.gamma=5")
-    assert made.observers[1].table == {"gamma": 5.0, "terms": [], "table": None}
-    assert made.as_dict()["observers"] == {"watch": {"gamma": 5.0, "terms": [], "table": None}}
+    assert made.observers[1].table == {"gamma": 5.0, "parts": [], "table": None}
+    assert made.as_dict()["observers"] == {"watch": {"gamma": 5.0, "parts": [], "table": None}}
     assert str(made.origins["observers.watch.gamma"]) == "command line"
     with pytest.raises(ConfigError, match=r"observers\.wacth: holds options of an observer that run\.observers does not name"):
         resolved('run.observers=["watch"]', "observers.wacth.gamma=5")
@@ -225,7 +242,7 @@ def test_a_lock_rebuilds_the_selection_on_another_process(tmp_path: Path) -> Non
     """Options and the code of a local file travel in the lock, as JSON: the file itself may be gone."""
     mine = tmp_path / "mine.py"
     mine.write_text(PLUGIN)
-    made = resolved(f"loss.use={mine}:sharp", "loss.gamma=3", "loss.terms=[{use = 'kl'}]").plugins["loss"]
+    made = resolved(f"loss.use={mine}:sharp", "loss.gamma=3", "loss.parts=[{use = 'kl'}]").plugins["loss"]
     lock = json.loads(json.dumps(made.lock()))
     mine.unlink()
     again = SelectedPlugin.from_lock(lock)
@@ -244,7 +261,7 @@ def test_a_lock_with_options_the_plugin_refuses() -> None:
 def test_what_is_written_out_resolves_to_the_same(install: Callable[..., None], tmp_path: Path) -> None:
     install("acme-parts", "2.0.0", ACME)
     made = resolved(
-        "loss.use=sharp", "loss.terms=[{use = 'kl'}]", 'run.observers=["watch"]', "observers.watch.gamma=1", "optimizer.max_grad_norm=none",
+        "loss.use=sharp", "loss.parts=[{use = 'kl'}]", 'run.observers=["watch"]', "observers.watch.gamma=1", "optimizer.max_grad_norm=none",
     )  # fmt: skip
     written = tmp_path / "written.toml"
     written.write_text(made.to_toml())
@@ -287,7 +304,7 @@ def test_the_json_schema_knows_the_options_of_installed_plugins(install: Callabl
     def valid(loss: dict[str, object]) -> bool:
         return validator.is_valid({"model": {"path": "m"}, "data": {"train": "d"}, "loss": loss})
 
-    assert valid({"use": "sharp", "gamma": 1, "terms": [{"use": "kl"}]})
+    assert valid({"use": "sharp", "gamma": 1, "parts": [{"use": "kl"}]})
     assert valid({"use": "acme-parts:sharp"})
     assert not valid({"use": "sharp", "gama": 1})
     assert not valid({"use": "sharp", "gamma": -1})

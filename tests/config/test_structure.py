@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from skyrl_engine.config.origins import DEFAULT
 from skyrl_engine.config.report import to_toml
-from skyrl_engine.config.schema import EngineConfig, PluginTable, TrainingConfig
+from skyrl_engine.config.schema import EngineConfig, LoraConfig, LossTable, PluginTable, TermTable, TrainingConfig
 from skyrl_engine.config.sources import RawConfig, load
 from skyrl_engine.config.structure import complete_origins, plain, structure
 from skyrl_engine.config.toml_source import read_toml
@@ -103,7 +103,30 @@ def test_tables_that_are_none(override: str, problem: str) -> None:
 def test_a_plugin_table_keeps_its_options_and_may_leave_use_out() -> None:
     made = config("backend.mixed=true", "loss={use = 'focal', gamma = 2, use_kl = {coef = 1}}")
     assert made.backend == PluginTable("fsdp", {"mixed": True})
-    assert made.loss == PluginTable("focal", {"gamma": 2, "use_kl": {"coef": 1}})
+    assert made.loss == LossTable("focal", {"gamma": 2, "use_kl": {"coef": 1}})
+
+
+def test_terms_and_corrections_are_plugin_tables_of_their_own() -> None:
+    terms = "terms = [{use = 'kl', coef = 0.001, estimator = 'k3'}, {use = 'entropy', coef = -1}]"
+    made = config(f"loss={{use = 'ppo', clip_low = 0.1, {terms}, corrections = [{{use = 'tis', high = 2.0}}]}}")
+    assert made.loss.options == {"clip_low": 0.1}
+    assert made.loss.terms == (TermTable("kl", {"estimator": "k3"}, coef=0.001), TermTable("entropy", coef=-1))
+    assert made.loss.corrections == (PluginTable("tis", {"high": 2.0}),)
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("{terms = {use = 'kl'}}", 'loss.terms: must be a list, is a table. Write [[loss.terms]] and use = "..." under it, once for each'),
+        ("{terms = ['kl']}", 'loss.terms[0]: must be a table, is "kl". Write [[loss.terms]] and use = "..." under it'),
+        ("{terms = [{use = 'kl'}]}", "loss.terms[0].coef: is required. Set it in this entry of the list"),
+        ("{terms = [{coef = 1.0}]}", "loss.terms[0].use: is required. Set it in this entry of the list"),
+        ("{terms = [{use = 'kl', coef = '1'}]}", 'loss.terms[0].coef: must be a number, is "1". Write a number such as 0.5, without quotes'),
+        ("{corrections = [{}]}", "loss.corrections[0].use: is required. Set it in this entry of the list"),
+    ],
+)  # fmt: skip
+def test_terms_and_corrections_that_are_none(value: str, problem: str) -> None:
+    assert problems(f"loss={value}") == [f"command line: {problem}"]
 
 
 def test_tables_a_command_does_not_need_may_be_absent() -> None:
@@ -152,7 +175,7 @@ every = 3
 
 
 def test_origins_are_completed_with_defaults() -> None:
-    raw = load(None, ["optimizer.betas=[0.5, 0.6]", "loss.terms=[{use = 'kl'}]", *NEEDED])
+    raw = load(None, ["optimizer.betas=[0.5, 0.6]", "loss.terms=[{use = 'kl', coef = 1}]", *NEEDED])
     table = plain(structure(raw).config())
     completed = complete_origins(table, raw.origins, DEFAULT)
     assert str(completed["optimizer.betas"]) == "command line"
@@ -175,7 +198,15 @@ _STRATEGIES: dict[Any, st.SearchStrategy[Any]] = {
     float: st.floats(1e-300, 0.999),
     tuple[str, ...]: st.lists(_texts, max_size=3).map(tuple),
     tuple[float, float]: st.tuples(st.floats(0.0, 0.999), st.floats(0.0, 0.999)),
+    attrs.fields_dict(LoraConfig)["targets"].type: st.just("all-linear") | st.lists(_texts, min_size=1, max_size=3).map(tuple),
 }
+
+
+_options = st.dictionaries(_names.filter(lambda name: name not in ("use", "coef", "terms")), _plain_values, max_size=3)
+
+
+def _few(entries: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(entries, max_size=2).map(tuple)
 
 
 def _values(kind: Any) -> st.SearchStrategy[Any]:
@@ -183,7 +214,10 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
     if kind in _STRATEGIES:
         return _STRATEGIES[kind]
     if kind is PluginTable:
-        return st.builds(PluginTable, _texts, st.dictionaries(_names, _plain_values, max_size=3))
+        return st.builds(PluginTable, _texts, _options)
+    if kind is LossTable:
+        terms = st.builds(TermTable, _texts, _options, coef=st.floats(0.1, 2.0))
+        return st.builds(LossTable, _texts, _options, _few(terms), _few(_values(PluginTable)))
     if attrs.has(kind):
         fields = attrs.fields(attrs.resolve_types(kind))
         return st.builds(kind, **{attribute.name: _values(attribute.type) for attribute in fields})

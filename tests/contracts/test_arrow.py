@@ -21,12 +21,29 @@ def table_of(lists: SampleLists, list_type=pa.list_) -> pa.Table:
         "group_ids": pa.array(lists.group_ids, type=pa.int64()),
         "unit_ids": pa.array(lists.unit_ids, type=pa.int64()),
         **{name: pa.array(rows, type=list_type(pa.float32())) for name, rows in lists.columns.items()},
+        **{name: nested(name, arrays, list_type) for name, arrays in lists.extras.items()},
     }
     return pa.table(arrays)
 
 
+def nested(name, arrays, list_type) -> pa.Array:
+    """Lists of lists; grids in lists of fixed size, routes as 16 bits where they fit."""
+    inner = {
+        "expert_routes": list_type(list_type(pa.int64())),
+        "pixel_values": list_type(pa.float32()),
+        "image_grid_thw": pa.list_(pa.int64(), 3),
+        "mm_token_type_ids": pa.int16(),
+    }
+    return pa.array([None if each is None else each.tolist() for each in arrays], type=list_type(inner[name]))
+
+
 @settings(deadline=None)
-@given(sample_lists(), st.sampled_from([pa.list_, pa.large_list]), st.integers(0, 3), st.booleans())
+@given(
+    sample_lists(carries=("router_replay", "vision")),
+    st.sampled_from([pa.list_, pa.large_list]),
+    st.integers(0, 3),
+    st.booleans(),
+)
 def test_any_chunking_gives_what_the_lists_give(lists: SampleLists, list_type, cut, from_batch):
     """Chunks, slices whose offsets do not start at 0, both offset widths."""
     table = table_of(lists, list_type)
@@ -39,6 +56,48 @@ def test_any_chunking_gives_what_the_lists_give(lists: SampleLists, list_type, c
     assert columns.loss_weight.astype(np.float32).tobytes() == expected.loss_weight.astype(np.float32).tobytes()
     for name in lists.columns:
         assert columns.columns[name].tobytes() == expected.columns[name].tobytes(), name
+    assert columns.extras.keys() == expected.extras.keys()
+    for name, view in expected.extras.items():
+        found = columns.extras[name]
+        assert found.values.dtype == view.values.dtype
+        assert found.values.shape[1:] == view.values.shape[1:]
+        for sample in range(len(view)):  # values, since a NaN's payload does not outlive a Python list
+            np.testing.assert_array_equal(found[sample], view[sample])
+
+
+def test_nested_lists_of_one_chunk_are_not_copied():
+    routes = pa.array([[[[1, 2]], [[3, 4]]], [[[5, 6]]]], type=pa.list_(pa.list_(pa.list_(pa.uint8()))))
+    table = pa.table({"input_ids": pa.array([[1, 2], [3]], type=pa.list_(pa.int32())), "expert_routes": routes}).slice(1)
+    view = SampleColumns.from_arrow(table).extras["expert_routes"]
+    assert view[0].tolist() == [[[5, 6]]]
+    assert view.values.ctypes.data == routes.flatten().flatten().flatten().buffers()[1].address + 4
+
+
+@pytest.mark.parametrize("kind", [pa.null(), pa.list_(pa.list_(pa.float32()))])
+def test_images_that_nobody_has_are_left_out(kind):
+    nobody = pa.array([None, None], type=kind)
+    extras = dict.fromkeys(("pixel_values", "image_grid_thw"), nobody)
+    assert SampleColumns.from_arrow(pa.table({"input_ids": [[1, 2], [3]], **extras})).extras == {}
+
+
+@pytest.mark.parametrize(
+    ("routes", "words"),
+    [
+        ([[[[1, 2]]], [[[1]]]], "sample 1 has lists of different lengths in expert_routes"),
+        ([[[[1, 2]], [[3, 4], [5, 6]]], [[[1, 2]]]], "sample 0 has lists of different lengths in expert_routes"),
+        ([[[[1, 2]]], [None]], "sample 1 has lists of different lengths in expert_routes"),
+        ([[[[1, 2]]], [[[1, None]]]], "sample 1 has an empty value in expert_routes"),
+        ([[[[1, 2]]], None], "sample 1 has expert routes for 0 of 1 tokens"),
+        ([None, None], "sample 0 has expert routes of shape"),
+        ([[1], [2]], "sample 0 has expert routes of shape"),
+        ([1, 2], "column 'expert_routes' holds int64, not lists"),
+    ],
+    ids=str,
+)
+def test_routes_of_no_shape_are_refused(routes, words):
+    table = pa.table({"input_ids": [[1, 2], [3]], "expert_routes": routes})
+    with pytest.raises(DataError, match=words):
+        SampleColumns.from_arrow(table)
 
 
 @pytest.mark.parametrize("dtype", [pa.int32(), pa.int64()])
@@ -112,7 +171,7 @@ TOKENS = pa.array([[1, 2], [3, 4]], type=pa.list_(pa.int32()))
         ({"input_ids": TOKENS, "rewards": pa.array([[1.0], [1.0, 2.0]])}, ["sample 0", "rewards"]),
         ([[1, 2]], ["list", "Arrow table"]),
     ],
-    ids=str,
+    ids=lambda value: value[0] if isinstance(value, list) and isinstance(value[0], str) else "",
 )
 def test_errors(table, words):
     wanted = ["rewards"] if "rewards" in table else []

@@ -9,6 +9,7 @@ from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.ragged import Ragged, offsets_of
 from skyrl_engine.errors import DataError
 from skyrl_engine.testing.collator_strategies import sample_columns
+from skyrl_engine.testing.error_checks import check_says_what_to_do
 
 FLAT = {
     "input_ids": np.array([1, 2, 3, 4, 5], dtype=np.int32),
@@ -46,6 +47,14 @@ def test_defaults():
         assert ids.tolist() == [0, 1]
 
 
+def test_columns_know_whether_group_ids_were_given():
+    """Every sample a group of its own, as the caller says or because nobody said: the two are not the same."""
+    alone, given = SampleColumns.create(**FLAT), SampleColumns.create(**FLAT, group_ids=np.array([0, 1]))
+    assert alone.group_ids.tolist() == given.group_ids.tolist()
+    assert (alone.grouped, given.grouped) == (False, True)
+    assert (alone.take([1]).grouped, given.take([1]).grouped) == (False, True)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -77,6 +86,7 @@ def test_errors(changes, words):
     with pytest.raises(DataError) as caught:
         SampleColumns.create(**{**FLAT, **changes})
     assert all(word in str(caught.value) for word in words), str(caught.value)
+    check_says_what_to_do(caught.value)
 
 
 @settings(deadline=None)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.errors import DataError
 from skyrl_engine.testing.collator_strategies import SampleLists, sample_lists
+from skyrl_engine.testing.error_checks import check_says_what_to_do
 
 
 def same(one: SampleColumns, other: SampleColumns) -> None:
@@ -84,6 +85,13 @@ def test_ids_are_int32_where_they_fit_and_int64_otherwise():
     assert large.tolist() == [1, 2**31]
     from_array = SampleColumns.from_lists(input_ids=[np.array([5], dtype=np.uint64), np.array([2**31], dtype=np.uint64)]).input_ids
     assert from_array.tolist() == [5, 2**31]
+    assert SampleColumns.from_lists(input_ids=[np.array([0, 2**31 - 1])]).input_ids.dtype == np.int32
+
+
+def test_any_iterable_of_numbers_is_a_row():
+    columns = SampleColumns.from_lists(input_ids=[(1, 2), range(3, 6), iter([6, 7])], loss_mask=[(1,), (0.5, 1), iter([0])])
+    assert columns.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert columns.loss_weight.tolist() == [1, 0.5, 1, 0]
 
 
 def test_masks_of_zeros_and_ones_take_one_byte_and_fractions_are_kept():
@@ -158,7 +166,7 @@ def test_errors_of_the_supervised_entry(changes, words):
     with pytest.raises(DataError) as caught:
         SampleColumns.from_lists(**{**LISTS, **changes})
     assert all(word in str(caught.value) for word in words), str(caught.value)
-    assert caught.value.remedy
+    check_says_what_to_do(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -181,4 +189,4 @@ def test_errors_of_the_reinforcement_learning_entry(changes, words):
     with pytest.raises(DataError) as caught:
         SampleColumns.from_rollouts(**{**ROLLOUTS, **changes})
     assert all(word in str(caught.value) for word in words), str(caught.value)
-    assert caught.value.remedy
+    check_says_what_to_do(caught.value)

@@ -49,6 +49,19 @@ def test_concat_with_parts_without_samples_keeps_fields_types_and_their_metrics(
     assert only_empty.metrics == {"loss": Metric.sum(10)}
 
 
+def test_concat_in_an_order_is_concat_and_take() -> None:
+    parts = [output_of([4, 2], [[0, 2], []], [3, 1], loss=Metric.sum(1)), RankOutput.empty(), output_of([7], [[1]], [2])]
+    for order in ([2, 0, 1], [1, 2], [0, 1, 2], []):
+        joined, wanted = RankOutput.concat(parts, order=np.array(order, dtype=np.int64)), RankOutput.concat(parts).take(order)
+        assert joined.sample_ids.tolist() == wanted.sample_ids.tolist()
+        assert joined.action_lengths.tolist() == wanted.action_lengths.tolist()
+        assert joined.scored.values.tolist() == wanted.scored.values.tolist()
+        assert joined.scored.values.dtype == np.int32
+        assert joined.fields["logprobs"].values.tolist() == wanted.fields["logprobs"].values.tolist()
+        assert joined.fields["logprobs"].offsets.tolist() == wanted.scored.offsets.tolist()
+        assert joined.metrics == wanted.metrics
+
+
 def test_take_chooses_positions() -> None:
     taken = output_of([4, 2, 7], [[0, 2], [], [1]], [3, 1, 2]).take([2, 0])
     assert taken.sample_ids.tolist() == [7, 4]

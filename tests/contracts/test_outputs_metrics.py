@@ -36,6 +36,10 @@ def test_a_mean_is_weighted_by_its_counts_not_by_its_parts() -> None:
     assert Metric.combine([Metric.mean(10, 1), Metric.mean(0, 9)]).result == 1.0
 
 
+def test_a_tensor_with_a_gradient_is_read_out_without_a_warning() -> None:
+    assert Metric.mean(torch.tensor(3.0, requires_grad=True), torch.tensor(2)).result == 1.5  # type: ignore[arg-type] # a tensor is a number
+
+
 def test_a_mean_over_nothing_is_not_a_number() -> None:
     assert math.isnan(Metric.mean(0, 0).result)
 

@@ -1,13 +1,16 @@
 """Plans, ragged values and reusable memory."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_engine.contracts import ragged as ragged_module
 from skyrl_engine.contracts.buffers import ReusableBuffers
 from skyrl_engine.contracts.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
-from skyrl_engine.contracts.ragged import Ragged, offsets_of, segment_indices
+from skyrl_engine.contracts.ragged import Ragged, join_segments, offsets_of, segment_indices, take_segments
 
 
 def rows_of(*samples):
@@ -50,6 +53,59 @@ def test_ragged_is_a_list_of_rows(rows, data):
     assert [joined[i].tolist() for i in range(len(joined))] == rows + [rows[i] for i in chosen]
     indices = segment_indices(ragged.offsets, np.array(chosen, dtype=np.int64))
     assert ragged.values[indices].tolist() == taken.values.tolist()
+
+
+blocks = pytest.mark.parametrize("block", [1, 3, 1 << 16])
+"""Values of a block: fewer than a segment has, more than some have, more than there are."""
+
+
+def arrays_of(total):
+    """A vector and a matrix of different types."""
+    return [np.arange(total, dtype=np.float32), np.arange(2 * total, dtype=np.int32).reshape(total, 2)]
+
+
+@blocks
+@pytest.mark.parametrize("long", [0, 2, 256])
+@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6), segments=st.lists(st.integers(0, 5), max_size=8))
+def test_segments_are_taken_from_several_arrays(block, long, lengths, segments):
+    """Against one index per value; a segment may be taken twice. Whether they count as `long` changes nothing."""
+    offsets = offsets_of(lengths)
+    segments = np.array([segment for segment in segments if segment < len(lengths)], dtype=np.int64)
+    arrays = arrays_of(int(offsets[-1]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ragged_module, "BLOCK", block)
+        patch.setattr(ragged_module, "LONG", long)
+        taken, chosen = take_segments(arrays, offsets, segments)
+    for values, wanted in zip(taken, arrays, strict=True):
+        np.testing.assert_array_equal(values, wanted[segment_indices(offsets, segments)], strict=True)
+    assert chosen.tolist() == offsets_of(np.diff(offsets)[segments]).tolist()
+
+
+@blocks
+@pytest.mark.parametrize("long", [0.25, 0.5, 512])
+@given(st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=5), st.data())
+def test_segments_of_several_parts_are_joined_in_any_order(block, long, lengths, data):
+    """Against joining the parts first, and one index per value; some segments are dropped, and some, all or none count as long."""
+    flat = [length for part in lengths for length in part]
+    order = data.draw(st.permutations(range(len(flat))))[: data.draw(st.integers(0, len(flat)))]
+    order = np.array(order, dtype=np.int64)
+    total = sum(flat)
+    arrays = [
+        np.arange(total, dtype=np.float32),
+        np.arange(total, dtype=np.int32)[::-1],
+        np.arange(total) % 2 == 0,
+        np.arange(total, dtype=np.float64),
+        np.arange(total) * 1j,
+    ]
+    bounds = offsets_of([sum(part) for part in lengths])
+    parts = [[values[first:last] for values in arrays] for first, last in pairwise(bounds)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ragged_module, "BLOCK", block)
+        patch.setattr(ragged_module, "LONG_JOINED", long)
+        joined, offsets = join_segments(parts, [offsets_of(part) for part in lengths], order)
+    for values, wanted in zip(joined, arrays, strict=True):
+        np.testing.assert_array_equal(values, wanted[segment_indices(offsets_of(flat), order)], strict=True)
+    assert offsets.tolist() == offsets_of(np.array(flat, dtype=np.int64)[order]).tolist()
 
 
 def test_ragged_refuses_offsets_that_do_not_fit():

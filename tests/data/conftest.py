@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from skyrl_engine.config.schema import DataConfig
 from skyrl_engine.data import TokenizedDataset, load_columns
+from skyrl_engine.data.vision import NoVision, Vision, VisionInputs
 
 CHATML = """\
 {%- for m in messages -%}
@@ -101,6 +102,16 @@ THINKING_TAGGED = (
 # the conversation is summed up, so that nothing of a turn can be found
 OPAQUE = """{{- messages | length -}}{%- if add_generation_prompt -%}{{ 'A' }}{%- endif -%}"""
 
+# a part of type image becomes one token between two others, as in the Qwen-VL models
+PICTURES = """\
+{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.content is string -%}{{ m.content }}{%- else -%}
+{%- for part in m.content -%}
+{{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}
+{%- endfor -%}{%- endif -%}
+{{ '<|im_end|>\n' }}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+
 TEMPLATES: Mapping[str, str] = {
     "chatml": CHATML,
     "headers": HEADERS,
@@ -111,10 +122,12 @@ TEMPLATES: Mapping[str, str] = {
     "tagged": TAGGED,
     "thinking_tagged": THINKING_TAGGED,
     "opaque": OPAQUE,
+    "pictures": PICTURES,
 }
 
 _CORPUS = ["hello there, how are you today", "the answer is 42\n\nthank you", "user assistant system tool"] * 3
 _SPECIAL = ["<|bos|>", "<|end|>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>"]
+_VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 
 
 def _make_tokenizer(template: str | None = "chatml", *, adds_bos: bool = False, pad: bool = True) -> PreTrainedTokenizerFast:
@@ -130,6 +143,8 @@ def _make_tokenizer(template: str | None = "chatml", *, adds_bos: bool = False, 
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|end|>", pad_token="<|end|>" if pad else None
     )
+    if template == "pictures":
+        tokenizer.add_tokens(_VISION, special_tokens=True)
     if template is not None:
         tokenizer.chat_template = TEMPLATES[template]
     return tokenizer
@@ -161,11 +176,13 @@ def _chat(*turns: str) -> dict[str, Any]:
 def load(tmp_path: Path) -> Callable[..., TokenizedDataset]:
     """Tokenize rows, given as values, through a JSONL file."""
 
-    def load_rows(rows: Sequence[Any], tokenizer: Any, *, split: Any = "train", seed: int = 0, **settings: Any) -> TokenizedDataset:
+    def load_rows(
+        rows: Sequence[Any], tokenizer: Any, *, split: Any = "train", seed: int = 0, vision: Vision | None = None, **settings: Any
+    ) -> TokenizedDataset:
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         data = DataConfig(train=str(path), cache=str(tmp_path / "cache"), **settings)
-        return load_columns(data, tokenizer, split=split, seed=seed)
+        return load_columns(data, tokenizer, split=split, seed=seed, vision=vision or NoVision())
 
     return load_rows
 
@@ -184,3 +201,16 @@ def marked_fixture() -> Callable[..., str]:
 @pytest.fixture(name="chat")
 def chat_fixture() -> Callable[..., dict[str, Any]]:
     return _chat
+
+
+@pytest.fixture
+def make_vision() -> Callable[..., VisionInputs]:
+    """What a model makes of images whose tokens are those of `tokenizer`: patches of 16 x 16 pixels, 2 x 2 of them one token."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    def make(tokenizer: Any, *, longest_edge: int = 256 * 256, max_pixels: int = 2**20) -> VisionInputs:
+        size = {"shortest_edge": 32 * 32, "longest_edge": longest_edge}
+        processor = Qwen2VLImageProcessorPil(patch_size=16, merge_size=2, temporal_patch_size=2, size=size)
+        return VisionInputs(processor, tokenizer.convert_tokens_to_ids("<|image_pad|>"), max_pixels)
+
+    return make

@@ -157,36 +157,6 @@ def test_rows_that_do_not_fit_their_format_are_named(load, make_tokenizer, row, 
     assert message in caught.value.cause
 
 
-def test_parts_of_text_are_joined_and_image_parts_become_references(load, make_tokenizer, marked):
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = """\
-{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}
-{%- if m.content is string -%}{{ m.content }}{%- else -%}
-{%- for part in m.content -%}{{ part.text if part.type == 'text' else '<image>' }}{%- endfor -%}{%- endif -%}
-{{ '<|im_end|>\n' }}{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
-    reply = {"role": "assistant", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "cat"}]}
-    ask = {"type": "text", "text": "what?"}
-    rows = [
-        {"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, ask]}, reply]},
-        {"messages": [{"role": "user", "content": "nothing"}, reply]},
-        {
-            "messages": [{"role": "user", "content": [{"type": "image"}, {"type": "image"}, ask]}, reply],
-            "images": [{"path": "b.png"}, {}],
-        },
-    ]
-    dataset = load(rows, tokenizer)
-    assert marked(dataset, tokenizer).startswith(
-        "<|im_start|>user\n<image>what?<|im_end|>\n<|im_start|>assistant\n[[a cat<|im_end|>]]"
-    )
-    images = dataset.columns.extras["images"]
-    assert dataset.counts.images == 3
-    assert images.lengths.tolist() == [1, 0, 2]
-    assert images.values[:2].tolist() == ["cat.png", "b.png"]
-    assert images.values[2].endswith("rows.jsonl line 3, image 1")
-    assert dataset.columns.take([2]).extras["images"].lengths.tolist() == [2]
-
-
 def test_images_that_do_not_match_their_parts_are_refused(load, make_tokenizer):
     messages = [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "x"}]
     with pytest.raises(DataError, match="has 0 images for more image parts"):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from skyrl_engine.data.preview import padding_share, preview
+from skyrl_engine.data.preview import ColumnPreview, padding_share, preview
 
 
 def test_tokens_with_their_loss(load, make_tokenizer, chat):
@@ -41,3 +41,15 @@ def test_histogram_bins_hold_every_sample(load, make_tokenizer, lengths):
 def test_padding_share_of_nothing_and_of_equal_lengths():
     assert padding_share(np.zeros(0, dtype=np.int64), 4) == 0
     assert padding_share(np.full(6, 7), 4) == 0
+
+
+def test_groups_and_the_range_of_every_column(load, make_tokenizer):
+    rows = [
+        {"prompt_ids": [1], "response_ids": [2, 3], "loss_mask": [1, 0], "advantages": [0.5, 99], "group_ids": "a"},
+        {"prompt_ids": [1], "response_ids": [2, 3], "advantages": [-1, 2], "group_ids": "a"},
+    ]
+    tokenizer = make_tokenizer(None)
+    seen = preview(load(rows, tokenizer, columns=("advantages",)), tokenizer)
+    assert seen.columns == (ColumnPreview("advantages", -1, 0.5, 2),), "of tokens that carry loss"
+    assert seen.groups == 1
+    assert preview(load([{"text": "hello there"}], tokenizer), tokenizer).groups is None

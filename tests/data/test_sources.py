@@ -72,6 +72,26 @@ def test_every_kind_of_source_gives_the_same_rows(tmp_path, make_tokenizer, name
     assert len(dataset) == 5
 
 
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_row_alone_is_that_of_the_whole(tmp_path, name):
+    WRITERS[name](tmp_path / name)
+    source = open_source(str(tmp_path / name), split="train")
+    if name.endswith(".gz"):
+        with pytest.raises(DataError, match="is packed"):
+            source.row(3)
+    else:
+        assert [source.row(number) for number in (4, 0, 3, 1)] == [list(source.rows())[number] for number in (4, 0, 3, 1)]
+
+
+def test_rows_alone_are_counted_over_files_and_past_blank_lines(tmp_path):
+    (tmp_path / "a.jsonl").write_text('\n{"text": "a"}\n\n{"text": "b"}\n', encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"text": "c"}', encoding="utf-8")
+    source = open_source(str(tmp_path), split="train")
+    assert [source.row(number) for number in range(3)] == list(source.rows())
+    assert source.row(1).where.endswith("a.jsonl line 4")
+    assert source.row(2).folder == tmp_path
+
+
 def test_a_folder_gives_its_split_s_files_in_order(tmp_path):
     (tmp_path / "data").mkdir()
     for name, values in {"train-1.jsonl": ["c"], "train-0.jsonl": ["a", "b"], "test.jsonl": ["d"]}.items():
@@ -128,6 +148,7 @@ def test_tokens_in_arrow_are_read_as_arrays(tmp_path):
         ("a.jsonl", b'{"text": "x"}\n\n{"text": \n', r"a.jsonl line 3 is not valid JSON: Expecting value at character 11"),
         ("a.jsonl", b'{"text": "x"}\n[1]\n', r"a.jsonl line 2 holds a JSON list"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a.jsonl line 1 is not UTF-8: invalid start byte at byte 10"),
+        ("a.jsonl", b'{"text": "x\n', r"a.jsonl line 1 is not valid JSON: Invalid control character at character 12"),
         ("a.json", b'[{"text": "x"}', r"a.json is not valid JSON"),
         ("a.json", b'[{"text": "x"}, 3]', r"a.json element 1 holds a JSON int"),
         ("a.parquet", b"PAR1 not", r"a.parquet cannot be read as Parquet"),

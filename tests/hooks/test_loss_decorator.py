@@ -50,6 +50,29 @@ def test_text_in_place_of_names_is_refused(option: str) -> None:
         loss(**{"needs": ("logprobs",), option: "logprobs"})  # type: ignore[arg-type]  # the mistake itself
 
 
+@define
+class Anchored:
+    anchor: str = "old"
+
+
+@loss(needs=lambda config: ("logprobs", f"{config.anchor}_logprobs"), config=Anchored)
+def anchored(tokens, config):
+    return tokens
+
+
+@pytest.mark.parametrize("anchor", ["old", "rollout"])
+def test_what_a_loss_needs_may_depend_on_its_config(anchor: str) -> None:
+    assert anchored.skyrl_engine_make_loss(Anchored(anchor)).needs == ("logprobs", f"{anchor}_logprobs")
+
+
+def test_needs_by_config_are_a_tuple_in_the_product_and_never_a_text() -> None:
+    listed = loss(needs=lambda _: ["logprobs"], config=Anchored)(anchored.function)  # type: ignore[arg-type,return-value]  # a list will do
+    assert listed.skyrl_engine_make_loss(Anchored()).needs == ("logprobs",)
+    text = loss(needs=lambda _: "logprobs", config=Anchored)(anchored.function)  # type: ignore[arg-type,return-value]  # the mistake itself
+    with pytest.raises(TypeError, match=r"write needs=\('logprobs',\)"):
+        text.skyrl_engine_make_loss(Anchored())
+
+
 def one(tokens):
     pass
 

@@ -42,7 +42,12 @@ def test_the_engine_makes_it_through_the_hooks() -> None:
     assert manager.hook.skyrl_engine_config_schema() is Scale
     made = manager.hook.skyrl_engine_make_reducer(config=Scale(3.0), context=FactoryContext())
     assert made.weights(structure_of([1, 2])).tolist() == [3, 6]
-    assert (made.name, made.empty_sequence) == ("scaled", "skip")
+    assert (made.name, made.empty_sequence, made.batch_local) == ("scaled", "skip", False)
+
+
+def test_it_declares_that_it_depends_on_the_cut() -> None:
+    local = reducer(batch_local=True)(signed.function)
+    assert local.skyrl_engine_make_reducer(None).batch_local is True
 
 
 def test_it_stays_a_function() -> None:

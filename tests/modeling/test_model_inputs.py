@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.backend import MicroBatch
+from skyrl_engine.contracts.ragged import Ragged
 from skyrl_engine.errors import ContractError, UnsupportedError
 from skyrl_engine.modeling.model_inputs import model_inputs
 
@@ -30,7 +31,7 @@ def packed(rows: list[list[int]], *, align: int = 1, before: int = 0, after: int
             column += space
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
     positions = torch.tensor(scored[::-1], dtype=torch.int64)  # any order is allowed
-    lengths = tuple(np.asarray(row, dtype=np.int64) for row in rows)
+    lengths = Ragged.from_list(rows, np.int64)
     return MicroBatch(
         **{"inputs": inputs, "positions": positions, "labels": positions, "sequence_lengths": lengths, "samples": None, **changed}
     )
@@ -87,20 +88,24 @@ def test_rows_of_one_sequence_stay_as_they_are(rows: list[list[int]]) -> None:
     assert arguments.positions is batch.positions
 
 
-def test_inputs_of_unknown_meaning_are_refused() -> None:
-    batch = packed([[3, 2]])
+@pytest.mark.parametrize("rows", [[[3, 2]], [[5]]])
+def test_inputs_that_the_model_would_ignore_are_refused(rows: list[list[int]]) -> None:
+    batch = packed(rows)
     inputs = {**batch.inputs, "expert_routes": torch.zeros(1, 5, 2, 2)}
-    with pytest.raises(UnsupportedError, match="packed rows carry expert_routes"):
+    with pytest.raises(UnsupportedError, match="rows carry expert_routes, which the backend does not give to its model"):
         model_inputs(MicroBatch(inputs, batch.positions, batch.labels, batch.sequence_lengths, None))
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"sequence_lengths": (np.array([3, 3]),)}, r"marks \[5\] tokens per row, its sequence lengths add up to \[6\]"),
-        ({"sequence_lengths": (np.array([3, 2]), np.array([0]))}, r"marks \[5\] tokens"),
-        ({"sequence_lengths": (np.array([2, 3]),)}, "a gap inside sequence 1"),
-        ({"sequence_lengths": (np.array([4, 1]),)}, "a gap inside sequence 0"),
+        (
+            {"sequence_lengths": Ragged.from_list([[3, 3]], np.int64)},
+            r"marks \[5\] tokens per row, its sequence lengths add up to \[6\]",
+        ),
+        ({"sequence_lengths": Ragged.from_list([[3, 2], [0]], np.int64)}, r"marks \[5\] tokens"),
+        ({"sequence_lengths": Ragged.from_list([[2, 3]], np.int64)}, "a gap inside sequence 1"),
+        ({"sequence_lengths": Ragged.from_list([[4, 1]], np.int64)}, "a gap inside sequence 0"),
         ({"positions": torch.tensor([3])}, "scores a position without a token"),
     ],
 )

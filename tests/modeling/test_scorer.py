@@ -31,6 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi": {},
 }
 VOCABULARY = 97
+BOTH = ("logprobs", "entropy")
 
 
 def tiny(family: str, *, attention: str | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -79,7 +80,7 @@ def test_values_and_gradients_equal_whole_logits(family: str, chunk: int) -> Non
     expected = whole_logits(model, ids)
     reference = gradients(model, *expected)
     scorer = Scorer(split_causal_lm(model), logits_per_chunk=chunk)
-    scores = scorer({"input_ids": ids}, *everywhere(ids), entropy=True)
+    scores = scorer({"input_ids": ids}, *everywhere(ids), needs=BOTH)
     torch.testing.assert_close(scores["logprobs"], expected[0], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(scores["entropy"], expected[1], rtol=1e-9, atol=1e-9)
     compare(gradients(model, scores["logprobs"], scores["entropy"]), reference, 1e-8)
@@ -95,9 +96,7 @@ def test_every_family_passes_the_check_at_load(family: str) -> None:
 def test_temperature_divides_logits_after_the_models_own_rule() -> None:
     model = tiny("gemma2", dtype=torch.float64)
     ids = torch.randint(1, VOCABULARY, (1, 9))
-    scores = Scorer(split_causal_lm(model), logits_per_chunk=200)(
-        {"input_ids": ids}, *everywhere(ids), temperature=0.5, entropy=True
-    )
+    scores = Scorer(split_causal_lm(model), logits_per_chunk=200)({"input_ids": ids}, *everywhere(ids), temperature=0.5, needs=BOTH)
     for actual, expected in zip(scores.values(), whole_logits(model, ids, 0.5), strict=True):
         torch.testing.assert_close(actual, expected)
 
@@ -159,9 +158,9 @@ def test_left_padding_and_empty_rows_change_nothing_and_are_finite(family: str, 
     positions, labels = torch.arange(4, 8), ids[0, 5:]
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     scorer = Scorer(split_causal_lm(model), logits_per_chunk=VOCABULARY)
-    padded = gradients(model, *(scores := scorer(inputs, positions, labels, entropy=True)).values())
+    padded = gradients(model, *(scores := scorer(inputs, positions, labels, needs=BOTH)).values())
     alone = {"input_ids": ids[:1, 4:]}
-    plain_scores = scorer(alone, torch.arange(4), labels, entropy=True)
+    plain_scores = scorer(alone, torch.arange(4), labels, needs=BOTH)
     plain = gradients(model, *plain_scores.values())
     for name, values in scores.items():
         assert torch.isfinite(values).all()

@@ -10,6 +10,7 @@ from skyrl_engine.contracts.loss import FunctionLoss
 from skyrl_engine.contracts.ragged import Ragged
 from skyrl_engine.errors import ContractError, DataError, PluginBrokenError
 from skyrl_engine.objective.objective import LossObjective
+from skyrl_engine.objective.parts import ObjectiveParts, Term
 from skyrl_engine.objective.samples import ScoredSamples
 
 
@@ -26,13 +27,12 @@ def micro_batch(weights: list[float], **columns: list[float]) -> MicroBatch:
         weights=np.asarray(weights, dtype=np.float64),
     )
     nothing = torch.zeros(0, dtype=torch.int64)
-    return MicroBatch({}, nothing, nothing, (), samples)
+    return MicroBatch({}, nothing, nothing, Ragged.from_list([], np.int64), samples)
 
 
 def objective(function, needs=("logprobs",), *, per_token_outputs=True, step=1) -> LossObjective:
-    return LossObjective(
-        "test", FunctionLoss("test", function, None, needs), seed=5, step=step, per_token_outputs=per_token_outputs
-    )
+    main = Term("test", "test", FunctionLoss("test", function, None, needs))
+    return LossObjective(ObjectiveParts(main), seed=5, step=step, per_token_outputs=per_token_outputs)
 
 
 def test_gradient_is_the_weight_of_each_term():
@@ -148,11 +148,41 @@ def test_no_scored_token_gives_a_differentiable_zero():
     nothing = torch.zeros(0, dtype=torch.int64)
     parameter = torch.ones(1, requires_grad=True)
     total, output = objective(lambda tokens, _: -tokens.logprobs)(
-        {"logprobs": (parameter * 2)[:0].clone()}, MicroBatch({}, nothing, nothing, (), empty)
+        {"logprobs": (parameter * 2)[:0].clone()}, MicroBatch({}, nothing, nothing, Ragged.from_list([], np.int64), empty)
     )
     total.backward()
     assert total.item() == 0
     assert len(output.sample_ids) == 0
+
+
+def test_a_critic_is_spared_log_probabilities_unless_outputs_are_wanted():
+    def squared(tokens, _config):
+        return 0.5 * (tokens.values - tokens.returns) ** 2
+
+    critic = objective(squared, needs=("values", "returns"), per_token_outputs=False)
+    assert critic.needs == {"values"}
+    assert objective(squared, needs=("values", "returns")).needs == {"values", "logprobs"}
+    assert objective(lambda tokens, _: tokens.returns, needs=("returns",), per_token_outputs=False).needs == {"logprobs"}
+    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    batch = micro_batch([1, 0.5, 0.25], returns=[0, 0, 1])
+    total, _ = critic({"values": values}, batch)
+    total.backward()
+    assert total.item() == 0.5 + 0.5 * 2 + 0.25 * 2
+    assert values.grad.tolist() == [1, 1, 0.5]
+
+
+def test_a_micro_batch_without_tokens_takes_part_through_every_score_that_is_read():
+    """A loss may return a constant for no tokens; ranks that have tokens differentiate through both heads all the same."""
+    empty = ScoredSamples(
+        np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64),
+        Ragged.from_list([], np.int32), {}, np.zeros(0),
+    )  # fmt: skip
+    nothing = torch.zeros(0, dtype=torch.int64)
+    heads = {name: torch.ones(1, requires_grad=True) for name in ("logprobs", "values")}
+    both = objective(lambda tokens, _: tokens.logprobs.new_zeros(0), needs=("logprobs", "values"))
+    scores = {name: (head * 2)[:0].clone() for name, head in heads.items()}
+    both(scores, MicroBatch({}, nothing, nothing, Ragged.from_list([], np.int64), empty))[0].backward()
+    assert [head.grad.tolist() for head in heads.values()] == [[0], [0]]
 
 
 def test_a_loss_that_fails_is_named_with_its_own_line():

@@ -3,6 +3,7 @@
 1. The engine alone: `--help` and `plugins list` work without torch; each plugin can be added and removed by itself.
 2. Engine, plugins and a third party's loss in a clean environment: fine-tuning with `--loss focal`.
 3. One first-party plugin upgraded alone, then downgraded: `plugins list --json` and `run.json` follow, nothing else moves.
+4. `plugins new` for every kind: what it writes is installed untouched, listed, verified, passes its own tests, and trains.
 
 Everything lives in a temporary folder outside the repository; `--keep` leaves it there.
 """
@@ -24,6 +25,8 @@ ENGINE = "skyrl-engine"
 STRANGER = "acme-focal-loss"
 STEPS = 4
 UPGRADED = "skyrl-engine-reducers"
+NEW = ("loss", "correction", "reducer", "merger", "collator", "observer")
+VERIFIED = ("loss", "correction", "reducer", "merger", "collator")
 KIND_OF = {
     "collator": "skyrl-engine-collators",
     "loss": STRANGER,
@@ -131,6 +134,35 @@ def everything(folder: Path, wheels: Mapping[str, Path]) -> None:
     losses = {name: losses_of(folder / name) for name in ("first", "upgraded", "downgraded")}
     expect("losses before and after, which the versions do not change", losses["upgraded"], wanted=losses["first"])
     expect("losses after the downgrade", losses["downgraded"], wanted=losses["first"])
+    new_plugins(environment, folder, versions)
+
+
+def new_plugins(environment: Environment, folder: Path, versions: Mapping[str, str]) -> None:
+    """Every kind that `plugins new` writes, from its folder to a run that uses all of them at once."""
+    environment.install("hypothesis", "pytest")
+    for kind in NEW:
+        run([environment.engine, "plugins", "new", kind, "brand-new"], cwd=folder)
+        project = folder / f"brand-new-{kind}"
+        environment.install("--no-deps", "--no-index", str(build_wheel(project, folder / "new-wheels")))
+        say(f"{kind}: {run([environment.python, '-m', 'pytest', '-q', str(project)], cwd=folder).strip().splitlines()[-1]}")
+    expect(
+        "plugins, the new ones among them",
+        environment.plugins(),
+        wanted={**versions, **{f"brand-new-{kind}": "0.1.0" for kind in NEW}},
+    )
+    for kind in VERIFIED:
+        verdict = json.loads(run([environment.engine, "plugins", "verify", f"{kind}:brand_new", "--json"], cwd=folder))
+        say(f"verified {kind}:brand_new: {len(verdict['promises'])} promises")
+    chosen = [f"--{kind}=brand_new" for kind in ("collator", "loss", "reducer", "merger")]
+    others = ['loss.corrections=[{ use = "brand_new" }]', 'run.observers=["metrics_jsonl", "brand_new"]']
+    directory = folder / "new"
+    run([environment.engine, "run", "train.toml", *chosen, *others, f"run.directory={directory}", "--debug"], cwd=folder)
+    expect("lines that the new observer wrote", len((directory / "steps.csv").read_text().splitlines()), wanted=STEPS + 1)
+    losses_of(directory)
+    model, data = str(folder / "model"), str(folder / "train.jsonl")
+    options = ["--loss", "brand_new", "--steps", "2", "--output", str(folder / "sft"), f"data.cache={folder / 'cache'}"]
+    run([environment.engine, "sft", "--model", model, "--data", data, *options, "--debug"], cwd=folder)
+    expect("the model that sft left", (folder / "sft" / "model").is_dir(), wanted=True)
 
 
 def configuration(folder: Path) -> str:

@@ -197,6 +197,14 @@ def test_a_broken_plugin_is_named_with_version_cause_and_action(install_loss, fl
     assert "\n" not in caught.value.summary
 
 
+def test_the_place_of_a_syntax_error_is_where_it_is_written(install_loss) -> None:
+    install_loss("broken-loss", "3.2.1", source="x = 1\ndef plain(:")
+    with pytest.raises(PluginBrokenError) as caught:
+        load(resolve("plain"))
+    (place,) = caught.value.details
+    assert place.endswith(".py, line 2, in <module>")
+
+
 def test_the_place_of_the_failure_is_told(install_loss) -> None:
     install_loss("broken-loss", source="\n\nraise RuntimeError('here')")
     with pytest.raises(PluginBrokenError) as caught:
@@ -387,7 +395,7 @@ class Collator:
     def collate(self, columns): pass
 
 class Reducer:
-    empty_sequence = "count"
+    empty_sequence, batch_local = "count", False
     def __init__(self, *received): self.received = received
     def weights(self, structure): pass
 

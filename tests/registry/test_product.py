@@ -19,7 +19,9 @@ def check(kind: str, product: object) -> None:
 class GoodLoss:
     needs: tuple[str, ...] = ("logprobs",)
     reducers: tuple[str, ...] | None = None
+    advised_reducers: tuple[str, ...] | None = None
     batch_local: bool = False
+    homogeneous: bool = False
 
     def __call__(self, tokens: object) -> object:
         return tokens
@@ -27,6 +29,7 @@ class GoodLoss:
 
 class GoodReducer:
     empty_sequence = "skip"
+    batch_local = False
 
     def weights(self, structure: object) -> object:
         return structure
@@ -72,6 +75,11 @@ def test_products_that_keep_the_contract_pass(kind: str, product: object) -> Non
     check(kind, product)
 
 
+class NamelessCorrection:
+    def __call__(self, tokens: object) -> object:
+        return tokens
+
+
 class NoCall:
     needs = ()
     reducers = None
@@ -85,6 +93,10 @@ class NoEmptySequence:
 
 class OddEmptySequence(GoodReducer):
     empty_sequence = "maybe"
+
+
+class OddBatchLocal(GoodReducer):
+    batch_local = "sometimes"
 
 
 class ForgetfulMerger:
@@ -114,8 +126,12 @@ class MergeIsData:
         ("loss", GoodLoss(needs="logprobs"), "needs must be a tuple of names, is 'logprobs'"),
         ("loss", GoodLoss(reducers="sequence_mean"), "reducers must be None or a tuple of names"),
         ("loss", GoodLoss(batch_local=None), "batch_local must be True or False"),
+        ("loss", GoodLoss(homogeneous="yes"), "homogeneous must be True or False"),
+        ("loss", GoodLoss(advised_reducers="sequence_mean"), "advised_reducers must be None or a tuple of names"),
+        ("correction", NamelessCorrection(), "it has no attribute 'needs'"),
         ("reducer", NoEmptySequence(), "it has no attribute 'empty_sequence'"),
         ("reducer", OddEmptySequence(), "empty_sequence must be one of 'count', 'skip', is 'maybe'"),
+        ("reducer", OddBatchLocal(), "batch_local must be True or False, is 'sometimes'"),
         ("merger", object(), "it has no method 'merge'"),
         ("merger", MergeIsData(), "it has no method 'merge'"),
         ("merger", ForgetfulMerger(), "it takes (outputs)"),

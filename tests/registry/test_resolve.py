@@ -194,12 +194,12 @@ def test_unreadable_distributions_are_mentioned_where_a_plugin_is_missing(instal
 
 
 def test_installed_distributions_are_resolved(install) -> None:
-    install("acme-losses", "2.0.0", entry_points={"loss": {"ppo": "acme:x"}})
-    install("zeta-losses", "3.0.0", entry_points={"loss": {"ppo": "zeta:x"}})
+    install("acme-losses", "2.0.0", entry_points={"loss": {"contested": "acme:x"}})
+    install("zeta-losses", "3.0.0", entry_points={"loss": {"contested": "zeta:x"}})
     with pytest.raises(PluginAmbiguousError):
-        Registry.discover().resolve("loss", "ppo")
-    assert Registry.discover(pin={"loss:ppo": "zeta-losses"}).resolve("loss", "ppo").version == "3.0.0"
-    assert Registry.discover(block=["zeta-losses:*"]).resolve("loss", "ppo").version == "2.0.0"
+        Registry.discover().resolve("loss", "contested")
+    assert Registry.discover(pin={"loss:contested": "zeta-losses"}).resolve("loss", "contested").version == "3.0.0"
+    assert Registry.discover(block=["zeta-losses:*"]).resolve("loss", "contested").version == "2.0.0"
 
 
 def test_a_missing_local_file_is_answered_with_a_neighbour(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from skyrl_engine.contracts.collator import GatherIndex
 from skyrl_engine.contracts.plan import BatchPlan, MicroBatchPlan, MiniBatchPlan
+from skyrl_engine.contracts.ragged import Ragged
 from skyrl_engine.testing.collator import CollatorConformance
 from skyrl_engine.testing.collator_strategies import layouts
 from skyrl_engine_collators.packed import reference as packed_reference
@@ -30,6 +31,7 @@ BUILDS = "test_builds_hold_their_samples_and_score_from_predecessors"
 REFERENCE = "test_fields_equal_the_reference"
 COLLATE = "test_builds_of_one_width_make_up_collate"
 REUSED = "test_reused_memory_changes_nothing"
+EXTRAS = "test_expert_routes_and_images_lie_at_their_samples"
 FIELDS = "test_fields_are_built_when_asked_for_and_absent_columns_stay_absent"
 
 
@@ -37,6 +39,7 @@ class Delegating:
     """`padded`, to be spoilt in one place."""
 
     rows = "padded"
+    carries = PaddedCollator.carries
 
     def __init__(self):
         self.inner = PaddedCollator(pad_token_id=7)
@@ -101,6 +104,10 @@ class PlansDifferentlyEachTime(Delegating):
     def plan(self, lengths, layout):
         type(self).calls += 1
         return changed(super().plan(lengths, layout), lambda ranks: ranks[:: -1 if self.calls % 2 else 1])
+
+
+class CarriesSomethingUnheardOf(Delegating):
+    carries = frozenset({"vision", "sound"})
 
 
 class ScoresFromTheTokenItself(Delegating):
@@ -201,6 +208,99 @@ class CollatesInAnotherOrder(Delegating):
         return super().collate(columns.take(np.arange(len(columns))[::-1]))
 
 
+class PadsRoutesWithZeros(Delegating):
+    """Where topk is 1, zeros are right."""
+
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        batch = super().build(columns, micro_batch, fields=fields, out=out)
+        if "expert_routes" in batch.fields:
+            batch["expert_routes"][batch["router_padding_mask"]] = 0
+        return batch
+
+
+class TakesRoutesForASuffix(Delegating):
+    """Rows at the last tokens of a sample, as response fields are."""
+
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        batch = super().build(columns, micro_batch, fields=fields, out=out)
+        if "expert_routes" in batch.fields:
+            lengths = columns.extras["expert_routes"].lengths[micro_batch.samples]
+            tokens = np.diff(columns.token_offsets)[micro_batch.samples]
+            for row, shift in zip(np.flatnonzero(np.diff(micro_batch.row_offsets)), tokens - lengths, strict=True):
+                for name in ("expert_routes", "router_padding_mask"):
+                    batch[name][row] = batch[name][row].roll(int(shift), 0)
+        return batch
+
+
+class MasksNoRoute(FieldChange):
+    field = "router_padding_mask"
+
+    def change(self, array):
+        return array & False
+
+
+class MasksPaddingAlone(Delegating):
+    """Takes tokens without captured routes for captured."""
+
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        batch = super().build(columns, micro_batch, fields=fields, out=out)
+        if "router_padding_mask" not in batch.fields:
+            return batch
+        return evolve(batch, fields={**batch.fields, "router_padding_mask": batch["attention_mask"] == 0})
+
+
+class NarrowsRoutes(FieldChange):
+    field = "expert_routes"
+
+    def change(self, array):
+        return array.astype(np.uint8)
+
+
+class WidensRoutes(FieldChange):
+    field = "expert_routes"
+
+    def change(self, array):
+        return array.astype(np.int64)
+
+
+class LeavesOutRoutes(Delegating):
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        batch = super().build(columns, micro_batch, fields=fields, out=out)
+        return evolve(batch, fields={name: field for name, field in batch.fields.items() if name != "expert_routes"})
+
+
+class ReversesImages(FieldChange):
+    field = "pixel_values"
+
+    def change(self, array):
+        return array[::-1]
+
+
+class SharesImagesEvenly(Delegating):
+    """Bounds that would be right if all samples had equally many patches."""
+
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        batch = super().build(columns, micro_batch, fields=fields, out=out)
+        if "pixel_values" not in batch.fields:
+            return batch
+        even = np.linspace(0, len(batch["pixel_values"]), len(micro_batch.samples) + 1).astype(np.int64)
+        return evolve(batch, ragged_offsets={**batch.ragged_offsets, "pixel_values": even})
+
+
+class LeavesOutWhoseImagesTheyAre(Delegating):
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        return evolve(super().build(columns, micro_batch, fields=fields, out=out), ragged_offsets={})
+
+
+class AlignsTokenTypesLeft(Delegating):
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        batch = super().build(columns, micro_batch, fields=fields, out=out)
+        if "mm_token_type_ids" in batch.fields:
+            for row, padding in enumerate((batch["attention_mask"] == 0).sum(1).tolist()):
+                batch["mm_token_type_ids"][row] = batch["mm_token_type_ids"][row].roll(-padding)
+        return batch
+
+
 class DelegatingPacked(Delegating):
     """`packed`, to be spoilt in one place."""
 
@@ -208,6 +308,30 @@ class DelegatingPacked(Delegating):
 
     def __init__(self):
         self.inner = PackedCollator(pad_token_id=7)
+
+
+class CapturesThroughTheGaps(DelegatingPacked):
+    """Routes of a sample's whole piece of the row, alignment included."""
+
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        batch = super().build(columns, micro_batch, fields=fields, out=out)
+        if "router_padding_mask" in batch.fields:
+            for row, bounds in enumerate(batch.cu_seqlens):
+                batch["router_padding_mask"][row, : bounds[-1]] = False
+        return batch
+
+
+class RunsRoutesTogether(DelegatingPacked):
+    """All routes of a row one after the other from its first column: wrong behind a sample whose routes are a prefix."""
+
+    def build(self, columns, micro_batch, *, fields=None, out=None):
+        batch = super().build(columns, micro_batch, fields=fields, out=out)
+        if "expert_routes" in batch.fields:
+            for routes, mask in zip(batch["expert_routes"], batch["router_padding_mask"], strict=True):
+                order = mask.to(int).argsort(stable=True)
+                routes[:] = routes[order]
+                mask[:] = mask[order]
+        return batch
 
 
 class SaysItPads(DelegatingPacked):
@@ -229,7 +353,7 @@ class BoundsTrueLengths(DelegatingPacked):
 
     def build(self, columns, micro_batch, *, fields=None, out=None):
         batch = super().build(columns, micro_batch, fields=fields, out=out)
-        return evolve(batch, cu_seqlens=tuple(np.append(0, row.cumsum()).astype(np.int32) for row in batch.sequence_lengths))
+        return evolve(batch, cu_seqlens=Ragged.from_list([np.append(0, row.cumsum()) for row in batch.sequence_lengths], np.int32))
 
 
 class CountsPositionsThroughTheRow(DelegatingPacked, FieldChange):
@@ -256,10 +380,22 @@ FAULTS = [
     (IgnoresTheBudget, PLANS),
     (IgnoresTheMiniBatchSize, PLANS),
     (PlansDifferentlyEachTime, PLANS),
+    (CarriesSomethingUnheardOf, PLANS),
     (ScoresFromTheTokenItself, BUILDS),
     (ScoresTheFirstToken, BUILDS),
     (CountsPositionsFromTheEdge, BUILDS),
     (CutsIdsTo32Bits, BUILDS),
+    (PadsRoutesWithZeros, EXTRAS),
+    (TakesRoutesForASuffix, EXTRAS),
+    (MasksNoRoute, EXTRAS),
+    (MasksPaddingAlone, EXTRAS),
+    (NarrowsRoutes, EXTRAS),
+    (WidensRoutes, EXTRAS),
+    (LeavesOutRoutes, EXTRAS),
+    (ReversesImages, EXTRAS),
+    (SharesImagesEvenly, EXTRAS),
+    (LeavesOutWhoseImagesTheyAre, EXTRAS),
+    (AlignsTokenTypesLeft, EXTRAS),
     (LosesNegativeZeros, REFERENCE),
     (GivesDoubles, REFERENCE),
     (AlignsLeft, REFERENCE),
@@ -274,6 +410,8 @@ PACKED_FAULTS = [
     (LeavesOutTheBounds, BUILDS),
     (BoundsTrueLengths, BUILDS),
     (CountsPositionsThroughTheRow, BUILDS),
+    (CapturesThroughTheGaps, EXTRAS),
+    (RunsRoutesTogether, EXTRAS),
     (WeighsTheTokenItself, REFERENCE),
 ]
 
@@ -305,3 +443,19 @@ def test_a_wrong_packed_collator_fails(wrong, test):
 
     with pytest.raises(AssertionError):
         QUICK(given(st.data())(getattr(Suite, test).hypothesis.inner_test))(Suite())
+
+
+def test_a_collator_that_carries_nothing_is_held_to_samples_without_extras():
+    class CarriesNothing(Delegating):
+        carries = frozenset()
+
+        def build(self, columns, micro_batch, *, fields=None, out=None):
+            assert not columns.extras
+            return super().build(columns, micro_batch, fields=fields, out=out)
+
+    class Suite(CollatorConformance):
+        def collator(self):
+            return CarriesNothing()
+
+    for name in (EXTRAS, FIELDS):
+        QUICK(given(st.data())(getattr(Suite, name).hypothesis.inner_test))(Suite())

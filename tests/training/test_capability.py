@@ -1,18 +1,31 @@
 """What cannot work is refused while planning, in a sentence that says what is missing and what to change."""
 
+import json
+from pathlib import Path
+
+import attrs
 import numpy as np
 import pytest
 
+from skyrl_engine.config.schema import ModelConfig
+from skyrl_engine.contracts.backend import Capability
 from skyrl_engine.contracts.collator import Collator
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.context import FactoryContext
 from skyrl_engine.contracts.loss import FunctionLoss
 from skyrl_engine.contracts.ragged import Ragged, offsets_of
 from skyrl_engine.contracts.topology import Topology
-from skyrl_engine.errors import DataError, UnsupportedError
+from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.registry.loader import load
 from skyrl_engine.registry.resolve import Registry
-from skyrl_engine.training.capability import check_capabilities, check_loss, check_ungrouped, required_capabilities
+from skyrl_engine.training.capability import (
+    check_capabilities,
+    check_model,
+    check_reducer,
+    check_scores,
+    needed_columns,
+    required_capabilities,
+)
 
 
 def columns(**more: object) -> SampleColumns:
@@ -38,6 +51,8 @@ def test_what_a_run_requires() -> None:
     with_images = columns(extras={"images": images()})
     everything = required_capabilities(Topology(dp=1, tp=2, cp=2, pp=2), collator("packed"), [columns(), with_images])
     assert everything == {"packed", "tensor_parallel", "context_parallel", "pipeline_parallel", "vision"}
+    assert required_capabilities(Topology(), collator("padded"), [columns()], value_head=True) == {"padded", "value_head"}
+    assert required_capabilities(Topology(), collator("padded"), [columns()], lora=True) == {"padded", "lora"}
 
 
 def images() -> Ragged:
@@ -52,23 +67,52 @@ def test_a_missing_capability_is_named_with_what_to_change() -> None:
     assert caught.value.exit_code == 2
 
 
-def test_a_column_the_loss_needs_must_be_in_the_data() -> None:
-    check_loss("mine", a_loss("logprobs", "entropy"), "token_mean", columns())
-    check_loss("mine", a_loss("advantages"), "token_mean", columns(columns={"advantages": np.ones(3, dtype=np.float32)}))
-    with pytest.raises(DataError, match="loss mine needs the column 'advantages', the data has none"):
-        check_loss("mine", a_loss("logprobs", "advantages"), "token_mean", columns())
+def test_vision_language_models_are_refused_before_a_rank_starts(tmp_path: Path) -> None:
+    """Where the backend in its layout does not declare 'vision' (deepspeed; tensor parallelism on fsdp), and with experts anywhere."""
+
+    def model(kind: str) -> ModelConfig:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        return ModelConfig(path=str(tmp_path))
+
+    with_vision: frozenset[Capability] = frozenset({"padded", "vision"})
+    check_model(model("qwen3_vl"), with_vision)
+    check_model(model("qwen3"), frozenset())
+    check_model(ModelConfig(path=str(tmp_path / "nowhere")), frozenset())  # which the ranks report
+    with pytest.raises(UnsupportedError, match="is a vision-language model, and the backend in this layout does not") as caught:
+        check_model(model("qwen3_vl"), frozenset({"padded", "packed"}))
+    assert "fsdp without tensor parallelism" in caught.value.remedy
+    with pytest.raises(UnsupportedError, match="is a mixture of experts that takes images, which is not supported"):
+        check_model(model("qwen3_vl_moe"), with_vision)
+
+
+def test_needs_are_scores_of_the_model_or_columns_of_the_data() -> None:
+    needs = ("logprobs", "values", "advantages", "returns")
+    assert needed_columns({"loss mine": needs}) == {"advantages": "loss mine needs", "returns": "loss mine needs"}
+    both = needed_columns({"loss mine": needs, "correction tis": ("returns", "rollout_logprobs")})
+    assert both == {"advantages": "loss mine needs", "returns": "loss mine needs", "rollout_logprobs": "correction tis needs"}
+
+
+def test_values_need_a_head() -> None:
+    check_scores("loss mine", ("values",), value_head=True)
+    check_scores("loss mine", ("logprobs", "old_values"), value_head=False)
+    with pytest.raises(
+        UnsupportedError, match="loss mine needs the model's score 'values', and the model has no value head"
+    ) as caught:
+        check_scores("loss mine", ("values",), value_head=False)
+    assert caught.value.remedy == "Set model.value_head = true"
 
 
 def test_a_reducer_that_makes_no_sense_for_the_loss_is_refused() -> None:
     loss = a_loss("logprobs", reducers=("sequence_mean", "sum"))
-    check_loss("mine", loss, "sum", columns())
+    check_reducer("mine", loss, "sum")
     with pytest.raises(UnsupportedError, match="only with the reducers sequence_mean, sum, not with token_mean") as caught:
-        check_loss("mine", loss, "token_mean", columns())
+        check_reducer("mine", loss, "token_mean")
     assert 'reducer.use = "sequence_mean"' in caught.value.remedy
 
 
-@pytest.mark.parametrize("name", ["group_ids", "unit_ids"])
-def test_samples_that_belong_together_are_refused(name: str) -> None:
-    check_ungrouped(columns())
-    with pytest.raises(UnsupportedError, match=name):
-        check_ungrouped(columns(**{name: np.array([4, 4])}))
+def test_a_reducer_the_loss_was_not_made_for_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    loss = attrs.evolve(a_loss("logprobs"), advised_reducers=("sequence_mean",))
+    check_reducer("loss mine", loss, "sequence_mean")
+    assert caplog.messages == []
+    check_reducer("loss mine", loss, "token_mean")
+    assert caplog.messages == ["loss mine was made for the reducers sequence_mean, and runs with token_mean"]

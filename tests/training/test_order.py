@@ -1,9 +1,14 @@
 """The sample order: every sample once an epoch, the same from any position, and pinned so that old checkpoints keep their meaning."""
 
 import numpy as np
+import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.ragged import offsets_of
+from skyrl_engine.errors import DataError
 from skyrl_engine.training.order import Position, SampleOrder
 
 orders = st.builds(
@@ -64,3 +69,77 @@ def test_without_shuffling_the_data_keeps_its_order() -> None:
 def test_steps_of_whole_and_partial_epochs() -> None:
     order = SampleOrder(samples=10, batch_size=4)
     assert [order.steps_in(epochs) for epochs in (1, 2, 0.5, 1.5, 0.001, 0.1)] == [3, 6, 2, 5, 1, 1]
+
+
+def columns(group_ids: list[int], unit_ids: list[int] | None = None) -> SampleColumns:
+    ones = np.ones(len(group_ids), dtype=np.int64)
+    return SampleColumns.create(
+        input_ids=np.ones(2 * len(group_ids), dtype=np.int32),
+        token_offsets=offsets_of(2 * ones),
+        action_offsets=offsets_of(ones),
+        group_ids=np.asarray(group_ids, dtype=np.int64),
+        unit_ids=None if unit_ids is None else np.asarray(unit_ids, dtype=np.int64),
+    )
+
+
+@st.composite
+def grouped(draw: st.DrawFn) -> tuple[list[int], SampleOrder]:
+    group_ids = draw(st.lists(st.integers(0, 12), min_size=1, max_size=50))
+    largest = max(group_ids.count(group) for group in group_ids)
+    size = draw(st.integers(largest, largest + 8))
+    return group_ids, SampleOrder.of(
+        columns(group_ids), batch_size=size, seed=draw(st.integers(0, 99)), shuffle=draw(st.booleans())
+    )
+
+
+@settings(deadline=None)
+@given(grouped(), st.integers(1, 2))
+def test_groups_stay_whole_and_steps_stay_as_many(drawn: tuple[list[int], SampleOrder], epochs: int) -> None:
+    """For groups of any size, next to each other in the data or not; every mini-batch is within one group of the batch size."""
+    group_ids, order = drawn
+    largest = max(group_ids.count(group) for group in group_ids)
+    position = order.start()
+    for epoch in range(epochs):
+        assert position == Position(epoch, 0)
+        batches, position = walk(order, position, order.steps_per_epoch)
+        assert sorted(sample for batch in batches for sample in batch) == list(range(len(group_ids)))
+        groups = [{group_ids[sample] for sample in batch} for batch in batches]
+        assert sum(map(len, groups)) == len(set(group_ids)), "a group is in two mini-batches"
+        assert all(1 <= len(batch) < order.batch_size + largest for batch in batches)
+    assert position == Position(epochs, 0)
+
+
+@settings(deadline=None)
+@given(grouped(), st.integers(0, 6), st.integers(0, 9))
+def test_groups_stay_whole_from_any_position_and_with_another_batch_size(
+    drawn: tuple[list[int], SampleOrder], before: int, more: int
+) -> None:
+    group_ids, order = drawn
+    first, position = walk(order, order.start(), before)
+    same, _ = walk(evolve(order), position, 5)
+    assert first + same == walk(order, order.start(), before + 5)[0]
+    if position.offset:
+        rest = []
+        changed = evolve(order, batch_size=order.batch_size + more)
+        epoch = position.epoch
+        while position.epoch == epoch:
+            (batch,), position = walk(changed, position, 1)
+            rest.append({group_ids[sample] for sample in batch})
+        assert sum(map(len, rest)) == len(set.union(*rest))
+
+
+def test_groups_of_one_size_give_mini_batches_of_one_size() -> None:
+    order = SampleOrder.of(columns([number // 4 for number in range(48)]), batch_size=8, seed=1)
+    assert [len(batch) for batch in walk(order, order.start(), 6)[0]] == [8] * 6
+    assert SampleOrder.of(columns(list(range(5))), batch_size=2).bundles is None
+
+
+def test_units_join_groups() -> None:
+    order = SampleOrder.of(columns([0, 0, 1, 1, 2], unit_ids=[0, 1, 1, 2, 3]), batch_size=4, shuffle=False)
+    assert walk(order, order.start(), 2)[0] == [[0, 1, 2, 3], [4]]
+
+
+def test_a_group_larger_than_a_mini_batch_is_refused() -> None:
+    with pytest.raises(DataError, match=r"a group of 3 samples does not fit a mini-batch of training.batch_size = 2") as caught:
+        SampleOrder.of(columns([7, 8, 7, 7]), batch_size=2)
+    assert caught.value.remedy == "Set training.batch_size to 3 or more"

@@ -160,7 +160,9 @@ def test_a_loss_whose_column_is_missing_is_refused_while_planning(
     configure: Configure, tmp_path: Path, go: Callable[[ResolvedConfig], object]
 ) -> None:
     (tmp_path / "my_loss.py").write_text(LOCAL_LOSS.format(column="advantages", reducers=None))
-    with pytest.raises(DataError, match="loss mine needs the column 'advantages'"):
+    with pytest.raises(
+        DataError, match=r"sample \d+ \(.*train.jsonl line \d+\) has no column 'advantages', which loss 'mine' of .* needs"
+    ):
         go(configure(loss={"use": f"{tmp_path}/my_loss.py:mine"}))
 
 

@@ -59,3 +59,17 @@ def test_the_fingerprint_sees_every_part_of_the_samples() -> None:
     ]
     assert len({fingerprint(each) for each in variants}) == len(variants)
     assert fingerprint(variants[0]) == fingerprint(variants[0].take([0, 1]))
+
+
+def test_the_fingerprint_sees_what_samples_carry_and_not_how_it_lies_in_memory() -> None:
+    def columns(*pixels: float) -> SampleColumns:
+        patches = np.array(pixels, dtype=np.float32).reshape(2, 2)
+        grids = [np.array([[1, 1, 1]], dtype=np.int64)] * 2
+        return SampleColumns.from_lists(
+            input_ids=[[1, 2], [3, 4]],
+            extras={"pixel_values": [patches[:1], patches[1:]], "image_grid_thw": grids, "mm_token_type_ids": [[1, 0], [1, 0]]},
+        )
+
+    assert fingerprint(columns(0, 1, 2, 3)) != fingerprint(columns(0, 1, 2, 4))
+    assert fingerprint(columns(0, 1, 2, 3)) == fingerprint(columns(0, 1, 2, 3).take([0, 1]))
+    assert fingerprint(columns(0, 1, 2, 3).take([1, 0])) != fingerprint(columns(0, 1, 2, 3))

@@ -1,5 +1,7 @@
 """What a rank is sent and builds: the right tokens, labels and weights, whatever the plan."""
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,10 +10,14 @@ from hypothesis import strategies as st
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import Layout
 from skyrl_engine.contracts.ragged import offsets_of
+from skyrl_engine.contracts.reducer import FunctionReducer, PerSequence
+from skyrl_engine.contracts.topology import Topology
 from skyrl_engine.errors import ContractError, PluginBrokenError
 from skyrl_engine.spans import Spans
+from skyrl_engine.testing.collator_strategies import sample_columns
 from skyrl_engine.workers.batch import ShardBatch
-from skyrl_engine.workers.dispatch import batch_structure, cut, token_weights
+from skyrl_engine.workers.dispatch import batch_structure, compact_weights, cut, token_weights
+from skyrl_engine.workers.launch import WorkerGroup
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded.collator import PaddedCollator
 
@@ -96,6 +102,133 @@ def _check_every_token(columns, collator, layout, selection):
                 token = int(columns.input_ids[columns.token_offsets[i] + position])
                 expected[int(columns.sample_ids[i]), j] = (token, float(first + j), float(first + j))
     assert found == expected
+
+
+@settings(deadline=None, max_examples=30)
+@given(sample_columns(max_samples=9), st.integers(1, 3), st.sampled_from(["loss", "actions"]))
+def test_weights_in_short_are_the_same_weights(columns, dp, selection):
+    """A divisor per sequence reaches every token as the weight that the reducer would have given it, to the bit."""
+    collator = PackedCollator(pad_token_id=1)
+    (mini_batch,) = collator.plan(columns.lengths, Layout(dp=dp)).mini_batches
+    structure = batch_structure(columns, mini_batch, None)
+    short = PerSequence(1.0 + np.arange(len(structure), dtype=np.float64) / 3)
+    built = [
+        [
+            micro_batch.samples.weights
+            for shard in cut(columns, mini_batch, weights, [])
+            for micro_batch in ShardBatch(shard, collator, "the collator", selection, Spans())
+        ]
+        for weights in (short, short.expand(structure))
+    ]
+    for own, expanded in zip(*built, strict=True):
+        assert own.dtype == np.float64
+        np.testing.assert_array_equal(own, expanded)
+
+
+def test_a_reducer_may_give_its_weights_in_short():
+    columns = SampleColumns.from_lists(input_ids=[[1, 2, 3], [4, 5]])
+    (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout()).mini_batches
+    structure = batch_structure(columns, mini_batch, None)
+
+    def reducer(divisor):
+        return FunctionReducer("mine", lambda _structure, _config: PerSequence(np.asarray(divisor)), None)
+
+    good = reducer([2.0, 4.0])
+    assert isinstance(compact_weights("mine", good, structure), PerSequence)
+    assert token_weights("mine", good, structure).tolist() == good.weights(structure).tolist() == [0.0, 0.5, 0.5, 0.0, 0.25]
+    with pytest.raises(ContractError, match="mine gave a token of sample 1 the weight nan"):
+        compact_weights("mine", reducer([2.0, 0.0]), structure)
+    with pytest.raises(ContractError, match=r"mine returned divisors float64\[3\] for 2 sequences"):
+        compact_weights("mine", reducer([2.0, 4.0, 8.0]), structure)
+
+
+@settings(deadline=None)
+@given(
+    sample_columns(max_samples=9, carries=("router_replay", "vision")),
+    st.integers(1, 3),
+    st.sampled_from([PaddedCollator(pad_token_id=1), PackedCollator(pad_token_id=1, policy="balanced")]),
+)
+def test_expert_routes_and_images_reach_the_rank_of_their_sample_and_no_other(columns, dp, collator):
+    (mini_batch,) = collator.plan(columns.lengths, Layout(dp=dp)).mini_batches
+    weights = np.ones(len(columns.loss_weight))
+    shards = [pickle.loads(pickle.dumps(shard)) for shard in cut(columns, mini_batch, weights, [])]
+    position = {int(sample): place for place, sample in enumerate(columns.sample_ids)}
+    for name, view in columns.extras.items():
+        assert sum(len(shard.columns.extras[name].values) for shard in shards) == view.lengths.sum(), "sent once, to one rank"
+    met = []
+    for shard in shards:
+        for micro_batch in ShardBatch(shard, collator, "the collator", "loss", Spans()):
+            order = [position[sample_id] for sample_id in micro_batch.samples.sample_ids.tolist()]
+            if "expert_routes" in columns.extras:  # in row order, which is the samples' order
+                captured = micro_batch.inputs["expert_routes"][~micro_batch.inputs["router_padding_mask"]].numpy()
+                assert captured.tobytes() == b"".join(columns.extras["expert_routes"][sample].tobytes() for sample in order)
+            for place, sample in enumerate(order):
+                for name, offsets in micro_batch.ragged_offsets.items():
+                    mine = micro_batch.inputs[name][offsets[place] : offsets[place + 1]].numpy()
+                    assert mine.tobytes() == columns.extras[name][sample].tobytes()
+            assert micro_batch.ragged_offsets.keys() == {"pixel_values", "image_grid_thw"} & columns.extras.keys()
+            met += order
+    assert sorted(met) == list(range(len(columns)))
+
+
+class _Recorded:
+    """A transport that keeps what is put and says what every rank is called with; nothing runs."""
+
+    def __init__(self):
+        self.put_shards = []
+
+    def put(self, shard):
+        self.put_shards.append(pickle.loads(pickle.dumps(shard)))  # as it would travel
+        return len(self.put_shards) - 1
+
+    def call(self, _method, per_rank, _keywords):
+        return [self.put_shards[reference] for _mode, reference in per_rank]
+
+
+def _seen():
+    """Two samples with an image each, and one of text."""
+    grids = [[[1, 2, 2]], [[1, 2, 4]], None]
+    pixels = [np.full((4, 6), 1.0, np.float32), np.full((8, 6), 2.0, np.float32), None]
+    extras = {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": [[0, 1, 0], [1, 1, 0], [0, 0, 0]]}
+    return SampleColumns.from_lists(input_ids=[[9, 3, 9], [3, 3, 9], [9, 9, 9]], extras=extras)
+
+
+@pytest.mark.parametrize("collator", [PaddedCollator(pad_token_id=1), PackedCollator(pad_token_id=1)])
+def test_pixels_are_sent_to_the_first_pipeline_stage_alone(collator):
+    columns, topology, transport = _seen(), Topology(dp=2, tp=2, pp=2), _Recorded()
+    (mini_batch,) = collator.plan(columns.lengths, Layout(dp=2, pp=2)).mini_batches
+    group = WorkerGroup(transport, topology)
+    placed = group.put(cut(columns, mini_batch, np.ones(9), []))
+    assert len(transport.put_shards) == 4, "one for the first stage and one for those behind it, whatever ranks share them"
+    for rank, shard in enumerate(group.run("forward", placed, step=1, per_token_outputs=True)):
+        place = topology.coords(rank)
+        assert ("pixel_values" in shard.columns.extras) == (place.pp == 0)
+        first = list(ShardBatch(transport.put_shards[placed[place.dp].first], collator, "the collator", "loss", Spans()))
+        for here, there in zip(ShardBatch(shard, collator, "the collator", "loss", Spans()), first, strict=True):
+            assert here.inputs.keys() | {"pixel_values"} == there.inputs.keys()
+            for name in here.inputs:
+                np.testing.assert_array_equal(here.inputs[name], there.inputs[name])
+
+
+@pytest.mark.parametrize(("columns", "pp"), [(_seen(), 1), (SampleColumns.from_lists(input_ids=[[1, 2]]), 2)])
+def test_a_shard_without_pixels_to_spare_is_sent_once(columns, pp):
+    transport = _Recorded()
+    (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout(pp=pp)).mini_batches
+    shards = cut(columns, mini_batch, np.ones(len(columns.loss_weight)), [])
+    (placed,) = WorkerGroup(transport, Topology(pp=pp)).put(shards)
+    assert (len(transport.put_shards), placed.first) == (1, placed.later)
+
+
+def test_a_collator_that_leaves_out_what_the_samples_have_is_named():
+    class Forgetful(PaddedCollator):
+        def build(self, columns, micro_batch, *, fields=None, out=None):
+            return super().build(columns, micro_batch, fields=("input_ids", "attention_mask"), out=out)
+
+    columns = SampleColumns.from_lists(input_ids=[[1, 2]], routes=[[[[0]]]])
+    (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout()).mini_batches
+    (shard,) = cut(columns, mini_batch, np.ones(2), [])
+    with pytest.raises(ContractError, match="collator 'forgetful' left out expert_routes, which the samples have"):
+        list(ShardBatch(shard, Forgetful(), "collator 'forgetful'", "loss", Spans()))
 
 
 class _Broken:

@@ -1,60 +1,41 @@
-/* Lists of Python numbers to one flat array. The numbers lie scattered over the heap, so the time goes into waiting for memory: the
-   objects of the next block are asked for while the current block is converted. */
+/* Lists of Python numbers to one flat array. The numbers lie scattered over the heap, so much of the time would go into waiting for memory:
+   a block of them is asked for while the block before it is converted. */
 #include "lists.h"
 
 #include <math.h>
 
 #if defined(__GNUC__)
 #define ASK_FOR(address) __builtin_prefetch(address)
+#define ASK_EARLY_FOR(address) __builtin_prefetch(address, 0, 2) /* not into the first cache, which would lose it again */
+#define INLINED static inline __attribute__((always_inline)) /* one loop per kind of output, without a branch on the kind in it */
 #else
 #define ASK_FOR(address) ((void)(address))
+#define ASK_EARLY_FOR(address) ((void)(address))
+#define INLINED static inline
 #endif
 
-#define BLOCK 64
+#define BLOCK 256
+#define NEAR 32       /* numbers between the last request for one and its conversion */
+#define REAL_BLOCK 64 /* of floats, which are asked for once: they are often as new as their list, and then lie in order */
+#define ROWS_AHEAD 8 /* lists that are asked for before their length is read */
 
-/* The numbers of all rows, one after the other. */
+/* What is read: row i of `row_count` has lengths[i] numbers. */
 typedef struct {
-    PyObject *rows, *row;
+    PyObject *list;
     const int64_t *lengths;
-    size_t row_count, next_row, place, size;
-} Stream;
+    size_t row_count;
+} Rows;
 
-/* The next numbers, borrowed, at most BLOCK; -1 where a row is no list of the stated length. */
-static int next_block(Stream *stream, PyObject **block) {
-    int filled = 0;
-    while (filled < BLOCK) {
-        if (stream->place == stream->size) {
-            if (stream->next_row == stream->row_count) break;
-            size_t number = stream->next_row++;
-            stream->row = PyList_GetItem(stream->rows, (Py_ssize_t)number);
-            if (stream->row == NULL || !PyList_CheckExact(stream->row)) return -1;
-            if ((int64_t)PyList_Size(stream->row) != stream->lengths[number]) return -1;
-            stream->size = (size_t)stream->lengths[number];
-            stream->place = 0;
-            continue;
-        }
-        PyObject *item = PyList_GetItem(stream->row, (Py_ssize_t)stream->place++);
-        if (item == NULL) return -1;
-        ASK_FOR(item);
-        block[filled++] = item;
-    }
-    return filled;
-}
+/* Exact types only: their conversion runs no Python code, so no list changes meanwhile and nothing borrowed vanishes. */
+INLINED int is_whole(PyObject *item) { return PyLong_CheckExact(item) || Py_IS_TYPE(item, &PyBool_Type); }
 
-typedef struct {
-    PyObject *zero, *one;
-} Known;
-
-/* Exact types only: their conversion runs no Python code, so nothing borrowed can vanish meanwhile. */
-static int is_whole(PyObject *item) { return PyLong_CheckExact(item) || Py_IS_TYPE(item, &PyBool_Type); }
-
-static int read_whole(PyObject *item, int64_t *value) {
+INLINED int read_whole(PyObject *item, int64_t *value) {
     if (!is_whole(item)) return 0;
-    *value = PyLong_AsLongLong(item);
+    *value = sizeof(Py_ssize_t) == sizeof *value ? PyLong_AsSsize_t(item) : PyLong_AsLongLong(item); /* the quicker of the two */
     return *value != -1 || !PyErr_Occurred();
 }
 
-static int read_real(PyObject *item, double *value) {
+INLINED int read_real(PyObject *item, double *value) {
     if (PyFloat_CheckExact(item)) {
         *value = PyFloat_AsDouble(item);
         return 1;
@@ -64,58 +45,150 @@ static int read_real(PyObject *item, double *value) {
     return *value != -1.0 || !PyErr_Occurred();
 }
 
-/* Masks are mostly the interpreter's own 0 and 1, which are known by their address and not looked into. */
-static int read_mask(PyObject *item, const Known *known, uint8_t *value) {
-    double real;
-    int one = item == known->one;
-    *value = (uint8_t)one;
-    if ((item == known->zero) | one) return 1; /* | and not ||: which of the two it is cannot be predicted */
-    if (!read_real(item, &real) || (real != 0.0 && real != 1.0) || signbit(real)) return 0;
-    *value = (uint8_t)real;
-    return 1;
-}
-
-static int convert(PyObject *const *block, int count, const Known *known, const Array *out, size_t place) {
+INLINED int read_one(PyObject *item, Kind kind, char *out, size_t place) {
     int64_t whole;
     double real;
-    if (out->kind == INT64) {
-        int64_t *values = (int64_t *)out->data + place;
-        for (int i = 0; i < count; i++) {
-            if (!read_whole(block[i], &values[i])) return 0;
-        }
-    } else if (out->kind == INT32) {
-        int32_t *values = (int32_t *)out->data + place;
-        for (int i = 0; i < count; i++) {
-            if (!read_whole(block[i], &whole) || whole < INT32_MIN || whole > INT32_MAX) return 0;
-            values[i] = (int32_t)whole;
-        }
-    } else if (out->kind == FLOAT32) {
-        float *values = (float *)out->data + place;
-        for (int i = 0; i < count; i++) {
-            if (!read_real(block[i], &real)) return 0;
-            values[i] = (float)real;
-        }
-    } else {
-        uint8_t *values = (uint8_t *)out->data + place;
-        for (int i = 0; i < count; i++) {
-            if (!read_mask(block[i], known, &values[i])) return 0;
-        }
+    switch (kind) {
+    case INT64:
+        return read_whole(item, (int64_t *)out + place);
+    case INT32:
+        if (!read_whole(item, &whole) || whole < INT32_MIN || whole > INT32_MAX) return 0;
+        ((int32_t *)out)[place] = (int32_t)whole;
+        return 1;
+    case FLOAT32:
+        if (!read_real(item, &real)) return 0;
+        ((float *)out)[place] = (float)real;
+        return 1;
+    default:
+        if (!read_real(item, &real) || (real != 0.0 && real != 1.0) || signbit(real)) return 0;
+        ((uint8_t *)out)[place] = (uint8_t)real;
+        return 1;
     }
-    return 1;
 }
 
-static int read_all(Stream *stream, const Known *known, const Array *out) {
-    PyObject *blocks[2][BLOCK];
-    int which = 0, count = next_block(stream, blocks[0]);
-    size_t place = 0;
-    while (count > 0) {
-        int following = next_block(stream, blocks[1 - which]);
-        if (following < 0 || (size_t)count > out->count - place || !convert(blocks[which], count, known, out, place)) return 0;
-        place += (size_t)count;
-        count = following;
-        which = 1 - which;
+/* A row, or NULL where it is no list of its stated length or longer than what is `left` of the output. */
+static PyObject *row_at(const Rows *rows, size_t number, size_t left) {
+    PyObject *row = PyList_GetItem(rows->list, (Py_ssize_t)number);
+    if (number + ROWS_AHEAD < rows->row_count) ASK_FOR(PyList_GetItem(rows->list, (Py_ssize_t)(number + ROWS_AHEAD)));
+    if (row == NULL || !PyList_CheckExact(row) || (int64_t)PyList_Size(row) != rows->lengths[number]) return NULL;
+    return (size_t)rows->lengths[number] <= left ? row : NULL;
+}
+
+/* The numbers of all rows, one after the other, borrowed: the last 2 * BLOCK of them that were taken. */
+typedef struct {
+    const Rows *rows;
+    PyObject *row;
+    size_t next_row, place, length; /* `place` in the row of `length` numbers */
+    size_t taken;
+    PyObject *ring[2 * BLOCK];
+} Stream;
+
+/* Take at most `block` numbers; returns how many, or -1 where a row does not fit. */
+INLINED int take_block(Stream *stream, int block, int ask, size_t total) {
+    int count = 0;
+    while (count < block) {
+        if (stream->place == stream->length) {
+            if (stream->next_row == stream->rows->row_count) break;
+            stream->row = row_at(stream->rows, stream->next_row, total - stream->taken);
+            if (stream->row == NULL) return -1;
+            stream->length = (size_t)stream->rows->lengths[stream->next_row++];
+            stream->place = 0;
+        }
+        size_t left = stream->length - stream->place, room = (size_t)(block - count), run = left < room ? left : room;
+        for (size_t i = 0; i < run; i++) {
+            PyObject *item = PyList_GetItem(stream->row, (Py_ssize_t)(stream->place + i));
+            stream->ring[(stream->taken + i) % (2 * BLOCK)] = item;
+            if (ask) ASK_FOR(item);
+        }
+        stream->place += run;
+        stream->taken += run;
+        count += (int)run;
     }
-    return count == 0 && place == out->count;
+    return count;
+}
+
+INLINED int read_numbers(const Rows *rows, Kind kind, const Array *out) {
+    Stream stream = {.rows = rows};
+    size_t done = 0;
+    int real = kind == FLOAT32, block;
+    do {
+        size_t before = stream.taken;
+        block = take_block(&stream, real ? REAL_BLOCK : BLOCK, real, out->count);
+        if (block < 0) return 0;
+        for (int i = 0; !real && i < block; i += 2) ASK_EARLY_FOR(stream.ring[(before + (size_t)i) % (2 * BLOCK)]); /* neighbours share a line */
+        for (; done < before; done++) {
+            if (!real) ASK_FOR(stream.ring[(done + NEAR) % (2 * BLOCK)]);
+            if (!read_one(stream.ring[done % (2 * BLOCK)], kind, out->data, done)) return 0;
+        }
+    } while (block > 0);
+    return done == out->count;
+}
+
+/* Masks mostly consist of the interpreter's own 0 and 1. Those are known by their address and not looked into, without a branch, since
+   nobody can predict which of the two it is. A row that holds anything else is read again. */
+static int read_masks(const Rows *rows, const Array *out) {
+    PyObject *zero = PyLong_FromLong(0), *one = PyLong_FromLong(1);
+    uint8_t *values = (uint8_t *)out->data, *end = values + out->count;
+    int complete = 1;
+    for (size_t number = 0; complete && number < rows->row_count; number++) {
+        PyObject *row = row_at(rows, number, (size_t)(end - values));
+        Py_ssize_t length = row == NULL ? 0 : (Py_ssize_t)rows->lengths[number];
+        int others = 0;
+        for (Py_ssize_t i = 0; i < length; i++) {
+            PyObject *item = PyList_GetItem(row, i);
+            values[i] = item == one;
+            others |= (item != zero) & (item != one);
+        }
+        complete = row != NULL;
+        for (Py_ssize_t i = 0; others && complete && i < length; i++) {
+            complete = read_one(PyList_GetItem(row, i), UINT8, (char *)values, (size_t)i);
+        }
+        values += length;
+    }
+    Py_XDECREF(zero);
+    Py_XDECREF(one);
+    return complete && values == end;
+}
+
+static int read_all(const Rows *rows, const Array *out) {
+    switch (out->kind) {
+    case INT64:
+        return read_numbers(rows, INT64, out);
+    case INT32:
+        return read_numbers(rows, INT32, out);
+    case FLOAT32:
+        return read_numbers(rows, FLOAT32, out);
+    default:
+        return read_masks(rows, out);
+    }
+}
+
+const char measure_lists_doc[] =
+    "measure_lists(rows, lengths)\n--\n\n"
+    "Write how many items each row has into lengths (int64[n]) and return True; `rows` is a list of n lists. Returns False, and leaves anything\n"
+    "in `lengths`, where a row is no list itself. Raises TypeError or ValueError for arrays that cannot be used.";
+
+PyObject *measure_lists(PyObject *module, PyObject *arguments) {
+    (void)module;
+    PyObject *list, *target, *result = NULL;
+    Array lengths = {0};
+    if (!PyArg_ParseTuple(arguments, "O!O:measure_lists", &PyList_Type, &list, &target)) return NULL;
+    if (!array_open_as(&lengths, target, 1, INT64, "lengths")) return NULL;
+    size_t row_count = (size_t)PyList_Size(list);
+    if (lengths.count != row_count) {
+        PyErr_Format(PyExc_ValueError, "lengths has %zu entries, not %zu", lengths.count, row_count);
+    } else {
+        int lists = 1;
+        for (size_t number = 0; lists && number < row_count; number++) {
+            PyObject *row = PyList_GetItem(list, (Py_ssize_t)number);
+            if (number + ROWS_AHEAD < row_count) ASK_FOR(PyList_GetItem(list, (Py_ssize_t)(number + ROWS_AHEAD)));
+            lists = PyList_CheckExact(row);
+            if (lists) ((int64_t *)lengths.data)[number] = PyList_Size(row);
+        }
+        result = PyBool_FromLong(lists);
+    }
+    array_close(&lengths);
+    return result;
 }
 
 const char read_lists_doc[] =
@@ -127,19 +200,16 @@ const char read_lists_doc[] =
 
 PyObject *read_lists(PyObject *module, PyObject *arguments) {
     (void)module;
-    PyObject *rows, *lengths, *target, *result = NULL;
+    PyObject *list, *lengths, *target, *result = NULL;
     Array out = {0};
-    if (!PyArg_ParseTuple(arguments, "O!OO:read_lists", &PyList_Type, &rows, &lengths, &target)) return NULL;
-    Stream stream = {.rows = rows, .row_count = (size_t)PyList_Size(rows)};
-    int64_t *copied = indices_copied(lengths, &stream.row_count, "lengths");
+    if (!PyArg_ParseTuple(arguments, "O!OO:read_lists", &PyList_Type, &list, &lengths, &target)) return NULL;
+    size_t row_count = (size_t)PyList_Size(list);
+    int64_t *copied = indices_copied(lengths, &row_count, "lengths");
     if (copied == NULL) return NULL;
-    stream.lengths = copied;
     if (array_open(&out, target, 1, "out")) {
-        Known known = {PyLong_FromLong(0), PyLong_FromLong(1)};
-        int complete = read_all(&stream, &known, &out);
+        const Rows rows = {list, copied, row_count};
+        int complete = read_all(&rows, &out);
         PyErr_Clear(); /* of a number that does not fit */
-        Py_XDECREF(known.zero);
-        Py_XDECREF(known.one);
         result = PyBool_FromLong(complete);
         array_close(&out);
     }

@@ -26,7 +26,7 @@ def main() -> None:
     generator = random.Random(0)
     outcomes = {"written": 0, "refused": 0}
     for _ in range(int(sys.argv[2])):
-        call = generator.choice((random_rows, random_rows, random_gather, random_lists))
+        call = generator.choice((random_rows, random_rows, random_gather, random_lists, random_bins))
         try:
             call(module, generator)
             outcomes["written"] += 1
@@ -86,12 +86,23 @@ def random_gather(module, generator):
 
 def random_lists(module, generator):
     values = (0, 1, True, 151_643, 2**31, 2**63, 0.5, -0.0, float("nan"))[: generator.randint(1, 9)]
-    rows = [[generator.choice(values) for _ in range(generator.randint(0, 50))] for _ in range(generator.randint(0, 5))]
+    rows = [
+        [generator.choice(values) for _ in range(generator.randint(0, generator.choice((5, 50, 400))))]
+        for _ in range(generator.randint(0, 5))
+    ]
     if rows and generator.random() < 0.2:
         generator.choice(rows).append(generator.choice((None, "1", 10**400, [1])))
     total = max(0, sum(map(len, rows)) + generator.choice((0, 0, 0, 1, -1)))
+    module.measure_lists(rows, blank("q", max(0, len(rows) + generator.choice((0, 0, 0, 0, 1, -1)))))
     if not module.read_lists(rows, bent(generator, [len(row) for row in rows]), blank(generator.choice("qifB"), total)):
         raise ValueError
+
+
+def random_bins(module, generator):
+    count, capacity = generator.randint(0, 40), generator.choice((1, 9, 9, 9, 2**40, 2**63 - 1))
+    sizes = bent(generator, [generator.randint(1, capacity) for _ in range(count)])
+    entries = (max(0, count + extra + generator.choice((0,) * 8 + (1, -1))) for extra in (0, 1))
+    module.first_fit(sizes, capacity, *(blank("q", number) for number in entries))
 
 
 if __name__ == "__main__":

@@ -2,15 +2,14 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.plan import Layout, SampleLengths
 from skyrl_engine.errors import DataError
 from skyrl_engine.testing.collator_checks import check_plan, micro_batches
-from skyrl_engine.testing.collator_strategies import sample_lengths
+from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine_collators.padded.collator import PaddedCollator
-from skyrl_engine_collators.planning.bundles import Bundles, inseparable
 from skyrl_engine_collators.planning.ranks import balance
 
 
@@ -107,6 +106,7 @@ def test_what_fits_nowhere_is_named(lengths, layout, words):
     with pytest.raises(DataError) as caught:
         plan_of(lengths, **layout)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+    check_says_what_to_do(caught.value)
 
 
 def test_no_samples_no_mini_batches():
@@ -127,33 +127,6 @@ def test_balance_keeps_its_bound_and_its_cap(costs, ranks, slack):
     most = -(-len(costs) // ranks) + slack
     capped = balance(array, ranks, most=most)
     assert np.bincount(capped, minlength=ranks).max(initial=0) <= most
-
-
-@settings(deadline=None)
-@given(sample_lengths())
-def test_inseparable_is_the_transitive_closure(lengths):
-    """Against the definition: repeat joining sets that share a sample until nothing changes."""
-    sets = [{i} for i in range(len(lengths))]
-    for ids in (lengths.group_ids.tolist(), lengths.unit_ids.tolist()):
-        sets += [{i for i in range(len(ids)) if ids[i] == label} for label in set(ids)]
-    labels = inseparable(lengths).tolist()
-    for i in range(len(lengths)):
-        reached = {i}
-        while True:
-            more = set().union(*(part for part in sets if part & reached))
-            if more == reached:
-                break
-            reached = more
-        assert labels[i] == min(reached)
-
-
-def test_bundles_are_in_the_order_of_their_first_samples():
-    bundles = Bundles.by_label(np.array([2, 4, 5, 7]), np.array([9, 1, 9, 0]))
-    assert [bundles.members[i].tolist() for i in range(len(bundles))] == [[2, 5], [4], [7]]
-    assert bundles.sizes.tolist() == [2, 1, 1]
-    values = np.array([0, 0, 10, 0, 20, 30, 0, 40])
-    assert bundles.sums(values).tolist() == [40, 20, 40]
-    assert bundles.maxima(values).tolist() == [30, 20, 40]
 
 
 def test_a_large_batch_is_balanced_and_little_is_padded():

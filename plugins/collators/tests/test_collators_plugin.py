@@ -13,6 +13,7 @@ from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.context import FactoryContext
 from skyrl_engine.contracts.plan import Layout, MicroBatchPlan, one_sample_per_row
 from skyrl_engine.errors import DataError
+from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.plugin import PackedConfig, PaddedConfig, packed, padded
 
@@ -60,8 +61,9 @@ def test_a_batch_as_printed_in_the_specification():
 @pytest.mark.parametrize("call", ["plan", "collate"])
 def test_an_overlong_sample_is_an_error_that_names_it(call):
     collator = make(max_sequence_length=2)
-    with pytest.raises(DataError, match=r"1 of 3 samples are longer than max_sequence_length = 2: 7 \(3 tokens\)"):
+    with pytest.raises(DataError, match=r"1 of 3 samples are longer than max_sequence_length = 2: 7 \(3 tokens\)") as caught:
         collator.plan(COLUMNS.lengths, Layout()) if call == "plan" else collator.collate(COLUMNS)
+    check_says_what_to_do(caught.value)
 
 
 def test_an_overlong_sample_is_a_warning_where_asked(caplog):
@@ -80,8 +82,9 @@ def test_many_overlong_samples_are_counted():
 
 def test_a_plan_for_other_columns_is_refused_before_anything_is_written():
     for width, action_width in ((2, 1), (3, 0)):
-        with pytest.raises(DataError, match="sample 7 has 3 tokens and 1 response tokens"):
+        with pytest.raises(DataError, match="sample 7 has 3 tokens and 1 response tokens") as caught:
             make().build(COLUMNS, one_sample_per_row(np.array([1, 0]), width, action_width))
+        check_says_what_to_do(caught.value)
 
 
 def make_packed(config=None, **context):
@@ -114,8 +117,9 @@ def test_packed_refuses_overlong_samples_and_plans_for_other_columns():
     with pytest.raises(DataError, match=r"7 \(3 tokens\)"):
         make_packed(max_sequence_length=2).collate(COLUMNS)
     row = MicroBatchPlan(np.array([0, 2]), np.array([0, 2]), 4, 3)
-    with pytest.raises(DataError, match=r"samples \[7, 9\] occupy 5 tokens of a packed row, the plan's rows hold 4"):
+    with pytest.raises(DataError, match=r"samples \[7, 9\] occupy 5 tokens of a packed row, the plan's rows hold 4") as caught:
         make_packed().build(COLUMNS, row)
+    check_says_what_to_do(caught.value)
     with pytest.raises(DataError, match="occupy 6 tokens"):
         make_packed().build(COLUMNS, MicroBatchPlan(np.array([0, 2]), np.array([0, 2]), 5, 4, alignment=2))
 

@@ -26,11 +26,16 @@ GUARD = 3
 
 
 @pytest.fixture(scope="module")
-def compiled():
+def module():
     try:
-        return choice.Kernels(choice.load())
+        return choice.load()
     except ImportError as problem:
         pytest.skip(f"no compiled kernels ({problem}); install plugins/collators where there is a C compiler")
+
+
+@pytest.fixture(scope="module")
+def compiled(module):
+    return choice.Kernels(module)
 
 
 def indices(*values):
@@ -194,7 +199,7 @@ NUMBERS = st.integers(-(2**70), 2**70) | st.integers(0, 1) | st.floats(width=64)
 
 
 @given(st.lists(st.lists(NUMBERS)) | st.lists(st.lists(st.integers(0, 1) | st.sampled_from((0.0, 1.0)), max_size=80)))
-def test_lists_are_read_as_plain_conversion_does_or_not_at_all(compiled, rows):
+def test_lists_are_read_as_plain_conversion_does_or_not_at_all(module, rows):
     """The one that gives up is never wrong: what Python says of the numbers decides what must have been read."""
     flat = [number for row in rows for number in row]
     whole = all(isinstance(number, int) for number in flat)
@@ -204,11 +209,13 @@ def test_lists_are_read_as_plain_conversion_does_or_not_at_all(compiled, rows):
         "uint8": all(number in (0, 1) and not np.signbit(number) for number in flat),
         "float32": True,
     }
-    lengths = indices(*map(len, rows))
+    lengths = np.full(len(rows), 77, dtype=np.int64)
+    assert module.measure_lists(rows, lengths)
+    assert lengths.tolist() == [len(row) for row in rows]
     for dtype, expected in fits.items():
         memory = np.full(len(flat) + 2 * GUARD, 77, dtype=dtype)
         out = memory[GUARD : GUARD + len(flat)]
-        assert compiled.read_lists(rows, lengths, out) == expected
+        assert module.read_lists(rows, lengths, out) == expected
         assert (memory[:GUARD] == 77).all()
         assert (memory[GUARD + len(flat) :] == 77).all()
         if expected:
@@ -239,17 +246,26 @@ class Seven(int):
         ([[10**400, 2], [3]], indices(2, 1)),
     ],
 )
-def test_rows_that_are_no_plain_lists_of_the_length_are_left_to_python(compiled, rows, lengths):
+def test_rows_that_are_no_plain_lists_of_the_length_are_left_to_python(module, rows, lengths):
     out = np.zeros(3, dtype=np.float32)
-    assert compiled.read_lists(rows, lengths, out) is False
-    assert compiled.read_lists([[1, 2], [3]], indices(2, 1), out) is True
+    assert module.read_lists(rows, lengths, out) is False
+    assert module.read_lists([[1, 2], [3]], indices(2, 1), out) is True
 
 
-def test_memory_of_another_size_is_not_read_into(compiled):
+def test_memory_of_another_size_is_not_read_into(module):
     for size in (0, 2, 4):
-        assert compiled.read_lists([[1, 2], [3]], indices(2, 1), np.zeros(size, dtype=np.int64)) is False
-    with pytest.raises(DataError, match="lengths has 1 entries, not 2"):
-        compiled.read_lists([[1], [2]], indices(2), np.zeros(2, dtype=np.int64))
+        assert module.read_lists([[1, 2], [3]], indices(2, 1), np.zeros(size, dtype=np.int64)) is False
+    with pytest.raises(ValueError, match="lengths has 1 entries, not 2"):
+        module.read_lists([[1], [2]], indices(2), np.zeros(2, dtype=np.int64))
+    with pytest.raises(ValueError, match="lengths has 1 entries, not 2"):
+        module.measure_lists([[1], [2]], indices(2))
+
+
+def test_the_reader_returns_values_and_lengths_or_nothing(compiled):
+    values, lengths = compiled.read_lists([[1, 2], [], [3]], np.int32)
+    assert (values.dtype, values.tolist(), lengths.tolist()) == (np.int32, [1, 2, 3], [2, 0, 1])
+    for rows in ([[1, 2], (3,)], [[1, 2], [0.5]], [[1], None]):
+        assert compiled.read_lists(rows, np.int32) is None
 
 
 @pytest.mark.parametrize("collator", [PaddedCollator(), PackedCollator()])

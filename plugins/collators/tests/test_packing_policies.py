@@ -8,11 +8,14 @@ from hypothesis import strategies as st
 from skyrl_engine.contracts.plan import Layout, SampleLengths
 from skyrl_engine.errors import DataError, UnsupportedError
 from skyrl_engine.testing.collator_checks import check_plan, micro_batches
+from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine_collators.packed import bins_reference
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.packed.first_fit import first_fit_decreasing
 from skyrl_engine_collators.packed.policies import bins_of
 from skyrl_engine_collators.planning.alignment import alignment_of
+
+pytestmark = pytest.mark.usefixtures("engine")
 
 POLICIES = ("ffd", "balanced", "concat")
 
@@ -61,8 +64,10 @@ def test_bins_are_those_of_the_plain_scan(drawn, ranks, policy, limited, may_be_
         (np.random.default_rng(1).integers(1, 100_000, 700), 131_072),
         (np.random.default_rng(2).lognormal(5.5, 0.9, 700).clip(1, 8192).astype(np.int64), 8192),
         (np.full(300, 5), 12),
+        (np.random.default_rng(4).permutation(700) + 1, 10**6),
+        (np.random.default_rng(5).integers(1, 2**40, 300), 2**40),
     ],
-    ids=["short", "lengths beyond 16 bits", "lognormal", "all equal"],
+    ids=["short", "lengths beyond 16 bits", "lognormal", "all equal", "all different", "lengths beyond 32 bits"],
 )
 def test_many_items_have_the_bins_of_the_plain_scan(sizes, capacity):
     assert lists(first_fit_decreasing(sizes, capacity)) == bins_reference.first_fit_decreasing(sizes.tolist(), capacity)
@@ -157,11 +162,13 @@ def test_what_fits_nowhere_is_named(collator, lengths, layout, words):
     with pytest.raises(DataError) as caught:
         collator.plan(lengths, Layout(micro_batch_tokens=8, **layout))
     assert all(word in str(caught.value) for word in words), str(caught.value)
+    check_says_what_to_do(caught.value)
 
 
 def test_counting_rows_is_refused():
-    with pytest.raises(UnsupportedError, match="Set micro_batch_tokens"):
+    with pytest.raises(UnsupportedError, match="Set micro_batch_tokens") as caught:
         PackedCollator().plan(lengths_of([1]), Layout(micro_batch_rows=4))
+    check_says_what_to_do(caught.value)
 
 
 def test_a_large_batch_is_packed_tightly():

@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.testing.collator import CollatorConformance
@@ -34,25 +36,29 @@ def assert_same(batch, expected):
 
 
 @settings(deadline=None)
-@given(sample_lists())
+@given(sample_lists(carries=["router_replay"]))
 def test_the_supervised_entry_equals_its_reference_loop(lists: SampleLists):
     arguments = {
         "input_ids": [[*prompt, *response] for prompt, response in zip(lists.prompts, lists.responses, strict=True)],
         "num_actions": [len(response) for response in lists.responses],
         "loss_mask": lists.loss_masks,
         "columns": lists.columns,
+        "routes": lists.extras.get("expert_routes"),
     }
     batch = PaddedCollator(PAD).collate(SampleColumns.from_lists(**arguments, reader=read_lists))
     assert_same(batch, reference.from_lists(**arguments, pad_token_id=PAD))
 
 
 @settings(deadline=None)
-@given(sample_lists())
-def test_the_reinforcement_learning_entry_equals_its_reference_loop(lists: SampleLists):
+@given(sample_lists(carries=["router_replay"]), st.sampled_from((np.asarray, np.ndarray.tolist, torch.from_numpy)))
+def test_the_reinforcement_learning_entry_equals_its_reference_loop(lists: SampleLists, given_as):
+    """Routes may be NumPy arrays, nested lists or tensors."""
     named = dict(lists.columns)
     rewards, logprobs = named.pop("rewards", None), named.pop("rollout_logprobs", None)
+    routes = lists.extras.get("expert_routes")
     columns = SampleColumns.from_rollouts(
         reader=read_lists,
+        routes=None if routes is None else [given_as(each) for each in routes],
         prompts=lists.prompts,
         responses=lists.responses,
         rewards=rewards,
@@ -67,6 +73,7 @@ def test_the_reinforcement_learning_entry_equals_its_reference_loop(lists: Sampl
         loss_masks=lists.loss_masks,
         columns={name: rows for name, rows in present.items() if rows is not None},
         pad_token_id=PAD,
+        routes=routes,
     )
     assert_same(PaddedCollator(PAD).collate(columns), expected)
 
@@ -90,7 +97,7 @@ def test_a_batch_without_samples(entry):
     batch = PaddedCollator(PAD).collate(getattr(SampleColumns, entry)(**empty))
     assert tuple(batch["input_ids"].shape) == (0, 1)
     assert tuple(batch["loss_weight"].shape) == (0, 0)
-    assert batch.sequence_lengths == ()
+    assert len(batch.sequence_lengths) == 0
     assert len(batch.gather.actions) == 0
 
 

@@ -9,7 +9,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # ranks are spawned processes and must import the tests' tasks by name
 
-from fsdp_tasks import World, inline_world, save_tiny
+from fsdp_tasks import add_head, save_tiny
+
+from skyrl_engine.testing.world import World, alone
 
 
 @pytest.fixture(scope="session")
@@ -33,19 +35,27 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
     for family, options in others.items():
         made[family] = save_tiny(root / family, family, tied=family != "qwen3_moe", **options)
+    made["critic"] = add_head(made["llama-untied"], root / "critic")
+    made["critic-tied"] = add_head(made["qwen3-tied"], root / "critic-tied")
     return {**made, "dropout": save_tiny(root / "dropout", "qwen3", tied=True, attention_dropout=0.2)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pair() -> Iterator[World]:
     """Two ranks in processes of their own."""
-    world = World(2)
-    yield world
-    world.close()
+    with World(2) as world:
+        yield world
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[None]:
+@pytest.fixture(scope="session")
+def quad() -> Iterator[World]:
+    """Four of them."""
+    with World(4) as world:
+        yield world
+
+
+@pytest.fixture(name="alone", scope="module")
+def one_rank() -> Iterator[None]:
     """This process as a world of one rank."""
-    with inline_world():
+    with alone():
         yield

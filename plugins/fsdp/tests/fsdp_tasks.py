@@ -1,11 +1,7 @@
 """What ranks run in the tests: importable by name, because ranks are spawned. Also the plain one-process definition they are compared with."""
 
-import multiprocessing
-import socket
-import traceback
+import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,13 +10,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from attrs import frozen
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from skyrl_engine.contracts.backend import MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment
 from skyrl_engine.contracts.outputs import Metric, RankOutput
+from skyrl_engine.contracts.ragged import Ragged
 from skyrl_engine.errors import EngineError
+from skyrl_engine.modeling.architecture import LogitRule
+from skyrl_engine.modeling.chunked_head import Score
+from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
 from skyrl_engine_fsdp.backend import FsdpBackend
+from skyrl_engine_fsdp.gradients import full
 from skyrl_engine_fsdp.plugin import FsdpConfig
 
 VOCABULARY, ROWS, WIDTH = 256, 8, 16
@@ -44,6 +47,16 @@ def save_tiny(directory: Path, family: str, *, tied: bool, **options: Any) -> st
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     return str(directory)
+
+
+def add_head(directory: str, target: Path) -> str:
+    """A copy of the model with a value head of random weights."""
+    shutil.copytree(directory, target)
+    draw = torch.Generator().manual_seed(2)
+    hidden = AutoConfig.from_pretrained(directory).hidden_size
+    head = {"score.weight": torch.randn(1, hidden, generator=draw), "score.bias": torch.randn(1, generator=draw)}
+    save_file({**load_file(target / "model.safetensors"), **head}, target / "model.safetensors", metadata={"format": "pt"})
+    return str(target)
 
 
 @frozen(eq=False)
@@ -79,7 +92,8 @@ def micro_batch(chosen: list[Row]) -> MicroBatch:
         labels.append(row.ids[scored])
         weights.append(row.weights[scored])
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-    return MicroBatch(inputs, torch.cat(positions), torch.cat(labels), (), torch.cat(weights))
+    lengths = Ragged.from_list([[len(row.ids)] for row in chosen], np.int64)
+    return MicroBatch(inputs, torch.cat(positions), torch.cat(labels), lengths, torch.cat(weights))
 
 
 def cut(chosen: list[Row], size: int) -> list[MicroBatch]:
@@ -103,7 +117,7 @@ def packed(bins: list[list[Row]], *, align: int = 4, padding: int = 3) -> MicroB
             labels.append(row.ids[scored])
             weights.append(row.weights[scored])
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
-    lengths = tuple(np.array([len(row.ids) for row in one], dtype=np.int64) for one in bins)
+    lengths = Ragged.from_list([[len(row.ids) for row in one] for one in bins], np.int64)
     nothing = torch.zeros(0, dtype=torch.int64)
     return MicroBatch(
         inputs, torch.cat([nothing, *positions]), torch.cat([nothing, *labels]), lengths, torch.cat([torch.zeros(0), *weights])
@@ -130,6 +144,44 @@ class Weighted:
         total = self.scale * -(weights * (scores["logprobs"] + 0.1 * scores["entropy"])).sum()
         empty = RankOutput.empty()
         return total, RankOutput(empty.sample_ids, empty.action_lengths, empty.scored, {}, {"loss": Metric.sum(total.item())})
+
+
+class Critic(Weighted):
+    """sum w (value - 0.3)^2, and -sum w logprob where `needs` has it."""
+
+    def __init__(self, *needs: str) -> None:
+        super().__init__()
+        self.needs = frozenset(needs)
+
+    def __call__(self, scores: Mapping[str, torch.Tensor], micro: MicroBatch) -> tuple[torch.Tensor, RankOutput]:
+        assert scores.keys() == self.needs
+        weights = micro.samples.to(scores["values"].dtype)
+        total = (weights * (scores["values"] - 0.3) ** 2).sum()
+        if "logprobs" in scores:
+            total = total - (weights * scores["logprobs"]).sum()
+        empty = RankOutput.empty()
+        return total, RankOutput(empty.sample_ids, empty.action_lengths, empty.scored, {}, {"loss": Metric.sum(total.item())})
+
+
+def critic_definition(directory: str, chosen: list[Row], *needs: str, dtype: torch.dtype = torch.float32) -> tuple[float, Arrays]:
+    """What `Critic` computes the plain way: one process, one sequence at a time, whole logits, a linear layer on the hidden states."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    stored = load_file(Path(directory) / "model.safetensors")
+    head = torch.nn.Linear(model.config.hidden_size, 1, dtype=dtype)
+    head.load_state_dict({kind: stored[f"score.{kind}"] for kind in ("weight", "bias")})
+    total = torch.zeros((), dtype=dtype)
+    for row in chosen:
+        if len(row.ids) < 2:
+            continue
+        hidden = model.model(input_ids=row.ids[None], use_cache=False)[0][0, :-1]
+        weights = row.weights[1:].to(dtype)
+        total = total + (weights * (head(hidden)[:, 0] - 0.3) ** 2).sum()
+        if "logprobs" in needs:
+            logprobs = model.lm_head(hidden).log_softmax(-1)
+            total = total - (weights * logprobs.gather(-1, row.ids[1:, None])[:, 0]).sum()
+    total.backward()
+    named = [*model.named_parameters(), *((f"score.{name}", parameter) for name, parameter in head.named_parameters())]
+    return total.item(), {name: parameter.grad.numpy() for name, parameter in named if parameter.grad is not None}
 
 
 def definition(
@@ -170,10 +222,10 @@ def start(
     return backend
 
 
-def own_rows(chosen: list[Row]) -> list[Row]:
-    """This rank's share: consecutive rows."""
-    share = len(chosen) // dist.get_world_size()
-    return chosen[dist.get_rank() * share : (dist.get_rank() + 1) * share]
+def own_rows(chosen: list[Row], backend: FsdpBackend) -> list[Row]:
+    """This data-parallel rank's share: consecutive rows."""
+    share = len(chosen) // backend._topology.dp
+    return chosen[backend.coords.dp * share : (backend.coords.dp + 1) * share]
 
 
 def arrays(pairs: Iterator[tuple[str, torch.Tensor]]) -> Arrays:
@@ -194,6 +246,59 @@ def packed_gradients_of(
     return _gradients_of(directory, pack, sizes, unscored, 1.0, **model)
 
 
+def critic_gradients_of(
+    directory: str, *needs: str, sizes: tuple[int, ...], unscored: tuple[int, ...] = (), **model: Any
+) -> list[tuple[float, Arrays]]:
+    """Per micro-batch size: this rank's part of `Critic`, and the gradient summed over ranks."""
+    backend = start(directory, value_head=True, **model)
+    results = []
+    for size in sizes:
+        output = backend.forward_backward(cut(own_rows(rows(unscored=unscored), backend), size), Critic(*needs))
+        results.append((output.metrics["loss"].value, arrays(backend.gradients())))
+        backend._optimizer.zero_grad()
+    backend.close()
+    return results
+
+
+def critic_continued(directory: str, optimizer: OptimizerSpec, checkpoint: Path, target: Path) -> tuple[Any, Any]:
+    """(losses, weights) of two more steps: uninterrupted, and by a fresh backend from the checkpoint between; then an export."""
+
+    def learn(backend: FsdpBackend, steps: int) -> list[tuple[float, float]]:
+        history = []
+        for _ in range(steps):
+            output = backend.forward_backward(cut(own_rows(rows(), backend), 2), Critic("logprobs", "values"))
+            history.append((output.metrics["loss"].value, backend.optim_step().grad_norm))
+        return history
+
+    first = start(directory, optimizer, value_head=True)
+    learn(first, 2)
+    first.save(checkpoint)
+    uninterrupted = learn(first, 2), arrays(first.weights())
+    second = start(directory, optimizer, value_head=True)
+    learn(second, 1)
+    second.load(checkpoint)
+    resumed = learn(second, 2), arrays(second.weights())
+    second.export(target)
+    return uninterrupted, resumed
+
+
+def head_unused(directory: str) -> Arrays:
+    """Gradients of an objective that does not read values, of a model that has the head."""
+    backend = start(directory, value_head=True)
+    backend.forward_backward(cut(own_rows(rows(), backend), 2), Weighted())
+    backend.optim_step()
+    backend.forward_backward(cut(own_rows(rows(), backend), 2), Weighted())
+    return arrays(backend.gradients())
+
+
+def asks_for_values(directory: str) -> None:
+    backend = start(directory)
+    try:
+        backend.forward(cut(own_rows(rows(), backend), 8), Critic("values"))
+    finally:
+        backend.close()
+
+
 def _gradients_of(
     directory: str,
     layout: Callable[[list[Row], int], list[MicroBatch]],
@@ -205,7 +310,9 @@ def _gradients_of(
     backend = start(directory, **model)
     results = []
     for size in sizes:
-        output = backend.forward_backward(layout(own_rows(rows(unscored=unscored)), size), Weighted(temperature=temperature))
+        output = backend.forward_backward(
+            layout(own_rows(rows(unscored=unscored), backend), size), Weighted(temperature=temperature)
+        )
         results.append((output.metrics["loss"].value, arrays(backend.gradients())))
         backend._optimizer.zero_grad()
     backend.close()
@@ -216,7 +323,7 @@ def train(backend: FsdpBackend, steps: int, *, size: int = 2) -> list[tuple[floa
     """Per step: this rank's part of the objective, gradient norm, learning rate."""
     history = []
     for _ in range(steps):
-        output = backend.forward_backward(cut(own_rows(rows()), size), Weighted())
+        output = backend.forward_backward(cut(own_rows(rows(), backend), size), Weighted())
         step = backend.optim_step()
         history.append((output.metrics["loss"].value, step.grad_norm, step.learning_rate))
     return history
@@ -227,23 +334,58 @@ def trained(directory: str, optimizer: OptimizerSpec, steps: int, **model: Any) 
     return train(backend, steps), arrays(backend.weights())
 
 
-def clipped_norms(directory: str, max_norm: float) -> tuple[float, float]:
+def plain_adamw(
+    directory: str, optimizer: OptimizerSpec, rates: tuple[float, ...]
+) -> tuple[list[tuple[float, float, float]], Arrays]:
+    """Loss, gradient norm and rate of a step at each of `rates`, then the weights, by plain torch: one process, whole logits.
+
+    A large epsilon makes the update follow the gradient's scale, which AdamW would otherwise hide.
+    """
+    assert optimizer.epsilon >= 0.1
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    groups = [
+        {"params": [parameter for parameter in model.parameters() if (parameter.ndim > 1) == decayed], "weight_decay": decay}
+        for decayed, decay in ((True, optimizer.weight_decay), (False, 0.0))
+    ]
+    plain = torch.optim.AdamW(groups, eps=optimizer.epsilon)
+    history = []
+    for rate in rates:
+        total = torch.zeros(())
+        for row in rows():
+            if len(row.ids):
+                logprobs = model(input_ids=row.ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+                score = logprobs.gather(-1, row.ids[1:, None])[:, 0] - 0.1 * (logprobs.exp() * logprobs).sum(-1)
+                total = total - (row.weights[1:] * score).sum()
+        plain.zero_grad()
+        total.backward()
+        assert optimizer.max_grad_norm is not None
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.max_grad_norm)
+        for group in plain.param_groups:
+            group["lr"] = rate
+        plain.step()
+        history.append((total.item(), norm.item(), rate))
+    return history, {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+
+
+def clipped_norms(directory: str, max_norm: float, options: FsdpConfig | None = None) -> tuple[float, float]:
     """The norm that clipping reports, and the norm it leaves, measured on whole gradients."""
     from skyrl_engine_fsdp.gradients import clip_gradients
 
-    backend = start(directory)
-    backend.forward_backward(cut(own_rows(rows()), 2), Weighted())
-    reported = clip_gradients(backend._parameters().values(), max_norm)
+    backend = start(directory, options=options)
+    backend.forward_backward(cut(own_rows(rows(), backend), 2), Weighted())
+    reported = clip_gradients(backend._parameters().values(), max_norm, torch.device("cpu"))
     return reported, float(np.sqrt(sum(np.square(g.astype(np.float64)).sum() for g in arrays(backend.gradients()).values())))
 
 
-def continued(directory: str, optimizer: OptimizerSpec, checkpoint: Path, *, before: int, after: int) -> tuple[Any, Any]:
+def continued(
+    directory: str, optimizer: OptimizerSpec, checkpoint: Path, options: FsdpConfig | None = None, *, before: int, after: int
+) -> tuple[Any, Any]:
     """(history, weights) of the last `after` steps: uninterrupted, and by a fresh backend from the checkpoint between."""
-    first = start(directory, optimizer)
+    first = start(directory, optimizer, options=options)
     train(first, before)
     first.save(checkpoint)
     uninterrupted = train(first, after), arrays(first.weights())
-    second = start(directory, optimizer)
+    second = start(directory, optimizer, options=options)
     torch.manual_seed(12345)  # whatever the state was, the checkpoint's counts
     np.random.seed(1)
     train(second, 1)
@@ -251,11 +393,11 @@ def continued(directory: str, optimizer: OptimizerSpec, checkpoint: Path, *, bef
     return uninterrupted, (train(second, after), arrays(second.weights()))
 
 
-def exported(directory: str, target: Path) -> tuple[Arrays, list[float]]:
+def exported(directory: str, target: Path, options: FsdpConfig | None = None) -> tuple[Arrays, list[float]]:
     """Export after two steps; returns weights and the backend's own log-probabilities of the first row's scored tokens."""
-    backend = start(directory, OptimizerSpec(learning_rate=1e-2))
+    backend = start(directory, OptimizerSpec(learning_rate=1e-2), options=options)
     train(backend, 1)
-    backend.forward(cut(own_rows(rows()), 2), Weighted())  # gathered weights of before the step must not survive it
+    backend.forward(cut(own_rows(rows(), backend), 2), Weighted())  # gathered weights of before the step must not survive it
     train(backend, 1)
     backend.export(target)
     kept: list[float] = []
@@ -269,19 +411,125 @@ def exported(directory: str, target: Path) -> tuple[Arrays, list[float]]:
     return arrays(backend.weights()), kept
 
 
+def accumulated(
+    directory: str, layout: Callable[[list[Row], int], list[MicroBatch]], options: FsdpConfig, **model: Any
+) -> tuple[float, Arrays]:
+    """This rank's part of the objective and the gradient, of two calls with two micro-batches each, by rows of different number."""
+    backend = start(directory, options=options, **model)
+    micro_batches = layout(own_rows(rows(), backend), 1)
+    half = len(micro_batches) // 2
+    outputs = [backend.forward_backward(part, Weighted()) for part in (micro_batches[:half], micro_batches[half:])]
+    result = sum(output.metrics["loss"].value for output in outputs), arrays(backend.gradients())
+    backend.close()
+    return result
+
+
+def spoiled(directory: str, options: FsdpConfig, *, by: str) -> tuple[str, bool, list[str]]:
+    """How an optimizer step ends here, whether it left the weights alone, and the details, when rank 1 alone has a gradient that is no number.
+
+    `by` "objective": its data-parallel rank computes it; else the name of a parameter of which rank 1 spoils its piece.
+    """
+    backend = start(directory, options=options)
+    before = arrays(backend.weights())
+    scale = float("nan") if by == "objective" and backend.coords.dp == 1 else 1.0
+    backend.forward_backward(cut(own_rows(rows(), backend), 2), Weighted(scale))
+    if by != "objective" and dist.get_rank() == 1:
+        gradient = backend._parameters()[by].grad
+        assert isinstance(gradient, DTensor)
+        gradient.to_local().fill_(float("inf"))
+    try:
+        backend.optim_step()
+    except EngineError as error:
+        kept = all(np.array_equal(before[name], weight) for name, weight in arrays(backend.weights()).items())
+        return error.cause, kept, list(error.details)
+    return "stepped", False, []
+
+
+def outcome_with(directory: str, options: FsdpConfig, *, forgotten: str = "", **model: Any) -> str:
+    """How setting up ends; `forgotten`: parts whose name ends so are missing in the plan of the layers."""
+    from skyrl_engine_fsdp.tensor_parallel import LayerPlan
+
+    whole = LayerPlan.of
+
+    def partial(config: Any, ranks: int) -> LayerPlan:
+        styles = whole(config, ranks).styles
+        return LayerPlan({name: style for name, style in styles.items() if not forgotten or not name.endswith(forgotten)})
+
+    with patch.object(LayerPlan, "of", partial):
+        try:
+            start(directory, options=options, **model).close()
+        except EngineError as error:
+            return str(error)
+    return "set up"
+
+
+def scores_of_parts(rule: LogitRule, temperature: float, *, entropy: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Scores and gradients of random logits of all tokens: [of the whole, of this rank's part], float64."""
+    draw = torch.Generator().manual_seed(0)
+    raw, upstream = (
+        torch.randn(7, 10, generator=draw, dtype=torch.float64) * 3,
+        torch.randn(2, 7, generator=draw, dtype=torch.float64),
+    )
+    labels = torch.tensor([0, 9, 4, 5, 5, 2, 7])
+    width = 10 // dist.get_world_size()
+    own = slice(dist.get_rank() * width, (dist.get_rank() + 1) * width)
+    whole = Score(rule, temperature, entropy)
+    part = VocabularyParallelScore(dist.group.WORLD, own.start, rule, temperature, entropy)
+    expected = [*whole(raw, labels), whole.gradient(raw.clone(), labels, list(upstream))[:, own]]
+    got = [*part(raw[:, own], labels), part.gradient(raw[:, own].clone(), labels, list(upstream))]
+    return [each.detach().numpy() for each in expected], [each.detach().numpy() for each in got]
+
+
+def saved_by(directory: str, optimizer: OptimizerSpec, checkpoint: Path, options: FsdpConfig) -> tuple[Any, Arrays, Arrays]:
+    """A checkpoint after two steps: the history of two steps more, and the weights and moments that were saved."""
+    backend = start(directory, optimizer, options=options)
+    train(backend, 2)
+    backend.save(checkpoint)
+    weights, moments = arrays(backend.weights()), moments_of(backend)
+    return train(backend, 2), weights, moments
+
+
+def resumed_by(directory: str, optimizer: OptimizerSpec, checkpoint: Path, options: FsdpConfig) -> tuple[Any, Arrays, Arrays]:
+    """The same of a backend that reads the checkpoint."""
+    backend = start(directory, optimizer, options=options)
+    backend.load(checkpoint)
+    weights, moments = arrays(backend.weights()), moments_of(backend)
+    return train(backend, 2), weights, moments
+
+
+def moments_of(backend: FsdpBackend) -> Arrays:
+    """The optimizer's state by parameter and kind."""
+    assert backend._optimizer is not None
+    return {
+        f"{name} {kind}": full(value).numpy().copy()
+        for name, parameter in backend._parameters().items()
+        for kind, value in backend._optimizer.state[parameter].items()
+    }
+
+
+def losses_after(directory: str, checkpoint: Path, options: FsdpConfig, times: int) -> list[float]:
+    """Losses of the first pass after loading the checkpoint, which draws random numbers, so many times."""
+    backend = start(directory, options=options)
+    losses = []
+    for _ in range(times):
+        backend.load(checkpoint)
+        losses.append(backend.forward_backward(cut(own_rows(rows(), backend), 2), Weighted()).metrics["loss"].value)
+    return losses
+
+
 def placed(directory: str, *, loose: bool) -> tuple[bool, list[str], Arrays, Arrays]:
     """Whether this rank read weights, names of tensors left without values, weights, and buffers; `loose` adds an unfillable tensor."""
-    from skyrl_engine_fsdp import placement
+    from skyrl_engine.modeling import placement
 
     read: list[str] = []
     whole, skeleton = placement.load_scorer, placement.load_skeleton
 
-    def load_scorer(spec: ModelSpec) -> Any:
+    def load_scorer(spec: ModelSpec, **options: Any) -> Any:
         read.append(spec.path)
-        return whole(spec)
+        return whole(spec, **options)
 
-    def load_skeleton(spec: ModelSpec) -> Any:
-        model, scorer = skeleton(spec)
+    def load_skeleton(spec: ModelSpec, **options: Any) -> Any:
+        model, scorer = skeleton(spec, **options)
         if loose:
             scorer.decoder.remembered = torch.zeros(3, device="meta")
         return model, scorer
@@ -310,71 +558,3 @@ def save_only(directory: str, checkpoint: Path) -> None:
     backend = start(directory)
     train(backend, 1)
     backend.save(checkpoint)
-
-
-class World:
-    """`size` spawned ranks in one gloo group; `run` calls a function of this module on all of them at once."""
-
-    def __init__(self, size: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, size, port), daemon=True)
-            process.start()
-            self._pipes.append(here)
-            self._processes.append(process)
-
-    def run(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
-        """Results by rank. A rank's EngineError is raised here as it was; anything else fails with its traceback."""
-        for pipe in self._pipes:
-            pipe.send((function, arguments, keywords))
-        replies = []
-        for pipe in self._pipes:
-            assert pipe.poll(120), "a rank did not answer"
-            replies.append(pipe.recv())
-        for kind, value in replies:
-            if kind == "engine error":
-                raise value
-            assert kind == "result", value
-        return [value for _, value in replies]
-
-    def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.send(None)
-        for process in self._processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        for pipe in self._pipes:
-            pipe.close()
-
-
-@contextmanager
-def inline_world() -> Iterator[None]:
-    """A gloo group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
-    torch.set_num_threads(1)
-    transformers_logging.disable_progress_bar()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    while (task := pipe.recv()) is not None:
-        function, arguments, keywords = task
-        try:
-            pipe.send(("result", function(*arguments, **keywords)))
-        except EngineError as error:
-            pipe.send(("engine error", error))
-        except Exception:  # noqa: BLE001 - reported to the test
-            pipe.send(("failure", traceback.format_exc()))
-    dist.destroy_process_group()

@@ -23,13 +23,14 @@ pytestmark = pytest.mark.usefixtures("alone")
 def test_describing_the_backend_imports_no_torch() -> None:
     code = (
         "import sys; from skyrl_engine_fsdp.plugin import fsdp; "
-        "described = fsdp.skyrl_engine_describe_backend(world_size=3); "
-        "assert described.topology.dp == 3 and described.capabilities == {'padded', 'packed'}; "
+        "described = fsdp.skyrl_engine_describe_backend(None, world_size=3); "
+        "assert described.topology.dp == 3; "
+        "assert described.capabilities == {'padded', 'packed', 'value_head', 'tensor_parallel', 'lora', 'vision'}; "
         "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert fsdp.skyrl_engine_config_schema() is FsdpConfig
-    assert fsdp.skyrl_engine_describe_backend(world_size=2).topology == Topology(dp=2)
+    assert fsdp.skyrl_engine_describe_backend(config=None, world_size=2).topology == Topology(dp=2)
 
 
 def test_forward_scores_in_evaluation_mode_and_leaves_gradients_alone(models: dict[str, str]) -> None:

@@ -17,19 +17,26 @@ from skyrl_engine_fsdp.plugin import FsdpConfig
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 5e-2)])
 @pytest.mark.parametrize("layout", [cut, pack], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", ["qwen3-tied", "gemma3_text"])
+@pytest.mark.parametrize("options", [FsdpConfig(), FsdpConfig(cpu_offload=True)], ids=["on-device", "offloaded"])
 def test_one_device_equals_a_plain_process(
-    models: dict[str, str], name: str, layout: Callable[..., list[MicroBatch]], dtype: ComputeDtype, tolerance: float
+    models: dict[str, str],
+    name: str,
+    layout: Callable[..., list[MicroBatch]],
+    dtype: ComputeDtype,
+    tolerance: float,
+    options: FsdpConfig,
 ) -> None:
-    """float32 may use other matrix kernels than the CPU's, hence 1e-4; bfloat16 as on CPU."""
+    """float32 may use other matrix kernels than the CPU's, hence 1e-4; bfloat16 as on CPU. Offloaded weights stay in host memory."""
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0"))
     try:
-        backend = FsdpBackend(FsdpConfig())
+        backend = FsdpBackend(options)
         spec = ModelSpec(models[name], dtype=dtype, activation_checkpointing=True)
         backend.setup(spec, OptimizerSpec(), RankEnvironment(0, 1, "cuda:0", 0))
         backend.forward_backward(layout(rows(), 2), Weighted())
         _, reference = definition(models[name], rows())
         assert worst(arrays(backend.gradients()), reference) <= tolerance
         assert backend.optim_step().grad_norm > 0
+        assert {parameter.device.type for parameter in backend._parameters().values()} == {"cpu" if options.cpu_offload else "cuda"}
         backend.close()
     finally:
         dist.destroy_process_group()

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fsdp_tasks import World, clipped_norms, definition, gradients_of, rows, trained, worst
-from transformers import AutoModelForCausalLM
+from fsdp_tasks import clipped_norms, definition, gradients_of, plain_adamw, rows, trained, worst
 
 from skyrl_engine.contracts.backend import OptimizerSpec
+from skyrl_engine.testing.world import World
 from skyrl_engine_fsdp.plugin import FsdpConfig
 
 NAMES = ("qwen3-tied", "qwen3-untied", "llama-tied", "llama-untied")
@@ -120,29 +120,11 @@ def test_three_steps_equal_plain_adamw(pair: World, models: dict[str, str]) -> N
         learning_rate=1e-2, epsilon=0.5, weight_decay=0.1, max_grad_norm=1.0, schedule="linear", warmup_steps=1, total_steps=4
     )
     (history, weights), (other, same) = pair.run(trained, models["qwen3-untied"], optimizer, 3)
-    model = AutoModelForCausalLM.from_pretrained(models["qwen3-untied"], dtype=torch.float32)
-    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    rest = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    plain = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], eps=0.5)
-    expected = []
-    for rate in (1e-2, 1e-2, 1e-2 * 2 / 3):
-        total = torch.zeros(())
-        for row in rows():
-            if len(row.ids):
-                logprobs = model(input_ids=row.ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-                score = logprobs.gather(-1, row.ids[1:, None])[:, 0] - 0.1 * (logprobs.exp() * logprobs).sum(-1)
-                total = total - (row.weights[1:] * score).sum()
-        plain.zero_grad()
-        total.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in plain.param_groups:
-            group["lr"] = rate
-        plain.step()
-        expected.append((total.item(), norm.item(), rate))
+    expected, plain = plain_adamw(models["qwen3-untied"], optimizer, (1e-2, 1e-2, 1e-2 * 2 / 3))
     for (loss, norm, rate), (second_loss, _, _), (true_loss, true_norm, true_rate) in zip(history, other, expected, strict=True):
         assert loss + second_loss == pytest.approx(true_loss, rel=1e-5)
         assert norm == pytest.approx(true_norm, rel=1e-4)
         assert rate == pytest.approx(true_rate, rel=1e-12)
-    assert weights.keys() == same.keys() == dict(model.named_parameters()).keys()
-    for name, parameter in model.named_parameters():
-        np.testing.assert_allclose(weights[name], parameter.detach().numpy(), rtol=1e-4, atol=1e-6, err_msg=name)
+    assert weights.keys() == same.keys() == plain.keys()
+    for name, weight in plain.items():
+        np.testing.assert_allclose(weights[name], weight, rtol=1e-4, atol=1e-6, err_msg=name)

@@ -12,11 +12,13 @@ covered: with tied weights of a wide model, autograd makes the input embedding's
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fsdp_tasks import Weighted, save_tiny, start
 
 from skyrl_engine.contracts.backend import MicroBatch
+from skyrl_engine.contracts.ragged import Ragged
 
 HIDDEN, TOKENS, LOGITS_PER_CHUNK = 64, 1024, 2**22
 SMALL, LARGE = 32_000, 152_064
@@ -30,7 +32,8 @@ def peak_bytes(directory: Path, vocabulary: int, *, tied: bool) -> int:
     )
     ids = torch.randint(0, vocabulary, (TOKENS // 128, 128))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    batch = [MicroBatch(inputs, torch.arange(TOKENS), ids.flatten().roll(-1), (), torch.ones(TOKENS))]
+    lengths = Ragged.from_list([[128]] * (TOKENS // 128), np.int64)
+    batch = [MicroBatch(inputs, torch.arange(TOKENS), ids.flatten().roll(-1), lengths, torch.ones(TOKENS))]
 
     def step() -> None:
         backend.forward_backward(batch, Weighted())

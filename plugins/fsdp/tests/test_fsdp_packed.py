@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fsdp_tasks import Row, Weighted, World, arrays, cut, definition, packed, packed_gradients_of, rows, start, worst
+from fsdp_tasks import Row, Weighted, arrays, cut, definition, packed, packed_gradients_of, rows, start, worst
 
 from skyrl_engine.contracts.backend import MicroBatch
 from skyrl_engine.contracts.outputs import RankOutput
 from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.testing.world import World
 from skyrl_engine_fsdp.plugin import fsdp
 
 NAMES = ("qwen3-tied", "llama-untied", "gemma3_text", "mistral", "qwen3_moe")
@@ -33,7 +34,7 @@ class Keep(Weighted):
 
 
 def test_packing_is_declared() -> None:
-    assert "packed" in fsdp.skyrl_engine_describe_backend(world_size=2).capabilities
+    assert "packed" in fsdp.skyrl_engine_describe_backend(config=None, world_size=2).capabilities
 
 
 @pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=["plain", "activation-checkpointing"])

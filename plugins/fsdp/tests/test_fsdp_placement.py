@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fsdp_tasks import World, outcome, placed
+from fsdp_tasks import outcome, placed
 from transformers import AutoModelForCausalLM
+
+from skyrl_engine.testing.world import World
 
 
 @pytest.mark.parametrize("name", ["qwen3-tied", "llama-untied", "gpt2", "qwen3_moe"])

@@ -121,6 +121,8 @@ def demo(model: str, output: Path | None, steps: int | None) -> int:
             f"run directory: {run_directory.path}  (run.json, metrics.jsonl, checkpoints/, and the trained model in model/)",
             "next, the same run with a loss of your own, from a file you can change:",
             f"    {_next_command(directory, config_file)}",
+            "and a proof on this machine that gradients do not depend on how a batch is cut, or on how many ranks:",
+            "    skyrl-engine prove",
         ]
     )
     return 0

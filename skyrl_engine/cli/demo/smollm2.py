@@ -113,6 +113,8 @@ def convert_once(gguf: Path, directory: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from skyrl_engine.modeling.exporting import write_pretrained
+
     tokenizer: Any = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, local_files_only=True)
     model: Any = AutoModelForCausalLM.from_pretrained(
         str(gguf.parent), gguf_file=gguf.name, local_files_only=True, dtype=torch.float32
@@ -124,7 +126,7 @@ def convert_once(gguf: Path, directory: Path) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".converting-") as scratch:
         aside = Path(scratch) / directory.name
-        model.save_pretrained(aside)
+        write_pretrained(model, aside)
         tokenizer.save_pretrained(aside)
         shutil.rmtree(directory, ignore_errors=True)
         aside.rename(directory)

@@ -93,6 +93,8 @@ def make_model(directory: Path, exchanges: Sequence[Exchange]) -> int:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    from skyrl_engine.modeling.exporting import write_pretrained
+
     tokenizer = make_tokenizer(exchanges)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -111,7 +113,7 @@ def make_model(directory: Path, exchanges: Sequence[Exchange]) -> int:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         model: Any = Qwen3ForCausalLM(config)
-    model.save_pretrained(directory)
+    write_pretrained(model, directory)
     tokenizer.save_pretrained(directory)
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -10,11 +10,13 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Literal, Protocol, cast
 
-from skyrl_engine.contracts.ragged import AnyArray, IntArray
+import numpy as np
+
+from skyrl_engine.contracts.ragged import AnyArray, IntArray, Ragged
 from skyrl_engine.errors import DataError, UnsupportedError
 
 VARIABLE = "SKYRL_ENGINE_KERNELS"
-INTERFACE = 1
+INTERFACE = 3
 """The interface of the compiled module that this Python code was written for."""
 
 Source = AnyArray | Literal["ones", "counted"]
@@ -41,6 +43,10 @@ class CompiledModule(Protocol):
         first_columns: IntArray,
         /,
     ) -> None: ...
+
+    def first_fit(self, sizes: IntArray, capacity: int, items: IntArray, offsets: IntArray, /) -> int: ...
+
+    def measure_lists(self, rows: list[Any], lengths: IntArray, /) -> bool: ...
 
     def read_lists(self, rows: list[Any], lengths: IntArray, out: AnyArray, /) -> bool: ...
 
@@ -85,14 +91,22 @@ class Kernels:
         except (TypeError, ValueError) as problem:
             raise _refused(problem) from problem
 
-    def read_lists(self, rows: list[Any], lengths: IntArray, out: AnyArray) -> bool:
-        """Read n lists of `lengths[i]` numbers (int64[n]) into the flat `out`: int64 or int32 for whole numbers, float32 for any, uint8 for
-        0 and 1. False where something is no plain number that fits; `out` then holds anything. Raises DataError for unusable arrays.
-        """
+    def first_fit(self, sizes: IntArray, capacity: int) -> Ragged:
+        """Bins of items as `packed.first_fit` makes them. Raises DataError for a size that is not between 1 and `capacity`."""
+        items, offsets = np.empty(len(sizes), dtype=np.int64), np.empty(len(sizes) + 1, dtype=np.int64)
         try:
-            return self._module.read_lists(rows, lengths, out)
+            bins = self._module.first_fit(sizes, capacity, items, offsets)
         except (TypeError, ValueError) as problem:
             raise _refused(problem) from problem
+        return Ragged(items, offsets[: bins + 1])
+
+    def read_lists(self, rows: list[Any], dtype: type[np.generic]) -> tuple[AnyArray, IntArray] | None:
+        """The `ListReader` of `contracts.ingest`: reads lists of ints, bools and floats themselves, nothing that is derived from them."""
+        lengths = np.empty(len(rows), dtype=np.int64)
+        if not self._module.measure_lists(rows, lengths):
+            return None
+        values = np.empty(int(lengths.sum()), dtype=dtype)
+        return (values, lengths) if self._module.read_lists(rows, lengths, values) else None
 
 
 def _refused(problem: Exception) -> DataError:
@@ -129,11 +143,11 @@ def load() -> CompiledModule:
     """The compiled module. Raises ImportError where it is absent, or was compiled from other sources."""
     module = cast("CompiledModule", import_module("skyrl_engine_collators._kernels"))
     if module.INTERFACE != INTERFACE:
-        raise ImportError(f"they have interface {module.INTERFACE}, this version needs {INTERFACE}", name="skyrl_engine_collators")
+        raise ImportError(f"they have interface {module.INTERFACE}, this version needs {INTERFACE}")
     return module
 
 
-def read_lists(rows: list[Any], lengths: IntArray, out: AnyArray) -> bool:
+def read_lists(rows: list[Any], dtype: type[np.generic]) -> tuple[AnyArray, IntArray] | None:
     """A reader for `SampleColumns.from_lists` and `from_rollouts`: the compiled one; reads nothing where NumPy does the work."""
     compiled = kernels()
-    return compiled is not None and compiled.read_lists(rows, lengths, out)
+    return None if compiled is None else compiled.read_lists(rows, dtype)

@@ -1,15 +1,19 @@
 """Writing many pieces of a flat array into another in one pass."""
 
 import numpy as np
+import numpy.typing as npt
 
 from skyrl_engine.contracts.ragged import AnyArray, IntArray
 
 
-def write_segments(out: AnyArray, fill: float, source: AnyArray, *, starts: IntArray, lengths: IntArray, places: IntArray) -> None:
+def write_segments(
+    out: AnyArray, fill: npt.ArrayLike, source: AnyArray, *, starts: IntArray, lengths: IntArray, places: IntArray
+) -> None:
     """`out[places[i] : places[i] + lengths[i]] = source[starts[i] : starts[i] + lengths[i]]` for all n pieces, and `fill` elsewhere.
 
-    `out` is one-dimensional; `starts`, `lengths`, `places` int64[n]; places ascend and pieces do not overlap. Every element is written
-    once, by one concatenation of views: no array of indices, which would be as large as what is written, is ever made.
+    `out` and `source` [total, ...] are cut along their first axis, `fill` is what one place holds; `starts`, `lengths`, `places` int64[n];
+    places ascend and pieces do not overlap. Every element is written once, by one concatenation of views: no array of indices, which would
+    be as large as what is written, is ever made.
     """
     ends = places + lengths
     gaps = np.append(places, len(out)) - np.append(0, ends)
@@ -22,7 +26,9 @@ def write_segments(out: AnyArray, fill: float, source: AnyArray, *, starts: IntA
     present = np.flatnonzero(counts)
     if not len(present):
         return
-    filler = np.broadcast_to(np.asarray(fill, dtype=out.dtype), (int(gaps.max()),))  # one element, repeated by its stride
+    filler = np.broadcast_to(
+        np.asarray(fill, dtype=out.dtype), (int(gaps.max()), *out.shape[1:])
+    )  # one place, repeated by its stride
     sources = (filler, source)
     begins, stops = begins[present], (begins + counts)[present]
     pieces = [

@@ -4,26 +4,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from skyrl_engine.contracts.backend import MicroBatch, ModelSpec, Objective, OptimizerSpec, OptimStep, RankBatch, RankEnvironment
 from skyrl_engine.contracts.outputs import RankOutput
 from skyrl_engine.contracts.topology import RankCoords
-from skyrl_engine.errors import DataError, ModelError, UnsupportedError
-from skyrl_engine.modeling.loading import quiet_progress
-from skyrl_engine.modeling.model_inputs import model_inputs
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.modeling import random_states
+from skyrl_engine.modeling.exporting import exported, write_pretrained
+from skyrl_engine.modeling.lora import merged_weights
 from skyrl_engine.modeling.optimizer import build_adamw, set_learning_rate
 from skyrl_engine.modeling.schedule import learning_rate
 from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine.modeling.scoring import differentiable, gradient_not_finite, score
 from skyrl_engine_fsdp.checkpoint import TrainingState
 from skyrl_engine_fsdp.gradients import clip_gradients, full, non_finite
+from skyrl_engine_fsdp.meshes import Meshes
 from skyrl_engine_fsdp.placement import load_sharded
 from skyrl_engine_fsdp.plugin import FsdpConfig
 from skyrl_engine_fsdp.sharding import reshard
-
-SCORES = frozenset({"logprobs", "entropy"})
 
 
 class FsdpBackend:
@@ -40,15 +41,29 @@ class FsdpBackend:
         self.coords = RankCoords()
 
     def setup(self, model: ModelSpec, optimizer: OptimizerSpec | None, environment: RankEnvironment) -> None:
-        """Load, shard over all ranks, and make the optimizer. Raises ModelError."""
-        self.coords = RankCoords(rank=environment.rank, dp=environment.rank)
+        """Load, cut and shard over all ranks, and make the optimizer.
+
+        Raises ModelError, and UnsupportedError for layouts that the ranks, the model or the device cannot have.
+        """
+        topology = self._config.topology(environment.world_size)
+        self.coords = topology.coords(environment.rank)
         self._device = torch.device(environment.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        mesh = init_device_mesh(self._device.type, (environment.world_size,), mesh_dim_names=("dp",))
-        self._model, self._scorer = load_sharded(
-            model, mesh, self._device, reshard_after_forward=self._config.reshard_after_forward
-        )
+        elif self._config.cpu_offload:
+            if optimizer is not None:
+                raise UnsupportedError(
+                    "backend.cpu_offload keeps in host memory what a GPU computes with, and this rank computes on the CPU",
+                    remedy="Set backend.cpu_offload = false, or run on CUDA devices",
+                )
+            self._config = attrs.evolve(
+                self._config, cpu_offload=False
+            )  # the model of a run on GPUs is exported: nothing to offload
+        meshes = Meshes.of(topology, replicate=self._config.replicate, device=self._device)
+        self._model, self._scorer = load_sharded(model, meshes, self._device, self._config)
+        if topology.tp > 1:  # tensor-parallel ranks drop the same hidden numbers, as one rank would
+            random_states.reseed(environment.seed + self.coords.dp)
+        self._topology, self._seed = topology, environment.seed
         self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
         self._specification = optimizer
         self._optimizer = build_adamw(self._parameters().values(), optimizer) if optimizer is not None else None
@@ -69,11 +84,7 @@ class FsdpBackend:
         for micro_batch in batch:
             scores = self._scores(micro_batch, objective)
             total, output = objective(scores, micro_batch)
-            if (
-                not total.requires_grad
-            ):  # an objective without terms: backward must run all the same, other ranks wait in its collectives
-                total = total + 0.0 * scores["logprobs"].nan_to_num(0.0, 0.0, 0.0).sum()
-            torch.autograd.backward(total)
+            torch.autograd.backward(differentiable(total, scores))
             parts.append(output)
         return RankOutput.concat(parts, self.coords)
 
@@ -86,17 +97,11 @@ class FsdpBackend:
         assert self._optimizer is not None, "optim_step on a backend that was set up for scoring only"
         assert self._specification is not None
         parameters = self._parameters()
-        norm = clip_gradients(parameters.values(), self._specification.max_grad_norm)
+        norm = clip_gradients(parameters.values(), self._specification.max_grad_norm, self._device)
         if not norm < float("inf"):  # also true for NaN; every rank sees the same norm and stops alike
-            details = [
-                f"rank {self.coords.rank}: the gradient of {name} is not finite" for name in non_finite(parameters.items())[:5]
-            ]
+            names = non_finite(parameters.items())
             self._optimizer.zero_grad(set_to_none=True)
-            raise ModelError(
-                f"the gradient of optimizer step {self._steps_done + 1} is not finite (norm {norm})",
-                remedy="Lower optimizer.learning_rate or inspect this step's samples; the weights are those of the step before",
-                details=details,
-            )
+            raise gradient_not_finite(self._steps_done + 1, norm, self.coords.rank, names)
         rate = learning_rate(self._specification, self._steps_done)
         set_learning_rate(self._optimizer, rate)
         self._optimizer.step()
@@ -109,34 +114,31 @@ class FsdpBackend:
         self._state().save(directory, self._steps_done)
 
     def load(self, directory: Path) -> None:
-        """Restore exactly what `save` wrote, on as many ranks. Raises CheckpointError."""
+        """Restore what `save` wrote on any layout of ranks; exactly, random states included, on the same. Raises CheckpointError."""
         reshard(self._scorer)
         self._steps_done = self._state().load(directory)
 
     def export(self, directory: Path) -> None:
-        """Write weights (as they are kept: float32, or float64) and configuration for `transformers`; rank 0 writes. Raises ModelError."""
+        """Write weights (as they are kept: float32, or float64) and configuration for `transformers`; rank 0 writes. Raises ModelError.
+
+        Of a model with adapters it writes those, for `peft`.
+        """
         reshard(self._scorer)
         writes = self.coords.rank == 0
         weights: dict[str, Tensor] = {}
-        for name, tensor in self._model.state_dict().items():
-            whole = full(tensor.detach()).cpu()
+        first_names: dict[int, str] = {}
+        for name, tensor in exported(self._model).items():
+            first = first_names.setdefault(id(tensor), name)
+            whole = full(tensor.detach()).cpu() if first == name else None  # tied weights are one tensor, which is written once
             if writes:
-                weights[name] = whole
-        if not writes:
-            return
-        try:
-            with quiet_progress():
-                self._model.save_pretrained(directory, state_dict=weights)
-        except OSError as error:
-            raise ModelError(
-                f"the model cannot be written to {directory}: {error}", remedy="Make room there or choose another place"
-            ) from error
+                weights[name] = weights[first] if whole is None else whole
+        if writes:
+            write_pretrained(self._model, directory, weights)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full weights by name, one at a time, on CPU; a weight that is tied appears once, under its first name."""
         reshard(self._scorer)
-        for name, parameter in self._model.named_parameters():
-            yield name, full(parameter.detach()).cpu()
+        yield from merged_weights(self._model, lambda parameter: full(parameter.detach()).cpu())
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Full accumulated gradients by name, one at a time, on CPU; parameters without one are left out."""
@@ -152,45 +154,28 @@ class FsdpBackend:
             torch.cuda.empty_cache()
 
     def _scores(self, micro_batch: MicroBatch, objective: Objective) -> dict[str, Tensor]:
-        unknown = objective.needs - SCORES
-        if unknown:
-            raise UnsupportedError(
-                f"the loss needs {', '.join(sorted(unknown))}, which the fsdp backend does not compute",
-                remedy="Choose another loss or backend",
-            )
-        self._check_tokens(micro_batch)
-        arguments = model_inputs(micro_batch)
-        return self._scorer(  # type: ignore[no-any-return] # nn.Module.__call__ is untyped
-            {name: self._moved(tensor) for name, tensor in arguments.inputs.items()},
-            self._moved(arguments.positions),
-            self._moved(micro_batch.labels),
-            temperature=objective.temperature,
-            entropy="entropy" in objective.needs,
-            segments=arguments.segments,
+        return score(
+            self._scorer,
+            micro_batch,
+            objective,
+            computes=self._scorer.computes,
+            vocabulary=self._vocabulary,
+            device=self._device,
+            backend="fsdp",
+            images=self._scorer.images,
         )
-
-    def _check_tokens(self, micro_batch: MicroBatch) -> None:
-        """Tokens outside the vocabulary would read foreign memory or end a CUDA context without a word."""
-        for tokens in (micro_batch.inputs["input_ids"], micro_batch.labels):
-            largest = int(tokens.max()) if tokens.numel() else 0
-            if largest >= self._vocabulary:
-                raise DataError(
-                    f"a micro-batch holds token id {largest}, the model's vocabulary has {self._vocabulary}",
-                    remedy="Use the tokenizer that belongs to the model",
-                )
-
-    def _moved(self, tensor: Tensor) -> Tensor:
-        if self._device.type == "cuda":
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor.to(self._device)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by their Hugging Face names: those of decoder and head, tied ones once."""
         scored = {id(parameter) for parameter in self._scorer.parameters()}
-        return {name: parameter for name, parameter in self._model.named_parameters() if id(parameter) in scored}
+        return {
+            name: parameter
+            for name, parameter in self._model.named_parameters()
+            if id(parameter) in scored and parameter.requires_grad
+        }
 
     def _state(self) -> TrainingState:
         reshard(self._scorer)
         persistent = self._model.state_dict(keep_vars=True)
         buffers = {name: tensor for name, tensor in self._model.named_buffers() if name in persistent}
-        return TrainingState(self._parameters(), buffers, self._optimizer, self._device)
+        return TrainingState(self._parameters(), buffers, self._optimizer, self._device, self._topology, self._seed)

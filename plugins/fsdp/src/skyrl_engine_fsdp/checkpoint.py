@@ -1,32 +1,42 @@
-"""Exact training state through torch.distributed.checkpoint: every rank writes its own shards; random states beside them, one file per rank."""
+"""Training state through torch.distributed.checkpoint: every rank writes its own shards; random states beside them, one file per rank.
 
+Any layout of ranks can read what another wrote. It is exact on the layout that wrote it.
+"""
+
+import logging
 import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.checkpoint import api, filesystem, state_dict_loader, state_dict_saver
 
+from skyrl_engine.contracts.topology import Topology
 from skyrl_engine.errors import CheckpointError
-from skyrl_engine_fsdp import random_states
+from skyrl_engine.modeling import random_states
+
+logger = logging.getLogger(__name__)
 
 
 @frozen(eq=False)
 class TrainingState:
     """What a checkpoint holds, keyed by parameter names, so that nothing depends on the order of optimizer groups.
 
-    `optimizer` None: scoring only, weights alone.
+    `optimizer` None: scoring only, weights alone. `topology` is this run's, and `seed` the run's seed.
     """
 
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, Tensor]
     optimizer: torch.optim.Optimizer | None
     device: torch.device
+    topology: Topology
+    seed: int
 
     def _weights(self) -> dict[str, Any]:
         return {f"model.{name}": tensor.detach() for name, tensor in [*self.parameters.items(), *self.buffers.items()]}
@@ -43,7 +53,7 @@ class TrainingState:
     def save(self, directory: Path, steps_done: int) -> None:
         """Write this rank's part into `directory`. Raises CheckpointError."""
         rank = dist.get_rank()
-        facts = {"steps_done": torch.tensor(steps_done), "world_size": torch.tensor(dist.get_world_size())}
+        facts = {"steps_done": torch.tensor(steps_done), "layout": self._layout()}
         try:
             state_dict_saver.save({**self._weights(), **self._moments(), **facts}, checkpoint_id=directory)
             with _random_file(directory, rank).open("wb") as file:
@@ -59,20 +69,20 @@ class TrainingState:
     def load(self, directory: Path) -> int:
         """Restore weights, moments and random states in place; returns how many optimizer steps had been taken.
 
-        For scoring only, which continues nothing, it takes the weights alone and any number of ranks may have written them.
+        Weights and moments are found for any layout of ranks. Random states belong to ranks: where another layout wrote them they start
+        anew, from the run's seed, the step and the data-parallel rank. For scoring only, which continues nothing, it takes the weights alone.
         Raises CheckpointError.
         """
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
         try:
             saved = filesystem.FileSystemReader(directory).read_metadata().state_dict_metadata
             self._prepare_moments(set(saved))
-            facts = {"steps_done": torch.tensor(0), "world_size": torch.tensor(0)}
+            facts = {"steps_done": torch.tensor(0), "layout": torch.zeros_like(self._layout())}
             wanted = {**self._weights(), **self._moments(), **facts}
             _refuse_differences(directory, set(wanted), set(saved), moments=self.optimizer is not None)
             state_dict_loader.load(wanted, checkpoint_id=directory)
             if self.optimizer is not None:
-                self._refuse_another_world(directory, int(facts["world_size"]), world_size)
-                random_states.restore(torch.load(_random_file(directory, rank), weights_only=True), self.device)
+                self._continue_random_states(directory, rank, facts["layout"], int(facts["steps_done"]))
         except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError, api.CheckpointException) as error:
             raise CheckpointError(
                 f"rank {rank} cannot read the checkpoint in {directory}: {_reason(error)}",
@@ -80,13 +90,24 @@ class TrainingState:
             ) from error
         return int(facts["steps_done"])
 
-    @staticmethod
-    def _refuse_another_world(directory: Path, written_by: int, world_size: int) -> None:
-        if written_by != world_size:
-            raise CheckpointError(
-                f"the checkpoint in {directory} is of {written_by} ranks, this run has {world_size} and cannot continue it exactly",
-                remedy=f"Set run.ranks = {written_by}",
+    def _layout(self) -> Tensor:
+        """Sizes that random states depend on, int64[2]: data-parallel and tensor-parallel ranks."""
+        return torch.tensor([self.topology.dp, self.topology.tp])
+
+    def _continue_random_states(self, directory: Path, rank: int, layout: Tensor, steps_done: int) -> None:
+        if torch.equal(layout, self._layout()):
+            random_states.restore(torch.load(_random_file(directory, rank), weights_only=True), self.device)
+            return
+        if rank == 0:
+            logger.warning(
+                "the checkpoint in %s is of %d data-parallel x %d tensor-parallel ranks, this run has %d x %d: weights and optimizer state go "
+                "on, random states (dropout) start anew",
+                directory,
+                *layout.tolist(),
+                *self._layout().tolist(),
             )
+        entropy = [self.seed % 2**64, steps_done, self.topology.coords(rank).dp]
+        random_states.reseed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] % 2**63))
 
     def _prepare_moments(self, saved: set[str]) -> None:
         """Make AdamW's state for every parameter that had one when the checkpoint was written, for loading to fill."""
@@ -96,7 +117,7 @@ class TrainingState:
         for name, parameter in self.parameters.items():
             if f"optimizer.{name}.step" in saved:
                 self.optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=self.device),
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }

@@ -1,33 +1,41 @@
 """FSDP2 over a scorer: every layer a unit, the root another, gradients summed over ranks and never averaged."""
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from skyrl_engine.contracts.backend import ComputeDtype
-from skyrl_engine.modeling.architecture import transformer_layers
+from skyrl_engine.modeling.architecture import all_layers
 from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine_fsdp.meshes import Meshes
+from skyrl_engine_fsdp.plugin import FsdpConfig
 
 
-def shard(scorer: Scorer, mesh: DeviceMesh, device: torch.device, dtype: ComputeDtype, *, reshard_after_forward: bool) -> None:
-    """Shard `scorer` in place over the one-dimensional `mesh` and move it to `device`.
+def shard(scorer: Scorer, meshes: Meshes, device: torch.device, dtype: ComputeDtype, options: FsdpConfig) -> None:
+    """Shard `scorer` in place over the data-parallel ranks and move it to `device`. Tensor parallelism comes before it.
 
-    One rank that computes in the weights' own precision has nothing to shard or cast: it keeps the plain module, which spares the copies of
-    all weights and gradients that FSDP2 makes even then.
+    One rank that computes in the weights' own precision has nothing to shard, cast or offload: it keeps the plain module, which spares the
+    copies of all weights and gradients that FSDP2 makes even then.
 
     bfloat16 computes in bfloat16 and keeps weights, their gradients and the sums over ranks in float32. The head stays in the root's unit: as
     a unit of its own it would be gathered per call, and ranks that differ in calls would wait for each other for ever.
     """
-    if mesh.size() == 1 and dtype != "bfloat16":
+    if meshes.topology.world_size == 1 and dtype != "bfloat16" and not options.cpu_offload:
         scorer.to(device)
         return
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in transformer_layers(scorer.decoder):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
+    for layer in all_layers(scorer.decoder):
+        fully_shard(
+            layer,
+            mesh=meshes.data,
+            reshard_after_forward=options.reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=offload,
+        )
     # the root's backward comes right after its forward, so gathering its weights again would only cost
-    fully_shard(scorer, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    fully_shard(scorer, mesh=meshes.data, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
     for module in units(scorer):  # neither setter reaches nested units, and gloo knows no scaled sum: both are needed on each
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

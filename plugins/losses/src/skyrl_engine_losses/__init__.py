@@ -1,1 +1,1 @@
-"""Loss functions for skyrl-engine: cross_entropy."""
+"""Loss functions and off-policy corrections for skyrl-engine: supervised, policy-gradient, critic and regularising ones."""

@@ -1,14 +1,36 @@
-"""Entry point of every loss of this distribution. Formulas use tensor methods alone, so this module imports no torch."""
+"""Entry points of this distribution. Formulas use tensor methods alone, so neither this module nor those it imports import torch."""
 
-from typing import TYPE_CHECKING
+from skyrl_engine_losses.clipping import ppo, ppo_dual_clip
+from skyrl_engine_losses.corrections import outlier_sequence, sequence_mask, tis, token_mask
+from skyrl_engine_losses.covariance import clip_cov, kl_cov
+from skyrl_engine_losses.critic import value_clip
+from skyrl_engine_losses.cross_entropy import cross_entropy
+from skyrl_engine_losses.off_policy import dro, importance_sampling
+from skyrl_engine_losses.policy_gradient import cispo, reinforce, rollout_is
+from skyrl_engine_losses.regularizers import entropy, kl
+from skyrl_engine_losses.sequence_level import gmpo, gspo
+from skyrl_engine_losses.trust_region import dppo, sapo
 
-from skyrl_engine import LossTokens, loss
-
-if TYPE_CHECKING:
-    import torch
-
-
-@loss(needs=("logprobs",))
-def cross_entropy(tokens: LossTokens, _config: None) -> "torch.Tensor":
-    """The negative log-likelihood of the target token, [n] in nats: -log p(token | what came before)."""
-    return -tokens.logprobs
+__all__ = [
+    "cispo",
+    "clip_cov",
+    "cross_entropy",
+    "dppo",
+    "dro",
+    "entropy",
+    "gmpo",
+    "gspo",
+    "importance_sampling",
+    "kl",
+    "kl_cov",
+    "outlier_sequence",
+    "ppo",
+    "ppo_dual_clip",
+    "reinforce",
+    "rollout_is",
+    "sapo",
+    "sequence_mask",
+    "tis",
+    "token_mask",
+    "value_clip",
+]

@@ -1,1 +1,1 @@
-"""Output mergers for skyrl-engine: ordered."""
+"""Output mergers for skyrl-engine: ordered, list."""

@@ -27,9 +27,12 @@ class OrderedMerger:
         collected = sorted((output for output in outputs if output.coords.collects), key=lambda output: output.coords.dp)
         expected = plan.expected_ids
         _refuse_different_fields(collected)
-        whole = collected[0] if len(collected) == 1 else RankOutput.concat(collected)
-        if not np.array_equal(whole.sample_ids, expected):
-            whole = whole.take(_places_in_order(whole.sample_ids, expected, collected, plan))
+        ids = np.concatenate([expected[:0], *(output.sample_ids for output in collected)])
+        in_order = np.array_equal(ids, expected)
+        if in_order and len(collected) == 1:
+            (whole,) = collected
+        else:
+            whole = RankOutput.concat(collected, order=None if in_order else _places_in_order(ids, expected, collected, plan))
         return BatchOutput(whole.sample_ids, whole.action_lengths, whole.scored, whole.fields, whole.metrics)
 
 
@@ -38,7 +41,7 @@ def _places_in_order(ids: IntArray, expected: IntArray, collected: Sequence[Rank
     real = np.flatnonzero(ids != PADDING_SAMPLE)
     if len(real) != len(expected):
         _refuse(ids[real], expected, collected, plan)
-    order = real[np.argsort(ids[real], kind="stable")]
+    order = real[np.argsort(ids[real])]
     places = order[np.searchsorted(ids[order], expected).clip(max=len(order) - 1)] if len(order) else order
     # equally many, each expected id found, and expected ids are unique: nothing can be duplicated or unexpected
     if not np.array_equal(ids[places], expected):

@@ -1,4 +1,6 @@
-"""Entry point of the mergers; the merging itself is imported when a run makes it."""
+"""Entry points of the mergers; the merging itself is imported when a run makes it."""
+
+from attrs import frozen
 
 from skyrl_engine import hookimpl
 from skyrl_engine.contracts.merger import Merger
@@ -14,4 +16,26 @@ class OrderedPlugin:
         return OrderedMerger()
 
 
+@frozen
+class ListConfig:
+    """`fill` stands for response tokens that were not scored; without it (none) a sample lists its scored tokens alone."""
+
+    fill: float | None = None
+
+
+class ListPlugin:
+    """`list`: as `ordered`, and the output offers one dict per sample."""
+
+    @hookimpl
+    def skyrl_engine_config_schema(self) -> type[ListConfig]:
+        return ListConfig
+
+    @hookimpl
+    def skyrl_engine_make_merger(self, config: ListConfig) -> Merger:
+        from skyrl_engine_mergers.listed import ListMerger
+
+        return ListMerger(config.fill)
+
+
 ordered = OrderedPlugin()
+listed = ListPlugin()

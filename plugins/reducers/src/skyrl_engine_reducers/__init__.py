@@ -1,1 +1,1 @@
-"""Loss reducers for skyrl-engine: sum, token_mean."""
+"""Loss reducers for skyrl-engine: sums and means over tokens, sequences and groups."""

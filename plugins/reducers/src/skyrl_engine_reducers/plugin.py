@@ -1,20 +1,22 @@
 """Entry points of the reducers.
 
-In formulas, w is a token's loss weight, M the sum of all w of the mini-batch over every rank, and [x] is x, or 1 where x is 0.
+In formulas, w is a token's loss weight, m the sum of a sequence's w in float64, M the sum of m over the mini-batch on every rank, n the
+number of sequences, and [x] is x, or 1 where x is 0. All of them divide a token's loss weight by a number of its sequence, and return those.
 """
 
 import numpy as np
-import numpy.typing as npt
 from attrs import field, frozen
-from attrs.validators import in_
+from attrs.validators import ge, in_, optional
 
 from skyrl_engine import BatchStructure, reducer
-from skyrl_engine.contracts.reducer import EmptySequence
+from skyrl_engine.contracts.ragged import IntArray
+from skyrl_engine.contracts.reducer import EmptySequence, PerSequence
+from skyrl_engine.errors import DataError, UnsupportedError
 
 
 @frozen
 class MeanConfig:
-    """`empty_sequence` says whether means over sequences count one in which every loss weight is 0.
+    """`empty_sequence` says whether a mean counts a sequence in which every loss weight is 0, and a group or micro-batch of only such.
 
     A mean over tokens counts no sequences and is the same either way; the option lets a config switch between means freely.
     """
@@ -22,14 +24,92 @@ class MeanConfig:
     empty_sequence: EmptySequence = field(default="count", validator=in_(("count", "skip")))
 
 
+@frozen
+class TokenSumNormConfig(MeanConfig):
+    """`max_sequence_length`, in tokens, is the constant that divides; None takes the run's (`data.max_length`)."""
+
+    max_sequence_length: int | None = field(default=None, validator=optional(ge(1)))
+
+
 @reducer(negative_weights=True)
-def sum_reducer(structure: BatchStructure, _config: None) -> npt.NDArray[np.float64]:
-    """The weight w itself, unchanged: the caller normalises."""
-    return structure.loss_weight.astype(np.float64)
+def sum_reducer(structure: BatchStructure, _config: None) -> PerSequence:
+    """The weight w itself, unchanged: the caller normalises, as with the loss functions of Tinker."""
+    return _divided_by(structure, 1.0)
 
 
 @reducer(config=MeanConfig)
-def token_mean(structure: BatchStructure, _config: MeanConfig) -> npt.NDArray[np.float64]:
-    """The weight w / [M]: every loss-carrying token of the mini-batch counts alike, whatever its sequence, micro-batch or rank."""
+def token_mean(structure: BatchStructure, _config: MeanConfig) -> PerSequence:
+    """The weight w / [M]: every loss-carrying token of the mini-batch counts alike, whatever its sequence, micro-batch or rank.
+
+    The token-level objective of DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.3), with one denominator for all prompts.
+    """
     total = structure.mass.sum()
-    return structure.loss_weight.astype(np.float64) / (total or 1.0)
+    return _divided_by(structure, total or 1.0)
+
+
+@reducer(config=MeanConfig, batch_local=True)
+def token_mean_legacy(structure: BatchStructure, config: MeanConfig) -> PerSequence:
+    """The weight w / (K [M_k]): K micro-batches over all ranks, M_k the mass of the token's own one. It depends on the cut.
+
+    What gradient accumulation computes when every micro-batch divides by its own token count, as Hugging Face Trainer did before
+    https://github.com/huggingface/transformers/pull/34191; kept for reproducing such runs. Micro-batches without any sequence, which only
+    fill up ranks, are not among the K; the remainder of a batch is, like any other.
+    """
+    return _mean_of_means(structure, structure.micro_batch, config.empty_sequence)
+
+
+@reducer(config=MeanConfig)
+def sequence_mean(structure: BatchStructure, config: MeanConfig) -> PerSequence:
+    """The weight w / (n [m]): the mean over sequences of each one's mean over tokens.
+
+    The objective of GRPO (Shao et al. 2024, arXiv:2402.03300, equation 3).
+    """
+    return _mean_of_means(structure, np.arange(len(structure), dtype=np.int64), config.empty_sequence)
+
+
+@reducer(config=TokenSumNormConfig)
+def sequence_mean_token_sum_norm(structure: BatchStructure, config: TokenSumNormConfig) -> PerSequence:
+    """The weight w / (n L): the mean over sequences of each one's sum over tokens, divided by the constant L = `max_sequence_length`.
+
+    Dr. GRPO (Liu et al. 2025, arXiv:2503.20783), which divides by the generation budget so that no response's own length enters.
+    Raises UnsupportedError where neither the reducer nor the run has a maximum length.
+    """
+    length = structure.max_sequence_length if config.max_sequence_length is None else config.max_sequence_length
+    if length is None:
+        raise UnsupportedError(
+            "the reducer 'sequence_mean_token_sum_norm' divides by a maximum length, and none is set",
+            remedy="Set reducer.max_sequence_length (or data.max_length) to a number of tokens",
+        )
+    count = len(structure) if config.empty_sequence == "count" else np.count_nonzero(~structure.empty)
+    return _divided_by(structure, float(count or 1) * length)
+
+
+@reducer(config=MeanConfig)
+def group_mean(structure: BatchStructure, config: MeanConfig) -> PerSequence:
+    """The weight w / (G [M_g]): the mean over G groups (the responses to one prompt) of each one's mean over all its tokens.
+
+    The objective of DAPO as written, an expectation over prompts (Yu et al. 2025, arXiv:2503.14476, equation 8); the prompt average of
+    Khatri et al. 2025 (arXiv:2510.13786). Raises DataError where the data has no group ids.
+    """
+    if not structure.grouped:
+        raise DataError(
+            "the data has no group ids, and the reducer 'group_mean' averages over groups",
+            remedy="Give every sample a group id (group_ids), or choose the reducer 'sequence_mean'",
+        )
+    return _mean_of_means(structure, structure.group_ids, config.empty_sequence)
+
+
+def _mean_of_means(structure: BatchStructure, part_ids: IntArray, empty_sequence: EmptySequence) -> PerSequence:
+    """The weight w / (K [M_k]), the mean over parts of each part's mean over tokens; `part_ids` int64[n] names each sequence's part.
+
+    K counts the parts that have a sequence; with "skip", one that has a loss-carrying token.
+    """
+    _, part = np.unique(part_ids, return_inverse=True)
+    mass = np.bincount(part, weights=structure.mass)
+    count = len(mass) if empty_sequence == "count" else np.count_nonzero(np.bincount(part, weights=~structure.empty))
+    denominator = np.where(mass == 0, 1.0, mass) * (count or 1)
+    return PerSequence(denominator[part])
+
+
+def _divided_by(structure: BatchStructure, number: float) -> PerSequence:
+    return PerSequence(np.full(len(structure), number, dtype=np.float64))

@@ -5,9 +5,10 @@ from typing import ClassVar, Literal
 
 from attrs import frozen
 
-from skyrl_engine.contracts.collator import Buffers, DenseBatch
+from skyrl_engine.contracts.collator import Buffers, Carried, DenseBatch
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
+from skyrl_engine_collators.extras import CARRIES, build_extras
 from skyrl_engine_collators.kernels import kernels
 from skyrl_engine_collators.memory import FreshMemory
 from skyrl_engine_collators.overlong import check_maximum_length
@@ -29,6 +30,7 @@ class PackedCollator:
     """
 
     rows: ClassVar[Literal["packed"]] = "packed"
+    carries: ClassVar[frozenset[Carried]] = CARRIES
 
     pad_token_id: int = 0
     policy: Policy = "ffd"
@@ -64,11 +66,13 @@ class PackedCollator:
         else:
             arrays = native.build_fields(compiled, columns, rows, self.pad_token_id, wanted, memory)
             gather = native.gather_index(compiled, rows, memory)
+        extras, ragged_offsets = build_extras(columns, rows.placement, wanted, memory)
         return DenseBatch(
-            fields={name: torch.from_numpy(array) for name, array in arrays.items()},
+            fields={name: torch.from_numpy(array) for name, array in (arrays | extras).items()},
             gather=gather,
             sequence_lengths=rows.sequence_lengths,
             cu_seqlens=rows.cu_seqlens,
+            ragged_offsets=ragged_offsets,
         )
 
     def collate(self, columns: SampleColumns, layout: Layout = WHOLE) -> DenseBatch:

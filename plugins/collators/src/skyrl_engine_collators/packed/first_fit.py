@@ -1,4 +1,4 @@
-"""First-fit-decreasing bin packing in O(n log n), with the bins of the plain scan in `bins_reference`."""
+"""First-fit-decreasing bin packing in O(n log n), with the bins of the plain scan in `bins_reference`: compiled, and without."""
 
 from bisect import bisect_right
 from heapq import heappop, heappush
@@ -6,6 +6,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from skyrl_engine.contracts.ragged import AnyArray, IntArray, Ragged, offsets_of
+from skyrl_engine_collators.kernels import kernels
 
 
 def first_fit_decreasing(sizes: IntArray, capacity: int) -> Ragged:
@@ -13,6 +14,9 @@ def first_fit_decreasing(sizes: IntArray, capacity: int) -> Ragged:
 
     `sizes` int64[n], each between 1 and `capacity`. Bins are in the order they were opened, items in the order they came.
     """
+    compiled = kernels()
+    if compiled is not None:
+        return compiled.first_fit(sizes, capacity)
     order = largest_first(sizes)
     bin_of = _first_fit(sizes[order], capacity)
     return grouped(order, bin_of, bins=int(bin_of.max(initial=-1)) + 1)

@@ -3,12 +3,12 @@
 import numpy as np
 from attrs import frozen
 
+from skyrl_engine.contracts.bundles import Bundles
 from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, MiniBatchPlan, SampleLengths
 from skyrl_engine.contracts.ragged import IntArray, Ragged, offsets_of
 from skyrl_engine.errors import DataError, UnsupportedError
 from skyrl_engine_collators.packed.policies import Policy, bins_of
 from skyrl_engine_collators.planning.alignment import alignment_of, rounded_up
-from skyrl_engine_collators.planning.bundles import Bundles
 from skyrl_engine_collators.planning.mini_batches import mini_batches
 
 
@@ -95,8 +95,10 @@ def _widths(rows: Ragged, occupied: IntArray, alignment: int) -> IntArray:
 
 
 def _mini_batch(rows: Ragged, widths: list[int], alignment: int, ranks: int) -> MiniBatchPlan:
+    offsets = np.zeros((len(rows), 2), dtype=np.int64)  # of the one row in each micro-batch
+    offsets[:, 1] = rows.lengths
     micro_batches = [
-        MicroBatchPlan(rows[row], np.asarray((0, rows.offsets[row + 1] - rows.offsets[row])), width, width - 1, alignment)
-        for row, width in enumerate(widths)
+        MicroBatchPlan(samples, row_offsets, width, width - 1, alignment)
+        for samples, row_offsets, width in zip(rows, offsets, widths, strict=True)
     ]
     return MiniBatchPlan(tuple(tuple(micro_batches[rank::ranks]) for rank in range(ranks)))

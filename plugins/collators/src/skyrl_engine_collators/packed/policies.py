@@ -28,7 +28,7 @@ def bins_of(sizes: IntArray, *, policy: Policy, capacity: int | None, ranks: int
     order, bin_of = _longest_processing_time(sizes, len(bins))
     loads = np.zeros(len(bins), dtype=np.int64)
     np.add.at(loads, bin_of, sizes[order])
-    return bins if loads.max(initial=0) > capacity else grouped(order, bin_of, bins=len(bins))
+    return bins if loads.max() > capacity else grouped(order, bin_of, bins=len(bins))
 
 
 def concatenated(sizes: IntArray, capacity: int) -> Ragged:

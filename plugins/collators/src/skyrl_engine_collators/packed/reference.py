@@ -8,6 +8,7 @@ import numpy.typing as npt
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import MicroBatchPlan
 from skyrl_engine.contracts.ragged import AnyArray
+from skyrl_engine_collators.extras_reference import PlacedExtras, build_extras, extras_of, forms_of
 
 
 def build_fields(columns: SampleColumns, micro_batch: MicroBatchPlan, pad_token_id: int) -> dict[str, AnyArray]:
@@ -15,6 +16,7 @@ def build_fields(columns: SampleColumns, micro_batch: MicroBatchPlan, pad_token_
 
     With K rows and W = width: `input_ids`, `attention_mask`, `position_ids` int64[K,W]; `loss_weight` and every column float32[K,W-1],
     where slot p belongs to the token in column p + 1, which column p predicts. Nothing is written for the first token of a sample.
+    `extras_reference` says what there is of routes and images.
     """
     rows, width = micro_batch.rows, micro_batch.width
     input_ids: npt.NDArray[np.int64] = np.full((rows, width), pad_token_id, dtype=np.int64)
@@ -33,7 +35,9 @@ def build_fields(columns: SampleColumns, micro_batch: MicroBatchPlan, pad_token_
             if action >= 0 and position > 0:
                 for name, values in sources.items():
                     action_fields[name][row, begin + position - 1] = values[first_action + action]
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, **action_fields}
+    placed = [PlacedExtras(row, begin, extras_of(columns, sample)) for row, sample, begin in _placed(columns, micro_batch)]
+    extras = build_extras(forms_of(columns), placed, rows, width)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, **action_fields, **extras}
 
 
 def gather_index(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[tuple[int, int, int]]:

@@ -4,14 +4,14 @@ from collections.abc import Container, Mapping
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 from attrs import frozen
 
 from skyrl_engine.contracts.collator import Buffers, GatherIndex
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import MicroBatchPlan
-from skyrl_engine.contracts.ragged import AnyArray, IntArray, offsets_of
+from skyrl_engine.contracts.ragged import AnyArray, IntArray, Ragged, offsets_of
 from skyrl_engine.errors import DataError
+from skyrl_engine_collators.extras import Placement, extra_names
 from skyrl_engine_collators.planning.alignment import rounded_up
 from skyrl_engine_collators.segments import write_segments
 
@@ -57,7 +57,7 @@ class PackedRows:
         sample_rows = np.repeat(np.arange(micro_batch.rows, dtype=np.int64), np.diff(row_offsets))
         begins = offsets[:-1] - row_starts[sample_rows]
         prompts = tokens - actions
-        unscored = (prompts == 0) & (actions > 0)  # nothing predicts the first token of a sample
+        unscored = prompts == 0  # the response begins the sample, and nothing predicts its first token
         return cls(
             samples=samples,
             sample_rows=sample_rows,
@@ -73,23 +73,28 @@ class PackedRows:
         )
 
     @property
-    def sequence_lengths(self) -> tuple[IntArray, ...]:
-        """Per row int64[samples]."""
-        return tuple(self.tokens[start:stop] for start, stop in pairwise(self.row_offsets.tolist()))
+    def placement(self) -> Placement:
+        """Where the samples' tokens lie."""
+        return Placement(self.samples, self.sample_rows * self.width + self.columns, (len(self.row_ends), self.width))
 
     @property
-    def cu_seqlens(self) -> tuple[npt.NDArray[np.int32], ...]:
+    def sequence_lengths(self) -> Ragged:
+        """Per row int64[samples]."""
+        return Ragged(self.tokens, self.row_offsets)
+
+    @property
+    def cu_seqlens(self) -> Ragged:
         """Per row int32[samples + 1]."""
         starts = self.row_offsets + np.arange(len(self.row_offsets), dtype=np.int64)  # every row has one entry more than samples
         flat = np.empty(int(starts[-1]), dtype=np.int32)
         flat[np.arange(len(self.columns), dtype=np.int64) + self.sample_rows] = self.columns
         flat[starts[1:] - 1] = self.row_ends
-        return tuple(flat[start:stop] for start, stop in pairwise(starts.tolist()))
+        return Ragged(flat, starts)
 
 
 def field_names(columns: SampleColumns) -> frozenset[str]:
     """Every field that there is for these columns."""
-    return frozenset(("input_ids", "attention_mask", "position_ids", "loss_weight", *columns.columns))
+    return frozenset(("input_ids", "attention_mask", "position_ids", "loss_weight", *columns.columns, *extra_names(columns)))
 
 
 def build_fields(

@@ -1,15 +1,16 @@
 """The collator object: options, checks, and the way from NumPy memory to tensors."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import ClassVar, Literal
 
 import numpy as np
 from attrs import frozen
 
-from skyrl_engine.contracts.collator import Buffers, DenseBatch
+from skyrl_engine.contracts.collator import Buffers, Carried, DenseBatch
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths, one_sample_per_row
+from skyrl_engine.contracts.ragged import Ragged
+from skyrl_engine_collators.extras import CARRIES, build_extras
 from skyrl_engine_collators.kernels import kernels
 from skyrl_engine_collators.memory import FreshMemory
 from skyrl_engine_collators.overlong import check_maximum_length
@@ -26,6 +27,7 @@ class PaddedCollator:
     """
 
     rows: ClassVar[Literal["padded"]] = "padded"
+    carries: ClassVar[frozenset[Carried]] = CARRIES
 
     pad_token_id: int = 0
     max_sequence_length: int | None = None
@@ -57,11 +59,12 @@ class PaddedCollator:
         else:
             arrays = native.build_fields(compiled, columns, rows, self.pad_token_id, wanted, memory)
             gather = native.gather_index(compiled, rows, memory)
-        lengths = rows.tokens[rows.sample_rows]
+        extras, ragged_offsets = build_extras(columns, rows.placement, wanted, memory)
         return DenseBatch(
-            fields={name: torch.from_numpy(array) for name, array in arrays.items()},
+            fields={name: torch.from_numpy(array) for name, array in (arrays | extras).items()},
             gather=gather,
-            sequence_lengths=tuple(lengths[start:stop] for start, stop in pairwise(micro_batch.row_offsets.tolist())),
+            sequence_lengths=Ragged(rows.tokens[rows.sample_rows], micro_batch.row_offsets),
+            ragged_offsets=ragged_offsets,
         )
 
     def collate(self, columns: SampleColumns) -> DenseBatch:

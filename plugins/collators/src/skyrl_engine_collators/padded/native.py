@@ -48,7 +48,7 @@ def build_fields(
 def gather_index(kernels: Kernels, rows: PaddedRows, out: Buffers) -> GatherIndex:
     """As `vectorized.gather_index`, in memory from `out`: fresh pages would cost more than what is written to them."""
     tokens, actions = rows.tokens[rows.sample_rows], rows.actions[rows.sample_rows]
-    unscored = (tokens == actions) & (actions > 0)  # nothing predicts the first token of a sample
+    unscored = tokens == actions  # the response begins the sample, and nothing predicts its first token
     scored = actions - unscored
     shape = (int(scored.sum()),)
     index = (

@@ -12,30 +12,34 @@ from attrs import frozen
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import MicroBatchPlan
 from skyrl_engine.contracts.ragged import AnyArray
+from skyrl_engine_collators.extras_reference import PlacedExtras, build_extras, extras_of, forms_of
 
 Number = float | np.float32
 
 
 @frozen
 class Sample:
-    """One sample as lists: its tokens, how many of them are the response, and numbers per response token by field name."""
+    """One sample as lists: its tokens, how many of them are the response, numbers per response token by field name, and its extras."""
 
     input_ids: Sequence[int]
     num_actions: int
     action_fields: Mapping[str, Sequence[Number]]
+    extras: Mapping[str, AnyArray]
 
 
 def build_fields(columns: SampleColumns, micro_batch: MicroBatchPlan, pad_token_id: int) -> dict[str, AnyArray]:
     """Every field of these rows.
 
     With R rows, T = width and A = action_width: `input_ids`, `attention_mask`, `position_ids` int64[R,T]; `response_mask` int64[R,A];
-    `loss_weight` and every column float32[R,A]. A row without sample is padding throughout.
+    `loss_weight` and every column float32[R,A]; `extras_reference` says what there is of routes and images. A row without sample is
+    padding throughout.
     """
     samples: list[Sample | None] = []
     for row in range(micro_batch.rows):
         members = micro_batch.samples[micro_batch.row_offsets[row] : micro_batch.row_offsets[row + 1]]
         samples.append(_sample(columns, int(members[0])) if len(members) else None)
-    return _dense(samples, ["loss_weight", *columns.columns], micro_batch.width, micro_batch.action_width, pad_token_id)
+    names = ["loss_weight", *columns.columns]
+    return _dense(samples, names, forms_of(columns), micro_batch.width, micro_batch.action_width, pad_token_id)
 
 
 def gather_index(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[tuple[int, int, int]]:
@@ -60,15 +64,15 @@ def from_lists(
     loss_mask: Sequence[Sequence[Number]],
     columns: Mapping[str, Sequence[Sequence[Number]]],
     pad_token_id: int,
+    routes: Sequence[AnyArray] | None = None,
 ) -> dict[str, AnyArray]:
     """Every field of a supervised batch, one row per sample, from the lists of `SampleColumns.from_lists`."""
     samples = []
     for i in range(len(input_ids)):
         weights = _without_first(loss_mask[i], scores_first_token=num_actions[i] == len(input_ids[i]))
-        samples.append(
-            Sample(input_ids[i], num_actions[i], {"loss_weight": weights, **{name: columns[name][i] for name in columns}})
-        )
-    return _collated(samples, ["loss_weight", *columns], pad_token_id)
+        fields = {"loss_weight": weights, **{name: columns[name][i] for name in columns}}
+        samples.append(Sample(input_ids[i], num_actions[i], fields, {} if routes is None else {"expert_routes": routes[i]}))
+    return _collated(samples, ["loss_weight", *columns], routes, pad_token_id)
 
 
 def from_rollouts(
@@ -78,14 +82,16 @@ def from_rollouts(
     loss_masks: Sequence[Sequence[Number]],
     columns: Mapping[str, Sequence[Sequence[Number]]],
     pad_token_id: int,
+    routes: Sequence[AnyArray] | None = None,
 ) -> dict[str, AnyArray]:
     """Every field of a reinforcement-learning batch, one row per sample, from the lists of `SampleColumns.from_rollouts`."""
     samples = []
     for i in range(len(prompts)):
         weights = _without_first(loss_masks[i], scores_first_token=len(prompts[i]) == 0)
         fields = {"loss_weight": weights, **{name: columns[name][i] for name in columns}}
-        samples.append(Sample([*prompts[i], *responses[i]], len(responses[i]), fields))
-    return _collated(samples, ["loss_weight", *columns], pad_token_id)
+        extras = {} if routes is None else {"expert_routes": routes[i]}
+        samples.append(Sample([*prompts[i], *responses[i]], len(responses[i]), fields, extras))
+    return _collated(samples, ["loss_weight", *columns], routes, pad_token_id)
 
 
 def _without_first(weights: Sequence[Number], *, scores_first_token: bool) -> list[Number]:
@@ -101,28 +107,48 @@ def _sample(columns: SampleColumns, sample: int) -> Sample:
         [int(columns.input_ids[place]) for place in tokens],
         len(actions),
         {name: [values[place] for place in actions] for name, values in fields.items()},
+        extras_of(columns, sample),
     )
 
 
-def _collated(samples: Sequence[Sample], names: Sequence[str], pad_token_id: int) -> dict[str, AnyArray]:
+def _collated(
+    samples: Sequence[Sample], names: Sequence[str], routes: Sequence[AnyArray] | None, pad_token_id: int
+) -> dict[str, AnyArray]:
     width = action_width = 0
     for sample in samples:
         width = max(width, len(sample.input_ids))
         action_width = max(action_width, sample.num_actions)
-    return _dense(samples, names, max(width, 1), action_width, pad_token_id)
+    forms = {} if routes is None else {"expert_routes": np.zeros((0, *routes[0].shape[1:]), dtype=_widest(routes))}
+    return _dense(samples, names, forms, max(width, 1), action_width, pad_token_id)
+
+
+def _widest(routes: Sequence[AnyArray]) -> type[np.generic]:
+    """The smallest dtype that holds every expert of every sample, and those on padding."""
+    largest = routes[0].shape[-1] - 1
+    for sample in routes:
+        for expert in sample.flatten().tolist():
+            largest = max(largest, expert)
+    return np.uint8 if largest < 256 else np.int16 if largest < 32768 else np.int32
 
 
 def _dense(
-    samples: Sequence[Sample | None], names: Sequence[str], width: int, action_width: int, pad_token_id: int
+    samples: Sequence[Sample | None],
+    names: Sequence[str],
+    forms: Mapping[str, AnyArray],
+    width: int,
+    action_width: int,
+    pad_token_id: int,
 ) -> dict[str, AnyArray]:
     input_ids: npt.NDArray[np.int64] = np.full((len(samples), width), pad_token_id, dtype=np.int64)
     attention_mask = np.zeros((len(samples), width), dtype=np.int64)
     position_ids = np.zeros((len(samples), width), dtype=np.int64)
     response_mask = np.zeros((len(samples), action_width), dtype=np.int64)
     action_fields = {name: np.zeros((len(samples), action_width), dtype=np.float32) for name in names}
+    placed = []
     for row, sample in enumerate(samples):
         if sample is None:
             continue
+        placed.append(PlacedExtras(row, width - len(sample.input_ids), sample.extras))
         for position, token in enumerate(sample.input_ids):
             column = width - len(sample.input_ids) + position
             input_ids[row, column] = token
@@ -139,4 +165,5 @@ def _dense(
         "position_ids": position_ids,
         "response_mask": response_mask,
         **action_fields,
+        **build_extras(forms, placed, len(samples), width),
     }

@@ -11,6 +11,7 @@ from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import MicroBatchPlan
 from skyrl_engine.contracts.ragged import AnyArray, IntArray, offsets_of, segment_indices
 from skyrl_engine.errors import DataError
+from skyrl_engine_collators.extras import Placement, extra_names
 
 BoolMatrix = npt.NDArray[np.bool_]
 
@@ -46,10 +47,17 @@ class PaddedRows:
             )
         return cls(micro_batch.samples, sample_rows, tokens, actions, micro_batch.width, micro_batch.action_width)
 
+    @property
+    def placement(self) -> Placement:
+        """Where the samples' tokens lie."""
+        places = (self.sample_rows + 1) * self.width - self.tokens[self.sample_rows]
+        return Placement(self.samples, places, (len(self.tokens), self.width))
+
 
 def field_names(columns: SampleColumns) -> frozenset[str]:
     """Every field that there is for these columns."""
-    return frozenset(("input_ids", "attention_mask", "position_ids", "response_mask", "loss_weight", *columns.columns))
+    made = ("input_ids", "attention_mask", "position_ids", "response_mask", "loss_weight")
+    return frozenset((*made, *columns.columns, *extra_names(columns)))
 
 
 def build_fields(
@@ -90,7 +98,7 @@ def build_fields(
 
 def _flat(values: AnyArray, offsets: IntArray, samples: IntArray) -> AnyArray:
     """The chosen samples' values one after the other; a view where the samples are consecutive."""
-    if len(samples) and samples[-1] - samples[0] == len(samples) - 1 and (np.diff(samples) == 1).all():
+    if len(samples) and (np.diff(samples) == 1).all():
         return values[offsets[samples[0]] : offsets[samples[-1] + 1]]
     return values[segment_indices(offsets, samples)]
 
@@ -102,9 +110,7 @@ def gather_index(rows: PaddedRows) -> GatherIndex:
     places = np.arange(offsets[-1], dtype=np.int64)
     columns = places + np.repeat(rows.width - actions - 1 - offsets[:-1], actions)
     row_of = np.repeat(rows.sample_rows, actions)
-    first = offsets[:-1][
-        (lengths == actions) & (actions > 0)
-    ]  # a response that starts its sample: nothing predicts its first token
+    first = offsets[:-1][lengths == actions]  # a response that begins its sample: nothing predicts its first token
     if len(first):
         places, row_of, columns = (np.delete(array, first) for array in (places, row_of, columns))
     return GatherIndex(places, row_of, columns)

@@ -3,10 +3,10 @@
 import numpy as np
 from attrs import frozen
 
+from skyrl_engine.contracts.bundles import Bundles
 from skyrl_engine.contracts.plan import SampleLengths
 from skyrl_engine.contracts.ragged import IntArray
 from skyrl_engine.errors import DataError
-from skyrl_engine_collators.planning.bundles import Bundles
 
 
 @frozen
@@ -18,8 +18,8 @@ class Limits:
     width: int | None = None
 
     def units_per_micro_batch(self, units: Bundles) -> int | None:
-        """How many units of the largest size fit by rows; None without a limit on rows."""
-        return None if self.rows is None else max(1, self.rows // int(units.sizes.max(initial=1)))
+        """How many units of the largest size fit by rows; None without a limit on rows. `units` have passed `check_limits`."""
+        return None if self.rows is None else self.rows // int(units.sizes.max())
 
 
 def check_limits(units: Bundles, lengths: SampleLengths, limits: Limits) -> None:

@@ -2,10 +2,10 @@
 
 import numpy as np
 
+from skyrl_engine.contracts.bundles import Bundles, inseparable
 from skyrl_engine.contracts.plan import SampleLengths
 from skyrl_engine.contracts.ragged import IntArray
 from skyrl_engine.errors import DataError
-from skyrl_engine_collators.planning.bundles import Bundles, inseparable
 
 
 def mini_batches(lengths: SampleLengths, size: int | None) -> list[IntArray]:
@@ -18,7 +18,7 @@ def mini_batches(lengths: SampleLengths, size: int | None) -> list[IntArray]:
     everything = np.arange(len(lengths), dtype=np.int64)
     if size is None or size >= len(lengths):
         return [everything]
-    bundles = Bundles.by_label(everything, inseparable(lengths))
+    bundles = Bundles.by_label(everything, inseparable(lengths.group_ids, lengths.unit_ids))
     sizes = bundles.sizes
     if sizes.max() > size:
         sample = int(bundles.members[int(np.argmax(sizes))][0])

@@ -20,8 +20,10 @@ def balance(costs: IntArray, ranks: int, *, most: int | None = None) -> IntArray
     heap = [(0, rank, 0) for rank in range(ranks)]
     order = np.argsort(-costs, kind="stable")
     for item, cost in zip(order.tolist(), costs[order].tolist(), strict=True):
-        load, rank, count = heapq.heappop(heap)
+        load, rank, count = heap[0]
         chosen[item] = rank
-        if count + 1 != most:
-            heapq.heappush(heap, (load + cost, rank, count + 1))
+        if count + 1 == most:
+            heapq.heappop(heap)
+        else:
+            heapq.heapreplace(heap, (load + cost, rank, count + 1))
     return chosen

@@ -1,0 +1,84 @@
+"""What a build needs beside its inputs and outputs, counted allocation by allocation: NumPy and the kernels both report to tracemalloc."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from skyrl_engine.contracts.buffers import ReusableBuffers
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.plan import Layout, one_sample_per_row
+from skyrl_engine.contracts.ragged import offsets_of
+from skyrl_engine_collators import kernels
+from skyrl_engine_collators.packed.collator import PackedCollator
+from skyrl_engine_collators.packed.planner import joined
+from skyrl_engine_collators.padded.collator import PaddedCollator
+
+
+def compiled_module():
+    try:
+        return kernels.load()
+    except ImportError as problem:
+        pytest.skip(f"no compiled kernels ({problem}); install plugins/collators where there is a C compiler")
+
+
+def columns_of(samples, longest):
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(16, longest + 1, samples)
+    actions = generator.integers(1, lengths + 1)
+    total = int(actions.sum())
+    return SampleColumns.create(
+        input_ids=generator.integers(0, 150_000, int(lengths.sum())),
+        token_offsets=offsets_of(lengths),
+        action_offsets=offsets_of(actions),
+        columns={name: generator.random(total, dtype=np.float32) for name in ("rewards", "rollout_logprobs")},
+    )
+
+
+def planned(collator, columns):
+    if collator.rows == "packed":
+        return joined(collator.plan(columns.lengths, Layout(dp=8)))
+    lengths = columns.lengths
+    return one_sample_per_row(np.arange(len(columns)), int(lengths.tokens.max()), int(lengths.actions.max()))
+
+
+def output_bytes(batch):
+    arrays = [batch.gather.actions, batch.gather.rows, batch.gather.columns, batch.sequence_lengths.values]
+    arrays += [] if batch.cu_seqlens is None else [batch.cu_seqlens.values]
+    return sum(tensor.nbytes for tensor in batch.fields.values()) + sum(array.nbytes for array in arrays)
+
+
+@pytest.mark.parametrize("longest", [256, 2048])
+@pytest.mark.parametrize("collator", [PaddedCollator(), PackedCollator(max_tokens_per_microbatch=8192)], ids=["padded", "packed"])
+def test_compiled_builds_need_less_than_a_tenth_of_their_outputs_beside_them(monkeypatch, collator, longest):
+    compiled_module()
+    monkeypatch.setenv(kernels.VARIABLE, "native")
+    columns, buffers = columns_of(1024, longest), ReusableBuffers(generations=1)
+    plan = planned(collator, columns)
+    size = output_bytes(collator.build(columns, plan, out=buffers))  # which also makes the memory that is written again below
+    tracemalloc.start()
+    try:
+        collator.build(columns, plan, out=buffers)
+        beside = tracemalloc.get_traced_memory()[1]
+        fresh_started = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        batch = collator.build(columns, plan)
+        fresh = tracemalloc.get_traced_memory()[1] - fresh_started
+    finally:
+        tracemalloc.stop()
+    assert beside < size / 10, f"{beside} bytes beside {size}"
+    assert size <= fresh < size * 1.1, f"{fresh} bytes in all for {size}, so not every allocation is counted, or too many are made"
+    assert output_bytes(batch) == size
+
+
+def test_packing_needs_little_memory():
+    """Scratch memory of first fit: sizes, two orders and the bin of each item, and a tree over the bins: below 60 bytes for each of n items."""
+    compiled = kernels.Kernels(compiled_module())
+    sizes = np.random.default_rng(0).integers(16, 257, 100_000)
+    tracemalloc.start()
+    try:
+        compiled.first_fit(sizes, 8192)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 60 * len(sizes)

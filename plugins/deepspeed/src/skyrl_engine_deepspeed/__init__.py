@@ -1,0 +1,1 @@
+"""DeepSpeed ZeRO training backend for skyrl-engine."""

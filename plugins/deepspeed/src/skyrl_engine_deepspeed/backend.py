@@ -1,0 +1,185 @@
+"""The DeepSpeed backend: a Hugging Face causal language model under ZeRO stages 0 to 3 that scores, learns and saves."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skyrl_engine.contracts.backend import MicroBatch, ModelSpec, Objective, OptimizerSpec, OptimStep, RankBatch, RankEnvironment
+from skyrl_engine.contracts.outputs import RankOutput
+from skyrl_engine.contracts.topology import RankCoords
+from skyrl_engine.modeling.exporting import exported, write_pretrained
+from skyrl_engine.modeling.lora import merged_weights
+from skyrl_engine.modeling.optimizer import set_learning_rate
+from skyrl_engine.modeling.schedule import learning_rate
+from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine.modeling.scoring import differentiable, gradient_not_finite, score
+from skyrl_engine_deepspeed.checkpoint import TrainingState
+from skyrl_engine_deepspeed.gradients import AccumulatedGradients
+from skyrl_engine_deepspeed.loading import Loaded, load
+from skyrl_engine_deepspeed.plugin import DeepSpeedConfig
+from skyrl_engine_deepspeed.settings import refuse_unsupported
+
+
+class DeepSpeedBackend:
+    """`contracts.backend.Backend` over `deepspeed.initialize`. The default process group must exist before `setup`.
+
+    A backend that only scores has nothing to divide before stage 3: it keeps the plain model, and does without DeepSpeed.
+    """
+
+    coords: RankCoords
+    _loaded: Loaded
+    _gradients: AccumulatedGradients | None
+
+    def __init__(self, config: DeepSpeedConfig) -> None:
+        self._config = config
+        self.coords = RankCoords()
+
+    def setup(self, model: ModelSpec, optimizer: OptimizerSpec | None, environment: RankEnvironment) -> None:
+        """Load, divide over all ranks, and make the optimizer. Raises ModelError, UnsupportedError."""
+        self.coords = RankCoords(rank=environment.rank, dp=environment.rank)
+        self._device = torch.device(environment.device)
+        refuse_unsupported(self._config, model.dtype, self._device, learns=optimizer is not None)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._specification = optimizer
+        self._dtype = model.dtype
+        self._in_bfloat16: Scorer | None = None
+        self._loaded = load(model, optimizer, self._config, self._device)
+        self._gradients = AccumulatedGradients(self._loaded.engine) if optimizer is not None else None
+        self._steps_done = 0
+
+    @torch.no_grad()
+    def forward(self, batch: RankBatch, objective: Objective) -> RankOutput:
+        """Score without gradients, in evaluation mode."""
+        self._loaded.scorer.eval()
+        parts = [objective(self._scores(micro_batch, objective), micro_batch)[1] for micro_batch in batch]
+        return RankOutput.concat(parts, self.coords)
+
+    def forward_backward(self, batch: RankBatch, objective: Objective) -> RankOutput:
+        """Score, differentiate and accumulate; the sum over ranks is complete when a step needs it."""
+        assert self._gradients is not None, "forward_backward on a backend that was set up for scoring only"
+        self._loaded.scorer.train()
+        parts = []
+        for micro_batch in batch:
+            scores = self._scores(micro_batch, objective)
+            total, output = objective(scores, micro_batch)
+            self._gradients.backward(differentiable(total, scores))
+            parts.append(output)
+        return RankOutput.concat(parts, self.coords)
+
+    def optim_step(self) -> OptimStep:
+        """Clip, step, advance the schedule, clear the gradients.
+
+        Raises ModelError where the gradient is not finite: then the weights, the optimizer and the schedule stay as the step before left
+        them, and the gradient is cleared.
+        """
+        assert self._gradients is not None, "optim_step on a backend that was set up for scoring only"
+        assert self._specification is not None
+        engine: Any = self._loaded.engine
+        rate = learning_rate(self._specification, self._steps_done)
+        norm = 0.0
+        if self._gradients.any:
+            self._gradients.reduce()
+            norm = self._gradients.norm()
+            if not norm < float("inf"):  # also true for NaN; every rank sees the same norm and stops alike
+                names = self._gradients.non_finite(self._loaded.parameters)
+                self._gradients.drop()
+                raise gradient_not_finite(self._steps_done + 1, norm, self.coords.rank, names)
+            set_learning_rate(engine.basic_optimizer, rate)
+            engine.step()
+            self._gradients.clear()
+        self._steps_done += 1
+        return OptimStep(grad_norm=norm, learning_rate=rate)
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's part of the training state. Raises CheckpointError."""
+        self._state().save(directory, self._steps_done)
+
+    def load(self, directory: Path) -> None:
+        """Restore exactly what `save` wrote, on as many ranks. Raises CheckpointError."""
+        self._steps_done = self._state().load(directory)
+        self._in_bfloat16 = None
+        if self._gradients is not None:
+            self._gradients.clear()
+
+    def export(self, directory: Path) -> None:
+        """Write float32 weights and configuration for `transformers`, or adapters for `peft`; rank 0 writes. Raises ModelError."""
+        writes = self.coords.rank == 0
+        model = self._loaded.model
+        whole: dict[int, Tensor] = {}  # a parameter that several names share is gathered once
+        weights: dict[str, Tensor] = {}
+        for name, tensor in exported(model).items():
+            if id(tensor) not in whole:
+                value = self._on_cpu(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().cpu()
+                whole[id(tensor)] = value if writes else torch.empty(0)
+            weights[name] = whole[id(tensor)]
+        if writes:
+            write_pretrained(model, directory, weights)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full weights by name, one at a time, on CPU; a weight that is tied appears once, under its first name."""
+        yield from merged_weights(self._loaded.model, self._on_cpu)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Full accumulated gradients by name, one at a time, on CPU; zero where nothing has reached a parameter."""
+        if self._gradients is not None:
+            yield from self._gradients.whole(self._loaded.parameters)
+
+    def close(self) -> None:
+        """Free model and optimizer."""
+        loaded = self.__dict__.pop("_loaded", None)
+        for name in ("_gradients", "_in_bfloat16"):
+            self.__dict__.pop(name, None)
+        if loaded is None:
+            return
+        if loaded.engine is not None:
+            loaded.engine.destroy()
+        del loaded
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _scores(self, micro_batch: MicroBatch, objective: Objective) -> dict[str, Tensor]:
+        return score(
+            self._loaded.engine or self._plain_scorer(),
+            micro_batch,
+            objective,
+            computes=self._loaded.scorer.computes,
+            vocabulary=self._loaded.vocabulary,
+            device=self._device,
+            backend="deepspeed",
+        )
+
+    def _plain_scorer(self) -> Scorer:
+        """The model that only scores; in bfloat16 a copy computes, so that an export keeps the weights as they were read."""
+        if self._dtype != "bfloat16":
+            return self._loaded.scorer
+        if self._in_bfloat16 is None:
+            self._in_bfloat16 = copy.deepcopy(self._loaded.scorer)
+            for parameter in self._in_bfloat16.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        return self._in_bfloat16
+
+    def _whole(self, parameter: nn.Parameter) -> Tensor:
+        """The weight as it is kept, on every rank: float32, or what computes where it is not trained."""
+        if self._loaded.engine is None or self._config.zero_stage == 0:
+            return parameter
+        import deepspeed
+
+        if self._gradients is not None and parameter.requires_grad:
+            whole: Tensor | None = deepspeed.utils.safe_get_full_fp32_param(parameter)
+            return parameter if whole is None else whole
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    def _on_cpu(self, parameter: nn.Parameter) -> Tensor:
+        """The whole weight, float32, on every rank's CPU."""
+        return self._whole(parameter).detach().float().cpu()
+
+    def _state(self) -> TrainingState:
+        persistent = self._loaded.model.state_dict(keep_vars=True)
+        buffers = {name: tensor for name, tensor in self._loaded.model.named_buffers() if name in persistent}
+        return TrainingState(self._loaded.engine, self._loaded.parameters, buffers, self._device)

@@ -1,0 +1,207 @@
+"""Exact training state: every rank writes the parts of parameters that it owns, by name; any ZeRO stage and number of ranks can read them."""
+
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+
+from skyrl_engine.errors import CheckpointError
+from skyrl_engine.modeling import random_states
+from skyrl_engine_deepspeed.fragments import adopt_weights, flats, fragments, moments
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@frozen(eq=False)
+class TrainingState:
+    """What a checkpoint holds. `engine` None: scoring only, on whole weights; without an optimizer: scoring only, on divided ones."""
+
+    engine: Any | None
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, Tensor]
+    device: torch.device
+
+    def save(self, directory: Path, steps_done: int) -> None:
+        """Write this rank's part into `directory`. Raises CheckpointError."""
+        rank = dist.get_rank()
+        state = {
+            "steps_done": steps_done,
+            "updates": self._updates(),
+            "world_size": dist.get_world_size(),
+            "parameters": dict(self._parts()),
+            "buffers": dict(self.buffers),
+            "random": random_states.capture(self.device),
+        }
+        try:
+            with _file(directory, rank).open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(
+                f"rank {rank} cannot write its part of the checkpoint to {directory}: {_reason(error)}",
+                remedy="Make room there or choose another run.directory; the previous checkpoint is whole",
+            ) from error
+
+    def load(self, directory: Path) -> int:
+        """Restore weights, moments and random states in place; returns how many optimizer steps had been taken.
+
+        For scoring only, which continues nothing, it takes the weights alone and any number of ranks may have written them.
+        Raises CheckpointError, on all ranks if on one.
+        """
+        steps_done, problem = 0, None
+        try:
+            steps_done = self._load(directory)
+        except CheckpointError as error:
+            problem = error
+        problems: list[CheckpointError | None] = [problem] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        for one in problems:
+            if one is not None:
+                raise one
+        if self._learns:
+            adopt_weights(self.engine, self.parameters)
+        return steps_done
+
+    def _load(self, directory: Path) -> int:
+        rank = dist.get_rank()
+        try:
+            saved = _Saved.read(directory)
+            saved.refuse_other_parameters(directory, {name: _shape(each) for name, each in self.parameters.items()})
+            with torch.no_grad():
+                self._fill(saved)
+            if self._learns:
+                if saved.world_size != dist.get_world_size():
+                    raise CheckpointError(
+                        f"the checkpoint in {directory} is of {saved.world_size} ranks, this run has {dist.get_world_size()} "
+                        "and cannot continue it exactly",
+                        remedy=f"Set run.ranks = {saved.world_size}",
+                    )
+                random_states.restore(saved.states[rank]["random"], self.device)
+        except (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"rank {rank} cannot read the checkpoint in {directory}: {_reason(error)}",
+                remedy="Resume from an older checkpoint of the run",
+            ) from error
+        return int(saved.states[0]["steps_done"])
+
+    @property
+    def _learns(self) -> bool:
+        return self.engine is not None and self.engine.basic_optimizer is not None
+
+    def _updates(self) -> int:
+        """How often AdamW has stepped; its own counter, from which bias correction follows."""
+        assert self.engine is not None, "a backend that only scores has no state to save"
+        states = [moments(self.engine, flat) for flat in flats(self.engine)]
+        return int(states[0]["step"]) if states and states[0] else 0
+
+    def _parts(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        if self.engine is None or (self.engine.zero_optimization_stage() == 0 and dist.get_rank() > 0):
+            return  # replicated: one copy is enough
+        for name, own in fragments(self.engine, self.parameters):
+            state = moments(self.engine, own.key)
+            kept = {"weight": own.weight, **{each: own.within(state[each]) for each in _MOMENTS if each in state}}
+            # cloned: saving a view would write everything it is a view of
+            parts = {each: part.clone() for each, part in kept.items()}
+            yield name, {"shape": tuple(_shape(self.parameters[name])), "start": own.start, **parts}
+
+    def _fill(self, saved: "_Saved") -> None:
+        for name, buffer in self.buffers.items():
+            buffer.copy_(saved.states[0]["buffers"][name])
+        if self.engine is None:
+            for name, parameter in self.parameters.items():
+                saved.copy(name, "weight", 0, parameter.view(-1))
+            return
+        if not self._learns:
+            self.engine.empty_partition_cache()  # whole copies that are kept between uses are of before
+            for name, parameter in self.parameters.items():
+                own: Any = parameter.ds_tensor  # type: ignore[attr-defined] # DeepSpeed's attributes: the rank's part, and the whole's size
+                start = dist.get_rank() * own.numel()
+                size = max(0, min(own.numel(), parameter.ds_numel - start))  # type: ignore[attr-defined] # as above; the last parts are padded
+                saved.copy(name, "weight", start, own.view(-1).narrow(0, 0, size))
+            return
+        _prepare_moments(self.engine, int(saved.states[0]["updates"]))
+        for name, own in fragments(self.engine, self.parameters):
+            saved.copy(name, "weight", own.start, own.weight)
+            state = moments(self.engine, own.key)
+            for each in _MOMENTS if state else ():
+                saved.copy(name, each, own.start, own.within(state[each]))
+
+
+@frozen(eq=False)
+class _Saved:
+    """The files of all ranks, mapped into memory."""
+
+    states: tuple[dict[str, Any], ...]
+
+    @classmethod
+    def read(cls, directory: Path) -> "_Saved":
+        first = _read(directory, 0)
+        return cls((first, *(_read(directory, rank) for rank in range(1, first["world_size"]))))
+
+    @property
+    def world_size(self) -> int:
+        return len(self.states)
+
+    def parts(self, name: str) -> list[dict[str, Any]]:
+        return [state["parameters"][name] for state in self.states if name in state["parameters"]]
+
+    def refuse_other_parameters(self, directory: Path, wanted: Mapping[str, torch.Size]) -> None:
+        saved = {name for state in self.states for name in state["parameters"]}
+        different = sorted(saved ^ wanted.keys())
+        different += sorted(name for name in saved & wanted.keys() if self.parts(name)[0]["shape"] != tuple(wanted[name]))
+        if different:
+            raise CheckpointError(
+                f"the checkpoint in {directory} is of another model: {different[0]} is not in both ({len(different)} such entries)",
+                remedy="Resume with the model the run was started with",
+            )
+
+    def copy(self, name: str, kind: str, start: int, into: Tensor) -> None:
+        """Fill `into` [size], which is elements `start` and following of a flattened parameter. Raises ValueError where some are missing."""
+        stop, filled = start + into.numel(), 0
+        for part in self.parts(name):
+            values: Tensor = part[kind]
+            first, last = max(start, part["start"]), min(stop, part["start"] + values.numel())
+            if first < last:
+                into[first - start : last - start].copy_(values[first - part["start"] : last - part["start"]])
+                filled += last - first
+        if filled != into.numel():
+            raise ValueError(f"it holds {filled} of {into.numel()} elements of {name}")
+
+
+def _prepare_moments(engine: Any, updates: int) -> None:
+    """AdamW's state as it is after so many updates, of zeros, for the checkpoint to fill."""
+    states = engine.basic_optimizer.state
+    for flat in flats(engine):
+        if not updates:
+            states.pop(flat, None)
+            continue
+        state = states[flat]
+        if not state:
+            state.update({"step": torch.zeros((), dtype=torch.float32, device=flat.device)})
+            state.update({each: torch.zeros_like(flat) for each in _MOMENTS})
+        state["step"].fill_(updates)
+
+
+def _shape(parameter: Any) -> torch.Size:
+    """Of the whole parameter."""
+    return getattr(parameter, "ds_shape", parameter.shape)  # type: ignore[no-any-return] # DeepSpeed's attribute under stage 3
+
+
+def _file(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank}.pt"
+
+
+def _read(directory: Path, rank: int) -> dict[str, Any]:
+    return torch.load(_file(directory, rank), map_location="cpu", mmap=True, weights_only=True)  # type: ignore[no-any-return] # what `save` wrote
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".")

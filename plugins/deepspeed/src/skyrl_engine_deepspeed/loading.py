@@ -1,0 +1,120 @@
+"""From a model on rank 0's CPU to a DeepSpeed engine on every rank, or, for scoring alone, to plain copies of the model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+
+from skyrl_engine.contracts.backend import ComputeDtype, ModelSpec, OptimizerSpec
+from skyrl_engine.modeling.optimizer import build_adamw
+from skyrl_engine.modeling.placement import Placed, entry, load_on_ranks, named_tensors, replace_entries
+from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine_deepspeed import library
+from skyrl_engine_deepspeed.fragments import fragment
+from skyrl_engine_deepspeed.plugin import DeepSpeedConfig
+from skyrl_engine_deepspeed.settings import settings
+
+
+@frozen(eq=False)
+class Loaded:
+    """`parameters` are those of the scorer that are trained, by their Hugging Face names, tied ones once. `vocabulary` counts input
+    embeddings. `engine` is None where nothing is divided or learned.
+    """
+
+    model: Any
+    scorer: Scorer
+    parameters: Mapping[str, nn.Parameter]
+    vocabulary: int
+    engine: Any | None
+
+
+def load(spec: ModelSpec, optimizer: OptimizerSpec | None, config: DeepSpeedConfig, device: torch.device) -> Loaded:
+    """The model with equal weights on every rank, divided as `config` says. An error on one rank is raised on all of them."""
+    placed = load_on_ranks(spec)
+    model, scorer = placed.model, placed.scorer
+    _give_memory(placed)
+    _send_buffers(placed, device)
+    parameters = {name: parameter for name, parameter in scored_parameters(model, scorer).items() if parameter.requires_grad}
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    divided = config.zero_stage == 3 and dist.get_world_size() > 1
+    if optimizer is None and not divided:
+        for name, parameter in scored_parameters(model, scorer).items():
+            parameter.data = _from_rank_0(placed, name, parameter, device)
+        return Loaded(model, scorer, parameters, vocabulary, None)
+    deepspeed = library.load(device)
+    clipping = None if optimizer is None else optimizer.max_grad_norm
+    stated = settings(config, spec.dtype, device, clipping, learns=optimizer is not None)
+    adamw = (
+        None if optimizer is None else build_adamw(parameters.values(), optimizer)
+    )  # before shapes are divided: decay goes by them
+    float32 = dict(placed.whole) if not placed.everyone_read else dict(named_tensors(model))
+    if config.zero_stage == 3:
+        _divide(deepspeed, scorer, stated, spec.dtype)
+    engine = library.initialize(deepspeed, model=scorer, optimizer=adamw, config=stated)
+    if spec.dtype == "bfloat16" and adamw is not None:
+        _restore_precision(engine, parameters, float32, placed, device)
+    return Loaded(model, scorer, parameters, vocabulary, engine)
+
+
+def scored_parameters(model: nn.Module, scorer: Scorer) -> dict[str, nn.Parameter]:
+    """Parameters by their Hugging Face names: those of decoder and heads, tied ones once."""
+    scored = {id(parameter) for parameter in scorer.parameters()}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in scored}
+
+
+def _give_memory(placed: Placed) -> None:
+    """Real tensors in place of shapes; memory of the host that nobody writes to is not taken."""
+    if placed.everyone_read or dist.get_rank() == 0:
+        return
+    replacements: dict[int, Tensor] = {}
+    for name, _ in named_tensors(placed.model):
+        place = entry(placed.model, name)
+        made = torch.empty(place.shape, dtype=place.dtype)
+        kept = nn.Parameter(made, requires_grad=place.requires_grad) if isinstance(place, nn.Parameter) else made
+        replacements[id(place)] = kept
+    replace_entries(placed.model, replacements)
+
+
+def _send_buffers(placed: Placed, device: torch.device) -> None:
+    """DeepSpeed sends parameters from rank 0 to all, and leaves buffers where they are."""
+    for name, buffer in placed.model.named_buffers():
+        buffer.data = _from_rank_0(placed, name, buffer, device)
+
+
+def _from_rank_0(placed: Placed, name: str, own: Tensor, device: torch.device) -> Tensor:
+    """The values of a parameter or buffer on `device`, as rank 0 read them."""
+    values = (placed.whole[name] if placed.whole else own.detach()).to(device)
+    if not placed.everyone_read:
+        dist.broadcast(values, src=0)
+    return values
+
+
+def _divide(deepspeed: Any, scorer: Scorer, stated: dict[str, Any], dtype: ComputeDtype) -> None:
+    """Divide parameter by parameter: at no time is more than one of them whole on the device.
+
+    The head's weight belongs to a module that is never called, only read; DeepSpeed must be told who reads it.
+    """
+    if dtype == "bfloat16":
+        for parameter in scorer.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    deepspeed.zero.Init(module=scorer, config_dict_or_path=stated)
+    for parameter in scorer.head.linear.parameters():
+        deepspeed.zero.register_external_parameter(scorer.head, parameter)
+
+
+@torch.no_grad()
+def _restore_precision(
+    engine: Any, parameters: Mapping[str, nn.Parameter], float32: Mapping[str, Tensor], placed: Placed, device: torch.device
+) -> None:
+    """DeepSpeed made its float32 weights of bfloat16 ones; give them back what was read."""
+    for name, parameter in parameters.items():
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        values = float32[name].to(device) if name in float32 else torch.empty(shape, dtype=torch.float32, device=device)
+        if not placed.everyone_read:
+            dist.broadcast(values, src=0)
+        own = fragment(engine, parameter)
+        if own is not None:
+            own.weight.copy_(values.view(-1).narrow(0, own.start, own.size))

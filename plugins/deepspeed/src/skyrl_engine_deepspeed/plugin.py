@@ -1,0 +1,60 @@
+"""Entry point of the `deepspeed` backend. Imports no torch: describing the backend happens on the controller."""
+
+from typing import Any, Literal
+
+from attrs import field, frozen
+from attrs.validators import ge, in_
+
+from skyrl_engine import hookimpl
+from skyrl_engine.contracts.backend import Backend, BackendDescription
+from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.errors import UnsupportedError
+
+
+@frozen
+class DeepSpeedConfig:
+    """Options of the DeepSpeed backend."""
+
+    zero_stage: Literal[0, 1, 2, 3] = field(default=3, validator=in_((0, 1, 2, 3)))
+    """What is divided among ranks (Rajbhandari et al. 2020, arXiv 1910.02054): 0 nothing, 1 optimizer state, 2 gradients too,
+    3 weights too."""
+
+    offload_optimizer: bool = False
+    """Keep optimizer state and float32 weights in host memory and step there; CUDA, stages 1 to 3."""
+
+    offload_parameters: bool = False
+    """Keep each rank's part of the weights in host memory between uses; CUDA, stage 3."""
+
+    persistence_threshold: int = field(default=100_000, validator=ge(0))
+    """Stage 3 keeps parameters of at most so many elements whole on every rank (fewer gathers), 0: none."""
+
+    def refuse_contradictions(self) -> None:
+        """Raises UnsupportedError for an offload of what this stage does not divide."""
+        for option, stages in (("offload_optimizer", (1, 2, 3)), ("offload_parameters", (3,))):
+            if getattr(self, option) and self.zero_stage not in stages:
+                raise UnsupportedError(
+                    f"backend.{option} needs ZeRO stage {' or '.join(map(str, stages))}, the run asks for stage {self.zero_stage}",
+                    remedy=f"Set backend.zero_stage to {stages[-1]} or backend.{option} to false",
+                )
+
+
+class DeepSpeedPlugin:
+    """Hook implementations of the `deepspeed` backend."""
+
+    @hookimpl
+    def skyrl_engine_config_schema(self) -> type[Any]:
+        return DeepSpeedConfig
+
+    @hookimpl
+    def skyrl_engine_describe_backend(self, config: DeepSpeedConfig | None, world_size: int) -> BackendDescription:
+        (config or DeepSpeedConfig()).refuse_contradictions()
+        return BackendDescription(Topology(dp=world_size), frozenset({"padded", "packed", "value_head", "lora"}))
+
+    @hookimpl
+    def skyrl_engine_make_backend(self, config: DeepSpeedConfig | None) -> Backend:
+        from skyrl_engine_deepspeed.backend import DeepSpeedBackend
+
+        return DeepSpeedBackend(config or DeepSpeedConfig())
+
+
+deepspeed = DeepSpeedPlugin()

@@ -1,0 +1,70 @@
+"""DeepSpeed's configuration for one engine, every value that matters written out, and the combinations it cannot do."""
+
+from typing import Any
+
+import torch
+
+from skyrl_engine.contracts.backend import ComputeDtype
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine_deepspeed.plugin import DeepSpeedConfig
+
+_BUCKET = 50_000_000
+"""Elements that are reduced or gathered at once; the buffers for it are allocated whole."""
+
+
+def settings(
+    config: DeepSpeedConfig, dtype: ComputeDtype, device: torch.device, max_grad_norm: float | None, *, learns: bool
+) -> dict[str, Any]:
+    """The dictionary `deepspeed.initialize` takes.
+
+    One accumulation step, because micro-batches are not DeepSpeed's to count; clipping always stated, because its default clips at 1.
+    Gradients accumulate and travel in float32 whatever computes.
+    """
+    on_cuda = device.type == "cuda"
+    zero: dict[str, Any] = {
+        "stage": config.zero_stage,
+        "overlap_comm": on_cuda and config.zero_stage == 3,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": _BUCKET,
+        "allgather_bucket_size": _BUCKET,
+        "stage3_prefetch_bucket_size": _BUCKET,
+        "stage3_param_persistence_threshold": config.persistence_threshold,
+    }
+    if config.offload_optimizer and learns:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_cuda}
+    if config.offload_parameters:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": on_cuda}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_grad_norm or 0.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": dtype == "bfloat16", "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+    }
+
+
+def refuse_unsupported(config: DeepSpeedConfig, dtype: ComputeDtype, device: torch.device, *, learns: bool) -> None:
+    """Raises UnsupportedError, with the option to change, for what DeepSpeed cannot do or does not do exactly."""
+    config.refuse_contradictions()
+    if dtype == "float64":
+        raise UnsupportedError(
+            "DeepSpeed keeps weights and sums gradients in float32 at most, float64 would be rounded on the way",
+            remedy='Set model.dtype to "float32", or backend.use to "fsdp"',
+        )
+    if dtype == "bfloat16" and config.zero_stage == 0 and learns:
+        raise UnsupportedError(
+            "ZeRO stage 0 sums bfloat16 gradients in bfloat16 and keeps no float32 weights beside a replicated model",
+            remedy="Set backend.zero_stage to 1, 2 or 3",
+        )
+    for option in ("offload_optimizer", "offload_parameters"):
+        if getattr(config, option) and device.type != "cuda" and learns:
+            raise UnsupportedError(
+                f"backend.{option} moves tensors between a CUDA device and host memory, and this rank computes on the {device.type}",
+                remedy=f"Set backend.{option} to false, or run on CUDA devices",
+            )

@@ -1,0 +1,43 @@
+"""Worlds of ranks for this folder's tests, and the tiny models they train."""
+
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # ranks are spawned processes and must import the tests' tasks by name
+
+from deepspeed_tasks import save_models
+
+from skyrl_engine.testing.world import World, alone
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_collections() -> Iterator[None]:
+    """DeepSpeed collects garbage whenever stage 3 starts; what pytest and all modules hold is none, and takes half a second to go through."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories of tiny models by name."""
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[World]:
+    """Two ranks in processes of their own."""
+    with World(2, timeout=240) as world:  # the first task imports DeepSpeed: seconds, minutes on a machine that is busy
+        yield world
+
+
+@pytest.fixture(name="alone", scope="module")
+def one_rank() -> Iterator[None]:
+    """This process as a world of one rank."""
+    with alone():
+        yield

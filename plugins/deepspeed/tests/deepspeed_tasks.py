@@ -1,0 +1,190 @@
+"""What ranks run in the tests: importable by name, because ranks are spawned."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from skyrl_engine.contracts.backend import MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment
+from skyrl_engine.modeling.exporting import write_pretrained
+from skyrl_engine.proof.model import write_model
+from skyrl_engine.proof.rollouts import VOCABULARY
+from skyrl_engine.testing.backend_batches import Arrays, Document, WeightedObjective, documents, packed, padded
+from skyrl_engine_deepspeed.backend import DeepSpeedBackend
+from skyrl_engine_deepspeed.gradients import AccumulatedGradients
+from skyrl_engine_deepspeed.plugin import DeepSpeedConfig
+
+OPTIMIZER = OptimizerSpec(learning_rate=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, total_steps=8)
+STILL = OptimizerSpec(learning_rate=1e-30, max_grad_norm=None)
+"""A step that changes no weight: it only clears the gradient."""
+
+
+def save_models(root: Path) -> dict[str, str]:
+    """A tied Qwen3, an untied Llama, a critic, a model with dropout; biases and transposed weights, capped logits, experts."""
+    write_model(root / "qwen3")
+    write_model(root / "llama", "llama")
+    write_model(root / "critic", "llama", value_head=True)
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    others: dict[str, dict[str, Any]] = {
+        "dropout": {"model_type": "qwen3", **sizes, "head_dim": 12, "attention_dropout": 0.2},
+        "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+        "gemma2": {**sizes, "head_dim": 12, "query_pre_attn_scalar": 12, "final_logit_softcapping": 1.0},
+        "qwen3_moe": {**sizes, "head_dim": 12, **moe, "tie_word_embeddings": False},
+    }
+    for name, options in others.items():
+        everyone = {"vocab_size": VOCABULARY, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+        family = options.pop("model_type", name)
+        config = AutoConfig.for_model(family, **{**everyone, **options})
+        torch.manual_seed(0)
+        write_pretrained(AutoModelForCausalLM.from_config(config, dtype=torch.float32), root / name)
+    return {name: str(root / name) for name in ("qwen3", "llama", "critic", *others)}
+
+
+def start(
+    directory: str, stage: int = 3, optimizer: OptimizerSpec | None = STILL, *, threshold: int = 0, **model: Any
+) -> DeepSpeedBackend:
+    """A backend over the default process group. Chunks of five positions; unless said otherwise no parameter is kept whole."""
+    backend = DeepSpeedBackend(DeepSpeedConfig(zero_stage=stage, persistence_threshold=threshold))  # type: ignore[arg-type] # checked by attrs
+    environment = RankEnvironment(dist.get_rank(), dist.get_world_size(), "cpu", 0)
+    backend.setup(ModelSpec(directory, **{"logits_per_chunk": 5 * VOCABULARY, **model}), optimizer, environment)
+    return backend
+
+
+def own(chosen: list[Document]) -> list[Document]:
+    """This rank's share."""
+    return chosen[dist.get_rank() :: dist.get_world_size()]
+
+
+def batch(rows: str = "padded", size: int = 2, unscored: tuple[int, ...] = ()) -> list[MicroBatch]:
+    """This rank's micro-batches of `size` rows."""
+    layout: Callable[..., list[MicroBatch]] = {"padded": padded, "packed": packed}[rows]
+    return layout(own(documents(VOCABULARY, unscored=unscored)), size)
+
+
+def arrays(pairs: Iterator[tuple[str, torch.Tensor]]) -> Arrays:
+    return {name: tensor.detach().numpy().copy() for name, tensor in pairs}
+
+
+def gradients_of(
+    directory: str, stage: int, *, rows: str = "padded", sizes: tuple[int, ...] = (1, 3), forgotten: bool = False, **model: Any
+) -> list[tuple[float, Arrays, float]]:
+    """Per micro-batch size: this rank's part of the objective, the gradient summed over ranks, and the norm that the step reports.
+
+    `forgotten` plants the mistake to forget that DeepSpeed averages over ranks.
+    """
+
+    def mean(gradients: AccumulatedGradients, total: torch.Tensor) -> None:
+        gradients.any = True
+        gradients._engine.backward(total)
+
+    backend = start(directory, stage, **model)
+    results = []
+    with patch.object(AccumulatedGradients, "backward", mean if forgotten else AccumulatedGradients.backward):
+        for size in sizes:
+            output = backend.forward_backward(batch(rows, size), WeightedObjective())
+            gradients = arrays(backend.gradients())
+            results.append((output.metrics["loss"].value, gradients, backend.optim_step().grad_norm))
+    backend.close()
+    return results
+
+
+def reached_late(directory: str, stage: int) -> tuple[Arrays, Arrays]:
+    """The gradient of values in one call and log-probabilities in the next, as the first step and as one after other steps."""
+    backend = start(directory, stage, value_head=True)
+
+    def accumulate() -> Arrays:
+        backend.forward_backward(batch(), WeightedObjective(needs=("values",)))
+        backend.forward_backward(batch(), WeightedObjective(needs=("logprobs",)))
+        gradients = arrays(backend.gradients())
+        backend.optim_step()
+        return gradients
+
+    first = accumulate()
+    backend.forward_backward(batch(), WeightedObjective(needs=("logprobs", "entropy")))
+    backend.optim_step()
+    again = accumulate()
+    backend.close()
+    return first, again
+
+
+def train(backend: DeepSpeedBackend, steps: int) -> list[tuple[float, float, float]]:
+    """Per step: this rank's part of the objective, gradient norm, learning rate."""
+    history = []
+    for _ in range(steps):
+        output = backend.forward_backward(batch(), WeightedObjective())
+        step = backend.optim_step()
+        history.append((output.metrics["loss"].value, step.grad_norm, step.learning_rate))
+    return history
+
+
+def continued(
+    directory: str, stage: int, checkpoint: Path, *, before: int, after: int, later_stage: int | None = None, **options: Any
+) -> tuple[Any, Any]:
+    """(history, weights) of the last `after` steps: uninterrupted, and by a fresh backend, perhaps of another stage, from the checkpoint."""
+    first = start(directory, stage, OPTIMIZER, **options)
+    train(first, before)
+    first.save(checkpoint)
+    uninterrupted = train(first, after), arrays(first.weights())
+    first.close()
+    second = start(directory, stage if later_stage is None else later_stage, OPTIMIZER, **options)
+    torch.manual_seed(12345)  # whatever the state was, the checkpoint's counts
+    np.random.seed(1)
+    train(second, 1)
+    second.load(checkpoint)
+    resumed = train(second, after), arrays(second.weights())
+    second.close()
+    return uninterrupted, resumed
+
+
+def save_after_a_step(directory: str, stage: int, checkpoint: Path, **model: Any) -> Arrays:
+    backend = start(directory, stage, OPTIMIZER, **model)
+    train(backend, 1)
+    backend.save(checkpoint)
+    weights = arrays(backend.weights())
+    backend.close()
+    return weights
+
+
+def load_in_training(directory: str, stage: int, checkpoint: Path) -> None:
+    backend = start(directory, stage, OPTIMIZER)
+    try:
+        backend.load(checkpoint)
+    finally:
+        backend.close()
+
+
+def precision(directory: str, stage: int) -> tuple[Arrays, Arrays]:
+    """Weights in bfloat16 training before and after a step that is smaller than bfloat16 can tell."""
+    backend = start(directory, stage, OptimizerSpec(learning_rate=1e-6), dtype="bfloat16")
+    before = arrays(backend.weights())
+    train(backend, 1)
+    after = arrays(backend.weights())
+    backend.close()
+    return before, after
+
+
+def scored(directory: str, checkpoint: Path | None = None, **model: Any) -> tuple[float, Arrays]:
+    """What a backend that only scores gives: this rank's part of the objective, and weights."""
+    backend = start(directory, 3, None, **model)
+    if checkpoint is not None:
+        backend.load(checkpoint)
+    loss = backend.forward(batch(), WeightedObjective()).metrics["loss"].value
+    weights = arrays(backend.weights())
+    backend.close()
+    return loss, weights
+
+
+def exported(directory: str, stage: int, target: Path, **model: Any) -> Arrays:
+    """Export after a step; returns the weights."""
+    backend = start(directory, stage, OPTIMIZER, **model)
+    train(backend, 2)
+    backend.export(target)
+    weights = arrays(backend.weights())
+    backend.close()
+    return weights

@@ -1,0 +1,48 @@
+"""Every promise of the backend contract, for every ZeRO stage on two ranks, and for stage 3 on one; no parameter is kept whole between uses."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import pytest
+
+from skyrl_engine.testing.backend import BackendConformance
+
+pytestmark = pytest.mark.proof
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks() -> Iterator[None]:
+    """One bench for all stages: importing DeepSpeed takes a rank seconds."""
+    with BackendConformance.bench:
+        yield
+
+
+class OfStage(BackendConformance):
+    """The promises of one stage."""
+
+    plugin = "deepspeed"
+    examples = 4
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _bench(cls) -> None:
+        """The module's."""
+
+
+class TestStage0(OfStage):
+    options: ClassVar[Mapping[str, Any]] = {"zero_stage": 0}
+    layouts = ("dp2",)
+
+
+class TestStage1(OfStage):
+    options: ClassVar[Mapping[str, Any]] = {"zero_stage": 1}
+    layouts = ("dp2",)
+
+
+class TestStage2(OfStage):
+    options: ClassVar[Mapping[str, Any]] = {"zero_stage": 2}
+    layouts = ("dp2",)
+
+
+class TestStage3(OfStage):
+    options: ClassVar[Mapping[str, Any]] = {"zero_stage": 3, "persistence_threshold": 0}

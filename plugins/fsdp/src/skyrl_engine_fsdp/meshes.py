@@ -1,0 +1,28 @@
+"""The ranks as device meshes: replicas outermost, then shards, then tensor-parallel ranks, as `contracts.topology` numbers them."""
+
+import torch
+from attrs import frozen
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from skyrl_engine.contracts.topology import Topology
+
+
+@frozen(eq=False)
+class Meshes:
+    """`data` is what FSDP shards over: one dimension, or replicas x shards. `tensor` None: no tensor parallelism."""
+
+    topology: Topology
+    replicate: int
+    data: DeviceMesh
+    tensor: DeviceMesh | None
+
+    @classmethod
+    def of(cls, topology: Topology, *, replicate: int, device: torch.device) -> "Meshes":
+        """Every rank calls it: process groups are made."""
+        data = {"replicate": replicate} if replicate > 1 else {}
+        data["shard"] = topology.dp // replicate
+        sizes = {**data, "tensor": topology.tp} if topology.tp > 1 else data
+        world = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        if topology.tp == 1:
+            return cls(topology, replicate, world, None)
+        return cls(topology, replicate, world[tuple(data)], world["tensor"])

@@ -1,0 +1,85 @@
+"""Tensor parallelism by DTensor: transformers' own plan of a model's layers, and embedding and head cut along the vocabulary."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine_fsdp.parameter_views import view_parameters
+from skyrl_engine_fsdp.rank_sums import sum_backward
+from skyrl_engine_fsdp.vocabulary import divide_vocabulary
+
+COLUMNS, ROWS, LOCAL_HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
+"""Styles of transformers' plans: a linear layer cut along its outputs, one along its inputs, and weights that every rank has whole and applies
+to its own heads alone (Qwen3 normalises queries and keys so): their gradient is the sum of what the ranks' heads give."""
+
+
+@frozen
+class LayerPlan:
+    """How a model's layers are cut: the style of each module, by a pattern such as "layers.*.mlp.up_proj"."""
+
+    styles: Mapping[str, str]
+
+    @classmethod
+    def of(cls, config: Any, ranks: int) -> "LayerPlan":
+        """The plan that transformers has for a configuration. Raises UnsupportedError where there is none, or `ranks` cannot divide it."""
+        text = config.get_text_config(decoder=True)
+        styles = dict(getattr(text, "base_model_tp_plan", None) or {})
+        name = text.model_type
+        if not styles:
+            raise _refusal(f"transformers has no tensor-parallel plan for {name} models")
+        unknown = sorted((style, pattern) for pattern, style in styles.items() if style not in {COLUMNS, ROWS, LOCAL_HEADS})
+        if unknown:
+            style, pattern = unknown[0]
+            raise _refusal(f"{name} models divide {pattern} by {style!r}, which the fsdp backend does not know")
+        for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            size = getattr(text, what, None)
+            if size is not None and size % ranks:
+                raise UnsupportedError(
+                    f"{ranks} tensor-parallel ranks cannot share {what} = {size} of the {name} model",
+                    remedy=f"Set backend.tensor_parallel to a divisor of {size}",
+                )
+        return cls(styles)
+
+    def modules(self, decoder: nn.Module, ranks: int) -> dict[str, str]:
+        """The style of every module of `decoder` that the plan cuts, by its name. Raises UnsupportedError for what cannot be cut so."""
+        patterns = {re.compile(re.escape(pattern).replace(r"\*", r"\d+")): style for pattern, style in self.styles.items()}
+        found: dict[str, str] = {}
+        for name, module in decoder.named_modules():
+            style = next((style for pattern, style in patterns.items() if pattern.fullmatch(name)), None)
+            if style is None:
+                continue
+            if style != LOCAL_HEADS:
+                if not isinstance(module, nn.Linear):
+                    raise _refusal(f"{name} of {type(decoder).__name__} is a {type(module).__name__}, not a linear layer")
+                size = module.out_features if style == COLUMNS else module.in_features
+                if size % ranks:
+                    raise _refusal(f"{ranks} ranks cannot share the {size} numbers of {name} in {type(decoder).__name__}")
+            found[name] = style
+        if not found:
+            raise _refusal(f"{type(decoder).__name__} has none of the parts that its tensor-parallel plan divides")
+        return found
+
+
+def parallelize(model: Any, scorer: Scorer, plan: LayerPlan, mesh: DeviceMesh) -> None:
+    """Cut the layers by `plan`, embedding and head along the vocabulary, in place: every rank keeps its part of the values it has."""
+    styles = plan.modules(scorer.decoder, mesh.size())
+    linear: dict[str, ParallelStyle] = {
+        name: ColwiseParallel() if style == COLUMNS else RowwiseParallel() for name, style in styles.items() if style != LOCAL_HEADS
+    }
+    parallelize_module(scorer.decoder, mesh, linear, src_data_rank=None)
+    group = mesh.get_group()
+    for name, style in styles.items():
+        if style == LOCAL_HEADS:
+            view_parameters(scorer.decoder.get_submodule(name), lambda weight: sum_backward(weight, group))
+    divide_vocabulary(model, scorer, mesh)
+
+
+def _refusal(cause: str) -> UnsupportedError:
+    return UnsupportedError(cause, remedy="Set backend.tensor_parallel = 1, or choose another model or backend")

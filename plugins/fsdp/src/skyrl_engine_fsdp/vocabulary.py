@@ -1,0 +1,79 @@
+"""Embedding and head cut along the vocabulary: every tensor-parallel rank has the rows of its own tokens."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from skyrl_engine.modeling.chunked_head import ChunkedHead, chunked_scores
+from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
+from skyrl_engine_fsdp.parameter_views import view_parameters
+from skyrl_engine_fsdp.rank_sums import sum_backward, sum_forward
+
+
+def divide_vocabulary(model: Any, scorer: Scorer, mesh: DeviceMesh) -> None:
+    """Cut the rows of the model's embedding and head, in place; tied ones stay tied. One that does not divide stays whole on every rank."""
+    embedding, head = model.get_input_embeddings(), scorer.head.linear
+    divided: dict[int, nn.Parameter] = {}
+    for module in (embedding, head):
+        if not isinstance(module, nn.Embedding | nn.Linear) or len(module.weight) % mesh.size():
+            continue
+        for name, whole in list(module.named_parameters(recurse=False)):
+            if id(whole) not in divided:
+                part = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
+                divided[id(whole)] = nn.Parameter(part, requires_grad=whole.requires_grad)
+            setattr(module, name, divided[id(whole)])
+        if module is embedding:
+            _look_up_own_tokens(module, mesh)
+        else:
+            scorer.head = VocabularyParallelHead(scorer.head, mesh)
+
+
+def _look_up_own_tokens(embedding: nn.Module, mesh: DeviceMesh) -> None:
+    """Make the embedding look up this rank's tokens, 0 for others, and sum over ranks."""
+    assert isinstance(embedding, nn.Embedding)
+    group, rows = mesh.get_group(), embedding.num_embeddings // mesh.size()
+    first = mesh.get_local_rank() * rows
+    foreign: list[Tensor] = []
+    if embedding.padding_idx is not None:  # the row that never learns from lookups, as this rank counts
+        here = embedding.padding_idx - first
+        embedding.padding_idx = here if 0 <= here < rows else None
+
+    def before(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        places = inputs[0] - first
+        foreign.append((places < 0) | (places >= rows))
+        return (torch.where(foreign[-1], 0, places), *inputs[1:])
+
+    def after(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        return sum_forward(output.masked_fill(foreign.pop()[..., None], 0), group)
+
+    view_parameters(embedding, _local)
+    embedding.register_forward_pre_hook(before)
+    embedding.register_forward_hook(after)
+
+
+class VocabularyParallelHead(ChunkedHead):
+    """The chunked head over this rank's part of the vocabulary; a chunk has as many logits here as one of a whole head."""
+
+    def __init__(self, whole: ChunkedHead, mesh: DeviceMesh) -> None:
+        nn.Module.__init__(self)
+        self.linear, self.rule = whole.linear, whole.rule
+        self.positions_per_chunk = whole.positions_per_chunk * mesh.size()
+        self.group = mesh.get_group()
+        self.first = mesh.get_local_rank() * (whole.linear.out_features // mesh.size())
+
+    def forward(self, hidden_NH: Tensor, labels_N: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, ...]:
+        """As `ChunkedHead.forward`; scores are equal on all tensor-parallel ranks, and so is what flows back to `hidden_NH`."""
+        score = VocabularyParallelScore(self.group, self.first, self.rule, temperature, entropy)
+        hidden_NH = sum_backward(hidden_NH, self.group)  # every part of the vocabulary adds to what flows back
+        bias_V = None if self.linear.bias is None else _local(self.linear.bias)
+        return chunked_scores(hidden_NH, _local(self.linear.weight), bias_V, labels_N, score, self.positions_per_chunk)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """This rank's part, differentiable."""
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local()

@@ -1,0 +1,135 @@
+"""What ranks run in the tests of adapters and of images: importable by name, because ranks are spawned."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from fsdp_tasks import VOCABULARY, Arrays, arrays, start
+from torch.distributed.checkpoint import filesystem
+
+from skyrl_engine.contracts.backend import MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment
+from skyrl_engine.modeling.lora import trained
+from skyrl_engine.proof.rollouts import VOCABULARY as PROOF_VOCABULARY
+from skyrl_engine.testing.backend_batches import WeightedObjective, documents, packed, padded, picture_documents
+from skyrl_engine_fsdp.backend import FsdpBackend
+from skyrl_engine_fsdp.gradients import full
+from skyrl_engine_fsdp.plugin import FsdpConfig
+
+LAYOUTS: dict[str, Callable[..., list[MicroBatch]]] = {"padded": padded, "packed": packed}
+OPTIMIZER = OptimizerSpec(learning_rate=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, total_steps=8)
+
+
+def batch(rows: str, size: int, unscored: tuple[int, ...] = (), *, pictures: bool = False) -> list[MicroBatch]:
+    """This rank's micro-batches of `size` rows."""
+    everyone = picture_documents(PROOF_VOCABULARY, "own") if pictures else documents(VOCABULARY, unscored=unscored)
+    return LAYOUTS[rows](everyone[dist.get_rank() :: dist.get_world_size()], size)
+
+
+def adapters(backend: FsdpBackend) -> Arrays:
+    """Whole values of what is trained."""
+    return {name: full(parameter.detach()).cpu().numpy().copy() for name, parameter in trained(backend._model).items()}
+
+
+def gradients_of(
+    directory: str,
+    *,
+    rows: str = "padded",
+    sizes: tuple[int, ...],
+    unscored: tuple[int, ...] = (),
+    pictures: bool = False,
+    needs: Any = None,
+    **model: Any,
+) -> list[tuple[float, Arrays, float]]:
+    """Per micro-batch size: this rank's part of the objective, the gradient summed over ranks, and the norm that the step reports."""
+    backend = start(directory, OptimizerSpec(learning_rate=1e-30, max_grad_norm=None), **model)
+    results = []
+    for size in sizes:
+        objective = WeightedObjective() if needs is None else WeightedObjective(needs=needs)
+        output = backend.forward_backward(batch(rows, size, unscored, pictures=pictures), objective)
+        gradients = arrays(backend.gradients())
+        results.append((output.metrics["loss"].value, gradients, backend.optim_step().grad_norm))
+    backend.close()
+    return results
+
+
+def drawn(directory: str, **model: Any) -> tuple[Arrays, list[int]]:
+    """New adapters, and the next random numbers after they were made."""
+    torch.manual_seed(7)
+    backend = start(directory, **model)
+    found = adapters(backend), torch.randint(0, 2**31, (4,)).tolist()
+    backend.close()
+    return found
+
+
+def kept_in(directory: str, **model: Any) -> tuple[set[torch.dtype], set[torch.dtype]]:
+    """Precisions of frozen parameters, and of trained ones."""
+    backend = start(directory, **model)
+    everyone = list(backend._model.parameters())
+    found = tuple({each.dtype for each in everyone if each.requires_grad is learns} for learns in (False, True))
+    backend.close()
+    return found[0], found[1]
+
+
+def train(backend: FsdpBackend, steps: int, *, pictures: bool = False) -> list[tuple[float, float]]:
+    """Per step: this rank's part of the objective, and the gradient norm."""
+    history = []
+    for _ in range(steps):
+        output = backend.forward_backward(batch("padded", 2, pictures=pictures), WeightedObjective())
+        history.append((output.metrics["loss"].value, backend.optim_step().grad_norm))
+    return history
+
+
+def continued(directory: str, checkpoint: Path, *, pictures: bool = False, **model: Any) -> tuple[Any, Any, list[str], int]:
+    """(history, trained weights) of two more steps, uninterrupted and from a checkpoint between; its entries; trained parameters."""
+    first = start(directory, OPTIMIZER, **model)
+    train(first, 2, pictures=pictures)
+    first.save(checkpoint)
+    uninterrupted = train(first, 2, pictures=pictures), adapters(first)
+    second = start(directory, OPTIMIZER, **model)
+    torch.manual_seed(12345)  # whatever the state was, the checkpoint's counts
+    train(second, 1, pictures=pictures)
+    second.load(checkpoint)
+    resumed = train(second, 2, pictures=pictures), adapters(second)
+    assert second._optimizer is not None
+    return (
+        uninterrupted,
+        resumed,
+        sorted(filesystem.FileSystemReader(checkpoint).read_metadata().state_dict_metadata),
+        len(second._optimizer.state),
+    )
+
+
+def exported(directory: str, target: Path, *, pictures: bool = False, **model: Any) -> tuple[Arrays, dict[int, np.ndarray], Arrays]:
+    """Export after two steps: merged weights, log-probabilities of this rank's documents, and what is trained."""
+    backend = start(directory, OPTIMIZER, **model)
+    train(backend, 2, pictures=pictures)
+    backend.export(target)
+    output = backend.forward(batch("padded", 2, pictures=pictures), WeightedObjective())
+    logprobs = dict(zip(output.sample_ids.tolist(), output.fields["logprobs"], strict=True))
+    found = arrays(backend.weights()), logprobs, adapters(backend)
+    backend.close()
+    return found
+
+
+def exported_alone(directory: str, checkpoint: Path, target: Path, **model: Any) -> Arrays:
+    """As `skyrl-engine export` does: one rank that only scores reads the checkpoint."""
+    backend = FsdpBackend(FsdpConfig())
+    backend.setup(ModelSpec(directory, **model), None, RankEnvironment(dist.get_rank(), dist.get_world_size(), "cpu", 0))
+    backend.load(checkpoint)
+    backend.export(target)
+    found = adapters(backend)
+    backend.close()
+    return found
+
+
+def saved(directory: str, checkpoint: Path, **model: Any) -> Arrays:
+    """A checkpoint after a step, and the adapters in it."""
+    backend = start(directory, OPTIMIZER, **model)
+    train(backend, 1)
+    backend.save(checkpoint)
+    found = adapters(backend)
+    backend.close()
+    return found

@@ -1,0 +1,198 @@
+"""Adapters on the backend: the same on every rank, trained alone, exact, saved, resumed, and exported for PEFT.
+
+Gradients are compared with plain PEFT (one process, one unpadded document at a time, whole logits), per parameter, as ||g - g'|| / ||g'||,
+at adapters whose two matrices are both random: of new ones, where B is zero, A has no gradient. Tolerances as in test_fsdp_gradients.py.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fsdp_lora_tasks import continued, drawn, exported, exported_alone, gradients_of, kept_in, saved
+from fsdp_tasks import VOCABULARY, outcome_with
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from skyrl_engine.contracts.backend import LoraSpec
+from skyrl_engine.testing.adapters import with_adapter, write_adapter
+from skyrl_engine.testing.backend_batches import Definition, definition, documents, worst
+from skyrl_engine.testing.world import World
+from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
+
+ALL_BUT_HEAD = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+NAMES = ("qwen3-tied", "llama-untied")
+
+
+@pytest.fixture(scope="module")
+def adapters(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("adapters")
+    return {name: write_adapter(models[name], root / name) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def due(models: dict[str, str], adapters: dict[str, str]) -> dict[str, Definition]:
+    """The right loss and gradient by model."""
+    return {name: definition(models[name], documents(VOCABULARY), adapter=adapters[name]) for name in NAMES}
+
+
+def norm(gradients: dict[str, Any]) -> float:
+    return float(np.sqrt(sum(np.square(gradient.astype(np.float64)).sum() for gradient in gradients.values())))
+
+
+def check(ranks: Any, due: Definition, tolerance: float) -> None:
+    """The ranks' parts of the loss add up, every rank has the adapters' whole gradient, and the step reports its norm."""
+    for parts in zip(*ranks, strict=True):
+        assert sum(loss for loss, _, _ in parts) == pytest.approx(due.loss, rel=max(1e-5, tolerance / 5))
+        for _, gradients, reported in parts:
+            assert worst(gradients, due.gradients) <= tolerance
+            assert reported == pytest.approx(norm(due.gradients), rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "options"),
+    [
+        *((name, rows, {}) for name in NAMES for rows in ("padded", "packed")),
+        ("qwen3-tied", "packed", {"activation_checkpointing": True}),
+        ("llama-untied", "padded", {"options": FsdpConfig(reshard_after_forward=False)}),
+    ],
+)
+def test_two_ranks_equal_plain_peft(
+    pair: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition], name: str, rows: str, options: Any
+) -> None:
+    lora = LoraSpec(path=adapters[name])
+    check(pair.run(gradients_of, models[name], rows=rows, sizes=(1, 3), lora=lora, **options), due[name], 1e-5)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("name", "rows"), [("qwen3-tied", "padded"), ("llama-untied", "packed")])
+def test_one_rank_equals_plain_peft(
+    models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition], name: str, rows: str
+) -> None:
+    lora = LoraSpec(path=adapters[name])
+    check([gradients_of(models[name], rows=rows, sizes=(2, 8), lora=lora)], due[name], 1e-5)
+    check([gradients_of(models[name], rows=rows, sizes=(3,), lora=lora, dtype="float64")], due[name], 1e-10)
+
+
+def test_bfloat16_keeps_adapters_in_float32_and_what_is_frozen_in_bfloat16(
+    pair: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition]
+) -> None:
+    name, lora = "llama-untied", LoraSpec(path=adapters["llama-untied"])
+    check(pair.run(gradients_of, models[name], sizes=(2,), lora=lora, dtype="bfloat16"), due[name], 5e-2)
+    assert pair.run(kept_in, models[name], lora=lora, dtype="bfloat16") == [({torch.bfloat16}, {torch.float32})] * 2
+    assert pair.run(kept_in, models[name], lora=lora) == [({torch.float32}, {torch.float32})] * 2
+
+
+def test_layers_without_adapters_and_ranks_without_scored_tokens_take_part(
+    pair: World, models: dict[str, str], tmp_path: Path
+) -> None:
+    """The first layer is a unit with nothing to train; the second rank's documents carry no loss."""
+    adapter = write_adapter(models["llama-untied"], tmp_path, layers=[1])
+    unscored = (1, 3, 5, 7)
+    reference = definition(models["llama-untied"], documents(VOCABULARY, unscored=unscored), adapter=adapter)
+    assert {name.partition(".self_attn")[0].partition(".mlp")[0] for name in reference.gradients} == {"model.layers.1"}
+    ranks = pair.run(gradients_of, models["llama-untied"], sizes=(1, 4), unscored=unscored, lora=LoraSpec(path=adapter))
+    check(ranks, reference, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks transformers for it
+def test_new_adapters_are_those_of_peft_on_every_rank(pair: World, models: dict[str, str]) -> None:
+    lora = LoraSpec(rank=4, targets=("q_proj", "up_proj"), seed=11)
+    plain = AutoModelForCausalLM.from_pretrained(models["qwen3-tied"])
+    torch.manual_seed(11)
+    plain = get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj", "up_proj"])).base_model.model
+    expected = {name: each.detach().numpy() for name, each in plain.named_parameters() if each.requires_grad}
+    made = pair.run(drawn, models["qwen3-tied"], lora=lora)
+    for found, following in made:
+        assert found.keys() == expected.keys()
+        for name, values in expected.items():
+            np.testing.assert_array_equal(found[name], values, err_msg=name)
+            assert bool(values.any()) == (".lora_A." in name)
+        assert following == pair.run(drawn, models["qwen3-tied"])[0][1], "making adapters moved the random state"
+    others = pair.run(drawn, models["qwen3-tied"], lora=LoraSpec(rank=4, targets=("q_proj", "up_proj"), seed=12))[0][0]
+    assert not any(np.array_equal(others[name], values) for name, values in expected.items() if ".lora_A." in name)
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_rank_draws_the_same(pair: World, models: dict[str, str]) -> None:
+    lora = LoraSpec(seed=3)
+    (two, _), (one, _) = pair.run(drawn, models["llama-untied"], lora=lora)[1], drawn(models["llama-untied"], lora=lora)
+    assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in one} == ALL_BUT_HEAD
+    for name, values in one.items():
+        np.testing.assert_array_equal(values, two[name], err_msg=name)
+
+
+def test_resumed_equals_uninterrupted_and_holds_adapters_alone(pair: World, models: dict[str, str], tmp_path: Path) -> None:
+    """With dropout, so that random states count too."""
+    lora = LoraSpec(rank=4, dropout=0.3, targets=("q_proj", "down_proj"))
+    for uninterrupted, resumed, entries, optimized in pair.run(continued, models["qwen3-tied"], tmp_path, lora=lora):
+        assert uninterrupted[0] == resumed[0]
+        for name, values in uninterrupted[1].items():
+            np.testing.assert_array_equal(values, resumed[1][name], err_msg=name)
+        weights = [entry.removeprefix("model.") for entry in entries if entry.startswith("model.")]
+        assert sorted(weights) == sorted(resumed[1])
+        assert optimized == len(weights) == 2 * 2 * 2
+
+
+def test_the_export_is_what_peft_loads_and_the_next_run_starts_from(pair: World, models: dict[str, str], tmp_path: Path) -> None:
+    name, before = "llama-untied", dict(AutoModelForCausalLM.from_pretrained(models["llama-untied"]).named_parameters())
+    lora = LoraSpec(rank=4, alpha=32, targets=("q_proj", "o_proj"))
+    ranks = pair.run(exported, models[name], tmp_path, lora=lora)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    by_peft = definition(models[name], documents(VOCABULARY), dtype=torch.float32, adapter=str(tmp_path))
+    for merged, logprobs, _ in ranks:
+        for number, values in logprobs.items():
+            if len(values):
+                np.testing.assert_allclose(values, by_peft.logprobs[number], rtol=1e-5, atol=1e-6)
+        assert merged.keys() == before.keys()
+        moved = {each for each, values in merged.items() if not np.array_equal(values, before[each].detach().numpy())}
+        assert moved == {each for each in merged if "q_proj" in each or "o_proj" in each}
+    plain = with_adapter(AutoModelForCausalLM.from_pretrained(models[name]), str(tmp_path))
+    for module in plain.modules():
+        if isinstance(module, LoraLayer):
+            module.merge()
+    for each, parameter in plain.named_parameters():
+        if ".lora_" not in each:
+            merged = ranks[1][0][each.replace(".base_layer.", ".")]
+            np.testing.assert_allclose(merged, parameter.detach().numpy(), rtol=1e-6, atol=1e-7, err_msg=each)
+    again = pair.run(drawn, models[name], lora=LoraSpec(path=str(tmp_path)))
+    for (found, _), (_, _, adapters) in zip(again, ranks, strict=True):
+        assert found.keys() == adapters.keys()
+        for each, values in adapters.items():
+            np.testing.assert_array_equal(found[each], values, err_msg=each)
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_rank_that_only_scores_exports_what_two_have_saved(pair: World, models: dict[str, str], tmp_path: Path) -> None:
+    lora = LoraSpec(rank=4)
+    adapters = pair.run(saved, models["qwen3-tied"], tmp_path, lora=lora)[0]
+    found = exported_alone(models["qwen3-tied"], tmp_path, tmp_path / "out", lora=lora)
+    for name, values in adapters.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+    stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert set(stored) == {"base_model.model." + name.replace(".default", "") for name in adapters}
+
+
+def test_a_value_head_learns_beside_the_adapters(pair: World, models: dict[str, str], tmp_path: Path) -> None:
+    write_adapter(models["critic"], tmp_path, value_head=True)
+    needs = ("logprobs", "values")
+    reference = definition(models["critic"], documents(VOCABULARY), adapter=str(tmp_path), needs=needs)
+    lora = LoraSpec(path=str(tmp_path))
+    ranks = pair.run(gradients_of, models["critic"], sizes=(1, 4), needs=needs, value_head=True, lora=lora)
+    assert {"score.weight", "score.bias"} < reference.gradients.keys()
+    check(ranks, reference, 1e-5)
+
+
+def test_tensor_parallel_ranks_refuse_adapters(pair: World, models: dict[str, str]) -> None:
+    options = FsdpConfig(tensor_parallel=2)
+    assert "lora" not in fsdp.skyrl_engine_describe_backend(options, 2).capabilities
+    assert "lora" in fsdp.skyrl_engine_describe_backend(FsdpConfig(), 2).capabilities
+    said = pair.run(outcome_with, models["qwen3-tied"], options, lora=LoraSpec())
+    assert (
+        said
+        == ["the fsdp backend trains no adapters under tensor parallelism. Set backend.tensor_parallel = 1, or remove model.lora"]
+        * 2
+    )

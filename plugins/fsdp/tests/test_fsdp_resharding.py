@@ -1,0 +1,79 @@
+"""A checkpoint goes on under another layout of ranks: weights and moments bit for bit, steps as if nothing had changed but rounding.
+
+AdamW's epsilon is large, so that rounding in a gradient moves a weight as little as it moves the gradient; with the usual one, the sign of a
+gradient near zero would decide.
+"""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fsdp_tasks import losses_after, resumed_by, save_only, saved_by
+
+from skyrl_engine.contracts.backend import OptimizerSpec
+from skyrl_engine.testing.world import World
+from skyrl_engine_fsdp.plugin import FsdpConfig
+
+OPTIMIZER = OptimizerSpec(learning_rate=1e-2, epsilon=0.5, weight_decay=0.1, schedule="cosine", warmup_steps=1, total_steps=6)
+DP = FsdpConfig()
+TP = FsdpConfig(tensor_parallel=2)
+HYBRID = FsdpConfig(replicate=2)
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest):
+    """`run(ranks, function, ...)`: results by rank, on so many ranks."""
+
+    def on(ranks: int, function, *arguments):
+        if ranks == 1:
+            request.getfixturevalue("alone")
+            return [function(*arguments)]
+        return request.getfixturevalue({2: "pair", 4: "quad"}[ranks]).run(function, *arguments)
+
+    return on
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "later_ranks", "later"),
+    [
+        (1, DP, 2, DP),
+        (2, DP, 1, DP),
+        (2, DP, 2, TP),
+        (2, TP, 1, DP),
+        (2, TP, 4, TP),
+        (4, TP, 4, HYBRID),
+    ],
+    ids=["1 to dp2", "dp2 to 1", "dp2 to tp2", "tp2 to 1", "tp2 to dp2 x tp2", "dp2 x tp2 to 2 replicas of 2"],
+)
+@pytest.mark.parametrize("name", ["llama-untied", pytest.param("qwen3-tied", marks=pytest.mark.proof)])
+def test_another_layout_goes_on(
+    run, models: dict[str, str], tmp_path: Path, name: str, ranks: int, options: FsdpConfig, later_ranks: int, later: FsdpConfig
+) -> None:
+    before = run(ranks, saved_by, models[name], OPTIMIZER, tmp_path, options)
+    after = run(later_ranks, resumed_by, models[name], OPTIMIZER, tmp_path, later)
+    (_, weights, moments), (_, loaded, loaded_moments) = before[0], after[0]
+    assert weights.keys() == loaded.keys()
+    assert moments.keys() == loaded_moments.keys()
+    for key, value in {**weights, **moments}.items():
+        np.testing.assert_array_equal({**loaded, **loaded_moments}[key], value, err_msg=key)
+    for step in range(2):
+        losses = [sum(own[step][0] for own, _, _ in side) for side in (before, after)]
+        assert losses[0] / options.tensor_parallel == pytest.approx(losses[1] / later.tensor_parallel, rel=1e-5)
+        assert before[0][0][step][1] == pytest.approx(after[0][0][step][1], rel=1e-4)
+        assert before[0][0][step][2] == after[0][0][step][2], "the schedule goes on"
+
+
+@pytest.mark.usefixtures("alone")
+def test_random_states_of_another_layout_start_anew_and_say_so(
+    pair: World, models: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From seed, step and rank alone: the same whenever it is loaded."""
+    pair.run(save_only, models["dropout"], tmp_path)
+    with caplog.at_level(logging.WARNING):
+        losses = losses_after(models["dropout"], tmp_path, DP, 2)
+    assert losses[0] == losses[1]
+    assert "is of 2 data-parallel x 1 tensor-parallel ranks, this run has 1 x 1" in caplog.text
+    assert "random states (dropout) start anew" in caplog.text
+    first, second = pair.run(losses_after, models["dropout"], tmp_path, TP, 1)
+    assert first == second

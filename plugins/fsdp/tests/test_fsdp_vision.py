@@ -1,0 +1,171 @@
+"""Vision-language models on the backend: adapters, recomputation, precisions, checkpoints, exports, and what the engine itself builds.
+
+That log-probabilities and gradients are transformers' own, on one rank and two, is shown by the conformance kit (test_fsdp_conformance.py).
+Gradients are compared as there, per parameter, as ||g - g'|| / ||g'||.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fsdp_lora_tasks import continued, exported, gradients_of
+from fsdp_tasks import outcome_with, start
+from transformers import AutoModelForImageTextToText
+
+from skyrl_engine.contracts.backend import LoraSpec, MicroBatch
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.contracts.outputs import RankOutput
+from skyrl_engine.contracts.plan import Layout
+from skyrl_engine.contracts.reducer import PerSequence
+from skyrl_engine.proof.rollouts import VOCABULARY
+from skyrl_engine.spans import Spans
+from skyrl_engine.testing.adapters import write_adapter
+from skyrl_engine.testing.backend_batches import Definition, definition, picture_documents, worst
+from skyrl_engine.testing.pictures import IMAGE_TOKEN, write_vision_model
+from skyrl_engine.testing.world import World
+from skyrl_engine.workers.batch import ShardBatch
+from skyrl_engine.workers.dispatch import Shard
+from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories of a "tied" and an "untied" model, and of adapters for the first."""
+    root = tmp_path_factory.mktemp("vision")
+    for name in ("tied", "untied"):
+        write_vision_model(root / name, tied=name == "tied")
+    write_adapter(str(root / "tied"), root / "adapter")
+    return {name: str(root / name) for name in ("tied", "untied", "adapter")}
+
+
+@pytest.fixture(scope="module")
+def due(vision: dict[str, str]) -> dict[str, Definition]:
+    """The right loss and gradient, by model; of adapters alone by "adapter"."""
+    documents = picture_documents(VOCABULARY, "own")
+    made = {name: definition(vision[name], documents) for name in ("tied", "untied")}
+    return {**made, "adapter": definition(vision["tied"], documents, adapter=vision["adapter"])}
+
+
+def check(ranks: Any, due: Definition, tolerance: float = 1e-5) -> None:
+    """The ranks' parts of the loss add up, and every rank has the whole gradient."""
+    for parts in zip(*ranks, strict=True):
+        assert sum(loss for loss, _, _ in parts) == pytest.approx(due.loss, rel=max(1e-5, tolerance / 5))
+        for _, gradients, _ in parts:
+            assert worst(gradients, due.gradients) <= tolerance
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_plain_process_equals_transformers(vision: dict[str, str], due: dict[str, Definition]) -> None:
+    assert "lm_head.weight" in due["untied"].gradients
+    assert "lm_head.weight" not in due["tied"].gradients
+    check([gradients_of(vision["untied"], sizes=(1, 8), pictures=True)], due["untied"])
+    check([gradients_of(vision["tied"], sizes=(3,), pictures=True, dtype="float64")], due["tied"])
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+def test_recomputed_activations_change_nothing(pair: World, vision: dict[str, str], due: dict[str, Definition], rows: str) -> None:
+    ranks = pair.run(gradients_of, vision["untied"], rows=rows, sizes=(1,), pictures=True, activation_checkpointing=True)
+    check(ranks, due["untied"])
+
+
+@pytest.mark.proof
+def test_bfloat16_stays_within_its_precision(pair: World, vision: dict[str, str], due: dict[str, Definition]) -> None:
+    ranks = pair.run(gradients_of, vision["tied"], sizes=(2,), pictures=True, dtype="bfloat16")
+    check(ranks, due["tied"], 5e-2)
+
+
+@pytest.mark.parametrize("rows", [pytest.param("padded", marks=pytest.mark.proof), "packed"])
+def test_adapters_are_of_the_language_model_alone(
+    pair: World, vision: dict[str, str], due: dict[str, Definition], rows: str
+) -> None:
+    """The tower is frozen, and runs forward alone; ranks without an image pass it all the same."""
+    assert all(".language_model." in name for name in due["adapter"].gradients)
+    lora = LoraSpec(path=vision["adapter"])
+    check(pair.run(gradients_of, vision["tied"], rows=rows, sizes=(1, 4), pictures=True, lora=lora), due["adapter"])
+
+
+def test_two_ranks_continue_bit_for_bit(pair: World, vision: dict[str, str], tmp_path: Path) -> None:
+    for uninterrupted, resumed, _, _ in pair.run(continued, vision["tied"], tmp_path, pictures=True):
+        assert uninterrupted[0] == resumed[0]
+        assert uninterrupted[1].keys() == resumed[1].keys()
+        for name, values in uninterrupted[1].items():
+            np.testing.assert_array_equal(values, resumed[1][name], err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["tied", pytest.param("untied", marks=pytest.mark.proof)])
+def test_the_export_is_what_transformers_loads(pair: World, vision: dict[str, str], tmp_path: Path, name: str) -> None:
+    before = dict(AutoModelForImageTextToText.from_pretrained(vision[name]).named_parameters())
+    ranks = pair.run(exported, vision[name], tmp_path, pictures=True)
+    model, report = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    again = definition(str(tmp_path), picture_documents(VOCABULARY, "own"), dtype=torch.float32)
+    for weights, logprobs, _ in ranks:
+        assert weights.keys() == dict(model.named_parameters()).keys()
+        for each, parameter in model.named_parameters():
+            np.testing.assert_array_equal(weights[each], parameter.detach().numpy(), err_msg=each)
+            assert not np.array_equal(weights[each], before[each].detach().numpy()), f"{each} was not trained"
+        for number, values in logprobs.items():
+            if len(values):
+                np.testing.assert_allclose(values, again.logprobs[number], rtol=0, atol=1e-5)
+
+
+def test_tensor_parallel_ranks_refuse_vision(pair: World, vision: dict[str, str]) -> None:
+    options = FsdpConfig(tensor_parallel=2)
+    assert "vision" not in fsdp.skyrl_engine_describe_backend(options, 2).capabilities
+    assert "vision" in fsdp.skyrl_engine_describe_backend(FsdpConfig(), 2).capabilities
+    for said in pair.run(outcome_with, vision["tied"], options):
+        assert "is a vision-language model, and the backend in this layout does not declare 'vision'" in said
+        assert "fsdp without tensor parallelism" in said
+
+
+class Keep:
+    """Keeps every token's log-probability by sample id."""
+
+    needs = frozenset({"logprobs"})
+    temperature = 1.0
+
+    def __init__(self) -> None:
+        self.kept: dict[int, list[float]] = {}
+
+    def __call__(self, scores: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> tuple[torch.Tensor, RankOutput]:
+        samples = micro_batch.samples
+        for place, sample in enumerate(samples.sample_ids.tolist()):
+            first, last = samples.scored.offsets[place : place + 2]
+            self.kept[sample] = scores["logprobs"][first:last].tolist()
+        return scores["logprobs"].sum(), RankOutput.empty()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", ["padded", "packed"])
+def test_what_the_engines_collators_build_is_scored_as_by_transformers(
+    vision: dict[str, str], due: dict[str, Definition], name: str
+) -> None:
+    """From columns through plan and shard; a micro-batch has the samples that the plan gave it, images and all."""
+    import skyrl_engine_collators.plugin as collators
+
+    documents = [each for each in picture_documents(VOCABULARY, "own") if len(each.ids)]
+    columns = SampleColumns.from_lists(
+        input_ids=[each.ids.tolist() for each in documents],
+        loss_mask=[(each.weights != 0).int().tolist() for each in documents],
+        sample_ids=np.array([each.number for each in documents]),
+        extras={
+            "pixel_values": [each.pictures.pixels.numpy() for each in documents],
+            "image_grid_thw": [each.pictures.grids.numpy() for each in documents],
+            "mm_token_type_ids": [(each.ids == IMAGE_TOKEN).int().numpy() for each in documents],
+        },
+    )
+    collator = getattr(collators, name).skyrl_engine_make_collator(config=None, context=FactoryContext(pad_token_id=0))
+    plan = collator.plan(columns.lengths, Layout(micro_batch_rows=3) if name == "padded" else Layout())
+    weights = PerSequence(np.ones(len(columns)))
+    batch = ShardBatch(Shard(columns, plan.mini_batches[0].ranks[0], weights), collator, name, "loss", Spans())
+    backend, keep = start(vision["tied"]), Keep()
+    backend.forward(batch, keep)
+    assert sorted(keep.kept) == sorted(each.number for each in documents)
+    for number, values in keep.kept.items():
+        np.testing.assert_allclose(values, due["tied"].logprobs[number], rtol=0, atol=1e-4)

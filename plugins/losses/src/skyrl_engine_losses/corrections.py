@@ -1,0 +1,132 @@
+"""Corrections of the gap between the sampler and the old policy, by rho = exp(clamp(log old - log rollout, -20, 20)).
+
+Meant in this order: `outlier_sequence`, `token_mask`, `tis`, `sequence_mask`. Bounds belong to the range that is kept.
+"""
+
+from typing import TYPE_CHECKING, Literal
+
+from attrs import field, frozen
+from attrs.validators import ge, gt, in_, optional
+
+from skyrl_engine import LossTokens, correction
+from skyrl_engine_losses.ratio import log_ratio, probability_ratio
+
+if TYPE_CHECKING:
+    import torch
+
+_NEEDS = ("old_logprobs", "rollout_logprobs")
+
+
+def _refuse_empty_range(low: float, high: float) -> None:
+    if high < low:
+        raise ValueError(f"must be at least low = {low}, is {high}")
+
+
+@frozen
+class OutlierSequenceConfig:
+    """The range in which every token's ratio must lie."""
+
+    low: float = field(default=1e-4, validator=ge(0.0))
+    """Smallest ratio."""
+
+    high: float = field(default=100.0)
+    """Largest ratio."""
+
+    @high.validator
+    def _above_low(self, _attribute: object, value: float) -> None:
+        _refuse_empty_range(self.low, value)
+
+
+@frozen
+class TokenMaskConfig:
+    """The range in which a token's ratio must lie."""
+
+    low: float = field(default=0.5, validator=ge(0.0))
+    """Smallest ratio."""
+
+    high: float = field(default=5.0)
+    """Largest ratio."""
+
+    @high.validator
+    def _above_low(self, _attribute: object, value: float) -> None:
+        _refuse_empty_range(self.low, value)
+
+
+@frozen
+class TisConfig:
+    """The ratio that is multiplied in, and where it is truncated."""
+
+    ratio: Literal["token", "sequence"] = field(default="token", validator=in_(("token", "sequence")))
+    """Each `token`'s own ratio, or at every token the product over its `sequence`."""
+
+    high: float | None = field(default=None, validator=optional(gt(0.0)))
+    """The factor is at most this; none: 2 with `token`, 5 with `sequence`."""
+
+    @property
+    def limit(self) -> float:
+        return {"token": 2.0, "sequence": 5.0}[self.ratio] if self.high is None else self.high
+
+
+@frozen
+class SequenceMaskConfig:
+    """The range in which a sequence's ratio must lie."""
+
+    mean: Literal["geometric", "product"] = field(default="geometric", validator=in_(("geometric", "product")))
+    """How a sequence's ratio comes of its tokens': their `geometric` mean, or their `product`."""
+
+    low: float | None = field(default=None, validator=optional(ge(0.0)))
+    """Smallest ratio; none: 0.99 with `geometric`, 0.5 with `product`."""
+
+    high: float | None = field(default=None)
+    """Largest ratio; none: 1.01 with `geometric`, 2 with `product`."""
+
+    @high.validator
+    def _above_low(self, _attribute: object, _value: float | None) -> None:
+        _refuse_empty_range(*self.bounds)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        low, high = {"geometric": (0.99, 1.01), "product": (0.5, 2.0)}[self.mean]
+        return low if self.low is None else self.low, high if self.high is None else self.high
+
+
+@correction(needs=_NEEDS, config=OutlierSequenceConfig)
+def outlier_sequence(tokens: LossTokens, config: OutlierSequenceConfig) -> "torch.Tensor":
+    """0 at every token of a sequence in which any rho lies outside [low, high], else 1; [n]."""
+    rho = probability_ratio(tokens.old_logprobs, tokens.rollout_logprobs)
+    outside = (rho < config.low) | (rho > config.high)
+    in_sequence = tokens.sequences.sum(outside.to(rho.dtype))
+    return tokens.sequences.broadcast((in_sequence == 0).to(rho.dtype))
+
+
+@correction(needs=_NEEDS, config=TokenMaskConfig)
+def token_mask(tokens: LossTokens, config: TokenMaskConfig) -> "torch.Tensor":
+    """0 where rho lies outside [low, high], else 1; [n]. The mask of IcePop (Ling team 2025, arXiv:2510.18855), whose range is the default."""
+    rho = probability_ratio(tokens.old_logprobs, tokens.rollout_logprobs)
+    return ((rho >= config.low) & (rho <= config.high)).to(rho.dtype)
+
+
+@correction(needs=_NEEDS, config=TisConfig)
+def tis(tokens: LossTokens, config: TisConfig) -> "torch.Tensor":
+    """Truncated importance sampling, [n]: min(rho, high), or min(product of rho over the sequence, high) at each of its tokens.
+
+    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", https://fengyao.notion.site/off-policy-rl.
+    """
+    difference = log_ratio(tokens.old_logprobs, tokens.rollout_logprobs)
+    if config.ratio == "sequence":
+        difference = tokens.sequences.broadcast(tokens.sequences.sum(difference))
+    return difference.exp().clamp(max=config.limit)
+
+
+@correction(needs=_NEEDS, config=SequenceMaskConfig)
+def sequence_mask(tokens: LossTokens, config: SequenceMaskConfig) -> "torch.Tensor":
+    """0 at every token of a sequence whose ratio, by `mean`, lies outside [low, high], else 1; [n].
+
+    Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch",
+    https://richardli.xyz/rl-collapse.
+    """
+    difference = log_ratio(tokens.old_logprobs, tokens.rollout_logprobs)
+    sequences = tokens.sequences
+    ratio = (sequences.mean if config.mean == "geometric" else sequences.sum)(difference).exp()
+    low, high = config.bounds
+    return sequences.broadcast(((ratio >= low) & (ratio <= high)).to(ratio.dtype))

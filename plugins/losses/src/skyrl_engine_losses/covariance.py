@@ -1,0 +1,89 @@
+"""Losses that treat the tokens apart whose log-probability and advantage vary together: they are what lowers the entropy.
+
+Cui et al. 2025, arXiv:2505.22617. cov = (A - mean A) (log p - mean log p), means over the micro-batch's loss-carrying tokens, so these losses
+depend by nature on how the batch is cut (`batch_local`).
+"""
+
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+from attrs.validators import and_, ge, gt, le
+
+from skyrl_engine import LossOutput, LossTokens, loss
+from skyrl_engine_losses.clipping import ClipConfig, clipped_loss
+from skyrl_engine_losses.ratio import approximate_kl, fraction, probability_ratio
+
+if TYPE_CHECKING:
+    import torch
+
+_NEEDS = ("logprobs", "old_logprobs", "advantages")
+_SHARE = and_(ge(0.0), le(1.0))
+
+
+@frozen
+class ClipCovConfig(ClipConfig):
+    """The clipping range of the ratio, and the tokens that are silenced."""
+
+    fraction: float = field(default=2e-4, validator=_SHARE)
+    """Share of a micro-batch's tokens that are silenced; at least one token is."""
+
+    lower: float = 1.0
+    """Only tokens of larger covariance are silenced."""
+
+    upper: float = field(default=5.0)
+    """Only tokens of smaller covariance are silenced."""
+
+    @upper.validator
+    def _above_lower(self, _attribute: object, value: float) -> None:
+        if value <= self.lower:
+            raise ValueError(f"must be more than lower = {self.lower}, is {value}")
+
+
+@frozen
+class KlCovConfig:
+    """The tokens that are held back, and how strongly."""
+
+    fraction: float = field(default=0.2, validator=and_(gt(0.0), le(1.0)))
+    """Share of a micro-batch's tokens, those of largest covariance, that are held back; at least one token is."""
+
+    coef: float = field(default=1.0, validator=ge(0.0))
+    """Weight of their penalty |log p - log old|."""
+
+
+def covariance(tokens: LossTokens) -> "torch.Tensor":
+    """[n]: each token's share of the covariance of advantage and log-probability; carries no gradient."""
+    advantages, logprobs = tokens.advantages, tokens.logprobs.detach()
+    return (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+
+
+@loss(needs=_NEEDS, config=ClipCovConfig, batch_local=True)
+def clip_cov(tokens: LossTokens, config: ClipCovConfig) -> LossOutput:
+    """`ppo`, [n], and 0 at max(int(fraction n), 1) random tokens with lower < cov < upper that clipping has not silenced already."""
+    ratio = probability_ratio(tokens.logprobs, tokens.old_logprobs)
+    token_loss, clipped = clipped_loss(ratio, tokens.advantages, config)
+    cov = covariance(tokens)
+    candidates = ((cov > config.lower) & (cov < config.upper) & ~clipped).nonzero().squeeze(-1)
+    order = cov.new_empty(len(candidates)).uniform_(generator=tokens.generator).argsort(stable=True)
+    silenced = clipped.new_zeros(len(cov))
+    silenced[candidates[order[: max(int(config.fraction * len(cov)), 1)]]] = True
+    return LossOutput(
+        token_loss.masked_fill(silenced, 0.0),
+        {
+            "clip_fraction": fraction(clipped),
+            "covariance_clip_fraction": fraction(silenced),
+            "approximate_kl": approximate_kl(tokens.logprobs, tokens.old_logprobs),
+        },
+    )
+
+
+@loss(needs=_NEEDS, config=KlCovConfig, batch_local=True)
+def kl_cov(tokens: LossTokens, config: KlCovConfig) -> LossOutput:
+    """-A r, [n], plus coef |log p - log old| at the max(1, int(fraction n)) tokens of largest cov; of equal ones the first."""
+    ratio = probability_ratio(tokens.logprobs, tokens.old_logprobs)
+    cov = covariance(tokens)
+    held = cov.argsort(descending=True, stable=True)[: max(1, int(config.fraction * len(cov)))]
+    strength = cov.new_zeros(len(cov)).index_fill(0, held, config.coef)
+    return LossOutput(
+        -tokens.advantages * ratio + strength * (tokens.logprobs - tokens.old_logprobs).abs(),
+        {"approximate_kl": approximate_kl(tokens.logprobs, tokens.old_logprobs)},
+    )

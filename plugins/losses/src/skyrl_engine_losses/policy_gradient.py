@@ -1,0 +1,66 @@
+"""Policy gradients: -w A log p, where w corrects for the policy that sampled and carries no gradient."""
+
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+from attrs.validators import ge, in_, le
+
+from skyrl_engine import LossOutput, LossTokens, loss
+from skyrl_engine_losses.clipping import ClipConfig
+from skyrl_engine_losses.ratio import Anchor, approximate_kl, fraction, probability_ratio
+
+if TYPE_CHECKING:
+    import torch
+
+
+@frozen
+class CispoConfig:
+    """The clipping range of the weight, and the policy that it is taken against."""
+
+    clip_low: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
+    """The weight is at least 1 - `clip_low`."""
+
+    clip_high: float = field(default=4.0, validator=ge(0.0))
+    """The weight is at most 1 + `clip_high`."""
+
+    anchor: Anchor = field(default="old", validator=in_(("old", "rollout")))
+    """The denominator of the ratio: the `old` policy of this step, or the `rollout` policy that sampled the tokens."""
+
+    @property
+    def column(self) -> str:
+        return f"{self.anchor}_logprobs"
+
+
+@loss(needs=("logprobs", "advantages"), homogeneous=True)
+def reinforce(tokens: LossTokens, _config: None) -> "torch.Tensor":
+    """-A log p, [n]: the policy gradient of tokens that the policy itself sampled (Williams 1992, Machine Learning 8)."""
+    return -tokens.advantages * tokens.logprobs
+
+
+@loss(needs=lambda config: ("logprobs", config.column, "advantages"), config=CispoConfig, homogeneous=True)
+def cispo(tokens: LossTokens, config: CispoConfig) -> LossOutput:
+    """-A sg(clip(r, 1 - clip_low, 1 + clip_high)) log p, [n]: MiniMax 2025, arXiv:2506.13585, section 3.1.
+
+    The weight is clipped, never the update: every token keeps a gradient.
+    """
+    anchor = tokens.needs[config.column]
+    ratio = probability_ratio(tokens.logprobs.detach(), anchor)
+    weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    return LossOutput(
+        -tokens.advantages * weight * tokens.logprobs,
+        {"clip_fraction": fraction(weight != ratio), "approximate_kl": approximate_kl(tokens.logprobs, anchor)},
+    )
+
+
+@loss(needs=("logprobs", "rollout_logprobs", "advantages"), config=ClipConfig, homogeneous=True)
+def rollout_is(tokens: LossTokens, config: ClipConfig) -> LossOutput:
+    """-sg(q if 1 - clip_low < q < 1 + clip_high else 0) A log p, [n], with q the ratio to the sampler's own policy.
+
+    Double-sided importance sampling of GLM-5 (2026, arXiv:2602.15763): needs no old policy, and tokens too far from the sampler are silent.
+    """
+    ratio = probability_ratio(tokens.logprobs.detach(), tokens.rollout_logprobs)
+    inside = (ratio > 1 - config.clip_low) & (ratio < 1 + config.clip_high)
+    return LossOutput(
+        -tokens.advantages * ratio.where(inside, 0.0) * tokens.logprobs,
+        {"clip_fraction": fraction(~inside), "approximate_kl": approximate_kl(tokens.logprobs, tokens.rollout_logprobs)},
+    )

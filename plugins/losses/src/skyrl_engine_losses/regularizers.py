@@ -1,0 +1,59 @@
+"""Terms to add to a loss: closeness to a reference model, and entropy."""
+
+from typing import TYPE_CHECKING, Literal
+
+from attrs import field, frozen
+from attrs.validators import in_
+
+from skyrl_engine import LossOutput, LossTokens, Metric, loss
+from skyrl_engine_losses.ratio import LOG_RATIO_LIMIT
+
+if TYPE_CHECKING:
+    import torch
+
+_LIMIT = 10.0
+"""Of the estimator k3, in nats, on either side."""
+
+
+@frozen
+class KlConfig:
+    """How the divergence is estimated from one token."""
+
+    estimator: Literal["k1", "abs", "k2", "k3"] = field(default="k3", validator=in_(("k1", "abs", "k2", "k3")))
+    """With d = log p - log ref: `k1` is d, `abs` |d|, `k2` d^2 / 2 and `k3` exp(-d) + d - 1, which is never negative."""
+
+
+@loss(needs=("logprobs", "ref_logprobs"), config=KlConfig)
+def kl(tokens: LossTokens, config: KlConfig) -> LossOutput:
+    """An estimate of KL(policy || reference) at each token, [n] in nats: Schulman 2020, http://joschu.net/blog/kl-approx.html.
+
+    `k3` clamps the exponent to +-20 and its value to +-10, where its gradient ends.
+    """
+    estimate = _ESTIMATORS[config.estimator](tokens.logprobs - tokens.ref_logprobs)
+    return LossOutput(estimate, {"reference_kl": Metric.mean(estimate.detach().sum().item(), len(estimate))})
+
+
+def _k1(difference: "torch.Tensor") -> "torch.Tensor":
+    return difference
+
+
+def _abs(difference: "torch.Tensor") -> "torch.Tensor":
+    return difference.abs()
+
+
+def _k2(difference: "torch.Tensor") -> "torch.Tensor":
+    return difference.square() / 2
+
+
+def _k3(difference: "torch.Tensor") -> "torch.Tensor":
+    inverse_ratio = (-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return (inverse_ratio + difference - 1).clamp(-_LIMIT, _LIMIT)
+
+
+_ESTIMATORS = {"k1": _k1, "abs": _abs, "k2": _k2, "k3": _k3}
+
+
+@loss(needs=("entropy",))
+def entropy(tokens: LossTokens, _config: None) -> LossOutput:
+    """-H, [n] in nats: with a positive coefficient, training raises the entropy of the next-token distribution."""
+    return LossOutput(-tokens.entropy, {"entropy": Metric.mean(tokens.entropy.detach().sum().item(), len(tokens.entropy))})

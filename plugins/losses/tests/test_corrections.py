@@ -1,0 +1,190 @@
+"""Corrections against loops over tokens, at their bounds, and one after the other as the engine applies them."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loss_oracles import sequences_of
+
+from skyrl_engine.contracts.correction import FunctionCorrection
+from skyrl_engine.contracts.loss import LossTokens
+from skyrl_engine.contracts.ragged import Ragged
+from skyrl_engine.objective.corrections import correct
+from skyrl_engine.objective.parts import CorrectionStep
+from skyrl_engine.objective.samples import ScoredSamples
+from skyrl_engine.objective.tokens import MicroBatchTokens
+from skyrl_engine_losses import plugin
+from skyrl_engine_losses.corrections import OutlierSequenceConfig, SequenceMaskConfig, TisConfig, TokenMaskConfig
+
+Sample = Sequence[float]
+"""log old - log rollout of each token."""
+
+
+def made(config: Any) -> FunctionCorrection:
+    names = {
+        OutlierSequenceConfig: "outlier_sequence",
+        TokenMaskConfig: "token_mask",
+        TisConfig: "tis",
+        SequenceMaskConfig: "sequence_mask",
+    }
+    correction: FunctionCorrection = getattr(plugin, names[type(config)]).skyrl_engine_make_correction(config)
+    return correction
+
+
+def factors(config: Any, *samples: Sample, dtype: torch.dtype = torch.float64) -> list[float]:
+    """What one correction gives all tokens; the rollout policy's log-probabilities are 0, so the old one's are the log-ratios."""
+    old = torch.tensor([value for sample in samples for value in sample], dtype=dtype)
+    tokens = LossTokens(
+        {"old_logprobs": old, "rollout_logprobs": torch.zeros_like(old)},
+        sequences_of([len(sample) for sample in samples]),
+        torch.Generator,
+    )
+    result = made(config)(tokens)
+    assert result.dtype == dtype
+    assert result.shape == old.shape
+    found: list[float] = result.tolist()
+    return found
+
+
+def rho(difference: float) -> float:
+    return math.exp(min(max(difference, -20.0), 20.0))
+
+
+def expected(config: Any, *samples: Sample) -> list[float]:
+    """The definitions once more, sequence by sequence."""
+    result: list[float] = []
+    for sample in samples:
+        ratios = [rho(value) for value in sample]
+        log_product = sum(min(max(value, -20.0), 20.0) for value in sample)
+        match config:
+            case OutlierSequenceConfig():
+                result += [float(all(config.low <= ratio <= config.high for ratio in ratios))] * len(sample)
+            case TokenMaskConfig():
+                result += [float(config.low <= ratio <= config.high) for ratio in ratios]
+            case TisConfig(ratio="token"):
+                result += [min(ratio, 2.0 if config.high is None else config.high) for ratio in ratios]
+            case TisConfig():
+                product = math.exp(log_product) if log_product < 700 else math.inf
+                result += [min(product, 5.0 if config.high is None else config.high)] * len(sample)
+            case SequenceMaskConfig(mean="geometric"):
+                kept = (config.low or 0.99) <= math.exp(log_product / max(len(sample), 1)) <= (config.high or 1.01)
+                result += [float(kept)] * len(sample)
+            case SequenceMaskConfig():
+                kept = log_product < 700 and (config.low or 0.5) <= math.exp(log_product) <= (config.high or 2.0)
+                result += [float(kept)] * len(sample)
+    return result
+
+
+CONFIGS = [
+    OutlierSequenceConfig(),
+    OutlierSequenceConfig(low=0.2, high=3.0),
+    TokenMaskConfig(),
+    TokenMaskConfig(low=0.9, high=1.1),
+    TisConfig(),
+    TisConfig(high=1.3),
+    TisConfig(ratio="sequence"),
+    TisConfig(ratio="sequence", high=1.5),
+    SequenceMaskConfig(),
+    SequenceMaskConfig(low=0.7, high=1.5),
+    SequenceMaskConfig(mean="product"),
+    SequenceMaskConfig(mean="product", low=0.1),
+]
+each = pytest.mark.parametrize("config", CONFIGS, ids=repr)
+
+NUMBERS = st.one_of(st.floats(-0.02, 0.02), st.floats(-1.5, 1.5), st.floats(-1000.0, 1000.0))
+
+
+@each
+@settings(max_examples=60)
+@given(samples=st.lists(st.lists(NUMBERS, max_size=5), max_size=4))
+def test_factors_are_the_definitions(config: Any, samples: list[list[float]]) -> None:
+    assert factors(config, *samples) == pytest.approx(expected(config, *samples), rel=1e-11, abs=1e-300)
+
+
+@each
+def test_what_the_policies_agree_on_is_left_alone(config: Any) -> None:
+    assert factors(config, [0.0, 0.0, 0.0], [0.0]) == [1.0] * 4
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_nothing_comes_of_no_tokens_and_extremes_stay_finite(config: Any, dtype: torch.dtype) -> None:
+    assert factors(config, dtype=dtype) == []
+    assert factors(config, [], [], dtype=dtype) == []
+    assert all(0 <= value < 1e9 for value in factors(config, [1000.0, -1000.0], [1000.0] * 40, [-1000.0] * 40, [0.5], dtype=dtype))
+
+
+@each
+def test_needs_are_both_policies_that_generated(config: Any) -> None:
+    assert made(config).needs == ("old_logprobs", "rollout_logprobs")
+
+
+def test_golden_numbers() -> None:
+    """Ratios 4, 1.5 and .5, their product 3; bounds themselves are kept."""
+    logs = [math.log(4.0), math.log(1.5), math.log(0.5)]
+    assert factors(TisConfig(), logs) == pytest.approx([2.0, 1.5, 0.5])
+    assert factors(TisConfig(ratio="sequence"), logs, [1.0, 1.0]) == pytest.approx([3.0] * 3 + [5.0] * 2)
+    assert factors(TokenMaskConfig(low=1.0, high=1.0), [0.0, 1e-9]) == [1.0, 0.0]
+    assert factors(OutlierSequenceConfig(), [0.0, math.log(101)], [math.log(99)], [-10.0, 0.0]) == [0.0, 0.0, 1.0, 0.0, 0.0]
+    assert factors(SequenceMaskConfig(), [0.02, -0.02, 0.0], [0.018, 0.0], [0.022, 0.0]) == [1.0] * 5 + [0.0] * 2
+    assert factors(SequenceMaskConfig(), [0.011, 0.011], [-0.011]) == [0.0] * 3
+    assert factors(SequenceMaskConfig(mean="product"), [0.4, 0.4], [0.3, 0.3]) == [0.0] * 2 + [1.0] * 2
+
+
+def in_order(configs: Sequence[Any], *samples: Sample) -> list[float]:
+    """The engine's own path: float32, corrections in the order given, each on what the former left."""
+    lengths = np.array([len(sample) for sample in samples])
+    old = np.array([value for sample in samples for value in sample], dtype=np.float32)
+    ids = np.arange(len(samples))
+    scored = ScoredSamples(
+        ids,
+        ids,
+        ids,
+        lengths,
+        Ragged.from_list([list(range(length)) for length in lengths], np.int32),
+        {"old_logprobs": old, "rollout_logprobs": np.zeros_like(old)},
+        np.ones(len(old)),
+    )
+    tokens = MicroBatchTokens({"logprobs": torch.zeros(len(old))}, scored, seed=0, step=0)
+    steps = [CorrectionStep(str(place), str(place), made(config)) for place, config in enumerate(configs)]
+    result, _ = correct(steps, tokens, first_part=1)
+    found: list[float] = result.tolist()
+    return found
+
+
+OUTLIER, MASK, TRUNCATED, GEOMETRIC = (
+    OutlierSequenceConfig(),
+    TokenMaskConfig(),
+    TisConfig("sequence"),
+    SequenceMaskConfig("product"),
+)
+
+
+def test_each_correction_sees_what_the_former_left() -> None:
+    """A token with ratio 10 is masked first; then the product of its sequence is that of the two others, 1.5, and not 15."""
+    sample = [math.log(10.0), math.log(1.5), 0.0]
+    assert in_order([MASK, TRUNCATED], sample) == pytest.approx([0.0, 1.5, 1.5], rel=1e-6)
+    assert in_order([TRUNCATED, MASK], sample) == pytest.approx([0.0, 5.0, 5.0], rel=1e-6)
+
+
+def test_a_sequence_is_dropped_for_a_token_only_while_the_token_is_there() -> None:
+    sample = [math.log(1000.0), 0.0]
+    assert in_order([OUTLIER, MASK], sample, [0.0]) == [0.0, 0.0, 1.0]
+    assert in_order([MASK, OUTLIER], sample, [0.0]) == [0.0, 1.0, 1.0]
+
+
+def test_a_sequence_mask_after_a_token_mask_judges_the_rest() -> None:
+    sample = [math.log(8.0), math.log(1.2)]
+    assert in_order([MASK, GEOMETRIC], sample) == [0.0, 1.0]
+    assert in_order([GEOMETRIC, MASK], sample) == [0.0, 0.0]
+
+
+def test_all_four_in_the_order_they_are_meant() -> None:
+    """The first sequence goes as an outlier, a token of the second by its mask, the third by its product of 2.25; factors multiply."""
+    samples = [[5.0, 0.0], [math.log(8.0), math.log(1.5)], [math.log(1.5), math.log(1.5)], [0.0]]
+    assert in_order([OUTLIER, MASK, TRUNCATED, GEOMETRIC], *samples) == pytest.approx([0.0, 0.0, 0.0, 1.5, 0.0, 0.0, 1.0], rel=1e-6)

@@ -1,0 +1,45 @@
+"""Every loss and correction held to the engine's conformance kit, as an outsider's would be, with default options and with others."""
+
+from typing import Any
+
+import pytest
+
+from skyrl_engine.testing.conformance import Conformance
+from skyrl_engine.testing.correction import CorrectionConformance
+from skyrl_engine.testing.loss import LossConformance
+from skyrl_engine_losses import plugin
+
+KINDS: dict[str, type[Conformance]] = {"loss": LossConformance, "correction": CorrectionConformance}
+
+OTHER_OPTIONS: dict[str, dict[str, Any]] = {
+    "cispo": {"anchor": "rollout", "clip_low": 0.5},
+    "dppo": {"anchor": "rollout", "kind": "kl", "delta_low": 0.01, "delta_high": 0.02},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "kl": {"estimator": "k1"},
+    "sequence_mask": {"mean": "product"},
+    "tis": {"ratio": "sequence"},
+}
+
+
+def suite(name: str, options: dict[str, Any]) -> type[Conformance]:
+    """What an outsider writes as a class of three lines."""
+    (base,) = (base for kind, base in KINDS.items() if hasattr(getattr(plugin, name), f"skyrl_engine_make_{kind}"))
+    return type(base.__name__, (base,), {"plugin": f"skyrl-engine-losses:{name}", "options": options, "examples": 8})
+
+
+SUITES = {name: suite(name, {}) for name in plugin.__all__} | {
+    f"{name}, other options": suite(name, options) for name, options in OTHER_OPTIONS.items()
+}
+
+
+@pytest.mark.parametrize(
+    ("each", "promise"),
+    [
+        pytest.param(each, promise, id=f"{name}-{promise.name}")
+        for name, each in SUITES.items()
+        for promise in each.promises
+        if promise.exempt(each().subject()) is None and (promise.name != "light_import" or name == "ppo")  # one module, one process
+    ],
+)
+def test_promise(each: type[Conformance], promise: Any) -> None:
+    each().test_promise(promise)

@@ -1,0 +1,1 @@
+"""Megatron-Core training backend for skyrl-engine."""

@@ -1,0 +1,54 @@
+"""Attention document by document, by torch's scaled dot-product attention: the same on CPU and CUDA, without flash-attn or Transformer Engine.
+
+megatron-core's own attention outside of Transformer Engine knows no documents and would keep scores of tokens x tokens.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyrl_engine_megatron.context import whole_row
+from skyrl_engine_megatron.documents import Boundaries
+from skyrl_engine_megatron.library import MegatronModule, TransformerConfig, parallel_state
+
+
+class DocumentAttention(MegatronModule):  # type: ignore[misc] # megatron-core is untyped
+    """megatron-core's `core_attention` for rows of documents. Causal, without dropout; heads are this rank's."""
+
+    def __init__(self, config: TransformerConfig, *_: Any, **__: Any) -> None:
+        """The further arguments of a `core_attention` (layer, mask type, groups) choose what this one has no choice of."""
+        super().__init__(config=config)
+
+    def forward(
+        self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, _mask: None = None, *, packed_seq_params: Boundaries, **_: Any
+    ) -> Tensor:
+        """[tokens, heads x d]; `key_TGD` and `value_TGD` have fewer heads where queries share them."""
+        lengths = list(packed_seq_params.lengths)
+        if packed_seq_params.order is None:
+            documents = zip(*(torch.split(each, lengths) for each in (query_THD, key_TGD, value_TGD)), strict=True)
+            return torch.cat([_attend(*document) for document in documents]).flatten(1)
+        ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        key_TGD, value_TGD = (whole_row(each, packed_seq_params.order) for each in (key_TGD, value_TGD))
+        shares = torch.split(query_THD, [length // ranks for length in lengths])
+        whole = (torch.split(each, lengths) for each in (key_TGD, value_TGD))
+        outputs = []
+        for query, key, value in zip(shares, *whole, strict=True):
+            early, late = query.chunk(2)
+            for number, chunk in ((rank, early), (2 * ranks - 1 - rank, late)):
+                seen = (number + 1) * len(chunk)
+                outputs.append(_attend(chunk, key[:seen], value[:seen]))
+        return torch.cat(outputs).flatten(1)
+
+
+def _attend(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
+    """One document: [tokens, heads, d]. Where there are fewer queries than keys, they are those of the last tokens."""
+    query, key, value = (each.transpose(0, 1)[None] for each in (query_THD, key_TGD, value_TGD))
+    queries, keys = len(query_THD), len(key_TGD)
+    mask = None
+    if queries < keys:  # is_causal would take them for the first tokens
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return output[0].transpose(0, 1)

@@ -1,0 +1,210 @@
+"""The Megatron backend: a Hugging Face model's weights in megatron-core's GPTModel, over tensor-, pipeline- and data-parallel ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyrl_engine.contracts.backend import ModelSpec, Objective, OptimizerSpec, OptimStep, RankBatch, RankEnvironment
+from skyrl_engine.contracts.outputs import RankOutput
+from skyrl_engine.contracts.topology import RankCoords
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.modeling.exporting import write_pretrained
+from skyrl_engine.modeling.loading import weight_dtype
+from skyrl_engine.modeling.schedule import learning_rate
+from skyrl_engine.modeling.scoring import gradient_not_finite
+from skyrl_engine_megatron import checkpoint
+from skyrl_engine_megatron.agreement import check_agreement
+from skyrl_engine_megatron.building import build, transformer_config
+from skyrl_engine_megatron.documents import RowShape
+from skyrl_engine_megatron.gradients import clip, kept_gradients, non_finite, sum_over_ranks
+from skyrl_engine_megatron.groups import groups
+from skyrl_engine_megatron.library import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    own_deprecations_ignored,
+    parallel_random,
+)
+from skyrl_engine_megatron.loading import Source, distribute, read
+from skyrl_engine_megatron.names import entries, own_parameters
+from skyrl_engine_megatron.pipeline import Pipeline
+from skyrl_engine_megatron.plugin import MegatronConfig
+from skyrl_engine_megatron.state import ShardedState, sharded_pieces, whole_pieces
+
+_COMPUTE = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class MegatronBackend:
+    """`contracts.backend.Backend` over megatron-core. The default process group must exist before `setup`."""
+
+    coords: RankCoords
+    _learned: list[DistributedDataParallel]
+
+    def __init__(self, config: MegatronConfig) -> None:
+        self._config = config
+        self.coords = RankCoords()
+        self._learned = []
+        self._holds_groups = False
+
+    def setup(self, model: ModelSpec, optimizer: OptimizerSpec | None, environment: RankEnvironment) -> None:
+        """Read, divide and place the model. Raises ModelError, or UnsupportedError for what it cannot be built or divided into."""
+        topology = self._config.topology(environment.world_size)
+        self.coords = topology.coords(environment.rank)
+        self._device = torch.device(environment.device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._specification = optimizer
+        self._steps_done = 0
+        self._source = read(model, self._config)
+        groups.take(topology, self._config.virtual_pipeline)
+        self._holds_groups = True
+        if self._device.type == "cuda":
+            parallel_random.model_parallel_cuda_manual_seed(environment.seed)
+        try:
+            with self._runtime():
+                self._place(model, self._source, optimizer, replicas=topology.dp * topology.cp)
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self, model: ModelSpec, source: Source, optimizer: OptimizerSpec | None, *, replicas: int) -> None:
+        compute = _COMPUTE[model.dtype]
+        config = transformer_config(
+            source.architecture,
+            self._config,
+            compute,
+            recompute=model.activation_checkpointing,
+            cpu=self._device.type == "cpu",
+        )
+        decoders = build(source.architecture, config, self._config)
+        sharded = self._config.distributed_optimizer and replicas > 1 and optimizer is not None
+        if optimizer is not None:
+            # A micro-batch without an image gives the vision tower no gradient, for which overlapped sums would wait.
+            settings = DistributedDataParallelConfig(
+                grad_reduce_in_fp32=compute == torch.bfloat16, use_distributed_optimizer=sharded, overlap_grad_reduce=False
+            )
+            self._learned = [DistributedDataParallel(config, settings, decoder) for decoder in decoders]
+        parameters = own_parameters(decoders)
+        self._state = ShardedState(
+            entries(source.architecture, self._config),
+            parameters,
+            sharded_pieces(parameters, self._learned) if sharded else whole_pieces(parameters),
+            sharded=sharded,
+            optimizer=optimizer,
+        )
+        self._models: list[Any] = [*self._learned] or [*decoders]
+        self._pipeline = Pipeline(
+            self._models,
+            decoders,
+            stages=self._config.pipeline_parallel,
+            shape=RowShape(self._config.tensor_parallel, self._config.context_parallel),
+            sees=source.architecture.vision.tokens if source.architecture.vision is not None else None,
+            vocabulary=source.architecture.vocabulary,
+            logits_per_chunk=model.logits_per_chunk,
+            device=self._device,
+        )
+        distribute(source, self._state, self._device, weight_dtype(model.dtype))
+        check_agreement(self._pipeline, source, model.path, model.dtype)
+        if source.model is not None:
+            source.model.to("meta")  # what is left of it says how to export
+
+    @contextmanager
+    def _runtime(self) -> Iterator[None]:
+        """What megatron-core needs around it. Where there is no CUDA device, that is a stand-in for what it takes of one."""
+        with own_deprecations_ignored():
+            if self._device.type == "cuda":
+                yield
+                return
+            from skyrl_engine_megatron.cpu import without_cuda
+
+            with without_cuda():
+                yield
+
+    @torch.no_grad()
+    def forward(self, batch: RankBatch, objective: Objective) -> RankOutput:
+        """Score without gradients, in evaluation mode."""
+        return self._run(batch, objective, learn=False)
+
+    def forward_backward(self, batch: RankBatch, objective: Objective) -> RankOutput:
+        """Score, differentiate and accumulate on this rank; ranks add up when somebody asks."""
+        assert self._learned, "forward_backward on a backend that was set up for scoring only"
+        return self._run(batch, objective, learn=True)
+
+    def _run(self, batch: RankBatch, objective: Objective, *, learn: bool) -> RankOutput:
+        unknown = objective.needs - {"logprobs", "entropy"}
+        if unknown:
+            raise UnsupportedError(
+                f"the loss needs {', '.join(sorted(unknown))}, which the megatron backend does not compute",
+                remedy="Choose another loss or backend",
+            )
+        for model in self._models:
+            model.train(learn)
+        with self._runtime():
+            return RankOutput.concat(self._pipeline.run(batch, objective, learn=learn), self.coords)
+
+    def optim_step(self) -> OptimStep:
+        """Sum over ranks, clip, step, advance the schedule, clear the gradients.
+
+        Raises ModelError where the gradient is not finite: then the weights, the optimizer and the schedule stay as the step before left
+        them, and the gradient is cleared.
+        """
+        assert self._specification is not None, "optim_step on a backend that was set up for scoring only"
+        with self._runtime():
+            sum_over_ranks(self._learned)
+            norm = clip(self._state, self._specification.max_grad_norm)
+            if not norm < float("inf"):  # also true for NaN; every rank sees the same norm and stops alike
+                error = gradient_not_finite(self._steps_done + 1, norm, self.coords.rank, non_finite(self._state))
+                self._clear()
+                raise error
+            rate = learning_rate(self._specification, self._steps_done)
+            self._state.step(rate)
+            if self._state.sharded:
+                for model in self._learned:
+                    model.start_param_sync(force_sync=True)
+            self._clear()
+        self._steps_done += 1
+        return OptimStep(grad_norm=norm, learning_rate=rate)
+
+    def _clear(self) -> None:
+        for model in self._learned:
+            model.zero_grad_buffer()
+
+    def save(self, directory: Path) -> None:
+        """Write this stage's part of the training state. Raises CheckpointError."""
+        checkpoint.save(self._state, directory, self.coords, self._steps_done)
+
+    def load(self, directory: Path) -> None:
+        """Restore exactly what `save` wrote, on ranks laid out in any way. Raises CheckpointError."""
+        self._steps_done = checkpoint.load(self._state, directory, self.coords)
+
+    def export(self, directory: Path) -> None:
+        """Write weights (as they are kept: float32, or float64) and configuration for `transformers`; rank 0 writes. Raises ModelError."""
+        weights = {name: tensor for name, tensor in self.weights() if self._source.model is not None}
+        if self._source.model is None:
+            return
+        write_pretrained(self._source.model, directory, weights)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full weights under their Hugging Face names, one at a time, on CPU; a weight that is tied appears once, under its first name."""
+        yield from self._state.everywhere(lambda piece: piece.master)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Full accumulated gradients by name, one at a time, on CPU. What has been accumulated stays as it is: sums are made on a copy."""
+        with kept_gradients(self._learned):
+            with self._runtime():
+                sum_over_ranks(self._learned)
+            yield from self._state.everywhere(lambda piece: piece.gradient)
+
+    def close(self) -> None:
+        """Free model and optimizer, and megatron-core's process groups with the last model of the process."""
+        self._learned = []
+        for name in ("_models", "_pipeline", "_state", "_source"):
+            self.__dict__.pop(name, None)
+        if self._holds_groups:
+            groups.give_back()
+            self._holds_groups = False
+        if self.__dict__.get("_device", torch.device("cpu")).type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,122 @@
+"""Training state under Hugging Face's names, whole tensors, one file per part of the model: any layout of ranks can continue it.
+
+Each pipeline stage's first rank writes the parts of its stage, one after the other, so that no rank holds more than one part. Nothing here
+draws random numbers, so there are no random states: the models that are built have no dropout, and losses have generators of their own.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from skyrl_engine.contracts.topology import RankCoords
+from skyrl_engine.errors import CheckpointError
+from skyrl_engine_megatron.names import Entry
+from skyrl_engine_megatron.state import Piece, ShardedState
+
+_FACTS: Final = "training.json"
+_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+
+def save(state: ShardedState, directory: Path, coords: RankCoords, steps_done: int) -> None:
+    """Write the parts of this rank's stage into `directory`; every rank takes part. Raises CheckpointError."""
+    writes = coords.tp == coords.cp == coords.dp == 0
+    try:
+        for part, entries in groupby(state.entries, key=lambda entry: entry.part):
+            tensors = _part(state, list(entries), keep=writes)
+            if tensors and writes:
+                save_file(tensors, _file(directory, part))
+        if coords.rank == 0:
+            facts = {"steps_done": steps_done, "learns": state.optimizer is not None, "shapes": _shapes(state.entries)}
+            (directory / _FACTS).write_text(json.dumps(facts))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"rank {coords.rank} cannot write its part of the checkpoint to {directory}: {error}",
+            remedy="Make room there or choose another run.directory; the previous checkpoint is whole",
+        ) from error
+
+
+def _part(state: ShardedState, entries: Sequence[Entry], *, keep: bool) -> dict[str, Tensor]:
+    """Weights and moments of a part on the CPU of the ranks that `keep` them; all ranks of its stage gather."""
+    tensors: dict[str, Tensor] = {}
+    for kind in ("model", *(_MOMENTS if state.optimizer is not None else ())):
+        for entry in entries:
+            whole = state.whole(entry, partial(_value, state, kind))
+            if whole is not None and keep:
+                for (name, _), tensor in zip(entry.sources, whole, strict=True):
+                    tensors[f"{kind}.{name}"] = tensor.contiguous().cpu()
+    return tensors
+
+
+def _value(state: ShardedState, kind: str, piece: Piece) -> Tensor:
+    """The weight, or a moment; before the first step moments are 0."""
+    if kind == "model":
+        return piece.master
+    assert state.optimizer is not None
+    moments: Mapping[str, Tensor] = state.optimizer.state.get(piece.master, {})
+    return moments[kind] if kind in moments else torch.zeros_like(piece.master)
+
+
+def load(state: ShardedState, directory: Path, coords: RankCoords) -> int:
+    """Restore weights and moments in place; returns how many optimizer steps had been taken. Ranks may be laid out in any way.
+
+    For scoring only it takes the weights alone. Raises CheckpointError.
+    """
+    try:
+        facts: dict[str, Any] = json.loads((directory / _FACTS).read_text())
+        _refuse_another_model(directory, facts["shapes"], _shapes(state.entries))
+        steps_done = int(facts["steps_done"])
+        if state.optimizer is not None:
+            if not facts["learns"]:
+                raise CheckpointError(
+                    f"the checkpoint in {directory} was written by a run that did not learn",
+                    remedy="Resume from another checkpoint",
+                )
+            state.optimizer.state.clear()
+        for part, entries in groupby(state.entries, key=lambda entry: entry.part):
+            held = [entry for entry in entries if state.held_as(entry)]
+            if held:
+                with safe_open(_file(directory, part), framework="pt") as file:
+                    _restore(state, held, file, steps_done)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(
+            f"rank {coords.rank} cannot read the checkpoint in {directory}: {str(error).rstrip('.')}",
+            remedy="Resume from an older checkpoint of the run",
+        ) from error
+    return steps_done
+
+
+def _restore(state: ShardedState, entries: Sequence[Entry], file: Any, steps_done: int) -> None:
+    for entry in entries:
+
+        def stored(kind: str, entry: Entry = entry) -> list[Tensor]:
+            return [file.get_tensor(f"{kind}.{name}") for name, _ in entry.sources]
+
+        state.fill(entry, stored("model"))
+        if state.optimizer is not None and steps_done:
+            for moment in _MOMENTS:
+                state.fill_moment(entry, moment, stored(moment), steps_done)
+
+
+def _refuse_another_model(directory: Path, saved: Mapping[str, list[int]], wanted: Mapping[str, list[int]]) -> None:
+    different = sorted(name for name in saved.keys() | wanted.keys() if saved.get(name) != wanted.get(name))
+    if different:
+        raise CheckpointError(
+            f"the checkpoint in {directory} is of another model: {different[0]} is not the same in both ({len(different)} such weights)",
+            remedy="Resume with the model the run was started with",
+        )
+
+
+def _shapes(entries: Sequence[Entry]) -> dict[str, list[int]]:
+    return {name: list(shape) for entry in entries for name, shape in entry.sources}
+
+
+def _file(directory: Path, part: str) -> Path:
+    return directory / f"{part}.safetensors"

@@ -1,0 +1,61 @@
+"""What megatron-core takes from CUDA without asking, given from the CPU. Never imported where there is a CUDA device.
+
+Everything is in force inside `without_cuda()` alone: outside, torch and megatron-core are as they were.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from skyrl_engine_megatron.library import parallel_random
+
+_CPU = torch.device("cpu")
+
+
+class _OnCpu(TorchFunctionMode):
+    """`device="cuda"` and `Tensor.cuda()` mean the CPU."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if kwargs and "device" in kwargs and torch.device(kwargs["device"] or _CPU).type == "cuda":
+            kwargs = {**kwargs, "device": _CPU}
+        return func(*args, **(kwargs or {}))
+
+
+class _NoStates:
+    """In place of the tracker of CUDA's random states: the models that are built here draw no random numbers."""
+
+    def fork(self, _name: str = "") -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def set_states(self, _states: dict[str, torch.Tensor]) -> None:
+        """There are none."""
+
+
+@contextmanager
+def without_cuda() -> Iterator[None]:
+    """megatron-core runs on the CPU in here: devices, synchronization, and the random states that recomputation restores."""
+    cuda = patch.multiple(torch.cuda, current_device=lambda: _CPU, synchronize=lambda *_: None)
+    states = patch.multiple(
+        parallel_random,
+        _CUDA_RNG_STATE_TRACKER=_NoStates(),
+        _CUDA_RNG_STATE_TRACKER_INITIALIZED=True,
+        _get_cuda_rng_state=lambda *_, **__: torch.get_rng_state(),
+        _set_cuda_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
+    )
+    with cuda, states, _OnCpu():
+        yield

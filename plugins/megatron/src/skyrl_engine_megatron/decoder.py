@@ -1,0 +1,58 @@
+"""megatron-core's GPTModel as this backend uses it: hidden states instead of logits, and scores at chosen positions alone."""
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor
+
+from skyrl_engine.modeling.architecture import LogitRule
+from skyrl_engine.modeling.chunked_head import chunked_scores
+from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
+from skyrl_engine_megatron.library import (
+    GPTModel,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    parallel_state,
+)
+
+
+class Decoder(GPTModel):  # type: ignore[misc] # megatron-core is untyped
+    """One piece of the model on this rank: the whole of it, a pipeline stage, or, interleaved, a part of a stage."""
+
+    vocabulary: int
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Hidden states [tokens, 1, h] in place of logits: the head is not run over all tokens."""
+        return hidden_states
+
+    def score(
+        self,
+        hidden_T1H: Tensor,
+        positions_N: Tensor,
+        labels_N: Tensor,
+        *,
+        temperature: float,
+        needs: Collection[str],
+        logits_per_chunk: int,
+    ) -> dict[str, Tensor]:
+        """Those of "logprobs" and "entropy" that `needs` names, each [n]; on the last stage. Equal on all tensor-parallel ranks.
+
+        With n = 0 the head runs all the same, on position 0, so that the graph stays whole.
+        """
+        count = len(positions_N)
+        if count == 0:
+            positions_N, labels_N = positions_N.new_zeros(1), labels_N.new_zeros(1)
+        if self.config.sequence_parallel:
+            hidden_T1H = gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=True)
+        else:
+            hidden_T1H = copy_to_tensor_model_parallel_region(hidden_T1H)
+        chosen_NH = hidden_T1H[:, 0].index_select(0, positions_N)
+        tied = self.share_embeddings_and_output_weights
+        weight_VH = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        share = len(weight_VH)
+        first = parallel_state.get_tensor_model_parallel_rank() * share
+        weight_VH = weight_VH[: self.vocabulary - first]  # what fills the vocabulary up has no probability
+        group = parallel_state.get_tensor_model_parallel_group()
+        score = VocabularyParallelScore(group, first, LogitRule(), temperature, entropy="entropy" in needs)
+        values = chunked_scores(chosen_NH, weight_VH, None, labels_N, score, max(1, logits_per_chunk // share))
+        return {name: value[:count] for name, value in zip(("logprobs", "entropy"), values, strict=False)}

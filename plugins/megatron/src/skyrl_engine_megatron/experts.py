@@ -1,0 +1,85 @@
+"""A mixture of experts over tensor-parallel ranks, which hold whole experts or a part of every expert; the same on CPU and CUDA.
+
+megatron-core's own layer needs CUDA streams, and tokens of one length on all ranks or their numbers exchanged beforehand.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from skyrl_engine_megatron.architecture import Mixture
+from skyrl_engine_megatron.library import (
+    MegatronModule,
+    TransformerConfig,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    parallel_state,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+
+class MixtureOfExperts(MegatronModule):  # type: ignore[misc] # megatron-core is untyped
+    """The feed-forward part of a layer: each token goes through its experts of highest probability, weighted by these.
+
+    No token is dropped, and no loss of the router added, so a token's output does not depend on how the batch was cut.
+    """
+
+    mixture: ClassVar[Mixture]
+    whole_experts: ClassVar[bool]
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        super().__init__(config=config)
+        ranks, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+        count, width = self.mixture.count, self.mixture.feed_forward
+        if self.whole_experts:
+            count //= ranks
+        else:
+            width //= ranks
+        self.own = slice(rank * count, (rank + 1) * count) if self.whole_experts else slice(None)
+        self.router = self._parameter(self.mixture.count, config.hidden_size)
+        self.gate_up = self._parameter(count, 2 * width, config.hidden_size)
+        self.down = self._parameter(count, config.hidden_size, width)
+
+    def _parameter(self, *shape: int) -> nn.Parameter:
+        device = "cpu" if self.config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+        return nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=device))
+
+    def forward(self, hidden_T1H: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """[tokens, 1, h], and no bias. Every rank routes all tokens of the group and adds what its experts, or its parts, make of them."""
+        shared = self.config.sequence_parallel
+        copied = gather_from_sequence_parallel_region if shared else copy_to_tensor_model_parallel_region
+        tokens_TH = copied(hidden_T1H)[:, 0]
+        weights_TK, experts_TK = self._routed(tokens_TH)
+        counts = experts_TK.flatten().bincount(minlength=self.mixture.count).tolist()
+        chosen_S = torch.cat(torch.split(experts_TK.flatten().argsort(stable=True), counts)[self.own])
+        rows_S = chosen_S // self.mixture.chosen
+        inputs = torch.split(tokens_TH.index_select(0, rows_S), counts[self.own])
+        # unbound, because the gradient of an index into all experts is as large as all experts
+        outputs = [_expert(*each) for each in zip(inputs, self.gate_up.unbind(), self.down.unbind(), strict=True)]
+        weighted_SH = torch.cat(outputs) * weights_TK.flatten()[chosen_S, None]
+        sum_TH = torch.zeros_like(tokens_TH).index_add(0, rows_S, weighted_SH)
+        added = reduce_scatter_to_sequence_parallel_region if shared else reduce_from_tensor_model_parallel_region
+        return added(sum_TH[:, None]), None
+
+    def _routed(self, tokens_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and numbers of each token's experts, equal on all tensor-parallel ranks.
+
+        Each rank knows the gradient of its own experts' part in the weights alone: the router's is the sum over ranks.
+        """
+        logits_TE = nn.functional.linear(tokens_TH, copy_to_tensor_model_parallel_region(self.router))
+        weights_TK, experts_TK = logits_TE.softmax(-1, dtype=torch.float32).topk(self.mixture.chosen, dim=-1)
+        if self.mixture.normalized:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        return weights_TK.to(tokens_TH.dtype), experts_TK
+
+
+def _expert(tokens_SH: Tensor, gate_up_FH: Tensor, down_HF: Tensor) -> Tensor:
+    gate_SF, up_SF = nn.functional.linear(tokens_SH, gate_up_FH).chunk(2, -1)
+    return nn.functional.linear(nn.functional.silu(gate_SF) * up_SF, down_HF)
+
+
+def mixture_of(mixture: Mixture, *, whole_experts: bool) -> type[MixtureOfExperts]:
+    """The class for these sizes: megatron-core makes layers of classes and knows no arguments for them."""
+    return type("SizedMixtureOfExperts", (MixtureOfExperts,), {"mixture": mixture, "whole_experts": whole_experts})

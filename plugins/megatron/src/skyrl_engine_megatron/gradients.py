@@ -1,0 +1,65 @@
+"""Gradients as sums: over data-parallel ranks, sequence-parallel shares and the two copies of a tied embedding; their norm; clipping."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from skyrl_engine_megatron.library import DistributedDataParallel, finalize_model_grads, parallel_state
+from skyrl_engine_megatron.names import HEAD
+from skyrl_engine_megatron.state import ShardedState
+
+
+def sum_over_ranks(models: Sequence[DistributedDataParallel]) -> None:
+    """Make every rank's accumulated gradients the sum over ranks, once, after any number of passes.
+
+    Without a count of tokens megatron-core divides by nothing; sharded gradients are right in this rank's pieces alone.
+    """
+    finalize_model_grads(list(models), None)
+
+
+@contextmanager
+def kept_gradients(models: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """What happens to gradients in here is undone: further passes accumulate as if nobody had looked."""
+    buffers = [buffer.grad_data for model in models for buffer in model.buffers]
+    copies = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, copy in zip(buffers, copies, strict=True):
+            buffer.copy_(copy)
+
+
+@torch.no_grad()
+def clip(state: ShardedState, max_norm: float | None) -> float:
+    """Scale summed gradients in place so that their global 2-norm is at most `max_norm`; returns the norm before, equal on all ranks.
+
+    Every element counts once: of what tensor-parallel ranks all hold, the first's; of a tied embedding, the first stage's. `max_norm` None
+    never scales, and neither does a norm that is not finite.
+    """
+    gradients = [piece.gradient for name, piece in state.pieces.items() if _counts(state, name)]
+    device = next(iter(state.parameters.values())).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        total += gradient.square().sum(dtype=torch.float64)
+    dist.all_reduce(total, group=None if state.sharded else parallel_state.get_model_parallel_group())
+    norm = float(total.sqrt())
+    if max_norm is not None and max_norm < norm < float("inf"):
+        for piece in state.pieces.values():
+            piece.gradient.mul_(max_norm / (norm + 1e-6))  # the constant of torch.nn.utils.clip_grad_norm_
+    return norm
+
+
+def _counts(state: ShardedState, name: str) -> bool:
+    entry = next((entry for entry in state.entries if entry.name == name), None)
+    if entry is None:
+        assert name == HEAD, f"the parameter {name} has no name in Hugging Face's model"
+        return False
+    return entry.divided or parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def non_finite(state: ShardedState) -> list[str]:
+    """Hugging Face's names of parameters whose gradient is not finite on this rank."""
+    sources = {entry.name: entry.sources[0][0] for entry in state.entries}
+    return [sources.get(name, name) for name, piece in state.pieces.items() if not torch.isfinite(piece.gradient).all()]

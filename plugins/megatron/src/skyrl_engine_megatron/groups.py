@@ -1,0 +1,54 @@
+"""megatron-core's process groups, which are global to a process: made for the first model, kept while any model of the same layout lives."""
+
+import torch.distributed as dist
+from attrs import define, field
+
+from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine_megatron.library import parallel_state
+
+
+@define
+class ParallelGroups:
+    """Counts the models that use the groups of this process."""
+
+    users: int = 0
+    layout: tuple[Topology, int] | None = field(default=None)
+
+    def take(self, topology: Topology, virtual_pipeline: int) -> None:
+        """Make the groups, or share them. Raises UnsupportedError while a model of another layout lives in this process."""
+        wanted = (topology, virtual_pipeline)
+        if self.users and self.layout != wanted:
+            raise UnsupportedError(
+                f"this process holds a megatron model laid out as {self.layout}, another one wants {wanted}",
+                remedy="Close the first model, or use one layout for all models of a process",
+            )
+        if not self.users:
+            if parallel_state.is_initialized():
+                raise UnsupportedError(
+                    "megatron-core's process groups were made in this process by another program",
+                    remedy="Run the backend in a process of its own",
+                )
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=topology.tp,
+                pipeline_model_parallel_size=topology.pp,
+                context_parallel_size=topology.cp,
+                virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
+                create_gloo_process_groups=False,
+            )
+            self.layout = wanted
+        self.users += 1
+
+    def give_back(self) -> None:
+        """The groups go with the last model that uses them."""
+        assert self.users, "groups given back that nobody took"
+        self.users -= 1
+        if not self.users:
+            made = [group for group in parallel_state._global_process_group_list or () if group is not None]  # noqa: SLF001 - the only list of them
+            parallel_state.destroy_model_parallel()  # forgets them, and leaves their threads and sockets
+            for group in made:
+                dist.destroy_process_group(group)
+            self.layout = None
+
+
+groups = ParallelGroups()

@@ -1,0 +1,57 @@
+"""What this plugin uses of megatron-core, imported without its warnings that Apex and Transformer Engine are missing."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+    from megatron.core.tensor_parallel import random as parallel_random
+    from megatron.core.tensor_parallel.mappings import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+    )
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "GPTModel",
+    "MegatronModule",
+    "PackedSeqParams",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "TransformerLayer",
+    "copy_to_tensor_model_parallel_region",
+    "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_num_layers_to_build",
+    "own_deprecations_ignored",
+    "parallel_random",
+    "parallel_state",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "schedules",
+]
+
+
+@contextmanager
+def own_deprecations_ignored() -> Iterator[None]:
+    """megatron-core warns of how its own modules call each other, and torch of names megatron-core calls; its callers can change neither."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron\.")
+        warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
+        yield

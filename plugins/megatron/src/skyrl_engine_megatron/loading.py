@@ -1,0 +1,70 @@
+"""A Hugging Face model's weights onto Megatron ranks: rank 0 alone reads them and sends them out, every rank keeps its share."""
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor
+
+from skyrl_engine.contracts.backend import ModelSpec
+from skyrl_engine.errors import EngineError, UnsupportedError
+from skyrl_engine.modeling.loading import load_causal_lm, load_config
+from skyrl_engine_megatron.architecture import Architecture, architecture_of, check_layout, check_shapes
+from skyrl_engine_megatron.plugin import MegatronConfig
+from skyrl_engine_megatron.state import ShardedState
+
+logger = logging.getLogger(__name__)
+
+
+@frozen(eq=False)
+class Source:
+    """The architecture, on every rank, and `transformers.PreTrainedModel` on rank 0's CPU."""
+
+    architecture: Architecture
+    model: Any | None
+
+
+def read(spec: ModelSpec, options: MegatronConfig) -> Source:
+    """Raises ModelError or UnsupportedError, on all ranks what any rank met."""
+    source, error = _attempt(spec, options)
+    errors: list[EngineError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for each in errors:
+        if each is not None:
+            raise each
+    assert source is not None
+    return source
+
+
+def _attempt(spec: ModelSpec, options: MegatronConfig) -> tuple[Source | None, EngineError | None]:
+    try:
+        if spec.lora is not None:
+            raise UnsupportedError(
+                "the megatron backend trains no adapters", remedy='Remove model.lora, or set backend.use to "fsdp" or "deepspeed"'
+            )
+        architecture = architecture_of(load_config(spec, images=True), spec.path)
+        check_shapes(architecture, spec.path)
+        check_layout(architecture, options, spec.path)
+        if architecture.mixture is not None and spec.dtype == "float64":
+            raise UnsupportedError(
+                f"{spec.path} is a mixture of experts, which transformers does not compute in float64",
+                remedy="Set model.dtype to float32",
+            )
+        return Source(architecture, load_causal_lm(spec, images=True) if dist.get_rank() == 0 else None), None
+    except EngineError as error:
+        return None, error
+
+
+@torch.no_grad()
+def distribute(source: Source, state: ShardedState, device: torch.device, dtype: torch.dtype) -> None:
+    """Send every tensor of `source` from rank 0 and fill `state` with this rank's share."""
+    weights: dict[str, Tensor] = {} if source.model is None else source.model.state_dict()
+    for entry in state.entries:
+        whole = []
+        for name, shape in entry.sources:
+            tensor = weights[name].to(device, dtype).contiguous() if weights else torch.empty(shape, dtype=dtype, device=device)
+            dist.broadcast(tensor, src=0)
+            whole.append(tensor)
+        state.fill(entry, whole)

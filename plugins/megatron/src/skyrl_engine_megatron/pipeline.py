@@ -1,0 +1,148 @@
+"""A rank's micro-batches through megatron-core's schedules: no pipelining, 1F1B, or interleaved 1F1B. The objective runs on the last stage."""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat, tee
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from skyrl_engine.contracts.backend import MicroBatch, Objective, RankBatch
+from skyrl_engine.contracts.extras import IMAGE_GRID, PIXEL_VALUES
+from skyrl_engine.contracts.outputs import RankOutput
+from skyrl_engine.contracts.ragged import Ragged
+from skyrl_engine.modeling.images import ImageTokens, placed_images
+from skyrl_engine.modeling.model_inputs import check_tokens
+from skyrl_engine.modeling.scoring import differentiable
+from skyrl_engine_megatron.context import order_of_gathered, scores_of_all
+from skyrl_engine_megatron.decoder import Decoder
+from skyrl_engine_megatron.documents import Boundaries, Documents, RowShape
+from skyrl_engine_megatron.images import Images
+from skyrl_engine_megatron.library import get_forward_backward_func, parallel_state
+
+_Arriving = Iterator[MicroBatch | None]
+
+
+@frozen(eq=False)
+class Pipeline:
+    """`models` are what the schedule calls, `pieces` the decoders inside them; rows of documents fit `shape`.
+
+    `sees` is how the model takes images; None: it takes none.
+    """
+
+    models: Sequence[Any]
+    pieces: Sequence[Decoder]
+    stages: int
+    shape: RowShape
+    vocabulary: int
+    logits_per_chunk: int
+    device: torch.device
+    sees: ImageTokens | None = None
+
+    def run(self, batch: RankBatch, objective: Objective, *, learn: bool) -> list[RankOutput]:
+        """Score every micro-batch, and with `learn` differentiate and accumulate. Outputs in order, on the last stage alone.
+
+        The schedule asks for a micro-batch when it reaches it. An interleaved one needs more: rows of one length, so that micro-batches are
+        built once before, to count their tokens; and groups of as many micro-batches as there are stages, so that ones of no token fill the
+        last group up. The pieces of a stage share what was built.
+        """
+        self._check_images(batch)
+        count = len(batch)
+        interleaved = len(self.pieces) > 1
+        width = max((self.shape.tokens_of(micro_batch) for micro_batch in batch), default=1) if interleaved else 1
+        width += -width % self.shape.row
+        fill = -count % self.stages if interleaved else 0
+        arriving: _Arriving = chain(iter(batch), repeat(None, fill))
+        outputs = get_forward_backward_func()(
+            forward_step_func=lambda iterator, model: self._forward_step(iterator, model, objective, width),
+            data_iterator=list(tee(arriving, len(self.pieces))) if interleaved else arriving,
+            model=list(self.models),
+            num_microbatches=count + fill,
+            seq_length=width,
+            micro_batch_size=1,
+            forward_only=not learn,
+        )
+        return [output for output in outputs if output is not None]
+
+    def _check_images(self, batch: RankBatch) -> None:
+        """Stages behind the first would wait for what a first one that refuses a micro-batch never sends; they have no pixels to build."""
+        if self.sees is not None and not self.pieces[0].pre_process:
+            for micro_batch in batch:
+                placed_images(micro_batch, self.sees, pixels=False)
+
+    def _forward_step(self, iterator: _Arriving, model: Any, objective: Objective, width: int) -> tuple[Tensor, Any]:
+        micro_batch = next(iterator)
+        if micro_batch is not None:
+            check_tokens(micro_batch, self.vocabulary)
+        piece: Decoder = getattr(model, "module", model)  # learning wraps it
+        documents = self.shape.documents_of(
+            micro_batch or _EMPTY,
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            width=width,
+            sees=self.sees,
+            pixels=piece.pre_process,
+        )
+        order = self._moved(order_of_gathered(documents.lengths, self.shape.cp)) if self.shape.cp > 1 else None
+        hidden_T1H: Tensor = model(
+            self._moved(documents.input_ids),
+            self._moved(documents.position_ids),
+            None,
+            packed_seq_params=Boundaries.of(documents.lengths, order),
+            **self._images(micro_batch, documents, piece),
+        )
+
+        def loss(hidden_T1H: Tensor) -> tuple[Tensor, Tensor, RankOutput | None]:
+            """On the last stage: the sum to differentiate, a count that nothing is divided by, and the outputs."""
+            scores = self._scores(hidden_T1H, documents, micro_batch or _EMPTY, objective)
+            if micro_batch is None:
+                total, output = differentiable(torch.zeros((), device=self.device), scores), None
+            else:
+                total, output = objective(scores, micro_batch)
+                total = differentiable(total, scores)
+            return total, torch.zeros((), dtype=torch.int32, device=total.device), output
+
+        return hidden_T1H, loss
+
+    def _images(self, micro_batch: MicroBatch | None, documents: Documents, piece: Decoder) -> dict[str, Images | None]:
+        """What the first piece alone is given, where its tokens need any; the others' ranks are not sent pixels."""
+        if micro_batch is None or documents.images is None or not len(documents.images.places) or not piece.pre_process:
+            return {}
+        assert documents.feature_of is not None
+        feature_of_S = documents.feature_of
+        if piece.config.sequence_parallel:
+            feature_of_S = feature_of_S.chunk(self.shape.tp)[parallel_state.get_tensor_model_parallel_rank()]
+        inputs = micro_batch.inputs
+        images = Images.of(inputs[PIXEL_VALUES], inputs[IMAGE_GRID], documents.images, feature_of_S)
+        return {} if images is None else {"images": images.moved(self._moved)}
+
+    def _scores(self, hidden_T1H: Tensor, documents: Documents, micro_batch: MicroBatch, objective: Objective) -> dict[str, Tensor]:
+        """All of the micro-batch's, on every context-parallel rank."""
+        own = self.pieces[-1].score(
+            hidden_T1H,
+            self._moved(documents.positions),
+            self._moved(micro_batch.labels[documents.places]),
+            temperature=objective.temperature,
+            needs=objective.needs,
+            logits_per_chunk=self.logits_per_chunk,
+        )
+        if self.shape.cp == 1:
+            return own
+        places_M, count = self._moved(documents.places), len(micro_batch.labels)
+        return {name: scores_of_all(values_M, places_M, count) for name, values_M in own.items()}
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        if self.device.type == "cuda":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor.to(self.device)
+
+
+_EMPTY = MicroBatch(
+    inputs={name: torch.zeros(1, 1, dtype=torch.int64) for name in ("input_ids", "attention_mask", "position_ids")},
+    positions=torch.zeros(0, dtype=torch.int64),
+    labels=torch.zeros(0, dtype=torch.int64),
+    sequence_lengths=Ragged.from_list([[]], np.int64),
+    samples=None,
+)
+"""One row of no document."""

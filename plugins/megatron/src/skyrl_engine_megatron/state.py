@@ -1,0 +1,173 @@
+"""This rank's weights and all that learning keeps beside them, sharded over data-parallel ranks or not, and whole again on request."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+
+from skyrl_engine.contracts.backend import OptimizerSpec
+from skyrl_engine.modeling.optimizer import build_adamw, set_learning_rate
+from skyrl_engine_megatron.library import DistributedDataParallel, parallel_state
+from skyrl_engine_megatron.names import EMBEDDING, HEAD, Entry
+
+
+@frozen(eq=False)
+class Piece:
+    """What this rank updates of one parameter: elements `start` to `stop` of it, laid flat.
+
+    `master` holds them in float32 (float64 for a float64 model): the parameter's own memory where it is of that type, a copy under bfloat16.
+    A piece of a matrix is a matrix of one row, so that weight decay sees what it is.
+    """
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    master: nn.Parameter
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, start: int, stop: int) -> "Piece":
+        flat = parameter.detach().view(-1)[start:stop]
+        kept = flat.float() if flat.dtype == torch.bfloat16 else flat
+        return cls(parameter, start, stop, nn.Parameter(kept[None] if parameter.ndim >= 2 else kept))
+
+    def cut(self, values: Tensor) -> Tensor:
+        """This piece of a tensor of the parameter's shape, in the shape of `master`."""
+        return values.reshape(-1)[self.start : self.stop].view_as(self.master)
+
+    @property
+    def gradient(self) -> Tensor:
+        """A view of the accumulated gradient."""
+        main: Tensor = self.parameter.main_grad  # type: ignore[attr-defined] # megatron-core's accumulated gradient
+        return self.cut(main)
+
+    def publish(self) -> None:
+        """Round the master into the parameter, where it is a copy."""
+        if self.parameter.dtype != self.master.dtype:
+            self.parameter.detach().view(-1)[self.start : self.stop].copy_(self.master.detach().view(-1))
+
+
+def whole_pieces(parameters: dict[str, nn.Parameter]) -> dict[str, Piece]:
+    """Every parameter as one piece."""
+    return {name: Piece.of(parameter, 0, parameter.numel()) for name, parameter in parameters.items()}
+
+
+def sharded_pieces(parameters: dict[str, nn.Parameter], models: Sequence[DistributedDataParallel]) -> dict[str, Piece]:
+    """The pieces whose summed gradients megatron-core's reduce-scatter leaves on this rank; a parameter of other ranks has none."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    pieces = {}
+    for model in models:
+        for buffer in model.buffers:
+            ranks, rank = buffer.data_parallel_world_size, buffer.data_parallel_group.rank()
+            for parameter, (first, last, number) in buffer.param_index_map.items():
+                bucket = buffer.buckets[number]
+                share = bucket.grad_data.numel() // ranks
+                low = bucket.offset + rank * share
+                start, stop = max(first, low) - first, min(last, low + share) - first
+                if start < stop:
+                    pieces[names[id(parameter)]] = Piece.of(parameter, start, stop)
+    return pieces
+
+
+class ShardedState:
+    """Weights, gradients and AdamW's moments of this rank, by the names of entries."""
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        parameters: dict[str, nn.Parameter],
+        pieces: dict[str, Piece],
+        *,
+        sharded: bool,
+        optimizer: OptimizerSpec | None,
+    ) -> None:
+        self.entries = entries
+        self.parameters = parameters
+        self.pieces = pieces
+        self.sharded = sharded
+        self.optimizer = build_adamw([piece.master for piece in pieces.values()], optimizer) if optimizer is not None else None
+
+    @torch.no_grad()
+    def fill(self, entry: Entry, whole: Sequence[Tensor]) -> None:
+        """Take this rank's share of Hugging Face's tensors as its weight, and for a tied head's copy too."""
+        for name in self.held_as(entry):
+            share = self.share(entry, whole)
+            self.parameters[name].copy_(share)
+            if name in self.pieces:
+                self.pieces[name].master.copy_(self.pieces[name].cut(share))
+
+    @torch.no_grad()
+    def fill_moment(self, entry: Entry, key: str, whole: Sequence[Tensor], step: int) -> None:
+        """The same for AdamW's `exp_avg` or `exp_avg_sq` after `step` steps."""
+        assert self.optimizer is not None
+        for name in self.held_as(entry):
+            if name in self.pieces:
+                piece = self.pieces[name]
+                state = self.optimizer.state[piece.master]
+                state["step"] = torch.tensor(float(step), device=piece.master.device)
+                state[key] = piece.cut(self.share(entry, whole)).to(piece.master).clone()
+
+    def step(self, rate: float) -> None:
+        """One step of AdamW over this rank's pieces at the learning rate `rate`, from their summed gradients."""
+        assert self.optimizer is not None
+        set_learning_rate(self.optimizer, rate)
+        for piece in self.pieces.values():
+            piece.master.grad = piece.gradient
+        self.optimizer.step()
+        for piece in self.pieces.values():
+            piece.master.grad = None
+            piece.publish()
+
+    def held_as(self, entry: Entry) -> tuple[str, ...]:
+        """Names under which this rank holds the entry: none, its own, and that of a tied head's copy."""
+        tied = all(each.name != HEAD for each in self.entries)
+        names = (entry.name, HEAD) if entry.name == EMBEDDING and tied else (entry.name,)
+        return tuple(name for name in names if name in self.parameters)
+
+    def share(self, entry: Entry, whole: Sequence[Tensor]) -> Tensor:
+        """This rank's share of Hugging Face's tensors, contiguous."""
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        return entry.division.split(whole, ranks, parallel_state.get_tensor_model_parallel_rank()).contiguous()
+
+    def whole(self, entry: Entry, values: Callable[[Piece], Tensor]) -> list[Tensor] | None:
+        """Hugging Face's tensors of what `values` says of every piece; None where this rank's stage does not hold the entry.
+
+        A collective of the stage's data- and tensor-parallel ranks.
+        """
+        if entry.name not in self.parameters:
+            return None
+        share = self._share_of(entry.name, values)
+        if not entry.divided:
+            return entry.division.join([share])
+        shares = [torch.empty_like(share) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
+        dist.all_gather(shares, share, group=parallel_state.get_tensor_model_parallel_group())
+        return entry.division.join(shares)
+
+    def _share_of(self, name: str, values: Callable[[Piece], Tensor]) -> Tensor:
+        """This rank's tensor-parallel share, put together from the pieces of data-parallel ranks."""
+        parameter, piece = self.parameters[name], self.pieces.get(name)
+        if not self.sharded:
+            assert piece is not None
+            return values(piece).detach().reshape(parameter.shape).contiguous()
+        kind = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        flat = torch.zeros(parameter.numel(), dtype=kind, device=parameter.device)
+        if piece is not None:
+            flat[piece.start : piece.stop] = values(piece).detach().reshape(-1)
+        dist.all_reduce(flat, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        return flat.view(parameter.shape)
+
+    def everywhere(self, values: Callable[[Piece], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face's names and tensors of what `values` says, one at a time, on the CPU of every rank."""
+        group = parallel_state.get_pipeline_model_parallel_group()
+        for entry in self.entries:
+            tensors = self.whole(entry, values)
+            for place, (name, shape) in enumerate(entry.sources):
+                tensor = None if tensors is None else tensors[place].contiguous()
+                if dist.get_world_size(group) > 1:
+                    if tensor is None:
+                        example = next(iter(self.pieces.values())).master
+                        tensor = torch.empty(shape, dtype=example.dtype, device=example.device)
+                    dist.broadcast(tensor, dist.get_global_rank(group, entry.stage), group=group)
+                assert tensor is not None
+                yield name, tensor.to("cpu", copy=True)  # on the CPU it may be the weight or the gradient itself

@@ -1,0 +1,67 @@
+"""Worlds of ranks for this folder's tests, and the tiny models they train."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # ranks are spawned processes and must import the tests' tasks by name
+
+from megatron_tasks import save_tiny
+
+from skyrl_engine.testing.world import World, alone
+
+FAMILIES: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "llama-untied": ("llama", False, {}),
+    "qwen3-tied": ("qwen3", True, {}),
+    "qwen2-untied": ("qwen2", False, {}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        False,
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
+    "llama3-rope": (
+        "llama",
+        True,
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories of tiny models by name."""
+    root = tmp_path_factory.mktemp("models")
+    return {name: save_tiny(root / name, family, tied=tied, **options) for name, (family, tied, options) in FAMILIES.items()}
+
+
+@pytest.fixture(scope="package")
+def pair() -> Iterator[World]:
+    """Two ranks in processes of their own, for all modules of this folder."""
+    with World(2) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def quad() -> Iterator[World]:
+    """Four ranks in processes of their own."""
+    with World(4, timeout=240.0) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def single() -> Iterator[None]:
+    """This process as a world of one rank."""
+    with alone():
+        yield

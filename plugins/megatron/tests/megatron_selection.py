@@ -1,0 +1,13 @@
+"""Which cases run by default; the others are proofs."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def now(values: Iterable[Any], *chosen: Any) -> list[Any]:
+    """All values as parameters, those that are not `chosen` marked as proofs."""
+    found = list(values)
+    assert set(chosen) <= set(found), f"not among {found}"
+    return [each if each in chosen else pytest.param(each, marks=pytest.mark.proof) for each in found]

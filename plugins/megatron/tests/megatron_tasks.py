@@ -1,0 +1,267 @@
+"""What ranks run in the tests: importable by name, because ranks are spawned."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec, RankEnvironment
+from skyrl_engine.contracts.outputs import RankOutput
+from skyrl_engine.errors import ModelError
+from skyrl_engine.testing.backend_batches import Arrays, Document, WeightedObjective, documents, packed, padded
+from skyrl_engine_megatron import pipeline
+from skyrl_engine_megatron.backend import MegatronBackend
+from skyrl_engine_megatron.gradients import clip, sum_over_ranks
+from skyrl_engine_megatron.plugin import MegatronConfig
+
+VOCABULARY = 250  # divisible by 2 and not by 4
+ROWS = {"padded": padded, "packed": packed}
+
+
+def save_tiny(directory: Path, family: str, *, tied: bool, **options: Any) -> str:
+    """A random four-layer model of the family, saved as a Hugging Face directory."""
+    transformers_logging.disable_progress_bar()
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "tie_word_embeddings": tied,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": int(documents(VOCABULARY)[0].ids[3]),  # a token of the data, whose embedding must not learn from being read
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **options}), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:  # else norms are 1 and biases 0, and a lost or exchanged one would not show
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+            elif "embed" not in name:
+                parameter.mul_(4)  # else attention is almost uniform
+    model.save_pretrained(directory)
+    return str(directory)
+
+
+def start(
+    directory: str,
+    optimizer: OptimizerSpec | None = None,
+    *,
+    options: MegatronConfig | None = None,
+    learns: bool = True,
+    **model: Any,
+) -> MegatronBackend:
+    """A backend over the default process group."""
+    backend = MegatronBackend(options or MegatronConfig())
+    environment = RankEnvironment(dist.get_rank(), dist.get_world_size(), "cpu", 0)
+    spec = ModelSpec(directory, **{"logits_per_chunk": 5 * VOCABULARY, **model})
+    backend.setup(spec, (optimizer or OptimizerSpec()) if learns else None, environment)
+    return backend
+
+
+def own(chosen: Sequence[Document], backend: MegatronBackend) -> Sequence[Document]:
+    """This data-parallel rank's share: consecutive documents."""
+    share = len(chosen) // backend._config.topology(dist.get_world_size()).dp
+    return chosen[backend.coords.dp * share : (backend.coords.dp + 1) * share]
+
+
+def arrays(pairs: Iterator[tuple[str, torch.Tensor]]) -> Arrays:
+    return {name: tensor.numpy().copy() for name, tensor in pairs}
+
+
+@frozen(eq=False)
+class Case:
+    """How the documents are cut: into rows, micro-batches of `size` rows, and `calls`, which share the documents."""
+
+    rows: str = "padded"
+    size: int = 2
+    calls: int = 1
+    unscored: tuple[int, ...] = ()
+    temperature: float = 1.0
+    scale: float = 1.0
+
+
+@frozen(eq=False)
+class Passed:
+    """What a rank has of one case: outputs of every call, the gradient summed over ranks, outputs of an evaluation of the whole."""
+
+    outputs: list[RankOutput]
+    gradients: Arrays
+    evaluated: RankOutput
+
+
+def passed(directory: str, options: MegatronConfig, cases: Sequence[Case], **model: Any) -> list[Passed]:
+    """Every case, one after the other, with one model."""
+    backend = start(directory, options=options, **model)
+    results = []
+    try:
+        for case in cases:
+            chosen = own(documents(VOCABULARY, unscored=case.unscored), backend)
+            objective = WeightedObjective(temperature=case.temperature, scale=case.scale)
+            share = -(-len(chosen) // case.calls)
+            parts = [chosen[start : start + share] for start in range(0, len(chosen), share)]
+            outputs = [backend.forward_backward(ROWS[case.rows](part, case.size), objective) for part in parts]
+            gradients = arrays(backend.gradients())
+            results.append(Passed(outputs, gradients, backend.forward(ROWS[case.rows](chosen, case.size), objective)))
+            backend._clear()
+    finally:
+        backend.close()
+    return results
+
+
+def learn(backend: MegatronBackend, steps: int, *, rows: str = "padded", size: int = 2) -> list[tuple[float, float, float]]:
+    """Per step: this rank's part of the objective (0 where it collects nothing), gradient norm, learning rate."""
+    history = []
+    for _ in range(steps):
+        batch = ROWS[rows](own(documents(VOCABULARY), backend), size)
+        output = backend.forward_backward(batch, WeightedObjective())
+        step = backend.optim_step()
+        history.append((output.metrics["loss"].value if "loss" in output.metrics else 0.0, step.grad_norm, step.learning_rate))
+    return history
+
+
+def trained(
+    directory: str, options: MegatronConfig, optimizer: OptimizerSpec, steps: int, **model: Any
+) -> tuple[list[tuple[float, float, float]], Arrays]:
+    """History and weights after `steps` steps."""
+    with closing(start(directory, optimizer, options=options, **model)) as backend:
+        return learn(backend, steps), arrays(backend.weights())
+
+
+def clipped(directory: str, options: MegatronConfig, max_norm: float) -> tuple[float, float]:
+    """The norm that is reported, and the norm that the gradients have afterwards, measured on whole ones."""
+    with closing(start(directory, options=options)) as backend:
+        backend.forward_backward(padded(own(documents(VOCABULARY), backend), 2), WeightedObjective())
+        sum_over_ranks(backend._learned)
+        reported = clip(backend._state, max_norm)
+        left = arrays(backend._state.everywhere(lambda piece: piece.gradient))
+        return reported, float(np.sqrt(sum(np.square(gradient.astype(np.float64)).sum() for gradient in left.values())))
+
+
+class NotFinite(WeightedObjective):
+    """Its gradient is infinite."""
+
+    def __call__(self, scores: Any, micro_batch: Any) -> Any:
+        total, output = super().__call__(scores, micro_batch)
+        return total * float("inf"), output
+
+
+def not_finite(directory: str, options: MegatronConfig) -> tuple[str, bool, list[tuple[float, float, float]], Any]:
+    """How a step with an infinite gradient ends; whether it changed weights; and what two steps after it, and without it, give."""
+    with closing(start(directory, options=options)) as backend:
+        before = arrays(backend.weights())
+        backend.forward_backward(padded(own(documents(VOCABULARY), backend), 2), NotFinite())
+        try:
+            backend.optim_step()
+            said = "a step"
+        except ModelError as error:
+            said = str(error)
+        after = arrays(backend.weights())
+        same = all(np.array_equal(before[name], after[name]) for name in before)
+        history = learn(backend, 2)
+    with closing(start(directory, options=options)) as undisturbed:
+        return said, same, history, learn(undisturbed, 2)
+
+
+class SequenceObjective(WeightedObjective):
+    """The sum over sequences of the squared mean of a sequence's log-probabilities: no token's gradient is known without the others."""
+
+    def __call__(self, scores: Any, micro_batch: Any) -> Any:
+        _, output = super().__call__(scores, micro_batch)
+        counts = [int((document.weights != 0).sum()) for document in micro_batch.samples]
+        means = [logprobs.mean() for logprobs in scores["logprobs"].split(counts) if len(logprobs)]
+        return torch.stack([mean.square() for mean in [*means, scores["logprobs"].new_zeros(())]]).sum(), output
+
+
+def sequence_loss_passed(directory: str, options: MegatronConfig, *, torn: bool = False) -> Arrays:
+    """Gradients of SequenceObjective; `torn`: where every context-parallel rank knows the scores of its own tokens alone."""
+    with closing(start(directory, options=options)) as backend:
+        with patch.object(pipeline, "scores_of_all", own_scores_alone) if torn else nullcontext():
+            for rows in ROWS.values():
+                backend.forward_backward(rows(own(documents(VOCABULARY), backend), 2), SequenceObjective())
+        return arrays(backend.gradients())
+
+
+def own_scores_alone(own_M: torch.Tensor, places_M: torch.Tensor, count: int) -> torch.Tensor:
+    return own_M.new_zeros(count).index_copy(0, places_M, own_M)
+
+
+def looked_at_between(directory: str, options: MegatronConfig) -> tuple[Arrays, Arrays]:
+    """The gradient of two calls; and the same where somebody has looked at it after the first."""
+    results = []
+    for looks in (False, True):
+        with closing(start(directory, options=options)) as backend:
+            chosen = own(documents(VOCABULARY), backend)
+            for part in (chosen[: len(chosen) // 2], chosen[len(chosen) // 2 :]):
+                backend.forward_backward(packed(part, 2), WeightedObjective())
+                if looks:
+                    arrays(backend.gradients())
+            results.append(arrays(backend.gradients()))
+    return results[0], results[1]
+
+
+def scored(directory: str, options: MegatronConfig, *, rows: str, size: int, learns: bool = True, **model: Any) -> RankOutput:
+    """This rank's outputs of one evaluation."""
+    with closing(start(directory, options=options, learns=learns, **model)) as backend:
+        return backend.forward(ROWS[rows](own(documents(VOCABULARY), backend), size), WeightedObjective())
+
+
+def continued(
+    directory: str, options: MegatronConfig, optimizer: OptimizerSpec, checkpoint: Path, *, before: int, after: int, **model: Any
+) -> tuple[Any, Any]:
+    """(history, weights) of the last `after` steps: uninterrupted, and by a fresh backend from the checkpoint between."""
+    with closing(start(directory, optimizer, options=options, **model)) as first:
+        learn(first, before)
+        first.save(checkpoint)
+        uninterrupted = learn(first, after), arrays(first.weights())
+    with closing(start(directory, optimizer, options=options, **model)) as second:
+        learn(second, 1)
+        dist.barrier()
+        second.load(checkpoint)
+        return uninterrupted, (learn(second, after), arrays(second.weights()))
+
+
+def saved(directory: str, options: MegatronConfig, optimizer: OptimizerSpec, checkpoint: Path, *, before: int, after: int) -> Any:
+    """Learn, save, and learn on; (history, weights) of the last `after` steps."""
+    with closing(start(directory, optimizer, options=options)) as backend:
+        learn(backend, before)
+        backend.save(checkpoint)
+        return learn(backend, after), arrays(backend.weights())
+
+
+def resumed(directory: str, options: MegatronConfig, optimizer: OptimizerSpec, checkpoint: Path, *, after: int) -> Any:
+    """(history, weights) of `after` steps from a checkpoint that another layout wrote."""
+    with closing(start(directory, optimizer, options=options)) as backend:
+        backend.load(checkpoint)
+        return learn(backend, after), arrays(backend.weights())
+
+
+def exported(directory: str, options: MegatronConfig, target: Path) -> tuple[Arrays, RankOutput]:
+    """Export after two steps; whole weights and this rank's scores."""
+    with closing(start(directory, OptimizerSpec(learning_rate=1e-2), options=options)) as backend:
+        learn(backend, 2)
+        backend.export(target)
+        output = backend.forward(padded(own(documents(VOCABULARY), backend), 3), WeightedObjective())
+        return arrays(backend.weights()), output
+
+
+def weights_of(directory: str, checkpoint: Path, **model: Any) -> Arrays:
+    """What scoring alone loads from a checkpoint."""
+    with closing(start(directory, learns=False, **model)) as backend:
+        backend.load(checkpoint)
+        return arrays(backend.weights())
+
+
+def set_up(directory: str, options: MegatronConfig, **model: Any) -> None:
+    start(directory, options=options, **model).close()

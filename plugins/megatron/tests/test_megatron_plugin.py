@@ -1,0 +1,128 @@
+"""Layouts and models that cannot be are refused in a sentence, before or while the model is built."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron_tasks import save_tiny, start
+
+from skyrl_engine.contracts.backend import LoraSpec, ModelSpec
+from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.errors import ModelError, UnsupportedError
+from skyrl_engine_megatron import attention
+from skyrl_engine_megatron.architecture import architecture_of, check_layout
+from skyrl_engine_megatron.division import Along, Division, Rows, Stacked, Whole
+from skyrl_engine_megatron.loading import read
+from skyrl_engine_megatron.plugin import MegatronConfig, megatron
+
+
+def test_the_entry_module_imports_no_torch() -> None:
+    script = "import skyrl_engine_megatron.plugin, sys; sys.exit(any(name in sys.modules for name in ('torch', 'megatron')))"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_what_is_left_of_the_world_is_data_parallel() -> None:
+    sizes = MegatronConfig(tensor_parallel=2, pipeline_parallel=2, context_parallel=2)
+    described = megatron.skyrl_engine_describe_backend(sizes, 16)
+    assert described.topology == Topology(dp=2, tp=2, pp=2, cp=2)
+    assert described.capabilities == {"padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision"}
+
+
+@pytest.mark.parametrize(("options", "ranks"), [({"tensor_parallel": 2}, 3), ({"pipeline_parallel": 4}, 2)])
+def test_sizes_that_do_not_divide_the_world_are_refused(options: dict[str, int], ranks: int) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{ranks} ranks cannot be laid out as .*Set run.ranks to a multiple of"):
+        megatron.skyrl_engine_describe_backend(MegatronConfig(**options), ranks)
+
+
+def test_interleaving_needs_stages() -> None:
+    with pytest.raises(UnsupportedError, match=r"virtual_pipeline = 2 interleaves .* pipeline_parallel is 1"):
+        megatron.skyrl_engine_describe_backend(MegatronConfig(virtual_pipeline=2), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"tensor_parallel": 2, "expert_parallel": 2}, "expert_parallel = 2, and"),
+        ({"tensor_parallel": 8}, "tensor_parallel = 8 does not divide the 4 key and value heads"),
+        ({"tensor_parallel": 3}, "tensor_parallel = 3 does not divide the 8 attention heads"),
+        ({"pipeline_parallel": 3}, "pipeline_parallel = 3 does not divide the 4 layers"),
+        (
+            {"pipeline_parallel": 2, "virtual_pipeline": 3},
+            "pipeline_parallel = 2 x virtual_pipeline = 3 does not divide the 4 layers",
+        ),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused(models: dict[str, str], options: dict[str, int], what: str) -> None:
+    from transformers import AutoConfig
+
+    architecture = architecture_of(AutoConfig.from_pretrained(models["qwen3-tied"]), "the model")
+    with pytest.raises(UnsupportedError, match=f"{what}.* the model"):
+        check_layout(architecture, MegatronConfig(**options), "the model")
+
+
+@pytest.mark.usefixtures("single")
+def test_adapters_are_refused_before_a_model_is_looked_for() -> None:
+    assert "lora" not in megatron.skyrl_engine_describe_backend(None, 1).capabilities
+    with pytest.raises(UnsupportedError, match="the megatron backend trains no adapters"):
+        read(ModelSpec("nowhere", lora=LoraSpec()), MegatronConfig())
+
+
+@pytest.mark.usefixtures("single")
+@pytest.mark.parametrize(
+    ("family", "options", "what"),
+    [
+        ("mistral", {}, "is a mistral model; the megatron backend knows llama, qwen2, qwen3, qwen3_moe"),
+        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [1]}, "has layers without experts beside"),
+        ("llama", {"attention_bias": True}, "has biases on its attention's projections"),
+        ("llama", {"mlp_bias": True}, "has biases on its feed-forward layers"),
+        ("llama", {"hidden_act": "gelu"}, "has the activation gelu"),
+        ("qwen3", {"attention_dropout": 0.1}, "has dropout of 0.1 on its attention"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}, "has layers that attend in a sliding"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "has rotary positions of type dynamic",
+        ),
+    ],
+)
+def test_models_that_would_lose_something_are_refused(tmp_path: Path, family: str, options: dict[str, Any], what: str) -> None:
+    with pytest.raises(UnsupportedError, match=what) as caught:
+        start(save_tiny(tmp_path, family, tied=False, **options))
+    assert caught.value.remedy == "Use the fsdp backend, or another model"
+
+
+@pytest.mark.usefixtures("single")
+def test_a_model_that_computes_something_else_is_refused(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a configuration hides, a wrong log-probability shows when the model is loaded."""
+    right = attention._attend
+    monkeypatch.setattr(attention, "_attend", lambda query, key, value: right(1.5 * query, key, value))
+    with pytest.raises(ModelError, match=r"computes log-probabilities of .* that differ from transformers' by"):
+        start(models["qwen3-tied"])
+
+
+DIVISIONS: list[tuple[Division, list[tuple[int, ...]]]] = [
+    (Whole(), [(8,)]),
+    (Rows(10), [(10, 3)]),
+    (Along(1), [(3, 8)]),
+    (Along(0), [(4, 6, 3)]),
+    (Along(1, blocks=2), [(3, 8, 2)]),
+    (Along(2), [(3, 2, 8)]),
+    (Stacked((16, 8, 8), 4), [(16, 3), (8, 3), (8, 3)]),
+    (Stacked((16, 8, 8), 4), [(16,), (8,), (8,)]),
+    (Stacked((12, 12)), [(12, 3), (12, 3)]),
+]
+
+
+@given(st.sampled_from(DIVISIONS), st.sampled_from([1, 2, 4]))
+def test_joining_undoes_splitting(division_and_shapes: tuple[Division, list[tuple[int, ...]]], ranks: int) -> None:
+    division, shapes = division_and_shapes
+    whole = [torch.randn(shape) for shape in shapes]
+    shares = [division.split(whole, ranks, rank) for rank in range(ranks)]
+    assert len({share.shape for share in shares}) == 1
+    for tensor, again in zip(whole, division.join(shares), strict=True):
+        assert torch.equal(tensor, again)

@@ -1,0 +1,116 @@
+"""Which argument of another engine's loss function is which of our columns and scores."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from attrs import frozen
+
+MASK = "loss_mask"
+CONFIG = "config"
+
+_NAMES = {
+    MASK: ("response_mask", "action_mask", "completion_mask", "mask"),
+    CONFIG: ("cfg", "args"),
+    "logprobs": ("log_probs", "log_prob", "logps", "action_log_probs", "per_token_logps"),
+    "old_logprobs": ("old_log_probs", "old_log_prob", "old_logps", "old_action_log_probs", "old_per_token_logps"),
+    "ref_logprobs": (
+        "ref_log_probs",
+        "ref_log_prob",
+        "ref_logps",
+        "reference_log_probs",
+        "base_action_log_probs",
+        "ref_per_token_logps",
+    ),
+    "rollout_logprobs": ("rollout_log_probs", "rollout_log_prob", "rollout_logps", "sampling_per_token_logps"),
+    "advantages": ("advantage", "adv"),
+    "entropy": ("entropies", "entropys"),
+    "values": ("vpreds",),
+    "old_values": ("old_vpreds",),
+    "returns": (),
+    "rewards": ("token_level_rewards",),
+}
+MEANINGS: Mapping[str, str] = MappingProxyType({name: need for need, others in _NAMES.items() for name in (need, *others)})
+"""What an argument's name means: a need, `loss_mask` or `config`. Names as SkyRL, verl, TRL and OpenRLHF use them, and our own."""
+
+_OF_THE_CALL = (MASK, CONFIG)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@frozen
+class Arguments:
+    """How to call the function: `columns` maps its arguments to needs; `mask` and `config` are arguments; `options` are filled from options."""
+
+    columns: Mapping[str, str]
+    mask: str
+    config: str | None
+    options: tuple[str, ...]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.columns.values()))
+
+
+def match_arguments(
+    function: Callable[..., Any],
+    *,
+    needs: tuple[str, ...] | None,
+    meanings: Mapping[str, str],
+    options: Collection[str],
+) -> Arguments:
+    """Match every argument of `function`: `meanings` and `options` first, then the names that MEANINGS knows, then the names of `needs`.
+
+    `needs` None passes what has no default and leaves the rest to its default. Raises TypeError for an argument without a default that
+    means nothing, a function without a mask, and needs that it does not take.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    parameters = {each.name: each for each in inspect.signature(function).parameters.values() if each.kind not in _VARIADIC}
+    for unknown in meanings.keys() - parameters.keys():
+        raise TypeError(f"{name} takes no argument {unknown!r}; it takes {', '.join(parameters)}")
+    found: dict[str, list[str]] = {}
+    columns: dict[str, str] = {}
+    filled: list[str] = []
+    for argument, parameter in parameters.items():
+        meaning = meanings.get(argument, MEANINGS.get(argument))
+        optional = parameter.default is not inspect.Parameter.empty
+        if argument in options and argument not in meanings:
+            filled.append(argument)
+        elif meaning in _OF_THE_CALL:
+            found.setdefault(meaning, []).append(argument)
+        elif meaning is None and argument in (needs or ()):
+            columns[argument] = argument
+        elif meaning is None and not optional:
+            raise TypeError(
+                f"{name} takes {argument!r}, which is no known name: write arguments={{{argument!r}: COLUMN}}, or give it as an option "
+                f"in config; known names are {', '.join(MEANINGS)}"
+            )
+        elif meaning is not None and (not optional or argument in meanings or meaning in (needs or ())):
+            columns[argument] = meaning
+    _refuse_needs(name, needs, columns)
+    return Arguments(columns, _mask(name, found.get(MASK, [])), next(iter(found.get(CONFIG, [])), None), tuple(filled))
+
+
+def _refuse_needs(name: str, needs: tuple[str, ...] | None, columns: Mapping[str, str]) -> None:
+    if needs is None:
+        return
+    for need in needs:
+        if need not in columns.values():
+            raise TypeError(f"{name} takes nothing that would be {need!r}, which is among its needs")
+    for argument, need in columns.items():
+        if need not in needs:
+            raise TypeError(
+                f"{name} takes {argument!r}, which has no default, and {need!r} is not among its needs: needs lists all that is passed, "
+                f"write needs={(*columns.values(),)!r}"
+            )
+
+
+def _mask(name: str, arguments: list[str]) -> str:
+    if len(arguments) == 1:
+        return arguments[0]
+    if arguments:
+        raise TypeError(
+            f"{name} takes {' and '.join(arguments)}, of which one must be the mask: name what the other is in arguments={{...}}"
+        )
+    masks = ", ".join(argument for argument, meaning in MEANINGS.items() if meaning == MASK)
+    raise TypeError(f"{name} takes no mask ({masks}); without one its scalar says nothing about single tokens")

@@ -1,0 +1,206 @@
+"""`skyrl-engine diff-backends`: one batch through two backends, side by side."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import click
+
+from skyrl_engine.cli.command import EngineCommand
+from skyrl_engine.cli.options import file_argument, load_config, overrides_argument
+from skyrl_engine.cli.prove import BROKEN, with_default_loss
+
+if TYPE_CHECKING:
+    from skyrl_engine.config import RawConfig, ResolvedConfig
+    from skyrl_engine.contracts.backend import ModelSpec
+    from skyrl_engine.contracts.columns import SampleColumns
+    from skyrl_engine.contracts.context import FactoryContext
+    from skyrl_engine.proof.backends import BackendDifference, Side
+    from skyrl_engine.proof.layouts import ParallelSizes
+
+
+def _number_from_zero(_context: click.Context, _parameter: click.Parameter, value: float) -> float:
+    """Nothing is within NaN or a negative number, and everything within infinity."""
+    if not 0 <= value < math.inf:
+        raise click.BadParameter(f"{value} is not a finite number from 0 up")
+    return value
+
+
+@click.command(cls=EngineCommand)
+@file_argument(required=False)
+@overrides_argument
+@click.option(
+    "--a",
+    "first",
+    default="fsdp",
+    show_default=True,
+    metavar="BACKEND",
+    help="A backend: name, distribution:name or ./file.py:name.",
+)
+@click.option("--b", "second", required=True, metavar="BACKEND", help="The backend it is compared with.")
+@click.option("--layout-a", default="dp1", show_default=True, metavar="LAYOUT", help="Parallel sizes of the first, such as dp2.")
+@click.option("--layout", default="dp1", show_default=True, metavar="LAYOUT", help="Parallel sizes of the second, such as tp2xpp2.")
+@click.option("--loss", metavar="REFERENCE", help="The loss plugin.")
+@click.option("--reducer", metavar="REFERENCE", help="The reducer plugin.")
+@click.option("--collator", metavar="REFERENCE", help="The collator plugin.")
+@click.option(
+    "--micro-batch-tokens", type=click.IntRange(min=1), metavar="TOKENS", help="Tokens of a micro-batch, over what CONFIG says."
+)
+@click.option(
+    "--family", type=click.Choice(["qwen3", "llama"]), default="qwen3", show_default=True, help="Architecture, without CONFIG."
+)
+@click.option(
+    "--tolerance",
+    type=float,
+    default=1e-5,
+    show_default=True,
+    metavar="SHARE",
+    callback=_number_from_zero,
+    help="Largest relative difference to call equal.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+def diff_backends(
+    file: Path | None,
+    overrides: tuple[str, ...],
+    *,
+    first: str,
+    second: str,
+    layout_a: str,
+    layout: str,
+    micro_batch_tokens: int | None,
+    family: str,
+    tolerance: float,
+    as_json: bool,
+    **given: Any,
+) -> int:
+    """Run one mini-batch through two backends and show log-probabilities, loss, gradient norm and gradients side by side.
+
+    The batch is the first one of CONFIG's run, with its model and plugins; without CONFIG, 16 recorded rollouts through a two-layer model.
+    Where gradients differ, the first layer to diverge is named, counted from the head, and a common factor is explained: world size,
+    micro-batches, tokens. The exit code is 1 where the backends do not agree.
+    """
+    from skyrl_engine.cli import render
+
+    flags = {f"{kind}.use": given[kind] for kind in ("loss", "reducer", "collator") if given[kind] is not None}
+    if micro_batch_tokens is not None:
+        flags["training.micro_batch_tokens"] = micro_batch_tokens
+    raw = load_config(file, overrides, flags)
+    layouts = {"a": _sizes(layout_a, "--layout-a"), "b": _sizes(layout, "--layout")}
+    found = _compared(raw, {"a": first, "b": second}, layouts, family, tolerance)
+    if as_json:
+        click.echo(json.dumps(_facts(found), indent=2))
+    else:
+        render.show_backend_difference(found)
+    return 0 if found.agrees else BROKEN
+
+
+def _sizes(text: str, option: str) -> "ParallelSizes":
+    from skyrl_engine.proof.layouts import ParallelSizes
+
+    try:
+        return ParallelSizes.parse(text)
+    except ValueError as error:
+        raise click.UsageError(f"{option} {error}.") from error
+
+
+def _compared(
+    raw: "RawConfig", names: Mapping[str, str], layouts: "Mapping[str, ParallelSizes]", family: str, tolerance: float
+) -> "BackendDifference":
+    from skyrl_engine.proof.backends import difference, facts_of
+
+    topologies, sides, counts = {}, {}, {}
+    tokens = 0
+    for key, name in names.items():
+        with _material(_with_backend(raw, key, name, layouts[key]), family) as (resolved, model, columns, context):
+            sides[key], topologies[key], counts[key] = _side(resolved, model, columns, context, layouts[key])
+            tokens = int((columns.loss_weight != 0).sum())
+    facts = facts_of(topologies["a"], topologies["b"], micro_batches=counts, tokens=tokens)
+    return difference(sides["a"], sides["b"], facts=facts, tolerance=tolerance)
+
+
+def _side(
+    resolved: "ResolvedConfig", model: "ModelSpec", columns: "SampleColumns", context: "FactoryContext", layout: "ParallelSizes"
+) -> "tuple[Side, Any, int]":
+    from skyrl_engine.objective.parts import ObjectiveParts
+    from skyrl_engine.proof.backends import Side
+    from skyrl_engine.proof.passes import Products, layout_of, measure
+    from skyrl_engine.proof.ranks import RankPool
+
+    plugins = resolved.plugins
+    training = resolved.config.training
+    with RankPool(model, plugins, context=context) as pool:
+        topology = pool.topology(layout.ranks, "float32")
+        cut = layout_of(topology, micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens)
+        products = Products(
+            collator=plugins["collator"].make(context),
+            reducer=plugins["reducer"].make(context),
+            merger=plugins["merger"].make(context),
+            labels={place: str(selected.loaded.record) for place, selected in plugins.items()},
+            needs=ObjectiveParts.made(plugins, context).columns,
+            max_sequence_length=context.max_sequence_length,
+        )
+        measured = measure(pool.group(layout.ranks, "float32"), products, columns, cut)
+        micro_batches = len(products.collator.plan(columns.lengths, cut).mini_batches[0].ranks[0])
+    return Side(f"{plugins['backend'].loaded.record.name}, {layout}", measured), topology, micro_batches
+
+
+def _with_backend(raw: "RawConfig", side: str, backend: str, layout: "ParallelSizes") -> "RawConfig":
+    """The configuration with this backend: its own options where the file configures it, else none but the parallel sizes."""
+    from skyrl_engine.config.origins import Origin
+
+    own = raw.table.get("backend", {})
+    options = {key: value for key, value in own.items() if key != "use"} if own.get("use", "fsdp") == backend else {}
+    sizes = Origin("option", "--layout-a" if side == "a" else "--layout")
+    origins = {"backend.use": Origin("option", f"--{side}"), **{f"backend.{name}": sizes for name in layout.options}}
+    return attrs.evolve(
+        raw,
+        table={**raw.table, "backend": {"use": backend, **options, **layout.options}},
+        origins={**raw.origins, **origins},
+    )
+
+
+@contextmanager
+def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, ModelSpec, SampleColumns, FactoryContext]]":
+    """What a pass needs: of the run that the file describes, or rollouts and a model made here."""
+    from skyrl_engine.config import resolve
+
+    if "model" in raw.table:
+        from skyrl_engine.training.preparation import prepare
+
+        prepared = prepare(resolve(raw))
+        chosen, _ = prepared.order.mini_batch(prepared.order.start())
+        yield prepared.resolved, prepared.worker_spec().model, prepared.train.batch(chosen), prepared.context
+        return
+    import tempfile
+
+    from skyrl_engine.contracts.backend import ModelSpec
+    from skyrl_engine.objective.parts import ObjectiveParts
+    from skyrl_engine.proof.model import write_model
+    from skyrl_engine.proof.ranks import CONTEXT
+    from skyrl_engine.proof.rollouts import recorded_rollouts
+
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-engine-diff-"))
+        resolved = resolve(with_default_loss(raw), need=())
+        parts = ObjectiveParts.made(resolved.plugins, CONTEXT)
+        value_head = "values" in parts.scores
+        write_model(Path(directory), "llama" if family == "llama" else "qwen3", value_head=value_head)
+        yield resolved, ModelSpec(directory, value_head=value_head), recorded_rollouts(parts.columns), CONTEXT
+
+
+def _facts(found: "BackendDifference") -> dict[str, Any]:
+    return {
+        "agrees": found.agrees,
+        "explanation": found.explanation,
+        "first_layer": found.first_layer,
+        "loss": {"a": found.a.measured.loss, "b": found.b.measured.loss, "relative": found.loss},
+        "gradient_norm": {"a": found.a.gradient_norm, "b": found.b.gradient_norm},
+        "outputs": [attrs.asdict(each) for each in found.fields],
+        "parameters": [attrs.asdict(each) for each in found.parameters],
+        "only_a": list(found.only_a),
+        "only_b": list(found.only_b),
+    }

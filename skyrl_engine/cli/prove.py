@@ -1,0 +1,164 @@
+"""`skyrl-engine prove`: one batch through every cut, on this machine, with real ranks; and with a mistake planted, to see it noticed."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import click
+
+from skyrl_engine.cli.command import EngineCommand, current_settings
+from skyrl_engine.cli.options import file_argument, flags_of, load_config, overrides_argument, plugin_options
+
+if TYPE_CHECKING:
+    from skyrl_engine.config import RawConfig, ResolvedConfig, SelectedPlugin
+    from skyrl_engine.proof.plants import Plant
+    from skyrl_engine.proof.prover import Row
+
+BROKEN = 1
+"""Exit code: the promise does not hold, or a planted mistake went unnoticed."""
+
+_DEFAULT_LOSS: Mapping[str, Any] = {
+    "use": "ppo",
+    "terms": [{"use": "kl", "coef": 0.1}, {"use": "entropy", "coef": 0.01}],
+}
+
+
+@click.command(cls=EngineCommand)
+@file_argument(required=False)
+@overrides_argument
+@plugin_options
+@click.option("--plant", metavar="MISTAKE", help="Plant a mistake and see which rows notice; `list` names them all.")
+@click.option(
+    "--ranks", type=click.IntRange(min=1), metavar="RANKS", default=2, show_default=True, help="Processes of the last rows, by Ray."
+)
+@click.option(
+    "--family", type=click.Choice(["qwen3", "llama"]), default="qwen3", show_default=True, help="Architecture of the model."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+def prove(
+    file: Path | None, overrides: tuple[str, ...], *, plant: str | None, ranks: int, family: str, as_json: bool, **given: Any
+) -> int:
+    """Prove that the gradient does not depend on how a batch is cut.
+
+    16 recorded rollouts go through the chosen loss, reducer and backend in micro-batches of 1, 2 and 8 rows, by token budget, padded and
+    packed, in order and shuffled, on one rank and on several. Every row compares loss, gradient and per-token outputs with their
+    definition: one sample after the other through the plain model in float64. Without a loss it takes ppo with a KL and an entropy term. Of
+    CONFIG, only plugins and their options are read.
+    """
+    from skyrl_engine.cli import render
+
+    if plant == "list":
+        _list_plants()
+        return 0
+    chosen = None if plant is None else _plant(plant)
+    resolved = dict(_by_collator(load_config(file, overrides, flags_of(given))))
+    terms = [place for place in next(iter(resolved.values())).plugins if place.startswith("loss.terms")]
+    if chosen is not None and chosen.needs_terms and not terms:
+        raise click.UsageError(
+            f"--plant {plant} changes terms, and the objective has none; leave out --loss, or add [[loss.terms]]."
+        )
+    rows = []
+    for row in _rows(resolved, chosen, ranks, family):
+        rows.append(row)
+        if not as_json:
+            render.show_proof_row(row)
+    broken = [row for row in rows if not row.holds and not row.excuse]
+    noticed = chosen is None or bool(broken)
+    if as_json:
+        click.echo(json.dumps({"plant": plant, "holds": not broken, "rows": [_facts(row) for row in rows]}, indent=2))
+    elif not current_settings().quiet:
+        click.echo(f"\n{_verdict(rows, broken, plant)}")
+    if chosen is not None:
+        return 0 if noticed else BROKEN
+    return BROKEN if broken else 0
+
+
+def _plant(name: str) -> "Plant":
+    from skyrl_engine.config.wording import did_you_mean
+    from skyrl_engine.proof.plants import PLANTS
+
+    if name not in PLANTS:
+        meant = did_you_mean(name, list(PLANTS)) or f"Choose one of {', '.join(PLANTS)}"
+        raise click.UsageError(f"there is no mistake {name!r}. {meant}")
+    return PLANTS[name]
+
+
+def _list_plants() -> None:
+    from skyrl_engine.cli.render import show_facts
+    from skyrl_engine.proof.plants import PLANTS
+
+    show_facts({name: plant.meaning for name, plant in PLANTS.items()})
+
+
+def _by_collator(raw: "RawConfig") -> "Iterator[tuple[str, ResolvedConfig]]":
+    """The configuration with `padded`, with `packed`, and with its own collator where that is another one."""
+    from skyrl_engine.config import resolve
+
+    table = {name: value for name, value in raw.table.items() if name in ("loss", "reducer", "backend", "merger", "plugins")}
+    plain = with_default_loss(attrs.evolve(raw, table=table))
+    own = {"use": "padded", **raw.table.get("collator", {})}
+    for name, collator in {"padded": {"use": "padded"}, "packed": {"use": "packed"}, own["use"]: own}.items():
+        yield name, resolve(attrs.evolve(plain, table={**plain.table, "collator": collator}), need=())
+
+
+def with_default_loss(raw: "RawConfig") -> "RawConfig":
+    """The configuration, with ppo, a KL and an entropy term where it names no loss."""
+    loss = raw.table.get("loss", {})
+    return raw if "use" in loss else attrs.evolve(raw, table={**raw.table, "loss": {**_DEFAULT_LOSS, **loss}})
+
+
+def _rows(resolved: "Mapping[str, ResolvedConfig]", plant: "Plant | None", ranks: int, family: str) -> "Iterator[Row]":
+    import tempfile
+
+    from skyrl_engine.contracts.backend import ModelSpec
+    from skyrl_engine.objective.parts import ObjectiveParts
+    from skyrl_engine.proof.cases import cases
+    from skyrl_engine.proof.model import write_model
+    from skyrl_engine.proof.prover import Prover
+    from skyrl_engine.proof.ranks import CONTEXT, RankPool
+
+    plugins = next(iter(resolved.values())).plugins
+    value_head = "values" in ObjectiveParts.made(plugins, CONTEXT).scores
+    layouts = {name: config.plugins["collator"].make(CONTEXT).rows for name, config in resolved.items()}
+    padding, packing = ([name for name, rows in layouts.items() if rows == wanted] for wanted in ("padded", "packed"))
+    with tempfile.TemporaryDirectory(prefix="skyrl-engine-prove-") as directory:
+        write_model(Path(directory), "llama" if family == "llama" else "qwen3", value_head=value_head)
+        model = ModelSpec(directory, value_head=value_head)
+        with RankPool(model, plugins, alone=plugins["backend"].on_one_rank(), reference=_backend("fsdp")) as pool:
+            yield from Prover(resolved, pool, plant).rows(list(cases(padding, packing, ranks)))
+
+
+def _backend(reference: str, **options: object) -> "SelectedPlugin":
+    from skyrl_engine.config import resolve
+    from skyrl_engine.config.sources import from_dict
+
+    return resolve(from_dict({"backend": {"use": reference, **options}}, "prove"), need=()).plugins["backend"]
+
+
+def _facts(row: "Row") -> dict[str, Any]:
+    difference = None if row.difference is None else attrs.asdict(row.difference)
+    return {
+        "case": row.case.name,
+        "holds": row.holds,
+        "difference": difference,
+        "explanation": row.explanation or None,
+        "declared": row.excuse or None,
+    }
+
+
+def _verdict(rows: "list[Row]", broken: "list[Row]", plant: str | None) -> str:
+    declared = sum(bool(not row.holds and row.excuse) for row in rows)
+    if plant is not None:
+        return (
+            f"{plant} was planted, and {len(broken)} of {len(rows)} rows noticed."
+            if broken
+            else f"{plant} was planted, and no row noticed: the chosen loss and reducer do not depend on what it changes."
+        )
+    if broken:
+        return f"{len(broken)} of {len(rows)} cuts give another gradient. The promise does not hold."
+    if declared:
+        return f"{len(rows) - declared} of {len(rows)} cuts give the same loss and gradient; {declared} differ, as declared."
+    same = f"All {len(rows)} cuts give the same loss, gradient and outputs."
+    return f"{same} See a mistake noticed: skyrl-engine prove --plant per_microbatch_mean"

@@ -1,0 +1,177 @@
+"""`skyrl-engine plugins verify`: the conformance kit run against one plugin, and what it found."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from skyrl_engine.cli.command import EngineCommand, did_you_mean
+from skyrl_engine.errors import ConfigError, PluginAmbiguousError, PluginBrokenError, PluginError, PluginNotFoundError, Problem
+
+if TYPE_CHECKING:
+    from skyrl_engine.registry.record import PluginRecord
+    from skyrl_engine.registry.resolve import Registry
+    from skyrl_engine.testing.promise import Verdict
+
+
+@click.command(cls=EngineCommand)
+@click.argument("plugin", metavar="PLUGIN")
+@click.argument("options", nargs=-1, metavar="[key=value ...]")
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="An option of the plugin; the same as key=value after it."
+)
+@click.option(
+    "--examples", type=click.IntRange(min=1), metavar="N", help="Cases per promise, instead of as many as the kit thinks enough."
+)
+@click.option(
+    "--layout",
+    "layouts",
+    multiple=True,
+    metavar="LAYOUT",
+    help="Parallel sizes to try a backend on, such as tp2xpp2; several times for several. Without it: one rank, and dp2.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+def verify(
+    plugin: str,
+    options: tuple[str, ...],
+    settings: tuple[str, ...],
+    examples: int | None,
+    layouts: tuple[str, ...],
+    *,
+    as_json: bool,
+) -> int:
+    """Hold a plugin to the contract of its kind, and show the smallest case that breaks a promise.
+
+    PLUGIN is KIND:NAME, DISTRIBUTION:NAME or ./file.py:name (after KIND: where a file's name is several kinds). The exit code is 3 where a
+    promise is broken.
+    """
+    from skyrl_engine.config import SelectedPlugin
+    from skyrl_engine.registry.resolve import Registry
+    from skyrl_engine.testing.kit import promises_of
+    from skyrl_engine.testing.kit import verify as held
+
+    record = _record(Registry.discover(), plugin)
+    promises_of(record.kind)
+    _check_layouts(record.kind, layouts)
+    selected = SelectedPlugin.of(record, _parsed((*options, *settings)), "command line")
+    verdict = held(selected, examples=examples, layouts=layouts)
+    if as_json:
+        click.echo(json.dumps(_facts(record, selected.table, verdict), indent=2))
+    else:
+        from skyrl_engine.cli.render import show_verdict
+
+        show_verdict(str(record), selected.table, verdict)
+    return 0 if verdict.kept else PluginError.exit_code
+
+
+def _check_layouts(kind: str, layouts: tuple[str, ...]) -> None:
+    from skyrl_engine.proof.layouts import ParallelSizes
+
+    if layouts and kind != "backend":
+        raise click.UsageError(f"--layout is for backends, and this is a {kind}.")
+    for layout in layouts:
+        try:
+            ParallelSizes.parse(layout)
+        except ValueError as error:
+            raise click.UsageError(f"--layout {error}.") from error
+
+
+def _record(registry: "Registry", text: str) -> "PluginRecord":
+    """The plugin that is meant; its kind is found out where the text does not begin with one."""
+    from skyrl_engine.registry.kinds import KINDS
+    from skyrl_engine.registry.reference import parse
+
+    head, colon, rest = text.partition(":")
+    if colon and head in KINDS:
+        if not rest:
+            raise click.UsageError(f"{text!r} is not of the form KIND:REFERENCE, such as loss:cross_entropy.")
+        return registry.resolve(head, rest, base=Path.cwd())
+    reference = parse(text)
+    if reference.path is not None:
+        return registry.resolve(_kind_in_file(registry, text), text, base=Path.cwd())
+    matching = [
+        record
+        for record in registry.records()
+        if record.name == reference.name and reference.distribution in (None, record.distribution)
+    ]
+    kinds = sorted({record.kind for record in matching})
+    if len(kinds) > 1:
+        raise PluginAmbiguousError(
+            f"{text!r} is {' and '.join(f'a {kind}' for kind in kinds)}",
+            remedy=f"Write {kinds[0]}:{text}, or another kind before it",
+        )
+    if not kinds:
+        raise PluginNotFoundError(
+            f"nothing installed offers {text!r}",
+            remedy=did_you_mean(text, sorted({record.name for record in registry.records()}), "plugins"),
+        )
+    return registry.resolve(kinds[0], text)
+
+
+def _kind_in_file(registry: "Registry", text: str) -> str:
+    """The kind of what a local file defines, by the factory hook that it implements."""
+    from skyrl_engine.registry.host import PluginHost
+    from skyrl_engine.registry.kinds import KINDS
+    from skyrl_engine.registry.loader import load
+
+    host = PluginHost()
+    try:
+        load(registry.resolve("loss", text, base=Path.cwd()), host=host)
+    except PluginBrokenError:
+        if not host.registrations:
+            raise
+    made = [kind.name for kind in KINDS.values() if kind.factory_hook in host.registrations[0].hooks]
+    if len(made) == 1:
+        return made[0]
+    if made:
+        raise PluginAmbiguousError(
+            f"{text} makes {' and '.join(made)}", remedy=f"Write {made[0]}:{text}, or another of these kinds"
+        )
+    raise PluginBrokenError(
+        f"{text} implements no factory of a plugin", remedy="Mark the function with skyrl_engine.loss, correction or reducer"
+    )
+
+
+def _parsed(texts: tuple[str, ...]) -> dict[str, Any]:
+    """The options of the plugin as a table. Raises ConfigError with every text that is none."""
+    from skyrl_engine.config.overrides import parse_override
+
+    table: dict[str, Any] = {}
+    parsed = [parse_override(text) for text in texts]
+    problems = [each for each in parsed if isinstance(each, Problem)]
+    if problems:
+        raise ConfigError(problems)
+    for each in parsed:
+        assert not isinstance(each, Problem), "problems were raised above"
+        path, value = each
+        *parents, key = map(str, path)
+        place = table
+        for name in parents:
+            place = place.setdefault(name, {})
+        place[key] = value
+    return table
+
+
+def _facts(record: "PluginRecord", options: Any, verdict: "Verdict") -> dict[str, Any]:
+    return {
+        "kind": record.kind,
+        "name": record.name,
+        "reference": record.reference,
+        "version": record.version,
+        "sha256": record.sha256,
+        "options": dict(options),
+        "kept": verdict.kept,
+        "promises": [
+            {
+                "promise": each.promise,
+                "sentence": each.sentence,
+                "status": each.status,
+                "cause": each.cause,
+                "remedy": each.remedy,
+                "factor": each.factor,
+                "counterexample": list(each.counterexample),
+            }
+            for each in verdict.findings
+        ],
+    }

@@ -1,0 +1,44 @@
+"""Which vision-language models can be trained, by their configuration. Imports no torch: planning asks too."""
+
+from typing import Any, Final
+
+from skyrl_engine.errors import UnsupportedError
+
+VISION_LANGUAGE: Final = ("qwen3_vl",)
+"""Values of a configuration's `model_type` that `modeling.vision.ImageDecoder` is right for; tests hold it against transformers."""
+
+
+def takes_images(config: Any) -> bool:
+    """Whether a model of this transformers configuration is loaded with its vision tower."""
+    return config.model_type in VISION_LANGUAGE
+
+
+def refuse_vision_language(config: Any, name: str, *, images: bool) -> None:
+    """Raises UnsupportedError for the model `name` where it is a vision-language one that is not supported, or not with this backend.
+
+    `images`: the backend, in its layout, declares 'vision'. Models that transformers also knows as causal language models pass: they are
+    trained on text.
+    """
+    import transformers
+
+    if takes_images(config):
+        if images:
+            return
+        raise UnsupportedError(
+            f"{name} is a vision-language model, and the backend in this layout does not declare 'vision'",
+            remedy="Choose a backend and a layout that train vision-language models, such as megatron, or fsdp without tensor parallelism",
+        )
+    causal, image_text = (
+        each._model_mapping  # noqa: SLF001 - the only lists of what can be loaded
+        for each in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    )
+    if type(config) in causal or type(config) not in image_text:
+        return
+    experts = getattr(config.get_text_config(), "num_experts", None)
+    what = (
+        "a mixture of experts that takes images" if experts else f"a vision-language model of the architecture {config.model_type}"
+    )
+    raise UnsupportedError(
+        f"{name} is {what}, which is not supported (supported: {', '.join(VISION_LANGUAGE)})",
+        remedy="Use a dense Qwen3-VL model, or a text model",
+    )

@@ -1,0 +1,162 @@
+"""Where the images of a micro-batch lie among its tokens, checked against the model before anything is scattered into anything."""
+
+from typing import Any, NoReturn
+
+import numpy as np
+from attrs import frozen
+
+from skyrl_engine.contracts.backend import MicroBatch
+from skyrl_engine.contracts.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
+from skyrl_engine.contracts.ragged import IntArray, offsets_of
+from skyrl_engine.errors import ContractError, DataError, UnsupportedError
+
+IMAGE = 1
+"""The token type of images, as transformers' processors count it; 0 is text, 2 are videos."""
+
+_REMEDY = "Prepare the samples with the processor that belongs to the model"
+
+
+@frozen
+class ImageTokens:
+    """How a model takes images: patches of `patch` numbers, of which `merge` x `merge` become one token, with the id `token` in the text."""
+
+    token: int
+    merge: int
+    patch: int
+
+    @classmethod
+    def of(cls, config: Any) -> "ImageTokens":
+        """What a `transformers.Qwen3VLConfig` says."""
+        vision = config.vision_config
+        return cls(
+            token=int(config.image_token_id),
+            merge=int(vision.spatial_merge_size),
+            patch=int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2),
+        )
+
+
+@frozen(eq=False)
+class PlacedImages:
+    """Images among the real tokens of a micro-batch, those where the attention mask is 1, in the order of rows and columns.
+
+    `lengths` int64[samples] are the samples' tokens. Image j belongs to sample `owners[j]`, has `sides[j]` tokens along time, height and
+    width (int64[images, 3]), and its tokens are `places[bounds[j] : bounds[j + 1]]`, one after the other.
+    """
+
+    lengths: IntArray
+    owners: IntArray
+    sides: IntArray
+    places: IntArray
+    bounds: IntArray
+
+
+def placed_images(micro_batch: MicroBatch, tokens: ImageTokens, *, pixels: bool = True) -> PlacedImages:
+    """Find every image of `micro_batch`, whose images are numbered by `ragged_offsets` of `image_grid_thw` and `pixel_values`.
+
+    Without `pixels` those are not looked at: only the first stage of a pipeline is sent them.
+
+    Raises DataError naming the sample where token ids, token types, grids and pixels contradict each other or the model: a surplus of
+    features would be dropped without a word. Raises UnsupportedError for tokens of videos, and ContractError for a collator that does not
+    say whose the images are.
+    """
+    lengths = micro_batch.sequence_lengths.values
+    mask = micro_batch.inputs["attention_mask"].flatten().bool()
+    if int(mask.sum()) != int(lengths.sum()):
+        raise ContractError(
+            f"the collator's attention mask marks {int(mask.sum())} tokens, its sequence lengths add up to {int(lengths.sum())}",
+            remedy="Correct the collator",
+        )
+    all_ids = micro_batch.inputs["input_ids"].flatten()
+    if (all_ids[~mask] == tokens.token).any():
+        raise DataError(
+            f"rows are padded with {tokens.token}, the model's image token",
+            remedy="Set another padding token in the tokenizer",
+        )
+    ids = all_ids[mask].numpy()
+    types = micro_batch.inputs[TOKEN_TYPES].flatten()[mask].numpy() if TOKEN_TYPES in micro_batch.inputs else np.zeros_like(ids)
+    sample_of = np.repeat(np.arange(len(lengths)), lengths)
+    _check_types(micro_batch, ids, types, sample_of, tokens)
+
+    owned = _owned(micro_batch, IMAGE_GRID, len(lengths))
+    grids = micro_batch.inputs[IMAGE_GRID].numpy() if owned.any() else np.zeros((0, 3), dtype=np.int64)
+    owners = np.repeat(np.arange(len(lengths)), owned)
+    if (image := _first((grids < 1).any(axis=1) | (grids[:, 1:] % tokens.merge).any(axis=1))) is not None:
+        cause = f"has an image of {grids[image].tolist()} patches, and the model merges {tokens.merge} x {tokens.merge} of them"
+        _refuse(micro_batch, int(owners[image]), cause)
+    if pixels:
+        _check_patches(micro_batch, grids, owners, tokens)
+    sides = grids // np.array([1, tokens.merge, tokens.merge])
+    bounds = offsets_of(sides.prod(axis=1))
+    places = np.flatnonzero(types == IMAGE)
+    counted = np.bincount(sample_of[places], minlength=len(lengths))
+    wanted = _summed(owners, np.diff(bounds), len(lengths))
+    if (sample := _first(counted != wanted)) is not None:
+        _refuse(
+            micro_batch,
+            sample,
+            f"has {counted[sample]} image tokens where its {owned[sample]} images make {wanted[sample]} features",
+            "Prepare it with the processor that belongs to the model, and cut none of its tokens",
+        )
+    torn = places[bounds[1:] - 1] - places[bounds[:-1]] != np.diff(bounds) - 1
+    if (image := _first(torn)) is not None:
+        _refuse(micro_batch, int(owners[image]), "has other tokens among those of an image")
+    return PlacedImages(lengths, owners, sides, places, bounds)
+
+
+def _check_types(micro_batch: MicroBatch, ids: IntArray, types: IntArray, sample_of: IntArray, tokens: ImageTokens) -> None:
+    """Token types and token ids say the same of where images are, and there is nothing but text and images."""
+    if (place := _first(types > IMAGE)) is not None:
+        raise UnsupportedError(
+            f"{_name(micro_batch, int(sample_of[place]))} holds tokens of type {types[place]}",
+            remedy="Train on text and images; videos are not supported",
+        )
+    if (place := _first((ids == tokens.token) != (types == IMAGE))) is not None:
+        _refuse(
+            micro_batch,
+            int(sample_of[place]),
+            f"has the token {ids[place]} of type {types[place]}, and the model's image token is {tokens.token}, of type {IMAGE}",
+        )
+
+
+def _check_patches(micro_batch: MicroBatch, grids: IntArray, owners: IntArray, tokens: ImageTokens) -> None:
+    """Every sample has as many patches of pixels as its grids count, of the model's size."""
+    given = _owned(micro_batch, PIXEL_VALUES, len(micro_batch.sequence_lengths.values))
+    pixels = micro_batch.inputs.get(PIXEL_VALUES)
+    counted = _summed(owners, grids.prod(axis=1), len(given))
+    if (sample := _first(counted != given)) is not None:
+        _refuse(micro_batch, sample, f"has {given[sample]} patches where its images count {counted[sample]}")
+    if pixels is not None and len(pixels) and pixels.shape[1] != tokens.patch:
+        _refuse(
+            micro_batch, int(owners[0]), f"has patches of {pixels.shape[1]} numbers, and the model takes patches of {tokens.patch}"
+        )
+
+
+def _owned(micro_batch: MicroBatch, name: str, samples: int) -> IntArray:
+    """int64[samples]: how much of the ragged input `name` each sample owns."""
+    tensor, offsets = micro_batch.inputs.get(name), micro_batch.ragged_offsets.get(name)
+    if tensor is None:
+        return np.zeros(samples, dtype=np.int64)
+    if offsets is None or len(offsets) != samples + 1 or offsets[-1] != len(tensor):
+        raise ContractError(
+            f"the collator does not say what of {name} each of {samples} samples owns",
+            remedy="Correct the collator: ragged_offsets bound it",
+        )
+    return np.diff(offsets)
+
+
+def _summed(owners: IntArray, values: IntArray, samples: int) -> IntArray:
+    return np.bincount(owners, weights=values, minlength=samples).astype(np.int64)
+
+
+def _first(wrong: Any) -> int | None:
+    return int(np.argmax(wrong)) if wrong.any() else None
+
+
+def _name(micro_batch: MicroBatch, sample: int) -> str:
+    if micro_batch.sample_ids is None:
+        return f"sample {sample} of a micro-batch"
+    return f"sample {int(micro_batch.sample_ids[sample])}"
+
+
+def _refuse(micro_batch: MicroBatch, sample: int, cause: str, remedy: str = _REMEDY) -> NoReturn:
+    raise DataError(f"{_name(micro_batch, sample)} {cause}", remedy=remedy)

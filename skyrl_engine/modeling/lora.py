@@ -1,0 +1,254 @@
+"""Low-rank adapters through PEFT: chosen linear layers compute with W + alpha / rank * B A; A and B are trained, all else is frozen.
+
+Hu et al. 2021 (arXiv 2106.09685), section 4.1. A is drawn, B is zero: training starts at the base model.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from skyrl_engine.contracts.backend import LoraSpec, ModelSpec
+from skyrl_engine.errors import ModelError, UnsupportedError
+from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
+
+logger = logging.getLogger(__name__)
+
+ADAPTER: Final = "default"
+"""PEFT's name of an adapter that nobody named; its files leave the name out."""
+
+_PREFIX: Final = "base_model.model."
+"""What PEFT's files put before every name: the model as `PeftModel` holds it."""
+
+_WITHOUT_EFFECT: Final = frozenset(
+    {"peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"}
+    | {"megatron_core", "runtime_config"}
+)
+_PLAIN: Final = _WITHOUT_EFFECT | {
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "init_lora_weights"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
+}
+"""Settings of an existing adapter that may have any value; another one than the default of the rest makes it more than B A."""
+
+
+def add_adapters(model: Any, decoder: nn.Module, spec: ModelSpec) -> None:
+    """Give linear layers of `decoder`, a part of `model`, adapters, in place, and freeze everything else.
+
+    Their values depend on `spec.lora.seed` alone, and no random state moves; on the meta device there are none. Raises ModelError for targets
+    that are not there and for an existing adapter that cannot be used, UnsupportedError without PEFT.
+    """
+    assert spec.lora is not None
+    peft = _peft()
+    inside = {id(module) for module in decoder.modules()}
+    linear = {name: module for name, module in model.named_modules() if id(module) in inside and _is_linear(module)}
+    config = _drawn(spec, spec.lora, linear, peft) if spec.lora.path is None else _existing(spec, spec.lora, spec.lora.path, peft)
+    with torch.random.fork_rng(devices=()), next(model.parameters()).device:
+        torch.default_generator.manual_seed(spec.lora.seed)
+        try:
+            peft.inject_adapter_in_model(config, model, ADAPTER)
+        except ValueError as error:
+            raise ModelError(
+                f"the adapter {spec.lora.path or ''} does not fit {spec.path}: {_first_line(error)}".replace("  ", " "),
+                remedy="Use the adapter with the model it was made for",
+            ) from error
+    model.requires_grad_(requires_grad=False)
+    for name, parameter in model.named_parameters():
+        layer = name.partition(".lora_")[0]
+        if layer != name:
+            if layer not in linear:
+                raise ModelError(
+                    f"the adapter {spec.lora.path} changes {layer}, which is no linear layer of the decoder",
+                    remedy="Use an adapter of the decoder's linear layers alone",
+                )
+            parameter.requires_grad_()
+    counts = [sum(parameter.numel() for parameter in each) for each in (trained(model).values(), model.parameters())]
+    logger.info("%s: %d of %d parameters are trained, as adapters of rank %d", spec.path, *counts, config.r)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether `add_adapters` changed this model."""
+    return ADAPTER in getattr(model, "peft_config", {})
+
+
+def freeze_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep frozen weights in the precision that computes: nobody adds small steps to them."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+@torch.no_grad()
+def load_adapters(model: nn.Module, spec: ModelSpec) -> None:
+    """Fill adapters, and a value head that was trained with them, from the files at `spec.lora.path`. Raises ModelError."""
+    assert spec.lora is not None
+    assert spec.lora.path is not None
+    stored: dict[str, Tensor] = dict(_read(spec.lora.path, lambda source: _peft().utils.load_peft_weights(source, device="cpu")))
+    for name, parameter in model.named_parameters():
+        value = stored.pop(_stored_name(name), None) if parameter.requires_grad else None
+        if value is not None and value.shape == parameter.shape:
+            parameter.copy_(value)
+        elif value is not None or has_adapter_name(name):
+            found = "nothing" if value is None else f"shape {list(value.shape)}"
+            raise ModelError(
+                f"the adapter {spec.lora.path} holds {found} for {name}, which has shape {list(parameter.shape)}",
+                remedy="Use the adapter with the model it was made for",
+            )
+    if stored:
+        raise ModelError(
+            f"the adapter {spec.lora.path} holds {min(stored)}, which {spec.path} has no place for ({len(stored)} such tensors)",
+            remedy="Set model.value_head = true"
+            if all(VALUE_HEAD in name for name in stored)
+            else "Use it with the model it was made for",
+        )
+
+
+def has_adapter_name(name: str) -> bool:
+    """Whether a parameter of this name is a part of an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What is trained, by name: adapters, and the value head where there is one."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def write_adapters(model: Any, directory: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write `weights`, whole values of what is trained, as `PeftModel.from_pretrained` reads them.
+
+    A value head is one of PEFT's `modules_to_save`, beside a base model that transformers loads for token classification.
+    """
+    import copy
+
+    from safetensors.torch import save_file
+
+    config = copy.copy(model.peft_config[ADAPTER])
+    config.inference_mode = True
+    if not isinstance(config.target_modules, str):
+        config.target_modules = sorted(config.target_modules)  # a set has another order in every process
+    if any(not has_adapter_name(name) for name in weights):
+        config.task_type, config.modules_to_save = "TOKEN_CLS", [VALUE_HEAD]
+    config.save_pretrained(directory)
+    tensors = {_stored_name(name): weight.detach().contiguous() for name, weight in weights.items()}
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def merged_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Every weight under the name it has without adapters, W + alpha / rank * B A where there is one; `whole` gathers a parameter.
+
+    Values are of the adapters' precision, and as `whole` gives them in a model without adapters.
+    """
+    if not has_adapters(model):
+        yield from ((name, whole(parameter)) for name, parameter in model.named_parameters())
+        return
+    precision = next(iter(trained(model).values())).dtype
+    for name, parameter in model.named_parameters():
+        if has_adapter_name(name):
+            continue
+        value = whole(parameter).to(precision)
+        owner, base, kind = name.rpartition(".base_layer.")
+        if base and kind == "weight":
+            layer: Any = model.get_submodule(owner)
+            change = layer.scaling[ADAPTER] * (whole(layer.lora_B[ADAPTER].weight) @ whole(layer.lora_A[ADAPTER].weight))
+            value = value + (change.T if layer.fan_in_fan_out else change)
+        yield f"{owner}.{kind}" if base else name, value
+
+
+def _drawn(spec: ModelSpec, lora: LoraSpec, linear: Mapping[str, nn.Module], peft: Any) -> Any:
+    """PEFT's configuration of new adapters. Raises ModelError for targets that no linear layer matches."""
+    names = sorted({name.rpartition(".")[2] for name in linear})
+    targets = names
+    if lora.targets != "all-linear":
+        targets = list(lora.targets)
+        unknown = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in linear)]
+        if unknown:
+            raise ModelError(
+                f"model.lora.targets names {', '.join(map(repr, unknown))}, which no linear layer of {spec.path}'s decoder is called",
+                remedy=f'Choose among {", ".join(names)}, or write model.lora.targets = "all-linear"',
+            )
+    return peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        fan_in_fan_out=any(not isinstance(module, nn.Linear) for module in linear.values()),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=spec.path,
+        revision=spec.revision,
+    )
+
+
+def _existing(spec: ModelSpec, lora: LoraSpec, path: str, peft: Any) -> Any:
+    """PEFT's configuration of the adapter at `path`, to be trained on. Raises ModelError where it is no plain one, or not the one asked for."""
+    config = _read(path, peft.PeftConfig.from_pretrained)
+    if not isinstance(config, peft.LoraConfig):
+        kind = getattr(config.peft_type, "value", None)
+        raise ModelError(f"the adapter {path} is of the kind {kind}", remedy="Use a LoRA adapter")
+    plain = peft.LoraConfig().to_dict()
+    more = [name for name, value in config.to_dict().items() if name not in _PLAIN and value != plain[name]]
+    if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
+        more.append("init_lora_weights")  # the others change the base weights too
+    if set(config.modules_to_save or ()) - {VALUE_HEAD}:
+        more.append("modules_to_save")
+    if more:
+        raise ModelError(
+            f"the adapter {path} sets {', '.join(more)}, which is more than two matrices per linear layer",
+            remedy="Use a plain LoRA adapter",
+        )
+    targets = config.target_modules if isinstance(config.target_modules, str) else set(config.target_modules)
+    wanted = lora.targets if lora.targets == "all-linear" else set(lora.targets)
+    usual = LoraSpec()
+    for key, asked, default, has in (
+        ("rank", lora.rank, usual.rank, config.r),
+        ("alpha", lora.alpha, usual.alpha, config.lora_alpha),
+        ("targets", wanted, usual.targets, targets),
+    ):
+        if asked not in (default, has):
+            shown = ", ".join(sorted(has)) if isinstance(has, set) else has
+            raise ModelError(
+                f"model.lora.{key} differs from that of the adapter {path}, which is {shown}",
+                remedy=f"Remove model.lora.{key}: an existing adapter brings its own",
+            )
+    config.lora_dropout = lora.dropout
+    config.init_lora_weights, config.inference_mode, config.modules_to_save = True, False, None
+    config.base_model_name_or_path, config.revision = spec.path, spec.revision
+    return config
+
+
+def _read(path: str, read: Callable[[str], Any]) -> Any:
+    local = Path(path).expanduser()
+    try:
+        return read(str(local) if local.is_dir() else path)
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise ModelError(
+            f"the adapter {path} cannot be read: {_first_line(error)}",
+            remedy="Point model.lora.path at a directory with adapter_config.json and adapter_model.safetensors",
+        ) from error
+
+
+def _stored_name(name: str) -> str:
+    """A parameter's name in PEFT's files."""
+    return _PREFIX + name.replace(f".{ADAPTER}.", ".")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise UnsupportedError(
+            "model.lora needs the package peft, which is not installed", remedy='Run pip install "skyrl-engine[lora]"'
+        ) from error
+    return peft
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".")

@@ -1,0 +1,103 @@
+"""Weights onto ranks: rank 0 alone reads them, the others start from shapes, so a host does not hold one whole model per rank."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+
+from skyrl_engine.contracts.backend import ModelSpec
+from skyrl_engine.errors import EngineError
+from skyrl_engine.modeling.loading import adopt_like, load_scorer, load_skeleton
+from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine.modeling.segments import SegmentSupport
+
+logger = logging.getLogger(__name__)
+
+
+@frozen(eq=False)
+class Placed:
+    """The model (`transformers.PreTrainedModel`) and its scorer, on CPU, before a backend divides them.
+
+    With `everyone_read` each rank has all values. Else rank 0 has them, in `whole` too, by the names of `named_tensors`, and on the others
+    parameters and buffers are on the meta device and `whole` is empty.
+    """
+
+    model: Any
+    scorer: Scorer
+    whole: Mapping[str, Tensor]
+    everyone_read: bool
+
+
+def load_on_ranks(spec: ModelSpec, *, images: bool = False) -> Placed:
+    """Load on rank 0, and shapes alone on the others where that is enough. An error on one rank is raised on all of them.
+
+    `images`: the caller gives vision-language models their images.
+    """
+    reads = dist.get_rank() == 0
+    model, scorer, report = _attempt(spec, reads=reads, images=images)
+    reports: list[EngineError | _Loaded] = [report] * dist.get_world_size()
+    dist.all_gather_object(reports, report)
+    loaded = []
+    for one in reports:
+        if isinstance(one, EngineError):
+            raise one
+        loaded.append(one)
+    everyone_reads = any(one.cannot_be_filled for one in loaded)
+    if everyone_reads and not reads:
+        logger.info("%s keeps tensors that are neither parameters nor buffers: every rank reads its weights", spec.path)
+        model, scorer = load_scorer(spec, images=images)
+    elif not reads:
+        adopt_like(model, scorer, loaded[0].segment_support)
+    whole = {} if everyone_reads or not reads else dict(named_tensors(model))
+    return Placed(model, scorer, whole, everyone_reads)
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers by name, shared ones once, in an order that is the same on every rank."""
+    return [*((name, parameter.detach()) for name, parameter in model.named_parameters()), *model.named_buffers()]
+
+
+def entry(model: nn.Module, name: str) -> Tensor:
+    """The parameter or buffer of this name, itself."""
+    owner_name, _, key = name.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    place = owner._parameters[key] if key in owner._parameters else owner._buffers[key]  # noqa: SLF001 - torch offers no other access to a shared entry
+    assert place is not None
+    return place
+
+
+def replace_entries(model: nn.Module, replacements: Mapping[int, Tensor]) -> None:
+    """Put `replacements`, by the id of what they stand for, into every module that holds it: what was shared stays shared."""
+    for module in model.modules():
+        for entries in (module._parameters, module._buffers):  # noqa: SLF001 - assigning attributes would not keep shared entries shared
+            for key, value in entries.items():
+                if value is not None and id(value) in replacements:
+                    entries[key] = replacements[id(value)]  # type: ignore[assignment] # a parameter where there was one
+
+
+@frozen
+class _Loaded:
+    """What the other ranks must know of a rank that has a model: can it do without reading the weights, and does it attend by segments."""
+
+    cannot_be_filled: bool
+    segment_support: SegmentSupport
+
+
+def _attempt(spec: ModelSpec, *, reads: bool, images: bool) -> tuple[Any, Any, EngineError | _Loaded]:
+    """Model, scorer, and what the other ranks must know of them, or an error."""
+    try:
+        if reads:
+            model, scorer = load_scorer(spec, images=images)
+            return model, scorer, _Loaded(cannot_be_filled=False, segment_support=scorer.segment_support)
+        model, scorer = load_skeleton(spec, images=images)
+    except EngineError as error:
+        return None, None, error
+    return model, scorer, _Loaded(_keeps_loose_tensors(model), scorer.segment_support)
+
+
+def _keeps_loose_tensors(model: nn.Module) -> bool:
+    """Whether a module of a skeleton holds a tensor without values that nothing could fill later."""
+    return any(isinstance(value, Tensor) and value.is_meta for module in model.modules() for value in vars(module).values())

@@ -1,0 +1,36 @@
+"""This process's random states (torch, CUDA, Python, NumPy), as values that `torch.load(weights_only=True)` accepts."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The states dropout and model code draw from, of this process and of `device`."""
+    name, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(np.asarray(keys).copy()), int(position), int(has_gauss), float(cached_gaussian)),
+    }
+
+
+def restore(states: dict[str, Any], device: torch.device) -> None:
+    """Set what `capture` returned. A CUDA state is ignored on CPU."""
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached_gaussian = states["numpy"]
+    np.random.set_state((name, keys.numpy(), position, has_gauss, cached_gaussian))
+
+
+def reseed(seed: int) -> None:
+    """Start every random state of this process, and of all its CUDA devices, from `seed`."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # the legacy state: third-party model code draws from it
+    torch.manual_seed(seed)

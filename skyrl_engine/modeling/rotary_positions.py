@@ -1,0 +1,42 @@
+"""Three-dimensional rotary positions of text and images, without the model."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl_engine.contracts.backend import MicroBatch
+from skyrl_engine.contracts.ragged import offsets_of
+from skyrl_engine.modeling.images import ImageTokens, PlacedImages, placed_images
+
+
+def rotary_positions(micro_batch: MicroBatch, tokens: ImageTokens) -> Tensor:
+    """Time, height and width of every token, int64[3, rows, width], on CPU; 0 on padding and in gaps.
+
+    What `transformers.Qwen3VLModel.get_rope_index` gives for every sample by itself (arXiv 2409.12191, section 2.1): text counts up on all
+    axes alike; an image's tokens begin where the text before it ended and move along their own frame, row and column; text goes on behind
+    the longer of the image's height and width. Rows may hold several samples, each of which begins at 0. Unlike there, images may follow
+    each other without text between them.
+
+    Raises what `placed_images` raises.
+    """
+    mask = micro_batch.inputs["attention_mask"].bool()
+    laid = torch.zeros(3, *mask.shape, dtype=torch.int64)
+    laid[:, mask] = real_positions(placed_images(micro_batch, tokens))
+    return laid
+
+
+def real_positions(images: PlacedImages) -> Tensor:
+    """The same for the real tokens alone, int64[3, tokens], in the order of rows and columns."""
+    starts, ends = images.bounds[:-1], images.bounds[1:]
+    steps = np.ones(int(images.lengths.sum()), dtype=np.int64)  # by how much a token moves all that follow it
+    steps[images.places] = 0
+    steps[images.places[ends - 1]] = images.sides[:, 1:].max(axis=1, initial=0)
+    begins = np.cumsum(steps) - steps
+    filled = images.lengths > 0
+    first = offsets_of(images.lengths)[:-1][filled]
+    begins -= np.repeat(begins[first], images.lengths[filled])
+
+    positions = np.tile(begins, (3, 1))
+    for start, end, side in zip(starts.tolist(), ends.tolist(), images.sides.tolist(), strict=True):
+        positions[:, images.places[start:end]] += np.indices(side).reshape(3, -1)
+    return torch.from_numpy(positions)

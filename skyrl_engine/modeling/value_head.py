@@ -1,0 +1,92 @@
+"""A critic's head: one value per token, beside the language-model head."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from skyrl_engine.contracts.backend import ModelSpec
+from skyrl_engine.errors import ModelError
+
+NAME = "score"
+"""The attribute and the prefix of the weights, as in transformers' token classification models, which so load an export as well."""
+
+
+class ValueHead(nn.Linear):
+    """Values of hidden states [n, h]: float32[n], or float64[n] for a float64 model.
+
+    The product is taken in float32 even where the weights are gathered in bfloat16: it is n x h, next to nothing, and a value rounded to 8
+    bits would be off by more than a critic's usual error.
+    """
+
+    def __init__(self, features: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__(features, 1, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Zero: the first values are 0 whatever the seed, so that no random number enters advantages. The weight learns all the same, since
+        its gradient is the hidden state's; what is below it follows one step later.
+        """
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, hidden_NH: Tensor) -> Tensor:
+        precision = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
+        return nn.functional.linear(hidden_NH.to(precision), self.weight.to(precision), self.bias.to(precision))[:, 0]
+
+
+def add_value_head(model: Any, features: int, *, name: str) -> ValueHead:
+    """Give `model` a head of zeros over `features` hidden numbers, on the device and in the type of its weights. Raises ModelError."""
+    if hasattr(model, NAME):
+        raise ModelError(
+            f"{name} ({type(model).__name__}) has a part called {NAME!r} already, the name of the value head",
+            remedy="Set model.value_head = false, or use another model",
+        )
+    parameter = next(model.parameters())
+    head = ValueHead(features, device=parameter.device, dtype=parameter.dtype)
+    model.add_module(NAME, head)
+    return head
+
+
+@torch.no_grad()
+def load_value_head(head: ValueHead, spec: ModelSpec, source: str) -> bool:
+    """Fill the head from the checkpoint; False where the checkpoint holds none. A head without bias (a reward model's) gets the bias 0.
+
+    Raises ModelError for a head that gives other than one value per token.
+    """
+    found = _stored(spec, source)
+    weight = found.get("weight")
+    if weight is None:
+        return False
+    for kind, own in head.named_parameters():
+        if kind not in found:
+            continue
+        if found[kind].shape != own.shape:
+            raise ModelError(
+                f"the head {NAME}.{kind} of {spec.path} has shape {list(found[kind].shape)}, a value head has {list(own.shape)}",
+                remedy="Use a model that scores every token with one value, or one without such a head",
+            )
+        own.copy_(found[kind])
+    return True
+
+
+def _stored(spec: ModelSpec, source: str) -> dict[str, Tensor]:
+    """The head's tensors by name in the checkpoint's files."""
+    from transformers.utils.hub import cached_file
+
+    local = Path(source)
+    if not local.is_dir():  # on the hub: the files lie in the cache, where loading the model has just put them
+        config = cached_file(source, "config.json", revision=spec.revision)
+        assert config is not None, f"{source} was loaded and has no config.json"
+        local = Path(config).parent
+    kinds = {f"{NAME}.{kind}": kind for kind in ("weight", "bias")}
+    found = {}
+    for path in sorted(local.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found.update({kinds[key]: file.get_tensor(key) for key in kinds.keys() & set(file.keys())})
+    if not found:
+        for path in sorted(local.glob("pytorch_model*.bin")):
+            pickled = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            found.update({kinds[key]: pickled[key] for key in kinds.keys() & pickled.keys()})
+    return found

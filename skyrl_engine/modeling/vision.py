@@ -1,0 +1,51 @@
+"""A vision-language model of the Qwen3-VL architecture as a decoder, whose vision tower takes part in every pass, with an image or without."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skyrl_engine.modeling.images import ImageTokens
+
+
+class ImageDecoder(nn.Module):
+    """`transformers.Qwen3VLModel` called like a text decoder: token ids, three-dimensional positions and images in, hidden states out.
+
+    Ranks wait for each other in the collectives of the vision tower's layers, forward and backward. So the tower also runs where a
+    micro-batch has no image, on one empty image whose features go nowhere: its part of the gradient is exactly 0.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.tokens = ImageTokens.of(model.config)
+
+    @property
+    def language(self) -> Any:
+        """The text decoder."""
+        return self.model.language_model
+
+    @property
+    def visual(self) -> nn.Module:
+        """The vision tower."""
+        return self.model.visual  # type: ignore[no-any-return] # transformers leaves it untyped
+
+    def forward(
+        self, input_ids: Tensor, pixel_values: Tensor | None = None, image_grid_thw: Tensor | None = None, **others: Any
+    ) -> Any:
+        """As `Qwen3VLModel.forward`; images go to the image tokens in order, which `images.placed_images` has counted."""
+        given = pixel_values is not None
+        if pixel_values is None:
+            merge = self.tokens.merge
+            pixel_values = torch.zeros(merge**2, self.tokens.patch, device=input_ids.device)
+            image_grid_thw = torch.tensor([[1, merge, merge]], device=input_ids.device)
+        seen = self.model.get_image_features(pixel_values, image_grid_thw, return_dict=True)
+        if not given:  # cut off, not multiplied by 0, which would keep what is not finite
+            seen.pooler_output = [feature[:0] for feature in seen.pooler_output]
+            seen.deepstack_features = [[feature[:0] for feature in level] for level in seen.deepstack_features]
+        return self.model(input_ids=input_ids, mm_encoder_outputs={"image": seen}, **others)
+
+
+def language_part(decoder: nn.Module) -> nn.Module:
+    """The part of a decoder that attends over text: all of it, but for a vision-language model."""
+    return decoder.language if isinstance(decoder, ImageDecoder) else decoder

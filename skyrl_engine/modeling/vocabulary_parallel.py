@@ -1,0 +1,79 @@
+"""Log-probabilities and entropies where every tensor-parallel rank holds the logits of its own part of the vocabulary."""
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor
+
+from skyrl_engine.modeling.architecture import LogitRule
+
+
+@frozen(eq=False)
+class VocabularyParallelScore:
+    """`chunked_head.ChunkScore` over the ranks of `group`; `first` is the first token id of this rank's part.
+
+    With y the logits that softmax is taken of, and r a rank, ranks exchange three numbers per position, in one gathering: s_r = logsumexp y
+    over the rank's part, e_r = the mean of y under the softmax of the part, and the label's y from the rank that has it (0 from others). Then
+    log Z = logsumexp_r s_r, log p(label) = y(label) - log Z and, with E = sum_r exp(s_r - log Z) e_r, the entropy is log Z - E.
+    """
+
+    group: dist.ProcessGroup
+    first: int
+    rule: LogitRule
+    temperature: float
+    entropy: bool
+
+    def __call__(self, raw_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]:
+        total_N, mean_N, label_N = self._exchange(self._logits(raw_NV), labels_N)
+        return (label_N - total_N, total_N - mean_N) if self.entropy else (label_N - total_N,)
+
+    def gradient(self, raw_NV: Tensor, labels_N: Tensor, upstream: list[Tensor]) -> Tensor:
+        """Gradient of the scores, weighted by `upstream`, at this rank's raw logits, in their type.
+
+        At y it is u (one_hot(label) - p) of a log-probability and -u p (y - E) of an entropy.
+        """
+        if self.rule.softcap is not None:
+            raw_NV = raw_NV.requires_grad_()
+        with torch.set_grad_enabled(self.rule.softcap is not None):
+            logits_NV = self._logits(raw_NV)
+        values_NV = logits_NV.detach()
+        total_N, mean_N, _ = self._exchange(values_NV, labels_N)
+        gradient_NV = torch.exp(values_NV - total_N[:, None])
+        if self.entropy:
+            gradient_NV *= -(upstream[0][:, None] + upstream[1][:, None] * (values_NV - mean_N[:, None]))
+        else:
+            gradient_NV *= -upstream[0][:, None]
+        own_N, place_N = self._places(labels_N, values_NV.shape[1])
+        gradient_NV.scatter_add_(-1, place_N[:, None], (upstream[0] * own_N)[:, None])
+        if self.rule.softcap is not None:
+            return torch.autograd.grad(logits_NV, raw_NV, gradient_NV)[0]
+        return gradient_NV.mul_(self.rule.scale / self.temperature).to(raw_NV.dtype)
+
+    def _logits(self, raw_NV: Tensor) -> Tensor:
+        """What softmax is taken of, in float32 or float64."""
+        logits_NV = self.rule(raw_NV if raw_NV.dtype == torch.float64 else raw_NV.float())
+        return logits_NV if self.temperature == 1.0 else logits_NV / self.temperature
+
+    def _places(self, labels_N: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Whether each label is this rank's, and its place here, 0 where it is not."""
+        place_N = labels_N - self.first
+        own_N = (place_N >= 0) & (place_N < width)
+        return own_N, torch.where(own_N, place_N, 0)
+
+    @torch.no_grad()
+    def _exchange(self, logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of the above: log Z, E (0 without entropy) and the label's y, each [n], equal on all ranks of the group."""
+        own_N, place_N = self._places(labels_N, logits_NV.shape[1])
+        sum_N = logits_NV.logsumexp(-1)
+        label_N = torch.where(own_N, logits_NV.gather(-1, place_N[:, None])[:, 0], 0.0)
+        parts = [sum_N, label_N]
+        if self.entropy:
+            parts.append((torch.exp(logits_NV - sum_N[:, None]) * logits_NV).sum(-1))
+        mine_KN = torch.stack(parts)
+        ranks_RKN = [torch.empty_like(mine_KN) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(ranks_RKN, mine_KN, group=self.group)
+        all_RKN = torch.stack(ranks_RKN)
+        sums_RN = all_RKN[:, 0]
+        total_N = sums_RN.logsumexp(0)
+        mean_N = (torch.exp(sums_RN - total_N) * all_RKN[:, 2]).sum(0) if self.entropy else torch.zeros_like(total_N)
+        return total_N, mean_N, all_RKN[:, 1].sum(0)

@@ -1,0 +1,72 @@
+"""The tokens that a loss or a correction is given: its declared needs and nothing else, flat, without padding."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from attrs import frozen
+
+from skyrl_engine.contracts.loss import MODEL_SCORES, LossTokens, Sequences
+from skyrl_engine.errors import DataError
+from skyrl_engine.objective.samples import ScoredSamples
+
+if TYPE_CHECKING:
+    from skyrl_engine.contracts.ragged import IntArray
+
+
+@frozen(eq=False)
+class MicroBatchTokens:
+    """The n scored tokens of a micro-batch. `scores` are the model's, [n] by name; `seed` and `step` seed generators with the sample ids."""
+
+    scores: Mapping[str, torch.Tensor]
+    samples: ScoredSamples
+    seed: int
+    step: int
+
+    @property
+    def like(self) -> torch.Tensor:
+        """Some score: of the number, type and device of everything that stands beside it."""
+        return next(iter(self.scores.values()))
+
+    def needed(self, label: str, needs: tuple[str, ...], part: int) -> LossTokens:
+        """All tokens for a loss. `part` is its place in the objective: two parts that draw random numbers draw different ones.
+
+        Raises DataError, with `label`, for a column that the data lacks.
+        """
+        values = {name: self._need(label, name) for name in needs}
+        return LossTokens(values, self.sequences(None), lambda: self._generator(part))
+
+    def kept(self, label: str, needs: tuple[str, ...], part: int, keep: torch.Tensor) -> LossTokens:
+        """The tokens for which `keep` bool[n] holds, detached, their sequences counted without the others: what a correction is given."""
+        values = {name: self._need(label, name).detach()[keep] for name in needs}
+        return LossTokens(values, self.sequences(keep), lambda: self._generator(part))
+
+    def sequences(self, keep: torch.Tensor | None) -> Sequences:
+        """The S sequences, all of them also where nothing is kept of one."""
+        index = self._moved(self.samples.sequence_index)
+        if keep is None:
+            counts = self._moved(self.samples.scored.lengths)
+        else:
+            index = index[keep]
+            counts = torch.bincount(index, minlength=len(self.samples.sample_ids))
+        return Sequences(index, counts, self._moved(self.samples.unit_ids), self._moved(self.samples.group_ids))
+
+    def _need(self, label: str, name: str) -> torch.Tensor:
+        if name in MODEL_SCORES:
+            return self.scores[name]
+        columns = self.samples.columns
+        if name not in columns:
+            raise DataError(
+                f"{label} needs the column {name!r}, the data has {', '.join(sorted(columns)) or 'none'}",
+                remedy="Provide the column or choose a loss that does not need it",
+            )
+        return torch.from_numpy(columns[name]).to(device=self.like.device, dtype=self.like.dtype)
+
+    def _moved(self, array: "IntArray") -> torch.Tensor:
+        return torch.from_numpy(array).to(self.like.device)
+
+    def _generator(self, part: int) -> torch.Generator:
+        entropy = [self.seed, self.step, part, *self.samples.sample_ids.tolist()]
+        seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
+        return torch.Generator(self.like.device).manual_seed(seed)

@@ -1,0 +1,1 @@
+"""The engine proves its promise on this machine: one batch, cut in every way, gives one loss and one gradient."""

@@ -1,0 +1,175 @@
+"""Two backends over the same batch: where they agree, where they do not, and by which factor."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+from attrs import field, frozen
+
+from skyrl_engine.contracts.outputs import BatchOutput
+from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.proof.comparison import Measured
+from skyrl_engine.proof.diagnosis import in_words
+
+
+@frozen
+class Side:
+    """One backend's numbers. `name` is what people call it: "megatron, tp 2 x pp 2"."""
+
+    name: str
+    measured: Measured
+
+    @property
+    def gradient_norm(self) -> float:
+        return float(np.sqrt(sum(float((gradient.astype(np.float64) ** 2).sum()) for gradient in self.measured.gradients.values())))
+
+
+@frozen
+class ParameterDifference:
+    """Gradients of one parameter: ||a - b|| / ||b||, the norms, and the factor that brings b's closest to a's."""
+
+    name: str
+    relative: float
+    norm_a: float
+    norm_b: float
+    factor: float
+
+    @property
+    def direction(self) -> float:
+        """Cosine between the two, 1 where they differ by nothing but a factor."""
+        return self.factor * self.norm_b / self.norm_a if self.norm_a and self.norm_b else float(self.norm_a == self.norm_b)
+
+
+@frozen
+class FieldDifference:
+    """A per-token output: the largest difference over all tokens, and where it is."""
+
+    name: str
+    largest: float
+    sample: int
+    token: int
+
+
+@frozen(eq=False)
+class BackendDifference:
+    """`a` against `b`. `layers` are in the order of the model; `facts` numbers of the run that a factor may turn out to be."""
+
+    a: Side
+    b: Side
+    fields: tuple[FieldDifference, ...]
+    parameters: tuple[ParameterDifference, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    facts: Mapping[str, float] = field(factory=dict)
+    tolerance: float = 1e-5
+
+    @property
+    def agrees(self) -> bool:
+        worst = max((each.relative for each in self.parameters), default=0.0)
+        return not (self.only_a or self.only_b) and self.loss <= self.tolerance and worst <= self.tolerance
+
+    @property
+    def loss(self) -> float:
+        """Relative difference of the losses, by the magnitude of their tokens."""
+        a, b = self.a.measured, self.b.measured
+        return abs(a.loss - b.loss) / max(abs(b.loss), b.magnitude, 1e-300)
+
+    @property
+    def worst(self) -> Sequence[ParameterDifference]:
+        """Parameters by their difference, largest first."""
+        return sorted(self.parameters, key=lambda each: -each.relative)
+
+    @property
+    def first_layer(self) -> str | None:
+        """Where the difference enters: gradients flow from the head to the embedding, so the divergent layer nearest to the head.
+
+        The layer nearest to the head is the first to be differentiated. None where all parameters agree.
+        """
+        for layer, parameters in reversed(self._layers()):
+            if any(each.relative > self.tolerance for each in parameters):
+                return layer
+        return None
+
+    @property
+    def explanation(self) -> str:
+        """One sentence: a common factor and what it is, or where the difference enters."""
+        if self.agrees:
+            return "the backends agree"
+        wrong = [each for each in self.parameters if each.relative > self.tolerance]
+        factors = np.array([each.factor for each in wrong])
+        aligned = all(abs(each.direction - 1) < 1e-4 for each in wrong)
+        if wrong and aligned and np.ptp(factors) <= 1e-3 * abs(factors.mean()):
+            which = (
+                "every parameter" if len(wrong) == len(self.parameters) else f"{len(wrong)} of {len(self.parameters)} parameters"
+            )
+            return f"gradients of {which} differ by one factor: {in_words(float(factors.mean()), self.facts)}"
+        tokens = max((each.largest for each in self.fields if each.name == "logprobs"), default=0.0)
+        forward = (
+            "log-probabilities differ already" if tokens > 100 * self.tolerance else "log-probabilities agree, gradients do not"
+        )
+        return f"{forward}; counted from the head, {self.first_layer} is the first to diverge"
+
+    def _layers(self) -> list[tuple[str, list[ParameterDifference]]]:
+        return [(name, list(parameters)) for name, parameters in groupby(self.parameters, key=lambda each: layer_of(each.name))]
+
+
+def difference(a: Side, b: Side, *, facts: Mapping[str, float], tolerance: float = 1e-5) -> BackendDifference:
+    """Compare two passes over the same samples. Parameters are matched by their Hugging Face names, in the order of `b`."""
+    ours, theirs = a.measured.gradients, b.measured.gradients
+    return BackendDifference(
+        a=a,
+        b=b,
+        fields=tuple(_fields(a.measured.output, b.measured.output)),
+        parameters=tuple(_parameter(name, ours[name], gradient) for name, gradient in theirs.items() if name in ours),
+        only_a=tuple(name for name in ours if name not in theirs),
+        only_b=tuple(name for name in theirs if name not in ours),
+        facts=facts,
+        tolerance=tolerance,
+    )
+
+
+def facts_of(a: Topology, b: Topology, *, micro_batches: Mapping[str, int], tokens: int) -> dict[str, float]:
+    """Numbers that backends have been seen to multiply gradients by, or divide them by."""
+    facts: dict[str, float] = {}
+    for side, topology in (("a", a), ("b", b)):
+        sizes = {
+            "data-parallel": topology.dp,
+            "tensor-parallel": topology.tp,
+            "pipeline": topology.pp,
+            "context-parallel": topology.cp,
+        }
+        facts[f"world size of {side}"] = float(topology.world_size)
+        facts[f"micro-batches of a rank of {side}"] = float(micro_batches[side])
+        facts |= {f"{name} size of {side}": float(size) for name, size in sizes.items()}
+    facts["loss-carrying tokens"] = float(tokens)
+    return {name: value for name, value in facts.items() if value != 1.0}
+
+
+def layer_of(parameter: str) -> str:
+    """The layer a parameter belongs to: `model.layers.3` for whatever lies in it, else the module that holds it."""
+    parts = parameter.split(".")
+    numbered = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    return ".".join(parts[: numbered + 1] if numbered is not None else parts[:-1])
+
+
+def _parameter(name: str, ours: npt.NDArray[np.floating], theirs: npt.NDArray[np.floating]) -> ParameterDifference:
+    a, b = ours.astype(np.float64).ravel(), theirs.astype(np.float64).ravel()
+    norm_a, norm_b = float(np.linalg.norm(a)), float(np.linalg.norm(b))
+    apart = float(np.linalg.norm(a - b))
+    relative = apart / norm_b if norm_b else (0.0 if apart == 0.0 else float("inf"))
+    return ParameterDifference(name, relative, norm_a, norm_b, float(a @ b) / norm_b**2 if norm_b else 1.0)
+
+
+def _fields(a: BatchOutput, b: BatchOutput) -> Iterator[FieldDifference]:
+    place = {int(sample): row for row, sample in enumerate(a.sample_ids)}
+    order = [place[int(sample)] for sample in b.sample_ids]
+    for name in b.fields:
+        if name not in a.fields:
+            continue
+        apart = np.abs(a.fields[name].take(order).values - b.fields[name].values)
+        if not len(apart):
+            continue
+        worst = int(np.argmax(apart))
+        row = int(np.searchsorted(b.scored.offsets, worst, side="right")) - 1
+        yield FieldDifference(name, float(apart[worst]), int(b.sample_ids[row]), int(b.scored.values[worst]))

@@ -1,0 +1,224 @@
+"""The objective by definition: one sample after the other through the plain transformers model, in float64, token by token.
+
+It is what passes through the engine are compared with. Nothing of the engine that collates, cuts, gathers, scores, dispatches, weighs, sums
+or merges runs in here, so a mistake that all cuts share does not agree with it. Losses, corrections and reducers are called: they are what
+is given, and the conformance kit is about them.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from skyrl_engine.contracts.backend import ModelSpec
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.loss import as_loss_output
+from skyrl_engine.contracts.outputs import BatchOutput
+from skyrl_engine.contracts.ragged import Ragged
+from skyrl_engine.contracts.reducer import BatchStructure, Reducer
+from skyrl_engine.objective.corrections import correct
+from skyrl_engine.objective.parts import ObjectiveParts
+from skyrl_engine.objective.samples import ScoredSamples
+from skyrl_engine.objective.tokens import MicroBatchTokens
+from skyrl_engine.proof.comparison import Gradients, Measured
+from skyrl_engine.proof.diagnosis import Pieces
+from skyrl_engine.registry.host import Owner, blaming
+
+
+@frozen(eq=False)
+class PlainModel:
+    """A causal language model as transformers makes it, and a critic's head where there is one; `parameters` by their stored names."""
+
+    model: Any
+    head: tuple[Tensor, Tensor] | None
+    parameters: Mapping[str, Tensor]
+
+    @classmethod
+    def load(cls, spec: ModelSpec) -> Self:
+        """The model in a local directory, in float64."""
+        from safetensors.torch import load_file
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        stored: dict[str, Tensor] = {}
+        for file in sorted(Path(spec.path).glob("*.safetensors")):
+            stored |= load_file(file)
+        of_head: dict[str, Tensor] = {
+            name: stored.pop(name).double().requires_grad_() for name in ("score.weight", "score.bias") if name in stored
+        }
+        with torch.random.fork_rng(devices=()):
+            config = AutoConfig.from_pretrained(spec.path)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa")
+        left = model.load_state_dict(stored, strict=False)
+        model.tie_weights()
+        assert not left.unexpected_keys, left.unexpected_keys
+        assert not left.missing_keys or config.tie_word_embeddings, left.missing_keys
+        head = (of_head["score.weight"], of_head["score.bias"]) if spec.value_head else None
+        parameters: dict[str, Tensor] = dict(model.named_parameters())
+        return cls(model, head, parameters | of_head if head else parameters)
+
+    def scores(self, input_ids: Tensor) -> Mapping[str, Tensor]:
+        """Of one sample, int64[T]: [T - 1] each, about every token after the first, which is what the model says at the token before it."""
+        output = self.model(input_ids=input_ids[None], output_hidden_states=True, use_cache=False)
+        logprobs = output.logits[0, :-1].log_softmax(-1)
+        scores = {
+            "logprobs": torch.stack([logprobs[place, token] for place, token in enumerate(input_ids[1:].tolist())]),
+            "entropy": -(logprobs.exp() * logprobs).sum(-1),
+        }
+        if self.head is not None:
+            weight, bias = self.head
+            scores["values"] = output.hidden_states[-1][0, :-1] @ weight[0] + bias
+        return scores
+
+
+@frozen(eq=False)
+class Definition:
+    """A batch by definition.
+
+    `values` are the parts of the objective by name, [n] over the scored tokens, coefficient and factor included; `weights` float64[n];
+    `sequence` and `place` say of each token which sample it is of, and where it stands in its response.
+    """
+
+    columns: SampleColumns
+    parameters: Mapping[str, Tensor]
+    values: Mapping[str, Tensor]
+    weights: Tensor
+    sequence: Sequence[int]
+    place: Sequence[int]
+
+    @classmethod
+    def of(
+        cls,
+        model: PlainModel,
+        columns: SampleColumns,
+        parts: ObjectiveParts,
+        reducer: Reducer,
+        *,
+        longest: int | None,
+        seed: int,
+        step: int,
+    ) -> Self:
+        """`longest` is the maximum length that reducers are told, `seed` and `step` what random losses are told."""
+        sequence: list[int] = []
+        place: list[int] = []
+        at: list[int] = []
+        scores: dict[str, list[Tensor]] = {}
+        for sample in range(len(columns)):
+            first, last = (int(columns.token_offsets[sample + end]) for end in (0, 1))
+            start, stop = (int(columns.action_offsets[sample + end]) for end in (0, 1))
+            prompt = (last - first) - (stop - start)
+            if last - first < 2 or not columns.loss_weight[start:stop].any():
+                continue
+            said = model.scores(torch.from_numpy(columns.input_ids[first:last].astype(np.int64)))
+            for action in range(stop - start):
+                if columns.loss_weight[start + action] == 0:
+                    continue
+                sequence.append(sample)
+                place.append(action)
+                at.append(start + action)
+                for name, values in said.items():
+                    scores.setdefault(name, []).append(values[prompt + action - 1])
+        stacked = {name: torch.stack(values) for name, values in scores.items()}
+        weights = reducer.weights(_structure(columns, longest))[at]
+        tokens = MicroBatchTokens(stacked, _scored(columns, sequence, place, at, weights), seed, step)
+        return cls(columns, model.parameters, _values(parts, tokens), torch.from_numpy(weights), sequence, place)
+
+    @cached_property
+    def token_loss(self) -> Tensor:
+        """[n]: all parts of the objective together, unweighted."""
+        return torch.stack(list(self.values.values())).sum(0)
+
+    @property
+    def measured(self) -> Measured:
+        """Loss, gradient and token losses."""
+        token_loss = self.token_loss
+        weighed = self.weights * token_loss
+        counts = np.bincount(np.asarray(self.sequence, dtype=np.int64), minlength=len(self.columns))
+        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        output = BatchOutput(
+            self.columns.sample_ids,
+            np.diff(self.columns.action_offsets),
+            Ragged(np.asarray(self.place, dtype=np.int32), offsets),
+            {"token_loss": Ragged(token_loss.detach().float().numpy(), offsets)},
+        )
+        return Measured(weighed.sum().item(), weighed.detach().abs().sum().item(), self._gradients(weighed.sum()), output)
+
+    @cached_property
+    def by_part(self) -> Pieces:
+        """The gradient of each part of the objective."""
+        gradients = [self._gradients((self.weights * value).sum()) for value in self.values.values()]
+        return Pieces(list(self.values), gradients, np.ones(len(gradients)))
+
+    @cached_property
+    def by_sample(self) -> Pieces:
+        """The gradient of each sample, and its share of the weights."""
+        weighed, owner = self.weights * self.token_loss, torch.tensor(self.sequence)
+        mine = [owner == sample for sample in range(len(self.columns))]
+        return Pieces(
+            [str(sample) for sample in self.columns.sample_ids],
+            [self._gradients(weighed[own].sum()) for own in mine],
+            np.array([self.weights[own].abs().sum().item() for own in mine]),
+        )
+
+    def _gradients(self, total: Tensor) -> Gradients:
+        """By parameter; what no part of the objective depends on has none."""
+        everything = self.token_loss.sum()
+        used = torch.autograd.grad(everything, list(self.parameters.values()), retain_graph=True, allow_unused=True)
+        named = {name: tensor for (name, tensor), reached in zip(self.parameters.items(), used, strict=True) if reached is not None}
+        made = torch.autograd.grad(total, list(named.values()), retain_graph=True, allow_unused=True)
+        return {
+            name: np.zeros(tensor.shape) if gradient is None else gradient.numpy()
+            for (name, tensor), gradient in zip(named.items(), made, strict=True)
+        }
+
+
+def _values(parts: ObjectiveParts, tokens: MicroBatchTokens) -> dict[str, Tensor]:
+    values: dict[str, Tensor] = {}
+    for number, term in enumerate(parts.losses):
+        needed = tokens.needed(term.label, term.loss.needs, number)
+        with blaming(Owner(term.label, "Correct it, or choose another loss"), "its call"):
+            returned = term.loss(needed)
+        value = as_loss_output(term.label, returned, len(needed.sequences.index)).token_loss
+        if term is parts.main:
+            if parts.corrections:
+                factors, _ = correct(parts.corrections, tokens, first_part=len(parts.losses))
+                value = torch.where(factors == 0, 0.0, factors * value)
+            values[term.name] = value
+        else:
+            values[f"term {term.name}"] = term.coefficient * value
+    return values
+
+
+def _structure(columns: SampleColumns, longest: int | None) -> BatchStructure:
+    """The batch as one micro-batch, in its own order."""
+    return BatchStructure(
+        loss_weight=columns.loss_weight,
+        action_offsets=columns.action_offsets,
+        group_ids=columns.group_ids,
+        unit_ids=columns.unit_ids,
+        micro_batch=np.zeros(len(columns), dtype=np.int64),
+        max_sequence_length=longest,
+        sample_ids=columns.sample_ids,
+        grouped=columns.grouped,
+    )
+
+
+def _scored(
+    columns: SampleColumns, sequence: Sequence[int], place: Sequence[int], at: Sequence[int], weights: npt.NDArray[np.float64]
+) -> ScoredSamples:
+    counts = [sequence.count(sample) for sample in range(len(columns))]
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    return ScoredSamples(
+        sample_ids=columns.sample_ids,
+        group_ids=columns.group_ids,
+        unit_ids=columns.unit_ids,
+        action_lengths=np.diff(columns.action_offsets),
+        scored=Ragged(np.asarray(place, dtype=np.int32), offsets),
+        columns={name: values[list(at)] for name, values in columns.columns.items()},
+        weights=weights,
+    )

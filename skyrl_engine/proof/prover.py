@@ -1,0 +1,152 @@
+"""Drive one batch through every case and compare each with the objective by definition: plain transformers, one sample at a time."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+from attrs import define, frozen
+
+from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.contracts.backend import ComputeDtype
+from skyrl_engine.contracts.collator import Collator
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.merger import Merger
+from skyrl_engine.contracts.plan import Layout
+from skyrl_engine.contracts.reducer import Reducer
+from skyrl_engine.errors import EngineError, UnsupportedError
+from skyrl_engine.objective.parts import ObjectiveParts
+from skyrl_engine.proof.cases import Case
+from skyrl_engine.proof.comparison import Difference, Measured, compare
+from skyrl_engine.proof.definition import Definition, PlainModel
+from skyrl_engine.proof.diagnosis import explain
+from skyrl_engine.proof.passes import STEP, Products, layout_of, measure
+from skyrl_engine.proof.plants import Cut, PlannedCollator, Plant, PlantedMerger, PlantedReducer
+from skyrl_engine.proof.ranks import CONTEXT, RankPool
+from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
+from skyrl_engine.training.capability import check_reducer
+from skyrl_engine.workers.dispatch import batch_structure, planned
+
+TOLERANCE: Mapping[ComputeDtype, float] = {"float32": 1e-5, "float64": 1e-10}
+"""Largest relative difference of a loss, and of any parameter's gradient, that rounding explains."""
+
+
+@frozen
+class Row:
+    """One case's verdict. `difference` is None where the engine itself refused the pass; `excuse` says who declared that cuts matter."""
+
+    case: Case
+    difference: Difference | None
+    holds: bool
+    explanation: str = ""
+    excuse: str = ""
+
+
+@define(eq=False)
+class Prover:
+    """Passes over one batch with one objective. `resolved` has one configuration per collator, alike in all else."""
+
+    resolved: Mapping[str, ResolvedConfig]
+    ranks: RankPool
+    plant: Plant | None = None
+    dtype: ComputeDtype = "float32"
+
+    def rows(self, cases: Sequence[Case]) -> Iterator[Row]:
+        """One row per case, each when it is done."""
+        first = next(iter(self.resolved.values()))
+        parts = ObjectiveParts.made(first.plugins, CONTEXT)
+        for term in parts.losses:
+            check_reducer(term.label, term.loss, first.plugins["reducer"].loaded.record.name)
+        columns = recorded_rollouts(parts.columns)
+        reducer: Reducer = first.plugins["reducer"].make(CONTEXT)
+        model = PlainModel.load(self.ranks.model)
+        definition = Definition.of(model, columns, parts, reducer, longest=LONGEST, seed=CONTEXT.seed, step=STEP)
+        reference = definition.measured
+        if not any(gradient.any() for gradient in reference.gradients.values()):
+            raise UnsupportedError(
+                f"{parts.main.label} with these options has no gradient on the recorded rollouts, so there is nothing to prove",
+                remedy="Widen the bounds that leave no token between them, or choose another loss",
+            )
+        for case in cases:
+            yield self._row(case, columns, parts, reference, definition)
+
+    def _row(self, case: Case, columns: SampleColumns, parts: ObjectiveParts, reference: Measured, definition: Definition) -> Row:
+        cut = self._cut(case, columns, self.dtype)
+        excuse = _excuse(self.resolved[case.collator], parts)
+        try:
+            got = self._measure(case, columns, parts, self.dtype, self.plant)
+        except EngineError as error:
+            return Row(case, None, holds=False, explanation=str(error), excuse=excuse)
+        difference = compare(got, reference)
+        tolerance = TOLERANCE[self.dtype]
+        ordered = difference.tokens <= 100 * tolerance * max(1.0, _largest(reference))
+        if difference.within(tolerance) and ordered:
+            return Row(case, difference, holds=True)
+        if difference.within(tolerance):
+            explanation = "token losses came back under other samples"
+        else:
+            explanation = explain(got.gradients, definition.by_part, definition.by_sample, cut, 100 * tolerance)
+        return Row(case, difference, holds=False, explanation=explanation, excuse=excuse)
+
+    def _cut(self, case: Case, columns: SampleColumns, dtype: ComputeDtype) -> Cut:
+        collator: Collator = self._product(case, "collator")
+        chosen = _in_order(case, columns)
+        plan = planned(case.collator, collator, chosen, self._layout(case, dtype))
+        return Cut.of(batch_structure(chosen, plan.mini_batches[0], LONGEST), plan)
+
+    def _measure(
+        self, case: Case, columns: SampleColumns, parts: ObjectiveParts, dtype: ComputeDtype, plant: Plant | None
+    ) -> Measured:
+        chosen = _in_order(case, columns)
+        collator = PlannedCollator(self._product(case, "collator"))
+        honest: Reducer = self._product(case, "reducer")
+        merger: Merger = self._product(case, "merger")
+        products = Products(
+            collator=collator,
+            reducer=honest if plant is None else PlantedReducer(honest, plant, collator),
+            merger=merger if plant is None else PlantedMerger(merger, plant),
+            labels={kind: str(selected.loaded.record) for kind, selected in self.resolved[case.collator].plugins.items()},
+            needs=parts.columns,
+            max_sequence_length=LONGEST,
+        )
+        group = self.ranks.group(case.ranks, dtype)
+        group.use(self._locks(case, columns, plant, dtype))
+        return measure(group, products, chosen, self._layout(case, dtype), honest)
+
+    def _layout(self, case: Case, dtype: ComputeDtype) -> Layout:
+        topology = self.ranks.topology(case.ranks, dtype)
+        return layout_of(topology, micro_batch_rows=case.micro_batch_rows, micro_batch_tokens=case.micro_batch_tokens)
+
+    def _locks(self, case: Case, columns: SampleColumns, plant: Plant | None, dtype: ComputeDtype) -> dict[str, dict[str, object]]:
+        plugins = self.resolved[case.collator].plugins
+        if plant is not None:
+            cut = self._cut(case, columns, dtype)
+            plugins = {
+                place: selected
+                if selected.coefficient is None
+                else attrs.evolve(selected, coefficient=plant.coefficient(cut, place) * selected.coefficient)
+                for place, selected in plugins.items()
+            }
+        return {place: selected.lock() for place, selected in plugins.items()}
+
+    def _product(self, case: Case, kind: str) -> Any:
+        """What the plugin of this kind makes, checked against its contract when it is made."""
+        return self.resolved[case.collator].plugins[kind].make(CONTEXT)
+
+
+def _in_order(case: Case, columns: SampleColumns) -> SampleColumns:
+    """The samples as they are, or in another order; they keep their ids."""
+    return columns.take(np.random.default_rng(1).permutation(len(columns))) if case.shuffled else columns
+
+
+def _excuse(resolved: ResolvedConfig, parts: ObjectiveParts) -> str:
+    """Who declared to depend on the cut, if anybody."""
+    labels = [term.label for term in parts.losses if term.loss.batch_local]
+    reducer = resolved.plugins["reducer"]
+    if reducer.make(CONTEXT).batch_local:
+        labels.append(str(reducer.loaded.record))
+    return f"{' and '.join(labels)} {'declares' if len(labels) == 1 else 'declare'} batch_local" if labels else ""
+
+
+def _largest(measured: Measured) -> float:
+    return float(np.abs(measured.output.fields["token_loss"].values).max(initial=0.0))

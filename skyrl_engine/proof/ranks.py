@@ -1,0 +1,67 @@
+"""Ranks that a proof runs on: started when the first pass asks for them, kept for all others, ended with the context."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import attrs
+from attrs import define
+
+from skyrl_engine.config import SelectedPlugin
+from skyrl_engine.contracts.backend import ComputeDtype, ModelSpec, OptimizerSpec
+from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.proof.rollouts import LONGEST, PAD_TOKEN_ID
+from skyrl_engine.workers.launch import WorkerGroup, launch_workers
+from skyrl_engine.workers.spec import WorkerSpec
+
+NO_STEP = OptimizerSpec(learning_rate=1e-300, max_grad_norm=None)
+"""A step so small that it changes no weight: it only clears the gradient."""
+
+CONTEXT = FactoryContext(seed=0, pad_token_id=PAD_TOKEN_ID, max_sequence_length=LONGEST)
+
+
+@define(eq=False)
+class RankPool:
+    """Groups of ranks with one model. `plugins` are those of any run: every pass chooses its own collator and objective.
+
+    `alone` is the backend for a single rank where the one in `plugins` divides the world, `reference` the one of float64 passes; None: the
+    backend in `plugins`.
+    """
+
+    model: ModelSpec
+    plugins: Mapping[str, SelectedPlugin]
+    alone: SelectedPlugin | None = None
+    reference: SelectedPlugin | None = None
+    context: FactoryContext = CONTEXT
+    _stack: ExitStack = attrs.field(factory=ExitStack, init=False)
+    _groups: dict[tuple[int, str], WorkerGroup] = attrs.field(factory=dict, init=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def backend(self, ranks: int, dtype: ComputeDtype) -> SelectedPlugin:
+        """The backend that computes in `dtype` on so many ranks."""
+        if dtype == "float64" and self.reference is not None:
+            return self.reference
+        return self.alone if ranks == 1 and self.alone is not None else self.plugins["backend"]
+
+    def topology(self, ranks: int, dtype: ComputeDtype) -> Topology:
+        """How these ranks are laid out. Raises UnsupportedError where the backend cannot lay out so many."""
+        backend = self.backend(ranks, dtype)
+        return backend.loaded.describe_backend(backend.options, ranks).topology
+
+    def group(self, ranks: int, dtype: ComputeDtype) -> WorkerGroup:
+        """One rank in this process, several by Ray. Raises what starting them raises."""
+        if (ranks, dtype) not in self._groups:
+            plugins = {**self.plugins, "backend": self.backend(ranks, dtype)}
+            locks: dict[str, dict[str, Any]] = {place: selected.lock() for place, selected in plugins.items()}
+            model = attrs.evolve(self.model, dtype=dtype, packed_rows=True)
+            spec = WorkerSpec(locks, self.context, model, NO_STEP, self.topology(ranks, dtype), "cpu")
+            group = launch_workers(spec, launch="inline" if ranks == 1 else "ray")
+            self._groups[ranks, dtype] = self._stack.enter_context(group)
+        return self._groups[ranks, dtype]

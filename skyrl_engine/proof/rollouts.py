@@ -1,0 +1,58 @@
+"""The batch that proofs run on: recorded rollouts with everything in them that has ever made a cut visible."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.ragged import offsets_of
+
+VOCABULARY = 128
+PAD_TOKEN_ID = 0
+LONGEST = 40
+"""Tokens of the longest sample."""
+
+GROUPS, GROUP_SIZE = 4, 4
+
+Numbers = np.random.Generator
+Draw = Callable[[Numbers, int], npt.NDArray[np.float64]]
+
+
+def recorded_rollouts(needed: Iterable[str], seed: int = 0) -> SampleColumns:
+    """16 rollouts, four to a prompt, of 4 to 40 tokens, with the `needed` columns of the action axis.
+
+    Responses differ in length by a factor of ten, one is empty, one carries no loss at all; some tokens in the middle are masked and some
+    count half. Log-probabilities lie around those of an untrained model, so that ratios fall on both sides of any clipping bound.
+    """
+    numbers = np.random.default_rng(seed)
+    prompts = np.repeat(numbers.integers(3, 9, GROUPS), GROUP_SIZE)
+    responses = numbers.integers(3, LONGEST - prompts.max() + 1, len(prompts))
+    responses[5] = 0
+    responses[2] = LONGEST - prompts[2]
+    responses[11] = 1
+    lengths = prompts + responses
+    actions = int(responses.sum())
+    action_offsets = offsets_of(responses)
+    weight = numbers.choice(np.array([0.0, 0.5, 1.0], dtype=np.float32), p=[0.1, 0.2, 0.7], size=actions)
+    weight[action_offsets[9] : action_offsets[10]] = 0.0
+    group_ids = np.repeat(np.arange(GROUPS, dtype=np.int64), GROUP_SIZE)
+    return SampleColumns.create(
+        input_ids=numbers.integers(1, VOCABULARY, int(lengths.sum())),
+        token_offsets=offsets_of(lengths),
+        action_offsets=action_offsets,
+        loss_weight=weight,
+        columns={name: _DRAWS.get(name, _anything)(numbers, actions).astype(np.float32) for name in sorted(set(needed))},
+        group_ids=group_ids,
+    )
+
+
+def _log_probability(numbers: Numbers, count: int) -> npt.NDArray[np.float64]:
+    return np.minimum(numbers.normal(-np.log(VOCABULARY), 0.5, count), 0.0)
+
+
+def _anything(numbers: Numbers, count: int) -> npt.NDArray[np.float64]:
+    return numbers.normal(0.0, 1.0, count)
+
+
+_DRAWS: Mapping[str, Draw] = dict.fromkeys(("old_logprobs", "rollout_logprobs", "ref_logprobs"), _log_probability)

@@ -1,0 +1,42 @@
+"""Adapters to try backends with, and the same model as PEFT makes it."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from skyrl_engine.contracts.backend import LoraSpec, ModelSpec
+from skyrl_engine.modeling.exporting import write_pretrained
+from skyrl_engine.modeling.loading import load_scorer
+
+
+def write_adapter(model: str, target: Path, *, value_head: bool = False, layers: list[int] | None = None) -> str:
+    """A PEFT directory of rank-4 adapters for the model in a directory, both matrices random: of new ones A has no gradient.
+
+    `layers`: those that get adapters, all by default. With `value_head` the model's own is beside them, as it is.
+    """
+    made, _ = load_scorer(ModelSpec(model, value_head=value_head, lora=LoraSpec(rank=4, alpha=8)), images=True)
+    write_pretrained(made, target)
+    path = target / "adapter_model.safetensors"
+    draw = torch.Generator().manual_seed(3)
+    stored = {}
+    for name, each in sorted(load_file(path).items()):
+        values = 0.1 * torch.randn(each.shape, generator=draw) if ".lora_" in name else each
+        if layers is None or ".lora_" not in name or any(f".layers.{layer}." in name for layer in layers):
+            stored[name] = values
+    save_file(stored, path, metadata={"format": "pt"})
+    configuration = target / "adapter_config.json"
+    configuration.write_text(json.dumps({**json.loads(configuration.read_text()), "layers_to_transform": layers}))
+    return str(target)
+
+
+def with_adapter(model: Any, adapter: str) -> Any:
+    """`model` as PEFT changes it for training the adapters in a directory; parameters keep the names that they have inside of it."""
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for what it calls by a newer name
+        return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True).base_model.model

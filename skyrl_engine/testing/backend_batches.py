@@ -1,0 +1,257 @@
+"""Batches to try a backend with, an objective over them, and the plain definition of what it must give: one process, whole logits, autograd."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import frozen
+from safetensors.torch import load_file
+from torch import Tensor
+
+from skyrl_engine.contracts.backend import MicroBatch
+from skyrl_engine.contracts.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
+from skyrl_engine.contracts.outputs import Metric, RankOutput
+from skyrl_engine.contracts.ragged import Ragged, offsets_of
+from skyrl_engine.modeling.loading import quiet_progress
+from skyrl_engine.testing.adapters import with_adapter
+from skyrl_engine.testing.pictures import IMAGE_TOKEN, Pictures, Variant, with_pictures
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+EMPTY = 5
+"""The row that `documents` leaves empty."""
+
+
+@frozen(eq=False)
+class Document:
+    """One sequence: token ids int64[length], and weights float32[length], 0 where the token is not scored.
+
+    `pictures` None: the model takes none, and rows carry nothing of them.
+    """
+
+    number: int
+    ids: Tensor
+    weights: Tensor
+    pictures: Pictures | None = None
+
+
+def documents(vocabulary: int, *, count: int = 8, longest: int = 16, unscored: Sequence[int] = ()) -> list[Document]:
+    """Sequences of different length; number 5 is empty; those in `unscored` carry no loss."""
+    draw = torch.Generator().manual_seed(1)
+    made = []
+    for number in range(count):
+        length = 0 if number == EMPTY else longest - number
+        ids = torch.randint(0, vocabulary, (length,), generator=draw)
+        weights = (torch.rand(length, generator=draw) < 0.6) * torch.rand(length, generator=draw)
+        weights[:1] = 0  # nothing comes before a first token
+        made.append(Document(number, ids, torch.zeros_like(weights) if number in unscored else weights))
+    return made
+
+
+def picture_documents(vocabulary: int, variant: Variant) -> list[Document]:
+    """The same with pictures: documents 0 and 3 have one, 1 and 6 have two, the others none."""
+    draw = torch.Generator().manual_seed(1)
+    made = []
+    for number, (ids, pictures) in enumerate(with_pictures(vocabulary, variant, EMPTY)):
+        weights = (torch.rand(len(ids), generator=draw) < 0.6) * torch.rand(len(ids), generator=draw)
+        weights[:1] = 0
+        made.append(Document(number, ids, torch.where(ids == IMAGE_TOKEN, 0, weights), pictures))
+    return made
+
+
+def padded(chosen: Sequence[Document], size: int) -> list[MicroBatch]:
+    """Micro-batches of `size` left-padded rows, each as wide as its longest document, as the padded collator builds them."""
+    return [_padded(chosen[start : start + size]) for start in range(0, len(chosen), size)]
+
+
+def packed(chosen: Sequence[Document], size: int) -> list[MicroBatch]:
+    """Micro-batches of `size` rows: two documents in the first row, an empty row, then three documents a row."""
+    rows = [list(chosen[:2]), [], *(list(chosen[start : start + 3]) for start in range(2, len(chosen), 3))]
+    return [_packed(rows[start : start + size]) for start in range(0, len(rows), size)]
+
+
+def _padded(chosen: Sequence[Document]) -> MicroBatch:
+    width = max(1, *(len(document.ids) for document in chosen))
+    ids, mask = (torch.zeros(len(chosen), width, dtype=torch.int64) for _ in range(2))
+    positions = []
+    for row, document in enumerate(chosen):
+        start = width - len(document.ids)
+        ids[row, start:], mask[row, start:] = document.ids, 1
+        positions.append(row * width + start + document.weights.nonzero()[:, 0] - 1)
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    lengths = Ragged.from_list([[len(document.ids)] for document in chosen], np.int64)
+    return _micro_batch(inputs, positions, lengths, chosen)
+
+
+def _packed(rows: Sequence[Sequence[Document]], *, align: int = 4, padding: int = 3) -> MicroBatch:
+    """Every list of documents a row, each document rounded up to `align`, as the packed collator builds them."""
+    occupied = [[-(-len(document.ids) // align) * align for document in row] for row in rows]
+    width = max(sum(spaces) for spaces in occupied) + padding
+    ids, mask, places = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(3))
+    positions = []
+    for number, row in enumerate(rows):
+        starts = np.cumsum([0, *occupied[number]]).tolist()
+        for start, document in zip(starts[:-1], row, strict=True):
+            here = slice(start, start + len(document.ids))
+            ids[number, here], mask[number, here], places[number, here] = document.ids, 1, torch.arange(len(document.ids))
+            positions.append(number * width + start + document.weights.nonzero()[:, 0] - 1)
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
+    lengths = Ragged.from_list([[len(document.ids) for document in row] for row in rows], np.int64)
+    return _micro_batch(inputs, positions, lengths, [document for row in rows for document in row])
+
+
+def _micro_batch(
+    inputs: Mapping[str, Tensor],
+    positions: Sequence[Tensor],
+    lengths: Ragged,
+    chosen: Sequence[Document],
+) -> MicroBatch:
+    nothing = torch.zeros(0, dtype=torch.int64)
+    labels = torch.cat([nothing, *(document.ids[document.weights.nonzero()[:, 0]] for document in chosen)])
+    pictures = [document.pictures for document in chosen if document.pictures is not None]
+    offsets: dict[str, npt.NDArray[np.int64]] = {}
+    if pictures:
+        grids, pixels = [each.grids for each in pictures], [each.pixels for each in pictures]
+        images = {IMAGE_GRID: torch.cat(grids), PIXEL_VALUES: torch.cat(pixels), TOKEN_TYPES: _types(inputs["input_ids"])}
+        inputs = {**inputs, **images}
+        offsets = {name: offsets_of([len(one) for one in each]) for name, each in ((IMAGE_GRID, grids), (PIXEL_VALUES, pixels))}
+    numbers = np.array([document.number for document in chosen], dtype=np.int64)
+    return MicroBatch(
+        inputs, torch.cat([nothing, *positions]), labels, lengths, list(chosen), ragged_offsets=offsets, sample_ids=numbers
+    )
+
+
+def _types(ids: Tensor) -> Tensor:
+    return (ids == IMAGE_TOKEN).long()
+
+
+class WeightedObjective:
+    """sum w (-logprob - 0.1 entropy + value^2) over documents, of the scores that `needs` names; the sum comes back as the metric "loss".
+
+    `scale` multiplies the sum: a wrong one must be noticed. Without `per_token_outputs` no score comes back.
+    """
+
+    def __init__(
+        self,
+        *,
+        scale: float = 1.0,
+        temperature: float = 1.0,
+        needs: Iterable[str] = ("logprobs", "entropy"),
+        per_token_outputs: bool = True,
+    ) -> None:
+        self.scale = scale
+        self.temperature = temperature
+        self.needs = frozenset(needs)
+        self.per_token_outputs = per_token_outputs
+
+    def __call__(self, scores: Mapping[str, Tensor], micro_batch: MicroBatch) -> tuple[Tensor, RankOutput]:
+        chosen: list[Document] = micro_batch.samples
+        like = scores[min(self.needs)]
+        weights = torch.cat([torch.zeros(0), *(document.weights[document.weights != 0] for document in chosen)]).to(like)
+        terms = [TERMS[need](scores[need]) for need in sorted(self.needs)]
+        total = self.scale * (weights * torch.stack(terms).sum(0)).sum()
+        places = [document.weights.nonzero()[:, 0].numpy() for document in chosen]
+        if not self.per_token_outputs:
+            places = [place[:0] for place in places]
+        offsets = offsets_of([len(each) for each in places])
+        scored = Ragged(np.concatenate([np.zeros(0, dtype=np.int32), *places]).astype(np.int32), offsets)
+        kept = scores if self.per_token_outputs else {}
+        output = RankOutput(
+            np.array([document.number for document in chosen], dtype=np.int64),
+            np.array([len(document.ids) for document in chosen], dtype=np.int64),
+            scored,
+            {name: Ragged(score.detach().float().cpu().numpy(), offsets) for name, score in kept.items()},
+            {"loss": Metric.sum(total.item())},
+        )
+        return total, output
+
+
+TERMS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "logprobs": lambda logprobs: -logprobs,
+    "entropy": lambda entropy: -0.1 * entropy,
+    "values": lambda values: values**2,
+}
+"""What a score contributes per token."""
+
+
+@frozen(eq=False)
+class Definition:
+    """What the objective is by definition: its value, gradients by parameter name, and scores of scored tokens by document."""
+
+    loss: float
+    gradients: Arrays
+    scores: Mapping[str, Mapping[int, npt.NDArray[Any]]]
+
+    @property
+    def logprobs(self) -> Mapping[int, npt.NDArray[Any]]:
+        return self.scores["logprobs"]
+
+
+def definition(
+    directory: str,
+    chosen: Sequence[Document],
+    *,
+    dtype: torch.dtype = torch.float64,
+    temperature: float = 1.0,
+    needs: Iterable[str] = ("logprobs", "entropy"),
+    adapter: str | None = None,
+) -> Definition:
+    """`WeightedObjective` the plain way: transformers' own model, one document at a time without padding, whole logits.
+
+    `adapter` is a directory of PEFT's, whose adapters PEFT puts into the model and alone get gradients, beside a value head.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kind = AutoModelForCausalLM if chosen[0].pictures is None else AutoModelForImageTextToText
+    with quiet_progress():
+        # With loading information, because transformers reports the value head as an unexpected weight otherwise.
+        model: Any = kind.from_pretrained(directory, dtype=dtype, output_loading_info=True)[0]
+    if adapter is not None:
+        model = with_adapter(model, adapter)
+    parameters = dict(model.named_parameters())
+    if "values" in needs:
+        stored = load_file(Path(directory) / "model.safetensors")
+        parameters |= {name: stored[name].to(dtype).requires_grad_() for name in ("score.weight", "score.bias")}
+    total = torch.zeros((), dtype=dtype)
+    kept: dict[str, dict[int, npt.NDArray[Any]]] = {need: {} for need in needs}
+    for document in chosen:
+        if len(document.ids) < 2:
+            continue
+        made = model(input_ids=document.ids[None], use_cache=False, output_hidden_states=True, **_pictures(document))
+        logprobs = (made.logits[0, :-1] / temperature).log_softmax(-1)
+        scores = {
+            "logprobs": logprobs.gather(-1, document.ids[1:, None])[:, 0],
+            "entropy": -(logprobs.exp() * logprobs).sum(-1),
+        }
+        if "values" in needs:
+            scores["values"] = made.hidden_states[-1][0, :-1] @ parameters["score.weight"][0] + parameters["score.bias"]
+        for need in needs:
+            total = total + (document.weights[1:].to(dtype) * TERMS[need](scores[need])).sum()
+            kept[need][document.number] = scores[need].detach().numpy()[document.weights[1:].numpy() != 0]
+    torch.autograd.backward(total)
+    gradients = {name: parameter.grad.numpy() for name, parameter in parameters.items() if parameter.grad is not None}
+    return Definition(total.item(), gradients, kept)
+
+
+def _pictures(document: Document) -> dict[str, Tensor]:
+    """What transformers' own model takes beside token ids; it makes its own positions of it."""
+    if document.pictures is None or not len(document.pictures.grids):
+        return {}
+    pictures = document.pictures
+    return {TOKEN_TYPES: _types(document.ids[None]), PIXEL_VALUES: pictures.pixels, IMAGE_GRID: pictures.grids}
+
+
+def worst(gradients: Mapping[str, npt.NDArray[Any]], reference: Mapping[str, npt.NDArray[Any]]) -> float:
+    """The largest per-parameter ||g - g'|| / ||g'||. Raises AssertionError where the parameters are not the same."""
+    assert gradients.keys() == reference.keys(), sorted(gradients.keys() ^ reference.keys())
+    return float(
+        np.max(  # unlike Python's, it is NaN where one of them is
+            [
+                np.linalg.norm(gradients[name].astype(np.float64) - true) / np.linalg.norm(true.astype(np.float64))
+                for name, true in reference.items()
+            ]
+        )
+    )

@@ -1,0 +1,60 @@
+"""What the suites of all kinds share: a test per promise that the subject claims."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import settings
+
+from skyrl_engine.testing.promise import EXAMPLES, Promise
+from skyrl_engine.testing.subject import Subject, selected
+
+
+class Conformance:
+    """Base of the suites. A subclass names a plugin, with options if it likes, or overrides the method that returns the product.
+
+    `plugin` is a reference as a configuration takes it: a name, "distribution:name" or "./file.py:name". `examples` are cases per promise.
+    """
+
+    kind: ClassVar[str]
+    promises: ClassVar[tuple[Promise[Any, Any], ...]]
+    plugin: ClassVar[str | None] = None
+    options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    examples: ClassVar[int] = EXAMPLES
+    offers: ClassVar[tuple[str, ...]] = ()
+    """Methods that a subclass may add, such as `oracle`; promises that need one are claimed where it is there."""
+    flags: ClassVar[tuple[str, ...]] = ()
+    """Attributes that a subclass may set to True, such as `surrogate_gradient`."""
+
+    def product(self) -> Any:
+        """The product under test, made anew in every call."""
+        return self.subject().make()
+
+    def subject(self) -> Subject[Any]:
+        """What the promises are held against."""
+        more: dict[str, Any] = {
+            "hooks": {name: getattr(self, name) for name in self.offers if hasattr(self, name)},
+            "flags": frozenset(name for name in self.flags if getattr(self, name, False)),
+        }
+        maker = getattr(self, self.kind)
+        if self.plugin is None or getattr(maker, "__func__", None) is not vars(self._suite())[self.kind]:
+            return Subject(type(self).__name__, maker, **more)
+        return Subject.of_plugin(selected(self.kind, self.plugin, self.options), **more)
+
+    @classmethod
+    def _suite(cls) -> type["Conformance"]:
+        """The class of the kit that this one is derived from."""
+        return next(each for each in cls.__mro__ if "promises" in vars(each))
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """One test per claimed promise: what is not claimed is no test, and so never skipped."""
+        subject = self.subject()
+        claimed = [each for each in self.promises if each.exempt(subject) is None]
+        metafunc.parametrize("promise", claimed, ids=[each.name for each in claimed])
+
+    def test_promise(self, promise: Promise[Any, Any]) -> None:
+        """Fails with the smallest case that breaks the promise."""
+        finding = promise.hold(self.subject(), examples=self.examples, derandomize=settings().derandomize)
+        if finding.status != "kept":
+            pytest.fail("\n".join([f"{finding.promise}: {finding.sentence}", *finding.lines]), pytrace=False)

@@ -1,0 +1,104 @@
+"""Which promises the plugins of a kind are held to, and the verdict about one plugin."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TextIO
+
+from skyrl_engine.config import SelectedPlugin
+from skyrl_engine.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from skyrl_engine.testing.promise import Promise, Verdict
+
+UNTESTABLE = {
+    "observer": "an observer may do whatever it likes with what it is told, so nothing is promised that could be checked",
+}
+"""Kinds without a suite, and why."""
+
+
+def promises_of(kind: str) -> "tuple[Promise[Any, Any], ...]":
+    """The promises of a kind. Raises UnsupportedError for a kind that has none, and where Hypothesis or torch is missing."""
+    if kind in UNTESTABLE:
+        raise UnsupportedError(
+            f"plugins of the kind {kind!r} cannot be verified: {UNTESTABLE[kind]}",
+            remedy="Verify a collator, loss, correction, reducer, merger or backend",
+        )
+    for module, extra in (("hypothesis", "testing"), ("torch", "train")):
+        if find_spec(module) is None:
+            raise UnsupportedError(
+                f"verifying plugins needs {module}, which is not installed",
+                remedy=f'Install it: python -m pip install "skyrl-engine[{extra}]"',
+            )
+    match kind:
+        case "collator":
+            from skyrl_engine.testing.collator_promises import COLLATOR_PROMISES
+
+            return COLLATOR_PROMISES
+        case "loss":
+            from skyrl_engine.testing.loss_promises import LOSS_PROMISES
+
+            return LOSS_PROMISES
+        case "correction":
+            from skyrl_engine.testing.correction_promises import CORRECTION_PROMISES
+
+            return CORRECTION_PROMISES
+        case "reducer":
+            from skyrl_engine.testing.reducer_promises import REDUCER_PROMISES
+
+            return REDUCER_PROMISES
+        case "merger":
+            from skyrl_engine.testing.merger_promises import MERGER_PROMISES
+
+            return MERGER_PROMISES
+        case "backend":
+            from skyrl_engine.testing.backend_promises import BACKEND_PROMISES
+
+            return BACKEND_PROMISES
+    raise AssertionError(f"there is no kind {kind!r}")
+
+
+def verify(plugin: SelectedPlugin, *, examples: int | None = None, layouts: Sequence[str] = ()) -> "Verdict":
+    """Hold an installed plugin, or one of a local file, to every promise of its kind; `examples` cases each (None: the kit's own number).
+
+    A backend is tried on `layouts` such as "tp2xpp2" (none: one rank, and two data-parallel ranks); it has no other cases.
+    """
+    kind = plugin.loaded.record.kind
+    promises = promises_of(kind)
+    from skyrl_engine.testing.promise import EXAMPLES, Verdict
+
+    if kind == "backend":
+        from skyrl_engine.testing.backend_subject import LAYOUTS, BackendSubject
+        from skyrl_engine.testing.bench import Bench
+
+        with Bench() as bench:
+            return Verdict.of(promises, BackendSubject(plugin, bench, tuple(layouts) or LAYOUTS))
+    from skyrl_engine.testing.subject import Subject
+
+    with _each_warning_once():
+        return Verdict.of(promises, Subject.of_plugin(plugin), examples=EXAMPLES if examples is None else examples)
+
+
+@contextmanager
+def _each_warning_once() -> Iterator[None]:
+    """Show what warns in hundreds of cases, such as a division by 0, once per place; Python forgets what it has shown at every case."""
+    told = set()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def show_once(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            warning = (str(message), category, filename, lineno)
+            if warning not in told:
+                told.add(warning)
+                show(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show_once
+        yield

@@ -1,0 +1,37 @@
+"""Casts in a loss's call that lose digits in every precision alike, so that no comparison of precisions shows them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_HALF = (torch.bfloat16, torch.float16)
+_NARROW = (torch.int8, torch.uint8, torch.int16)
+
+
+class LossyCasts(TorchFunctionMode):
+    """Keeps in `cause` the first cast to half precision, or to a whole number that has no room for a value of the tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cause: str | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.cause is None and isinstance(result, torch.Tensor):
+            self.cause = _loss_of(result, args[0] if args else None)
+        return result
+
+
+def _loss_of(result: torch.Tensor, given: object) -> str | None:
+    if result.dtype in _HALF:
+        return f"computes in {result.dtype}, whatever the precision of its input"
+    if result.dtype not in _NARROW or not isinstance(given, torch.Tensor) or given.shape != result.shape:
+        return None
+    if given.dtype.is_floating_point or given.dtype == torch.bool or not bool((given != result.to(given.dtype)).any()):
+        return None
+    largest = int(given.abs().max())
+    return f"casts whole numbers as large as {largest} to {result.dtype}, which holds no more than {torch.iinfo(result.dtype).max}"

@@ -1,0 +1,198 @@
+"""A promise that a plugin must keep, and what is found when it is held to it.
+
+A promise is one plain function `check(subject, case)`, which raises `Broken`. Hypothesis draws the cases and shrinks one that breaks the
+promise to the smallest; the pytest suites and `skyrl-engine plugins verify` both call `Promise.hold`.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Literal, TypeVar
+
+from attrs import frozen
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky, Unsatisfiable
+
+Subject = TypeVar("Subject")
+Case = TypeVar("Case")
+Status = Literal["kept", "broken", "not claimed", "undecided"]
+
+EXAMPLES = 40
+"""Cases drawn per promise, unless asked otherwise."""
+
+
+class Broken(AssertionError):  # noqa: N818 - a finding, told as a failed assertion
+    """The promise does not hold: `cause` a sentence without final stop, `remedy` one action, `factor` by how much numbers change.
+
+    `case` is the counterexample where the check draws it itself; otherwise it is what the check was given.
+    """
+
+    def __init__(self, cause: str, remedy: str, *, factor: float | None = None, case: object = None) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.remedy = remedy
+        self.factor = factor
+        self.case = case
+
+
+class Undecidable(Exception):  # noqa: N818 - no error: the case says nothing about this promise
+    """The case does not get as far as the promise, for instance because the plugin fails in it; another promise is about that."""
+
+
+@frozen
+class Finding:
+    """What holding a plugin to one promise found. All but name, sentence and status are None where the promise is kept.
+
+    `cause` also says why a promise is not claimed or could not be decided. `counterexample` is the smallest case that was found, a line
+    each; `factor` by how much numbers change, where they are all multiplied by one.
+    """
+
+    promise: str
+    sentence: str
+    status: Status
+    cause: str | None = None
+    remedy: str | None = None
+    factor: float | None = None
+    counterexample: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> list[str]:
+        """The finding for people: cause, remedy, and the smallest case."""
+        told = [f"{text}." for text in (self.cause, self.remedy) if text is not None]
+        if self.counterexample:
+            told += ["smallest counterexample:", *(f"  {line}" for line in self.counterexample)]
+        return told
+
+
+@frozen(eq=False)
+class Promise(Generic[Subject, Case]):
+    """`sentence` says what is promised. `cases` gives the strategy of a subject's cases. `exempt` why this subject does not claim it.
+
+    `effort` multiplies the number of cases: below 1 where one is expensive, above where what breaks the promise is rare.
+    """
+
+    name: str
+    sentence: str
+    check: Callable[[Subject, Case], None]
+    cases: Callable[[Subject], "st.SearchStrategy[Case]"]
+    exempt: Callable[[Subject], str | None]
+    effort: float = 1.0
+
+    def hold(self, subject: Subject, *, examples: int = EXAMPLES, derandomize: bool = True) -> Finding:
+        """Hold the subject to the promise; with `derandomize` on the same cases every time."""
+        exemption = self.exempt(subject)
+        if exemption is not None:
+            return self._finding("not claimed", exemption)
+        seen = _Seen()
+
+        @settings(
+            max_examples=max(1, round(examples * self.effort)),
+            phases=(Phase.generate, Phase.shrink),
+            derandomize=derandomize,
+            database=None,
+            deadline=None,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(self.cases(subject))
+        def run(case: Case) -> None:
+            seen.judge(self.check, subject, case)
+
+        try:
+            run()
+        except Broken as broken:
+            return self._broken(broken, seen)
+        except Flaky:  # the plugin answers the same case differently; what it answered before is still a counterexample
+            assert seen.broken is not None, "flaky without a failure"
+            return self._broken(seen.broken, seen)
+        except Unsatisfiable:
+            return self._finding("undecided", seen.undecidable or "no case of this promise could be drawn")
+        if not seen.decided:
+            return self._finding("undecided", seen.undecidable or "no case of this promise could be drawn")
+        return self._finding("kept")
+
+    def _finding(self, status: Status, cause: str | None = None) -> Finding:
+        return Finding(self.name, self.sentence, status, cause)
+
+    def _broken(self, broken: Broken, seen: "_Seen") -> Finding:
+        lines = () if seen.case is None else tuple(str(seen.case).splitlines())
+        return Finding(self.name, self.sentence, "broken", broken.cause, broken.remedy, broken.factor, lines)
+
+
+class _Seen:
+    """What the cases of one promise came to. The last broken one is the smallest: Hypothesis runs it once more at the end."""
+
+    def __init__(self) -> None:
+        self.broken: Broken | None = None
+        self.case: Any = None
+        self.undecidable: str | None = None
+        self.decided = 0
+
+    def judge(self, check: Callable[[Any, Any], None], subject: Any, case: Any) -> None:
+        try:
+            check(subject, case)
+        except (
+            Undecidable
+        ) as undecidable:  # no rejection: where nothing can be decided, Hypothesis would look for cases ten times as long
+            self.undecidable = str(undecidable)
+            return
+        except Broken as broken:
+            self.broken, self.case = broken, case if broken.case is None else broken.case
+            raise
+        self.decided += 1
+
+
+def no_cases(_subject: object) -> "st.SearchStrategy[None]":
+    """For promises about the plugin itself, which need no input and are held once."""
+    return st.none()
+
+
+def claimed(_subject: object) -> None:
+    """Everybody claims it."""
+    return
+
+
+def promise(
+    sentence: str,
+    *,
+    cases: Callable[[Any], "st.SearchStrategy[Any]"] = no_cases,
+    exempt: Callable[[Any], str | None] = claimed,
+    effort: float = 1.0,
+) -> Callable[[Callable[[Any, Any], None]], Promise[Any, Any]]:
+    """Make a promise of its check; the function's name is the promise's."""
+
+    def decorate(check: Callable[[Any, Any], None]) -> Promise[Any, Any]:
+        return Promise(check.__name__, sentence, check, cases, exempt, effort)
+
+    return decorate
+
+
+def any_of(*exemptions: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+    """The first reason that any of them gives."""
+
+    def exempt(subject: Any) -> str | None:
+        return next((reason for exemption in exemptions if (reason := exemption(subject)) is not None), None)
+
+    return exempt
+
+
+@frozen
+class Verdict:
+    """All findings about one plugin."""
+
+    findings: tuple[Finding, ...]
+
+    @classmethod
+    def of(
+        cls, promises: Iterable[Promise[Any, Any]], subject: object, *, examples: int = EXAMPLES, derandomize: bool = True
+    ) -> "Verdict":
+        """Hold the subject to every promise."""
+        findings = [each.hold(subject, examples=examples, derandomize=derandomize) for each in promises]
+        return cls(tuple(findings))
+
+    def of_status(self, status: Status) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.status == status)
+
+    @property
+    def kept(self) -> bool:
+        """Whether every promise that is claimed is kept."""
+        return not self.of_status("broken") and not self.of_status("undecided")

@@ -1,0 +1,339 @@
+"""What losses and corrections meet: loss-carrying tokens of several sequences as a rollout leaves them, and ways to cut them.
+
+Values are exact in float32; log-probabilities differ from token to token, so that nothing ties by accident.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from attrs import evolve, frozen
+from hypothesis import strategies as st
+
+from skyrl_engine.contracts.backend import MicroBatch
+from skyrl_engine.contracts.ragged import IntArray, Ragged, offsets_of, segment_indices
+from skyrl_engine.objective.samples import ScoredSamples
+
+FloatArray = npt.NDArray[np.float32]
+Range = Literal["ordinary", "extreme", "rounded"]
+"""`extreme` reaches probability 1, probabilities near 0 and ratios of e^30; `rounded` holds what bfloat16 holds."""
+
+_LOGPROBS = tuple(-each / 16 for each in (16, 8, 4, 24, 40, 64, 96))
+_EXTREME_LOGPROBS = (-1.0, 0.0, -30.0, -88.0)
+_DRIFTS = tuple(each / 16 for each in (0, 1, -1, 2, -2, 4, -4, 8, -8, 16, -16))
+_EXTREME_DRIFTS = (0.0, 0.25, 3.0, -3.0, 12.0, -12.0, 30.0, -30.0)
+_ADVANTAGES = (1.0, -1.0, 0.5, -0.5, 0.25, -2.0, 3.0, 0.0)
+_NUMBERS = tuple(each / 8 for each in (8, -8, 4, -4, 2, 12, -20, 1, 0))
+_WEIGHTS = (1.0, 0.5, 0.25, 2.0, 0.75)
+_JITTER = 1 / 1024
+_PICKS = st.binary(min_size=1, max_size=12)
+LONG = 150
+"""By how much a long batch is longer."""
+
+
+@frozen(eq=False)
+class TokenBatch:
+    """S sequences with n loss-carrying tokens, flat. `values` float32[n] by need, `weights` float64[n] as a reducer gives them.
+
+    `lengths`, `sample_ids`, `group_ids` and `unit_ids` are int64[S]; a sequence without a token that carries loss has length 0.
+    """
+
+    lengths: IntArray
+    values: Mapping[str, FloatArray]
+    weights: npt.NDArray[np.float64]
+    sample_ids: IntArray
+    group_ids: IntArray
+    unit_ids: IntArray
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def sequence_index(self) -> IntArray:
+        """int64[n]: the sequence of every token."""
+        return np.repeat(np.arange(len(self), dtype=np.int64), self.lengths)
+
+    def places(self, sequences: Sequence[int]) -> IntArray:
+        """Where the tokens of these sequences stand, in the order of the sequences."""
+        return segment_indices(offsets_of(self.lengths), np.asarray(sequences, dtype=np.int64))
+
+    def take(self, sequences: Sequence[int]) -> "TokenBatch":
+        """The chosen sequences in the chosen order; weights stay what they were in the whole batch."""
+        chosen = np.asarray(sequences, dtype=np.int64)
+        places = self.places(sequences)
+        return TokenBatch(
+            self.lengths[chosen],
+            {name: values[places] for name, values in self.values.items()},
+            self.weights[places],
+            self.sample_ids[chosen],
+            self.group_ids[chosen],
+            self.unit_ids[chosen],
+        )
+
+    def with_values(self, **values: FloatArray) -> "TokenBatch":
+        return evolve(self, values={**self.values, **values})
+
+    def drifted(self, nats: float) -> "TokenBatch | None":
+        """The same with the other policies' log-probabilities lower by so much; None where no need is one."""
+        others = {name: values - np.float32(nats) for name, values in self.values.items() if name.endswith("_logprobs")}
+        return self.with_values(**others) if others else None
+
+    def micro_batch(self) -> MicroBatch:
+        """What a backend hands to the objective, less the model's inputs."""
+        import torch
+
+        samples = ScoredSamples(
+            sample_ids=self.sample_ids,
+            group_ids=self.group_ids,
+            unit_ids=self.unit_ids,
+            action_lengths=self.lengths,
+            scored=Ragged(
+                np.concatenate([np.zeros(0, np.int32), *(np.arange(length, dtype=np.int32) for length in self.lengths)]),
+                offsets_of(self.lengths),
+            ),
+            columns={name: values.copy() for name, values in self.values.items()},
+            weights=self.weights,
+        )
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return MicroBatch({}, nothing, nothing, Ragged.from_list([], np.int64), samples)
+
+    def __str__(self) -> str:
+        shape = f"{len(self)} sequence{'' if len(self) == 1 else 's'} of {_listed(self.lengths)} loss-carrying tokens"
+        paired = [f"units {_listed(self.unit_ids)}"] if len(np.unique(self.unit_ids)) < len(self) else []
+        return "\n".join([shape, *paired, *(f"{name} {_listed(values)}" for name, values in self.values.items())])
+
+
+_TOLD = 24
+"""Numbers that a counterexample spells out."""
+
+
+def _listed(values: Iterable[float]) -> str:
+    numbers = [f"{value:g}" for value in values]
+    more = [f"... ({len(numbers)} in all)"] if len(numbers) > _TOLD else []
+    return ", ".join(numbers[:_TOLD] + more) or "none"
+
+
+@frozen(eq=False)
+class CutBatch:
+    """A batch, and the sequences of each of its micro-batches."""
+
+    batch: TokenBatch
+    parts: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        cut = " | ".join(", ".join(map(str, part)) or "none" for part in self.parts)
+        return f"{self.batch}\nmicro-batches of the sequences {cut}"
+
+
+@frozen(eq=False)
+class ReorderedBatch:
+    """A batch, and another order of its sequences."""
+
+    batch: TokenBatch
+    order: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.batch}\nin the order {_listed(self.order)}"
+
+
+@frozen(eq=False)
+class FilledBatch:
+    """A batch, and the places of its sequences among `total`, the others of which have no token that carries loss."""
+
+    batch: TokenBatch
+    places: tuple[int, ...]
+    total: int
+
+    @property
+    def filled(self) -> TokenBatch:
+        """The batch with the others in between."""
+        count = len(self.batch)
+        lengths = np.zeros(self.total, dtype=np.int64)
+        lengths[list(self.places)] = self.batch.lengths
+        ids = np.full((3, self.total), -1, dtype=np.int64)
+        ids[:, list(self.places)] = (self.batch.sample_ids, self.batch.group_ids, self.batch.unit_ids)
+        others = np.flatnonzero(ids[0] == -1)
+        ids[:, others] = 1_000 + count + np.arange(len(others))
+        return evolve(self.batch, lengths=lengths, sample_ids=ids[0], group_ids=ids[1], unit_ids=ids[2])
+
+    def __str__(self) -> str:
+        return f"{self.batch}\nwith {self.total - len(self.batch)} sequences more that have none"
+
+
+@st.composite
+def batches(
+    draw: st.DrawFn,
+    needs: Iterable[str],
+    *,
+    range_: Range = "ordinary",
+    min_sequences: int = 1,
+    max_sequences: int = 4,
+    max_tokens: int = 3,
+    empty: bool = False,
+    units: bool = True,
+    long: bool = False,
+) -> TokenBatch:
+    """Batches with every need of a loss or correction, and log-probabilities always. `empty` allows sequences without a token,
+    `units` sequences that belong together, of which there are two to a unit then. `long` makes some batches `LONG` times as long: more
+    tokens than fit a byte, or any other number that somebody found large enough.
+    """
+    count = draw(st.integers(min_sequences, max_sequences))
+    pairs = units and count >= 4 and draw(st.booleans())
+    lengths = _picked(draw, count, range(0 if empty else 1, max_tokens + 1)).astype(np.int64)
+    lengths *= draw(st.sampled_from((1, 1, 1, LONG))) if long else 1
+    total = int(lengths.sum())
+    weights = _picked(draw, total, _WEIGHTS)
+    numbers = np.arange(count, dtype=np.int64)
+    groups = numbers // 2 if draw(st.booleans()) else numbers
+    return TokenBatch(
+        lengths,
+        _values(draw, dict.fromkeys(("logprobs", *needs)), total, range_),
+        weights / max(weights.sum(), 1.0),
+        numbers,
+        groups,
+        numbers // 2 if pairs else numbers,
+    )
+
+
+def _picked(draw: st.DrawFn, count: int, choices: Sequence[float]) -> npt.NDArray[np.float64]:
+    """float64[count] of the choices, the first of which is the simplest; a few picks in turn, so that Hypothesis finds a single one that
+    breaks a promise. One draw of bytes: a draw per number takes most of the time.
+    """
+    picks = np.frombuffer(draw(_PICKS), dtype=np.uint8)
+    picked: npt.NDArray[np.float64] = np.asarray(choices, dtype=np.float64)[np.resize(picks, count) % len(choices)]
+    return picked
+
+
+def _values(draw: st.DrawFn, needs: Iterable[str], count: int, range_: Range) -> dict[str, FloatArray]:
+    """Log-probabilities of other policies drift from the model's own; every other need has numbers of its own."""
+
+    def column(choices: Sequence[float]) -> FloatArray:
+        return _picked(draw, count, choices).astype(np.float32)
+
+    extreme = range_ == "extreme"
+    jitter = np.zeros(count, np.float32) if range_ == "rounded" else ((np.arange(count) * 37 % 64) * _JITTER).astype(np.float32)
+    logprobs = column(_EXTREME_LOGPROBS if extreme else _LOGPROBS)
+    logprobs = np.where(logprobs == 0, logprobs, logprobs - jitter).astype(np.float32)
+    values: dict[str, FloatArray] = {}
+    for name in needs:
+        if name == "logprobs":
+            values[name] = logprobs
+        elif name.endswith("logprobs"):
+            values[name] = np.minimum(logprobs - column(_EXTREME_DRIFTS if extreme else _DRIFTS), 0).astype(np.float32)
+        elif name == "entropy":
+            values[name] = (np.abs(column(_NUMBERS)) + jitter).astype(np.float32)
+        elif name == "advantages":
+            values[name] = column(_ADVANTAGES)
+        elif name == "values":
+            values[name] = column(_NUMBERS) + jitter
+        else:
+            values[name] = column(_NUMBERS)
+    return values
+
+
+@st.composite
+def cut_batches(draw: st.DrawFn, needs: Iterable[str], *, max_parts: int = 3) -> CutBatch:
+    """Batches cut into two micro-batches or more, none of which is without tokens; units stay whole."""
+    batch = draw(batches(needs, min_sequences=2, long=True))
+    units = np.unique(batch.unit_ids)
+    parts = draw(st.integers(2, min(max_parts, len(units))))
+    homes = _picked(draw, len(units), range(parts)).astype(np.int64).tolist()
+    homes[:parts] = range(parts)
+    home_of = dict(zip(units.tolist(), homes, strict=True))
+    members = [tuple(i for i, unit in enumerate(batch.unit_ids.tolist()) if home_of[unit] == part) for part in range(parts)]
+    return CutBatch(batch, tuple(members))
+
+
+@st.composite
+def reordered_batches(draw: st.DrawFn, needs: Iterable[str]) -> ReorderedBatch:
+    """Batches and an order of their sequences that is another; those of one unit (chosen before rejected) keep theirs among themselves."""
+    batch = draw(batches(needs, min_sequences=2, long=True))
+    units = np.unique(batch.unit_ids).tolist()
+    turns = draw(st.permutations(units).filter(lambda turns: list(turns) != units) if len(units) > 1 else st.just(units))
+    return ReorderedBatch(batch, tuple(int(i) for unit in turns for i in np.flatnonzero(batch.unit_ids == unit)))
+
+
+@st.composite
+def filled_batches(draw: st.DrawFn, needs: Iterable[str]) -> FilledBatch:
+    """Batches, and places for sequences without a token that carries loss."""
+    batch = draw(batches(needs, long=True))
+    total = len(batch) + draw(st.integers(1, 2))
+    places = draw(st.lists(st.integers(0, total - 1), min_size=len(batch), max_size=len(batch), unique=True))
+    return FilledBatch(batch, tuple(sorted(places)), total)
+
+
+@frozen(eq=False)
+class WornBatch:
+    """A cut batch, and how many micro-batches of it somebody has seen before."""
+
+    cut: CutBatch
+    calls: int
+
+    def __str__(self) -> str:
+        return f"{self.cut}" + (f"\nafter {self.calls} calls" if self.calls else "")
+
+
+def worn_batches(needs: Iterable[str]) -> st.SearchStrategy[WornBatch]:
+    """Cut batches for products that are new, and for such as have been called often."""
+    return st.builds(WornBatch, cut_batches(needs), st.sampled_from((0, 0, 0, 64)))
+
+
+@frozen(eq=False)
+class RelabelledBatch:
+    """A batch, and other names of its groups and units."""
+
+    batch: TokenBatch
+    names: IntArray
+
+    @property
+    def relabelled(self) -> TokenBatch:
+        batch = self.batch
+        return evolve(batch, group_ids=self.names[batch.group_ids], unit_ids=self.names[batch.unit_ids])
+
+    def __str__(self) -> str:
+        return f"{self.batch}\nwith the groups named {_listed(self.relabelled.group_ids)}"
+
+
+@st.composite
+def relabelled_batches(draw: st.DrawFn, needs: Iterable[str]) -> RelabelledBatch:
+    """Batches, and other names of their groups and units: any integers, in any order."""
+    batch = draw(batches(needs))
+    names = st.sampled_from((40, 7, 1_000_003, 0, 1, -5, 2**40, 2))
+    chosen = draw(st.lists(names, min_size=len(batch), max_size=len(batch), unique=True))
+    return RelabelledBatch(batch, np.asarray(chosen, dtype=np.int64))
+
+
+def varied(needs: Iterable[str], *, sequences: int = 6, tokens: int = 4) -> TokenBatch:
+    """The one batch in which a loss must find something to learn: every choice of the ordinary batches occurs, beside different others."""
+    count = sequences * tokens
+    numbers = np.arange(sequences, dtype=np.int64)
+    picks = np.arange(count)
+    values = {}
+    for place, name in enumerate(dict.fromkeys(("logprobs", *needs))):
+        choices = {"logprobs": _LOGPROBS, "advantages": _ADVANTAGES}.get(name, _DRIFTS if name.endswith("logprobs") else _NUMBERS)
+        values[name] = np.asarray(choices, dtype=np.float32)[(picks * (2 * place + 3) + place) % len(choices)]
+    for name, drift in values.items():
+        if name != "logprobs" and name.endswith("logprobs"):
+            values[name] = np.minimum(values["logprobs"] - drift, 0).astype(np.float32)
+    return TokenBatch(np.full(sequences, tokens, np.int64), values, np.full(count, 1 / count), numbers, numbers // 2, numbers // 2)
+
+
+def one_token(needs: Iterable[str]) -> TokenBatch:
+    """One sequence of one token, on which any loss or correction must be able to say something."""
+    values = {name: np.full(1, -1.0, np.float32) for name in dict.fromkeys(("logprobs", *needs))}
+    return TokenBatch(np.ones(1, np.int64), values, np.ones(1), *(np.zeros(1, np.int64) for _ in range(3)))
+
+
+@st.composite
+def masked_batches(draw: st.DrawFn, needs: Iterable[str]) -> TokenBatch:
+    """Micro-batches without any token that carries loss, and without any sequence."""
+    batch = draw(batches(needs))
+    keep = draw(st.integers(0, len(batch)))
+    lengths = np.zeros(keep, dtype=np.int64)
+    values = {name: values[:0] for name, values in batch.values.items()}
+    return TokenBatch(lengths, values, batch.weights[:0], batch.sample_ids[:keep], batch.group_ids[:keep], batch.unit_ids[:keep])

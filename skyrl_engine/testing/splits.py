@@ -1,0 +1,146 @@
+"""What mergers meet: a batch's outputs, split over mini-batches, ranks and micro-batches as the engine's backends would return them."""
+
+from collections.abc import Iterable
+
+import numpy as np
+from attrs import evolve, field, frozen
+from hypothesis import strategies as st
+
+from skyrl_engine.contracts.outputs import PADDING_SAMPLE, BatchOutput, Metric, RankOutput
+from skyrl_engine.contracts.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
+from skyrl_engine.contracts.ragged import IntArray, Ragged, offsets_of
+from skyrl_engine.contracts.topology import RankCoords, Topology
+
+FIELDS = ("logprobs", "token_loss")
+
+
+@frozen(eq=False)
+class Split:
+    """`whole` is what merging `outputs` by `plan` must give. `padded` says that ranks return padding samples among their own.
+
+    Values are small whole numbers, so that sums of metrics are exact in any order.
+    """
+
+    whole: BatchOutput
+    plan: BatchPlan
+    topology: Topology
+    outputs: tuple[RankOutput, ...]
+    padded: bool = False
+
+    def but(self, outputs: Iterable[RankOutput]) -> "Split":
+        """The same with other outputs."""
+        return evolve(self, outputs=tuple(outputs))
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name} {getattr(self.topology, name)}" for name in ("dp", "tp", "cp", "pp"))
+        lines = [f"samples {_ids(self.whole.sample_ids)} in {_counted(len(self.plan.mini_batches), 'mini-batch')} over {sizes}"]
+        lines += [
+            f"rank {each.coords.rank} (dp {each.coords.dp}, tp {each.coords.tp}, cp {each.coords.cp}, pp {each.coords.pp}) returns "
+            f"{_ids(each.sample_ids)}"
+            for each in self.outputs
+        ]
+        return "\n".join(lines)
+
+
+def _ids(ids: IntArray) -> str:
+    return ", ".join("padding" if each == PADDING_SAMPLE else str(each) for each in ids.tolist()) or "nothing"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 'es'}"
+
+
+@st.composite
+def splits(
+    draw: st.DrawFn, *, dp: int = 1, replicas: bool = False, padded: bool = False, shuffled: bool = False, mini_batches: int = 1
+) -> Split:
+    """Splits of up to six samples. Every argument lets one thing happen: data-parallel ranks up to `dp`, tensor, context and pipeline
+    replicas, padding samples, plans that put samples in another order than the caller's, and several mini-batches.
+    """
+    few = st.sampled_from((1, 2))
+    sizes = {name: draw(few) for name in ("tp", "cp", "pp")} if replicas else {}
+    topology = Topology(dp=draw(st.integers(1, dp)), **sizes)
+    count = draw(st.integers(1, 6))
+    numbers = np.arange(count, dtype=np.int64)
+    whole = _whole(draw, numbers)
+    order = np.asarray(draw(st.permutations(range(count))), dtype=np.int64) if shuffled else numbers
+    minis = np.array_split(order, draw(st.integers(1, min(mini_batches, count))))
+    cuts = draw(st.integers(1, 2))
+    plan = BatchPlan(
+        tuple(
+            MiniBatchPlan(
+                tuple(
+                    tuple(one_sample_per_row(part, 8, 8) for part in np.array_split(rank, cuts))
+                    for rank in np.array_split(mini, topology.dp)
+                )
+            )
+            for mini in minis
+        ),
+        Layout(dp=topology.dp, tp=topology.tp, cp=topology.cp, pp=topology.pp),
+        whole.sample_ids,
+    )
+    returned = _Returned(whole, plan, topology, [draw(st.booleans()) for _ in range(count)] if padded else [])
+    outputs = returned.outputs()
+    if shuffled:
+        outputs = [outputs[place] for place in draw(st.permutations(range(len(outputs))))]
+    return Split(whole, plan, topology, tuple(outputs), padded=any(PADDING_SAMPLE in each.sample_ids for each in outputs))
+
+
+def _whole(draw: st.DrawFn, numbers: IntArray) -> BatchOutput:
+    scored_lengths = draw(st.lists(st.integers(0, 2), min_size=len(numbers), max_size=len(numbers)))
+    scored = Ragged.from_list([np.arange(length) * 2 for length in scored_lengths], np.int32)
+    count = len(scored.values)
+    per_token = draw(st.booleans())
+    fields = {
+        name: Ragged(np.arange(count, dtype=np.float32) * sign + 1, scored.offsets)
+        for name, sign in zip(FIELDS, (-1, 1), strict=True)
+    }
+    if not per_token:
+        scored, fields = Ragged(np.zeros(0, np.int32), offsets_of(np.zeros_like(numbers))), {}
+    actions = np.asarray([2 * length for length in scored_lengths], dtype=np.int64)
+    ids = numbers * 3 + 1
+    return BatchOutput(ids, actions, scored, fields, metrics_of(ids))
+
+
+def metrics_of(ids: IntArray) -> dict[str, Metric]:
+    """One metric per reduction, of sample ids."""
+    if not len(ids):
+        return {}
+    return {
+        "a_sum": Metric.sum(int(ids.sum())),
+        "a_mean": Metric.mean(int(ids.sum()), len(ids)),
+        "a_min": Metric.min(int(ids.min())),
+        "a_max": Metric.max(int(ids.max())),
+    }
+
+
+@frozen(eq=False)
+class _Returned:
+    """What the ranks of a world return: the last stages of the pipeline outputs, all others none; replicas repeat each other."""
+
+    whole: BatchOutput
+    plan: BatchPlan
+    topology: Topology
+    padding: list[bool] = field(factory=list)
+
+    def outputs(self) -> list[RankOutput]:
+        coords = [self.topology.coords(rank) for rank in range(self.topology.world_size)]
+        return [self._of(number, each) for number in range(len(self.plan.mini_batches)) for each in coords]
+
+    def _of(self, number: int, coords: RankCoords) -> RankOutput:
+        if not coords.last_stage:
+            return RankOutput.empty(coords)
+        all_of_it = RankOutput(self.whole.sample_ids, self.whole.action_lengths, self.whole.scored, self.whole.fields)
+        parts = []
+        for micro_batch in self.plan.mini_batches[number].ranks[coords.dp]:
+            own = all_of_it.take(micro_batch.samples)
+            parts.append(evolve(own, metrics=metrics_of(own.sample_ids)))
+            if any(self.padding[sample] for sample in micro_batch.samples.tolist() if self.padding):
+                parts.append(self._padding())
+        return RankOutput.concat(parts, coords)
+
+    def _padding(self) -> RankOutput:
+        count = 1 if self.whole.fields else 0
+        scored = Ragged(np.zeros(count, dtype=np.int32), offsets_of([count]))
+        fields = {name: Ragged(np.full(count, 99, np.float32), scored.offsets) for name in self.whole.fields}
+        return RankOutput(np.array([PADDING_SAMPLE]), np.array([1]), scored, fields)

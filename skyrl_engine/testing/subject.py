@@ -1,0 +1,46 @@
+"""What the kit holds to its promises: something that makes the product anew, and what is known of the plugin that it is of."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+from attrs import field, frozen
+
+from skyrl_engine.config import SelectedPlugin
+from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.registry.resolve import Registry
+
+Product = TypeVar("Product")
+
+CONTEXT = FactoryContext(seed=1, pad_token_id=0, max_sequence_length=64)
+"""What a factory is told of the run."""
+
+
+@frozen(eq=False)
+class Subject(Generic[Product]):
+    """`make` builds the product anew, so that what one case leaves behind in it cannot reach another. `plugin` is None for a bare product.
+
+    `hooks` are what a suite offers beyond the product, by name: an `oracle`, a `reference`, `layouts`.
+    """
+
+    label: str
+    make: Callable[[], Product]
+    plugin: SelectedPlugin | None = None
+    hooks: Mapping[str, Callable[..., Any]] = field(factory=lambda: MappingProxyType({}))
+    flags: frozenset[str] = frozenset()
+
+    @classmethod
+    def of_plugin(cls, plugin: SelectedPlugin, **more: Any) -> "Subject[Any]":
+        """The product of an installed plugin or a local file."""
+        return cls(str(plugin.loaded.record), lambda: plugin.make(CONTEXT), plugin, **more)
+
+    def declares(self, flag: str) -> bool:
+        """Whether the product declares a capability, such as `batch_local`."""
+        return bool(getattr(self.make(), flag, False))
+
+
+def selected(kind: str, reference: str, options: Mapping[str, Any], base: Path | None = None) -> SelectedPlugin:
+    """The plugin that a reference means, with these options. Raises as selecting it for a run would."""
+    record = Registry.discover().resolve(kind, reference, base=base)
+    return SelectedPlugin.of(record, dict(options), "options")

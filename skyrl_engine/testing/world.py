@@ -1,0 +1,130 @@
+"""Ranks for tests: spawned processes in one gloo group, kept for many tasks, because starting them costs seconds."""
+
+import contextlib
+import gc
+import multiprocessing
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any, Self
+
+from skyrl_engine.errors import EngineError, WorkerError
+
+GRACE_SECONDS = 5.0
+"""After the first failure of a rank, how long to listen to the others."""
+
+
+class World:
+    """`size` ranks; `run` calls a function, importable by name, on all of them at once. A context manager; leaving it ends them."""
+
+    def __init__(self, size: int, *, timeout: float = 120.0) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        self._timeout = timeout
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank, size, port), daemon=True)
+            process.start()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
+        """Results by rank. A rank's EngineError is raised here as it was, anything else fails with its traceback.
+
+        Raises WorkerError where a rank died or did not answer in time; then the world is of no more use.
+        """
+        for pipe in self._pipes:
+            pipe.send((function, arguments, keywords))
+        replies: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + self._timeout
+        while len(replies) < len(self._pipes):
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in replies}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            for pipe in self._pipes:
+                if pipe in ready:
+                    replies[waiting[pipe]] = _received(pipe)
+            if any(kind != "result" for kind, _ in replies.values()):  # its peers may wait for it in a collective
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            if not ready:
+                break
+        for _, (kind, value) in sorted(replies.items()):
+            if kind == "engine error":
+                raise value
+        for rank, (kind, value) in sorted(replies.items()):
+            if kind == "death":
+                raise WorkerError(f"rank {rank} died", rank=rank, remedy="Look for what the process wrote before")
+            assert kind == "result", value
+        if silent := [rank for rank in range(len(self._pipes)) if rank not in replies]:
+            raise WorkerError(
+                f"rank {silent[0]} did not answer within {self._timeout:.0f} seconds",
+                rank=silent[0],
+                remedy="Let every rank take part in the same collectives in the same order",
+            )
+        return [value for _, (_, value) in sorted(replies.items())]
+
+    def close(self) -> None:
+        """End the ranks, whatever state they are in."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # of a rank that died
+                pipe.send(None)
+        for process in self._processes:
+            process.join(GRACE_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _received(pipe: Connection) -> tuple[str, Any]:
+    try:
+        kind, value = pipe.recv()
+    except (EOFError, OSError):
+        return "death", None
+    return kind, value
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A gloo group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined] # public in torch's documentation, not in its exports
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    while (task := pipe.recv()) is not None:
+        function, arguments, keywords = task
+        try:
+            pipe.send(("result", function(*arguments, **keywords)))
+        except EngineError as error:
+            pipe.send(("engine error", error))
+        except Exception:  # noqa: BLE001 - whatever a rank meets belongs to the test that asked for it
+            pipe.send(("failure", traceback.format_exc()))
+        # Modules that the first task imported live as long as the rank. DeepSpeed collects garbage at every start, which then is quick.
+        if not gc.get_freeze_count():
+            gc.freeze()
+    dist.destroy_process_group()

@@ -1,0 +1,55 @@
+"""The engine's workers on the ranks of a `World`: as a run drives them, without Ray, and one world for many backends in turn."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from skyrl_engine.testing.world import World
+from skyrl_engine.workers.dispatch import Shard
+from skyrl_engine.workers.launch import WorkerGroup
+from skyrl_engine.workers.spec import WorkerSpec
+
+
+class WorldTransport:
+    """A `Transport` over a world that outlives it. Starting one ends what ran there before."""
+
+    def __init__(self, world: World, spec: WorkerSpec) -> None:
+        self._world = world
+        world.run(_start, spec)
+
+    def put(self, shard: Shard) -> Shard:
+        return shard
+
+    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]], keywords: dict[str, Any]) -> list[Any]:
+        return self._world.run(_call, method, list(per_rank), keywords)
+
+    def close(self) -> None:
+        self._world.run(_end)
+
+
+def group_on(world: World, spec: WorkerSpec) -> WorkerGroup:
+    """Every rank of `spec.topology` on a world of that size."""
+    return WorkerGroup(WorldTransport(world, spec), spec.topology)
+
+
+_workers: list[Any] = []
+"""The worker of this process, a rank of some world: calls reach it as plain functions."""
+
+
+def _start(spec: WorkerSpec) -> None:
+    import torch.distributed as dist
+
+    from skyrl_engine.workers.worker import Worker
+
+    _end()
+    _workers.append(Worker(spec, dist.get_rank()))
+
+
+def _call(method: str, per_rank: Sequence[tuple[Any, ...]], keywords: dict[str, Any]) -> Any:
+    import torch.distributed as dist
+
+    return getattr(_workers[-1], method)(*per_rank[dist.get_rank()], **keywords)
+
+
+def _end() -> None:
+    while _workers:
+        _workers.pop().close()

@@ -1,0 +1,83 @@
+"""`skyrl-engine diff-backends`: the engine's own backend against itself, and against one that is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skyrl_engine.cli.app import main
+
+WRONG = '''
+from skyrl_engine import hookimpl
+from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
+
+def described(world_size):
+    import inspect
+    offered = {"config": FsdpConfig(), "world_size": world_size}
+    taken = inspect.signature(fsdp.skyrl_engine_describe_backend).parameters
+    return fsdp.skyrl_engine_describe_backend(**{name: offered[name] for name in taken})
+
+class Averaging:
+    """FSDP, but for gradients that are averaged over the micro-batches of a rank."""
+
+    @hookimpl
+    def skyrl_engine_describe_backend(self, world_size):
+        return described(world_size)
+
+    @hookimpl
+    def skyrl_engine_make_backend(self):
+        from skyrl_engine_fsdp.backend import FsdpBackend
+
+        class Backend(FsdpBackend):
+            def forward_backward(self, batch, objective):
+                self.count = len(batch)
+                return super().forward_backward(batch, objective)
+
+            def gradients(self):
+                for name, gradient in super().gradients():
+                    yield name, gradient / self.count
+
+        return Backend(FsdpConfig())
+
+averaging = Averaging()
+'''
+
+
+def test_a_backend_agrees_with_itself_over_another_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff-backends", "--b", "fsdp", "--collator", "packed", "--micro-batch-tokens", "80", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["agrees"] is True
+    assert len(report["parameters"]) == 24
+    assert {each["name"] for each in report["outputs"]} == {"logprobs", "entropy", "token_loss"}
+
+
+def test_a_wrong_backend_is_named_by_its_factor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    arguments = ["diff-backends", "--b", f"{tmp_path / 'wrong.py'}:averaging", "training.micro_batch_rows=4"]
+    assert main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "gradients of every parameter differ by one factor: x4.00 = micro-batches of a rank of a" in out
+    assert [line.split() for line in out.splitlines() if line.startswith("token_loss")] == [["token_loss", "none"]], "no place"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--b", "fsdp", "--layout", "tp2pp2"], "not of the form tp2xpp2xdp1"),
+        (["--b", "fsdp", "--layout", "tp2xtp2"], "at most once"),
+        (["--b", "fsdp", "--layout", "dp99999"], "takes 99999 processes on this machine"),
+        (["--b", "fsdp", "--layout", "pp2"], "--layout: backend.pipeline_parallel: backend 'fsdp'"),
+        (["--b", "fsdp", "--layout-a", "cp2"], "--layout-a: backend.context_parallel: backend 'fsdp'"),
+        (["--b", "fsdpp"], "there is no backend 'fsdpp'"),
+        ([], "Missing option '--b'"),
+    ],
+)
+def test_what_cannot_be_compared(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff-backends", *arguments]) in (2, 3)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tolerance", ["nan", "-1", "inf"])
+def test_a_tolerance_that_decides_nothing_is_refused(tolerance: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff-backends", "--b", "fsdp", "--tolerance", tolerance]) == 2
+    assert "is not a finite number from 0 up" in capsys.readouterr().err

@@ -1,0 +1,162 @@
+"""`plugins verify`: what it prints, its JSON, its exit codes, and how a plugin is meant."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+_LOSSES = """
+from attrs import define
+from skyrl_engine import hookimpl, loss, reducer
+
+
+@define
+class Options:
+    gamma: float = 2.0
+
+
+@loss(needs=("logprobs",), config=Options)
+def right(tokens, config):
+    return -config.gamma * tokens.logprobs
+
+
+@loss(needs=("logprobs",))
+def averaged(tokens, config):
+    return -tokens.logprobs / max(len(tokens.logprobs), 1)
+
+
+@reducer()
+def ones(structure, config):
+    return structure.loss_weight / 2.0
+
+
+@reducer()
+def unguarded(structure, config):
+    return structure.loss_weight / structure.mass[structure.sequence_index]
+
+
+class Both:
+    @hookimpl
+    def skyrl_engine_make_loss(self): ...
+
+    @hookimpl
+    def skyrl_engine_make_reducer(self): ...
+
+
+both = Both()
+number = 3
+"""
+
+
+@pytest.fixture
+def verify(command, tmp_path):
+    (tmp_path / "mine.py").write_text(_LOSSES)
+    return lambda *arguments: command("plugins", "verify", "--examples", "10", *arguments)
+
+
+def test_a_right_plugin_is_code_0(verify):
+    outcome = verify("./mine.py:right", "gamma=3")
+    assert outcome.code == 0, outcome.out
+    assert "with gamma = 3.0" in outcome.out
+    assert "kept" in outcome.out.splitlines()[-1]
+    assert "broken" not in outcome.out
+
+
+def test_a_broken_promise_is_code_3_with_counterexample_and_cause(verify):
+    outcome = verify("./mine.py:averaged")
+    assert outcome.code == 3
+    lines = [line.strip() for line in outcome.out.splitlines()]
+    assert "broken       A batch cut into micro-batches has the loss and the gradient of the whole (micro_batch_split)" in lines
+    assert any(line.startswith("changes x2.00 under two micro-batches: it divides by its own mask") for line in lines)
+    assert any("reducer token_mean" in line for line in lines)
+    assert "2 sequences of 1, 1 loss-carrying tokens" in lines
+    assert lines[-1].endswith("1 broken")
+
+
+@pytest.mark.filterwarnings("always:invalid value encountered")
+def test_what_warns_in_every_case_is_shown_once(verify, recwarn):
+    outcome = verify("reducer:./mine.py:unguarded")
+    assert outcome.code == 3
+    assert "Guard divisions by counts that can be 0" in outcome.out
+    assert [str(each.message) for each in recwarn] == ["invalid value encountered in divide"]
+
+
+def test_json_holds_every_finding(verify):
+    outcome = verify("loss:./mine.py:averaged", "--json")
+    assert outcome.code == 3
+    facts = json.loads(outcome.out)
+    assert list(facts) == ["kind", "name", "reference", "version", "sha256", "options", "kept", "promises"]
+    assert (facts["kind"], facts["name"], facts["kept"]) == ("loss", "averaged", False)
+    keys = ["promise", "sentence", "status", "cause", "remedy", "factor", "counterexample"]
+    assert all(list(each) == keys for each in facts["promises"])
+    (broken,) = [each for each in facts["promises"] if each["status"] == "broken"]
+    assert broken["promise"] == "micro_batch_split"
+    assert broken["factor"] == pytest.approx(2)
+    assert broken["counterexample"]
+
+
+@pytest.mark.parametrize(
+    ("reference", "kind"),
+    [
+        ("./mine.py:ones", "reducer"),
+        ("reducer:token_mean", "reducer"),
+        ("ordered", "merger"),
+        ("skyrl-engine-losses:tis", "correction"),
+    ],
+)
+def test_the_kind_is_found_out(verify, reference, kind):
+    assert json.loads(verify(reference, "--json").out)["kind"] == kind
+
+
+def test_options_are_set_in_both_ways(verify):
+    outcome = verify("focal", "--set", "gamma=1.5", "--json")
+    assert json.loads(outcome.out)["options"] == {"gamma": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("metrics_jsonl",), 2, "plugins of the kind 'observer' cannot be verified"),
+        (("focall",), 3, "Did you mean 'focal'?"),
+        (("loss:",), 2, "is not of the form KIND:REFERENCE"),
+        (("./mine.py:wright",), 3, "Did you mean"),
+        (("./mine.py:number",), 3, "implements no factory of a plugin"),
+        (("./mine.py:both",), 3, "makes loss and reducer"),
+        (("focal", "gama=2"), 2, "gamma"),
+        (("focal", "gamma"), 2, "is not an override"),
+    ],
+)
+def test_what_cannot_be_verified_is_one_line(verify, arguments, code, words):
+    outcome = verify(*arguments)
+    assert outcome.code == code
+    assert words in outcome.last_line
+    assert outcome.out == ""
+
+
+def test_a_backend_is_tried_on_the_layouts_that_are_asked_for(verify):
+    outcome = verify("backend:fsdp", "--layout", "dp1", "--json")
+    assert outcome.code == 0, outcome.out
+    found = {each["promise"]: each["status"] for each in json.loads(outcome.out)["promises"]}
+    assert found["step"] == found["save_and_load"] == "kept"
+    assert found["ranks_add_up"] == "not claimed"
+
+
+PAGE = Path(__file__).parents[2] / "docs/how-to/verify-a-plugin.md"
+
+
+def test_the_page_shows_what_is_printed(command, tmp_path):
+    text = PAGE.read_text()
+    (loss,) = re.findall(r'```python title="my_loss.py"\n(.*?)```', text, re.DOTALL)
+    (shown,) = re.findall(r"```text\n\$ skyrl-engine (.*?)```", text, re.DOTALL)
+    (tmp_path / "my_loss.py").write_text(loss)
+    arguments, _, output = shown.partition("\n")
+    printed = command(*arguments.split())
+    assert printed.code == 3
+    assert printed.out.replace(str(tmp_path), ".") == output
+
+
+def test_a_layout_of_more_processes_than_a_machine_holds_is_refused(verify):
+    outcome = verify("backend:fsdp", "--layout", "dp99999")
+    assert outcome.code == 2
+    assert "takes 99999 processes on this machine, where 64 are the most" in outcome.last_line

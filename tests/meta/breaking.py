@@ -1,0 +1,26 @@
+"""Which promises a deliberately wrong plugin breaks."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from skyrl_engine.testing.promise import Finding, Promise
+from skyrl_engine.testing.subject import Subject
+
+FEW = 6
+"""Examples of a promise that is expected to be kept."""
+
+
+def broken_by(
+    promises: Sequence[Promise[Any, Any]], make: Callable[..., Any], suspected: Collection[str] = (), *, examples: int, **more: Any
+) -> Mapping[str, Finding]:
+    """Findings by promise; those that are suspected are tried on so many examples. `more` as for `Subject`."""
+    subject = Subject("test", make, **more)
+    findings = [each.hold(subject, examples=examples if each.name in suspected else FEW) for each in promises]
+    return {finding.promise: finding for finding in findings if finding.status == "broken"}
+
+
+def require_broken(broken: Mapping[str, Finding], promises: Collection[str], words: str) -> None:
+    """These and no others, and one of them for the reason that the words tell."""
+    told = [line for finding in broken.values() for line in finding.lines]
+    assert set(broken) == promises, told
+    assert any(words in line for line in told), told

@@ -1,0 +1,26 @@
+"""The page of the kit lists every promise of every kind, in its own words."""
+
+from pathlib import Path
+
+import pytest
+
+from skyrl_engine.testing.kit import promises_of
+from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
+
+PAGE = Path(__file__).parents[2] / "docs/how-to/verify-a-plugin.md"
+OF_ALL = {each.name for each in PLUGIN_PROMISES}
+
+
+def listed(heading):
+    section = PAGE.read_text().partition(f"\n### {heading}\n")[2].partition("\n### ")[0]
+    return [line for line in section.splitlines() if line.startswith("| `")]
+
+
+@pytest.mark.parametrize("kind", ["loss", "correction", "reducer", "merger", "collator", "backend"])
+def test_promises_of_a_kind(kind):
+    due = [f"| `{each.name}` | {each.sentence} |" for each in promises_of(kind) if each.name not in OF_ALL]
+    assert listed(kind.capitalize()) == due
+
+
+def test_promises_of_every_kind():
+    assert listed("Every kind") == [f"| `{each.name}` | {each.sentence} |" for each in PLUGIN_PROMISES]

@@ -1,0 +1,30 @@
+"""Every installed plugin keeps every promise it claims; new ones are held to them as soon as they are installed.
+
+Backends start processes and load models: each is held to its promises by its own distribution's tests.
+"""
+
+import pytest
+
+from skyrl_engine.config import SelectedPlugin
+from skyrl_engine.registry.resolve import Registry
+from skyrl_engine.testing.kit import UNTESTABLE, promises_of
+from skyrl_engine.testing.subject import Subject
+
+RECORDS = [record for record in Registry.discover().records() if record.kind not in (*UNTESTABLE, "backend")]
+FEW = 4  # the distributions' own tests draw many
+TOGETHER = ("light_import",)
+"""One interpreter for all of them together, in tests/architecture."""
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: f"{record.kind}-{record.name}")
+def test_an_installed_plugin_keeps_its_promises(record):
+    subject = Subject.of_plugin(SelectedPlugin.of(record, {}, "test"))
+    promises = [each for each in promises_of(record.kind) if each.name not in TOGETHER]
+    findings = [each.hold(subject, examples=FEW) for each in promises]
+    wrong = [line for each in findings if each.status in ("broken", "undecided") for line in (each.promise, *each.lines)]
+    assert wrong == []
+    assert any(each.status == "kept" for each in findings)
+
+
+def test_plugins_of_every_verifiable_kind_are_here():
+    assert {record.kind for record in RECORDS} == {"collator", "loss", "correction", "reducer", "merger"}

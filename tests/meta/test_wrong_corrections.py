@@ -1,0 +1,47 @@
+"""Every promise to corrections is broken by something."""
+
+from functools import partial
+
+import breaking
+import pytest
+import wrong_corrections as wrong
+
+from skyrl_engine.testing.correction_promises import CORRECTION_PROMISES
+
+broken_by = partial(breaking.broken_by, CORRECTION_PROMISES, examples=50)
+
+FAULTS = [
+    (wrong.NormalisedOverTheBatch, {"micro_batch_split", "packing"}, "under two micro-batches: it divides by"),
+    (wrong.Unclamped, {"finite_factors"}, "clamp what goes into exp()"),
+    (wrong.BelowZero, {"finite_factors"}, "returned the factor -"),
+    (wrong.Learns, {"detached"}, "its factors require a gradient"),
+    (wrong.CountsCalls, {"rank_split"}, "it keeps something from one call to the next"),
+    (wrong.DropsTheFirst, {"micro_batch_split", "sample_order", "padding"}, "it depends on the place of a token among the n"),
+    (wrong.MeanBesideEmpty, {"padding"}, "fails beside a sequence without tokens"),
+    (wrong.FailsWithoutTokens, {"all_masked"}, "fails without a token"),
+    (wrong.ReadsUndeclared, {"needs"}, "tokens.rollout_logprobs"),
+    (wrong.ShiftsAndBack, {"precision"}, "loses precision"),
+    (wrong.DrawsGlobally, {"global_random_numbers"}, "draws from the global random state"),
+    (wrong.WritesInPlace, {"inputs_unchanged"}, "changes old_logprobs in place"),
+    (wrong.ChangesAfterAWhile, {"rank_split"}, "after 64 calls"),
+    (wrong.AsksForItsRank, {"replicas"}, "asks which rank it is on"),
+    (wrong.TakesGroupsForPlaces, {"labels"}, "fails where labels are other numbers"),
+    (wrong.WritesTheSame, {"inputs_unchanged"}, "changes old_logprobs in place"),
+    (wrong.SetsTheAlgorithms, {"process_settings"}, "leaves the deterministic algorithms at True"),
+    (wrong.HoldsALambda, {"pickling"}, "cannot be pickled"),
+]
+
+
+@pytest.mark.parametrize(("fault", "promises", "words"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_wrong_correction_breaks_its_promise(fault, promises, words):
+    broken = broken_by(fault, promises)
+    breaking.require_broken(broken, promises, words)
+
+
+def test_what_the_faults_are_made_of_is_right():
+    assert broken_by(wrong.Plain) == {}
+
+
+def test_every_promise_to_corrections_is_broken_by_something():
+    of_any_plugin = {"config_round_trip", "light_import"}  # broken by losses, in this folder
+    assert {each.name for each in CORRECTION_PROMISES} == {name for _, names, _ in FAULTS for name in names} | of_any_plugin

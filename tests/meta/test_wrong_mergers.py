@@ -1,0 +1,52 @@
+"""Every promise to mergers is broken by something."""
+
+from functools import partial
+
+import breaking
+import pytest
+import wrong_mergers as wrong
+
+from skyrl_engine.testing.merger_promises import MERGER_PROMISES
+
+broken_by = partial(breaking.broken_by, MERGER_PROMISES, examples=60)
+
+ERRORS = {"missing_samples", "duplicated_samples", "unexpected_samples"}
+
+FAULTS = [
+    (wrong.DropsRanksAboveZero, {"every_rank", "metrics", *ERRORS}, "is missing where 2 data-parallel ranks return their own"),
+    (
+        wrong.DropsTheLastSample,
+        {"one_rank", "every_rank", "every_mini_batch", "replicas", "padding", *ERRORS},
+        "sample 1 is missing",
+    ),
+    (wrong.KeepsTheFirstMiniBatch, {"every_mini_batch", "metrics", *ERRORS}, "is missing where 2 mini-batches come in one call"),
+    (wrong.KeepsTensorReplicas, {"replicas", "metrics", *ERRORS}, "sample 1 comes back twice under tp 2"),
+    (wrong.KeepsPadding, {"padding", *ERRORS}, "padding was never planned where ranks fill up"),
+    (wrong.OrderOfArrival, {"order"}, "belongs"),
+    (wrong.OrderOfRanks, {"order"}, "belongs"),
+    (wrong.ForgetsTheValues, {"values"}, "where the ranks returned"),
+    (wrong.Doubles, {"values"}, "comes back as float64, not float32"),
+    (wrong.MeanOfMeans, {"metrics"}, "each part's mean counts alike"),
+    (wrong.SumsByName, {"metrics"}, "its parts do not combine by max"),
+    (wrong.CountsReplicas, {"metrics"}, "the metric 'a_sum' is 2 where its sum is 1"),
+    (wrong.SilentWhereOneIsMissing, {"missing_samples"}, "says nothing where sample 1 is missing"),
+    (wrong.SilentWhereOneIsDoubled, {"duplicated_samples"}, "says nothing where sample 1 comes twice"),
+    (wrong.SilentWhereOneIsUnexpected, {"unexpected_samples"}, "says nothing where sample 1000"),
+    (wrong.WritesInPlace, {"inputs_unchanged"}, "changes the output of rank 0 in place"),
+    (wrong.HoldsALambda, {"pickling"}, "cannot be pickled"),
+]
+
+
+@pytest.mark.parametrize(("fault", "promises", "words"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_wrong_merger_breaks_its_promise(fault, promises, words):
+    broken = broken_by(fault, promises)
+    breaking.require_broken(broken, promises, words)
+
+
+def test_what_the_faults_are_made_of_is_right():
+    assert broken_by(wrong.Plain) == {}
+
+
+def test_every_promise_to_mergers_is_broken_by_something():
+    of_any_plugin = {"config_round_trip", "light_import"}  # broken by losses, in this folder
+    assert {each.name for each in MERGER_PROMISES} == {name for _, names, _ in FAULTS for name in names} | of_any_plugin

@@ -1,0 +1,162 @@
+"""Reducers that are wrong on purpose, one fault each."""
+
+import random
+
+import numpy as np
+
+from skyrl_engine.errors import DataError
+
+
+class Plain:
+    """A mean over sequences of each one's mean over tokens, right in everything; spoilt below."""
+
+    empty_sequence = "count"
+    batch_local = False
+
+    def weights(self, structure):
+        if (structure.loss_weight < 0).any():
+            raise DataError("a loss weight is negative", remedy="Make it 0 or more")
+        return self.of(structure, structure.loss_weight.astype(np.float64))
+
+    def of(self, structure, weight):
+        mass = np.where(structure.mass == 0, 1.0, structure.mass)
+        return weight / (len(structure) * mass)[structure.sequence_index]
+
+
+class NanWithoutLoss(Plain):
+    """0 / 0 for a sequence without loss."""
+
+    def of(self, structure, weight):
+        with np.errstate(invalid="ignore"):
+            return weight / (len(structure) * structure.mass)[structure.sequence_index]
+
+
+class Single(Plain):
+    def of(self, structure, weight):
+        return super().of(structure, weight).astype(np.float32)
+
+
+class Strided(Plain):
+    def of(self, structure, weight):
+        return np.repeat(super().of(structure, weight), 2)[::2]
+
+
+class IgnoresTheLastSequence(Plain):
+    """Of a batch of two or more; an offset that is one too short."""
+
+    def of(self, structure, weight):
+        last = len(structure) - 1
+        return super().of(structure, weight) * ((structure.sequence_index != last) | (last == 0))
+
+
+class CountsTokensOfNoLoss(Plain):
+    """Divides 1, not the token's weight."""
+
+    def of(self, structure, weight):
+        return super().of(structure, np.ones_like(weight))
+
+
+class DividesPerMicroBatch(Plain):
+    def of(self, structure, weight):
+        mass = np.bincount(structure.micro_batch, weights=structure.mass)
+        return weight / (np.where(mass == 0, 1, mass) * len(mass))[structure.micro_batch][structure.sequence_index]
+
+
+class TakesNeighboursForAGroup(Plain):
+    """Finds groups by where the label changes: sequences of one group must stand together."""
+
+    def of(self, structure, weight):
+        runs = np.cumsum(np.append(0, np.diff(structure.group_ids) != 0))
+        mass = np.bincount(runs, weights=structure.mass)
+        return weight / (np.where(mass == 0, 1, mass) * len(mass))[runs][structure.sequence_index]
+
+
+class TakesLabelsForPlaces(Plain):
+    """The number of groups is taken for one more than the largest label."""
+
+    def of(self, structure, weight):
+        mass = np.bincount(structure.group_ids, weights=structure.mass)
+        return weight / (np.where(mass == 0, 1, mass) * len(mass))[structure.group_ids][structure.sequence_index]
+
+
+class TruncatesFractions(Plain):
+    def of(self, structure, weight):
+        mass = np.maximum(np.bincount(structure.sequence_index, weights=weight.astype(np.int64), minlength=len(structure)), 1)
+        return weight / (len(structure) * mass)[structure.sequence_index]
+
+
+class NeverBelowOne(Plain):
+    """The published max(mass, 1), which is right for masks and wrong for fractions."""
+
+    def of(self, structure, weight):
+        return weight / (len(structure) * np.maximum(structure.mass, 1))[structure.sequence_index]
+
+
+class OneTooMany(Plain):
+    """Exact for the number of sequences that its author tried, which is three."""
+
+    def of(self, structure, weight):
+        return super().of(structure, weight) * len(structure) / 3
+
+
+class SkipsButCounts(Plain):
+    empty_sequence = "skip"
+
+
+class CountsEmptyTwice(Plain):
+    def of(self, structure, weight):
+        return super().of(structure, weight) * len(structure) / (len(structure) + np.count_nonzero(structure.empty))
+
+
+class TakesNegatives(Plain):
+    def weights(self, structure):
+        return self.of(structure, structure.loss_weight.astype(np.float64))
+
+
+class DividesInPlace(Plain):
+    def weights(self, structure):
+        made = super().weights(structure)
+        structure.micro_batch[:] = 0
+        return made
+
+
+class Tires(Plain):
+    """Weighs less from call to call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def of(self, structure, weight):
+        self.calls += 1
+        return super().of(structure, weight) / self.calls
+
+
+class TiresLate(Plain):
+    """The same, after some calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def of(self, structure, weight):
+        self.calls += 1
+        return super().of(structure, weight) / (2 if self.calls > 8 else 1)
+
+
+class CountsInABytesRoom(Plain):
+    """Sums masks in their own type, which holds no more than 255."""
+
+    def of(self, structure, weight):
+        mass = np.zeros(len(structure), structure.loss_weight.dtype)
+        np.add.at(mass, structure.sequence_index, structure.loss_weight)
+        return weight / (len(structure) * np.where(mass == 0, 1.0, mass))[structure.sequence_index]
+
+
+class Draws(Plain):
+    def of(self, structure, weight):
+        random.random()
+        return super().of(structure, weight)
+
+
+class HoldsALambda(Plain):
+    def __init__(self):
+        self.scale = lambda values: values

@@ -1,0 +1,172 @@
+"""A vision-language model inside the scorer: what is loaded and what refused, and what a pass without an image leaves behind."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from skyrl_engine.contracts.backend import LoraSpec, MicroBatch, ModelSpec
+from skyrl_engine.errors import ContractError, DataError, ModelError, UnsupportedError
+from skyrl_engine.modeling.architecture import all_layers, split_causal_lm, transformer_layers
+from skyrl_engine.modeling.loading import load_causal_lm, load_config, load_scorer, load_skeleton
+from skyrl_engine.modeling.model_inputs import model_inputs
+from skyrl_engine.modeling.parity import check_parity
+from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine.modeling.vision import ImageDecoder, language_part
+from skyrl_engine.proof.rollouts import VOCABULARY
+from skyrl_engine.testing.backend_batches import padded, picture_documents
+from skyrl_engine.testing.pictures import IMAGE_TOKEN, write_vision_model
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("vision")
+    write_vision_model(made)
+    return made
+
+
+def load(directory: Path, **options: Any) -> tuple[Any, Scorer]:
+    return load_scorer(ModelSpec(str(directory), **options), images=True)
+
+
+def batch(*numbers: int) -> MicroBatch:
+    documents = picture_documents(VOCABULARY, "own")
+    return padded([documents[number] for number in numbers], len(numbers))[0]
+
+
+def test_it_is_loaded_with_its_tower(directory: Path) -> None:
+    model, scorer = load(directory)
+    assert scorer.images is not None
+    assert (scorer.images.token, scorer.images.merge, scorer.images.patch) == (IMAGE_TOKEN, 2, 3 * 2 * 4 * 4)
+    assert {id(each) for each in scorer.parameters()} == {id(each) for each in model.parameters()}
+    assert scorer.segment_support.layers == len(transformer_layers(language_part(scorer.decoder))) == 4
+    assert len(all_layers(scorer.decoder)) == 4 + 3
+    skeleton, empty = load_skeleton(ModelSpec(str(directory)), images=True)
+    assert empty.images == scorer.images
+    assert [name for name, _ in skeleton.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
+def test_adapters_leave_the_tower_alone(directory: Path) -> None:
+    model, _ = load(directory, lora=LoraSpec())
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    assert len(trained) == 2 * 4 * 7
+    assert all(".language_model.layers." in name for name in trained)
+    with pytest.raises(ModelError, match=r"targets names 'qkv', which no linear layer of .* decoder is called"):
+        load(directory, lora=LoraSpec(targets=("qkv",)))
+
+
+def gradients(model: Any, scorer: Scorer, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    made = model_inputs(micro_batch, images=scorer.images)
+    scorer(made.inputs, made.positions, micro_batch.labels)["logprobs"].sum().backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def test_without_an_image_the_tower_runs_and_its_gradient_is_exactly_0(directory: Path) -> None:
+    """Even where an empty image's features are not finite: they are cut off, not multiplied by 0."""
+    model, scorer = load(directory)
+    assert isinstance(scorer.decoder, ImageDecoder)
+    ran: list[int] = []
+    hook = scorer.decoder.visual.register_forward_hook(lambda *_: ran.append(1))
+    for _ in range(2):
+        found = gradients(model, scorer, batch(2, 7))
+        tower = {name: each for name, each in found.items() if ".visual." in name}
+        assert tower.keys() == {name for name, _ in model.named_parameters() if ".visual." in name}
+        assert not any(each.any() for each in tower.values())
+        assert all(each.isfinite().all() for each in found.values())
+        for layer in [scorer.decoder.visual.merger]:
+            layer.linear_fc2.bias.data.fill_(float("inf"))
+    hook.remove()
+    assert len(ran) == 2
+
+
+def test_with_an_image_every_parameter_learns(directory: Path) -> None:
+    model, scorer = load(directory)
+    found = gradients(model, scorer, batch(0, 2))
+    assert found.keys() == dict(model.named_parameters()).keys()
+    assert all(each.any() for each in found.values())
+
+
+def test_parity_notices_positions_and_images_of_its_own(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof at load could not fail if the probe's image moved nothing."""
+    model = load_causal_lm(ModelSpec(str(directory)), images=True)
+    scorer = Scorer(split_causal_lm(model), logits_per_chunk=10**4)
+    check_parity(model, scorer, name="right")
+    with monkeypatch.context() as patch:
+        patch.setattr("skyrl_engine.modeling.model_inputs.rotary_positions", flat_positions)
+        with pytest.raises(ModelError, match="computes logits that differ"):
+            check_parity(model, scorer, name="flat positions")
+    forward = ImageDecoder.forward
+    monkeypatch.setattr(ImageDecoder, "forward", lambda *arguments, **inputs: forward(*arguments, **darkened(inputs)))
+    with pytest.raises(ModelError, match="computes logits that differ"):
+        check_parity(model, scorer, name="black images")
+
+
+def flat_positions(micro_batch: MicroBatch, _tokens: Any) -> torch.Tensor:
+    mask = micro_batch.inputs["attention_mask"]
+    return (mask.cumsum(1) - 1).clamp(min=0).expand(3, *mask.shape)
+
+
+def darkened(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: 0 * each if name == "pixel_values" else each for name, each in inputs.items()}
+
+
+def test_what_the_model_is_given(directory: Path) -> None:
+    _, scorer = load(directory)
+    with_image = model_inputs(batch(0, 2), images=scorer.images).inputs
+    assert set(with_image) == {"input_ids", "attention_mask", "position_ids", "pixel_values", "image_grid_thw"}
+    assert with_image["position_ids"].shape == (3, *with_image["input_ids"].shape)
+    text = model_inputs(batch(2, 7), images=scorer.images).inputs
+    assert set(text) == {"input_ids", "attention_mask", "position_ids"}
+    row = model_inputs(batch(0, 2), images=scorer.images, one_row=True)
+    assert row.segments is not None
+    assert row.inputs["position_ids"].shape == (3, 1, sum(row.segments.lengths))
+    assert torch.equal(row.inputs["pixel_values"], with_image["pixel_values"])
+
+
+def test_images_without_a_model_that_takes_them_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="rows carry image_grid_thw, which the backend does not give") as caught:
+        model_inputs(batch(0))
+    assert "train a vision-language model" in caught.value.remedy
+
+
+def test_a_padding_token_that_stands_for_images_is_refused(directory: Path) -> None:
+    _, scorer = load(directory)
+    given = batch(0, 2)
+    ids = given.inputs["input_ids"].masked_fill(given.inputs["attention_mask"] == 0, IMAGE_TOKEN)
+    with pytest.raises(DataError, match=f"rows are padded with {IMAGE_TOKEN}, the model's image token"):
+        model_inputs(evolve(given, inputs={**given.inputs, "input_ids": ids}), images=scorer.images)
+
+
+def test_pixels_must_not_be_left_out(directory: Path) -> None:
+    _, scorer = load(directory)
+    given = batch(0)
+    inputs = {name: each for name, each in given.inputs.items() if name != "pixel_values"}
+    with pytest.raises((ContractError, DataError)):
+        model_inputs(evolve(given, inputs=inputs), images=scorer.images)
+
+
+def test_a_backend_that_gives_no_images_refuses_the_model(directory: Path) -> None:
+    for refused in (load_scorer, load_skeleton):
+        with pytest.raises(UnsupportedError, match=r"is a vision-language model, and the backend .* does not declare 'vision'"):
+            refused(ModelSpec(str(directory)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("qwen3_vl_moe", "a mixture of experts that takes images, which is not supported"),
+        ("qwen2_5_vl", "a vision-language model of the architecture qwen2_5_vl, which is not supported"),
+    ],
+)
+def test_other_vision_language_models_are_refused(directory: Path, tmp_path: Path, kind: str, what: str) -> None:
+    shutil.copytree(directory, tmp_path / kind)
+    (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind}))
+    for images in (True, False):
+        with pytest.raises(UnsupportedError, match=what) as caught:
+            load_config(ModelSpec(str(tmp_path / kind)), images=images)
+        assert "supported: qwen3_vl" in caught.value.cause

@@ -1,0 +1,38 @@
+"""Models of two families, pools of ranks over them, and configurations by loss and reducer."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from skyrl_engine.config import ResolvedConfig, from_dict, resolve
+from skyrl_engine.contracts.backend import ModelSpec
+from skyrl_engine.proof.model import Family, write_model
+from skyrl_engine.proof.ranks import RankPool
+
+Configure = Callable[..., dict[str, ResolvedConfig]]
+FAMILIES: tuple[Family, ...] = ("qwen3", "llama")
+
+
+def configured(**tables: dict[str, object]) -> dict[str, ResolvedConfig]:
+    """`configured(loss={"use": "ppo"})`: the configuration with padded and with packed rows."""
+    return {
+        collator: resolve(from_dict({**tables, "collator": {"use": collator}}, "test"), need=())
+        for collator in ("padded", "packed")
+    }
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RankPool]]:
+    """Ranks over a Qwen3 and over a Llama, with value heads, started when asked for."""
+    directory = tmp_path_factory.mktemp("models")
+    made = {}
+    for family in FAMILIES:
+        write_model(directory / family, family, value_head=True)
+        made[family] = RankPool(ModelSpec(str(directory / family), value_head=True), configured()["padded"].plugins)
+    with made["qwen3"], made["llama"]:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def configure() -> Configure:
+    return configured

@@ -1,0 +1,105 @@
+"""What two backends' numbers are said to mean: a common factor and its name, or the layer where the difference enters."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from skyrl_engine.contracts.outputs import BatchOutput, Metric
+from skyrl_engine.contracts.ragged import Ragged
+from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.proof.backends import BackendDifference, Side, difference, facts_of, layer_of
+from skyrl_engine.proof.comparison import Measured
+
+NAMES = [
+    "model.embed_tokens.weight",
+    "model.layers.0.mlp.weight",
+    "model.layers.1.self_attn.q_proj.weight",
+    "model.layers.1.mlp.weight",
+    "lm_head.weight",
+]
+FACTS = facts_of(Topology(), Topology(dp=2, tp=2), micro_batches={"a": 6, "b": 3}, tokens=100)
+
+
+def side(change: Callable[[str, np.ndarray], np.ndarray] = lambda _, gradient: gradient, *, shift: float = 0.0) -> Side:
+    """Random gradients, changed; log-probabilities of two samples, shifted at the last token."""
+    numbers = np.random.default_rng(0)
+    gradients = {name: change(name, numbers.normal(size=(3, 4)).astype(np.float32)) for name in NAMES}
+    scored = Ragged.from_list([[0, 1], [2]], np.int32)
+    logprobs = np.array([-1.0, -2.0, -3.0 + shift], dtype=np.float32)
+    output = BatchOutput(
+        np.array([4, 9]),
+        np.array([2, 3]),
+        scored,
+        {"logprobs": Ragged(logprobs, scored.offsets)},
+        {"loss": Metric.sum(2.0 + shift)},
+    )
+    return Side("x", Measured(2.0 + shift, 2.0, gradients, output))
+
+
+def compared(a: Side) -> BackendDifference:
+    return difference(a, side(), facts=FACTS)
+
+
+def test_equal_numbers_agree() -> None:
+    found = compared(side())
+    assert found.agrees
+    assert found.explanation == "the backends agree"
+    assert found.first_layer is None
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (4.0, "x4.00 = world size of b"),
+        (0.5, "x0.50 = 1 / data-parallel size of b"),
+        (1 / 6, "x0.17 = 1 / micro-batches of a rank of a"),
+        (0.01, "x0.01 = 1 / loss-carrying tokens"),
+        (1.7, "x1.70"),
+    ],
+)
+def test_a_common_factor_is_named(factor: float, words: str) -> None:
+    found = compared(side(lambda _, gradient: gradient * np.float32(factor)))
+    assert not found.agrees
+    assert found.explanation == f"gradients of every parameter differ by one factor: {words}"
+
+
+def test_a_factor_on_some_parameters_says_on_how_many() -> None:
+    """As where replicated norms see local heads only, and nobody sums over tensor ranks."""
+    found = compared(side(lambda name, gradient: gradient * np.float32(0.25) if "q_proj" in name else gradient))
+    assert found.explanation == "gradients of 1 of 5 parameters differ by one factor: x0.25 = 1 / world size of b"
+    assert found.worst[0].name == "model.layers.1.self_attn.q_proj.weight"
+    assert found.first_layer == "model.layers.1"
+
+
+def test_the_first_layer_counts_from_the_head() -> None:
+    def broken(name: str, gradient: np.ndarray) -> np.ndarray:
+        return gradient[::-1].copy() if name.startswith(("model.embed", "model.layers.0")) else gradient
+
+    found = compared(side(broken))
+    assert (
+        found.explanation
+        == "log-probabilities agree, gradients do not; counted from the head, model.layers.0 is the first to diverge"
+    )
+
+
+def test_a_difference_of_the_forward_pass_is_told_apart() -> None:
+    found = compared(side(lambda _, gradient: gradient[::-1].copy(), shift=0.5))
+    assert found.explanation == "log-probabilities differ already; counted from the head, lm_head is the first to diverge"
+    (worst,) = found.fields
+    assert (worst.largest, worst.sample, worst.token) == (0.5, 9, 2)
+    assert found.loss == pytest.approx(0.25)
+
+
+def test_a_missing_parameter_is_no_agreement() -> None:
+    short = side()
+    short.measured.gradients.pop("lm_head.weight")  # type: ignore[attr-defined] # a dict in this test
+    found = compared(short)
+    assert not found.agrees
+    assert found.only_b == ("lm_head.weight",)
+
+
+def test_layers() -> None:
+    assert layer_of("model.layers.12.mlp.experts.3.up_proj.weight") == "model.layers.12"
+    assert layer_of("lm_head.weight") == "lm_head"
+    assert layer_of("model.norm.weight") == "model.norm"

@@ -1,0 +1,69 @@
+"""Every backend on every layout computes what one float32 process computes, or refuses while planning; see parity.py for what is measured."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import loss_curves
+from parity import BACKENDS, COLLATORS, LAYOUTS, LOSSES, Entry, Matrix, table
+
+from skyrl_engine.errors import PluginNotFoundError
+
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]
+
+RUNS = {
+    "fsdp": ("dp1", "dp2", "tp2", "tp2xdp2"),
+    **{f"deepspeed z{stage}": ("dp1", "dp2") for stage in range(4)},
+    "megatron": LAYOUTS,
+}
+"""What must run; everything else must be refused. A layout that becomes possible moves in here."""
+
+
+@pytest.fixture(scope="module")
+def matrix() -> Iterator[Matrix]:
+    with Matrix() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def entries(pytestconfig: pytest.Config) -> Iterator[list[Entry]]:
+    """What was measured, printed as a table in the end."""
+    measured: list[Entry] = []
+    yield measured
+    reporter = pytestconfig.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line("\n" + table(measured))
+
+
+@pytest.mark.parametrize(("backend", "layout"), [(backend, layout) for backend in BACKENDS for layout in LAYOUTS])
+def test_a_backend_on_a_layout(matrix: Matrix, entries: list[Entry], backend: str, layout: str) -> None:
+    try:
+        entry = matrix.entry(backend, layout)
+    except PluginNotFoundError as error:
+        pytest.skip(f"{backend} is not installed: {error.cause}")
+    entries.append(entry)
+    if layout not in RUNS[backend]:
+        assert entry.refused, f"{entry.name} runs; say so in RUNS"
+        assert "does not declare the capability" in entry.refused, entry.refused
+        return
+    assert not entry.refused, entry.refused
+    assert not entry.failed, entry.failed
+    assert set(entry.cells) == {(loss, collator) for loss in LOSSES for collator in COLLATORS}
+    wrong = {key: cell for key, cell in entry.cells.items() if not cell.agrees}
+    assert not wrong, f"{entry.name}: {wrong}"
+
+
+def test_thirty_steps_are_the_same_on_all_backends(matrix: Matrix) -> None:
+    for name, (backend, layout) in loss_curves.RUNS.items():
+        assert layout in RUNS[backend], name
+    curves = loss_curves.measured(matrix)
+    assert {len(curve) for curve in curves.values()} == {loss_curves.STEPS}
+    first = next(iter(curves.values()))
+    assert first[-1] < 0.9 * first[0], "nothing was learned"
+    assert loss_curves.disagreements(curves) == []
+    halved = {**curves, "half of the last": next(reversed(curves.values())) / 2}
+    assert loss_curves.disagreements(halved) == ["half of the last"]
