@@ -12,6 +12,9 @@ ENGINE = "skyrl-engine"
 ENTRY_POINTS = "entry_points.txt"
 _GROUPS = {kind.group: kind.name for kind in KINDS.values()}
 
+_PLAIN_RANGE = re.compile(r"[\w.-]+?((?:(?:[<>]=?|[=!]=)\d+(?:\.\d+)*(?:,(?!$)|$))+)", re.ASCII)
+"""A requirement as pip writes it for plain lower and upper bounds, such as skyrl-engine<0.2,>=0.1."""
+
 
 @frozen
 class UnreadableDistribution:
@@ -84,10 +87,15 @@ def engine_requirement(distribution: metadata.Distribution) -> str | None:
 
     The unreadable is refused when the plugin is asked for, not here, where it may concern nobody.
     """
-    from packaging.requirements import InvalidRequirement, Requirement
-
     for line in distribution.requires or ():
         if normalise(line).startswith(ENGINE):
+            if plain := _PLAIN_RANGE.fullmatch(line):  # without packaging, whose import would be a third of `plugins list`
+                bounds = plain[1]
+                if normalise(line.removesuffix(bounds)) == ENGINE:
+                    return ",".join(sorted(bounds.split(",")))
+                continue
+            from packaging.requirements import InvalidRequirement, Requirement
+
             try:
                 requirement = Requirement(line)
             except InvalidRequirement:
