@@ -1,9 +1,8 @@
 """Values of different length per sample, stored flat: the shape of everything that crosses the engine."""
 
 from bisect import bisect_left, bisect_right
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise, repeat
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -38,13 +37,14 @@ BLOCK = 1 << 16
 _NUMBERS = np.arange(2 * BLOCK, dtype=np.int64)
 """Kept, because fresh memory for the numbers of every block costs more than all that is done with them."""
 
-_EVERY_ROW = slice(None)
-
 LONG = 256
 """Mean length from which segments are taken one by one: then copying a value costs less than its place does."""
 
-LONG_JOINED = 160
-"""The same for joining, where a segment of several arrays is copied at once."""
+LONG_JOINED = 96
+"""Mean length from which segments are joined window by window."""
+
+WINDOWS = (32, 4, 1)
+"""Values of a window, which is copied in little more time than one value."""
 
 
 def take_segments(arrays: Sequence[AnyArray], offsets: IntArray, segments: IntArray) -> tuple[list[AnyArray], IntArray]:
@@ -81,54 +81,68 @@ def join_segments(parts: Parts, offsets: Sequence[IntArray], order: IntArray) ->
     new = offsets_of(lengths[order])
     targets = np.full(len(lengths), -1, dtype=np.int64)
     targets[order] = new[:-1]
-    plain = all(values.dtype.itemsize in (1, 2, 4, 8) for values in parts[0])
-    join = _join_pieces if plain and new[-1] > LONG_JOINED * len(order) else _join_values
+    join = _join_windows if new[-1] > LONG_JOINED * len(order) else _join_values
     return join(parts, offsets, targets, lengths, int(new[-1])), new
 
 
-def _join_pieces(parts: Parts, offsets: Sequence[IntArray], targets: IntArray, lengths: IntArray, total: int) -> list[AnyArray]:
-    """Copy segment by segment, `total` values in all. `targets` say where each begins among the joined, -1 where it is dropped.
+def _join_windows(parts: Parts, offsets: Sequence[IntArray], targets: IntArray, lengths: IntArray, total: int) -> list[AnyArray]:
+    """Copy `total` values, many at a time. `targets` say where each segment begins among the joined, -1 where it is dropped.
 
-    A copy costs more than its bytes, so a segment's values of all arrays as wide as each other are rows of one table and are copied at once.
+    A segment is cut into windows as wide as the widest of `WINDOWS` that fits into it; the last one overlaps the one before.
     """
-    kept = targets >= 0
-    starts = np.concatenate([each[:-1] for each in offsets])[kept]
-    bounds = [each.tolist() for each in (targets[kept], targets[kept] + lengths[kept], starts, starts + lengths[kept])]
-    ends = offsets_of(kept)[offsets_of([len(each) - 1 for each in offsets])].tolist()
-    dtypes = [values.dtype for values in parts[0]]
-    joined: list[AnyArray] = [np.empty(0)] * len(dtypes)
-    for width in {dtype.itemsize for dtype in dtypes}:
-        rows = [row for row, dtype in enumerate(dtypes) if dtype.itemsize == width]
-        table = np.empty((len(rows), total), dtype=f"u{width}")
-        part = np.empty((len(rows), max(len(arrays[0]) for arrays in parts)), dtype=table.dtype)
-        for arrays, (first, last) in zip(parts, pairwise(ends), strict=True):
-            for row, values in zip(rows, part[:, : len(arrays[0])], strict=True):
-                values[:] = arrays[row].astype(dtypes[row], copy=False).view(table.dtype)
-            new_start, new_stop, old_start, old_stop = (each[first:last] for each in bounds)
-            new = zip(repeat(_EVERY_ROW), map(slice, new_start, new_stop))
-            old = zip(repeat(_EVERY_ROW), map(slice, old_start, old_stop))
-            deque(map(table.__setitem__, new, map(part.__getitem__, old)), maxlen=0)  # a loop that Python need not interpret
-        for row, values in zip(rows, table, strict=True):
-            joined[row] = values.view(dtypes[row])
+    joined = [np.empty(total, values.dtype) for values in parts[0]]
+    for first, last, pieces in _pieces(parts, lengths, offsets):
+        begins = offsets_of(lengths[first:last])[:-1]
+        copies = list(_windows(begins, targets[first:last], lengths[first:last]))
+        for values, source in zip(joined, pieces, strict=True):
+            read = np.ascontiguousarray(source, values.dtype)
+            for width, olds, news in copies:
+                _wide(values, width)[news] = _wide(read, width)[olds]
     return joined
+
+
+def _windows(begins: IntArray, targets: IntArray, lengths: IntArray) -> Iterator[tuple[int, IntArray, IntArray]]:
+    """For each width in use, where its windows begin in the old and in the new places."""
+    wider = np.iinfo(np.int64).max
+    for width in WINDOWS:
+        chosen = np.flatnonzero((targets >= 0) & (lengths >= width) & (lengths < wider))
+        wider = width
+        if len(chosen):
+            counts = -(-lengths[chosen] // width)
+            steps = _numbers(int(counts.sum())) - np.repeat(offsets_of(counts)[:-1], counts)
+            shifts = np.minimum(steps * width, np.repeat(lengths[chosen] - width, counts))
+            yield width, shifts + np.repeat(begins[chosen], counts), shifts + np.repeat(targets[chosen], counts)
+
+
+def _wide(values: AnyArray, width: int) -> AnyArray:
+    """Element i is the bytes of `values[i : i + width]`; nothing is copied."""
+    size = values.dtype.itemsize
+    return np.ndarray(len(values) - width + 1, f"V{width * size}", values.view(np.uint8), strides=size)
 
 
 def _join_values(parts: Parts, offsets: Sequence[IntArray], targets: IntArray, lengths: IntArray, total: int) -> list[AnyArray]:
     """The same, with a place for every value, as much at a time as stays in the processor's cache."""
     joined = [np.empty(total, values.dtype) for values in parts[0]]
+    for first, last, pieces in _pieces(parts, lengths, offsets):
+        own = lengths[first:last]
+        kept = targets[first:last] >= 0
+        places = np.repeat(targets[first:last] - offsets_of(own)[:-1], own)
+        places += _numbers(len(places))
+        chosen: AnyArray | slice = slice(None) if kept.all() else np.repeat(kept, own)
+        places = places[chosen]
+        for values, piece in zip(joined, pieces, strict=True):
+            values[places] = piece[chosen]
+    return joined
+
+
+def _pieces(parts: Parts, lengths: IntArray, offsets: Sequence[IntArray]) -> Iterator[tuple[int, int, Iterator[AnyArray]]]:
+    """Segments end to end over all parts, in blocks: the first, the one after the last, and each array's values of them."""
     old, bounds = offsets_of(lengths), offsets_of([each[-1] for each in offsets]).tolist()
     for first, last in _blocks(old):
         start, stop = int(old[first]), int(old[last])
         among = range(bisect_right(bounds, start) - 1, bisect_left(bounds, stop))
-        kept = targets[first:last] >= 0
-        places = np.repeat(targets[first:last] - (old[first:last] - start), lengths[first:last])
-        places += _numbers(len(places))
-        chosen: AnyArray | slice = slice(None) if kept.all() else np.repeat(kept, lengths[first:last])
-        places = places[chosen]
-        for number, values in enumerate(joined):
-            pieces = [parts[p][number][max(start - bounds[p], 0) : stop - bounds[p]] for p in among]
-            values[places] = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces))[chosen]
-    return joined
+        found = ([parts[p][number][max(start - bounds[p], 0) : stop - bounds[p]] for p in among] for number in range(len(parts[0])))
+        yield first, last, (each[0] if len(each) == 1 else np.concatenate(each) for each in found)
 
 
 def _numbers(count: int) -> IntArray:

@@ -102,6 +102,7 @@ def test_segments_of_several_parts_are_joined_in_any_order(block, long, lengths,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ragged_module, "BLOCK", block)
         patch.setattr(ragged_module, "LONG_JOINED", long)
+        patch.setattr(ragged_module, "WINDOWS", (3, 2, 1))
         joined, offsets = join_segments(parts, [offsets_of(part) for part in lengths], order)
     for values, wanted in zip(joined, arrays, strict=True):
         np.testing.assert_array_equal(values, wanted[segment_indices(offsets_of(flat), order)], strict=True)
