@@ -25,6 +25,7 @@ MUTMUT = "mutmut==3.8.1"
 OF_MANY_RANKS = ("tests/integration", "tests/training", "tests/workers", "plugins/deepspeed", "plugins/fsdp", "plugins/megatron")
 """Folders whose tests start several processes each, which wait for each other: run one file at a time, the others two."""
 PROOFS_OF_FEW_RANKS = ("tests/meta", "tests/proof/test_every_loss_and_reducer.py", "plugins/collators")
+QUICK = "not proof and not example and not exhaustive"
 SLOWEST = ("--durations", "20")
 TWO_AT_A_TIME = ("--numprocesses", "2", "--dist", "loadfile", *SLOWEST)
 
@@ -52,10 +53,10 @@ def tests(session: nox.Session) -> None:
     """Every test but the slow proofs. Tests that need a GPU run where there is one, elsewhere they are listed."""
     install(session)
     if session.posargs:
-        pytest(session, "-m", "not proof and not example", *session.posargs)
+        pytest(session, "-m", QUICK, *session.posargs)
         return
-    pytest(session, "-m", "not proof and not example", *TWO_AT_A_TIME, *(f"--ignore={folder}" for folder in OF_MANY_RANKS))
-    pytest(session, "-m", "not proof and not example", *SLOWEST, *OF_MANY_RANKS)
+    pytest(session, "-m", QUICK, *TWO_AT_A_TIME, *(f"--ignore={folder}" for folder in OF_MANY_RANKS))
+    pytest(session, "-m", QUICK, *SLOWEST, *OF_MANY_RANKS)
 
 
 @nox.session
@@ -63,10 +64,17 @@ def proofs(session: nox.Session) -> None:
     """The slow proofs: invariance of gradients, resuming after a kill, memory, costs."""
     install(session)
     if session.posargs:
-        pytest(session, "-m", "proof", *session.posargs)
+        pytest(session, "-m", "proof and not exhaustive", *session.posargs)
         return
-    pytest(session, "-m", "proof", *TWO_AT_A_TIME, *PROOFS_OF_FEW_RANKS)
-    pytest(session, "-m", "proof", *SLOWEST, *(f"--ignore={place}" for place in PROOFS_OF_FEW_RANKS))
+    pytest(session, "-m", "proof and not exhaustive", *TWO_AT_A_TIME, *PROOFS_OF_FEW_RANKS)
+    pytest(session, "-m", "proof and not exhaustive", *SLOWEST, *(f"--ignore={place}" for place in PROOFS_OF_FEW_RANKS))
+
+
+@nox.session
+def exhaustive(session: nox.Session) -> None:
+    """Every combination of the matrices of which tests and proofs take a part that covers all; about an hour, before a release."""
+    install(session)
+    pytest(session, "-m", "exhaustive", *SLOWEST, *session.posargs)
 
 
 @nox.session

@@ -29,11 +29,13 @@ class OfStage(BackendConformance):
         """The module's."""
 
 
+@pytest.mark.exhaustive
 class TestStage0(OfStage):
     options: ClassVar[Mapping[str, Any]] = {"zero_stage": 0}
     layouts = ("dp2",)
 
 
+@pytest.mark.exhaustive
 class TestStage1(OfStage):
     options: ClassVar[Mapping[str, Any]] = {"zero_stage": 1}
     layouts = ("dp2",)

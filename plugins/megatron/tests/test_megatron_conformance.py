@@ -1,4 +1,4 @@
-"""The backend contract, on one rank, on two replicas, and divided over stages and within them; test_megatron_gradients.py has more layouts."""
+"""The backend contract, on two replicas, divided within layers, and over stages; test_megatron_gradients.py has more layouts."""
 
 import pytest
 
@@ -9,4 +9,10 @@ pytestmark = pytest.mark.proof
 
 class TestMegatron(BackendConformance):
     plugin = "skyrl-engine-megatron:megatron"
-    layouts = ("dp1", "dp2", "tp2xpp2")
+    layouts = ("dp2", "tp2", "pp2")
+
+
+@pytest.mark.exhaustive
+class TestTwiceDivided(BackendConformance):
+    plugin = "skyrl-engine-megatron:megatron"
+    layouts = ("dp1", "tp2xpp2")
