@@ -46,6 +46,7 @@ def preview(
     from skyrl_engine.data.preview import preview as look_at
     from skyrl_engine.data.tokenizer import load_tokenizer
     from skyrl_engine.data.vision import load_vision
+    from skyrl_engine.training.capability import vision_of
     from skyrl_engine.training.preparation import columns_to_read
 
     flags = {"model.path": model, "data.train": dataset}
@@ -56,7 +57,7 @@ def preview(
     part: Split = "eval" if split == "eval" else "train"
     with render.show_progress(quiet=current_settings().quiet) as display:
         needed = columns_to_read(resolved, tokenizer)
-        vision = load_vision(config.model, limited)
+        vision = vision_of(config.model, load_vision(config.model, limited))
         columns = load_columns(
             limited, tokenizer, split=part, seed=config.run.seed, needed=needed, vision=vision, progress=display.data
         )

@@ -179,10 +179,12 @@ def show_plan(plan: "RunPlan") -> None:
 
 
 def _described(data: Mapping[str, Any]) -> str:
-    dropped = data["dropped_overlong"] + data["dropped_without_loss"] + data["dropped_bad_images"]
+    bad = data["dropped_bad_images"]
+    dropped = data["dropped_overlong"] + data["dropped_without_loss"] + bad
     return (
-        f"{data['name']} ({data['format']}): {data['samples']:,} of {data['rows']:,} rows, {dropped:,} dropped, "
-        f"{data['truncated']:,} truncated; {data['tokens']:,} tokens, {data['loss_tokens']:,} carry loss"
+        f"{data['name']} ({data['format']}): {data['samples']:,} of {data['rows']:,} rows, {dropped:,} dropped"
+        + (f" ({bad:,} with bad images), " if bad else ", ")
+        + f"{data['truncated']:,} truncated; {data['tokens']:,} tokens, {data['loss_tokens']:,} carry loss"
         + (f"; {data['images']:,} images of {data['image_tokens']:,} tokens" if data["images"] else "")
         + (f"; columns {', '.join(data['columns'])}" if data["columns"] else "")
     )
