@@ -7,6 +7,7 @@ installed or not.
 import json
 import math
 import zlib
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -67,8 +68,11 @@ class VisionInputs:
         return math.prod(grid) // int(self.processor.merge_size) ** 2
 
     def identity(self) -> str:
-        """Everything that decides how many tokens an image becomes, for the token cache."""
-        settings = [type(self.processor).__name__, self.processor.to_dict(), self.image_token, self.max_pixels]
+        """Everything that decides how many tokens an image becomes, for the token cache; Pillow decides which files are images."""
+        settings = [
+            *(type(self.processor).__name__, self.processor.to_dict(), self.image_token, self.max_pixels),
+            metadata.version("pillow"),
+        ]
         return json.dumps(settings, sort_keys=True, default=str)
 
     def measure(self, image: StoredImage) -> MeasuredImage:

@@ -1,4 +1,4 @@
-"""Trained weights as a Hugging Face directory that transformers loads: model, configuration and tokenizer."""
+"""Trained weights as a Hugging Face directory that transformers loads: model, configuration, tokenizer and processors."""
 
 import shutil
 from pathlib import Path
@@ -8,12 +8,13 @@ from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.config.converter import strict_converter
 from skyrl_engine.config.schema import DataConfig, ModelConfig
 from skyrl_engine.contracts.context import FactoryContext
-from skyrl_engine.data.vision import Vision, VisionInputs, load_vision
+from skyrl_engine.data.vision import Vision, load_vision
 from skyrl_engine.errors import EngineError, ModelError
 from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
 from skyrl_engine.run.directory import RunDirectory
 from skyrl_engine.run.durable import sync, sync_tree
 from skyrl_engine.run.session import CONFIG_DOCUMENT, PLUGINS_DOCUMENT
+from skyrl_engine.training.processor_files import write_processors
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
 from skyrl_engine.workers.spec import WorkerSpec
 
@@ -51,12 +52,12 @@ def export_checkpoint(run_directory: Path, output: Path, step: int | None = None
     )
     with launch_workers(spec, launch="inline") as group:
         group.load(checkpoint.state)
-        write_model(group, tokenizer, output, load_vision(model, data))
+        write_model(group, model, tokenizer, load_vision(model, data), output)
     return checkpoint
 
 
-def write_model(group: WorkerGroup, tokenizer: "PreTrainedTokenizerBase", output: Path, vision: Vision) -> None:
-    """Export the ranks' weights, the tokenizer, and the image processor if there is one, to `output`, which appears only when it is whole.
+def write_model(group: WorkerGroup, model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", vision: Vision, output: Path) -> None:
+    """Export the ranks' weights, the tokenizer, and the processors of a model that sees, to `output`, which appears only when it is whole.
 
     Raises ModelError when `output` is not empty or cannot be written.
     """
@@ -68,8 +69,7 @@ def write_model(group: WorkerGroup, tokenizer: "PreTrainedTokenizerBase", output
         aside.mkdir(parents=True)
         group.export(aside)
         tokenizer.save_pretrained(aside)
-        if isinstance(vision, VisionInputs):
-            vision.processor.save_pretrained(aside)
+        write_processors(model, vision, aside)
         sync_tree(aside)
         aside.replace(output)  # onto nothing, or onto an empty directory
         sync(output.parent)

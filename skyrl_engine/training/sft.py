@@ -104,7 +104,8 @@ class SftTrainer:
         if self.session.step > 0 and (config.checkpoint.at_end or (self.session.stop and config.checkpoint.every is not None)):
             self._save()
         if self.session.step >= total and config.checkpoint.at_end and not self.session.directory.model.exists():
-            write_model(self.group, self.prepared.tokenizer, self.session.directory.model, self.prepared.vision)
+            prepared = self.prepared
+            write_model(self.group, config.model, prepared.tokenizer, prepared.vision, self.session.directory.model)
         return self._metrics
 
     def _step(self, step: int) -> None:

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import pickle
+from importlib.metadata import version
 from io import BytesIO
 from itertools import pairwise
 
@@ -21,6 +22,7 @@ from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import Layout
 from skyrl_engine.contracts.reducer import PerSequence
 from skyrl_engine.data import load_columns
+from skyrl_engine.data import vision as vision_module
 from skyrl_engine.data.preview import preview
 from skyrl_engine.errors import DataError, ImageError, UnsupportedError
 from skyrl_engine.spans import Spans
@@ -367,6 +369,15 @@ def test_what_decides_the_tokens_of_images_decides_the_cache_file(load, tokenize
         {"vision": make_vision(tokenizer), "bad_images": "drop"},
     )
     assert len({load([row("a.png")], tokenizer, **chosen).cache_file for chosen in (*settings, *others)}) == 4
+
+
+def test_another_pillow_looks_at_the_images_again(load, tokenizer, vision, files, monkeypatch):
+    """It may read a file that the one before could not, or turn it another way."""
+    first = load([row("a.png")], tokenizer, vision=vision)
+    monkeypatch.setattr(vision_module.metadata, "version", lambda name: "0.1" if name == "pillow" else version(name))
+    second = load([row("a.png")], tokenizer, vision=vision)
+    assert not second.counts.from_cache
+    assert first.cache_file != second.cache_file
 
 
 def test_an_image_that_changes_during_a_run_is_noticed(load, tokenizer, vision, files):

@@ -1,0 +1,60 @@
+"""The files of a model's processors, carried into an export: whoever loads it prepares images as they were while it was trained."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+from skyrl_engine.config.schema import ModelConfig
+from skyrl_engine.data.model_config import location_of, read_model_config
+from skyrl_engine.data.vision import Vision, VisionInputs
+from skyrl_engine.modeling.architectures import takes_images
+
+_IMAGES: Final = "preprocessor_config.json"
+_ALL: Final = "processor_config.json"
+"""Of models saved by recent transformers, with the image processor's settings inside, which then count more than those of `_IMAGES`."""
+_VIDEOS: Final = "video_preprocessor_config.json"
+
+
+def write_processors(model: ModelConfig, vision: Vision, directory: Path) -> None:
+    """Copy to `directory` what the directory of `model` has of them, and write the image processor as `vision` holds it: with
+    `data.shrink_images_to` applied. Nothing is written of a model that is trained on text alone by its architecture.
+    """
+    config = read_model_config(model)
+    if config is None or not takes_images(config):
+        return
+    for name in (_IMAGES, _ALL, _VIDEOS):
+        if (source := _found(model, name)) is not None:
+            shutil.copyfile(source, directory / name)
+    if not isinstance(vision, VisionInputs):
+        return
+    before, whole = _read(directory / _IMAGES), _read(directory / _ALL)
+    vision.processor.save_pretrained(directory)
+    if "processor_class" in before:  # by which AutoProcessor chooses; saving leaves it out
+        _write(directory / _IMAGES, {**_read(directory / _IMAGES), "processor_class": before["processor_class"]})
+    if "image_processor" in whole:
+        _write(directory / _ALL, {**whole, "image_processor": _read(directory / _IMAGES)})
+
+
+def _found(model: ModelConfig, name: str) -> str | None:
+    from transformers.utils import cached_file
+
+    location = location_of(model)
+    path: str | None = cached_file(
+        location["pretrained_model_name_or_path"],
+        name,
+        revision=location["revision"],
+        local_files_only=location["local_files_only"],
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return settings
+
+
+def _write(path: Path, settings: dict[str, Any]) -> None:
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
