@@ -86,6 +86,7 @@ class ShardBatch:
             cu_seqlens=dense.cu_seqlens,
             ragged_offsets=dense.ragged_offsets,
             sample_ids=columns.sample_ids[plan.samples],
+            step=self.shard.step,
             samples=ScoredSamples(
                 sample_ids=columns.sample_ids[plan.samples],
                 group_ids=columns.group_ids[plan.samples],

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve, frozen
 
+from skyrl_engine.contracts.backend import StepCounts
 from skyrl_engine.contracts.collator import Collator
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.extras import PIXEL_VALUES
@@ -23,12 +24,14 @@ from skyrl_engine.registry.host import Owner, blaming
 class Shard:
     """All that one data-parallel rank needs for one mini-batch; its tensor, pipeline and context ranks share it.
 
-    `micro_batches` number samples within `columns`; `weights` lie on the columns' action axis, or are in short per sample.
+    `micro_batches` number samples within `columns`; `weights` lie on the columns' action axis, or are in short per sample. `step` counts
+    the mini-batch on all ranks.
     """
 
     columns: SampleColumns
     micro_batches: tuple[MicroBatchPlan, ...]
     weights: TokenWeights
+    step: StepCounts
 
     def weights_of(self, actions: IntArray, samples: IntArray) -> npt.NDArray[np.float64]:
         """float64[n]: weights of the tokens at `actions` int64[n] of the action axis, which belong to `samples` int64[n]."""
@@ -174,6 +177,8 @@ def cut(
     lengths = np.diff(columns.action_offsets)[mini_batch.samples]
     covered = (len(weights.divisor), len(lengths)) if isinstance(weights, PerSequence) else (len(weights), int(lengths.sum()))
     assert covered[0] == covered[1], "the weights do not cover the mini-batch's action tokens"
+    tokens = np.diff(columns.token_offsets)[mini_batch.samples]
+    step = StepCounts(sequences=int(np.count_nonzero(tokens)), tokens=int(tokens.sum()))
     wanted = set(needs)
     source = evolve(columns, columns={name: values for name, values in columns.columns.items() if name in wanted})
     shards = []
@@ -190,6 +195,6 @@ def cut(
             mine: TokenWeights = PerSequence(weights.divisor[samples_before:samples])
         else:
             mine = weights[actions_before:actions]
-        shards.append(Shard(own, local, mine))
+        shards.append(Shard(own, local, mine, step))
         samples_before, actions_before = samples, actions
     return shards

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyrl_engine.contracts.backend import StepCounts
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import Layout
 from skyrl_engine.contracts.ragged import offsets_of
@@ -72,11 +73,14 @@ def _check_every_token(columns, collator, layout, selection):
     assert len(weights) == len(structure.loss_weight)
     shards = cut(columns, mini_batch, weights, ["place"])
     assert len({len(shard.micro_batches) for shard in shards}) == 1
+    lengths = [int(end - start) for start, end in zip(columns.token_offsets[:-1], columns.token_offsets[1:], strict=True)]
+    step = StepCounts(sequences=sum(length > 0 for length in lengths), tokens=sum(lengths))
 
     found = {}
     for shard in shards:
         assert set(shard.columns.columns) == {"place"}, "only what the loss needs travels"
         for micro_batch in ShardBatch(shard, collator, "the collator", selection, Spans()):
+            assert micro_batch.step == step, "every rank knows the whole step"
             scored = micro_batch.samples
             flat = micro_batch.inputs["input_ids"].flatten()
             mask = micro_batch.inputs["attention_mask"].flatten()

@@ -33,6 +33,9 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<end>")
     save_tiny(directory / "model", "qwen3", tied=True, vocab_size=len(wrapped), pad_token_id=wrapped.pad_token_id)
     wrapped.save_pretrained(directory / "model")
+    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "vocab_size": len(wrapped)}
+    save_tiny(directory / "mixture", "qwen3_moe", tied=True, pad_token_id=wrapped.pad_token_id, **sizes)
+    wrapped.save_pretrained(directory / "mixture")
     return directory
 
 
@@ -83,6 +86,21 @@ def expected(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_one_rank_learns_as_fsdp_does(material: Path, tmp_path: Path, expected: Any) -> None:
     assert expected[-1, 0] < expected[0, 0]
     np.testing.assert_allclose(curve(configured(material, tmp_path / "megatron", 1, {"use": "megatron"})), expected, rtol=1e-4)
+
+
+def test_losses_of_routers_do_not_depend_on_the_cut(material: Path, tmp_path: Path) -> None:
+    """What the engine tells the backend of a step, and what it reports of the routers, seen in the first step of two cuts."""
+    backend = {"use": "megatron", "router_balance_coefficient": 10.0, "router_z_coefficient": 1.0}
+    changes = {"model": {"path": str(material / "mixture")}, "optimizer": {"warmup_steps": 0}}
+    found = []
+    for name, cut in (("rows", {"training": {}}), ("packed", PACKING)):
+        training = {**cut["training"], "steps": 1}
+        result = run_sft(configured(material, tmp_path / name, 1, backend, **{**changes, **cut, "training": training}))
+        records = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
+        (step,) = [record["metrics"] for record in records if record["kind"] == "step"]
+        found.append({key: value for key, value in step.items() if key in ("loss", "grad_norm") or key.startswith("router")})
+    assert found[0].keys() == {"loss", "grad_norm", "router_balance", "router_z", *(f"router_load/{layer}" for layer in range(4))}
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_a_layout_that_cannot_be_is_refused_while_planning(material: Path, tmp_path: Path) -> None:

@@ -150,6 +150,11 @@ def check_layout(architecture: Architecture, config: MegatronConfig, name: str) 
         raise UnsupportedError(
             f"expert_parallel = {config.expert_parallel}, and {name} has no experts", remedy="Set backend.expert_parallel to 1"
         )
+    if architecture.mixture is None and config.router_losses:
+        name_of = "router_balance_coefficient" if config.router_balance_coefficient else "router_z_coefficient"
+        raise UnsupportedError(
+            f"{name_of} = {getattr(config, name_of)}, and {name} has no experts", remedy=f"Set backend.{name_of} to 0"
+        )
     pieces = config.pipeline_parallel * config.virtual_pipeline
     if architecture.layers % pieces:
         interleaved = f" x virtual_pipeline = {config.virtual_pipeline}" if config.virtual_pipeline > 1 else ""

@@ -32,6 +32,7 @@ from skyrl_engine_megatron.loading import Source, distribute, read
 from skyrl_engine_megatron.names import entries, own_parameters
 from skyrl_engine_megatron.pipeline import Pipeline
 from skyrl_engine_megatron.plugin import MegatronConfig
+from skyrl_engine_megatron.router import RouterLosses
 from skyrl_engine_megatron.state import ShardedState, sharded_pieces, whole_pieces
 
 _COMPUTE = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -105,6 +106,7 @@ class MegatronBackend:
             vocabulary=source.architecture.vocabulary,
             logits_per_chunk=model.logits_per_chunk,
             device=self._device,
+            router=RouterLosses.of(self._config, source.architecture.layers),
         )
         distribute(source, self._state, self._device, weight_dtype(model.dtype))
         check_agreement(self._pipeline, source, model.path, model.dtype)

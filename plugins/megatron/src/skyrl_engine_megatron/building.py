@@ -10,7 +10,7 @@ from torch import Tensor
 from skyrl_engine_megatron.architecture import Architecture
 from skyrl_engine_megatron.attention import DocumentAttention
 from skyrl_engine_megatron.decoder import Decoder
-from skyrl_engine_megatron.experts import mixture_of
+from skyrl_engine_megatron.experts import RoutedLayer, mixture_of
 from skyrl_engine_megatron.library import (
     TransformerBlockSubmodules,
     TransformerConfig,
@@ -103,6 +103,7 @@ def _layers(
     layer.submodules.input_layernorm = Norm
     layer.submodules.pre_mlp_layernorm = Norm
     if architecture.mixture is not None:
+        layer.module = RoutedLayer
         layer.submodules.mlp = mixture_of(architecture.mixture, whole_experts=options.whole_experts)
     else:
         layer.submodules.mlp.params = {**layer.submodules.mlp.params, "ffn_hidden_size": config.ffn_hidden_size}  # else it warns

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
@@ -15,6 +16,7 @@ from skyrl_engine.modeling.rotary_positions import real_positions
 from skyrl_engine_megatron import context
 from skyrl_engine_megatron.images import NOWHERE
 from skyrl_engine_megatron.library import PackedSeqParams
+from skyrl_engine_megatron.router import RoutedTokens
 
 
 @dataclass
@@ -22,22 +24,30 @@ class Boundaries(PackedSeqParams):  # type: ignore[misc] # megatron-core is unty
     """Where documents begin and end: megatron-core's own description, and `lengths` in tokens for whoever needs plain numbers.
 
     Its tensors stay on the CPU: only rotary positions read them, as numbers, and reading numbers from a GPU would wait for it in every layer.
-    `order` is that of `context.order_of_gathered`, on the device, and None without context parallelism.
+    `order` is that of `context.order_of_gathered`, on the device, and None without context parallelism. `router` is what routers add to the
+    objective and measure; None where they have no loss.
     """
 
     lengths: tuple[int, ...] = ()
     order: Tensor | None = None
+    router: RoutedTokens | None = None
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], order: Tensor | None) -> "Boundaries":
+    def of(cls, lengths: tuple[int, ...], order: Tensor | None, router: RoutedTokens | None = None) -> "Boundaries":
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls("thd", ends, ends, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths), lengths=lengths, order=order)
+        return cls(
+            "thd", ends, ends, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths), lengths=lengths, order=order, router=router
+        )
 
 
 @frozen(eq=False)
 class Documents:
     """`input_ids` and `position_ids` int64[1, tokens] of this context-parallel rank and, into them, the flat `positions` int64[m] that it
-    scores; `places` int64[m] says which of the micro-batch's n scored positions those are. `lengths` are whole documents'. All on the CPU.
+    scores; `places` int64[m] says which of the micro-batch's n scored positions those are. `lengths` are whole documents', filled up. All on
+    the CPU.
+
+    `real` are the lengths of documents that have a token, without what fills up, and `document_of` int64[tokens] is, for each token of this
+    rank, the number of its document among them, or their count where it fills up.
 
     For a model that sees, `position_ids` are int64[3, 1, tokens] of whole documents, and `feature_of` int64[tokens] is, for each token of this
     rank, the feature of `images` that takes its place, or `NOWHERE`.
@@ -48,6 +58,8 @@ class Documents:
     positions: Tensor
     places: Tensor
     lengths: tuple[int, ...]
+    real: tuple[int, ...]
+    document_of: Tensor
     images: PlacedImages | None = None
     feature_of: Tensor | None = None
 
@@ -110,14 +122,19 @@ class RowShape:
         positions_N = where_T[kept_T[arguments.positions]]
         places_M = (positions_N >= 0).nonzero()[:, 0]
         ids_1S, scored_M = ids_1T[:, own_S], positions_N[places_M]
+        held_D = torch.from_numpy(micro_batch.sequence_lengths.values.astype(np.int64))
+        held_D = held_D[held_D > 0]
+        kept_T = kept_T[: int(held_D.sum())]  # without what stands for a micro-batch of no token
+        document_of_T = torch.full((sum(lengths),), len(held_D))
+        document_of_T[kept_T] = torch.arange(len(held_D)).repeat_interleave(held_D)
+        owners = tuple(held_D.tolist()), document_of_T[own_S]
         if images is None:
-            return Documents(ids_1S, _counted(lengths)[:, own_S], scored_M, places_M, lengths)
-        kept_T = kept_T[: int(images.lengths.sum())]  # without what stands for a micro-batch of no token
+            return Documents(ids_1S, _counted(lengths)[:, own_S], scored_M, places_M, lengths, *owners)
         axes_31T = torch.zeros(3, 1, sum(lengths), dtype=torch.int64)
         axes_31T[:, 0, kept_T] = real_positions(images)
         feature_of_T = torch.full((sum(lengths),), NOWHERE)
         feature_of_T[kept_T[torch.from_numpy(images.places)]] = torch.arange(len(images.places))
-        return Documents(ids_1S, axes_31T, scored_M, places_M, lengths, images, feature_of_T[own_S])
+        return Documents(ids_1S, axes_31T, scored_M, places_M, lengths, *owners, images, feature_of_T[own_S])
 
 
 _OF_IMAGES = frozenset((PIXEL_VALUES, IMAGE_GRID, TOKEN_TYPES))

@@ -9,25 +9,31 @@ import torch
 from torch import Tensor, nn
 
 from skyrl_engine_megatron.architecture import Mixture
+from skyrl_engine_megatron.documents import Boundaries
 from skyrl_engine_megatron.library import (
     MegatronModule,
     TransformerConfig,
+    TransformerLayer,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     parallel_state,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from skyrl_engine_megatron.router import RoutedTokens
 
 
 class MixtureOfExperts(MegatronModule):  # type: ignore[misc] # megatron-core is untyped
     """The feed-forward part of a layer: each token goes through its experts of highest probability, weighted by these.
 
-    No token is dropped, and no loss of the router added, so a token's output does not depend on how the batch was cut.
+    No token is dropped, so a token's output does not depend on how the batch was cut. `routed` is what the router adds to the objective;
+    None: nothing.
     """
 
     mixture: ClassVar[Mixture]
     whole_experts: ClassVar[bool]
+    routed: RoutedTokens | None = None
+    layer = 0
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__(config=config)
@@ -41,6 +47,10 @@ class MixtureOfExperts(MegatronModule):  # type: ignore[misc] # megatron-core is
         self.router = self._parameter(self.mixture.count, config.hidden_size)
         self.gate_up = self._parameter(count, 2 * width, config.hidden_size)
         self.down = self._parameter(count, config.hidden_size, width)
+
+    def set_layer_number(self, number: int) -> None:
+        """megatron-core counts layers from 1, over all stages."""
+        self.layer = number - 1
 
     def _parameter(self, *shape: int) -> nn.Parameter:
         device = "cpu" if self.config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
@@ -69,10 +79,24 @@ class MixtureOfExperts(MegatronModule):  # type: ignore[misc] # megatron-core is
         Each rank knows the gradient of its own experts' part in the weights alone: the router's is the sum over ranks.
         """
         logits_TE = nn.functional.linear(tokens_TH, copy_to_tensor_model_parallel_region(self.router))
-        weights_TK, experts_TK = logits_TE.softmax(-1, dtype=torch.float32).topk(self.mixture.chosen, dim=-1)
+        probabilities_TE = logits_TE.softmax(-1, dtype=torch.float32)
+        weights_TK, experts_TK = probabilities_TE.topk(self.mixture.chosen, dim=-1)
         if self.mixture.normalized:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        if self.routed is not None:
+            weights_TK = self.routed.added(weights_TK, self.layer, logits_TE, probabilities_TE, experts_TK)
         return weights_TK.to(tokens_TH.dtype), experts_TK
+
+
+class RoutedLayer(TransformerLayer):  # type: ignore[misc] # megatron-core is untyped
+    """A layer that tells its mixture of experts which documents the tokens are of.
+
+    At every call: of several micro-batches that are under way, any may be the one whose activations are recomputed.
+    """
+
+    def forward(self, *args: Any, packed_seq_params: Boundaries, **options: Any) -> Any:
+        self.mlp.routed = packed_seq_params.router
+        return super().forward(*args, packed_seq_params=packed_seq_params, **options)
 
 
 def _expert(tokens_SH: Tensor, gate_up_FH: Tensor, down_HF: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
-from skyrl_engine.contracts.backend import MicroBatch, Objective, RankBatch
+from skyrl_engine.contracts.backend import MicroBatch, Objective, RankBatch, StepCounts
 from skyrl_engine.contracts.extras import IMAGE_GRID, PIXEL_VALUES
 from skyrl_engine.contracts.outputs import RankOutput
 from skyrl_engine.contracts.ragged import Ragged
@@ -21,6 +21,7 @@ from skyrl_engine_megatron.decoder import Decoder
 from skyrl_engine_megatron.documents import Boundaries, Documents, RowShape
 from skyrl_engine_megatron.images import Images
 from skyrl_engine_megatron.library import get_forward_backward_func, parallel_state
+from skyrl_engine_megatron.router import RoutedTokens, RouterLosses
 
 _Arriving = Iterator[MicroBatch | None]
 
@@ -29,7 +30,7 @@ _Arriving = Iterator[MicroBatch | None]
 class Pipeline:
     """`models` are what the schedule calls, `pieces` the decoders inside them; rows of documents fit `shape`.
 
-    `sees` is how the model takes images; None: it takes none.
+    `sees` is how the model takes images; None: it takes none. `router` are the losses of routers; None: they have none.
     """
 
     models: Sequence[Any]
@@ -40,6 +41,7 @@ class Pipeline:
     logits_per_chunk: int
     device: torch.device
     sees: ImageTokens | None = None
+    router: RouterLosses | None = None
 
     def run(self, batch: RankBatch, objective: Objective, *, learn: bool) -> list[RankOutput]:
         """Score every micro-batch, and with `learn` differentiate and accumulate. Outputs in order, on the last stage alone.
@@ -55,8 +57,9 @@ class Pipeline:
         width += -width % self.shape.row
         fill = -count % self.stages if interleaved else 0
         arriving: _Arriving = chain(iter(batch), repeat(None, fill))
+        routed: list[RoutedTokens] = []
         outputs = get_forward_backward_func()(
-            forward_step_func=lambda iterator, model: self._forward_step(iterator, model, objective, width),
+            forward_step_func=lambda iterator, model: self._forward_step(iterator, model, objective, width, routed, learn=learn),
             data_iterator=list(tee(arriving, len(self.pieces))) if interleaved else arriving,
             model=list(self.models),
             num_microbatches=count + fill,
@@ -64,7 +67,12 @@ class Pipeline:
             micro_batch_size=1,
             forward_only=not learn,
         )
-        return [output for output in outputs if output is not None]
+        collected = [output for output in outputs if output is not None]
+        if self.router is not None:
+            metrics = self.router.metrics(routed, self.device)
+            if collected:
+                collected.append(evolve(RankOutput.empty(), metrics=metrics))
+        return collected
 
     def _check_images(self, batch: RankBatch) -> None:
         """Stages behind the first would wait for what a first one that refuses a micro-batch never sends; they have no pixels to build."""
@@ -72,7 +80,9 @@ class Pipeline:
             for micro_batch in batch:
                 placed_images(micro_batch, self.sees, pixels=False)
 
-    def _forward_step(self, iterator: _Arriving, model: Any, objective: Objective, width: int) -> tuple[Tensor, Any]:
+    def _forward_step(
+        self, iterator: _Arriving, model: Any, objective: Objective, width: int, routed: list[RoutedTokens], *, learn: bool
+    ) -> tuple[Tensor, Any]:
         micro_batch = next(iterator)
         if micro_batch is not None:
             check_tokens(micro_batch, self.vocabulary)
@@ -85,11 +95,14 @@ class Pipeline:
             pixels=piece.pre_process,
         )
         order = self._moved(order_of_gathered(documents.lengths, self.shape.cp)) if self.shape.cp > 1 else None
+        if self.router is not None:
+            step = micro_batch.step if micro_batch is not None else StepCounts(0, 0)
+            routed.append(self.router.tokens(documents.real, self._moved(documents.document_of), step, learn=learn))
         hidden_T1H: Tensor = model(
             self._moved(documents.input_ids),
             self._moved(documents.position_ids),
             None,
-            packed_seq_params=Boundaries.of(documents.lengths, order),
+            packed_seq_params=Boundaries.of(documents.lengths, order, routed[-1] if routed else None),
             **self._images(micro_batch, documents, piece),
         )
 

@@ -1,0 +1,159 @@
+"""Losses of a mixture's routers: born inside layers, where no reducer's weight reaches them, and yet the same however a step was cut.
+
+Balance, of one layer and one document of T tokens, each of which chooses K of E experts with router probabilities p:
+
+    E sum_e f_e P_e,   f_e = 1 / (K T) sum_t [t chooses e],   P_e = 1 / T sum_t p_te
+
+which is 1 where assignments or probabilities are even, and at most E / K. It is Switch Transformers' load-balancing loss (Fedus et al. 2021,
+arXiv 2101.03961, eq. 4 to 6) for K experts a token, over one sequence instead of a batch, as DeepSeek-V3's sequence-wise balance loss
+(DeepSeek-AI 2024, arXiv 2412.19437, eq. 17 to 20; there p are sigmoids over their sum, here the softmax that routes). f has no gradient.
+
+z, of one layer and one token with router logits x: log(sum_e exp x_e)^2 (ST-MoE, Zoph et al. 2022, arXiv 2202.08906, eq. 5).
+
+The objective gains, summed over layers, coefficient times the mean balance over the step's documents, and coefficient times the mean z over
+its tokens; what fills documents and rows up is neither. A document is never divided among micro-batches or data-parallel ranks, and the step's
+numbers of documents and tokens come with every micro-batch (`StepCounts`), so each micro-batch adds its part of the means and nothing is left
+to divide afterwards. (megatron-core's own losses are means over a micro-batch, times its tokens, for a later division by the tokens of all.)
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from attrs import field, frozen
+from torch import Tensor
+
+from skyrl_engine.contracts.backend import StepCounts
+from skyrl_engine.contracts.outputs import Metric
+from skyrl_engine.errors import ContractError
+from skyrl_engine_megatron.library import parallel_state
+from skyrl_engine_megatron.plugin import MegatronConfig
+
+_MEASURED: Final = 3  # balance, z, load
+
+
+@frozen(eq=False)
+class RoutedTokens:
+    """One micro-batch's tokens on this rank, for the routers of all layers.
+
+    `document_of` int64[tokens] numbers documents, and is their count where a token fills up; `lengths` float32[documents + 1] are those of
+    whole documents, and infinite for what fills up. `balance` and `z` are what a document's and a token's loss counts, None where there is
+    no such loss. `measured` float32[3] by layer: sums of balance, z and load.
+    """
+
+    document_of: Tensor
+    lengths: Tensor
+    tokens: int
+    balance: float | None
+    z: float | None
+    measured: dict[int, Tensor] = field(factory=dict, init=False)
+
+    @property
+    def documents(self) -> int:
+        return len(self.lengths) - 1
+
+    def added(self, weights_TK: Tensor, layer: int, logits_TE: Tensor, probabilities_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        """`weights_TK` as they are; a backward pass through them differentiates the losses too.
+
+        What is measured is kept by layer, so that recomputing activations measures nothing twice.
+        """
+        loss = logits_TE.new_zeros((), dtype=torch.float32)
+        measured = [loss, loss, loss]
+        if self.balance is not None:
+            load_DE = self._load(experts_TK, probabilities_TE.shape[1])
+            sums_DE = torch.zeros_like(load_DE).index_add(0, self.document_of, probabilities_TE)
+            balance = (load_DE * sums_DE / self.lengths[:, None]).sum()
+            loss = loss + self.balance * balance
+            measured[0] = balance
+            measured[2] = load_DE.amax(1).sum() / parallel_state.get_context_parallel_world_size()  # equal on all of them
+        if self.z is not None:
+            real_T = self.document_of < self.documents
+            z = (logits_TE.float().logsumexp(-1).square() * real_T).sum()
+            loss = loss + self.z * z
+            measured[1] = z
+        self.measured[layer] = torch.stack([each.detach() for each in measured])
+        return _WithLoss.apply(weights_TK, loss) if loss.requires_grad else weights_TK  # type: ignore[no-untyped-call] # torch leaves it untyped
+
+    def _load(self, experts_TK: Tensor, experts: int) -> Tensor:
+        """E f of whole documents, float32[documents + 1, experts]: how often an expert is chosen, 1 being its even share; 0 for filling."""
+        rows = self.documents + 1
+        chosen = (self.document_of[:, None] * experts + experts_TK).flatten()
+        counts_DE = chosen.bincount(minlength=rows * experts).reshape(rows, experts)
+        if parallel_state.get_context_parallel_world_size() > 1:
+            dist.all_reduce(counts_DE, group=parallel_state.get_context_parallel_group())
+        return counts_DE * (experts / experts_TK.shape[1]) / self.lengths[:, None]
+
+
+class _WithLoss(torch.autograd.Function):
+    """The identity of `carrier`; on the way back `loss`, a scalar, has the gradient 1."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, loss: Tensor) -> Tensor:
+        ctx.like = loss.new_ones(())
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor]:
+        return upstream[0], ctx.like
+
+
+@frozen
+class RouterLosses:
+    """The coefficients, and the number of the model's layers."""
+
+    balance: float
+    z: float
+    layers: int
+
+    @classmethod
+    def of(cls, options: MegatronConfig, layers: int) -> "RouterLosses | None":
+        """None where routers have no loss."""
+        return cls(options.router_balance_coefficient, options.router_z_coefficient, layers) if options.router_losses else None
+
+    def tokens(self, lengths: tuple[int, ...], document_of: Tensor, step: StepCounts | None, *, learn: bool) -> RoutedTokens:
+        """A micro-batch's tokens, `document_of` on the device. Without `learn` the losses are measured alone.
+
+        Tensor-parallel ranks all route all tokens of the group, and gradients of tokens and routers are sums over them: each adds its part.
+        Raises ContractError where the counts of the step are missing.
+        """
+        if learn and step is None:
+            raise ContractError(
+                "the losses of routers are means over an optimizer step, and a micro-batch does not say what its step is made of",
+                remedy="Give every MicroBatch its `step`, or set backend.router_balance_coefficient and backend.router_z_coefficient to 0",
+            )
+        sequences, tokens = (step.sequences, step.tokens) if step is not None else (0, 0)
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        return RoutedTokens(
+            document_of,
+            torch.tensor([*lengths, float("inf")]).to(document_of.device),
+            sum(lengths),
+            balance=self.balance / (max(1, sequences) * ranks) if self.balance else None,
+            z=self.z / (max(1, tokens) * ranks) if self.z else None,
+        )
+
+    def metrics(self, passed: Sequence[RoutedTokens], device: torch.device) -> dict[str, Metric]:
+        """Of all layers, on all ranks that share these tokens: `router_balance`, a mean over documents and layers; `router_z`, one over tokens
+        and layers; `router_load/LAYER`, the mean over documents of the busiest expert's load, 1 being its even share.
+
+        Outputs are collected from the last stage alone, and layers are on all: the one report for which ranks must talk.
+        """
+        context = parallel_state.get_context_parallel_world_size()
+        found = [(layer, row, each) for each in passed for layer, row in each.measured.items()]
+        rows = torch.stack([row for _, row, _ in found]).double()
+        counts = torch.tensor([[each.documents / context, each.tokens / context] for _, _, each in found], dtype=torch.float64)
+        places = torch.tensor([layer for layer, _, _ in found], device=device)
+        sums = torch.zeros(self.layers, _MEASURED + 2, dtype=torch.float64, device=device)
+        sums.index_add_(0, places, torch.cat([rows, counts.to(device)], 1))
+        for group in (parallel_state.get_context_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
+            if group.size() > 1:
+                dist.all_reduce(sums, group=group)
+        by_layer = sums.tolist()
+        balance, z, _, documents, tokens = (sum(each) for each in zip(*by_layer, strict=True))
+        metrics = {}
+        if self.balance:
+            metrics["router_balance"] = Metric.mean(balance, documents)
+            metrics |= {f"router_load/{layer}": Metric.mean(row[2], row[3]) for layer, row in enumerate(by_layer)}
+        if self.z:
+            metrics["router_z"] = Metric.mean(z, tokens)
+        return metrics

@@ -1,0 +1,130 @@
+"""Losses of routers: gradients and metrics are those of the definition, written from transformers' router logits, however a step is cut.
+
+The model computes in float32, the definition in float64 from the model's own logits on; what is between them is rounding.
+"""
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from megatron_router import Routed, Truth, counted, counts, reported, routed, truth_of
+from megatron_selection import now
+from megatron_tasks import VOCABULARY, Case, start
+from transformers import AutoConfig
+
+from skyrl_engine.errors import ContractError, UnsupportedError
+from skyrl_engine.testing.backend_batches import Definition, WeightedObjective, definition, documents, padded, worst
+from skyrl_engine.testing.world import World
+from skyrl_engine_megatron.architecture import architecture_of, check_layout
+from skyrl_engine_megatron.plugin import MegatronConfig
+
+COEFFICIENTS = {"router_balance_coefficient": 2.0, "router_z_coefficient": 0.5}
+"""As large as the objective's own gradient in this model, so that a wrong share of it would show."""
+
+PAIRS = {
+    "tp2": MegatronConfig(tensor_parallel=2, **COEFFICIENTS),
+    "ep2": MegatronConfig(tensor_parallel=2, expert_parallel=2, sequence_parallel=False, **COEFFICIENTS),
+    "dp2": MegatronConfig(**COEFFICIENTS),
+    "cp2": MegatronConfig(context_parallel=2, **COEFFICIENTS),
+    "pp2-interleaved": MegatronConfig(pipeline_parallel=2, virtual_pipeline=2, **COEFFICIENTS),
+}
+ALONE = [Case(rows, size, calls=calls, scale=0.0) for rows in ("padded", "packed") for size in (1, 3) for calls in (1, 2)]
+"""Without the objective: nothing else hides a small error."""
+
+
+@pytest.fixture(scope="module")
+def truth(models: dict[str, str]) -> Truth:
+    return truth_of(models["qwen3-moe"], documents(VOCABULARY), balance=2.0, z=0.5)
+
+
+@pytest.fixture(scope="module")
+def objective(models: dict[str, str]) -> Definition:
+    return definition(models["qwen3-moe"], documents(VOCABULARY), dtype=torch.float32)
+
+
+def agree(ranks: Sequence[Sequence[Routed]], truth: Truth) -> None:
+    for cases in zip(*ranks, strict=True):
+        for case in cases:
+            assert worst({name: case.gradients[name] for name in truth.gradients}, truth.gradients) <= 1e-5
+            assert not any(gradient.any() for name, gradient in case.gradients.items() if name not in truth.gradients)
+        for found in ([case.metrics for case in cases if case.collects], [case.evaluated for case in cases if case.collects]):
+            assert reported(found) == pytest.approx(truth.metrics, rel=1e-5)
+
+
+@pytest.mark.usefixtures("single")
+def test_one_rank(models: dict[str, str], truth: Truth) -> None:
+    agree([routed(models["qwen3-moe"], MegatronConfig(**COEFFICIENTS), ALONE)], truth)
+
+
+@pytest.mark.parametrize("layout", now(PAIRS, "tp2", "ep2", "dp2"))
+def test_two_ranks(pair: World, models: dict[str, str], truth: Truth, layout: str) -> None:
+    agree(pair.run(routed, models["qwen3-moe"], PAIRS[layout], [Case("padded", 1, scale=0.0), ALONE[-1]]), truth)
+
+
+@pytest.mark.usefixtures("single")
+def test_they_are_added_to_the_objective(models: dict[str, str], truth: Truth, objective: Definition) -> None:
+    (case,) = routed(models["qwen3-moe"], MegatronConfig(**COEFFICIENTS), [Case("packed")])
+    both = {name: true + truth.gradients.get(name, 0) for name, true in objective.gradients.items()}
+    assert worst(case.gradients, both) <= 1e-5
+    assert worst(case.gradients, objective.gradients) > 0.1
+    assert case.metrics["loss"].value == pytest.approx(objective.loss, rel=1e-5)
+
+
+@pytest.mark.usefixtures("single")
+def test_recomputed_activations_change_nothing(models: dict[str, str], truth: Truth) -> None:
+    agree([routed(models["qwen3-moe"], MegatronConfig(**COEFFICIENTS), [ALONE[-1]], activation_checkpointing=True)], truth)
+
+
+@pytest.mark.usefixtures("single")
+@pytest.mark.parametrize(("chosen", "left"), [("balance", "z"), ("z", "balance")])
+def test_one_without_the_other(models: dict[str, str], chosen: str, left: str) -> None:
+    coefficients = {"balance": 0.0, "z": 0.0, chosen: 1.0}
+    true = truth_of(models["qwen3-moe"], documents(VOCABULARY), **coefficients)
+    options = {f"router_{name}_coefficient": value for name, value in coefficients.items()}
+    (case,) = routed(models["qwen3-moe"], MegatronConfig(**options), [ALONE[0]])
+    assert worst({name: case.gradients[name] for name in true.gradients}, true.gradients) <= 1e-5
+    assert f"router_{chosen}" in case.metrics
+    assert f"router_{left}" not in case.metrics
+
+
+@pytest.mark.usefixtures("single")
+def test_without_coefficients_nothing_is_added_or_reported(models: dict[str, str], objective: Definition) -> None:
+    (case,) = routed(models["qwen3-moe"], MegatronConfig(), [Case("packed")])
+    assert worst(case.gradients, objective.gradients) <= 1e-5
+    assert case.metrics.keys() == {"loss"}
+
+
+@pytest.mark.usefixtures("single")
+def test_means_over_each_call_would_be_caught(models: dict[str, str], truth: Truth) -> None:
+    """Two means, of one half each, add up to about twice the whole's."""
+    everything = documents(VOCABULARY)
+    with closing(start(models["qwen3-moe"], options=MegatronConfig(**COEFFICIENTS))) as model:
+        for part in (everything[:4], everything[4:]):
+            model.forward_backward(counted(padded(part, 4), counts(part)), WeightedObjective(scale=0.0))
+        gradients = {name: gradient.numpy() for name, gradient in model.gradients() if name in truth.gradients}
+    assert 0.5 < worst(gradients, truth.gradients) < 2
+
+
+@pytest.mark.usefixtures("single")
+def test_a_step_of_unknown_size_is_refused(models: dict[str, str]) -> None:
+    with (
+        closing(start(models["qwen3-moe"], options=MegatronConfig(**COEFFICIENTS))) as model,
+        pytest.raises(ContractError, match="a micro-batch does not say what its step is made of"),
+    ):
+        model.forward_backward(padded(documents(VOCABULARY), 2), WeightedObjective())
+
+
+@pytest.mark.parametrize("name", COEFFICIENTS)
+def test_models_without_experts_are_refused(models: dict[str, str], name: str) -> None:
+    architecture = architecture_of(AutoConfig.from_pretrained(models["qwen3-tied"]), "the model")
+    with pytest.raises(UnsupportedError, match=f"{name} = 0.5, and the model has no experts"):
+        check_layout(architecture, MegatronConfig(**{name: 0.5}), "the model")
+
+
+@pytest.mark.parametrize("name", COEFFICIENTS)
+@pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan")])
+def test_coefficients_are_finite_and_not_negative(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        MegatronConfig(**{name: value})
