@@ -13,6 +13,22 @@ def takes_images(config: Any) -> bool:
     return config.model_type in VISION_LANGUAGE
 
 
+def refuse_short_first_piece(config: Any, name: str, *, pieces: int) -> None:
+    """Raises UnsupportedError where the first of the decoder's `pieces`, the one that sees images, lacks layers for their features.
+
+    DeepStack (arXiv 2406.04334) adds features of several of the vision tower's layers behind as many of the decoder's first ones.
+    """
+    if not takes_images(config):
+        return
+    levels, layers = len(config.vision_config.deepstack_visual_indexes), config.text_config.num_hidden_layers
+    if layers // pieces < levels:
+        raise UnsupportedError(
+            f"{name} adds image features to its first {levels} layers, and a pipeline of {pieces} pieces leaves {layers // pieces} of its "
+            f"{layers} to the one that sees the images",
+            remedy="Make the backend's pipeline sizes smaller",
+        )
+
+
 def refuse_vision_language(config: Any, name: str, *, images: bool) -> None:
     """Raises UnsupportedError for the model `name` where it is a vision-language one that is not supported, or not with this backend.
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from skyrl_engine.config.schema import ModelConfig
-from skyrl_engine.contracts.backend import Capability
+from skyrl_engine.contracts.backend import BackendDescription, Capability
 from skyrl_engine.contracts.collator import CARRIED_EXTRAS, Carried, Collator, carried_by
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.loss import MODEL_SCORES, Loss
@@ -12,7 +12,7 @@ from skyrl_engine.contracts.topology import Topology
 from skyrl_engine.data.model_config import read_model_config
 from skyrl_engine.data.vision import NoVision, Vision
 from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.modeling.architectures import refuse_vision_language, takes_images
+from skyrl_engine.modeling.architectures import refuse_short_first_piece, refuse_vision_language, takes_images
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +81,12 @@ def check_capabilities(backend: str, declared: frozenset[Capability], required: 
         )
 
 
-def check_model(model: ModelConfig, declared: frozenset[Capability]) -> None:
+def check_model(model: ModelConfig, described: BackendDescription) -> None:
     """Raises UnsupportedError for a vision-language model that is not supported, or that the backend in its layout does not train."""
     config = read_model_config(model)
     if config is not None:
-        refuse_vision_language(config, model.path, images="vision" in declared)
+        refuse_vision_language(config, model.path, images="vision" in described.capabilities)
+        refuse_short_first_piece(config, model.path, pieces=described.layer_pieces or described.topology.pp)
 
 
 def vision_of(model: ModelConfig, vision: Vision) -> Vision:

@@ -97,7 +97,7 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     plugins = resolved.plugins
     name = {kind: selected.loaded.record.name for kind, selected in plugins.items()}
     description = plugins["backend"].loaded.describe_backend(plugins["backend"].options, config.run.ranks)
-    check_model(config.model, description.capabilities)
+    check_model(config.model, description)
 
     tokenizer = load_tokenizer(config.model)
     context = _context(config, tokenizer)

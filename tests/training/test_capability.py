@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from skyrl_engine.config.schema import ModelConfig
-from skyrl_engine.contracts.backend import Capability
+from skyrl_engine.contracts.backend import BackendDescription
 from skyrl_engine.contracts.collator import Collator
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.context import FactoryContext
@@ -74,12 +74,13 @@ def test_vision_language_models_are_refused_before_a_rank_starts(tmp_path: Path)
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         return ModelConfig(path=str(tmp_path))
 
-    with_vision: frozenset[Capability] = frozenset({"padded", "vision"})
+    with_vision = BackendDescription(Topology(), frozenset({"padded", "vision"}))
+    without = BackendDescription(Topology(), frozenset({"padded", "packed"}))
     check_model(model("qwen3_vl"), with_vision)
-    check_model(model("qwen3"), frozenset())
-    check_model(ModelConfig(path=str(tmp_path / "nowhere")), frozenset())  # which the ranks report
+    check_model(model("qwen3"), without)
+    check_model(ModelConfig(path=str(tmp_path / "nowhere")), without)  # which the ranks report
     with pytest.raises(UnsupportedError, match="is a vision-language model, and the backend in this layout does not") as caught:
-        check_model(model("qwen3_vl"), frozenset({"padded", "packed"}))
+        check_model(model("qwen3_vl"), without)
     assert "fsdp without tensor parallelism" in caught.value.remedy
     with pytest.raises(UnsupportedError, match="is a mixture of experts that takes images, which is not supported"):
         check_model(model("qwen3_vl_moe"), with_vision)

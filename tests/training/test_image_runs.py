@@ -2,8 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from skyrl_engine import hookimpl
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.events import StepFinished
-from skyrl_engine.errors import PluginBrokenError
+from skyrl_engine.errors import PluginBrokenError, UnsupportedError
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.training.export import export_checkpoint
+from skyrl_engine.training.preparation import prepare
 from skyrl_engine.training.sft import run_sft
 
 Configure = Callable[..., ResolvedConfig]
@@ -25,7 +27,9 @@ Configure = Callable[..., ResolvedConfig]
 def configure_images(configure: Configure, seeing: Path) -> Configure:
     """As `configure`, over 12 rows with none, one or two images; an epoch is two mini-batches and a smaller one."""
 
-    def make(name: str, *, model: Path = seeing / "model", steps: int = 4, **data: Any) -> ResolvedConfig:
+    def make(
+        name: str, *, model: Path = seeing / "model", steps: int = 4, tables: Mapping[str, Any] = MappingProxyType({}), **data: Any
+    ) -> ResolvedConfig:
         rows = str(seeing / "train.jsonl")
         return configure(
             name,
@@ -33,6 +37,7 @@ def configure_images(configure: Configure, seeing: Path) -> Configure:
             data={"train": rows, "eval": rows, **data},
             training={"steps": steps, "batch_size": 5, "micro_batch_rows": 2},
             checkpoint={"every": 2},
+            **tables,
         )
 
     return make
@@ -107,3 +112,18 @@ def test_text_runs_of_a_model_that_sees_keep_its_processors(
     resolved = configure_images("run", steps=2, train=str(rows), eval=str(rows))
     model, exported = Path(resolved.config.model.path), run_sft(resolved).directory / "model"
     assert (exported / "preprocessor_config.json").read_text() == (model / "preprocessor_config.json").read_text()
+
+
+def test_a_pipeline_whose_first_piece_is_too_short_is_refused_while_planning(configure_images: Configure) -> None:
+    """Two of four layers take image features; interleaved, a stage of two layers holds two pieces of one."""
+    pytest.importorskip("skyrl_engine_megatron", reason="NOT PROVED HERE: this needs skyrl-engine-megatron")
+
+    def planned(**sizes: int) -> int:
+        ranks = {"launch": "ray", "ranks": sizes["pipeline_parallel"]}
+        return prepare(configure_images("run", tables={"run": ranks, "backend": {"use": "megatron", **sizes}})).layout.pp
+
+    assert planned(pipeline_parallel=2) == 2
+    for sizes in ({"pipeline_parallel": 4}, {"pipeline_parallel": 2, "virtual_pipeline": 2}):
+        with pytest.raises(UnsupportedError, match="to its first 2 layers, and a pipeline of 4 pieces leaves 1 of its 4") as caught:
+            planned(**sizes)
+        assert caught.value.exit_code == 2
