@@ -99,6 +99,17 @@ class OptimizerSpec:
     total_steps: int = field(default=1, validator=ge(1))
 
 
+@frozen
+class StepCounts:
+    """What one optimizer step is made of, over all its ranks, micro-batches and calls: sequences of at least one token, and their tokens.
+
+    Means over a step divide by these: of terms that are born inside a model's layers, where no reducer's weight reaches them.
+    """
+
+    sequences: int = field(validator=ge(0))
+    tokens: int = field(validator=ge(0))
+
+
 @frozen(eq=False)
 class MicroBatch:
     """What a backend scores in one pass: model inputs, and which n positions to score against which labels.
@@ -108,6 +119,7 @@ class MicroBatch:
     the order of `positions`. `samples` is the engine's own, opaque to a backend. `cu_seqlens` bounds the samples inside packed rows, as in
     `DenseBatch`; None where a row holds one sample. `ragged_offsets`, as in `DenseBatch`, say which sample owns what of `pixel_values`
     and `image_grid_thw`; `pixel_values` are sent to the first stage of a pipeline alone. `sample_ids` int64[samples] are for messages.
+    `step` counts the optimizer step that this is a part of; None where whoever built the micro-batch does not know.
     """
 
     inputs: Mapping[str, "torch.Tensor"]
@@ -118,6 +130,7 @@ class MicroBatch:
     cu_seqlens: Ragged | None = None
     ragged_offsets: Mapping[str, IntArray] = Factory(dict)
     sample_ids: IntArray | None = None
+    step: StepCounts | None = None
 
 
 class RankBatch(Protocol):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from attrs import field, frozen
-from attrs.validators import ge
+from attrs.validators import and_, ge, lt
 
 from skyrl_engine import hookimpl
 from skyrl_engine.contracts.backend import Backend, BackendDescription
@@ -36,10 +36,21 @@ class MegatronConfig:
     distributed_optimizer: bool = True
     """Shard AdamW's state and update over data-parallel ranks."""
 
+    router_balance_coefficient: float = field(default=0.0, validator=and_(ge(0.0), lt(float("inf"))))
+    """Of a mixture of experts: weight of the routers' balance loss, a mean over the step's sequences, added up over layers; 0: none."""
+
+    router_z_coefficient: float = field(default=0.0, validator=and_(ge(0.0), lt(float("inf"))))
+    """Of a mixture of experts: weight of the routers' z-loss, a mean over the step's tokens, added up over layers; 0: none."""
+
     @property
     def whole_experts(self) -> bool:
         """Whether ranks share a mixture's experts out, rather than every expert's columns."""
         return self.expert_parallel > 1
+
+    @property
+    def router_losses(self) -> bool:
+        """Whether routers have losses of their own."""
+        return self.router_balance_coefficient > 0 or self.router_z_coefficient > 0
 
     def topology(self, world_size: int) -> Topology:
         """The layout of `world_size` ranks. Raises UnsupportedError where the sizes do not divide them."""
