@@ -7,7 +7,7 @@ from typing import Literal
 from attrs import frozen
 
 from skyrl_engine.config.schema import DataFormat
-from skyrl_engine.data.messages import Conversation, conversation_of, messages_of
+from skyrl_engine.data.messages import Conversation, conversation_of, image_columns, messages_of
 from skyrl_engine.data.ready_tokens import PROMPT_COLUMNS, RESPONSE_COLUMNS, Tokens, rollout_of, tokens_of
 from skyrl_engine.data.rows import Row, kind_of, listed
 from skyrl_engine.errors import DataError
@@ -54,9 +54,20 @@ def detect(asked: DataFormat, first: Row) -> KnownFormat:
 
 
 def to_example(row: Row, kind: KnownFormat, *, has_template: bool) -> Example:
-    """The row as an example. Raises DataError naming the row and the column."""
+    """The row as an example. Raises DataError naming the row and the column, also for images in a format without messages."""
     if not _fits(kind, list(row.values)):
         raise _missing(kind, row)
+    example = _example(row, kind, has_template=has_template)
+    if not isinstance(example, Conversation) and (columns := image_columns(row)):
+        raise row.wrong(
+            next(iter(columns)),
+            f"it holds images, and format {kind!r} has no place for them",
+            "Store messages with a part of type image for each, or remove the column to train on the rest",
+        )
+    return example
+
+
+def _example(row: Row, kind: KnownFormat, *, has_template: bool) -> Example:
     if kind == "messages":
         column = "messages" if row.values.get("messages") is not None else "conversations"
         return conversation_of(row, messages_of(row, column))

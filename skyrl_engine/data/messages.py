@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from attrs import Factory, frozen
 
 from skyrl_engine.data.images import StoredImage, stored_image
@@ -144,9 +145,13 @@ def _with_images(row: Row, messages: list[Message]) -> tuple[list[Message], tupl
 
     A part without an image of its own takes the next entry of the columns `images` or `image`.
     """
-    column = "images" if row.values.get("images") is not None else "image"
-    given = row.values.get(column)
-    loose = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    filled = image_columns(row)
+    if len(filled) > 1:
+        raise ImageError(
+            f"{row.name} has images in the columns {listed(filled)}",
+            remedy='Keep the column whose images the messages ask for, or set data.bad_images = "drop"',
+        )
+    column, loose = next(iter(filled.items()), ("images", []))
     images: list[StoredImage] = []
     taken = 0
     result = []
@@ -172,6 +177,14 @@ def _with_images(row: Row, messages: list[Message]) -> tuple[list[Message], tupl
             row, column, f"{len(loose)} images for {taken} image parts", "Give every image a part of type image in the messages"
         )
     return result, tuple(images)
+
+
+def image_columns(row: Row) -> dict[str, list[Any]]:
+    """The columns beside the messages that hold images, each with those of this row; one that holds none is left out."""
+    given = {column: row.values.get(column) for column in ("images", "image")}
+    several = (list, tuple, np.ndarray)
+    lists = {column: list(value) if isinstance(value, several) else [value] for column, value in given.items() if value is not None}
+    return {column: images for column, images in lists.items() if images}
 
 
 def _mismatch(row: Row, column: str, what: str, remedy: str) -> ImageError:

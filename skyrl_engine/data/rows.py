@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import field, frozen
 
-from skyrl_engine.contracts.ragged import offsets_of
+from skyrl_engine.contracts.ragged import IntArray, offsets_of
 from skyrl_engine.data.parts import Part, Scan, parsed
 from skyrl_engine.errors import DataError
 
@@ -83,12 +83,15 @@ class Source:
 
     def folders(self, rows: npt.ArrayLike) -> list[Path | None]:
         """Of each of these rows by number: what its relative paths start from."""
+        return [self.parts[part].folder for part in self.parts_of(rows).tolist()]
+
+    def parts_of(self, rows: npt.ArrayLike) -> IntArray:
+        """int64[rows]: of each of these rows by number, the part that it lies in."""
         starts = offsets_of([scan.rows for scan in self.scan()])
-        return [self.parts[part].folder for part in (np.searchsorted(starts, rows, side="right") - 1).tolist()]
+        return np.asarray(np.searchsorted(starts, rows, side="right") - 1, dtype=np.int64)
 
     def row(self, number: int) -> Row:
         """Row `number` alone, whatever lies before it. Raises DataError where its file's format does not allow that."""
-        starts = offsets_of([scan.rows for scan in self.scan()])
-        part = int(np.searchsorted(starts, number, side="right")) - 1
-        where, content = self.parts[part].at(number - int(starts[part]))
+        part = int(self.parts_of(number))
+        where, content = self.parts[part].at(number - sum(scan.rows for scan in self.scan()[:part]))
         return Row(number, where, parsed(content, where), self.parts[part].folder)

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,16 +47,18 @@ class TableFilling:
         encode = SampleTokenizer(self.tokenizer, all_turns=self.data.loss_on == "all")
         images = ImageTokens(self.vision, self.data.bad_images)
         files: set[str] = set()
-        reachable: set[Path | None] = set()
+        reachable: set[int] = set()
         for batch in _batches(self.source.rows(self.wanted)):
             kind = kind or detect(self.data.format, batch[0])
             ids = ids or IdReader(batch[0])
             for row, example, whole in self._samples(batch, kind, encode, images):
                 sample = _fitted(self.data, whole, counts)
                 if sample is not None:
-                    if any(not image.written for image in sample.images) and row.folder not in reachable:
-                        self.source.row(row.number)  # refuses now what no batch could read
-                        reachable.add(row.folder)
+                    if any(not image.written for image in sample.images):
+                        part = int(self.source.parts_of(row.number))
+                        if part not in reachable:
+                            self.source.row(row.number)  # refuses now what no batch could read
+                            reachable.add(part)
                     table.append(sample, Carried(self.reader(row, whole, sample), ids(row)))
                     files |= _files(example)
             counts["rows"] += len(batch)

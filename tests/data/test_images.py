@@ -246,6 +246,46 @@ def test_images_inside_a_packed_file_are_refused_before_a_batch_needs_them(tmp_p
         load_columns(data, tokenizer, split="train", vision=vision)
 
 
+def test_so_is_one_beside_an_unpacked_file_in_a_folder(tmp_path, tokenizer, vision):
+    """Each file of a folder is asked for a row of its own."""
+    (tmp_path / "rows").mkdir()
+    line = json.dumps(row(DATA_ADDRESS)) + "\n"
+    (tmp_path / "rows" / "a.jsonl").write_text(line, encoding="utf-8")
+    data = DataConfig(train=str(tmp_path / "rows"), cache=str(tmp_path / "cache"))
+    assert len(load_columns(data, tokenizer, split="train", vision=vision).batch([0]).extras["pixel_values"][0]) == 24
+    with gzip.open(tmp_path / "rows" / "b.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write(line)
+    with pytest.raises(DataError, match=r"b.jsonl.gz is packed, and images inside its rows are read in any order"):
+        load_columns(data, tokenizer, split="train", vision=vision)
+
+
+def test_an_empty_column_hides_no_other(load, tokenizer, vision, files):
+    asked = [{"role": "user", "content": [ONE, ASK]}, {"role": "assistant", "content": "x"}]
+    for others in ({"images": [], "image": "a.png"}, {"images": ["a.png"], "image": []}, {"images": None, "image": ["a.png"]}):
+        batch = load([{"messages": asked, **others}], tokenizer, vision=vision).batch([0])
+        assert np.array_equal(batch.extras["pixel_values"][0], by_transformers(vision, files / "a.png")[0])
+    with pytest.raises(ImageError, match=r"sample 0 .* has images in the columns 'images', 'image'"):
+        load([{"messages": asked, "images": ["a.png"], "image": "b.png"}], tokenizer, vision=vision)
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [
+        ("prompt_completion", {"prompt": "what?", "completion": "a cat"}),
+        ("text", {"text": "a cat"}),
+        ("tokens", {"input_ids": [1, 2], "labels": [1, 2]}),
+        ("rollouts", {"prompt_ids": [1], "response_ids": [2]}),
+    ],
+)
+def test_images_that_a_format_has_no_place_for_are_refused(load, tokenizer, vision, files, kind, columns):
+    assert load([{**columns, "images": [], "image": None}], tokenizer, vision=vision).format == kind
+    for images in ({"images": ["a.png"]}, {"image": "a.png"}):
+        with pytest.raises(
+            DataError, match=rf"sample 0 .*'{next(iter(images))}': it holds images, and format '{kind}' has no place"
+        ):
+            load([{**columns, **images}], tokenizer, vision=vision)
+
+
 def test_orientation_and_modes_are_those_of_transformers(load, tokenizer, vision, tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # lies on its side
