@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_engine.contracts.extras import EXPERT_ROUTES, IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
+from skyrl_engine.contracts.extras import EXPERT_ROUTES, OF_IMAGES
 from skyrl_engine.contracts.ingest import as_loss_weight, check_lengths
 from skyrl_engine.contracts.ragged import AnyArray, IntArray, Ragged, offsets_of
 from skyrl_engine.errors import DataError
 
-EXTRAS = (EXPERT_ROUTES, PIXEL_VALUES, IMAGE_GRID, TOKEN_TYPES)
+EXTRAS = (EXPERT_ROUTES, *OF_IMAGES)
 
 
 def from_arrow(table: Any, *, columns: Sequence[str], sample_values: Sequence[str]) -> dict[str, Any]:

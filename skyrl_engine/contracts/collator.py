@@ -7,7 +7,7 @@ from attrs import Factory, field, frozen
 from attrs.validators import instance_of, optional
 
 from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.extras import EXPERT_ROUTES, IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
+from skyrl_engine.contracts.extras import EXPERT_ROUTES, OF_IMAGES
 from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
 from skyrl_engine.contracts.ragged import AnyArray, IntArray, Ragged
 
@@ -19,7 +19,7 @@ ROUTER_PADDING_MASK = "router_padding_mask"
 MODEL_INPUTS = (
     *("input_ids", "attention_mask", "position_ids"),
     *(EXPERT_ROUTES, ROUTER_PADDING_MASK),
-    *(PIXEL_VALUES, IMAGE_GRID, TOKEN_TYPES),
+    *OF_IMAGES,
 )
 """Fields the engine asks `build` for while training: what the model eats, no dense action-axis field."""
 
@@ -27,7 +27,7 @@ Carried = Literal["router_replay", "vision"]
 
 CARRIED_EXTRAS: Mapping[Carried, frozenset[str]] = {
     "router_replay": frozenset((EXPERT_ROUTES,)),
-    "vision": frozenset(("images", PIXEL_VALUES, IMAGE_GRID, TOKEN_TYPES)),
+    "vision": frozenset(("images", *OF_IMAGES)),
 }
 """Which extras of the columns ask for which capability; `images` are references to images that were not read yet."""
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from attrs import Factory, frozen
 
 from skyrl_engine.contracts import ingest
-from skyrl_engine.contracts.extras import EXPERT_ROUTES, IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES, checked_extras
+from skyrl_engine.contracts.extras import EXPERT_ROUTES, OF_IMAGES, checked_extras
 from skyrl_engine.contracts.plan import SampleLengths
 from skyrl_engine.contracts.ragged import AnyArray, IntArray, RaggedView, take_segments
 from skyrl_engine.errors import DataError
@@ -19,7 +19,7 @@ from skyrl_engine.errors import DataError
 RESERVED_NAMES = frozenset(
     (
         *("input_ids", "attention_mask", "position_ids", "response_mask", "loss_weight"),
-        *(EXPERT_ROUTES, "router_padding_mask", PIXEL_VALUES, IMAGE_GRID, TOKEN_TYPES),
+        *(EXPERT_ROUTES, "router_padding_mask", *OF_IMAGES),
     )
 )
 """Fields that every collator makes; no column may take their names."""

@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 
 
 @define(eq=False)
-class ImageTokens:
-    """Gives samples the tokens of their images. `dropped` counts samples left out for an image.
+class ImageInspection:
+    """Looks at the images of samples and gives these the tokens of them. `dropped` counts samples left out for an image.
 
     `seen` are the files that were looked at, each with its state before that: one that changes meanwhile is noticed by the next run.
     """

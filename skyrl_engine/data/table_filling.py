@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 
 from skyrl_engine.config.schema import DataConfig
 from skyrl_engine.data.formats import Example, KnownFormat, detect, to_example
-from skyrl_engine.data.image_tokens import ImageTokens, digest_of_states
+from skyrl_engine.data.image_tokens import ImageInspection, digest_of_states
 from skyrl_engine.data.messages import Conversation
 from skyrl_engine.data.rows import BoolArray, Row, Source
 from skyrl_engine.data.sample_columns import Carried, ColumnReader, IdReader
@@ -45,7 +45,7 @@ class TableFilling:
         kind: KnownFormat | None = None
         ids: IdReader | None = None
         encode = SampleTokenizer(self.tokenizer, all_turns=self.data.loss_on == "all")
-        images = ImageTokens(self.vision, self.data.bad_images)
+        images = ImageInspection(self.vision, self.data.bad_images)
         files: set[str] = set()
         reachable: set[int] = set()
         for batch in _batches(self.source.rows(self.wanted)):
@@ -73,7 +73,7 @@ class TableFilling:
         }
 
     def _samples(
-        self, batch: Sequence[Row], kind: KnownFormat, encode: SampleTokenizer, images: ImageTokens
+        self, batch: Sequence[Row], kind: KnownFormat, encode: SampleTokenizer, images: ImageInspection
     ) -> Iterator[tuple[Row, Example, TokenizedSample]]:
         """The rows whose images are good, with their images' tokens."""
         has_template = bool(self.tokenizer.chat_template)

@@ -8,7 +8,7 @@ from attrs import frozen
 from torch import Tensor
 
 from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
+from skyrl_engine.contracts.extras import IMAGE_GRID, OF_IMAGES, PIXEL_VALUES
 from skyrl_engine.contracts.ragged import offsets_of
 from skyrl_engine.errors import ContractError, DataError, UnsupportedError
 from skyrl_engine.modeling.images import ImageTokens
@@ -16,7 +16,6 @@ from skyrl_engine.modeling.rotary_positions import rotary_positions
 from skyrl_engine.modeling.segments import Segments
 
 _TEXT = frozenset({"input_ids", "attention_mask", "position_ids"})
-_IMAGES = frozenset({PIXEL_VALUES, IMAGE_GRID, TOKEN_TYPES})
 
 
 @frozen(eq=False)
@@ -51,7 +50,7 @@ def model_inputs(micro_batch: MicroBatch, *, one_row: bool = False, images: Imag
     if not len(lengths):  # a row of no document must pass through the model all the same: other ranks wait in its collectives
         mask_F, lengths = torch.arange(len(mask_F)) == 0, np.ones(1, dtype=np.int64)
     kept = mask_F.nonzero()[:, 0]
-    inputs = {name: tensor for name, tensor in given.items() if name in _IMAGES}
+    inputs = {name: tensor for name, tensor in given.items() if name in OF_IMAGES}
     for name in ("input_ids", "position_ids"):
         if name in given:
             inputs[name] = given[name].flatten(-2)[..., kept].unsqueeze(-2)
@@ -63,12 +62,12 @@ def model_inputs(micro_batch: MicroBatch, *, one_row: bool = False, images: Imag
 
 def _given(micro_batch: MicroBatch, images: ImageTokens | None) -> Mapping[str, Tensor]:
     """What the model is given of the rows as they are."""
-    unknown = sorted(set(micro_batch.inputs) - _TEXT - (_IMAGES if images is not None else set()))
+    unknown = sorted(set(micro_batch.inputs) - _TEXT - set(OF_IMAGES if images is not None else ()))
     if unknown:
         raise UnsupportedError(
             f"rows carry {unknown[0]}, which the backend does not give to its model",
             remedy="Leave the images out, or train a vision-language model on a backend that declares 'vision'"
-            if unknown[0] in _IMAGES
+            if unknown[0] in OF_IMAGES
             else "Leave it out of the samples, or choose another backend",
         )
     if images is None:

@@ -8,7 +8,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
+from skyrl_engine.contracts.extras import OF_IMAGES
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.modeling.images import ImageTokens, PlacedImages, placed_images
 from skyrl_engine.modeling.model_inputs import model_inputs
@@ -99,7 +99,7 @@ class RowShape:
         images = None
         if sees is not None:
             images = placed_images(micro_batch, sees, pixels=pixels)
-            text = {name: tensor for name, tensor in micro_batch.inputs.items() if name not in _OF_IMAGES}
+            text = {name: tensor for name, tensor in micro_batch.inputs.items() if name not in OF_IMAGES}
             micro_batch = evolve(micro_batch, inputs=text)
         arguments = model_inputs(micro_batch, one_row=True)
         assert arguments.segments is not None
@@ -135,9 +135,6 @@ class RowShape:
         feature_of_T = torch.full((sum(lengths),), NOWHERE)
         feature_of_T[kept_T[torch.from_numpy(images.places)]] = torch.arange(len(images.places))
         return Documents(ids_1S, axes_31T, scored_M, places_M, lengths, *owners, images, feature_of_T[own_S])
-
-
-_OF_IMAGES = frozenset((PIXEL_VALUES, IMAGE_GRID, TOKEN_TYPES))
 
 
 def _counted(lengths: tuple[int, ...]) -> Tensor:
