@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -71,6 +71,15 @@ def packed(chosen: Sequence[Document], size: int) -> list[MicroBatch]:
     """Micro-batches of `size` rows: two documents in the first row, an empty row, then three documents a row."""
     rows = [list(chosen[:2]), [], *(list(chosen[start : start + 3]) for start in range(2, len(chosen), 3))]
     return [_packed(rows[start : start + size]) for start in range(0, len(rows), size)]
+
+
+def without_pixels(micro_batch: MicroBatch) -> MicroBatch:
+    """What the engine gives to pipeline stages behind the first one: grids and token types, and no pixels."""
+    return evolve(
+        micro_batch,
+        inputs={name: tensor for name, tensor in micro_batch.inputs.items() if name != PIXEL_VALUES},
+        ragged_offsets={name: offsets for name, offsets in micro_batch.ragged_offsets.items() if name != PIXEL_VALUES},
+    )
 
 
 def _padded(chosen: Sequence[Document]) -> MicroBatch:

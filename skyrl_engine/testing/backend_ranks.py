@@ -80,7 +80,7 @@ class HeldBackend:
         size = opening.topology.world_size
         self._owns_group = join(rank, size, opening.device, None)
         seed_everything(SEED + rank)
-        self._dp = opening.topology.coords(rank).dp
+        self._coords = opening.topology.coords(rank)
         self._backend: Backend | None = None
         try:
             self._backend = SelectedPlugin.from_lock(opening.lock).make(CONTEXT)
@@ -107,6 +107,7 @@ class HeldBackend:
             packed,
             padded,
             picture_documents,
+            without_pixels,
         )
 
         variant, unscored = work.pictures, work.unscored
@@ -114,8 +115,10 @@ class HeldBackend:
         known = {each.number: each for each in made}
         known[PADDING_SAMPLE] = evolve(known[EMPTY], number=PADDING_SAMPLE)
         rows = padded if work.rows == "padded" else packed
-        groups = [[known[number] for number in numbers or (PADDING_SAMPLE,)] for numbers in work.cut[self._dp]]
+        groups = [[known[number] for number in numbers or (PADDING_SAMPLE,)] for numbers in work.cut[self._coords.dp]]
         batch = [rows(group, len(known))[0] for group in groups]
+        if self._coords.pp > 0:
+            batch = [without_pixels(each) for each in batch]
         seen: set[str] = set()
 
         class Objective(WeightedObjective):

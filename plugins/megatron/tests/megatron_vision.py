@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from attrs import evolve, frozen
+from attrs import frozen
 from megatron_tasks import ROWS, arrays, own, start
 
 from skyrl_engine.contracts.backend import MicroBatch, OptimizerSpec
 from skyrl_engine.contracts.outputs import RankOutput
 from skyrl_engine.proof.rollouts import VOCABULARY
-from skyrl_engine.testing.backend_batches import Arrays, Document, WeightedObjective, picture_documents
+from skyrl_engine.testing.backend_batches import Arrays, Document, WeightedObjective, picture_documents, without_pixels
 from skyrl_engine.testing.pictures import Variant
 from skyrl_engine_megatron.backend import MegatronBackend
 from skyrl_engine_megatron.plugin import MegatronConfig
@@ -47,14 +47,6 @@ def batch_of(backend: MegatronBackend, chosen: Sequence[Document], rows: str, si
     """This rank's share. Stages behind the first are given no pixels, as the engine gives them none."""
     made = ROWS[rows](own(chosen, backend), size)
     return made if backend.coords.pp == 0 else [without_pixels(each) for each in made]
-
-
-def without_pixels(micro_batch: MicroBatch) -> MicroBatch:
-    inputs, offsets = (
-        {name: value for name, value in each.items() if name != "pixel_values"}
-        for each in (micro_batch.inputs, micro_batch.ragged_offsets)
-    )
-    return evolve(micro_batch, inputs=inputs, ragged_offsets=offsets)
 
 
 def seen(directory: str, options: MegatronConfig, cases: Sequence[Case], **model: Any) -> list[Seen]:
