@@ -67,6 +67,16 @@ def test_two_ranks_equal_plain_peft(
     check(pair.run(gradients_of, models[name], rows=rows, sizes=(1, 3), lora=lora, **options), due[name], 1e-5)
 
 
+def test_copies_of_shards_equal_plain_peft(
+    quad: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition]
+) -> None:
+    """Two copies of two shards; in bfloat16 frozen weights and adapters share a unit in two precisions."""
+    name, copies = "llama-untied", FsdpConfig(replicate=2)
+    lora = LoraSpec(path=adapters[name])
+    check(quad.run(gradients_of, models[name], rows="packed", sizes=(2,), lora=lora, options=copies), due[name], 1e-5)
+    check(quad.run(gradients_of, models[name], sizes=(2,), lora=lora, options=copies, dtype="bfloat16"), due[name], 5e-2)
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("name", "rows"), [("qwen3-tied", "padded"), ("llama-untied", "packed")])
 def test_one_rank_equals_plain_peft(
