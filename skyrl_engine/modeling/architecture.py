@@ -76,8 +76,12 @@ def split_causal_lm(model: Any) -> CausalLanguageModelParts:
 
 def all_layers(decoder: nn.Module) -> list[nn.Module]:
     """The decoder's layers, and those of its vision tower where it has one."""
-    vision = transformer_layers(decoder.visual) if isinstance(decoder, ImageDecoder) else []
-    return [*transformer_layers(language_part(decoder)), *vision]
+    return [*transformer_layers(language_part(decoder)), *tower_layers(decoder)]
+
+
+def tower_layers(decoder: nn.Module) -> list[nn.Module]:
+    """The layers of its vision tower; empty where it has none."""
+    return transformer_layers(decoder.visual) if isinstance(decoder, ImageDecoder) else []
 
 
 def transformer_layers(decoder: nn.Module) -> list[nn.Module]:

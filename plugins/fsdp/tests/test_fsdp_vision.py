@@ -24,7 +24,7 @@ from skyrl_engine.contracts.reducer import PerSequence
 from skyrl_engine.proof.rollouts import VOCABULARY
 from skyrl_engine.spans import Spans
 from skyrl_engine.testing.adapters import write_adapter
-from skyrl_engine.testing.backend_batches import Definition, definition, picture_documents, worst
+from skyrl_engine.testing.backend_batches import Definition, WeightedObjective, definition, padded, picture_documents, worst
 from skyrl_engine.testing.pictures import IMAGE_TOKEN, write_vision_model
 from skyrl_engine.testing.world import World
 from skyrl_engine.workers.batch import ShardBatch
@@ -77,6 +77,27 @@ def test_recomputed_activations_change_nothing(pair: World, vision: dict[str, st
 def test_bfloat16_stays_within_its_precision(pair: World, vision: dict[str, str], due: dict[str, Definition]) -> None:
     ranks = pair.run(gradients_of, vision["tied"], sizes=(2,), pictures=True, dtype="bfloat16")
     check(ranks, due["tied"], 5e-2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_bfloat16_turns_images_by_the_angles_of_transformers(vision: dict[str, str]) -> None:
+    """In float32, as transformers does whatever it computes in, and not rounded to bfloat16 on their way into a layer."""
+    backend, seen = start(vision["tied"], dtype="bfloat16"), []
+    tower = backend._scorer.decoder.visual
+
+    def keep(_module: object, _arguments: object, given: Mapping[str, Any]) -> None:
+        seen.append(given["position_embeddings"])
+
+    with tower.blocks[-1].attn.register_forward_pre_hook(keep, with_kwargs=True):
+        backend.forward(padded(picture_documents(VOCABULARY, "own")[:1], 1), WeightedObjective())
+    model = AutoModelForImageTextToText.from_pretrained(vision["tied"], dtype=torch.bfloat16)
+    with model.model.visual.blocks[-1].attn.register_forward_pre_hook(keep, with_kwargs=True):
+        pictures = picture_documents(VOCABULARY, "own")[0].pictures
+        assert pictures is not None
+        model.model.visual(pictures.pixels.bfloat16(), grid_thw=pictures.grids)
+    for mine, theirs in zip(*seen, strict=True):
+        assert theirs.dtype == torch.float32
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("rows", [pytest.param("padded", marks=pytest.mark.proof), "packed"])

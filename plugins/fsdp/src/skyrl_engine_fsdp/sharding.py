@@ -1,10 +1,12 @@
 """FSDP2 over a scorer: every layer a unit, the root another, gradients summed over ranks and never averaged."""
 
+from dataclasses import replace
+
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from skyrl_engine.contracts.backend import ComputeDtype
-from skyrl_engine.modeling.architecture import all_layers
+from skyrl_engine.modeling.architecture import all_layers, tower_layers
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine_fsdp.meshes import Meshes
 from skyrl_engine_fsdp.plugin import FsdpConfig
@@ -26,12 +28,14 @@ def shard(scorer: Scorer, meshes: Meshes, device: torch.device, dtype: ComputeDt
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
+    # a tower is given angles in float32, to turn by in float32; its hidden states come from the root in the precision that computes
+    seeing = {id(layer) for layer in tower_layers(scorer.decoder)}
     for layer in all_layers(scorer.decoder):
         fully_shard(
             layer,
             mesh=meshes.data,
             reshard_after_forward=options.reshard_after_forward,
-            mp_policy=policy,
+            mp_policy=replace(policy, cast_forward_inputs=False) if id(layer) in seeing else policy,
             offload_policy=offload,
         )
     # the root's backward comes right after its forward, so gathering its weights again would only cost
