@@ -1,0 +1,69 @@
+"""Weights go from one backend to the next through the Hugging Face form: each trains what the one before has exported.
+
+One rank each, float32. After every export the next backend, and transformers, give the log-probabilities that the exporting one gave. What
+several ranks export is each backend's own test.
+"""
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from skyrl_engine.config import from_dict, resolve
+from skyrl_engine.contracts.backend import Backend, ModelSpec, OptimizerSpec, RankEnvironment
+from skyrl_engine.errors import PluginNotFoundError
+from skyrl_engine.proof.model import Family, write_model
+from skyrl_engine.proof.ranks import CONTEXT
+from skyrl_engine.proof.rollouts import VOCABULARY
+from skyrl_engine.testing.backend_batches import WeightedObjective, definition, documents, padded
+from skyrl_engine.testing.world import alone
+
+Scores = dict[int, npt.NDArray[np.float32]]
+
+JOURNEY = ("fsdp", "megatron", "deepspeed", "fsdp")
+ROUNDING = 1e-5
+"""In nats: what other kernels make of the same weights. A step of AdamW here moves log-probabilities by more than a hundred times that."""
+
+
+def started(name: str, directory: Path) -> Backend:
+    try:
+        chosen = resolve(from_dict({"backend": {"use": name}}, "test"), need=()).plugins["backend"]
+    except PluginNotFoundError as error:
+        pytest.skip(f"NOT PROVED HERE: {error.cause}")
+    backend: Backend = chosen.make(CONTEXT)
+    spec = OptimizerSpec(learning_rate=1e-2, warmup_steps=0)
+    backend.setup(ModelSpec(str(directory)), spec, RankEnvironment(0, 1, "cpu", 0))
+    return backend
+
+
+def scores(backend: Backend) -> Scores:
+    output = backend.forward(padded(documents(VOCABULARY), 4), WeightedObjective())
+    return dict(zip(output.sample_ids.tolist(), output.fields["logprobs"], strict=True))
+
+
+def apart(one: Scores, other: Scores) -> float:
+    """Of documents without a scored token nothing is due."""
+    assert {number for number, values in one.items() if len(values)} == {number for number, values in other.items() if len(values)}
+    return max(float(np.abs(values - other[number]).max()) for number, values in one.items() if len(values))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_each_backend_goes_on_from_what_another_exported(tmp_path: Path, family: Family) -> None:
+    directory = tmp_path / "start"
+    write_model(directory, family)
+    handed_over = definition(str(directory), documents(VOCABULARY)).logprobs
+    with alone():
+        for number, name in enumerate(JOURNEY):
+            with closing(started(name, directory)) as backend:
+                assert apart(scores(backend), handed_over) <= ROUNDING, f"{name} loads other weights"
+                backend.forward_backward(padded(documents(VOCABULARY), 4), WeightedObjective())
+                backend.optim_step()
+                reached = scores(backend)
+                assert apart(reached, handed_over) > 100 * ROUNDING
+                directory = tmp_path / f"{number}-{name}"
+                directory.mkdir()
+                backend.export(directory)
+            handed_over = definition(str(directory), documents(VOCABULARY)).logprobs
+            assert apart(reached, handed_over) <= ROUNDING, f"{name} exports other weights"

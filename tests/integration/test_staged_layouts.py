@@ -1,0 +1,93 @@
+"""Several mini-batches in one call on layouts of two ranks: every sample comes back once and in order, shards placed up front or not.
+
+What one rank does: tests/training/test_staged.py; by Ray and layouts of four ranks, mergers by themselves: plugins/mergers/tests.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skyrl_engine.config import from_dict, resolve
+from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec
+from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.plan import Layout
+from skyrl_engine.errors import PluginNotFoundError
+from skyrl_engine.proof.layouts import ParallelSizes
+from skyrl_engine.proof.model import write_model
+from skyrl_engine.proof.ranks import CONTEXT
+from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
+from skyrl_engine.testing.world import World
+from skyrl_engine.testing.world_transport import group_on
+from skyrl_engine.training.step import StepDriver
+from skyrl_engine.workers.spec import WorkerSpec
+
+LAYOUTS = [("fsdp", "dp2"), ("fsdp", "tp2"), ("megatron", "tp2"), ("megatron", "pp2"), ("megatron", "cp2"), ("deepspeed", "dp2")]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    with World(2) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def columns() -> SampleColumns:
+    """11 samples of ids in no order, for mini-batches of 5, 5 and 1; without groups, which mini-batches would not cut."""
+    rollouts = recorded_rollouts(())
+    return SampleColumns.create(
+        input_ids=rollouts.input_ids,
+        token_offsets=rollouts.token_offsets,
+        action_offsets=rollouts.action_offsets,
+        loss_weight=rollouts.loss_weight,
+    ).take(np.random.default_rng(0).permutation(16)[:11])
+
+
+@pytest.mark.parametrize(("backend", "layout"), LAYOUTS)
+def test_every_sample_once_and_in_order(pair: World, model: Path, columns: SampleColumns, backend: str, layout: str) -> None:
+    """Staged and unstaged, bit for bit alike; log-probabilities of the first mini-batch are those before any step."""
+    sizes = ParallelSizes.parse(layout)
+    tables = {"backend": {"use": backend, **sizes.options}, "collator": {"use": "packed"}}
+    try:
+        plugins = resolve(from_dict(tables, "test"), need=()).plugins
+    except PluginNotFoundError as error:
+        pytest.skip(f"NOT PROVED HERE: {error.cause}")
+    locks = {place: selected.lock() for place, selected in plugins.items()}
+    spec = WorkerSpec(
+        locks, CONTEXT, ModelSpec(str(model), packed_rows=True), OptimizerSpec(learning_rate=1e-3), sizes.topology, "cpu"
+    )
+    results: list[Any] = []
+    for staged in (True, False):
+        with group_on(pair, spec) as group:
+            driver = StepDriver(
+                group=group,
+                collator=plugins["collator"].make(CONTEXT),
+                reducer=plugins["reducer"].make(CONTEXT),
+                merger=plugins["merger"].make(CONTEXT),
+                labels={place: str(selected.loaded.record) for place, selected in plugins.items()},
+                layout=Layout(**sizes.sizes, micro_batch_tokens=2 * LONGEST, mini_batch_size=5),
+                max_sequence_length=LONGEST,
+                needs=(),
+            )
+            before = driver.evaluate(columns, step=0).output
+            results.append(driver.train(columns, step=1, staged=staged))
+    for result in results:
+        assert result.output.sample_ids.tolist() == columns.sample_ids.tolist()
+        assert result.metrics["samples"].result == len(columns)
+        for row in range(5):
+            np.testing.assert_allclose(result.output.fields["logprobs"][row], before.fields["logprobs"][row], atol=1e-5)
+        later = [
+            np.abs(result.output.fields["logprobs"][row] - before.fields["logprobs"][row]).max(initial=0) for row in range(5, 11)
+        ]
+        assert max(later) > 1e-4, "no step was taken between mini-batches"
+    assert results[0].output.to_list() == results[1].output.to_list()
+    assert results[0].metrics == results[1].metrics
