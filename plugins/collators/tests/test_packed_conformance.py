@@ -50,7 +50,7 @@ class TestPackedConcat(PackedConformance):
 
 
 class PlansConformance(PackedConformance):
-    """For what decides where samples lie and nothing else: rows are built as under every policy above."""
+    """For what decides where samples lie and nothing else: rows are built as under every policy above, and `nox -s exhaustive` builds them."""
 
     test_builds_hold_their_samples_and_score_from_predecessors = None
     test_expert_routes_and_images_lie_at_their_samples = None
@@ -58,7 +58,7 @@ class PlansConformance(PackedConformance):
     test_fields_are_built_when_asked_for_and_absent_columns_stay_absent = None
 
 
-class TestPackedOwnCapacity(PlansConformance):
+class OwnCapacity(PackedConformance):
     """The collator's own limit holds where the layout has none, in `collate` too: seven samples of twelve tokens fill a row."""
 
     def collator(self):
@@ -68,7 +68,7 @@ class TestPackedOwnCapacity(PlansConformance):
         return strategies.layouts(lengths, parallel=False).map(lambda layout: evolve(layout, micro_batch_rows=None))
 
 
-class TestPackedTrueLengths(PlansConformance):
+class TrueLengths(PackedConformance):
     """Without strict capacity too few samples for the ranks are an error, and alignment exceeds the budget: one unaligned rank here,
     the others in the comparison with the definition below.
     """
@@ -78,6 +78,24 @@ class TestPackedTrueLengths(PlansConformance):
 
     def layouts(self, lengths):
         return strategies.layouts(lengths, parallel=False).map(lambda layout: evolve(layout, micro_batch_rows=None, dp=1))
+
+
+class TestPackedOwnCapacity(OwnCapacity, PlansConformance):
+    pass
+
+
+class TestPackedTrueLengths(TrueLengths, PlansConformance):
+    pass
+
+
+@pytest.mark.exhaustive
+class TestRowsOfOwnCapacity(OwnCapacity):
+    pass
+
+
+@pytest.mark.exhaustive
+class TestRowsOfTrueLengths(TrueLengths):
+    pass
 
 
 def plain_rows(lengths, layout, policy, capacity, strict):
