@@ -1,5 +1,7 @@
 """A run that trains adapters: what it learns, what it leaves, how it resumes, and the backends that cannot."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +55,31 @@ def test_a_run_learns_adapters_resumes_exactly_and_leaves_them_for_peft(
     more = run_sft(configure("more", model={**model, "lora": {"path": str(whole / "model")}}, training={"steps": 2})).directory
     assert losses(more)[0] < losses(whole)[0]
     assert stored(more / "model").keys() == adapters.keys()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves sockets of its own to the garbage collector
+def test_two_ranks_by_ray_learn_the_adapters_of_one(configure: Configure, material: Path, tmp_path: Path) -> None:
+    """The same losses and gradient norms, and the same adapters to rounding; without dropout, of which two ranks draw other masks."""
+    directory = tmp_path / "model"
+    shutil.copytree(material / "model", directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.0}))
+    model = {"path": str(directory), "lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}}
+    short = {
+        "training": {"steps": 3},
+        "optimizer": {"warmup_steps": 0, "epsilon": 0.1},
+        "checkpoint": {"every": "none"},
+    }
+    alone, together = (
+        run_sft(configure(name, model=model, run=run, **short)).directory
+        for name, run in (("alone", {}), ("together", {"launch": "ray", "ranks": 2}))
+    )
+    assert losses(together) == pytest.approx(losses(alone), rel=1e-5)
+    adapters = stored(alone / "model")
+    assert any(each.abs().max() > 0 for name, each in adapters.items() if ".lora_B." in name)
+    for name, each in stored(together / "model").items():
+        torch.testing.assert_close(each, adapters.pop(name), rtol=1e-4, atol=1e-6)
+    assert not adapters
 
 
 @pytest.mark.parametrize(
