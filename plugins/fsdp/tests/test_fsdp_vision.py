@@ -15,7 +15,7 @@ from fsdp_lora_tasks import continued, exported, gradients_of
 from fsdp_tasks import outcome_with, start
 from transformers import AutoModelForImageTextToText
 
-from skyrl_engine.contracts.backend import LoraSpec, MicroBatch
+from skyrl_engine.contracts.backend import LoraSpec, MicroBatch, StepCounts
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.context import FactoryContext
 from skyrl_engine.contracts.outputs import RankOutput
@@ -184,7 +184,8 @@ def test_what_the_engines_collators_build_is_scored_as_by_transformers(
     collator = getattr(collators, name).skyrl_engine_make_collator(config=None, context=FactoryContext(pad_token_id=0))
     plan = collator.plan(columns.lengths, Layout(micro_batch_rows=3) if name == "padded" else Layout())
     weights = PerSequence(np.ones(len(columns)))
-    batch = ShardBatch(Shard(columns, plan.mini_batches[0].ranks[0], weights), collator, name, "loss", Spans())
+    step = StepCounts(len(columns), sum(len(each.ids) for each in documents))
+    batch = ShardBatch(Shard(columns, plan.mini_batches[0].ranks[0], weights, step), collator, name, "loss", Spans())
     backend, keep = start(vision["tied"]), Keep()
     backend.forward(batch, keep)
     assert sorted(keep.kept) == sorted(each.number for each in documents)
