@@ -80,6 +80,7 @@ def diff_backends(
     """Run one mini-batch through two backends and show log-probabilities, loss, gradient norm and gradients side by side.
 
     The batch is the first one of CONFIG's run, with its model and plugins; without CONFIG, 16 recorded rollouts through a two-layer model.
+    How many ranks there are, and what they share, is for the layouts to say, whatever CONFIG has.
     Where gradients differ, the first layer to diverge is named, counted from the head, and a common factor is explained: world size,
     micro-batches, tokens. The exit code is 1 where the backends do not agree.
     """
@@ -149,17 +150,23 @@ def _side(
 
 
 def _with_backend(raw: "RawConfig", side: str, backend: str, layout: "ParallelSizes") -> "RawConfig":
-    """The configuration with this backend: its own options where the file configures it, else none but the parallel sizes."""
+    """The configuration with this backend on this layout: its own options where the file configures it, else none but the parallel sizes."""
     from skyrl_engine.config.origins import Origin
+    from skyrl_engine.proof.layouts import OPTIONS
 
-    own = raw.table.get("backend", {})
+    own, run = (raw.table.get(name, {}) for name in ("backend", "run"))
+    if not isinstance(own, Mapping) or not isinstance(run, Mapping):
+        return raw  # resolving it says what is wrong
     options = {key: value for key, value in own.items() if key != "use"} if own.get("use", "fsdp") == backend else {}
+    kept = {key: value for key, value in options.items() if key not in OPTIONS.values()}
+    here = {key: value for key, value in run.items() if key != "ray_address"}
+    ranks = {"ranks": layout.ranks, "launch": "inline" if layout.ranks == 1 else "ray"}
     sizes = Origin("option", "--layout-a" if side == "a" else "--layout")
-    origins = {"backend.use": Origin("option", f"--{side}"), **{f"backend.{name}": sizes for name in layout.options}}
+    decided = ("run.ranks", "run.launch", *(f"backend.{name}" for name in layout.options))
     return attrs.evolve(
         raw,
-        table={**raw.table, "backend": {"use": backend, **options, **layout.options}},
-        origins={**raw.origins, **origins},
+        table={**raw.table, "backend": {"use": backend, **kept, **layout.options}, "run": {**here, **ranks}},
+        origins={**raw.origins, "backend.use": Origin("option", f"--{side}"), **dict.fromkeys(decided, sizes)},
     )
 
 

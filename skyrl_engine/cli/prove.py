@@ -98,7 +98,10 @@ def _by_collator(raw: "RawConfig") -> "Iterator[tuple[str, ResolvedConfig]]":
 
     table = {name: value for name, value in raw.table.items() if name in ("loss", "reducer", "backend", "merger", "plugins")}
     plain = with_default_loss(attrs.evolve(raw, table=table))
-    own = {"use": "padded", **raw.table.get("collator", {})}
+    own = raw.table.get("collator", {})
+    if not isinstance(own, Mapping):
+        resolve(raw, need=())  # says what is wrong
+    own = {"use": "padded", **own}
     for name, collator in {"padded": {"use": "padded"}, "packed": {"use": "packed"}, own["use"]: own}.items():
         yield name, resolve(attrs.evolve(plain, table={**plain.table, "collator": collator}), need=())
 
@@ -106,7 +109,9 @@ def _by_collator(raw: "RawConfig") -> "Iterator[tuple[str, ResolvedConfig]]":
 def with_default_loss(raw: "RawConfig") -> "RawConfig":
     """The configuration, with ppo, a KL and an entropy term where it names no loss."""
     loss = raw.table.get("loss", {})
-    return raw if "use" in loss else attrs.evolve(raw, table={**raw.table, "loss": {**_DEFAULT_LOSS, **loss}})
+    if not isinstance(loss, Mapping) or "use" in loss:
+        return raw
+    return attrs.evolve(raw, table={**raw.table, "loss": {**_DEFAULT_LOSS, **loss}})
 
 
 def _rows(resolved: "Mapping[str, ResolvedConfig]", plant: "Plant | None", ranks: int, family: str) -> "Iterator[Row]":

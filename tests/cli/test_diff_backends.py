@@ -6,6 +6,11 @@ from pathlib import Path
 import pytest
 
 from skyrl_engine.cli.app import main
+from skyrl_engine.cli.demo.recipe import Exchange, write_exchanges
+from skyrl_engine.cli.demo.tiny import make_model
+from skyrl_engine.cli.diff_backends import _material, _with_backend
+from skyrl_engine.cli.options import load_config
+from skyrl_engine.proof.layouts import ParallelSizes
 
 WRONG = '''
 from skyrl_engine import hookimpl
@@ -75,6 +80,35 @@ def test_a_wrong_backend_is_named_by_its_factor(tmp_path: Path, capsys: pytest.C
 def test_what_cannot_be_compared(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff-backends", *arguments]) in (2, 3)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("layout", "sizes"), [("tp2", {"tensor_parallel": 2}), ("dp2", {}), ("dp1", {})])
+def test_layouts_say_how_many_ranks_there_are_whatever_the_file_has(tmp_path: Path, layout: str, sizes: dict[str, int]) -> None:
+    """The run of the file is planned for the layout's ranks; what is no size of a layout stays."""
+    exchanges = [Exchange(f"Say {number:03d}", f"{number:03d}") for number in range(9)]
+    make_model(tmp_path / "model", exchanges)
+    write_exchanges(tmp_path / "data.jsonl", exchanges)
+    (tmp_path / "run.toml").write_text(
+        f'[model]\npath = "{tmp_path / "model"}"\n[data]\ntrain = "{tmp_path / "data.jsonl"}"\ncache = "./cache"\n'
+        "[training]\nsteps = 1\nbatch_size = 8\n[backend]\ntensor_parallel = 4\nreshard_after_forward = false\n"
+        '[run]\nlaunch = "ray"\nranks = 8\nray_address = "nowhere:1"\n'
+    )
+    chosen = ParallelSizes.parse(layout)
+    raw = _with_backend(load_config(tmp_path / "run.toml", (), {}), "b", "fsdp", chosen)
+    with _material(raw, "qwen3") as (resolved, _, columns, _):
+        assert (resolved.config.run.ranks, resolved.config.run.ray_address) == (chosen.ranks, None)
+        options = resolved.plugins["backend"].options
+        assert (options.tensor_parallel, options.reshard_after_forward) == (sizes.get("tensor_parallel", 1), False)
+        assert len(columns) == 8
+
+
+@pytest.mark.parametrize("text", ["backend = 4", 'run = "ray"', 'loss = "ppo"'])
+def test_what_is_no_table_is_named(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text(text + "\n")
+    assert main(["diff-backends", str(tmp_path / "run.toml"), "--b", "fsdp"]) == 2
+    error = capsys.readouterr().err
+    assert f"run.toml:1: {text.split(maxsplit=1)[0]}: " in error
+    assert "unexpected" not in error
 
 
 @pytest.mark.parametrize("tolerance", ["nan", "-1", "inf"])

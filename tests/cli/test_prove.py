@@ -53,6 +53,13 @@ def test_what_cannot_be_proven(arguments: list[str], message: str, capsys: pytes
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ['collator = "packed"', 'loss = "ppo"'])
+def test_what_is_no_table_is_named(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text(text + "\n")
+    assert main(["prove", str(tmp_path / "run.toml")]) == 2
+    assert f"run.toml:1: {text.split(maxsplit=1)[0]}: " in capsys.readouterr().err
+
+
 def test_the_list_of_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prove", "--plant", "list"]) == 0
     assert "per_microbatch_mean" in capsys.readouterr().out
