@@ -152,13 +152,15 @@ def _side(
 def _with_backend(raw: "RawConfig", side: str, backend: str, layout: "ParallelSizes") -> "RawConfig":
     """The configuration with this backend on this layout: its own options where the file configures it, else none but the parallel sizes."""
     from skyrl_engine.config.origins import Origin
+    from skyrl_engine.contracts.backend import PARALLEL_SIZES
     from skyrl_engine.proof.layouts import OPTIONS
 
     own, run = (raw.table.get(name, {}) for name in ("backend", "run"))
     if not isinstance(own, Mapping) or not isinstance(run, Mapping):
         return raw  # resolving it says what is wrong
     options = {key: value for key, value in own.items() if key != "use"} if own.get("use", "fsdp") == backend else {}
-    kept = {key: value for key, value in options.items() if key not in OPTIONS.values()}
+    decided_by_layout = PARALLEL_SIZES if layout.ranks == 1 else tuple(OPTIONS.values())
+    kept = {key: value for key, value in options.items() if key not in decided_by_layout}
     here = {key: value for key, value in run.items() if key != "ray_address"}
     ranks = {"ranks": layout.ranks, "launch": "inline" if layout.ranks == 1 else "ray"}
     sizes = Origin("option", "--layout-a" if side == "a" else "--layout")

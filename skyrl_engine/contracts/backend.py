@@ -28,15 +28,28 @@ ComputeDtype = Literal["float64", "float32", "bfloat16"]
 
 
 @frozen
+class EqualParts:
+    """A number in the decoder's `transformers` configuration that is cut into `parts` equal ones, and the options that say how many."""
+
+    attribute: str
+    parts: int
+    options: str
+
+
+@frozen
 class BackendDescription:
     """What the controller knows of a backend before torch is imported: how ranks are laid out, and what it declares to support.
 
-    `layer_pieces` counts the pieces, one after another, that a model's layers are cut into; None: one per pipeline stage.
+    `layer_pieces` counts the pieces, one after another, that a model's layers are cut into; None: one per pipeline stage. `equal_parts` are
+    what a model must be divisible into, where its configuration has such a number. `model_types` are the architectures it knows; None: it
+    sees when it loads the model.
     """
 
     topology: Topology
     capabilities: frozenset[Capability]
     layer_pieces: int | None = None
+    equal_parts: tuple[EqualParts, ...] = ()
+    model_types: tuple[str, ...] | None = None
 
 
 @frozen

@@ -89,6 +89,27 @@ def check_model(model: ModelConfig, described: BackendDescription) -> None:
         refuse_short_first_piece(config, model.path, pieces=described.layer_pieces or described.topology.pp)
 
 
+def check_layout(backend: str, model: ModelConfig, described: BackendDescription) -> None:
+    """Raises UnsupportedError for a model that the backend does not know, or that its layout does not divide."""
+    config = read_model_config(model)
+    if config is None:
+        return
+    known = described.model_types
+    if known is not None and config.model_type not in known:
+        raise UnsupportedError(
+            f"{model.path} is a {config.model_type} model; backend {backend} knows {', '.join(known)}",
+            remedy="Choose another backend, such as fsdp, or another model",
+        )
+    text = config.get_text_config(decoder=True)
+    for cut in described.equal_parts:
+        size = getattr(text, cut.attribute, None)
+        if isinstance(size, int) and size % cut.parts:
+            raise UnsupportedError(
+                f"{cut.options} = {cut.parts} does not divide {cut.attribute} = {size} of {model.path}",
+                remedy=f"Set {cut.options} to a divisor of {size}, or choose another backend",
+            )
+
+
 def vision_of(model: ModelConfig, vision: Vision) -> Vision:
     """`vision`, the model's image inputs, unless the model takes images but is trained on text alone."""
     config = read_model_config(model)

@@ -24,6 +24,7 @@ from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.training.capability import (
     check_capabilities,
     check_carried,
+    check_layout,
     check_model,
     check_reducer,
     check_scores,
@@ -137,6 +138,7 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     model = config.model
     required = required_capabilities(topology, collator, datasets, value_head=model.value_head, lora=model.lora is not None)
     check_capabilities(name["backend"], description.capabilities, required)
+    check_layout(name["backend"], config.model, description)
     return PreparedRun(
         resolved=resolved,
         tokenizer=tokenizer,

@@ -1,14 +1,16 @@
 """What cannot work is refused while planning, in a sentence that says what is missing and what to change."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
 import numpy as np
 import pytest
 
+from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.config.schema import ModelConfig
-from skyrl_engine.contracts.backend import BackendDescription
+from skyrl_engine.contracts.backend import BackendDescription, EqualParts
 from skyrl_engine.contracts.collator import Collator
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.context import FactoryContext
@@ -20,12 +22,14 @@ from skyrl_engine.registry.loader import load
 from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.training.capability import (
     check_capabilities,
+    check_layout,
     check_model,
     check_reducer,
     check_scores,
     needed_columns,
     required_capabilities,
 )
+from skyrl_engine.training.sft import plan_sft
 
 
 def columns(**more: object) -> SampleColumns:
@@ -84,6 +88,46 @@ def test_vision_language_models_are_refused_before_a_rank_starts(tmp_path: Path)
     assert "fsdp without tensor parallelism" in caught.value.remedy
     with pytest.raises(UnsupportedError, match="is a mixture of experts that takes images, which is not supported"):
         check_model(model("qwen3_vl_moe"), with_vision)
+
+
+def test_a_model_that_the_backend_or_its_layout_cannot_have_is_refused_before_a_rank_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_key_value_heads": 2, "num_hidden_layers": 6}))
+    model, able = ModelConfig(path=str(tmp_path)), frozenset({"padded"})
+    cuts = (EqualParts("num_key_value_heads", 2, "backend.tensor_parallel"), EqualParts("num_of_nothing", 7, "backend.none"))
+    check_layout("mine", model, BackendDescription(Topology(), able, equal_parts=cuts, model_types=("llama", "qwen3")))
+    check_layout("mine", ModelConfig(path=str(tmp_path / "nowhere")), BackendDescription(Topology(), able, model_types=()))
+    four = BackendDescription(
+        Topology(), able, equal_parts=(*cuts, EqualParts("num_hidden_layers", 4, "backend.pipeline_parallel"))
+    )
+    with pytest.raises(
+        UnsupportedError, match=r"backend.pipeline_parallel = 4 does not divide num_hidden_layers = 6 of "
+    ) as caught:
+        check_layout("mine", model, four)
+    assert caught.value.remedy.startswith("Set backend.pipeline_parallel to a divisor of 6")
+    with pytest.raises(UnsupportedError, match=r"is a qwen3 model; backend mine knows llama, gpt2"):
+        check_layout("mine", model, BackendDescription(Topology(), able, model_types=("llama", "gpt2")))
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "what"),
+    [
+        ({"use": "fsdp", "tensor_parallel": 2}, 2, "backend.tensor_parallel = 2 does not divide num_key_value_heads = 1"),
+        ({"use": "megatron", "tensor_parallel": 2}, 2, "backend.tensor_parallel = 2 does not divide num_key_value_heads = 1"),
+        ({"use": "megatron", "pipeline_parallel": 4}, 4, "backend.pipeline_parallel = 4 does not divide num_hidden_layers = 2"),
+        (
+            {"use": "megatron", "pipeline_parallel": 2, "virtual_pipeline": 2},
+            2,
+            "backend.pipeline_parallel x backend.virtual_pipeline = 4 does not divide num_hidden_layers = 2",
+        ),
+    ],
+)
+def test_layouts_that_the_model_cannot_have_are_refused_while_planning(
+    configure: Callable[..., ResolvedConfig], backend: dict[str, object], ranks: int, what: str
+) -> None:
+    pytest.importorskip(f"skyrl_engine_{backend['use']}", reason=f"NOT PROVED HERE: this needs skyrl-engine-{backend['use']}")
+    with pytest.raises(UnsupportedError, match=what) as caught:
+        plan_sft(configure(backend=backend, run={"launch": "ray", "ranks": ranks}))
+    assert caught.value.exit_code == 2
 
 
 def test_needs_are_scores_of_the_model_or_columns_of_the_data() -> None:

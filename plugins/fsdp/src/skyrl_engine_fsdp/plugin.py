@@ -6,7 +6,7 @@ from attrs import field, frozen
 from attrs.validators import ge
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts.backend import Backend, BackendDescription, Capability
+from skyrl_engine.contracts.backend import Backend, BackendDescription, Capability, EqualParts
 from skyrl_engine.contracts.topology import Topology
 from skyrl_engine.errors import UnsupportedError
 
@@ -45,6 +45,10 @@ class FsdpConfig:
         return Topology(dp=dp, tp=self.tensor_parallel)
 
 
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+"""Sizes of a decoder that tensor-parallel ranks share equally."""
+
+
 class FsdpPlugin:
     """Hook implementations of the `fsdp` backend."""
 
@@ -57,7 +61,10 @@ class FsdpPlugin:
         topology = (config or FsdpConfig()).topology(world_size)
         capabilities: frozenset[Capability] = frozenset({"padded", "packed", "value_head", "tensor_parallel"})
         # plans of tensor parallelism say how a text decoder's linear layers are cut, and nothing of adapters and vision towers
-        return BackendDescription(topology, capabilities if topology.tp > 1 else capabilities | {"lora", "vision"})
+        if topology.tp == 1:
+            return BackendDescription(topology, capabilities | {"lora", "vision"})
+        cuts = tuple(EqualParts(size, topology.tp, "backend.tensor_parallel") for size in DIVIDED)
+        return BackendDescription(topology, capabilities, equal_parts=cuts)
 
     @hookimpl
     def skyrl_engine_make_backend(self, config: FsdpConfig | None) -> Backend:

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine_fsdp.parameter_views import view_parameters
+from skyrl_engine_fsdp.plugin import DIVIDED
 from skyrl_engine_fsdp.rank_sums import sum_backward
 from skyrl_engine_fsdp.vocabulary import divide_vocabulary
 
@@ -38,7 +39,7 @@ class LayerPlan:
         if unknown:
             style, pattern = unknown[0]
             raise _refusal(f"{name} models divide {pattern} by {style!r}, which the fsdp backend does not know")
-        for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        for what in DIVIDED:
             size = getattr(text, what, None)
             if size is not None and size % ranks:
                 raise UnsupportedError(

@@ -8,12 +8,8 @@ from attrs import frozen
 from torch import Tensor
 
 from skyrl_engine.errors import ModelError, UnsupportedError
-from skyrl_engine_megatron.plugin import MegatronConfig
-from skyrl_engine_megatron.vision import FAMILY as VISION_FAMILY
+from skyrl_engine_megatron.plugin import FAMILIES, VISION_FAMILY, MegatronConfig
 from skyrl_engine_megatron.vision import Vision
-
-FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe", VISION_FAMILY)
-"""`model_type` of the configurations that are understood; Qwen2.5 says "qwen2"."""
 
 _ROPE_TYPES: Final = ("default", "linear", "llama3")
 _CHOOSE: Final = "Use the fsdp backend, or another model"

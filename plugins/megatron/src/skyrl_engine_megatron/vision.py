@@ -11,9 +11,6 @@ from skyrl_engine.errors import ModelError
 from skyrl_engine.modeling.images import ImageTokens
 from skyrl_engine.modeling.loading import enable_activation_checkpointing
 
-FAMILY = "qwen3_vl"
-"""`model_type` of the configurations of such models."""
-
 
 @frozen(eq=False)
 class Vision:
