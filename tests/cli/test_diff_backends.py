@@ -56,6 +56,15 @@ def test_a_backend_agrees_with_itself_over_another_cut(capsys: pytest.CaptureFix
     assert {each["name"] for each in report["outputs"]} == {"logprobs", "entropy", "token_loss"}
 
 
+def test_two_libraries_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("megatron.core", reason="NOT PROVED HERE: this needs megatron-core")
+    assert main(["diff-backends", "--a", "fsdp", "--b", "megatron", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["agrees"] is True
+    assert len(report["parameters"]) == 24
+    assert max(each["relative"] for each in report["parameters"]) > 0, "other kernels add in another order"
+
+
 def test_a_wrong_backend_is_named_by_its_factor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "wrong.py").write_text(WRONG)
     arguments = ["diff-backends", "--b", f"{tmp_path / 'wrong.py'}:averaging", "training.micro_batch_rows=4"]

@@ -25,6 +25,16 @@ def test_all_rows_hold(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(0 < row["difference"]["gradient"] < 1e-5 for row in report["rows"])
 
 
+def test_another_backend_has_rows_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Against the same definition, which is the plain model in float64."""
+    pytest.importorskip("megatron.core", reason="NOT PROVED HERE: this needs megatron-core")
+    assert main(["prove", "--ranks", "1", "--loss", "cross_entropy", "--backend", "megatron", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["holds"] is True
+    assert len(report["rows"]) == 8
+    assert all(0 < row["difference"]["gradient"] < 1e-5 for row in report["rows"])
+
+
 def test_a_planted_mistake_is_noticed_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prove", "--ranks", "1", "--loss", "cross_entropy", "--plant", "per_microbatch_mean"]) == 0
     out = capsys.readouterr().out
