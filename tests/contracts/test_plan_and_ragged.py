@@ -74,6 +74,7 @@ def test_segments_are_taken_from_several_arrays(block, long, lengths, segments):
     arrays = arrays_of(int(offsets[-1]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ragged_module, "BLOCK", block)
+        patch.setattr(ragged_module, "WINDOWED_BLOCK", block)
         patch.setattr(ragged_module, "LONG", long)
         taken, chosen = take_segments(arrays, offsets, segments)
     for values, wanted in zip(taken, arrays, strict=True):
@@ -101,6 +102,7 @@ def test_segments_of_several_parts_are_joined_in_any_order(block, long, lengths,
     parts = [[values[first:last] for values in arrays] for first, last in pairwise(bounds)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ragged_module, "BLOCK", block)
+        patch.setattr(ragged_module, "WINDOWED_BLOCK", block)
         patch.setattr(ragged_module, "LONG_JOINED", long)
         patch.setattr(ragged_module, "WINDOWS", (3, 2, 1))
         joined, offsets = join_segments(parts, [offsets_of(part) for part in lengths], order)

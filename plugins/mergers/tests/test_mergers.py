@@ -33,8 +33,8 @@ class Case:
     seed: int
 
 
-def whole_output(generator: np.random.Generator, count: int, *, per_token_outputs: bool = True) -> BatchOutput:
-    """Random outputs of `count` samples; values are small integers, so that sums are exact in every order."""
+def whole_output(generator: np.random.Generator, count: int, *, per_token_outputs: bool = True, apart: int = 1) -> BatchOutput:
+    """Random outputs of `count` samples; values are integers, so that sums are exact in every order. Ids are multiples of `apart`."""
     actions = generator.integers(0, 6, count)
     kept = [np.flatnonzero(generator.random(length) < 0.7) for length in actions] if per_token_outputs else [[]] * count
     scored = Ragged.from_list(kept, np.int32)
@@ -43,7 +43,7 @@ def whole_output(generator: np.random.Generator, count: int, *, per_token_output
         for name in ("logprobs", "entropy")
         if per_token_outputs
     }
-    ids = generator.permutation(count * 3)[:count].astype(np.int64)
+    ids = generator.permutation(count * 3)[:count].astype(np.int64) * apart
     return BatchOutput(ids, actions, scored, fields, metrics_of(ids))
 
 
@@ -108,7 +108,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
     count, seed = draw(st.integers(1, 14)), draw(st.integers(0, 2**31))
     generator = np.random.default_rng(seed)
-    whole = whole_output(generator, count, per_token_outputs=draw(st.booleans()))
+    whole = whole_output(generator, count, per_token_outputs=draw(st.booleans()), apart=draw(st.sampled_from((1, 1 << 40))))
     mini_batches = []
     for chosen in np.array_split(generator.permutation(count), draw(st.integers(1, 3))):
         ranks = np.array_split(chosen, topology.dp)
@@ -244,6 +244,8 @@ def two_ranks(first: list[int], second: list[int]) -> list[RankOutput]:
         ([7, 8], [9, 5], "unexpected: sample 5, returned by rank 2"),
         ([7, 5], [9], "missing: sample 8, planned on data-parallel rank 0"),
         ([7, 5], [9], "unexpected: sample 5, returned by rank 0"),
+        ([7, 1 << 60], [9], f"unexpected: sample {1 << 60}, returned by rank 0"),
+        ([7, 7], [9 - (1 << 60)], f"unexpected: sample {9 - (1 << 60)}, returned by rank 2"),
         ([], [], "missing: sample 9, planned on data-parallel rank 1"),
     ],
 )

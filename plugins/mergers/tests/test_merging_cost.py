@@ -11,9 +11,7 @@ MOST_ROUNDS = 20
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", MERGERS)
 def test_merging_costs_a_small_multiple_of_concatenating(name: str, tokens: int) -> None:
-    """Without per-token outputs, and with short, middle and long samples. Ten times is asserted, because what memory costs when it is not
-    touched in order differs between machines and with what else they do; Python per sample would cost a hundred.
-    """
+    """Without per-token outputs, and with short, middle and long samples."""
     outputs, plan, whole = outputs_of(tokens)
     merged = MERGERS[name].merge(outputs, plan)
     for field, ragged in whole.fields.items():
@@ -25,4 +23,4 @@ def test_merging_costs_a_small_multiple_of_concatenating(name: str, tokens: int)
         MERGERS[name], outputs, plan, rounds=MOST_ROUNDS, enough=lambda least: least["merging"] <= 5 * least["concatenating"]
     )
     print(f"{tokens} tokens: {least['merging'] / least['concatenating']:.1f} times")
-    assert least["merging"] <= 10 * least["concatenating"]
+    assert least["merging"] <= 5 * least["concatenating"]

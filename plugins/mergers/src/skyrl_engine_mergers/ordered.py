@@ -13,6 +13,9 @@ from skyrl_engine.errors import OutputError
 LISTED = 10
 """How many ids of a kind an error spells out."""
 
+DENSE = 8
+"""Ids that lie in a range of at most this many times their number are looked up in a table; sorting others takes five times as long."""
+
 
 class OrderedMerger:
     """Keeps collection ranks, drops padding samples, orders by the plan; metrics are combined in data-parallel order."""
@@ -39,14 +42,25 @@ class OrderedMerger:
 def _places_in_order(ids: IntArray, expected: IntArray, collected: Sequence[RankOutput], plan: BatchPlan) -> IntArray:
     """int64[len(expected)]: where each expected id stands in `ids`, among padding. Raises OutputError unless they match."""
     real = np.flatnonzero(ids != PADDING_SAMPLE)
-    if len(real) != len(expected):
-        _refuse(ids[real], expected, collected, plan)
-    order = real[np.argsort(ids[real])]
-    places = order[np.searchsorted(ids[order], expected).clip(max=len(order) - 1)] if len(order) else order
-    # equally many, each expected id found, and expected ids are unique: nothing can be duplicated or unexpected
-    if not np.array_equal(ids[places], expected):
-        _refuse(ids[real], expected, collected, plan)
-    return places
+    if len(real) == len(expected):
+        places = real[_positions(ids[real], expected)]
+        # equally many, each expected id found, and expected ids are unique: nothing can be duplicated or unexpected
+        if np.array_equal(ids[places], expected):
+            return places
+    _refuse(ids[real], expected, collected, plan)
+
+
+def _positions(ids: IntArray, expected: IntArray) -> IntArray:
+    """int64[len(expected)]: where each expected id stands among as many ids; anywhere for one that is not among them."""
+    if not len(ids):
+        return ids
+    low, high = int(ids.min()), int(ids.max())
+    if high - low < DENSE * len(ids):
+        table = np.zeros(high - low + 1, dtype=np.int64)
+        table[ids - low] = np.arange(len(ids))
+        return table[expected.clip(low, high) - low]
+    order = np.argsort(ids)
+    return order[np.searchsorted(ids[order], expected).clip(max=len(ids) - 1)]
 
 
 def _refuse(ids: IntArray, expected: IntArray, collected: Sequence[RankOutput], plan: BatchPlan) -> NoReturn:
