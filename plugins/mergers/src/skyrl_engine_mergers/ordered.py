@@ -42,12 +42,13 @@ class OrderedMerger:
 def _places_in_order(ids: IntArray, expected: IntArray, collected: Sequence[RankOutput], plan: BatchPlan) -> IntArray:
     """int64[len(expected)]: where each expected id stands in `ids`, among padding. Raises OutputError unless they match."""
     real = np.flatnonzero(ids != PADDING_SAMPLE)
-    if len(real) == len(expected):
-        places = real[_positions(ids[real], expected)]
-        # equally many, each expected id found, and expected ids are unique: nothing can be duplicated or unexpected
-        if np.array_equal(ids[places], expected):
-            return places
-    _refuse(ids[real], expected, collected, plan)
+    if len(real) != len(expected):
+        _refuse(ids[real], expected, collected, plan)
+    places = real[_positions(ids[real], expected)]
+    # equally many, each expected id found, and expected ids are unique: nothing can be duplicated or unexpected
+    if not np.array_equal(ids[places], expected):
+        _refuse(ids[real], expected, collected, plan)
+    return places
 
 
 def _positions(ids: IntArray, expected: IntArray) -> IntArray:
@@ -58,9 +59,11 @@ def _positions(ids: IntArray, expected: IntArray) -> IntArray:
     if high - low < DENSE * len(ids):
         table = np.zeros(high - low + 1, dtype=np.int64)
         table[ids - low] = np.arange(len(ids))
-        return table[expected.clip(low, high) - low]
-    order = np.argsort(ids)
-    return order[np.searchsorted(ids[order], expected).clip(max=len(ids) - 1)]
+        entries: IntArray = expected.clip(low, high) - low
+        return table[entries]
+    order: IntArray = np.argsort(ids)
+    found: IntArray = np.searchsorted(ids[order], expected).clip(max=len(ids) - 1)
+    return order[found]
 
 
 def _refuse(ids: IntArray, expected: IntArray, collected: Sequence[RankOutput], plan: BatchPlan) -> NoReturn:
