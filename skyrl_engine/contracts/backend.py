@@ -4,7 +4,7 @@ After any number of `forward_backward` calls, the gradient seen by `optim_step` 
 The import of this file needs no torch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -27,29 +27,22 @@ PARALLEL_SIZES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "e
 ComputeDtype = Literal["float64", "float32", "bfloat16"]
 
 
-@frozen
-class EqualParts:
-    """A number in the decoder's `transformers` configuration that is cut into `parts` equal ones, and the options that say how many."""
-
-    attribute: str
-    parts: int
-    options: str
+def refuse_no_model(_config: Any, _model: "ModelSpec") -> None:
+    """Of a backend that takes whatever can be loaded."""
 
 
 @frozen
 class BackendDescription:
     """What the controller knows of a backend before torch is imported: how ranks are laid out, and what it declares to support.
 
-    `layer_pieces` counts the pieces, one after another, that a model's layers are cut into; None: one per pipeline stage. `equal_parts` are
-    what a model must be divisible into, where its configuration has such a number. `model_types` are the architectures it knows; None: it
-    sees when it loads the model.
+    `refuse_model` gets a model's `transformers` configuration and how it is to be trained, and raises UnsupportedError for what the backend
+    does not build or its layout does not divide. Planning calls it before a rank starts, so it needs no torch; backends call it again when
+    they load a model, for callers that did not plan.
     """
 
     topology: Topology
     capabilities: frozenset[Capability]
-    layer_pieces: int | None = None
-    equal_parts: tuple[EqualParts, ...] = ()
-    model_types: tuple[str, ...] | None = None
+    refuse_model: Callable[[Any, "ModelSpec"], None] = refuse_no_model
 
 
 @frozen

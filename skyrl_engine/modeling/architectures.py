@@ -13,6 +13,16 @@ def takes_images(config: Any) -> bool:
     return config.model_type in VISION_LANGUAGE
 
 
+def refuse_unequal_parts(config: Any, name: str, attribute: str, *, parts: int, options: str) -> None:
+    """Raises UnsupportedError where the decoder's configuration has such a number and `parts`, which `options` set, does not divide it."""
+    size = getattr(config.get_text_config(decoder=True), attribute, None)
+    if isinstance(size, int) and size % parts:
+        raise UnsupportedError(
+            f"{options} = {parts} does not divide {attribute} = {size} of {name}",
+            remedy=f"Set {options} to a divisor of {size}, or choose another backend",
+        )
+
+
 def refuse_short_first_piece(config: Any, name: str, *, pieces: int) -> None:
     """Raises UnsupportedError where the first of the decoder's `pieces`, the one that sees images, lacks layers for their features.
 

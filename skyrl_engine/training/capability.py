@@ -12,7 +12,8 @@ from skyrl_engine.contracts.topology import Topology
 from skyrl_engine.data.model_config import read_model_config
 from skyrl_engine.data.vision import NoVision, Vision
 from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.modeling.architectures import refuse_short_first_piece, refuse_vision_language, takes_images
+from skyrl_engine.modeling.architectures import refuse_vision_language, takes_images
+from skyrl_engine.registry.host import Owner, blaming
 
 logger = logging.getLogger(__name__)
 
@@ -86,28 +87,14 @@ def check_model(model: ModelConfig, described: BackendDescription) -> None:
     config = read_model_config(model)
     if config is not None:
         refuse_vision_language(config, model.path, images="vision" in described.capabilities)
-        refuse_short_first_piece(config, model.path, pieces=described.layer_pieces or described.topology.pp)
 
 
-def check_layout(backend: str, model: ModelConfig, described: BackendDescription) -> None:
-    """Raises UnsupportedError for a model that the backend does not know, or that its layout does not divide."""
+def check_layout(label: str, model: ModelConfig, described: BackendDescription) -> None:
+    """Raises UnsupportedError for a model that the backend, called `label`, does not build, or that its layout does not divide."""
     config = read_model_config(model)
-    if config is None:
-        return
-    known = described.model_types
-    if known is not None and config.model_type not in known:
-        raise UnsupportedError(
-            f"{model.path} is a {config.model_type} model; backend {backend} knows {', '.join(known)}",
-            remedy="Choose another backend, such as fsdp, or another model",
-        )
-    text = config.get_text_config(decoder=True)
-    for cut in described.equal_parts:
-        size = getattr(text, cut.attribute, None)
-        if isinstance(size, int) and size % cut.parts:
-            raise UnsupportedError(
-                f"{cut.options} = {cut.parts} does not divide {cut.attribute} = {size} of {model.path}",
-                remedy=f"Set {cut.options} to a divisor of {size}, or choose another backend",
-            )
+    if config is not None:
+        with blaming(Owner(label, "Correct it, or choose another backend"), "refuse_model"):
+            described.refuse_model(config, model.spec(seed=0))
 
 
 def vision_of(model: ModelConfig, vision: Vision) -> Vision:

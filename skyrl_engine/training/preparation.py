@@ -1,6 +1,7 @@
 """Everything of a supervised run that can be decided before a rank starts: data, plugins on the controller, layout, steps, checks."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -108,10 +109,16 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     for label, needs in parts.needs.items():
         check_scores(label, needs, value_head=config.model.value_head)
 
-    data = limited_to_model(config.data, config.model)
+    collator: Collator = plugins["collator"].make(context)
+    topology, model = description.topology, config.model
+    required_by = partial(required_capabilities, topology, collator, value_head=model.value_head, lora=model.lora is not None)
+    check_capabilities(name["backend"], description.capabilities, required_by(()))  # now, because reading data may take hours
+    check_layout(str(plugins["backend"].loaded.record), model, description)
+
+    data = limited_to_model(config.data, model)
     needed = needed_columns(parts.needs)
 
-    vision = vision_of(config.model, load_vision(config.model, data))
+    vision = vision_of(model, load_vision(model, data))
 
     def loaded(split: Split) -> TokenizedDataset:
         return load_columns(data, tokenizer, split=split, seed=config.run.seed, needed=needed, vision=vision, progress=progress)
@@ -120,8 +127,6 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     evaluation = loaded("eval") if _holds_out(data) else None
     _refuse_nothing_to_learn(train.columns)
 
-    collator: Collator = plugins["collator"].make(context)
-    topology = description.topology
     layout = config.training.layout(dp=topology.dp, tp=topology.tp, cp=topology.cp, pp=topology.pp)
     size = config.training.batch_size
     order = SampleOrder.of(train.columns, batch_size=size, seed=config.run.seed, shuffle=config.training.shuffle)
@@ -135,10 +140,8 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     token_weights(str(plugins["reducer"].loaded.record), reducer, structure)  # one that cannot weigh this data is refused now
     datasets = [dataset.columns for dataset in (train, evaluation) if dataset is not None]
     check_carried(name["collator"], collator, datasets)
-    model = config.model
-    required = required_capabilities(topology, collator, datasets, value_head=model.value_head, lora=model.lora is not None)
+    required = required_by(datasets)
     check_capabilities(name["backend"], description.capabilities, required)
-    check_layout(name["backend"], config.model, description)
     return PreparedRun(
         resolved=resolved,
         tokenizer=tokenizer,

@@ -1,6 +1,7 @@
 """`run`, `sft`, `data preview` and `export` on a tiny model."""
 
 import json
+import sys
 import tomllib
 
 import pytest
@@ -65,6 +66,17 @@ def test_dry_run_plans_and_writes_no_run(command, config, inputs, tmp_path):
     assert not (tmp_path / "run").exists()
     rows = [line.split() for line in outcome.out.splitlines()[-3:]]
     assert sum(int(row[-1]) for row in rows) == 8
+
+
+@pytest.mark.parametrize("flags", [["--dry-run"], []])
+def test_a_layout_that_does_not_divide_the_model_is_refused_before_anything_starts(command, config, tmp_path, flags):
+    """Code 2 as for other plans that cannot be. The data is missing, and nothing has asked for it: that would be code 4."""
+    layout = ("run.launch=ray", "run.ranks=3", "backend.tensor_parallel=3")
+    outcome = command("run", config, *flags, *layout, "data.train=./none.jsonl")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "backend.tensor_parallel = 3 does not divide num_attention_heads = " in outcome.last_line
+    assert (tmp_path / "run").exists() == (flags == [])  # a run that fails says so in its directory
+    assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
 
 
 def test_quiet_prints_no_progress(command, config):

@@ -3,21 +3,24 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
 import pytest
+from transformers import AutoConfig
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.config.schema import ModelConfig
-from skyrl_engine.contracts.backend import BackendDescription, EqualParts
+from skyrl_engine.contracts.backend import BackendDescription, ModelSpec
 from skyrl_engine.contracts.collator import Collator
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.context import FactoryContext
 from skyrl_engine.contracts.loss import FunctionLoss
 from skyrl_engine.contracts.ragged import Ragged, offsets_of
 from skyrl_engine.contracts.topology import Topology
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.errors import PluginBrokenError, UnsupportedError
+from skyrl_engine.modeling.architectures import refuse_unequal_parts
 from skyrl_engine.registry.loader import load
 from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.training.capability import (
@@ -90,22 +93,152 @@ def test_vision_language_models_are_refused_before_a_rank_starts(tmp_path: Path)
         check_model(model("qwen3_vl_moe"), with_vision)
 
 
-def test_a_model_that_the_backend_or_its_layout_cannot_have_is_refused_before_a_rank_starts(tmp_path: Path) -> None:
+def test_a_backend_refuses_models_before_a_rank_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_key_value_heads": 2, "num_hidden_layers": 6}))
-    model, able = ModelConfig(path=str(tmp_path)), frozenset({"padded"})
-    cuts = (EqualParts("num_key_value_heads", 2, "backend.tensor_parallel"), EqualParts("num_of_nothing", 7, "backend.none"))
-    check_layout("mine", model, BackendDescription(Topology(), able, equal_parts=cuts, model_types=("llama", "qwen3")))
-    check_layout("mine", ModelConfig(path=str(tmp_path / "nowhere")), BackendDescription(Topology(), able, model_types=()))
-    four = BackendDescription(
-        Topology(), able, equal_parts=(*cuts, EqualParts("num_hidden_layers", 4, "backend.pipeline_parallel"))
-    )
+    model = ModelConfig(path=str(tmp_path), dtype="bfloat16")
+
+    def described(refuse_model: Callable[[Any, ModelSpec], None]) -> BackendDescription:
+        return BackendDescription(Topology(), frozenset({"padded"}), refuse_model)
+
+    def divided(config: Any, spec: ModelSpec) -> None:
+        assert spec.dtype == "bfloat16"
+        refuse_unequal_parts(config, spec.path, "num_key_value_heads", parts=2, options="backend.tensor_parallel")
+        refuse_unequal_parts(config, spec.path, "num_of_nothing", parts=7, options="backend.none")
+        refuse_unequal_parts(config, spec.path, "num_hidden_layers", parts=4, options="backend.pipeline_parallel")
+
+    check_layout("mine", model, BackendDescription(Topology(), frozenset({"padded"})))
+    check_layout("mine", ModelConfig(path=str(tmp_path / "nowhere")), described(divided))  # which the ranks report
     with pytest.raises(
         UnsupportedError, match=r"backend.pipeline_parallel = 4 does not divide num_hidden_layers = 6 of "
     ) as caught:
-        check_layout("mine", model, four)
+        check_layout("mine", model, described(divided))
     assert caught.value.remedy.startswith("Set backend.pipeline_parallel to a divisor of 6")
-    with pytest.raises(UnsupportedError, match=r"is a qwen3 model; backend mine knows llama, gpt2"):
-        check_layout("mine", model, BackendDescription(Topology(), able, model_types=("llama", "gpt2")))
+    with pytest.raises(PluginBrokenError, match=r"mine failed in refuse_model: AttributeError"):
+        check_layout("mine", model, described(lambda config, _: config.number_of_nothing))
+
+
+@pytest.fixture
+def other_model(material: Path, tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """The table `model` with the material's tokenizer, and a configuration of another family: what planning reads of a model."""
+
+    def make(family: str, **options: object) -> dict[str, str]:
+        sizes = {
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 96,
+            "vocab_size": 80,
+        }
+        directory = tmp_path / "other"
+        AutoConfig.for_model(family, **{**sizes, **options}).save_pretrained(directory)
+        return {"path": str(directory), "tokenizer": str(material / "model")}
+
+    return make
+
+
+MIXTURE = {"num_experts": 6, "moe_intermediate_size": 48}
+TWO = {"tensor_parallel": 2}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("backend", "family", "options", "what"),
+    [
+        ("fsdp", "gpt2", TWO, "transformers has no tensor-parallel plan for gpt2 models"),
+        ("fsdp", "stablelm", TWO, "transformers has no tensor-parallel plan for stablelm models"),
+        ("fsdp", "qwen3_moe", TWO, "divide layers.*.mlp.experts by 'moe_tp_experts', which the fsdp backend does not know"),
+        ("fsdp", ("llama", {"num_key_value_heads": 1}), TWO, "backend.tensor_parallel = 2 does not divide num_key_value_heads = 1"),
+        ("fsdp", ("llama", {"intermediate_size": 97}), TWO, "backend.tensor_parallel = 2 does not divide intermediate_size = 97"),
+        ("megatron", "gpt2", {}, "is a gpt2 model; the megatron backend knows llama, qwen2, qwen3, qwen3_moe, qwen3_vl"),
+        (
+            "megatron",
+            ("llama", {"intermediate_size": 97}),
+            TWO,
+            "backend.tensor_parallel = 2 does not divide intermediate_size = 97",
+        ),
+        (
+            "megatron",
+            ("qwen3_moe", {"moe_intermediate_size": 49}),
+            TWO,
+            "backend.tensor_parallel = 2 does not divide moe_intermediate_size = 49",
+        ),
+        (
+            "megatron",
+            ("qwen3_moe", {"num_experts": 5}),
+            {**TWO, "expert_parallel": 2},
+            "backend.expert_parallel = 2 does not divide num_experts = 5",
+        ),
+        ("megatron", "llama", {**TWO, "expert_parallel": 2}, "backend.expert_parallel = 2, and .* has no experts"),
+        ("megatron", "llama", {"router_z_coefficient": 0.1}, "backend.router_z_coefficient = 0.1, and .* has no experts"),
+        ("megatron", ("qwen3_moe", {"mlp_only_layers": [1]}), {}, "has layers without experts beside those that have some"),
+        ("megatron", ("llama", {"hidden_act": "gelu"}), {}, "has the activation gelu"),
+        ("megatron", ("llama", {"attention_bias": True}), {}, "has biases on its attention's projections"),
+        ("megatron", ("llama", {"mlp_bias": True}), {}, "has biases on its feed-forward layers"),
+        ("megatron", ("qwen3", {"attention_dropout": 0.1}), {}, "has dropout of 0.1 on its attention"),
+        ("megatron", ("llama", {"rope_parameters": DYNAMIC}), {}, "has rotary positions of type dynamic"),
+        (
+            "megatron",
+            ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
+            {},
+            "has layers that attend in a sliding window",
+        ),
+        ("deepspeed", ("llama", {"dtype": "float64"}), {}, "float64 would be rounded on the way"),
+        ("megatron", ("qwen3_moe", {"dtype": "float64"}), {}, "mixture of experts, which transformers does not compute in float64"),
+        ("deepspeed", ("llama", {"dtype": "bfloat16"}), {"zero_stage": 0}, "ZeRO stage 0 sums bfloat16 gradients in bfloat16"),
+    ],
+)
+def test_models_that_a_backend_cannot_train_are_refused_while_planning(
+    configure: Callable[..., ResolvedConfig],
+    other_model: Callable[..., dict[str, str]],
+    backend: str,
+    family: str | tuple[str, dict[str, object]],
+    options: dict[str, object],
+    what: str,
+) -> None:
+    """Of each model nothing but its configuration exists: what loads weights would fail in another way."""
+    pytest.importorskip(f"skyrl_engine_{backend}", reason=f"NOT PROVED HERE: this needs skyrl-engine-{backend}")
+    name, changes = (family, {}) if isinstance(family, str) else family
+    dtype = {"dtype": changes["dtype"]} if "dtype" in changes else {}
+    numbers = {key: value for key, value in changes.items() if key != "dtype"}
+    model = other_model(name, **{**(MIXTURE if name == "qwen3_moe" else {}), **numbers}) | dtype
+    with pytest.raises(UnsupportedError, match=what) as caught:
+        plan_sft(configure(model=model, backend={"use": backend, **options}, run={"launch": "ray", "ranks": 2}))
+    assert caught.value.exit_code == 2
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("backend", "family", "options"),
+    [
+        ("fsdp", "llama", TWO),
+        ("fsdp", "gpt2", {}),
+        ("megatron", "llama", {**TWO, "pipeline_parallel": 2}),
+        ("megatron", "qwen3_moe", {**TWO, "expert_parallel": 2, "router_z_coefficient": 0.1}),
+        ("deepspeed", "gpt2", {}),
+    ],
+)
+def test_models_that_a_backend_can_train_are_planned(
+    configure: Callable[..., ResolvedConfig],
+    other_model: Callable[..., dict[str, str]],
+    backend: str,
+    family: str,
+    options: dict[str, object],
+) -> None:
+    pytest.importorskip(f"skyrl_engine_{backend}", reason=f"NOT PROVED HERE: this needs skyrl-engine-{backend}")
+    model = other_model(family, **(MIXTURE if family == "qwen3_moe" else {}))
+    assert plan_sft(configure(model=model, backend={"use": backend, **options}, run={"launch": "ray", "ranks": 4})) is not None
+
+
+def test_adapters_under_tensor_parallelism_are_refused_while_planning(
+    configure: Callable[..., ResolvedConfig], other_model: Callable[..., dict[str, str]]
+) -> None:
+    """With the capability's name; without tensor parallelism the same run is planned."""
+    pytest.importorskip("skyrl_engine_fsdp", reason="NOT PROVED HERE: this needs skyrl-engine-fsdp")
+    model, run = {**other_model("llama"), "lora": {"rank": 2}}, {"launch": "ray", "ranks": 2}
+    plan_sft(configure(model=model, backend={"use": "fsdp"}, run=run))
+    with pytest.raises(UnsupportedError, match="needs the capability 'lora', which backend fsdp does not declare") as caught:
+        plan_sft(configure(model=model, backend={"use": "fsdp", **TWO}, run=run))
+    assert "fsdp without tensor parallelism" in caught.value.remedy
 
 
 @pytest.mark.parametrize(

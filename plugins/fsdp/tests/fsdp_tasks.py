@@ -451,8 +451,8 @@ def outcome_with(directory: str, options: FsdpConfig, *, forgotten: str = "", **
 
     whole = LayerPlan.of
 
-    def partial(config: Any, ranks: int) -> LayerPlan:
-        styles = whole(config, ranks).styles
+    def partial(config: Any) -> LayerPlan:
+        styles = whole(config).styles
         return LayerPlan({name: style for name, style in styles.items() if not forgotten or not name.endswith(forgotten)})
 
     with patch.object(LayerPlan, "of", partial):

@@ -200,8 +200,8 @@ def test_the_export_is_what_was_trained(
     [
         ("gpt2", {}, "transformers has no tensor-parallel plan for gpt2 models"),
         ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 32}, "divide layers.*.mlp.experts by 'moe_tp_experts'"),
-        ("llama", {"num_key_value_heads": 1}, "2 tensor-parallel ranks cannot share num_key_value_heads = 1 of the llama model"),
-        ("llama", {"intermediate_size": 127}, "2 tensor-parallel ranks cannot share intermediate_size = 127 of the llama model"),
+        ("llama", {"num_key_value_heads": 1}, "backend.tensor_parallel = 2 does not divide num_key_value_heads = 1"),
+        ("llama", {"intermediate_size": 127}, "backend.tensor_parallel = 2 does not divide intermediate_size = 127"),
     ],
 )
 def test_models_that_cannot_be_cut_are_refused(pair: World, tmp_path: Path, family: str, sizes: dict[str, int], why: str) -> None:

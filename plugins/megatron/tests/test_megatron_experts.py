@@ -13,11 +13,11 @@ from megatron_selection import now
 from megatron_tasks import VOCABULARY, Case, passed, resumed, save_tiny, saved, start
 from transformers import AutoConfig
 
-from skyrl_engine.contracts.backend import OptimizerSpec
+from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.testing.backend_batches import Definition, definition, documents, worst
 from skyrl_engine.testing.world import World
-from skyrl_engine_megatron.architecture import architecture_of, check_layout
+from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.plugin import MegatronConfig, megatron
 
 PAIRS = {
@@ -88,8 +88,16 @@ def test_expert_parallel_ranks_are_the_tensor_parallel_ones() -> None:
 @pytest.mark.parametrize(
     ("sizes", "options", "what"),
     [
-        ({"num_experts": 5}, {"tensor_parallel": 2, "expert_parallel": 2}, "does not divide the 5 experts of the model"),
-        ({"moe_intermediate_size": 25}, {"tensor_parallel": 2}, "does not divide the 25 feed-forward columns of every expert"),
+        (
+            {"num_experts": 5},
+            {"tensor_parallel": 2, "expert_parallel": 2},
+            "expert_parallel = 2 does not divide num_experts = 5 of the model",
+        ),
+        (
+            {"moe_intermediate_size": 25},
+            {"tensor_parallel": 2},
+            "tensor_parallel = 2 does not divide moe_intermediate_size = 25 of the model",
+        ),
     ],
 )
 def test_experts_that_cannot_be_divided_are_refused(
@@ -97,7 +105,7 @@ def test_experts_that_cannot_be_divided_are_refused(
 ) -> None:
     config = AutoConfig.from_pretrained(models["qwen3-moe"], **sizes)
     with pytest.raises(UnsupportedError, match=what):
-        check_layout(architecture_of(config, "the model"), MegatronConfig(**options), "the model")
+        refuse_model(MegatronConfig(**options), config, ModelSpec("the model"))
 
 
 @pytest.mark.usefixtures("single")

@@ -15,8 +15,8 @@ from skyrl_engine.contracts.backend import LoraSpec, ModelSpec
 from skyrl_engine.contracts.topology import Topology
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine_megatron import attention
-from skyrl_engine_megatron.architecture import architecture_of, check_layout
 from skyrl_engine_megatron.division import Along, Division, Rows, Stacked, Whole
+from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.loading import read
 from skyrl_engine_megatron.plugin import MegatronConfig, megatron
 
@@ -48,28 +48,27 @@ def test_interleaving_needs_stages() -> None:
     ("options", "what"),
     [
         ({"tensor_parallel": 2, "expert_parallel": 2}, "expert_parallel = 2, and"),
-        ({"tensor_parallel": 8}, "tensor_parallel = 8 does not divide the 4 key and value heads"),
-        ({"tensor_parallel": 3}, "tensor_parallel = 3 does not divide the 8 attention heads"),
-        ({"pipeline_parallel": 3}, "pipeline_parallel = 3 does not divide the 4 layers"),
+        ({"tensor_parallel": 8}, "tensor_parallel = 8 does not divide num_key_value_heads = 4"),
+        ({"tensor_parallel": 3}, "tensor_parallel = 3 does not divide num_attention_heads = 8"),
+        ({"pipeline_parallel": 3}, "pipeline_parallel = 3 does not divide num_hidden_layers = 4"),
         (
             {"pipeline_parallel": 2, "virtual_pipeline": 3},
-            "pipeline_parallel = 2 x virtual_pipeline = 3 does not divide the 4 layers",
+            "pipeline_parallel x backend.virtual_pipeline = 6 does not divide num_hidden_layers = 4",
         ),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused(models: dict[str, str], options: dict[str, int], what: str) -> None:
     from transformers import AutoConfig
 
-    architecture = architecture_of(AutoConfig.from_pretrained(models["qwen3-tied"]), "the model")
     with pytest.raises(UnsupportedError, match=f"{what}.* the model"):
-        check_layout(architecture, MegatronConfig(**options), "the model")
+        refuse_model(MegatronConfig(**options), AutoConfig.from_pretrained(models["qwen3-tied"]), ModelSpec("the model"))
 
 
 @pytest.mark.usefixtures("single")
-def test_adapters_are_refused_before_a_model_is_looked_for() -> None:
+def test_adapters_are_refused(models: dict[str, str]) -> None:
     assert "lora" not in megatron.skyrl_engine_describe_backend(None, 1).capabilities
     with pytest.raises(UnsupportedError, match="the megatron backend trains no adapters"):
-        read(ModelSpec("nowhere", lora=LoraSpec()), MegatronConfig())
+        read(ModelSpec(models["qwen3-tied"], lora=LoraSpec()), MegatronConfig())
 
 
 @pytest.mark.usefixtures("single")

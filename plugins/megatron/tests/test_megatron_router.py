@@ -14,10 +14,11 @@ from megatron_selection import now
 from megatron_tasks import VOCABULARY, Case, start
 from transformers import AutoConfig
 
+from skyrl_engine.contracts.backend import ModelSpec
 from skyrl_engine.errors import ContractError, UnsupportedError
 from skyrl_engine.testing.backend_batches import Definition, WeightedObjective, definition, documents, padded, worst
 from skyrl_engine.testing.world import World
-from skyrl_engine_megatron.architecture import architecture_of, check_layout
+from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.plugin import MegatronConfig
 
 COEFFICIENTS = {"router_balance_coefficient": 2.0, "router_z_coefficient": 0.5}
@@ -118,9 +119,9 @@ def test_a_step_of_unknown_size_is_refused(models: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("name", COEFFICIENTS)
 def test_models_without_experts_are_refused(models: dict[str, str], name: str) -> None:
-    architecture = architecture_of(AutoConfig.from_pretrained(models["qwen3-tied"]), "the model")
+    config = AutoConfig.from_pretrained(models["qwen3-tied"])
     with pytest.raises(UnsupportedError, match=f"{name} = 0.5, and the model has no experts"):
-        check_layout(architecture, MegatronConfig(**{name: 0.5}), "the model")
+        refuse_model(MegatronConfig(**{name: 0.5}), config, ModelSpec("the model"))
 
 
 @pytest.mark.parametrize("name", COEFFICIENTS)

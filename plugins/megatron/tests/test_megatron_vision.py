@@ -19,15 +19,16 @@ from megatron_tasks import start
 from megatron_vision import KINDS, Case, Seen, continued, exported, pictures, resumed, scores_of, seen, trained
 from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
-from skyrl_engine.contracts.backend import OptimizerSpec
+from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec
 from skyrl_engine.contracts.outputs import RankOutput
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.testing.backend_batches import Arrays, Definition, WeightedObjective, definition, packed, worst
 from skyrl_engine.testing.pictures import write_vision_model
 from skyrl_engine.testing.world import World
-from skyrl_engine_megatron.architecture import architecture_of, check_layout
+from skyrl_engine_megatron.architecture import architecture_of
 from skyrl_engine_megatron.library import TransformerLayer
+from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.plugin import MegatronConfig
 from skyrl_engine_megatron.vision_decoder import DeepStackLayer, InterleavedRotary
 
@@ -221,9 +222,13 @@ def test_the_export_is_what_was_trained(pair: World, seeing: dict[str, str], tmp
         (
             {},
             {"pipeline_parallel": 4},
-            "adds image features to its first 2 layers, and pipeline_parallel .* 4 leaves 1 to the stage",
+            "adds image features to its first 2 layers, and a pipeline of 4 pieces leaves 1 of its 4 to the one",
         ),
-        ({}, {"pipeline_parallel": 2, "virtual_pipeline": 2}, "adds image features to its first 2 layers, and .* 4 leaves 1"),
+        (
+            {},
+            {"pipeline_parallel": 2, "virtual_pipeline": 2},
+            "adds image features to its first 2 layers, and a pipeline of 4 pieces leaves 1",
+        ),
         ({}, {"expert_parallel": 2, "tensor_parallel": 2}, "expert_parallel = 2, and the model has no experts"),
         ({"attention_dropout": 0.1}, {}, "has dropout of 0.1 on its attention"),
         ({"hidden_act": "gelu"}, {}, "has the activation gelu"),
@@ -239,7 +244,7 @@ def test_what_cannot_be_is_refused(seeing: dict[str, str], change: dict[str, Any
     for name, value in change.items():
         setattr(config.text_config, name, value)
     with pytest.raises(UnsupportedError, match=message):
-        check_layout(architecture_of(config, "the model"), MegatronConfig(**options), "the model")
+        refuse_model(MegatronConfig(**options), config, ModelSpec("the model"))
 
 
 def test_features_that_do_not_fit_are_refused(seeing: dict[str, str]) -> None:
@@ -252,7 +257,7 @@ def test_features_that_do_not_fit_are_refused(seeing: dict[str, str]) -> None:
 def test_experts_that_see_are_refused() -> None:
     config = AutoConfig.for_model("qwen3_vl_moe")
     with pytest.raises(UnsupportedError, match=r"is a qwen3_vl_moe model; the megatron backend knows .*, qwen3_vl"):
-        architecture_of(config, "the model")
+        refuse_model(MegatronConfig(), config, ModelSpec("the model"))
 
 
 @pytest.mark.usefixtures("single")

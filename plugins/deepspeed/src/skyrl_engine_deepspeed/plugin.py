@@ -6,7 +6,7 @@ from attrs import field, frozen
 from attrs.validators import ge, in_
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts.backend import Backend, BackendDescription
+from skyrl_engine.contracts.backend import Backend, BackendDescription, ComputeDtype
 from skyrl_engine.contracts.topology import Topology
 from skyrl_engine.errors import UnsupportedError
 
@@ -37,6 +37,19 @@ class DeepSpeedConfig:
                     remedy=f"Set backend.zero_stage to {stages[-1]} or backend.{option} to false",
                 )
 
+    def refuse_precision(self, dtype: ComputeDtype, *, learns: bool) -> None:
+        """Raises UnsupportedError for a precision that DeepSpeed would lose on the way, at this stage."""
+        if dtype == "float64":
+            raise UnsupportedError(
+                "DeepSpeed keeps weights and sums gradients in float32 at most, float64 would be rounded on the way",
+                remedy='Set model.dtype to "float32", or backend.use to "fsdp"',
+            )
+        if dtype == "bfloat16" and self.zero_stage == 0 and learns:
+            raise UnsupportedError(
+                "ZeRO stage 0 sums bfloat16 gradients in bfloat16 and keeps no float32 weights beside a replicated model",
+                remedy="Set backend.zero_stage to 1, 2 or 3",
+            )
+
 
 class DeepSpeedPlugin:
     """Hook implementations of the `deepspeed` backend."""
@@ -47,8 +60,13 @@ class DeepSpeedPlugin:
 
     @hookimpl
     def skyrl_engine_describe_backend(self, config: DeepSpeedConfig | None, world_size: int) -> BackendDescription:
-        (config or DeepSpeedConfig()).refuse_contradictions()
-        return BackendDescription(Topology(dp=world_size), frozenset({"padded", "packed", "value_head", "lora"}))
+        options = config or DeepSpeedConfig()
+        options.refuse_contradictions()
+        return BackendDescription(
+            Topology(dp=world_size),
+            frozenset({"padded", "packed", "value_head", "lora"}),
+            lambda _, model: options.refuse_precision(model.dtype, learns=True),
+        )
 
     @hookimpl
     def skyrl_engine_make_backend(self, config: DeepSpeedConfig | None) -> Backend:

@@ -52,16 +52,7 @@ def settings(
 def refuse_unsupported(config: DeepSpeedConfig, dtype: ComputeDtype, device: torch.device, *, learns: bool) -> None:
     """Raises UnsupportedError, with the option to change, for what DeepSpeed cannot do or does not do exactly."""
     config.refuse_contradictions()
-    if dtype == "float64":
-        raise UnsupportedError(
-            "DeepSpeed keeps weights and sums gradients in float32 at most, float64 would be rounded on the way",
-            remedy='Set model.dtype to "float32", or backend.use to "fsdp"',
-        )
-    if dtype == "bfloat16" and config.zero_stage == 0 and learns:
-        raise UnsupportedError(
-            "ZeRO stage 0 sums bfloat16 gradients in bfloat16 and keeps no float32 weights beside a replicated model",
-            remedy="Set backend.zero_stage to 1, 2 or 3",
-        )
+    config.refuse_precision(dtype, learns=learns)
     for option in ("offload_optimizer", "offload_parameters"):
         if getattr(config, option) and device.type != "cuda" and learns:
             raise UnsupportedError(

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from skyrl_engine.contracts.backend import ModelSpec
-from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.modeling.loading import load_config
 from skyrl_engine.modeling.placement import entry, load_on_ranks, named_tensors, replace_entries
 from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine_fsdp.layer_styles import refuse_model
 from skyrl_engine_fsdp.meshes import Meshes
 from skyrl_engine_fsdp.plugin import FsdpConfig
 from skyrl_engine_fsdp.sharding import shard
@@ -22,13 +22,12 @@ from skyrl_engine_fsdp.tensor_parallel_proof import prove, whole_logprobs
 
 def load_sharded(spec: ModelSpec, meshes: Meshes, device: torch.device, options: FsdpConfig) -> tuple[Any, Scorer]:
     """The model and its scorer, cut and sharded over the ranks, with equal weights everywhere. An error on one rank is raised on all."""
-    if spec.lora is not None and meshes.topology.tp > 1:
-        raise UnsupportedError(
-            "the fsdp backend trains no adapters under tensor parallelism",
-            remedy="Set backend.tensor_parallel = 1, or remove model.lora",
-        )
     whole = meshes.topology.tp == 1
-    plan = None if whole else LayerPlan.of(load_config(spec), meshes.topology.tp)
+    plan = None
+    if not whole:
+        config = load_config(spec)
+        refuse_model(meshes.topology.tp, config, spec)
+        plan = LayerPlan.of(config)
     placed = load_on_ranks(spec, images=whole)
     expected = None
     if plan is not None and meshes.tensor is not None:

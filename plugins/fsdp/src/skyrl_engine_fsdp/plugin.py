@@ -1,14 +1,16 @@
 """Entry point of the `fsdp` backend. Imports no torch: describing the backend happens on the controller."""
 
+from functools import partial
 from typing import Any
 
 from attrs import field, frozen
 from attrs.validators import ge
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts.backend import Backend, BackendDescription, Capability, EqualParts
+from skyrl_engine.contracts.backend import Backend, BackendDescription, Capability
 from skyrl_engine.contracts.topology import Topology
 from skyrl_engine.errors import UnsupportedError
+from skyrl_engine_fsdp.layer_styles import refuse_model
 
 
 @frozen
@@ -45,10 +47,6 @@ class FsdpConfig:
         return Topology(dp=dp, tp=self.tensor_parallel)
 
 
-DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-"""Sizes of a decoder that tensor-parallel ranks share equally."""
-
-
 class FsdpPlugin:
     """Hook implementations of the `fsdp` backend."""
 
@@ -63,8 +61,7 @@ class FsdpPlugin:
         # plans of tensor parallelism say how a text decoder's linear layers are cut, and nothing of adapters and vision towers
         if topology.tp == 1:
             return BackendDescription(topology, capabilities | {"lora", "vision"})
-        cuts = tuple(EqualParts(size, topology.tp, "backend.tensor_parallel") for size in DIVIDED)
-        return BackendDescription(topology, capabilities, equal_parts=cuts)
+        return BackendDescription(topology, capabilities, partial(refuse_model, topology.tp))
 
     @hookimpl
     def skyrl_engine_make_backend(self, config: FsdpConfig | None) -> Backend:

@@ -9,16 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine_fsdp.layer_styles import COLUMNS, LOCAL_HEADS, cannot_be_cut, styles_of
 from skyrl_engine_fsdp.parameter_views import view_parameters
-from skyrl_engine_fsdp.plugin import DIVIDED
 from skyrl_engine_fsdp.rank_sums import sum_backward
 from skyrl_engine_fsdp.vocabulary import divide_vocabulary
-
-COLUMNS, ROWS, LOCAL_HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
-"""Styles of transformers' plans: a linear layer cut along its outputs, one along its inputs, and weights that every rank has whole and applies
-to its own heads alone (Qwen3 normalises queries and keys so): their gradient is the sum of what the ranks' heads give."""
 
 
 @frozen
@@ -28,25 +23,9 @@ class LayerPlan:
     styles: Mapping[str, str]
 
     @classmethod
-    def of(cls, config: Any, ranks: int) -> "LayerPlan":
-        """The plan that transformers has for a configuration. Raises UnsupportedError where there is none, or `ranks` cannot divide it."""
-        text = config.get_text_config(decoder=True)
-        styles = dict(getattr(text, "base_model_tp_plan", None) or {})
-        name = text.model_type
-        if not styles:
-            raise _refusal(f"transformers has no tensor-parallel plan for {name} models")
-        unknown = sorted((style, pattern) for pattern, style in styles.items() if style not in {COLUMNS, ROWS, LOCAL_HEADS})
-        if unknown:
-            style, pattern = unknown[0]
-            raise _refusal(f"{name} models divide {pattern} by {style!r}, which the fsdp backend does not know")
-        for what in DIVIDED:
-            size = getattr(text, what, None)
-            if size is not None and size % ranks:
-                raise UnsupportedError(
-                    f"{ranks} tensor-parallel ranks cannot share {what} = {size} of the {name} model",
-                    remedy=f"Set backend.tensor_parallel to a divisor of {size}",
-                )
-        return cls(styles)
+    def of(cls, config: Any) -> "LayerPlan":
+        """The plan that transformers has for a configuration, one that `layer_styles.refuse_model` lets pass."""
+        return cls(styles_of(config))
 
     def modules(self, decoder: nn.Module, ranks: int) -> dict[str, str]:
         """The style of every module of `decoder` that the plan cuts, by its name. Raises UnsupportedError for what cannot be cut so."""
@@ -58,13 +37,13 @@ class LayerPlan:
                 continue
             if style != LOCAL_HEADS:
                 if not isinstance(module, nn.Linear):
-                    raise _refusal(f"{name} of {type(decoder).__name__} is a {type(module).__name__}, not a linear layer")
+                    raise cannot_be_cut(f"{name} of {type(decoder).__name__} is a {type(module).__name__}, not a linear layer")
                 size = module.out_features if style == COLUMNS else module.in_features
                 if size % ranks:
-                    raise _refusal(f"{ranks} ranks cannot share the {size} numbers of {name} in {type(decoder).__name__}")
+                    raise cannot_be_cut(f"{ranks} ranks cannot share the {size} numbers of {name} in {type(decoder).__name__}")
             found[name] = style
         if not found:
-            raise _refusal(f"{type(decoder).__name__} has none of the parts that its tensor-parallel plan divides")
+            raise cannot_be_cut(f"{type(decoder).__name__} has none of the parts that its tensor-parallel plan divides")
         return found
 
 
@@ -80,7 +59,3 @@ def parallelize(model: Any, scorer: Scorer, plan: LayerPlan, mesh: DeviceMesh) -
         if style == LOCAL_HEADS:
             view_parameters(scorer.decoder.get_submodule(name), lambda weight: sum_backward(weight, group))
     divide_vocabulary(model, scorer, mesh)
-
-
-def _refusal(cause: str) -> UnsupportedError:
-    return UnsupportedError(cause, remedy="Set backend.tensor_parallel = 1, or choose another model or backend")

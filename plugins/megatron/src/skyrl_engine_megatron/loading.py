@@ -9,9 +9,10 @@ from attrs import frozen
 from torch import Tensor
 
 from skyrl_engine.contracts.backend import ModelSpec
-from skyrl_engine.errors import EngineError, UnsupportedError
+from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.loading import load_causal_lm, load_config
-from skyrl_engine_megatron.architecture import Architecture, architecture_of, check_layout, check_shapes
+from skyrl_engine_megatron.architecture import Architecture, architecture_of
+from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.plugin import MegatronConfig
 from skyrl_engine_megatron.state import ShardedState
 
@@ -40,18 +41,9 @@ def read(spec: ModelSpec, options: MegatronConfig) -> Source:
 
 def _attempt(spec: ModelSpec, options: MegatronConfig) -> tuple[Source | None, EngineError | None]:
     try:
-        if spec.lora is not None:
-            raise UnsupportedError(
-                "the megatron backend trains no adapters", remedy='Remove model.lora, or set backend.use to "fsdp" or "deepspeed"'
-            )
-        architecture = architecture_of(load_config(spec, images=True), spec.path)
-        check_shapes(architecture, spec.path)
-        check_layout(architecture, options, spec.path)
-        if architecture.mixture is not None and spec.dtype == "float64":
-            raise UnsupportedError(
-                f"{spec.path} is a mixture of experts, which transformers does not compute in float64",
-                remedy="Set model.dtype to float32",
-            )
+        config = load_config(spec, images=True)
+        refuse_model(options, config, spec)
+        architecture = architecture_of(config, spec.path)
         return Source(architecture, load_causal_lm(spec, images=True) if dist.get_rank() == 0 else None), None
     except EngineError as error:
         return None, error

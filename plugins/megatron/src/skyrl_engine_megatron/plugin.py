@@ -1,20 +1,16 @@
 """Entry point of the `megatron` backend. Imports no torch: describing the backend happens on the controller."""
 
-from typing import Any, Final
+from functools import partial
+from typing import Any
 
 from attrs import field, frozen
 from attrs.validators import and_, ge, lt
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts.backend import Backend, BackendDescription, EqualParts
+from skyrl_engine.contracts.backend import Backend, BackendDescription
 from skyrl_engine.contracts.topology import Topology
 from skyrl_engine.errors import UnsupportedError
-
-VISION_FAMILY: Final = "qwen3_vl"
-"""`model_type` of the models that see."""
-
-FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe", VISION_FAMILY)
-"""`model_type` of the configurations that are understood; Qwen2.5 says "qwen2"."""
+from skyrl_engine_megatron.limits import refuse_model
 
 
 @frozen
@@ -81,10 +77,6 @@ class MegatronConfig:
         return Topology(dp=dp, tp=self.tensor_parallel, cp=self.context_parallel, pp=self.pipeline_parallel)
 
 
-DIVIDED: Final = ("num_attention_heads", "num_key_value_heads")
-"""Sizes of every decoder that tensor-parallel ranks share equally; what else they share depends on the model, and is seen when it is loaded."""
-
-
 class MegatronPlugin:
     """Hook implementations of the `megatron` backend."""
 
@@ -95,17 +87,10 @@ class MegatronPlugin:
     @hookimpl
     def skyrl_engine_describe_backend(self, config: MegatronConfig | None, world_size: int) -> BackendDescription:
         options = config or MegatronConfig()
-        pieces = options.pipeline_parallel * options.virtual_pipeline
-        stages = "backend.pipeline_parallel" + (" x backend.virtual_pipeline" if options.virtual_pipeline > 1 else "")
         return BackendDescription(
             options.topology(world_size),
             frozenset({"padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision"}),
-            layer_pieces=pieces,
-            equal_parts=(
-                *(EqualParts(heads, options.tensor_parallel, "backend.tensor_parallel") for heads in DIVIDED),
-                EqualParts("num_hidden_layers", pieces, stages),
-            ),
-            model_types=FAMILIES,
+            partial(refuse_model, options),
         )
 
     @hookimpl

@@ -1,0 +1,90 @@
+"""Which Hugging Face models the Megatron backend builds, and which of them a layout divides. Imports no torch: planning asks too."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from skyrl_engine.contracts.backend import ModelSpec
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.modeling.architectures import refuse_short_first_piece, refuse_unequal_parts
+
+if TYPE_CHECKING:
+    from skyrl_engine_megatron.plugin import MegatronConfig
+
+MIXTURE_FAMILY: Final = "qwen3_moe"
+"""`model_type` of the models with experts in place of feed-forward layers."""
+
+VISION_FAMILY: Final = "qwen3_vl"
+"""`model_type` of the models that see."""
+
+FAMILIES: Final = ("llama", "qwen2", "qwen3", MIXTURE_FAMILY, VISION_FAMILY)
+"""`model_type` of the configurations that are understood; Qwen2.5 says "qwen2"."""
+
+_ROPE_TYPES: Final = ("default", "linear", "llama3")
+_CHOOSE: Final = "Use the fsdp backend, or another model"
+
+
+def refuse_model(options: "MegatronConfig", config: Any, model: ModelSpec) -> None:
+    """Raises UnsupportedError for a `transformers.PretrainedConfig` that cannot be built without loss, or not be divided as `options` say."""
+    if config.model_type not in FAMILIES:
+        raise UnsupportedError(
+            f"{model.path} is a {config.model_type} model; the megatron backend knows {', '.join(FAMILIES)}", remedy=_CHOOSE
+        )
+    if model.lora is not None:
+        raise UnsupportedError(
+            "the megatron backend trains no adapters", remedy='Remove model.lora, or set backend.use to "fsdp" or "deepspeed"'
+        )
+    _refuse_layout(options, config, model.path)
+    _refuse_experts(options, config, model)
+    for what in _peculiarities(config.get_text_config(decoder=True), config.model_type):
+        raise UnsupportedError(f"{model.path} has {what}, which the megatron backend does not build", remedy=_CHOOSE)
+
+
+def _refuse_layout(options: "MegatronConfig", config: Any, name: str) -> None:
+    shared = ["num_attention_heads", "num_key_value_heads"]
+    if config.model_type != MIXTURE_FAMILY:
+        shared.append("intermediate_size")
+    elif not options.whole_experts:
+        shared.append("moe_intermediate_size")
+    for attribute in shared:
+        refuse_unequal_parts(config, name, attribute, parts=options.tensor_parallel, options="backend.tensor_parallel")
+    if options.whole_experts:
+        refuse_unequal_parts(config, name, "num_experts", parts=options.expert_parallel, options="backend.expert_parallel")
+    pieces = options.pipeline_parallel * options.virtual_pipeline
+    stages = "backend.pipeline_parallel" + (" x backend.virtual_pipeline" if options.virtual_pipeline > 1 else "")
+    refuse_unequal_parts(config, name, "num_hidden_layers", parts=pieces, options=stages)
+    refuse_short_first_piece(config, name, pieces=pieces)
+
+
+def _refuse_experts(options: "MegatronConfig", config: Any, model: ModelSpec) -> None:
+    """Raises UnsupportedError for options of experts where there are none, and for experts in float64."""
+    if config.model_type == MIXTURE_FAMILY:
+        if model.dtype == "float64":
+            raise UnsupportedError(
+                f"{model.path} is a mixture of experts, which transformers does not compute in float64",
+                remedy="Set model.dtype to float32",
+            )
+        return
+    for option, none in (("expert_parallel", 1), ("router_balance_coefficient", 0.0), ("router_z_coefficient", 0.0)):
+        if (value := getattr(options, option)) != none:
+            raise UnsupportedError(
+                f"backend.{option} = {value}, and {model.path} has no experts", remedy=f"Set backend.{option} to {none:g}"
+            )
+
+
+def _peculiarities(config: Any, family: str) -> Iterator[str]:
+    """What a configuration of a known family may ask for and the Megatron model would leave out."""
+    if config.hidden_act != "silu":
+        yield f"the activation {config.hidden_act}"
+    if getattr(config, "attention_bias", False):
+        yield "biases on its attention's projections"
+    if getattr(config, "mlp_bias", False):
+        yield "biases on its feed-forward layers"
+    if getattr(config, "attention_dropout", 0.0):
+        yield f"dropout of {config.attention_dropout} on its attention"
+    if family == MIXTURE_FAMILY and (config.mlp_only_layers or config.decoder_sparse_step != 1):
+        yield "layers without experts beside those that have some"
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        yield "layers that attend in a sliding window"
+    rope = config.rope_parameters["rope_type"]
+    if rope not in _ROPE_TYPES:
+        yield f"rotary positions of type {rope}"
