@@ -94,6 +94,13 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session
+def sidebyside(session: nox.Session) -> None:
+    """Speed, peak memory and distance from float32 of all backends on one model; `-- --page docs/reference/backends-side-by-side.md` writes."""
+    install(session)
+    session.run(PYTHON, "tests/benchmarks/backends_side_by_side.py", *session.posargs, env=OFFLINE)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style and formatting."""
     install(session)
@@ -134,10 +141,11 @@ def startup(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Timings as ratios; nothing asserts on them."""
+    """Timings as ratios; nothing asserts on them. Backends have a session of their own, `sidebyside`."""
     install(session)
     for script in sorted((ROOT / "tests" / "benchmarks").glob("*.py")):
-        python(session, str(script))
+        if script.name != "backends_side_by_side.py":
+            python(session, str(script))
 
 
 @nox.session

@@ -1,4 +1,4 @@
-"""Ranks for tests: spawned processes in one gloo group, kept for many tasks, because starting them costs seconds."""
+"""Ranks for tests: spawned processes in one process group, kept for many tasks, because starting them costs seconds."""
 
 import contextlib
 import gc
@@ -10,18 +10,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from skyrl_engine.errors import EngineError, WorkerError
+
+if TYPE_CHECKING:
+    from skyrl_engine.workers.spec import Device
 
 GRACE_SECONDS = 5.0
 """After the first failure of a rank, how long to listen to the others."""
 
 
 class World:
-    """`size` ranks; `run` calls a function, importable by name, on all of them at once. A context manager; leaving it ends them."""
+    """`size` ranks; `run` calls a function, importable by name, on all of them at once. A context manager; leaving it ends them.
 
-    def __init__(self, size: int, *, timeout: float = 120.0) -> None:
+    On `device` "cuda" each rank has the CUDA device of its number, and the group is the one that a run has there.
+    """
+
+    def __init__(self, size: int, *, timeout: float = 120.0, device: "Device" = "cpu") -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -31,7 +37,7 @@ class World:
         self._processes = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, size, port), daemon=True)
+            process = context.Process(target=_serve, args=(there, rank, size, port, device), daemon=True)
             process.start()
             self._pipes.append(here)
             self._processes.append(process)
@@ -110,12 +116,13 @@ def alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, device: "Device") -> None:
     import torch
-    import torch.distributed as dist
+
+    from skyrl_engine.workers.process_group import Rendezvous, join, leave, pick_device
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    join(rank, size, pick_device(device, rank), Rendezvous("127.0.0.1", port))
     while (task := pipe.recv()) is not None:
         function, arguments, keywords = task
         try:
@@ -127,4 +134,4 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
         # Modules that the first task imported live as long as the rank. DeepSpeed collects garbage at every start, which then is quick.
         if not gc.get_freeze_count():
             gc.freeze()
-    dist.destroy_process_group()
+    leave()

@@ -20,7 +20,7 @@ class WorldTransport:
         return shard
 
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]], keywords: dict[str, Any]) -> list[Any]:
-        return self._world.run(_call, method, list(per_rank), keywords)
+        return self._world.run(on_worker, method, list(per_rank), keywords)
 
     def close(self) -> None:
         self._world.run(_end)
@@ -41,10 +41,12 @@ def _start(spec: WorkerSpec) -> None:
     from skyrl_engine.workers.worker import Worker
 
     _end()
-    _workers.append(Worker(spec, dist.get_rank()))
+    rank = dist.get_rank()
+    _workers.append(Worker(spec, rank, device_index=rank))  # all ranks of a world are on one machine
 
 
-def _call(method: str, per_rank: Sequence[tuple[Any, ...]], keywords: dict[str, Any]) -> Any:
+def on_worker(method: str, per_rank: Sequence[tuple[Any, ...]], keywords: dict[str, Any]) -> Any:
+    """On a rank of the world: call the worker that runs there, with this rank's arguments."""
     import torch.distributed as dist
 
     return getattr(_workers[-1], method)(*per_rank[dist.get_rank()], **keywords)

@@ -298,7 +298,8 @@ def page(entries: list[Entry]) -> str:
     return f"""# Backend parity
 
 Every backend on every layout, against one process that computes the same in float32 (FSDP on one rank). Written by `nox -s parity`, which
-runs each of them in real processes; `nox -s proofs` holds them to the limits below.
+runs each of them in real processes; `nox -s proofs` holds them to the limits below. Bfloat16, speed and memory are
+[another page](backends-side-by-side.md).
 
 The batch: 16 rollouts of {LONGEST} tokens at most, with an empty response, masked tokens and fractional weights, in micro-batches of
 {MICRO_BATCH_TOKENS} tokens. The model: a tied two-layer Qwen3 whose norms and matrices are far from their first values.
