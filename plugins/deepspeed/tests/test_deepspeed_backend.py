@@ -15,6 +15,8 @@ from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec, RankEnviron
 from skyrl_engine.contracts.topology import Topology
 from skyrl_engine.errors import DataError, UnsupportedError
 from skyrl_engine.testing.backend_batches import WeightedObjective
+from skyrl_engine.workers.process_group import pick_device
+from skyrl_engine_deepspeed import library
 from skyrl_engine_deepspeed.backend import DeepSpeedBackend
 from skyrl_engine_deepspeed.plugin import DeepSpeedConfig, deepspeed
 from skyrl_engine_deepspeed.settings import refuse_unsupported
@@ -33,6 +35,34 @@ def test_describing_the_backend_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     assert deepspeed.skyrl_engine_config_schema() is DeepSpeedConfig
     assert deepspeed.skyrl_engine_describe_backend(None, world_size=2).topology == Topology(dp=2)
+
+
+AS_IF_ON_CUDA = """
+import sys
+from unittest.mock import patch
+import torch
+from skyrl_engine.testing.world import alone
+from skyrl_engine.workers.process_group import pick_device
+from skyrl_engine_deepspeed import library
+with alone(), patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 1, set_device=lambda _: None):
+    loaded = library.load(torch.device(pick_device("auto", 0)))
+assert loaded.get_accelerator().device_name() == "cuda"
+assert "skyrl_engine_deepspeed.cpu" not in sys.modules
+"""
+
+
+def test_what_runs_deepspeed_without_cuda_is_not_imported_where_torch_sees_a_device() -> None:
+    """By a rank of `run.device = "auto"`, up to DeepSpeed with its groups."""
+    ran = subprocess.run([sys.executable, "-c", AS_IF_ON_CUDA], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_what_runs_deepspeed_without_cuda_is_imported_where_torch_sees_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "skyrl_engine_deepspeed.cpu", raising=False)
+    monkeypatch.delattr("skyrl_engine_deepspeed.cpu", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    library.load(torch.device(pick_device("auto", 0)))
+    assert "skyrl_engine_deepspeed.cpu" in sys.modules
 
 
 @pytest.mark.parametrize("options", [{"zero_stage": 0, "offload_optimizer": True}, {"zero_stage": 2, "offload_parameters": True}])

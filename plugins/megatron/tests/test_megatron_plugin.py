@@ -26,6 +26,41 @@ def test_the_entry_module_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
+ON_EITHER_DEVICE = """
+import sys
+from unittest.mock import patch
+import torch
+from skyrl_engine.contracts.backend import ModelSpec, RankEnvironment
+from skyrl_engine.testing.world import alone
+from skyrl_engine.workers.process_group import pick_device
+from skyrl_engine_megatron import backend
+from skyrl_engine_megatron.plugin import MegatronConfig
+
+def place(self, *_, **__):
+    placed.append((self._device.type, "skyrl_engine_megatron.cpu" in sys.modules))
+
+def set_up():
+    environment = RankEnvironment(0, 1, pick_device("auto", 0), 0)
+    backend.MegatronBackend(MegatronConfig()).setup(ModelSpec("no model"), None, environment)
+
+placed = []
+read = patch.object(backend, "read", lambda *_: None)
+seeds = patch.object(backend.parallel_random, "model_parallel_cuda_manual_seed", lambda _: None)
+with read, seeds, patch.object(backend.MegatronBackend, "_place", place):
+    with alone(), patch.multiple(torch.cuda, is_available=lambda: True, set_device=lambda _: None):
+        set_up()
+    with alone(), patch.object(torch.cuda, "is_available", lambda: False):
+        set_up()
+assert placed == [("cuda", False), ("cpu", True)], placed
+"""
+
+
+def test_stand_ins_for_cuda_are_imported_where_there_is_none_and_nowhere_else() -> None:
+    """A rank of `run.device = "auto"`, up to where its model would be placed: first as if torch saw a CUDA device, then as if it did not."""
+    ran = subprocess.run([sys.executable, "-c", ON_EITHER_DEVICE], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_what_is_left_of_the_world_is_data_parallel() -> None:
     sizes = MegatronConfig(tensor_parallel=2, pipeline_parallel=2, context_parallel=2)
     described = megatron.skyrl_engine_describe_backend(sizes, 16)

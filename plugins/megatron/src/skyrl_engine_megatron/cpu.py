@@ -1,4 +1,4 @@
-"""What megatron-core takes from CUDA without asking, given from the CPU. Never imported where there is a CUDA device.
+"""What megatron-core takes from CUDA without asking, given from the CPU. Never imported by a rank on a CUDA device.
 
 Everything is in force inside `without_cuda()` alone: outside, torch and megatron-core are as they were.
 """
