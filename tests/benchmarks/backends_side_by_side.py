@@ -105,9 +105,12 @@ class Parity:
 
 
 TOLERANCES: Mapping[ComputeDtype, Parity] = {
-    "bfloat16": Parity(loss=2e-3, mean_logprob=0.03, largest_logprob=0.3, gradient=0.05, worst=0.15),
+    "bfloat16": Parity(loss=2e-3, mean_logprob=0.05, largest_logprob=0.5, gradient=0.1, worst=0.2),
     "float32": Parity(loss=1e-5, mean_logprob=1e-5, largest_logprob=2e-4, gradient=1e-4, worst=1e-3),
 }
+"""bfloat16: some twice of what rounding to 8 bits was found to make of 8 and of 28 layers on CPU, where transformers' own model and
+megatron-core's came out alike; what is summed twice, or not over all ranks, is off by half and more. float32: kernels of another order.
+"""
 
 
 @frozen
@@ -166,11 +169,11 @@ class Subject:
         """Raises UnsupportedError for what the backend does not do."""
         self.name, self._setting, self._world = backend, setting, world
         self._columns = batch(size)
-        # what is imported, compiled and kept for good belongs to no model
-        tiny = SIZES["tiny"]
-        driver, _ = setting.driver(BACKENDS[backend], tiny, model_of(tiny, setting.directory), world)
-        driver.train(batch(tiny), step=0)
-        driver.group.close()
+        if setting.device == "cpu":  # what is imported and kept for good is resident too, and belongs to no model
+            tiny = SIZES["tiny"]
+            driver, _ = setting.driver(BACKENDS[backend], tiny, model_of(tiny, setting.directory), world)
+            driver.train(batch(tiny), step=0)
+            driver.group.close()
         self._level = world.run(on_rank.memory)
         self._driver, self._transport = setting.driver(BACKENDS[backend], size, model_of(size, setting.directory), world)
         self._driver.train(self._columns, step=0, per_token_outputs=False)  # kernels, and AdamW's moments
