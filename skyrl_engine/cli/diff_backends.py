@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,13 @@ from skyrl_engine.cli.prove import BROKEN, with_default_loss
 
 if TYPE_CHECKING:
     from skyrl_engine.config import RawConfig, ResolvedConfig
-    from skyrl_engine.contracts.backend import ModelSpec
+    from skyrl_engine.contracts.backend import BackendDescription, ModelSpec
     from skyrl_engine.contracts.columns import SampleColumns
     from skyrl_engine.contracts.context import FactoryContext
     from skyrl_engine.proof.backends import BackendDifference, Side
     from skyrl_engine.proof.layouts import ParallelSizes
+
+    _Material = AbstractContextManager[tuple[ResolvedConfig, ModelSpec, SampleColumns, FactoryContext]]
 
 
 def _number_from_zero(_context: click.Context, _parameter: click.Parameter, value: float) -> float:
@@ -77,12 +79,13 @@ def diff_backends(
     as_json: bool,
     **given: Any,
 ) -> int:
-    """Run one mini-batch through two backends and show log-probabilities, loss, gradient norm and gradients side by side.
+    """Run one mini-batch through two backends and show logits, log-probabilities, loss, gradient norm and gradients side by side.
 
     The batch is the first one of CONFIG's run, with its model and plugins; without CONFIG, 16 recorded rollouts through a two-layer model.
     How many ranks there are, and what they share, is for the layouts to say, whatever CONFIG has.
-    Where gradients differ, the first layer to diverge is named, counted from the head, and a common factor is explained: world size,
-    micro-batches, tokens. The exit code is 1 where the backends do not agree.
+    Where gradients alone differ, the first layer to diverge is named, counted from the head, and a common factor is explained: world size,
+    micro-batches, tokens. Where the forward pass differs, the model is cut short until it agrees, which names the layer. The exit code is 1
+    where the backends do not agree.
     """
     from skyrl_engine.cli import render
 
@@ -111,31 +114,117 @@ def _sizes(text: str, option: str) -> "ParallelSizes":
 def _compared(
     raw: "RawConfig", names: Mapping[str, str], layouts: "Mapping[str, ParallelSizes]", family: str, tolerance: float
 ) -> "BackendDifference":
-    from skyrl_engine.proof.backends import difference, facts_of
+    from skyrl_engine.errors import EngineError
+    from skyrl_engine.proof.depth import depth_of_agreement
 
-    topologies, sides, counts = {}, {}, {}
-    tokens = 0
-    for key, name in names.items():
-        with _material(_with_backend(raw, key, name, layouts[key]), family) as (resolved, model, columns, context):
-            sides[key], topologies[key], counts[key] = _side(resolved, model, columns, context, layouts[key])
+    compare = _Comparison(raw, names, layouts, family, tolerance)
+    found = compare.whole()
+    if not found.forward_differs:
+        return found
+    try:
+        layers, cuts = compare.layers()
+
+        def differs(count: int) -> bool:
+            click.echo(f"Forward passes differ: comparing them with the first {count} of {len(layers)} layers.", err=True)
+            return compare.cut(count).forward_differs
+
+        return attrs.evolve(found, depth=depth_of_agreement(differs, layers, cuts))
+    except EngineError as error:
+        click.echo(f"The layer is not named, the model cannot be cut short here: {error.cause}", err=True)
+        return found
+
+
+@attrs.define
+class _Comparison:
+    """Two backends, each on its layout, over one batch. `described` holds what they say of themselves once they were compared."""
+
+    raw: "RawConfig"
+    names: Mapping[str, str]
+    layouts: "Mapping[str, ParallelSizes]"
+    family: str
+    tolerance: float
+    described: "dict[str, BackendDescription]" = attrs.field(factory=dict)
+
+    def whole(self) -> "BackendDifference":
+        return self._difference(lambda model: model)
+
+    def cut(self, layers: int) -> "BackendDifference":
+        """With the first `layers` of the model's decoder alone."""
+        import tempfile
+
+        from skyrl_engine.modeling.first_layers import write_first_layers
+
+        with tempfile.TemporaryDirectory(prefix="skyrl-engine-diff-") as directory:
+
+            def cut_short(model: "ModelSpec") -> "ModelSpec":
+                if not any(Path(directory).iterdir()):
+                    write_first_layers(model, layers, Path(directory))
+                return attrs.evolve(model, path=directory, revision=None, lora=None)
+
+            return self._difference(cut_short)
+
+    def layers(self) -> tuple[list[str], list[int]]:
+        """The names of the decoder's layers, and behind how many of them the model can be cut on both layouts. Raises ModelError."""
+        from skyrl_engine.errors import UnsupportedError
+        from skyrl_engine.modeling.first_layers import layer_names, shorten
+        from skyrl_engine.modeling.loading import load_config
+
+        def can_be_cut(count: int) -> bool:
+            config = load_config(model, images=True)
+            shorten(config, count)
+            try:
+                for each in self.described.values():
+                    each.refuse_model(config, model)
+            except UnsupportedError:
+                return False
+            return True
+
+        with self._material("b") as (_, model, _, _):
+            names = layer_names(model)
+            return names, [count for count in range(1, len(names)) if can_be_cut(count)]
+
+    def _material(self, side: str) -> "_Material":
+        return _material(_with_backend(self.raw, side, self.names[side], self.layouts[side]), self.family)
+
+    def _difference(self, changed: "Callable[[ModelSpec], ModelSpec]") -> "BackendDifference":
+        from skyrl_engine.proof.backends import difference, facts_of
+
+        sides, counts = {}, {}
+        tokens = 0
+        for key in ("a", "b"):
+            with self._material(key) as (resolved, model, columns, context):
+                passed = _side(resolved, changed(model), columns, context, self.layouts[key])
+            sides[key], counts[key], self.described[key] = passed.side, passed.micro_batches, passed.described
             tokens = int((columns.loss_weight != 0).sum())
-    facts = facts_of(topologies["a"], topologies["b"], micro_batches=counts, tokens=tokens)
-    return difference(sides["a"], sides["b"], facts=facts, tolerance=tolerance)
+        facts = facts_of(*(self.described[key].topology for key in ("a", "b")), micro_batches=counts, tokens=tokens)
+        return difference(sides["a"], sides["b"], facts=facts, tolerance=self.tolerance)
+
+
+@attrs.frozen
+class _Pass:
+    """What one side gave, in how many micro-batches, and what its backend says of itself."""
+
+    side: "Side"
+    micro_batches: int
+    described: "BackendDescription"
 
 
 def _side(
     resolved: "ResolvedConfig", model: "ModelSpec", columns: "SampleColumns", context: "FactoryContext", layout: "ParallelSizes"
-) -> "tuple[Side, Any, int]":
+) -> _Pass:
     from skyrl_engine.objective.parts import ObjectiveParts
     from skyrl_engine.proof.backends import Side
     from skyrl_engine.proof.passes import Products, layout_of, measure
     from skyrl_engine.proof.ranks import RankPool
 
-    plugins = resolved.plugins
-    training = resolved.config.training
-    with RankPool(model, plugins, context=context) as pool:
-        topology = pool.topology(layout.ranks, "float32")
-        cut = layout_of(topology, micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens)
+    plugins, training = resolved.plugins, resolved.config.training
+    backend = plugins["backend"]
+    described = backend.loaded.describe_backend(backend.options, layout.ranks)
+    shown = frozenset({"logits"} & described.capabilities)
+    with RankPool(model, plugins, context=context, shown=shown) as pool:
+        cut = layout_of(
+            described.topology, micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens
+        )
         products = Products(
             collator=plugins["collator"].make(context),
             reducer=plugins["reducer"].make(context),
@@ -146,7 +235,7 @@ def _side(
         )
         measured = measure(pool.group(layout.ranks, "float32"), products, columns, cut)
         micro_batches = len(products.collator.plan(columns.lengths, cut).mini_batches[0].ranks[0])
-    return Side(f"{plugins['backend'].loaded.record.name}, {layout}", measured), topology, micro_batches
+    return _Pass(Side(f"{backend.loaded.record.name}, {layout}", measured), micro_batches, described)
 
 
 def _with_backend(raw: "RawConfig", side: str, backend: str, layout: "ParallelSizes") -> "RawConfig":

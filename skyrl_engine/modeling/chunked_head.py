@@ -1,5 +1,6 @@
 """Language-model head and log-softmax in chunks of positions: no tensor of positions x vocabulary, forward or backward, beyond one chunk."""
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
@@ -7,6 +8,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from skyrl_engine.modeling.architecture import LogitRule
+
+VOCABULARY_SCORES = ("logprobs", "entropy", "logits")
+"""What a head makes of a position's logits, in this order. "logits" is the label's own, as softmax takes it."""
+
+
+def asked_of_head(needs: Collection[str]) -> tuple[str, ...]:
+    """The scores that a head is asked for where `needs` names any of them: log-probabilities always."""
+    return tuple(name for name in VOCABULARY_SCORES if name == "logprobs" or name in needs)
 
 
 class ChunkedHead(nn.Module):
@@ -22,12 +31,12 @@ class ChunkedHead(nn.Module):
         self.rule = rule
         self.positions_per_chunk = max(1, logits_per_chunk // linear.out_features)
 
-    def forward(self, hidden_NH: Tensor, labels_N: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, ...]:
-        """Log-probabilities [n] and, with `entropy`, entropies [n], in nats; float32, or float64 for a float64 model.
+    def forward(self, hidden_NH: Tensor, labels_N: Tensor, temperature: float, asked: tuple[str, ...]) -> tuple[Tensor, ...]:
+        """The scores of `asked_of_head`, each [n], in nats; float32, or float64 for a float64 model.
 
         A tuple, not a list: DeepSpeed ZeRO-3 only follows tensors through tuples.
         """
-        score = Score(self.rule, temperature, entropy)
+        score = Score(self.rule, temperature, asked)
         return chunked_scores(hidden_NH, self.linear.weight, self.linear.bias, labels_N, score, self.positions_per_chunk)
 
 
@@ -50,17 +59,20 @@ def chunked_scores(
 class Score:
     """From a chunk's raw logits to its scores; the definition that forward and backward share."""
 
-    def __init__(self, rule: LogitRule, temperature: float, entropy: bool) -> None:
-        self.rule, self.temperature, self.entropy = rule, temperature, entropy
+    def __init__(self, rule: LogitRule, temperature: float, asked: tuple[str, ...]) -> None:
+        self.rule, self.temperature, self.asked = rule, temperature, asked
 
     def __call__(self, raw_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]:
         logits_NV = self._logits(raw_NV)
         total_N = logits_NV.logsumexp(-1)
-        logprobs_N = logits_NV.gather(-1, labels_N[:, None])[:, 0] - total_N
-        if not self.entropy:
-            return (logprobs_N,)
-        probabilities_NV = torch.exp(logits_NV - total_N[:, None])
-        return logprobs_N, total_N - (probabilities_NV * logits_NV).sum(-1)
+        label_N = logits_NV.gather(-1, labels_N[:, None])[:, 0]
+        scores = [label_N - total_N]
+        if "entropy" in self.asked:
+            probabilities_NV = torch.exp(logits_NV - total_N[:, None])
+            scores.append(total_N - (probabilities_NV * logits_NV).sum(-1))
+        if "logits" in self.asked:
+            scores.append(label_N)
+        return tuple(scores)
 
     def gradient(self, raw_NV: Tensor, labels_N: Tensor, upstream: list[Tensor]) -> Tensor:
         """Gradient of the scores, weighted by `upstream`, at the raw logits, in their type.
@@ -68,7 +80,7 @@ class Score:
         Log-probabilities of scaled logits alone have a closed form, scale / temperature * (one_hot(label) - softmax), which takes a third
         of the passes over memory that autograd takes.
         """
-        if self.entropy or self.rule.softcap is not None:
+        if len(self.asked) > 1 or self.rule.softcap is not None:
             with torch.enable_grad():
                 raw_NV = raw_NV.requires_grad_()
                 scores = self(raw_NV, labels_N)

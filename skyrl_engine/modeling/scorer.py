@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.modeling.architecture import CausalLanguageModelParts
-from skyrl_engine.modeling.chunked_head import ChunkedHead
+from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, ChunkedHead, asked_of_head
 from skyrl_engine.modeling.images import ImageTokens
 from skyrl_engine.modeling.segments import REMEDY, WHOLE_ROWS, Segments, SegmentSupport
 from skyrl_engine.modeling.value_head import ValueHead
@@ -40,7 +40,7 @@ class Scorer(nn.Module):
     @property
     def computes(self) -> frozenset[str]:
         """The model scores that this scorer can be asked for."""
-        return frozenset({"logprobs", "entropy"} if self.value_head is None else {"logprobs", "entropy", "values"})
+        return frozenset(VOCABULARY_SCORES if self.value_head is None else (*VOCABULARY_SCORES, "values"))
 
     def forward(
         self,
@@ -55,8 +55,9 @@ class Scorer(nn.Module):
         """Score `labels` int64[n] at flat `positions` int64[n] (row * width + column) of `inputs` (input_ids [rows, width], ...).
 
         Returns those that `needs` names, each [n] in the order of `positions`: "logprobs" and "entropy", in nats, of
-        softmax(logits / temperature), and "values", of the state at the position. Without the first two nothing of the vocabulary's size is
-        computed. With n = 0 the heads run all the same, on position 0: the graph, and with it every rank's collectives, stay whole.
+        softmax(logits / temperature), "logits" of the labels, and "values", of the state at the position. For values alone nothing of the
+        vocabulary's size is computed. With n = 0 the heads run all the same, on position 0: the graph, and with it every rank's collectives,
+        stay whole.
 
         With `segments` the inputs are input_ids and position_ids [1, tokens] of documents end to end; raises UnsupportedError for a model
         whose documents would see each other.
@@ -67,9 +68,9 @@ class Scorer(nn.Module):
             positions, labels = positions.new_zeros(1), labels.new_zeros(1)
         chosen_NH = hidden_NH.index_select(0, positions)
         scores: dict[str, Tensor] = {}
-        if "logprobs" in needs or "entropy" in needs:
-            values = self.head(chosen_NH, labels, temperature, "entropy" in needs)
-            scores.update(zip(("logprobs", "entropy"), values, strict=False))
+        if not set(VOCABULARY_SCORES).isdisjoint(needs):
+            asked = asked_of_head(needs)
+            scores.update(zip(asked, self.head(chosen_NH, labels, temperature, asked), strict=True))
         if "values" in needs:
             assert self.value_head is not None, "values are asked of a model without a value head"
             scores["values"] = self.value_head(chosen_NH)

@@ -14,23 +14,25 @@ class VocabularyParallelScore:
 
     With y the logits that softmax is taken of, and r a rank, ranks exchange three numbers per position, in one gathering: s_r = logsumexp y
     over the rank's part, e_r = the mean of y under the softmax of the part, and the label's y from the rank that has it (0 from others). Then
-    log Z = logsumexp_r s_r, log p(label) = y(label) - log Z and, with E = sum_r exp(s_r - log Z) e_r, the entropy is log Z - E.
+    log Z = logsumexp_r s_r, log p(label) = y(label) - log Z and, with E = sum_r exp(s_r - log Z) e_r, the entropy is log Z - E. `asked` names
+    the scores, as `chunked_head.asked_of_head` does.
     """
 
     group: dist.ProcessGroup
     first: int
     rule: LogitRule
     temperature: float
-    entropy: bool
+    asked: tuple[str, ...]
 
     def __call__(self, raw_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]:
         total_N, mean_N, label_N = self._exchange(self._logits(raw_NV), labels_N)
-        return (label_N - total_N, total_N - mean_N) if self.entropy else (label_N - total_N,)
+        scores = {"logprobs": label_N - total_N, "entropy": total_N - mean_N, "logits": label_N}
+        return tuple(scores[name] for name in self.asked)
 
     def gradient(self, raw_NV: Tensor, labels_N: Tensor, upstream: list[Tensor]) -> Tensor:
         """Gradient of the scores, weighted by `upstream`, at this rank's raw logits, in their type.
 
-        At y it is u (one_hot(label) - p) of a log-probability and -u p (y - E) of an entropy.
+        At y it is u (one_hot(label) - p) of a log-probability, -u p (y - E) of an entropy and u one_hot(label) of the label's logit.
         """
         if self.rule.softcap is not None:
             raw_NV = raw_NV.requires_grad_()
@@ -38,13 +40,15 @@ class VocabularyParallelScore:
             logits_NV = self._logits(raw_NV)
         values_NV = logits_NV.detach()
         total_N, mean_N, _ = self._exchange(values_NV, labels_N)
+        of = dict(zip(self.asked, upstream, strict=True))
         gradient_NV = torch.exp(values_NV - total_N[:, None])
-        if self.entropy:
-            gradient_NV *= -(upstream[0][:, None] + upstream[1][:, None] * (values_NV - mean_N[:, None]))
+        if "entropy" in of:
+            gradient_NV *= -(of["logprobs"][:, None] + of["entropy"][:, None] * (values_NV - mean_N[:, None]))
         else:
-            gradient_NV *= -upstream[0][:, None]
+            gradient_NV *= -of["logprobs"][:, None]
+        at_label_N = of["logprobs"] + of["logits"] if "logits" in of else of["logprobs"]
         own_N, place_N = self._places(labels_N, values_NV.shape[1])
-        gradient_NV.scatter_add_(-1, place_N[:, None], (upstream[0] * own_N)[:, None])
+        gradient_NV.scatter_add_(-1, place_N[:, None], (at_label_N * own_N)[:, None])
         if self.rule.softcap is not None:
             return torch.autograd.grad(logits_NV, raw_NV, gradient_NV)[0]
         return gradient_NV.mul_(self.rule.scale / self.temperature).to(raw_NV.dtype)
@@ -67,7 +71,7 @@ class VocabularyParallelScore:
         sum_N = logits_NV.logsumexp(-1)
         label_N = torch.where(own_N, logits_NV.gather(-1, place_N[:, None])[:, 0], 0.0)
         parts = [sum_N, label_N]
-        if self.entropy:
+        if "entropy" in self.asked:
             parts.append((torch.exp(logits_NV - sum_N[:, None]) * logits_NV).sum(-1))
         mine_KN = torch.stack(parts)
         ranks_RKN = [torch.empty_like(mine_KN) for _ in range(dist.get_world_size(self.group))]
@@ -75,5 +79,5 @@ class VocabularyParallelScore:
         all_RKN = torch.stack(ranks_RKN)
         sums_RN = all_RKN[:, 0]
         total_N = sums_RN.logsumexp(0)
-        mean_N = (torch.exp(sums_RN - total_N) * all_RKN[:, 2]).sum(0) if self.entropy else torch.zeros_like(total_N)
+        mean_N = (torch.exp(sums_RN - total_N) * all_RKN[:, 2]).sum(0) if "entropy" in self.asked else torch.zeros_like(total_N)
         return total_N, mean_N, all_RKN[:, 1].sum(0)

@@ -24,7 +24,8 @@ from skyrl_engine.spans import Spans
 class LossObjective:
     """Weighs the per-token values of the main loss and its terms and sums them; collects per-token outputs when asked.
 
-    Stateless between calls. `seed` and `step` seed the generators of losses together with the micro-batch's sample ids.
+    Stateless between calls. `seed` and `step` seed the generators of losses together with the micro-batch's sample ids. `shown` are model
+    scores that per-token outputs hold beside those that the parts read.
     """
 
     parts: ObjectiveParts
@@ -33,6 +34,7 @@ class LossObjective:
     per_token_outputs: bool
     spans: Spans = field(factory=Spans)
     temperature: float = 1.0
+    shown: frozenset[str] = frozenset()
 
     @property
     def needs(self) -> frozenset[str]:
@@ -41,7 +43,7 @@ class LossObjective:
         A critic's pass reads values alone; it is spared everything of the vocabulary's size.
         """
         read = self.parts.scores
-        return read if read and not self.per_token_outputs else read | {"logprobs"}
+        return read if read and not self.per_token_outputs else read | self.shown | {"logprobs"}
 
     def __call__(self, scores: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> tuple[torch.Tensor, RankOutput]:
         """Sum of weight times value over the micro-batch's n scored tokens (a scalar to differentiate), and the outputs.

@@ -10,7 +10,11 @@ from attrs import field, frozen
 from skyrl_engine.contracts.outputs import BatchOutput
 from skyrl_engine.contracts.topology import Topology
 from skyrl_engine.proof.comparison import Measured
+from skyrl_engine.proof.depth import Depth
 from skyrl_engine.proof.diagnosis import in_words
+
+_EQUAL_FACTORS = 1e-3
+"""Relative difference of factors that count as one."""
 
 
 @frozen
@@ -53,7 +57,10 @@ class FieldDifference:
 
 @frozen(eq=False)
 class BackendDifference:
-    """`a` against `b`. `layers` are in the order of the model; `facts` numbers of the run that a factor may turn out to be."""
+    """`a` against `b`. `facts` are numbers of the run that a factor may turn out to be.
+
+    `depth` is where forward passes part, for those who have looked.
+    """
 
     a: Side
     b: Side
@@ -63,6 +70,7 @@ class BackendDifference:
     only_b: tuple[str, ...]
     facts: Mapping[str, float] = field(factory=dict)
     tolerance: float = 1e-5
+    depth: Depth | None = None
 
     @property
     def agrees(self) -> bool:
@@ -81,11 +89,20 @@ class BackendDifference:
         return sorted(self.parameters, key=lambda each: -each.relative)
 
     @property
-    def first_layer(self) -> str | None:
-        """Where the difference enters: gradients flow from the head to the embedding, so the divergent layer nearest to the head.
+    def forward_differs(self) -> bool:
+        """Whether log-probabilities do, by more than what rounding makes of them; every gradient then does, too."""
+        tokens = max((each.largest for each in self.fields if each.name == "logprobs"), default=0.0)
+        return tokens > 100 * self.tolerance
 
-        The layer nearest to the head is the first to be differentiated. None where all parameters agree.
+    @property
+    def first_layer(self) -> str | None:
+        """Where the difference enters. None where all parameters agree, or nothing names one layer.
+
+        In the forward pass that is what `depth` found. Gradients flow from the head to the embedding, so where they alone differ it is the
+        divergent layer nearest to the head.
         """
+        if self.depth is not None:
+            return self.depth.layer
         for layer, parameters in reversed(self._layers()):
             if any(each.relative > self.tolerance for each in parameters):
                 return layer
@@ -99,15 +116,15 @@ class BackendDifference:
         wrong = [each for each in self.parameters if each.relative > self.tolerance]
         factors = np.array([each.factor for each in wrong])
         aligned = all(abs(each.direction - 1) < 1e-4 for each in wrong)
-        if wrong and aligned and np.ptp(factors) <= 1e-3 * abs(factors.mean()):
+        apart = abs(factors.mean() - 1) > _EQUAL_FACTORS if wrong else False
+        if apart and aligned and np.ptp(factors) <= _EQUAL_FACTORS * abs(factors.mean()) and not self.forward_differs:
             which = (
                 "every parameter" if len(wrong) == len(self.parameters) else f"{len(wrong)} of {len(self.parameters)} parameters"
             )
             return f"gradients of {which} differ by one factor: {in_words(float(factors.mean()), self.facts)}"
-        tokens = max((each.largest for each in self.fields if each.name == "logprobs"), default=0.0)
-        forward = (
-            "log-probabilities differ already" if tokens > 100 * self.tolerance else "log-probabilities agree, gradients do not"
-        )
+        if self.depth is not None:
+            return f"log-probabilities differ already; {self.depth.in_words}"
+        forward = "log-probabilities differ already" if self.forward_differs else "log-probabilities agree, gradients do not"
         return f"{forward}; counted from the head, {self.first_layer} is the first to diverge"
 
     def _layers(self) -> list[tuple[str, list[ParameterDifference]]]:

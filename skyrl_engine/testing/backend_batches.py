@@ -138,9 +138,9 @@ def _types(ids: Tensor) -> Tensor:
 
 
 class WeightedObjective:
-    """sum w (-logprob - 0.1 entropy + value^2) over documents, of the scores that `needs` names; the sum comes back as the metric "loss".
+    """sum w (-logprob - 0.1 entropy + value^2 + 0.01 logit^2) over documents, of the scores that `needs` names.
 
-    `scale` multiplies the sum: a wrong one must be noticed. Without `per_token_outputs` no score comes back.
+    The sum comes back as the metric "loss". `scale` multiplies it: a wrong one must be noticed. Without `per_token_outputs` no score does.
     """
 
     def __init__(
@@ -182,6 +182,7 @@ TERMS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "logprobs": lambda logprobs: -logprobs,
     "entropy": lambda entropy: -0.1 * entropy,
     "values": lambda values: values**2,
+    "logits": lambda logits: 0.01 * logits**2,
 }
 """What a score contributes per token."""
 
@@ -230,8 +231,10 @@ def definition(
         if len(document.ids) < 2:
             continue
         made = model(input_ids=document.ids[None], use_cache=False, output_hidden_states=True, **_pictures(document))
-        logprobs = (made.logits[0, :-1] / temperature).log_softmax(-1)
+        logits = made.logits[0, :-1] / temperature
+        logprobs = logits.log_softmax(-1)
         scores = {
+            "logits": logits.gather(-1, document.ids[1:, None])[:, 0],
             "logprobs": logprobs.gather(-1, document.ids[1:, None])[:, 0],
             "entropy": -(logprobs.exp() * logprobs).sum(-1),
         }

@@ -1,12 +1,14 @@
 """What a backend's passes give: scores by definition, outputs under their samples, and nothing changed by who asks for them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from skyrl_engine.contracts.backend import Capability
 from skyrl_engine.contracts.outputs import PADDING_SAMPLE, RankOutput
 from skyrl_engine.errors import EngineError
+from skyrl_engine.testing.backend_batches import Definition
 from skyrl_engine.testing.backend_ranks import Arrays, Pass, Ranks
 from skyrl_engine.testing.backend_subject import NUMBERS, BackendCase, BackendSubject, backend_promise, right_loss
 from skyrl_engine.testing.error_checks import check_says_what_to_do
@@ -230,27 +232,45 @@ def undeclared_packed_rows(subject: BackendSubject, case: BackendCase) -> None:
         )
 
 
-def _no_value_head(subject: BackendSubject) -> str | None:
-    return None if subject.declares("value_head") else "the backend does not declare 'value_head'"
+def _undeclared(capability: Capability) -> Callable[[BackendSubject], str | None]:
+    return lambda subject: None if subject.declares(capability) else f"the backend does not declare {capability!r}"
 
 
-@backend_promise("Values, and the gradient through them, are those of the model's value head", exempt=_no_value_head)
+@backend_promise("Values, and the gradient through them, are those of the model's value head", exempt=_undeclared("value_head"))
 def values(subject: BackendSubject, case: BackendCase) -> None:
     for asked in (("values",), ("entropy", "logprobs", "values")):
         with subject.opened(case, "critic", value_head=True) as ranks:
-            got = ranks.loss(ranks.forward_backward(case.whole(needs=asked)))
-            gradients = ranks.gradients()[0]
-        due = subject.bench.definition("critic", NUMBERS, needs=asked)
-        if abs(got - due.loss) > 1e-5 * abs(due.loss):
-            raise Broken(
-                f"an objective of {' and '.join(asked)} is {got:.6g}, where the value head's weights give {due.loss:.6g}",
-                "Apply the head called score to the hidden state at the position before the token",
+            _require_definition(
+                ranks,
+                case,
+                subject.bench.definition("critic", NUMBERS, needs=asked),
+                asked,
+                "Apply the head called score to the hidden state at the position before the token, and train it with what is below it",
             )
-        if case.sizes.topology.dp == 1:
-            trained = {name: gradient for name, gradient in gradients.items() if name in due.gradients}
-            require_same_gradients(
-                trained, due.gradients, "of the squared values", "Train the head together with what is below it", facts={}
+
+
+@backend_promise("Logits, and the gradient through them, are those of the labels", exempt=_undeclared("logits"))
+def logits(subject: BackendSubject, case: BackendCase) -> None:
+    for asked in (("logits", "logprobs"), ("entropy", "logits", "logprobs")):
+        with subject.opened(case) as ranks:
+            _require_definition(
+                ranks,
+                case,
+                subject.bench.definition(case.model, NUMBERS, needs=asked),
+                asked,
+                "Give the number that softmax takes at the label: the head's output, scaled or capped as the model does it",
             )
+
+
+def _require_definition(ranks: Ranks, case: BackendCase, due: Definition, asked: Sequence[str], remedy: str) -> None:
+    """The objective of the scores that are asked for, and the gradient of what one rank alone sums."""
+    got = ranks.loss(ranks.forward_backward(case.whole(needs=asked)))
+    what = " and ".join(asked)
+    if abs(got - due.loss) > 1e-5 * abs(due.loss):
+        raise Broken(f"an objective of {what} is {got:.6g}, where the model's own weights give {due.loss:.6g}", remedy)
+    if case.sizes.topology.dp == 1:
+        trained = {name: gradient for name, gradient in ranks.gradients()[0].items() if name in due.gradients}
+        require_same_gradients(trained, due.gradients, f"of an objective of {what}", remedy, facts={})
 
 
 def _has_value_head(subject: BackendSubject) -> str | None:
@@ -278,5 +298,6 @@ SCORE_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
     packed_rows,
     undeclared_packed_rows,
     values,
+    logits,
     undeclared_value_head,
 )

@@ -14,7 +14,10 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @frozen
 class WorkerSpec:
-    """`plugins` are locks of the selected plugins by their place in the configuration; a rank loads the same plugins, or refuses."""
+    """`plugins` are locks of the selected plugins by their place in the configuration; a rank loads the same plugins, or refuses.
+
+    `shown` are model scores that per-token outputs hold beside those that the losses read.
+    """
 
     plugins: Mapping[str, Mapping[str, Any]]
     context: FactoryContext
@@ -22,3 +25,4 @@ class WorkerSpec:
     optimizer: OptimizerSpec | None
     topology: Topology
     device: Device = "auto"
+    shown: frozenset[str] = frozenset()

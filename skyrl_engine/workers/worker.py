@@ -59,6 +59,7 @@ class Worker:
         self._rank = rank
         self._spans = Spans()
         self._context = spec.context
+        self._shown = spec.shown
         self.use(spec.plugins)
         backend = SelectedPlugin.from_lock(spec.plugins["backend"])
         self._backend: Backend = backend.make(spec.context)
@@ -82,7 +83,12 @@ class Worker:
         """One pass over the shard's loss-carrying tokens, with or without gradients."""
         batch = ShardBatch(shard, self._collator, self._collator_label, "loss", self._spans)
         objective = LossObjective(
-            self._objective_parts, seed=self._seed, step=step, per_token_outputs=per_token_outputs, spans=self._spans
+            self._objective_parts,
+            seed=self._seed,
+            step=step,
+            per_token_outputs=per_token_outputs,
+            spans=self._spans,
+            shown=self._shown,
         )
         with self._spans("model"):
             output = getattr(self._backend, mode)(batch, objective)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_engine.cli.app import main
 from skyrl_engine.cli.demo.recipe import Exchange, write_exchanges
@@ -45,6 +46,29 @@ class Averaging:
         return Backend(FsdpConfig())
 
 averaging = Averaging()
+
+class Astray(Averaging):
+    """FSDP, but for the decoder's `layer`, whose states are a little mixed; None: the embedding's."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    @hookimpl
+    def skyrl_engine_make_backend(self):
+        from skyrl_engine_fsdp.backend import FsdpBackend
+        layer = self.layer
+
+        class Backend(FsdpBackend):
+            def setup(self, model, optimizer, environment):
+                super().setup(model, optimizer, environment)
+                decoder = self._model.model
+                if layer is None or layer < len(decoder.layers):
+                    module = decoder.embed_tokens if layer is None else decoder.layers[layer]
+                    module.register_forward_hook(lambda _module, _inputs, states: states + 0.1 * states.roll(1, -1))
+
+        return Backend(FsdpConfig())
+
+astray_in_1, astray_in_2, astray_at_once = Astray(1), Astray(2), Astray(None)
 '''
 
 
@@ -53,7 +77,8 @@ def test_a_backend_agrees_with_itself_over_another_cut(capsys: pytest.CaptureFix
     report = json.loads(capsys.readouterr().out)
     assert report["agrees"] is True
     assert len(report["parameters"]) == 24
-    assert {each["name"] for each in report["outputs"]} == {"logprobs", "entropy", "token_loss"}
+    assert {each["name"] for each in report["outputs"]} == {"logits", "logprobs", "entropy", "token_loss"}
+    assert report["first_layer"] is None
 
 
 def test_two_libraries_agree(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,6 +88,7 @@ def test_two_libraries_agree(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["agrees"] is True
     assert len(report["parameters"]) == 24
     assert max(each["relative"] for each in report["parameters"]) > 0, "other kernels add in another order"
+    assert {each["name"]: each["largest"] < 1e-4 for each in report["outputs"]}["logits"]
 
 
 def test_a_wrong_backend_is_named_by_its_factor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +98,57 @@ def test_a_wrong_backend_is_named_by_its_factor(tmp_path: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert "gradients of every parameter differ by one factor: x4.00 = micro-batches of a rank of a" in out
     assert [line.split() for line in out.splitlines() if line.startswith("token_loss")] == [["token_loss", "none"]], "no place"
+
+
+@pytest.fixture(scope="module")
+def five_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration of a run over a model of five layers."""
+    folder = tmp_path_factory.mktemp("five-layers")
+    write_run(folder)
+    (folder / "wrong.py").write_text(WRONG)
+    config = Qwen3Config.from_pretrained(folder / "model")
+    config.num_hidden_layers = 5
+    config.layer_types = ["full_attention"] * 5
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    return folder
+
+
+def write_run(folder: Path, more: str = "") -> None:
+    """run.toml in the folder, with its data and a model of two layers; `more` are further tables."""
+    exchanges = [Exchange(f"Say {number:03d}", f"{number:03d}") for number in range(9)]
+    make_model(folder / "model", exchanges)
+    write_exchanges(folder / "data.jsonl", exchanges)
+    (folder / "run.toml").write_text(
+        f'[model]\npath = "{folder / "model"}"\n[data]\ntrain = "{folder / "data.jsonl"}"\ncache = "./cache"\n'
+        f"[training]\nsteps = 1\nbatch_size = 8\n{more}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "layer", "words"),
+    [
+        ("astray_in_2", "model.layers.2", "model.layers.2 is the first layer to diverge: cut before it, the model agrees"),
+        ("astray_at_once", None, "they do so with model.layers.0 alone: it is in there, in the embedding or in the head"),
+    ],
+)
+def test_a_layer_that_computes_something_else_is_named(
+    five_layers: Path, wrong: str, layer: str | None, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every gradient differs then, and those of the head first; the model is cut short until its forward passes agree."""
+    arguments = ["diff-backends", str(five_layers / "run.toml"), "--b", f"{five_layers / 'wrong.py'}:{wrong}", "--json"]
+    assert main(arguments) == 1
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert report["first_layer"] == layer
+    assert report["explanation"] == f"log-probabilities differ already; {words}"
+    assert next(each for each in report["outputs"] if each["name"] == "logits")["largest"] > 1e-3
+    assert "comparing them with the first 3 of 5 layers" in err
+
+
+def test_without_a_configuration_the_layer_is_named_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    assert main(["diff-backends", "--b", f"{tmp_path / 'wrong.py'}:astray_in_1"]) == 1
+    assert "model.layers.1 is the first layer to diverge" in capsys.readouterr().out.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
@@ -94,13 +171,10 @@ def test_what_cannot_be_compared(arguments: list[str], message: str, capsys: pyt
 @pytest.mark.parametrize(("layout", "sizes"), [("tp2", {"tensor_parallel": 2}), ("dp2", {}), ("dp1", {})])
 def test_layouts_say_how_many_ranks_there_are_whatever_the_file_has(tmp_path: Path, layout: str, sizes: dict[str, int]) -> None:
     """The run of the file is planned for the layout's ranks; what is no size of a layout stays."""
-    exchanges = [Exchange(f"Say {number:03d}", f"{number:03d}") for number in range(9)]
-    make_model(tmp_path / "model", exchanges)
-    write_exchanges(tmp_path / "data.jsonl", exchanges)
-    (tmp_path / "run.toml").write_text(
-        f'[model]\npath = "{tmp_path / "model"}"\n[data]\ntrain = "{tmp_path / "data.jsonl"}"\ncache = "./cache"\n'
-        "[training]\nsteps = 1\nbatch_size = 8\n[backend]\ntensor_parallel = 4\nreshard_after_forward = false\n"
-        '[run]\nlaunch = "ray"\nranks = 8\nray_address = "nowhere:1"\n'
+    write_run(
+        tmp_path,
+        "[backend]\ntensor_parallel = 4\nreshard_after_forward = false\n"
+        '[run]\nlaunch = "ray"\nranks = 8\nray_address = "nowhere:1"\n',
     )
     chosen = ParallelSizes.parse(layout)
     raw = _with_backend(load_config(tmp_path / "run.toml", (), {}), "b", "fsdp", chosen)

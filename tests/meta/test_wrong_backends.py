@@ -26,7 +26,7 @@ def broken_by(bench, name, layout, promises=None):
 
 
 ON_ONE_RANK = [
-    ("twice", {"gradient", "temperature", "values"}, "the gradient is x2.00 of transformers' own model, under 1 rank"),
+    ("twice", {"gradient", "temperature", "values", "logits"}, "the gradient is x2.00 of transformers' own model, under 1 rank"),
     (
         "mean_over_micro_batches",
         {"micro_batches_add_up"},
@@ -50,6 +50,7 @@ ON_ONE_RANK = [
     ("needs_a_token", {"unscored_micro_batch"}, "rank 0 fails in forward_backward: ZeroDivisionError: no token"),
     ("packs_without_borders", {"packed_rows", "images", "image_gradients"}, "over packed rows"),
     ("packs_undeclared", {"undeclared_packed_rows"}, "takes packed rows, which it does not declare"),
+    ("logits_are_logprobs", {"logits"}, "an objective of logits and logprobs is"),
     ("values_undeclared", {"undeclared_value_head"}, "gives values although it does not declare 'value_head'"),
     (
         "sees_no_pixels",
@@ -68,7 +69,7 @@ ON_ONE_RANK = [
     ("once_a_process", {"working"}, "a second time in the same processes: rank 0 fails in setup"),
     (
         "scores_one_token_early",
-        {"scores", "packed_rows", "values", "images", "images_matter", "image_gradients"},
+        {"scores", "packed_rows", "values", "logits", "images", "images_matter", "image_gradients"},
         "where transformers' own model gives",
     ),
 ]

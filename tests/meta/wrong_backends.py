@@ -279,6 +279,21 @@ def _joined(micro_batch: Any) -> Any:
 
 packs_without_borders = Wrong(overriding(forward=_one_document_a_row, forward_backward=_one_document_a_row))
 packs_undeclared = Wrong(packs_without_borders.change, fewer=frozenset({"packed"}))
+
+
+def _logits_of_probabilities(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    """Logits less what softmax divides by."""
+
+    class Normalised:
+        needs, temperature = objective.needs, objective.temperature
+
+        def __call__(self, scores: Any, micro_batch: Any) -> Any:
+            return objective({**scores, "logits": scores["logprobs"]} if "logits" in scores else scores, micro_batch)
+
+    return original(batch, Normalised())
+
+
+logits_are_logprobs = Wrong(overriding(forward=_logits_of_probabilities, forward_backward=_logits_of_probabilities))
 values_undeclared = Wrong(overriding(), fewer=frozenset({"value_head"}))
 
 

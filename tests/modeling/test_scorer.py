@@ -181,7 +181,7 @@ def test_the_heads_bias_and_a_frozen_weight_get_what_they_should() -> None:
         return [hidden.grad, linear.weight.grad, linear.bias.grad]
 
     def chunked() -> list[torch.Tensor | None]:
-        ChunkedHead(linear, LogitRule(), 4 * VOCABULARY)(hidden, labels, 1.0, False)[0].sum().backward()
+        ChunkedHead(linear, LogitRule(), 4 * VOCABULARY)(hidden, labels, 1.0, ("logprobs",))[0].sum().backward()
         return [hidden.grad, linear.weight.grad, linear.bias.grad]
 
     results = []
@@ -207,7 +207,7 @@ def test_a_bfloat16_weights_gradient_is_summed_in_float32() -> None:
 
     def gradient(elements: int) -> torch.Tensor:
         linear.weight.grad = None
-        ChunkedHead(linear, LogitRule(), elements)(hidden, labels, 1.0, False)[0].sum().backward()
+        ChunkedHead(linear, LogitRule(), elements)(hidden, labels, 1.0, ("logprobs",))[0].sum().backward()
         assert linear.weight.grad is not None
         return linear.weight.grad.float()
 

@@ -57,8 +57,8 @@ def test_a_head_that_the_checkpoint_lacks_is_zero_and_said(saved: Path, caplog: 
         _, scorer = load_scorer(ModelSpec(str(saved), value_head=True))
     assert scores(scorer, "values")["values"].tolist() == [0, 0, 0]
     assert "holds no value head; it starts at zero" in caplog.text
-    assert scorer.computes == {"logprobs", "entropy", "values"}
-    assert load_scorer(ModelSpec(str(saved)))[1].computes == {"logprobs", "entropy"}
+    assert scorer.computes == {"logits", "logprobs", "entropy", "values"}
+    assert load_scorer(ModelSpec(str(saved)))[1].computes == {"logits", "logprobs", "entropy"}
 
 
 @pytest.mark.parametrize("bias", [torch.tensor([0.5]), None], ids=["critic", "reward model"])

@@ -463,18 +463,18 @@ def outcome_with(directory: str, options: FsdpConfig, *, forgotten: str = "", **
     return "set up"
 
 
-def scores_of_parts(rule: LogitRule, temperature: float, *, entropy: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def scores_of_parts(rule: LogitRule, temperature: float, asked: tuple[str, ...]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Scores and gradients of random logits of all tokens: [of the whole, of this rank's part], float64."""
     draw = torch.Generator().manual_seed(0)
     raw, upstream = (
         torch.randn(7, 10, generator=draw, dtype=torch.float64) * 3,
-        torch.randn(2, 7, generator=draw, dtype=torch.float64),
+        torch.randn(len(asked), 7, generator=draw, dtype=torch.float64),
     )
     labels = torch.tensor([0, 9, 4, 5, 5, 2, 7])
     width = 10 // dist.get_world_size()
     own = slice(dist.get_rank() * width, (dist.get_rank() + 1) * width)
-    whole = Score(rule, temperature, entropy)
-    part = VocabularyParallelScore(dist.group.WORLD, own.start, rule, temperature, entropy)
+    whole = Score(rule, temperature, asked)
+    part = VocabularyParallelScore(dist.group.WORLD, own.start, rule, temperature, asked)
     expected = [*whole(raw, labels), whole.gradient(raw.clone(), labels, list(upstream))[:, own]]
     got = [*part(raw[:, own], labels), part.gradient(raw[:, own].clone(), labels, list(upstream))]
     return [each.detach().numpy() for each in expected], [each.detach().numpy() for each in got]

@@ -36,6 +36,7 @@ from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec, RankEnviron
 from skyrl_engine.contracts.topology import Topology
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.modeling.architecture import LogitRule
+from skyrl_engine.modeling.chunked_head import asked_of_head
 from skyrl_engine.testing.world import World
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
@@ -224,13 +225,13 @@ def test_a_plan_that_forgets_a_sum_is_noticed_at_load(pair: World, models: dict[
         assert why in message
 
 
-@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("needs", [(), ("entropy",), ("logits",), ("entropy", "logits")], ids=str)
 @pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.3, softcap=2.0), LogitRule(scale=1.7)])
-def test_scores_of_a_divided_vocabulary_are_those_of_the_whole(pair: World, rule: LogitRule, entropy: bool) -> None:
+def test_scores_of_a_divided_vocabulary_are_those_of_the_whole(pair: World, rule: LogitRule, needs: tuple[str, ...]) -> None:
     """But for rounding: scores are differences of numbers as large as a logit, 30 at most here, that sum over ten tokens rounds as often."""
     rounding = 10 * 30 * np.finfo(np.float64).eps
-    for expected, got in pair.run(scores_of_parts, rule, 0.7, entropy=entropy):
-        assert len(expected) == len(got) == 2 + entropy
+    for expected, got in pair.run(scores_of_parts, rule, 0.7, asked_of_head(needs)):
+        assert len(expected) == len(got) == 2 + len(needs)
         for whole, part in zip(expected, got, strict=True):
             np.testing.assert_allclose(part, whole, rtol=0, atol=rounding)
 

@@ -65,9 +65,9 @@ class VocabularyParallelHead(ChunkedHead):
         self.group = mesh.get_group()
         self.first = mesh.get_local_rank() * (whole.linear.out_features // mesh.size())
 
-    def forward(self, hidden_NH: Tensor, labels_N: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, ...]:
+    def forward(self, hidden_NH: Tensor, labels_N: Tensor, temperature: float, asked: tuple[str, ...]) -> tuple[Tensor, ...]:
         """As `ChunkedHead.forward`; scores are equal on all tensor-parallel ranks, and so is what flows back to `hidden_NH`."""
-        score = VocabularyParallelScore(self.group, self.first, self.rule, temperature, entropy)
+        score = VocabularyParallelScore(self.group, self.first, self.rule, temperature, asked)
         hidden_NH = sum_backward(hidden_NH, self.group)  # every part of the vocabulary adds to what flows back
         bias_V = None if self.linear.bias is None else _local(self.linear.bias)
         return chunked_scores(hidden_NH, _local(self.linear.weight), bias_V, labels_N, score, self.positions_per_chunk)

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from skyrl_engine.modeling.architecture import LogitRule
-from skyrl_engine.modeling.chunked_head import chunked_scores
+from skyrl_engine.modeling.chunked_head import asked_of_head, chunked_scores
 from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
 from skyrl_engine_megatron.library import (
     GPTModel,
@@ -35,7 +35,7 @@ class Decoder(GPTModel):  # type: ignore[misc] # megatron-core is untyped
         needs: Collection[str],
         logits_per_chunk: int,
     ) -> dict[str, Tensor]:
-        """Those of "logprobs" and "entropy" that `needs` names, each [n]; on the last stage. Equal on all tensor-parallel ranks.
+        """Those of the vocabulary's scores that `needs` names, each [n]; on the last stage. Equal on all tensor-parallel ranks.
 
         With n = 0 the head runs all the same, on position 0, so that the graph stays whole.
         """
@@ -53,6 +53,7 @@ class Decoder(GPTModel):  # type: ignore[misc] # megatron-core is untyped
         first = parallel_state.get_tensor_model_parallel_rank() * share
         weight_VH = weight_VH[: self.vocabulary - first]  # what fills the vocabulary up has no probability
         group = parallel_state.get_tensor_model_parallel_group()
-        score = VocabularyParallelScore(group, first, LogitRule(), temperature, entropy="entropy" in needs)
+        asked = asked_of_head(needs)
+        score = VocabularyParallelScore(group, first, LogitRule(), temperature, asked)
         values = chunked_scores(chosen_NH, weight_VH, None, labels_N, score, max(1, logits_per_chunk // share))
-        return {name: value[:count] for name, value in zip(("logprobs", "entropy"), values, strict=False)}
+        return {name: value[:count] for name, value in zip(asked, values, strict=True)}

@@ -1,0 +1,49 @@
+"""A model cut short behind some of its layers, for those who look for the layer where two backends part."""
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from skyrl_engine.contracts.backend import ModelSpec
+from skyrl_engine.modeling.architecture import split_causal_lm, transformer_layers
+from skyrl_engine.modeling.exporting import write_pretrained
+from skyrl_engine.modeling.loading import load_scorer, load_skeleton
+from skyrl_engine.modeling.vision import language_part
+
+
+def layer_names(spec: ModelSpec) -> list[str]:
+    """The decoder's layers by their names in the model, such as `model.layers.0`, in order. Raises ModelError."""
+    model, _ = load_skeleton(_plain(spec), images=True)
+    name, layers = _listed(model)
+    return [f"{name}.{number}" for number in range(len(layers))]
+
+
+def shorten(config: Any, layers: int) -> None:
+    """Make a model's `transformers` configuration that of its decoder's first `layers` layers, in place."""
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = text.layer_types[:layers]
+    text.num_hidden_layers = layers
+
+
+def write_first_layers(spec: ModelSpec, layers: int, directory: Path) -> None:
+    """Write the model without the decoder's layers behind the first `layers` as a Hugging Face directory; the head comes right behind them.
+
+    Raises what loading and writing a model raise.
+    """
+    model, _ = load_scorer(_plain(spec), images=True)
+    _, listed = _listed(model)
+    del listed[layers:]
+    shorten(model.config, layers)
+    write_pretrained(model, directory)
+
+
+def _plain(spec: ModelSpec) -> ModelSpec:
+    return attrs.evolve(spec, lora=None, packed_rows=False, dtype="float32")
+
+
+def _listed(model: Any) -> tuple[str, Any]:
+    """The module that lists the decoder's layers: its name in the model, and itself."""
+    first = transformer_layers(language_part(split_causal_lm(model).decoder))[0]
+    return next((name, module) for name, module in model.named_modules() if any(child is first for child in module.children()))
