@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     import torch
 
 Capability = Literal[
-    "padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", "router_replay", "value_head", "lora"
+    "padded",
+    "packed",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "context_parallel",
+    "vision",
+    "router_replay",
+    "value_head",
+    "lora",
+    "logits",
 ]
 PARALLEL_SIZES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "virtual_pipeline", "replicate")
 """Options by which backends divide the world among parallel dimensions, under these names in all of them; one rank alone has none."""
@@ -148,7 +157,11 @@ class RankBatch(Protocol):
 
 
 class Objective(Protocol):
-    """Engine code that turns scores into the scalar to differentiate, and collects outputs. `needs` names the model scores it reads."""
+    """Engine code that turns scores into the scalar to differentiate, and collects outputs. `needs` names the model scores it reads.
+
+    They are "logprobs" and "entropy", in nats; "values" of a model with a value head; and, of a backend that declares `logits`, "logits":
+    the label's own, as softmax takes it, for those who compare backends.
+    """
 
     needs: frozenset[str]
     temperature: float

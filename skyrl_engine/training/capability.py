@@ -25,6 +25,7 @@ _ACTION: dict[Capability, str] = {
     "context_parallel": "Set the backend's context-parallel size to 1, or choose another backend",
     "vision": "Remove the images from the data, or choose a backend and a layout that train vision-language models, such as megatron, or "
     "fsdp without tensor parallelism",
+    "logits": "Choose another backend",
     "value_head": "Set model.value_head = false, or choose another backend",
     "lora": "Remove model.lora, or choose a backend and a layout that train adapters, such as fsdp without tensor parallelism",
     "router_replay": "Leave the expert routes out of the samples, or choose another backend",

@@ -64,7 +64,7 @@ class DeepSpeedPlugin:
         options.refuse_contradictions()
         return BackendDescription(
             Topology(dp=world_size),
-            frozenset({"padded", "packed", "value_head", "lora"}),
+            frozenset({"padded", "packed", "value_head", "lora", "logits"}),
             lambda _, model: options.refuse_precision(model.dtype, learns=True),
         )
 

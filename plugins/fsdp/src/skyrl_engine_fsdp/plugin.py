@@ -57,7 +57,7 @@ class FsdpPlugin:
     @hookimpl
     def skyrl_engine_describe_backend(self, config: FsdpConfig | None, world_size: int) -> BackendDescription:
         topology = (config or FsdpConfig()).topology(world_size)
-        capabilities: frozenset[Capability] = frozenset({"padded", "packed", "value_head", "tensor_parallel"})
+        capabilities: frozenset[Capability] = frozenset({"padded", "packed", "value_head", "tensor_parallel", "logits"})
         # plans of tensor parallelism say how a text decoder's linear layers are cut, and nothing of adapters and vision towers
         if topology.tp == 1:
             return BackendDescription(topology, capabilities | {"lora", "vision"})

@@ -12,6 +12,7 @@ from skyrl_engine.contracts.backend import ModelSpec, Objective, OptimizerSpec, 
 from skyrl_engine.contracts.outputs import RankOutput
 from skyrl_engine.contracts.topology import RankCoords
 from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.loading import weight_dtype
 from skyrl_engine.modeling.schedule import learning_rate
@@ -136,7 +137,7 @@ class MegatronBackend:
         return self._run(batch, objective, learn=True)
 
     def _run(self, batch: RankBatch, objective: Objective, *, learn: bool) -> RankOutput:
-        unknown = objective.needs - {"logprobs", "entropy"}
+        unknown = objective.needs.difference(VOCABULARY_SCORES)
         if unknown:
             raise UnsupportedError(
                 f"the loss needs {', '.join(sorted(unknown))}, which the megatron backend does not compute",

@@ -89,7 +89,7 @@ class MegatronPlugin:
         options = config or MegatronConfig()
         return BackendDescription(
             options.topology(world_size),
-            frozenset({"padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision"}),
+            frozenset({"padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", "logits"}),
             partial(refuse_model, options),
         )
 
