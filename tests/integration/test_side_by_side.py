@@ -7,6 +7,7 @@ from typing import Any
 import backends_side_by_side as program
 import pytest
 import torch
+from attrs import evolve
 from backends_side_by_side import BACKENDS, SIZES, TOLERANCES, Measured, Parity, Setting, Subject
 from measuring import ranks as on_rank
 from safetensors.numpy import load_file, save_file
@@ -87,7 +88,11 @@ def test_the_table_and_its_place_in_the_page(tmp_path: Path) -> None:
     assert "| fsdp | 1.00 | 3 | 1.0e-04 | 1.0e-02 | 2.0e-02 | 1.0e-02 | 2.0e-02 | yes |" in table
     assert "| megatron | 0.50 | not told here | 1.0e-04 | 1.0e-02 | 2.0e-02 | 1.0e-02 | nan | **no** |" in table
     assert "- deepspeed z0: It does not. Choose another." in table
-    assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1
+    on_cuda = program.table(found, evolve(setting(tmp_path, "bfloat16"), device="cuda"), tokens=100)
+    assert "| fsdp | 50 | 1.00 | 3 | 1.0e-04 |" in on_cuda
+    assert "| megatron | 25 | 0.50 | not told here |" in on_cuda
+    for each in (table, on_cuda):
+        assert len({line.count("|") for line in each.splitlines() if line.startswith("|")}) == 1
 
     page = Path("docs/reference/backends-side-by-side.md").read_text()
     written = program.put_into(program.put_into(page, "cpu", "ON-CPU"), "cuda", "ON-CUDA")
