@@ -1,9 +1,9 @@
-"""Several mini-batches in one call on layouts of two ranks: every sample comes back once and in order, shards placed up front or not.
+"""Several mini-batches in one call on layouts of two and four ranks: every sample comes back once and in order, shards placed up front or not.
 
-What one rank does: tests/training/test_staged.py; by Ray and layouts of four ranks, mergers by themselves: plugins/mergers/tests.
+What one rank does: tests/training/test_staged.py; mergers by themselves: plugins/mergers/tests.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,27 @@ from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
 from skyrl_engine.testing.world import World
 from skyrl_engine.testing.world_transport import group_on
 from skyrl_engine.training.step import StepDriver
+from skyrl_engine.workers.launch import WorkerGroup, launch_workers
 from skyrl_engine.workers.spec import WorkerSpec
 
-LAYOUTS = [("fsdp", "dp2"), ("fsdp", "tp2"), ("megatron", "tp2"), ("megatron", "pp2"), ("megatron", "cp2"), ("deepspeed", "dp2")]
+PAIRS = [("fsdp", "dp2"), ("fsdp", "tp2"), ("megatron", "tp2"), ("megatron", "pp2"), ("megatron", "cp2"), ("deepspeed", "dp2")]
+QUADS = [
+    ("fsdp", "tp2xdp2"),
+    ("deepspeed", "dp4"),
+    *(pytest.param("megatron", layout, marks=pytest.mark.exhaustive) for layout in ("tp2xpp2", "tp2xdp2", "pp2xdp2")),
+]
+BY_RAY = [("fsdp", "dp2"), pytest.param("megatron", "tp2xpp2", marks=pytest.mark.exhaustive)]
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[World]:
     with World(2) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def quad() -> Iterator[World]:
+    with World(4) as world:
         yield world
 
 
@@ -52,9 +65,34 @@ def columns() -> SampleColumns:
     ).take(np.random.default_rng(0).permutation(16)[:11])
 
 
-@pytest.mark.parametrize(("backend", "layout"), LAYOUTS)
-def test_every_sample_once_and_in_order(pair: World, model: Path, columns: SampleColumns, backend: str, layout: str) -> None:
-    """Staged and unstaged, bit for bit alike; log-probabilities of the first mini-batch are those before any step."""
+@pytest.mark.parametrize(("backend", "layout"), PAIRS)
+def test_every_sample_once_and_in_order(
+    pair: World, model: Path, columns: SampleColumns, tmp_path: Path, backend: str, layout: str
+) -> None:
+    check(backend, layout, model, columns, tmp_path, lambda spec: group_on(pair, spec))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("backend", "layout"), QUADS)
+def test_every_sample_once_and_in_order_on_four_ranks(
+    quad: World, model: Path, columns: SampleColumns, tmp_path: Path, backend: str, layout: str
+) -> None:
+    check(backend, layout, model, columns, tmp_path, lambda spec: group_on(quad, spec))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("backend", "layout"), BY_RAY)
+def test_every_sample_once_and_in_order_by_ray(
+    model: Path, columns: SampleColumns, tmp_path: Path, backend: str, layout: str
+) -> None:
+    """Shards are placed in Ray's object store."""
+    check(backend, layout, model, columns, tmp_path, lambda spec: launch_workers(spec, launch="ray"))
+
+
+def check(
+    backend: str, layout: str, model: Path, columns: SampleColumns, directory: Path, start: Callable[[WorkerSpec], WorkerGroup]
+) -> None:
+    """Staged and unstaged from one state, bit for bit alike; log-probabilities of the first mini-batch are those before any step."""
     sizes = ParallelSizes.parse(layout)
     tables = {"backend": {"use": backend, **sizes.options}, "collator": {"use": "packed"}}
     try:
@@ -66,20 +104,22 @@ def test_every_sample_once_and_in_order(pair: World, model: Path, columns: Sampl
         locks, CONTEXT, ModelSpec(str(model), packed_rows=True), OptimizerSpec(learning_rate=1e-3), sizes.topology, "cpu"
     )
     results: list[Any] = []
-    for staged in (True, False):
-        with group_on(pair, spec) as group:
-            driver = StepDriver(
-                group=group,
-                collator=plugins["collator"].make(CONTEXT),
-                reducer=plugins["reducer"].make(CONTEXT),
-                merger=plugins["merger"].make(CONTEXT),
-                labels={place: str(selected.loaded.record) for place, selected in plugins.items()},
-                layout=Layout(**sizes.sizes, micro_batch_tokens=2 * LONGEST, mini_batch_size=5),
-                max_sequence_length=LONGEST,
-                needs=(),
-            )
-            before = driver.evaluate(columns, step=0).output
+    with start(spec) as group:
+        driver = StepDriver(
+            group=group,
+            collator=plugins["collator"].make(CONTEXT),
+            reducer=plugins["reducer"].make(CONTEXT),
+            merger=plugins["merger"].make(CONTEXT),
+            labels={place: str(selected.loaded.record) for place, selected in plugins.items()},
+            layout=Layout(**sizes.sizes, micro_batch_tokens=2 * LONGEST, mini_batch_size=5),
+            max_sequence_length=LONGEST,
+            needs=(),
+        )
+        before = driver.evaluate(columns, step=0).output
+        group.save(directory)
+        for staged in (True, False):
             results.append(driver.train(columns, step=1, staged=staged))
+            group.load(directory)
     for result in results:
         assert result.output.sample_ids.tolist() == columns.sample_ids.tolist()
         assert result.metrics["samples"].result == len(columns)
