@@ -108,7 +108,7 @@ TOLERANCES: Mapping[ComputeDtype, Parity] = {
     "bfloat16": Parity(loss=2e-3, mean_logprob=0.05, largest_logprob=0.5, gradient=0.1, worst=0.2),
     "float32": Parity(loss=1e-5, mean_logprob=1e-5, largest_logprob=2e-4, gradient=1e-4, worst=1e-3),
 }
-"""bfloat16: some twice of what rounding to 8 bits was found to make of 8 and of 28 layers on CPU, where transformers' own model and
+"""bfloat16: a few times what rounding to 8 bits was found to make of 8 and of 28 layers on CPU, where transformers' own model and
 megatron-core's came out alike; what is summed twice, or not over all ranks, is off by half and more. float32: kernels of another order.
 """
 
