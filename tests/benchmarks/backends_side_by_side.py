@@ -401,8 +401,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size = SIZES[options.size or DEFAULT_SIZE[device]]
     with temporary_directory() as directory:
         setting = Setting(device, options.dtype, options.ranks, options.rounds, options.steps, options.logits_per_chunk, directory)
-        with World(options.ranks, timeout=PATIENCE_SECONDS, device=device) as world:
-            names = world.run(on_rank.device_name)
+        names = [""] * options.ranks
+        if device == "cuda":  # asked there, so that no context of this process takes memory of the device
+            with World(options.ranks, timeout=PATIENCE_SECONDS, device=device) as world:
+                names = world.run(on_rank.device_name)
         results = measured(setting, size, options.backends, one_at_a_time=options.one_at_a_time)
         text = f"{described(setting, size, names)}\n\n{table(results, setting, len(batch(size).input_ids))}"
     print(text)
