@@ -22,7 +22,6 @@ from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import Layout, MicroBatchPlan, one_sample_per_row
 from skyrl_engine_collators import kernels, packed, padded
 from skyrl_engine_collators.packed.collator import PackedCollator
-from skyrl_engine_collators.packed.planner import joined
 from skyrl_engine_collators.padded.collator import PaddedCollator
 
 CASES = (
@@ -107,7 +106,7 @@ def writer(
 def planned(collator: PaddedCollator | PackedCollator, columns: SampleColumns) -> MicroBatchPlan:
     """All rows in one micro-batch, as the peer makes them."""
     if isinstance(collator, PackedCollator):
-        return joined(collator.plan(columns.lengths, EIGHT_RANKS))
+        return collator.plan_whole(columns.lengths, EIGHT_RANKS)
     lengths = columns.lengths
     return one_sample_per_row(np.arange(len(columns)), int(lengths.tokens.max()), int(lengths.actions.max()))
 

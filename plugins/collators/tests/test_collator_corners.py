@@ -16,7 +16,6 @@ from skyrl_engine_collators.overlong import check_maximum_length
 from skyrl_engine_collators.packed import bins_reference
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.packed.first_fit import first_fit_decreasing, stable_order
-from skyrl_engine_collators.packed.planner import joined
 from skyrl_engine_collators.packed.policies import bins_of
 from skyrl_engine_collators.padded.collator import PaddedCollator
 from skyrl_engine_collators.padded.vectorized import _flat
@@ -140,8 +139,9 @@ def test_more_items_than_the_ranks_may_take_are_a_mistake_of_the_caller():
 
 
 def test_joined_rows_have_one_slot_less_than_columns():
-    plan = PackedCollator().plan(lengths_of([3, 2]), Layout(micro_batch_tokens=4))
-    assert [(row.width, row.action_width) for row in (*plan.micro_batches, joined(plan))] == [(3, 2), (2, 1), (3, 2)]
+    lengths, layout = lengths_of([3, 2]), Layout(micro_batch_tokens=4)
+    rows = (*PackedCollator().plan(lengths, layout).micro_batches, PackedCollator().plan_whole(lengths, layout))
+    assert [(row.width, row.action_width) for row in rows] == [(3, 2), (2, 1), (3, 2)]
 
 
 def test_consecutive_samples_are_read_without_a_copy():

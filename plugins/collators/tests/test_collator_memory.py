@@ -11,7 +11,6 @@ from skyrl_engine.contracts.plan import Layout, one_sample_per_row
 from skyrl_engine.contracts.ragged import offsets_of
 from skyrl_engine_collators import kernels
 from skyrl_engine_collators.packed.collator import PackedCollator
-from skyrl_engine_collators.packed.planner import joined
 from skyrl_engine_collators.padded.collator import PaddedCollator
 
 
@@ -37,7 +36,7 @@ def columns_of(samples, longest):
 
 def planned(collator, columns):
     if collator.rows == "packed":
-        return joined(collator.plan(columns.lengths, Layout(dp=8)))
+        return collator.plan_whole(columns.lengths, Layout(dp=8))
     lengths = columns.lengths
     return one_sample_per_row(np.arange(len(columns)), int(lengths.tokens.max()), int(lengths.actions.max()))
 

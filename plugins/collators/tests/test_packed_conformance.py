@@ -16,7 +16,6 @@ from skyrl_engine.testing.collator import CollatorConformance
 from skyrl_engine.testing.collator_checks import check_same_field, micro_batches
 from skyrl_engine_collators.packed import bins_reference, reference
 from skyrl_engine_collators.packed.collator import PackedCollator
-from skyrl_engine_collators.packed.planner import joined
 
 PAD = 151_643
 pytestmark = pytest.mark.usefixtures("engine")
@@ -163,7 +162,7 @@ def test_plans_and_builds_equal_the_definition_for_every_layout_and_policy(colum
     if strict and capacity is not None:
         assert widest <= capacity
 
-    for micro_batch in [*micro_batches(plan), joined(plan)]:
+    for micro_batch in [*micro_batches(plan), collator.plan_whole(lengths, layout)]:
         assert_equals_reference(collator.build(columns, micro_batch), columns, micro_batch)
 
     whole = collator.collate(columns, layout)

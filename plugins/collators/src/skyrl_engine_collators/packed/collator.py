@@ -13,7 +13,7 @@ from skyrl_engine_collators.kernels import kernels
 from skyrl_engine_collators.memory import FreshMemory
 from skyrl_engine_collators.overlong import check_maximum_length
 from skyrl_engine_collators.packed import native, vectorized
-from skyrl_engine_collators.packed.planner import Packing, joined, plan_packed
+from skyrl_engine_collators.packed.planner import Packing, plan_packed, plan_whole
 from skyrl_engine_collators.packed.policies import Policy
 from skyrl_engine_collators.packed.vectorized import PackedRows, field_names
 
@@ -41,9 +41,16 @@ class PackedCollator:
 
     def plan(self, lengths: SampleLengths, layout: Layout) -> BatchPlan:
         """See the contract. Raises DataError for a sample longer than allowed, or a group, unit or sample that fits nowhere."""
+        return plan_packed(lengths, layout, self._packing(lengths, layout))
+
+    def plan_whole(self, lengths: SampleLengths, layout: Layout = WHOLE) -> MicroBatchPlan:
+        """Every row of `plan` as one micro-batch, mini-batch by mini-batch and rank by rank, at one width. Raises what `plan` raises."""
+        return plan_whole(lengths, layout, self._packing(lengths, layout))
+
+    def _packing(self, lengths: SampleLengths, layout: Layout) -> Packing:
         check_maximum_length(lengths, self.max_sequence_length, self.overlong)
         limits = [limit for limit in (self.max_tokens_per_microbatch, layout.micro_batch_tokens) if limit is not None]
-        return plan_packed(lengths, layout, Packing(self.policy, min(limits, default=None), self.strict_capacity))
+        return Packing(self.policy, min(limits, default=None), self.strict_capacity)
 
     def build(
         self,
@@ -77,4 +84,4 @@ class PackedCollator:
 
     def collate(self, columns: SampleColumns, layout: Layout = WHOLE) -> DenseBatch:
         """Every row that `plan` makes for the layout (one rank unless given), rank by rank, at one width and with every field."""
-        return self.build(columns, joined(self.plan(columns.lengths, layout)))
+        return self.build(columns, self.plan_whole(columns.lengths, layout))
