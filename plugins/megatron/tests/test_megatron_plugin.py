@@ -65,7 +65,9 @@ def test_what_is_left_of_the_world_is_data_parallel() -> None:
     sizes = MegatronConfig(tensor_parallel=2, pipeline_parallel=2, context_parallel=2)
     described = megatron.skyrl_engine_describe_backend(sizes, 16)
     assert described.topology == Topology(dp=2, tp=2, pp=2, cp=2)
-    assert described.capabilities == {"padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision"}
+    assert described.capabilities == {
+        *("padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", "logits")
+    }
 
 
 @pytest.mark.parametrize(("options", "ranks"), [({"tensor_parallel": 2}, 3), ({"pipeline_parallel": 4}, 2)])
