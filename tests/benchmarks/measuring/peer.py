@@ -6,7 +6,6 @@ The environment variable SKYRL_ENGINE_PEER_COLLATORS names it by its path.
 import importlib.util
 import os
 import sys
-from operator import itemgetter
 from typing import Any
 
 from skyrl_engine.contracts.columns import SampleColumns
@@ -34,6 +33,9 @@ def columns_of(kind: str, batch: Any) -> SampleColumns:
     """What the peer's `make_batch` gave, as columns; the lists are read by the compiled reader where it is in use."""
     if kind == "trajectory":
         return SampleColumns.from_rollouts(**batch, reader=kernels.read_lists)
-    names = ("input_ids", "num_actions", "loss_mask")
-    by_name = dict(zip(names, map(list, zip(*map(itemgetter(*names), batch), strict=True)), strict=True))
-    return SampleColumns.from_lists(reader=kernels.read_lists, **by_name)
+    return SampleColumns.from_lists(
+        reader=kernels.read_lists,
+        input_ids=[example["input_ids"] for example in batch],
+        num_actions=[example["num_actions"] for example in batch],
+        loss_mask=[example["loss_mask"] for example in batch],
+    )

@@ -41,7 +41,7 @@ def plan_whole(lengths: SampleLengths, layout: Layout, packing: Packing) -> Micr
     alignment = alignment_of(layout)
     cut = _cut(lengths, layout, packing, alignment)
     by_rank = [rows.take(np.arange(len(rows), dtype=np.int64).reshape(-1, layout.dp).T.ravel()) for rows, _ in cut]
-    whole = Ragged.concat(by_rank) if by_rank else Ragged.from_list([], np.int64)
+    whole = Ragged.concat(by_rank) if len(by_rank) > 1 else next(iter(by_rank), Ragged.from_list([], np.int64))
     width = max((int(widths.max()) for _, widths in cut), default=alignment)
     return MicroBatchPlan(whole.values, whole.offsets, width, width - 1, alignment)
 
@@ -72,6 +72,8 @@ def _rows(units: Bundles, counted: IntArray, lengths: SampleLengths, alignment: 
     if packing.capacity is not None:
         _check_capacity(units, sizes, lengths, alignment, packing.capacity)
     bins = bins_of(sizes, policy=packing.policy, capacity=packing.capacity, ranks=ranks, may_be_empty=packing.strict)
+    if len(units) == len(units.members.values):  # the usual case, every sample on its own
+        return Ragged(units.members.values[bins.values], bins.offsets)
     members = units.members.take(bins.values)
     return Ragged(members.values, members.offsets[bins.offsets])
 
