@@ -111,6 +111,8 @@ def test_one_chunk_is_not_copied(dtype):
     assert columns.input_ids.ctypes.data == tokens.values.buffers()[1].address + 3 * dtype.bit_width // 8
     assert columns.loss_weight.ctypes.data == mask.values.buffers()[1].address + 2
     assert columns.columns["rewards"].ctypes.data == rewards.values.buffers()[1].address + 2 * 4
+    weighted = SampleColumns.from_arrow(pa.table({"input_ids": tokens, "loss_mask": rewards}))
+    assert weighted.loss_weight.ctypes.data == rewards.values.buffers()[1].address
 
 
 def test_a_list_array_alone_and_a_mapping():

@@ -20,10 +20,24 @@ FLAT = {
 
 def test_arrays_that_fit_are_not_copied():
     weight, rewards = np.array([1, 0, 1], dtype=np.uint8), np.zeros(3, dtype=np.float32)
-    columns = SampleColumns.create(**FLAT, loss_weight=weight, columns={"rewards": rewards})
+    ids = {name: np.array([4, 5]) for name in ("sample_ids", "group_ids", "unit_ids")}
+    columns = SampleColumns.create(**FLAT, loss_weight=weight, columns={"rewards": rewards}, **ids)
     assert columns.input_ids is FLAT["input_ids"]
     assert columns.loss_weight is weight
     assert columns.columns["rewards"] is rewards
+    assert all(getattr(columns, name) is given for name, given in ids.items())
+
+
+def test_true_and_false_are_weights_of_one_byte():
+    columns = SampleColumns.create(**FLAT, loss_weight=np.array([True, False, True]))
+    assert columns.loss_weight.dtype == np.uint8
+    assert columns.loss_weight.tolist() == [1, 0, 1]
+
+
+def test_ids_that_repeat_are_named_as_far_as_five():
+    twice = np.repeat(np.arange(10, 17), 2)
+    with pytest.raises(DataError, match=r"more than once: \[10, 11, 12, 13, 14\]\. "):
+        SampleColumns.from_lists(input_ids=[[1]] * len(twice), sample_ids=twice)
 
 
 def test_the_first_token_of_a_sample_is_never_scored():
@@ -58,14 +72,19 @@ def test_columns_know_whether_group_ids_were_given():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"token_offsets": np.array([0, 3, 5], dtype=np.int32)}, ["token_offsets", "int32"]),
+        ({"token_offsets": np.array([0, 3, 5], dtype=np.int32)}, ["token_offsets must be int64[N+1], not int32[3]"]),
+        ({"token_offsets": np.array([[0, 3, 5]])}, ["token_offsets must be int64[N+1], not int64[1, 3]"]),
+        ({"token_offsets": np.zeros(0, dtype=np.int64)}, ["token_offsets must be int64[N+1], not int64[0]"]),
         ({"token_offsets": np.array([0, 3, 4])}, ["token_offsets", "rise from 0 to 5"]),
         ({"token_offsets": np.array([0, 6, 5])}, ["token_offsets", "rise"]),
+        ({"token_offsets": np.array([1, 2, 4, 6])}, ["token_offsets must rise from 0 to 5", "it goes from 1 to 6"]),
+        ({"action_offsets": np.array([1, 2, 3])}, ["action_offsets must rise from 0 to 3", "it goes from 1 to 3"]),
         ({"action_offsets": np.array([0, 3])}, ["action_offsets describe 1 samples, token_offsets 2"]),
         ({"token_offsets": np.array([0, 5, 5])}, ["sample 1 has no token"]),
         ({"action_offsets": offsets_of([4, 0])}, ["sample 0 has more response tokens"]),
         ({"input_ids": np.array([1, 2, 3, 4, 5], dtype=np.float32)}, ["input_ids", "float32"]),
         ({"input_ids": np.array([1, 2, 3, 4, -1])}, ["sample 1", "-1", "position 1"]),
+        ({"input_ids": np.array([1, 2, 3, -4, 5])}, ["sample 1", "-4", "position 0"]),
         ({"loss_weight": np.ones(2, dtype=np.uint8)}, ["loss_weight", "[2]", "3 response tokens"]),
         ({"loss_weight": np.ones(3)}, ["loss_weight", "float64"]),
         ({"loss_weight": np.array([1, 0, 2], dtype=np.uint8)}, ["sample 1", "weight 2", "response token 1"]),
@@ -75,8 +94,8 @@ def test_columns_know_whether_group_ids_were_given():
         ({"columns": {"loss_weight": np.zeros(3, dtype=np.float32)}}, ["cannot be called 'loss_weight'"]),
         ({"sample_ids": np.array([4, 4])}, ["[4]"]),
         ({"sample_ids": np.array([4, -1])}, ["sample 1", "negative"]),
-        ({"group_ids": np.array([0.0, 1.0])}, ["group_ids", "float64"]),
-        ({"unit_ids": np.array([0])}, ["unit_ids", "2 integers"]),
+        ({"group_ids": np.array([0.0, 1.0])}, ["group_ids must be 2 integers, not float64"]),
+        ({"unit_ids": np.array([0])}, ["unit_ids must be 2 integers"]),
         ({"sample_values": {"score": np.zeros(3)}}, ["'score'", "3 entries for 2"]),
         ({"extras": {"images": Ragged(np.zeros(1), offsets_of([1]))}}, ["'images'", "1 entries for 2"]),
     ],

@@ -6,9 +6,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from skyrl_engine.contracts import ragged
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
-from skyrl_engine.contracts.ragged import BLOCK, Ragged, RaggedView, offsets_of, segment_indices, take_segments
+from skyrl_engine.contracts.ragged import BLOCK, LONG, Ragged, RaggedView, offsets_of, segment_indices, take_segments
 from skyrl_engine.errors import DataError
 
 SMALLEST = -(2**63)
@@ -70,9 +71,11 @@ def test_taking_samples_keeps_everything_that_belongs_to_them():
     assert not SampleColumns.from_lists(input_ids=[[1], [2]]).take([0]).grouped
 
 
-def test_more_values_than_one_block_are_taken_as_indexing_does():
+@pytest.mark.parametrize("long", [LONG, 4 * BLOCK])
+def test_more_values_than_one_block_are_taken_as_indexing_does(monkeypatch, long):
     """Blocks bound the memory of the index; samples of more and of less than a block, none at all, and some twice."""
-    lengths = [0, 3, BLOCK + 5, 1, 0, BLOCK // 2, BLOCK // 2, 7]
+    monkeypatch.setattr(ragged, "LONG", long)
+    lengths = [0, 3, 2 * BLOCK + 5, 1, 0, BLOCK // 2, BLOCK // 2, 7]
     offsets = offsets_of(lengths)
     values = np.arange(offsets[-1] * 2, dtype=np.int64).reshape(-1, 2)
     for chosen in ([7, 2, 2, 0, 6, 5, 4, 1, 3], [2], [0, 4], [], [5, 6, 5, 6]):
@@ -119,7 +122,9 @@ def test_offsets_that_are_none(values, offsets, words):
 def test_views_that_leave_their_values(starts, lengths, words):
     with pytest.raises(AssertionError, match=f"^{words}"):
         RaggedView(np.zeros(3), starts, lengths)
-    assert len(RaggedView(np.zeros(3), np.array([0, 3]), np.array([3, 0]))) == 2
+    view = RaggedView(np.zeros(3), np.array([0, 3]), np.array([3, 0]))
+    assert len(view) == 2
+    assert len(view.take([])) == 0
 
 
 class Recorder:

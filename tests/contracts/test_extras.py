@@ -12,6 +12,7 @@ from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.ragged import Ragged, RaggedView, offsets_of
 from skyrl_engine.errors import DataError
 from skyrl_engine.testing.collator_strategies import sample_lists
+from skyrl_engine.testing.error_checks import check_says_what_to_do
 
 TOKENS = [[1, 2, 3], [4], [5, 6]]
 GRID = [[[1, 2, 1]], None, [[1, 1, 1], [1, 1, 2]]]
@@ -138,8 +139,9 @@ def test_images_that_are_refused(extras, words):
 
 
 def test_routes_are_given_once():
-    with pytest.raises(DataError, match="given twice"):
+    with pytest.raises(DataError, match="given twice") as caught:
         made([ONE] * 3, expert_routes=[ONE] * 3)
+    check_says_what_to_do(caught.value)
 
 
 def test_no_column_takes_the_name_of_a_field_that_collators_make():

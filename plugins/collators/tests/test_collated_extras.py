@@ -10,6 +10,7 @@ from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import Layout
 from skyrl_engine.contracts.ragged import RaggedView
 from skyrl_engine.errors import DataError
+from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded.collator import PaddedCollator
 
@@ -128,6 +129,7 @@ def test_an_extra_longer_than_its_sample_is_never_written_into_a_neighbour(colla
     """Only who bypasses `create` can have such columns."""
     columns = samples()
     view = columns.extras[name]
-    longer = RaggedView(view.values, np.zeros_like(view.starts), np.array([0, 3, 0], dtype=np.int64))
-    with pytest.raises(DataError, match=f"sample 1 has 3 rows of {name} for 1 tokens"):
+    longer = RaggedView(view.values, np.zeros_like(view.starts), np.array([3, 3, 0], dtype=np.int64))
+    with pytest.raises(DataError, match=f"sample 1 has 3 rows of {name} for 1 tokens") as caught:
         collator.collate(evolve(columns, extras={name: longer}))
+    check_says_what_to_do(caught.value)

@@ -171,6 +171,13 @@ def test_bins_stay_as_they_are_where_even_ones_would_be_too_full():
     assert [bins[number].tolist() for number in range(len(bins))] == [[4, 3], [2, 1, 0]]
 
 
+def test_even_bins_may_be_just_full():
+    """First fit puts items 2 and 1 together; the largest first into the emptier bin puts 2 and 0 there, and both bins hold their 8."""
+    options = {"policy": "balanced", "capacity": 8, "ranks": 1, "may_be_empty": True}
+    bins = bins_of(np.array([4, 4, 4, 2, 2]), **options)
+    assert [bins[number].tolist() for number in range(len(bins))] == [[2, 0], [1, 4, 3]]
+
+
 def test_no_items_fill_no_bins(on_numpy):
     assert len(first_fit_decreasing(np.zeros(0, dtype=np.int64), 8)) == 0
 

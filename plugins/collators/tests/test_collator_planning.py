@@ -9,6 +9,7 @@ from skyrl_engine.contracts.plan import Layout, SampleLengths
 from skyrl_engine.errors import DataError
 from skyrl_engine.testing.collator_checks import check_plan, micro_batches
 from skyrl_engine.testing.error_checks import check_says_what_to_do
+from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded.collator import PaddedCollator
 from skyrl_engine_collators.planning.ranks import balance
 
@@ -83,9 +84,11 @@ def test_mini_batches_take_whole_groups_in_the_given_order():
 
 
 def test_units_stay_together_even_where_they_join_groups():
-    """Group 0 is {0, 1}, group 1 is {2, 3}; the unit {1, 2} ties all four to one mini-batch."""
-    lengths = lengths_of([1] * 5, groups=[0, 0, 1, 1, 2], units=[0, 1, 1, 2, 3])
-    assert [sorted(mini.samples.tolist()) for mini in plan_of(lengths, mini_batch_size=4).mini_batches] == [[0, 1, 2, 3], [4]]
+    """Group 0 is {1, 2}, group 1 is {3, 4}; the unit {2, 3} ties all four to one mini-batch."""
+    lengths = lengths_of([1] * 5, groups=[2, 0, 0, 1, 1], units=[3, 0, 1, 1, 2])
+    for collator in (PaddedCollator(), PackedCollator()):
+        plan = collator.plan(lengths, Layout(mini_batch_size=4))
+        assert [sorted(mini.samples.tolist()) for mini in plan.mini_batches] == [[0], [1, 2, 3, 4]]
     pairs = lengths_of([5, 1, 4, 1, 3, 1], units=[7, 8, 9, 7, 8, 9])
     for layout in ({"micro_batch_rows": 3}, {"micro_batch_tokens": 10}, {"dp": 2, "micro_batch_rows": 2}):
         check_plan(plan_of(pairs, **layout), pairs, Layout(**layout))
@@ -98,7 +101,7 @@ def test_units_stay_together_even_where_they_join_groups():
         (lengths_of([4, 9, 3]), {"micro_batch_tokens": 8, "width": "batch"}, ["sample 0 takes 9 tokens, padding included,"]),
         (lengths_of([4, 5], units=[3, 3]), {"micro_batch_tokens": 9}, ["samples [0, 1] of unit 3", "10 tokens", "at least 10"]),
         (lengths_of([4, 5], units=[3, 3]), {"micro_batch_rows": 1}, ["samples [0, 1] of unit 3", "2 rows", "at least 2"]),
-        (lengths_of([1, 1, 1], groups=[8, 8, 8], ids=[5, 6, 7]), {"mini_batch_size": 2}, ["sample 5", "group 8", "at least 3"]),
+        (lengths_of([1] * 4, groups=[7, 8, 8, 8], ids=[4, 5, 6, 7]), {"mini_batch_size": 2}, ["sample 5", "group 8", "at least 3"]),
     ],
     ids=["sample", "sample at the batch's width", "unit by tokens", "unit by rows", "group"],
 )
