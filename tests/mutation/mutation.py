@@ -230,10 +230,9 @@ def prepare(workspace: Path) -> None:
             path.unlink()
             for gone in (workspace / "mutants" / path.relative_to(workspace).parent).glob(f"{path.name}*"):
                 gone.unlink()  # the copy that mutmut made, and its results
-    if any([write(workspace / target, content) for target, content in wanted.items()]):
-        (workspace / "mutants" / "mutmut-stats.json").unlink(
-            missing_ok=True
-        )  # which test reaches what; mutmut only looks at new tests
+    changed = [target for target, content in wanted.items() if write(workspace / target, content)]
+    if changed:  # which test reaches what: of a file that it knows, mutmut would not look for the tests of a new function
+        (workspace / "mutants" / "mutmut-stats.json").unlink(missing_ok=True)
 
 
 def plainly_named(test: str) -> str:
