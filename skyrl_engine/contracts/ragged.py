@@ -1,5 +1,6 @@
 """Values of different length per sample, stored flat: the shape of everything that crosses the engine."""
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -55,15 +56,13 @@ def take_segments(arrays: Sequence[AnyArray], offsets: IntArray, segments: IntAr
 
     The same as indexing each array with `segment_indices`, without ever holding an index for every value.
     """
-    lengths = np.diff(offsets)[segments]
+    starts = offsets[segments]
+    lengths = offsets[segments + 1] - starts
     chosen = offsets_of(lengths)
-    shifts = offsets[segments] - chosen[:-1]  # from a value's place among the chosen to its place in the arrays
-    taken = [np.empty((int(chosen[-1]), *values.shape[1:]), values.dtype) for values in arrays]
     if chosen[-1] > LONG * len(lengths):
-        bounds = list(zip(offsets[segments].tolist(), offsets[segments + 1].tolist(), strict=True))
-        for values, target in zip(arrays, taken, strict=True):
-            np.concatenate([values[start:stop] for start, stop in bounds], out=target)
-        return taken, chosen
+        return [_end_to_end(values, starts, lengths) for values in arrays], chosen
+    shifts = starts - chosen[:-1]  # from a value's place among the chosen to its place in the arrays
+    taken = [np.empty((int(chosen[-1]), *values.shape[1:]), values.dtype) for values in arrays]
     for first, last in _blocks(chosen, BLOCK):
         start, stop = chosen[first], chosen[last]
         places = np.repeat(shifts[first:last] + start, lengths[first:last])
@@ -71,6 +70,15 @@ def take_segments(arrays: Sequence[AnyArray], offsets: IntArray, segments: IntAr
         for values, target in zip(arrays, taken, strict=True):
             np.take(values, places, axis=0, out=target[start:stop], mode="clip")  # checking places would buffer the result
     return taken, chosen
+
+
+def _end_to_end(values: AnyArray, starts: IntArray, lengths: IntArray) -> AnyArray:
+    """`values[start : start + length]` of every segment in memory of their own: joined as bytes, two thirds of what np.concatenate costs."""
+    size = values.itemsize * math.prod(values.shape[1:])
+    bounds = zip((starts * size).tolist(), ((starts + lengths) * size).tolist(), strict=True)
+    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+    joined = bytearray().join([flat[start:stop] for start, stop in bounds])
+    return np.ndarray((int(lengths.sum()), *values.shape[1:]), values.dtype, joined)
 
 
 def join_segments(parts: Parts, offsets: Sequence[IntArray], order: IntArray) -> tuple[list[AnyArray], IntArray]:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.plan import Layout, SampleLengths
+from skyrl_engine.contracts.ragged import Ragged
 from skyrl_engine.errors import DataError, UnsupportedError
 from skyrl_engine.testing.collator_checks import check_plan, micro_batches
 from skyrl_engine.testing.error_checks import check_says_what_to_do
@@ -88,6 +89,17 @@ def test_rows_go_round_the_ranks_and_empty_ones_fill_up():
     assert packed_rows([8, 7, 6, 5], micro_batch_tokens=8, dp=2) == [[[0], [2]], [[1], [3]]]
     assert packed_rows([8, 7], micro_batch_tokens=8, dp=3) == [[[0]], [[1]], [[]]]
     assert packed_rows([1, 1, 1], micro_batch_tokens=8, dp=4) == [[[2]], [[0]], [[1]], [[]]]
+
+
+@pytest.mark.parametrize("mini_batch_size", [3, 4, 8])
+def test_the_whole_plan_has_the_rows_of_the_plan_one_after_the_other(mini_batch_size):
+    """Mini-batches of one row for each sample, over two ranks: three of them (the rows of the last fill up), two, or one."""
+    lengths, layout = lengths_of([4] * 8), Layout(dp=2, micro_batch_tokens=4, mini_batch_size=mini_batch_size)
+    rows = micro_batches(PackedCollator().plan(lengths, layout))
+    whole = PackedCollator().plan_whole(lengths, layout)
+    assert lists(Ragged(whole.samples, whole.row_offsets)) == [row.samples.tolist() for row in rows]
+    if mini_batch_size == 4:
+        assert whole.samples.tolist() == [3, 1, 2, 0, 7, 5, 6, 4], "rank by rank, although rows go round the ranks"
 
 
 @pytest.mark.parametrize(
