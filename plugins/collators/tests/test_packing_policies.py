@@ -93,7 +93,7 @@ def test_rows_go_round_the_ranks_and_empty_ones_fill_up():
 
 @pytest.mark.parametrize("mini_batch_size", [3, 4, 8])
 def test_the_whole_plan_has_the_rows_of_the_plan_one_after_the_other(mini_batch_size):
-    """Mini-batches of one row for each sample, over two ranks: three of them (the rows of the last fill up), two, or one."""
+    """Mini-batches of one row for each sample, over two ranks: three (two of them with an empty row), two, or one."""
     lengths, layout = lengths_of([4] * 8), Layout(dp=2, micro_batch_tokens=4, mini_batch_size=mini_batch_size)
     rows = micro_batches(PackedCollator().plan(lengths, layout))
     whole = PackedCollator().plan_whole(lengths, layout)
