@@ -1,6 +1,5 @@
 """`skyrl-engine diff-backends`: one batch through two backends, side by side."""
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -11,6 +10,7 @@ import attrs
 import click
 
 from skyrl_engine.cli.command import EngineCommand
+from skyrl_engine.cli.json_output import measured_json
 from skyrl_engine.cli.options import file_argument, load_config, overrides_argument
 from skyrl_engine.cli.prove import BROKEN, with_default_loss
 
@@ -96,7 +96,7 @@ def diff_backends(
     layouts = {"a": _sizes(layout_a, "--layout-a"), "b": _sizes(layout, "--layout")}
     found = _compared(raw, {"a": first, "b": second}, layouts, family, tolerance)
     if as_json:
-        click.echo(json.dumps(_facts(found), indent=2))
+        click.echo(measured_json(_facts(found)))
     else:
         render.show_backend_difference(found)
     return 0 if found.agrees else BROKEN
@@ -180,6 +180,10 @@ class _Comparison:
             return True
 
         with self._material("b") as (_, model, _, _):
+            if model.lora is not None and model.lora.path is not None:
+                raise UnsupportedError(
+                    "its adapters belong to all of its layers", remedy="Compare the model without model.lora.path"
+                )
             names = layer_names(model)
             return names, [count for count in range(1, len(names)) if can_be_cut(count)]
 
@@ -221,12 +225,13 @@ def _side(
     backend = plugins["backend"]
     described = backend.loaded.describe_backend(backend.options, layout.ranks)
     shown = frozenset({"logits"} & described.capabilities)
-    with RankPool(model, plugins, context=context, shown=shown) as pool:
+    collator = plugins["collator"].make(context)
+    with RankPool(model, plugins, context=context, packed_rows=collator.rows == "packed", shown=shown) as pool:
         cut = layout_of(
             described.topology, micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens
         )
         products = Products(
-            collator=plugins["collator"].make(context),
+            collator=collator,
             reducer=plugins["reducer"].make(context),
             merger=plugins["merger"].make(context),
             labels={place: str(selected.loaded.record) for place, selected in plugins.items()},

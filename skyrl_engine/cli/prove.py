@@ -1,6 +1,5 @@
 """`skyrl-engine prove`: one batch through every cut, on this machine, with real ranks; and with a mistake planted, to see it noticed."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +8,7 @@ import attrs
 import click
 
 from skyrl_engine.cli.command import EngineCommand, current_settings
+from skyrl_engine.cli.json_output import measured_json
 from skyrl_engine.cli.options import file_argument, flags_of, load_config, overrides_argument, plugin_options
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def prove(
     broken = [row for row in rows if not row.holds and not row.excuse]
     noticed = chosen is None or bool(broken)
     if as_json:
-        click.echo(json.dumps({"plant": plant, "holds": not broken, "rows": [_facts(row) for row in rows]}, indent=2))
+        click.echo(measured_json({"plant": plant, "holds": not broken, "rows": [_facts(row) for row in rows]}))
     elif not current_settings().quiet:
         click.echo(f"\n{_verdict(rows, broken, plant)}")
     if chosen is not None:

@@ -267,9 +267,10 @@ _PARAMETERS_SHOWN = 8
 def show_backend_difference(found: "BackendDifference") -> None:
     """Two backends side by side, the parameters that differ most, and what that means."""
     a, b = found.a, found.b
+    factor = a.gradient_norm / b.gradient_norm if b.gradient_norm else float("nan")
     rows = [
         ("loss", f"{a.measured.loss:.8g}", f"{b.measured.loss:.8g}", f"{found.loss:.1e} relative"),
-        ("gradient norm", f"{a.gradient_norm:.8g}", f"{b.gradient_norm:.8g}", f"x{a.gradient_norm / b.gradient_norm:.6f}"),
+        ("gradient norm", f"{a.gradient_norm:.8g}", f"{b.gradient_norm:.8g}", f"x{factor:.6f}"),
     ]
     rows += [
         (each.name, "", "", f"{each.largest:.1e} at most, at sample {each.sample}, token {each.token}" if each.largest else "none")

@@ -1,5 +1,6 @@
 """Two backends over the same batch: where they agree, where they do not, and by which factor."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
@@ -9,12 +10,15 @@ from attrs import field, frozen
 
 from skyrl_engine.contracts.outputs import BatchOutput
 from skyrl_engine.contracts.topology import Topology
-from skyrl_engine.proof.comparison import Measured
+from skyrl_engine.proof.comparison import Measured, finite_or_infinite, relative_difference
 from skyrl_engine.proof.depth import Depth
 from skyrl_engine.proof.diagnosis import in_words
 
 _EQUAL_FACTORS = 1e-3
 """Relative difference of factors that count as one."""
+
+_SCORES = ("logprobs", "logits", "entropy", "values")
+"""Outputs that the model makes, before any loss."""
 
 
 @frozen
@@ -31,13 +35,17 @@ class Side:
 
 @frozen
 class ParameterDifference:
-    """Gradients of one parameter: ||a - b|| / ||b||, the norms, and the factor that brings b's closest to a's."""
+    """Gradients of one parameter: ||a - b|| / ||b||, the norms, and the factor that brings b's closest to a's.
+
+    `problem` says why two cannot be compared, such as "not finite on the first"; their difference is infinite, their factor NaN.
+    """
 
     name: str
     relative: float
     norm_a: float
     norm_b: float
     factor: float
+    problem: str | None = None
 
     @property
     def direction(self) -> float:
@@ -47,10 +55,11 @@ class ParameterDifference:
 
 @frozen
 class FieldDifference:
-    """A per-token output: the largest difference over all tokens, and where it is."""
+    """A per-token output: the largest difference over all tokens, where it is, and the largest of |a - b| / (1 + |b|)."""
 
     name: str
     largest: float
+    relative: float
     sample: int
     token: int
 
@@ -74,14 +83,14 @@ class BackendDifference:
 
     @property
     def agrees(self) -> bool:
-        worst = max((each.relative for each in self.parameters), default=0.0)
-        return not (self.only_a or self.only_b) and self.loss <= self.tolerance and worst <= self.tolerance
+        relative = [self.loss, *(each.relative for each in self.parameters), *(each.relative for each in self.fields)]
+        return not (self.only_a or self.only_b) and max(relative) <= self.tolerance
 
     @property
     def loss(self) -> float:
         """Relative difference of the losses, by the magnitude of their tokens."""
         a, b = self.a.measured, self.b.measured
-        return abs(a.loss - b.loss) / max(abs(b.loss), b.magnitude, 1e-300)
+        return finite_or_infinite(abs(a.loss - b.loss) / max(abs(b.loss), b.magnitude, 1e-300))
 
     @property
     def worst(self) -> Sequence[ParameterDifference]:
@@ -90,9 +99,8 @@ class BackendDifference:
 
     @property
     def forward_differs(self) -> bool:
-        """Whether log-probabilities do, by more than what rounding makes of them; every gradient then does, too."""
-        tokens = max((each.largest for each in self.fields if each.name == "logprobs"), default=0.0)
-        return tokens > 100 * self.tolerance
+        """Whether a score of the model does: every gradient then does, too."""
+        return any(each.relative > self.tolerance for each in self.fields if each.name in _SCORES)
 
     @property
     def first_layer(self) -> str | None:
@@ -110,22 +118,32 @@ class BackendDifference:
 
     @property
     def explanation(self) -> str:
-        """One sentence: a common factor and what it is, or where the difference enters."""
+        """One sentence: what cannot be compared, where the difference enters, or a common factor and what it is."""
         if self.agrees:
             return "the backends agree"
         wrong = [each for each in self.parameters if each.relative > self.tolerance]
+        differing = [each.name for each in self.fields if each.relative > self.tolerance]
+        outputs = f"{' and '.join(differing) or 'outputs agree, the loss'} {'differ' if len(differing) > 1 else 'differs'}"
+        if self.forward_differs:
+            entered = self.depth.in_words if self.depth is not None else "the forward passes are not the same"
+            return f"{outputs} already; {entered}"
+        for names, which in ((self.only_b, "first"), (self.only_a, "second")):
+            if names:
+                return f"the {which} backend has no gradient of {names[0]}{_and_more(names)}"
+        if problems := [each for each in wrong if each.problem]:
+            return f"the gradient of {problems[0].name} is {problems[0].problem}{_and_more(problems)}"
+        if not wrong:
+            return f"gradients agree, {outputs}"
         factors = np.array([each.factor for each in wrong])
-        aligned = all(abs(each.direction - 1) < 1e-4 for each in wrong)
-        apart = abs(factors.mean() - 1) > _EQUAL_FACTORS if wrong else False
-        if apart and aligned and np.ptp(factors) <= _EQUAL_FACTORS * abs(factors.mean()) and not self.forward_differs:
-            which = (
-                "every parameter" if len(wrong) == len(self.parameters) else f"{len(wrong)} of {len(self.parameters)} parameters"
-            )
-            return f"gradients of {which} differ by one factor: {in_words(float(factors.mean()), self.facts)}"
-        if self.depth is not None:
-            return f"log-probabilities differ already; {self.depth.in_words}"
-        forward = "log-probabilities differ already" if self.forward_differs else "log-probabilities agree, gradients do not"
-        return f"{forward}; counted from the head, {self.first_layer} is the first to diverge"
+        which = "every parameter" if len(wrong) == len(self.parameters) else f"{len(wrong)} of {len(self.parameters)} parameters"
+        layers = list(dict.fromkeys(layer_of(each.name) for each in wrong))
+        where = f", all in {layers[0]}," if len(layers) == 1 and len(wrong) < len(self.parameters) else ""
+        aligned = all(abs(each.direction - 1) < 1e-4 for each in wrong) and np.ptp(factors) <= _EQUAL_FACTORS * abs(factors.mean())
+        if aligned and abs(factors.mean() - 1) > _EQUAL_FACTORS:
+            return f"gradients of {which}{where} differ by one factor: {in_words(float(factors.mean()), self.facts)}"
+        return (
+            f"outputs agree, gradients of {which}{where} do not; counted from the head, {self.first_layer} is the first to diverge"
+        )
 
     def _layers(self) -> list[tuple[str, list[ParameterDifference]]]:
         return [(name, list(parameters)) for name, parameters in groupby(self.parameters, key=lambda each: layer_of(each.name))]
@@ -173,9 +191,21 @@ def layer_of(parameter: str) -> str:
 def _parameter(name: str, ours: npt.NDArray[np.floating], theirs: npt.NDArray[np.floating]) -> ParameterDifference:
     a, b = ours.astype(np.float64).ravel(), theirs.astype(np.float64).ravel()
     norm_a, norm_b = float(np.linalg.norm(a)), float(np.linalg.norm(b))
-    apart = float(np.linalg.norm(a - b))
-    relative = apart / norm_b if norm_b else (0.0 if apart == 0.0 else float("inf"))
-    return ParameterDifference(name, relative, norm_a, norm_b, float(a @ b) / norm_b**2 if norm_b else 1.0)
+    if problem := _problem(ours, theirs):
+        return ParameterDifference(name, math.inf, norm_a, norm_b, math.nan, problem)
+    factor = float(a @ b) / norm_b**2 if norm_b else 1.0
+    return ParameterDifference(name, relative_difference(ours, theirs), norm_a, norm_b, factor)
+
+
+def _problem(ours: npt.NDArray[np.floating], theirs: npt.NDArray[np.floating]) -> str | None:
+    if ours.shape != theirs.shape:
+        return f"of the shape {list(ours.shape)} on the first and {list(theirs.shape)} on the second"
+    sides = [side for side, gradient in (("first", ours), ("second", theirs)) if not np.isfinite(gradient).all()]
+    return f"not finite on the {' and the '.join(sides)}" if sides else None
+
+
+def _and_more(named: Sequence[object]) -> str:
+    return f", and so it is with {len(named) - 1} more" if len(named) > 1 else ""
 
 
 def _fields(a: BatchOutput, b: BatchOutput) -> Iterator[FieldDifference]:
@@ -184,9 +214,13 @@ def _fields(a: BatchOutput, b: BatchOutput) -> Iterator[FieldDifference]:
     for name in b.fields:
         if name not in a.fields:
             continue
-        apart = np.abs(a.fields[name].take(order).values - b.fields[name].values)
+        theirs = b.fields[name].values.astype(np.float64)
+        apart = np.abs(a.fields[name].take(order).values - theirs)
+        apart[~np.isfinite(apart)] = math.inf
         if not len(apart):
             continue
         worst = int(np.argmax(apart))
         row = int(np.searchsorted(b.scored.offsets, worst, side="right")) - 1
-        yield FieldDifference(name, float(apart[worst]), int(b.sample_ids[row]), int(b.scored.values[worst]))
+        with np.errstate(invalid="ignore"):
+            relative = finite_or_infinite(float((apart / (1 + np.abs(theirs))).max()))
+        yield FieldDifference(name, float(apart[worst]), relative, int(b.sample_ids[row]), int(b.scored.values[worst]))

@@ -1,5 +1,6 @@
 """Two passes over one batch, compared: loss, gradient per parameter, per-token outputs."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -23,7 +24,7 @@ class Measured:
 
 @frozen
 class Difference:
-    """How far a pass is from the reference.
+    """How far a pass is from the reference; infinitely far where a number is not finite.
 
     `loss` is relative to the reference's magnitude, `gradient` the worst ||g - g'|| / ||g'|| of any parameter, `parameter` its name,
     `tokens` the largest difference of a token's loss.
@@ -40,29 +41,43 @@ class Difference:
 
 def compare(got: Measured, expected: Measured) -> Difference:
     """`expected` is the reference. A parameter without gradient has the gradient 0."""
-    names = [*expected.gradients, *(name for name in got.gradients if name not in expected.gradients)]
-    nothing = np.zeros(1)
-    worst, parameter = max(
-        (_relative(got.gradients.get(name, nothing), expected.gradients.get(name, nothing)), name) for name in names
-    )
+    ours, theirs = got.gradients, expected.gradients
+    due = {**{name: np.zeros_like(ours[name]) for name in ours if name not in theirs}, **theirs}
+    worst, parameter = max((relative_difference(ours.get(name, np.zeros_like(due[name])), due[name]), name) for name in due)
     return Difference(
-        loss=abs(got.loss - expected.loss) / max(abs(expected.loss), expected.magnitude, 1e-300),
+        loss=finite_or_infinite(abs(got.loss - expected.loss) / max(abs(expected.loss), expected.magnitude, 1e-300)),
         gradient=worst,
         parameter=parameter,
         tokens=_token_difference(got.output, expected.output),
     )
 
 
-def _relative(got: npt.NDArray[np.floating], wanted: npt.NDArray[np.floating]) -> float:
+def relative_difference(got: npt.NDArray[np.floating], wanted: npt.NDArray[np.floating]) -> float:
+    """||got - wanted|| / ||wanted||. Infinite where shapes differ, a number is not finite, or `wanted` alone is 0."""
+    if got.shape != wanted.shape or not (np.isfinite(got).all() and np.isfinite(wanted).all()):
+        return math.inf
     difference = float(np.linalg.norm(got.astype(np.float64) - wanted))
     norm = float(np.linalg.norm(wanted.astype(np.float64)))
-    return difference / norm if norm else (0.0 if difference == 0.0 else float("inf"))
+    return difference / norm if norm else (0.0 if difference == 0.0 else math.inf)
+
+
+def finite_or_infinite(difference: float) -> float:
+    """The difference; infinity for NaN, which compares as if it were none."""
+    return difference if math.isfinite(difference) else math.inf
+
+
+def not_finite(gradients: Gradients) -> list[str]:
+    """The parameters with a gradient that is not finite."""
+    return [name for name, gradient in gradients.items() if not np.isfinite(gradient).all()]
 
 
 def _token_difference(got: BatchOutput, wanted: BatchOutput) -> float:
     ours, theirs = got.on_actions("token_loss"), wanted.on_actions("token_loss")
     place = {int(sample): row for row, sample in enumerate(got.sample_ids)}
     return max(
-        (float(np.abs(ours[place[int(sample)]] - theirs[row]).max(initial=0.0)) for row, sample in enumerate(wanted.sample_ids)),
+        (
+            finite_or_infinite(float(np.abs(ours[place[int(sample)]] - theirs[row]).max(initial=0.0)))
+            for row, sample in enumerate(wanted.sample_ids)
+        ),
         default=0.0,
     )

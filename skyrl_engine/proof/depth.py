@@ -31,7 +31,7 @@ class Depth:
             first = self.layers[self.agreeing]
             return f"one of {first} to {last} is the first to diverge: cut before them, the model agrees"
         with_layers = f"{last} alone" if self.differing == 1 else f"{self.layers[0]} to {last} alone"
-        return f"they do so with {with_layers}: it is in there, in the embedding or in the head"
+        return f"they do so with {with_layers}: it is in there, in the embedding, the final norm or the head"
 
 
 def depth_of_agreement(differs: Callable[[int], bool], layers: Sequence[str], cuts: Sequence[int]) -> Depth:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from skyrl_engine.proof.comparison import Gradients
+from skyrl_engine.proof.comparison import Gradients, not_finite
 from skyrl_engine.proof.plants import Cut
 
 Factors = npt.NDArray[np.float64]
@@ -40,6 +40,9 @@ class Pieces:
 
 def explain(gradients: Gradients, parts: Pieces, samples: Pieces, cut: Cut, tolerance: float) -> str:
     """One sentence on what is wrong with `gradients`."""
+    if wrong := not_finite(gradients):
+        others = {1: "", 2: ", nor is another"}.get(len(wrong), f", nor are {len(wrong) - 1} others")
+        return f"the gradient of {wrong[0]} is not finite{others}"
     factors, residue = parts.fit(gradients)
     if residue <= tolerance and not _alike(factors):
         return "; ".join(

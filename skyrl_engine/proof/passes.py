@@ -1,6 +1,7 @@
 """One pass of a batch through ranks, measured: loss, gradients, outputs; afterwards the ranks are as they were."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from skyrl_engine.contracts.plan import Layout
 from skyrl_engine.contracts.ragged import IntArray
 from skyrl_engine.contracts.reducer import Reducer
 from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.errors import ModelError
 from skyrl_engine.proof.comparison import Measured
 from skyrl_engine.training.step import StepDriver
 from skyrl_engine.workers.dispatch import batch_structure, planned, token_weights
@@ -68,12 +70,18 @@ def measure(
         output = driver.accumulate(columns, step=STEP)
         gradients = group.gradients()
     finally:
-        group.optim_step()
+        _clear(group)
     plan = planned(products.labels["collator"], products.collator, columns, layout)
     structure = batch_structure(columns, plan.mini_batches[0], products.max_sequence_length)
     weights = np.abs(token_weights(products.labels["reducer"], honest or products.reducer, structure))
     carrying = np.where(structure.loss_weight != 0, weights, 0.0)
     return Measured(output.metrics["loss"].result, _magnitude(output, structure.sample_ids, carrying), gradients, output)
+
+
+def _clear(group: WorkerGroup) -> None:
+    """Clear the gradient by a step that changes no weight. One that is not finite is refused and cleared all the same; the pass shows it."""
+    with suppress(ModelError):
+        group.optim_step()
 
 
 def _magnitude(output: BatchOutput, sample_ids: IntArray, weights: npt.NDArray[np.float64]) -> float:

@@ -27,7 +27,7 @@ class RankPool:
     """Groups of ranks with one model. `plugins` are those of any run: every pass chooses its own collator and objective.
 
     `alone` is the backend for a single rank where the one in `plugins` divides the world, `reference` the one of float64 passes; None: the
-    backend in `plugins`. `shown` are model scores that outputs hold beside those that the losses read.
+    backend in `plugins`. `packed_rows` as in `ModelSpec`; `shown` are model scores that outputs hold beside those that the losses read.
     """
 
     model: ModelSpec
@@ -35,6 +35,7 @@ class RankPool:
     alone: SelectedPlugin | None = None
     reference: SelectedPlugin | None = None
     context: FactoryContext = CONTEXT
+    packed_rows: bool = True
     shown: frozenset[str] = frozenset()
     _stack: ExitStack = attrs.field(factory=ExitStack, init=False)
     _groups: dict[tuple[int, str], WorkerGroup] = attrs.field(factory=dict, init=False)
@@ -61,7 +62,7 @@ class RankPool:
         if (ranks, dtype) not in self._groups:
             plugins = {**self.plugins, "backend": self.backend(ranks, dtype)}
             locks: dict[str, dict[str, Any]] = {place: selected.lock() for place, selected in plugins.items()}
-            model = attrs.evolve(self.model, dtype=dtype, packed_rows=True)
+            model = attrs.evolve(self.model, dtype=dtype, packed_rows=self.packed_rows)
             spec = WorkerSpec(locks, self.context, model, NO_STEP, self.topology(ranks, dtype), "cpu", self.shown)
             group = launch_workers(spec, launch="inline" if ranks == 1 else "ray")
             self._groups[ranks, dtype] = self._stack.enter_context(group)

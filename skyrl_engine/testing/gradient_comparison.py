@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from skyrl_engine.proof.comparison import relative_difference
 from skyrl_engine.proof.diagnosis import EXACT, Pieces, in_words
 from skyrl_engine.testing.backend_ranks import Arrays
 from skyrl_engine.testing.promise import Broken, Undecidable
@@ -36,9 +37,14 @@ def require_same_gradients(
         raise Undecidable(
             f"the gradients are not those of the model's parameters: {', '.join(sorted(got.keys() ^ due.keys())[:3])}"
         )
-    relative = {name: _relative(got[name], wanted) for name, wanted in due.items()}
+    relative = {name: relative_difference(got[name], wanted) for name, wanted in due.items()}
     if max(relative.values()) <= TOLERANCE:
         return
+    for name, wanted in due.items():
+        if got[name].shape != wanted.shape:
+            raise Broken(f"the gradient of {name} has the shape {got[name].shape}, the parameter {wanted.shape}", remedy)
+        if not np.isfinite(got[name]).all():
+            raise Broken(f"the gradient of {name} is not finite", remedy)
     flat, wanted = _flat(got), _flat(due)
     factor = float(flat @ wanted / (wanted @ wanted))
     if np.linalg.norm(flat - factor * wanted) <= EXACT * np.linalg.norm(flat):
@@ -56,13 +62,6 @@ def _lost(got: Arrays, pieces: Mapping[str, Arrays]) -> Sequence[str]:
     names = list(pieces)
     factors, residue = Pieces(names, list(pieces.values()), np.ones(len(names))).fit(got)
     return [name for name, factor in zip(names, factors, strict=True) if abs(factor) < EXACT] if residue < EXACT else []
-
-
-def _relative(got: npt.NDArray[np.floating], due: npt.NDArray[np.floating]) -> float:
-    if got.shape != due.shape or not np.isfinite(got).all():
-        return float("inf")
-    apart, norm = float(np.linalg.norm(got.astype(np.float64) - due)), float(np.linalg.norm(due.astype(np.float64)))
-    return apart / norm if norm else (0.0 if apart == 0.0 else float("inf"))
 
 
 def _flat(gradients: Mapping[str, npt.NDArray[np.floating]]) -> npt.NDArray[np.float64]:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_engine.cli.app import main
 from skyrl_engine.cli.demo.recipe import Exchange, write_exchanges
@@ -68,6 +68,25 @@ class Astray(Averaging):
 
         return Backend(FsdpConfig())
 
+class NotFinite(Averaging):
+    """FSDP, but for one parameter's gradient, which is `number`."""
+
+    def __init__(self, number):
+        self.number = number
+
+    @hookimpl
+    def skyrl_engine_make_backend(self):
+        from skyrl_engine_fsdp.backend import FsdpBackend
+        number = self.number
+
+        class Backend(FsdpBackend):
+            def gradients(self):
+                for name, gradient in super().gradients():
+                    yield name, gradient * number if "layers.1.self_attn.k_proj" in name else gradient
+
+        return Backend(FsdpConfig())
+
+nan, infinite = NotFinite(float("nan")), NotFinite(float("inf"))
 astray_in_1, astray_in_2, astray_at_once = Astray(1), Astray(2), Astray(None)
 '''
 
@@ -128,7 +147,11 @@ def write_run(folder: Path, more: str = "") -> None:
     ("wrong", "layer", "words"),
     [
         ("astray_in_2", "model.layers.2", "model.layers.2 is the first layer to diverge: cut before it, the model agrees"),
-        ("astray_at_once", None, "they do so with model.layers.0 alone: it is in there, in the embedding or in the head"),
+        (
+            "astray_at_once",
+            None,
+            "they do so with model.layers.0 alone: it is in there, in the embedding, the final norm or the head",
+        ),
     ],
 )
 def test_a_layer_that_computes_something_else_is_named(
@@ -140,9 +163,41 @@ def test_a_layer_that_computes_something_else_is_named(
     out, err = capsys.readouterr()
     report = json.loads(out)
     assert report["first_layer"] == layer
-    assert report["explanation"] == f"log-probabilities differ already; {words}"
+    assert report["explanation"] == f"logprobs and logits and token_loss differ already; {words}"
     assert next(each for each in report["outputs"] if each["name"] == "logits")["largest"] > 1e-3
     assert "comparing them with the first 3 of 5 layers" in err
+
+
+@pytest.mark.parametrize("wrong", ["nan", "infinite"])
+def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And comes out as null: JSON has no NaN."""
+    (tmp_path / "wrong.py").write_text(WRONG)
+    assert main(["diff-backends", "--b", f"{tmp_path / 'wrong.py'}:{wrong}", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    parameter = "model.layers.1.self_attn.k_proj.weight"
+    assert report["explanation"] == f"the gradient of {parameter} is not finite on the second"
+    assert report["first_layer"] == "model.layers.1"
+    assert [each["name"] for each in report["parameters"] if each["relative"] is None] == [parameter]
+    assert report["gradient_norm"]["b"] is None
+
+
+def test_what_trains_on_padded_rows_alone_is_compared_on_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path)
+    config = Gemma2Config(
+        **{name: getattr(Qwen3Config.from_pretrained(tmp_path / "model"), name) for name in ("vocab_size", "pad_token_id")},
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    arguments = ["diff-backends", str(tmp_path / "run.toml"), "--b", "fsdp", "--collator"]
+    assert main([*arguments, "padded", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["agrees"] is True
+    assert main([*arguments, "packed"]) == 2
+    assert "cannot be trained on packed rows" in capsys.readouterr().err
 
 
 def test_without_a_configuration_the_layer_is_named_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

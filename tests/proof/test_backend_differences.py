@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import attrs
 import numpy as np
 import pytest
 
@@ -67,7 +68,9 @@ def test_a_common_factor_is_named(factor: float, words: str) -> None:
 def test_a_factor_on_some_parameters_says_on_how_many() -> None:
     """As where replicated norms see local heads only, and nobody sums over tensor ranks."""
     found = compared(side(lambda name, gradient: gradient * np.float32(0.25) if "q_proj" in name else gradient))
-    assert found.explanation == "gradients of 1 of 5 parameters differ by one factor: x0.25 = 1 / world size of b"
+    assert found.explanation == (
+        "gradients of 1 of 5 parameters, all in model.layers.1, differ by one factor: x0.25 = 1 / world size of b"
+    )
     assert found.worst[0].name == "model.layers.1.self_attn.q_proj.weight"
     assert found.first_layer == "model.layers.1"
 
@@ -77,18 +80,69 @@ def test_the_first_layer_counts_from_the_head() -> None:
         return gradient[::-1].copy() if name.startswith(("model.embed", "model.layers.0")) else gradient
 
     found = compared(side(broken))
-    assert (
-        found.explanation
-        == "log-probabilities agree, gradients do not; counted from the head, model.layers.0 is the first to diverge"
+    assert found.explanation == (
+        "outputs agree, gradients of 2 of 5 parameters do not; counted from the head, model.layers.0 is the first to diverge"
     )
 
 
 def test_a_difference_of_the_forward_pass_is_told_apart() -> None:
     found = compared(side(lambda _, gradient: gradient[::-1].copy(), shift=0.5))
-    assert found.explanation == "log-probabilities differ already; counted from the head, lm_head is the first to diverge"
+    assert found.explanation == "logprobs differs already; the forward passes are not the same"
     (worst,) = found.fields
     assert (worst.largest, worst.sample, worst.token) == (0.5, 9, 2)
     assert found.loss == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", [NAMES[0], NAMES[2], NAMES[-1]])
+def test_a_gradient_that_is_not_finite_is_no_agreement(number: float, name: str) -> None:
+    """Wherever it stands, and on either side: NaN compares with nothing, and infinity less infinity is NaN."""
+    spoiled = side(lambda each, gradient: np.where(np.eye(3, 4), np.float32(number), gradient) if each == name else gradient)
+    for found, which in ((difference(spoiled, side(), facts=FACTS), "first"), (difference(side(), spoiled, facts=FACTS), "second")):
+        assert not found.agrees
+        assert found.explanation == f"the gradient of {name} is not finite on the {which}"
+        assert found.worst[0].name == name
+        assert found.first_layer == layer_of(name)
+    assert not difference(spoiled, spoiled, facts=FACTS).agrees
+
+
+def test_gradients_of_other_shapes_are_named() -> None:
+    """A wrong shard, and a matrix that lies across."""
+    for change, shape in ((lambda gradient: gradient[:2], "[2, 4]"), (lambda gradient: gradient.T, "[4, 3]")):
+        found = compared(side(lambda name, gradient, change=change: change(gradient) if name == NAMES[1] else gradient))
+        assert found.explanation == f"the gradient of {NAMES[1]} is of the shape {shape} on the first and [3, 4] on the second"
+        assert not found.agrees
+
+
+@pytest.mark.parametrize("shift", [2e-4, -0.1, np.nan, np.inf])
+def test_outputs_that_differ_are_no_agreement(shift: float) -> None:
+    """Also where losses and gradients do agree."""
+    other = side()
+    other.measured.output.fields["logprobs"].values[1] += shift
+    found = compared(other)
+    assert not found.agrees
+    assert found.forward_differs
+    assert found.explanation.startswith("logprobs differs already; ")
+    assert (found.fields[0].sample, found.fields[0].token) == (4, 1)
+    assert found.fields[0].largest == pytest.approx(abs(shift) if np.isfinite(shift) else np.inf, rel=1e-2)
+
+
+def test_an_output_of_the_loss_alone_is_named() -> None:
+    sides = [side(), side()]
+    for each, number in zip(sides, (1.0, 1.5), strict=True):
+        output = each.measured.output
+        tokens = Ragged(np.full(3, number, np.float32), output.scored.offsets)
+        output.fields["token_loss"] = tokens  # type: ignore[index] # a dict in this test
+    found = difference(*sides, facts=FACTS)
+    assert not found.agrees
+    assert found.explanation == "gradients agree, token_loss differs"
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_is_no_agreement(number: float) -> None:
+    spoiled = Side("x", attrs.evolve(side().measured, loss=number))
+    assert compared(spoiled).loss == np.inf
+    assert compared(spoiled).explanation == "gradients agree, outputs agree, the loss differs"
 
 
 def test_a_missing_parameter_is_no_agreement() -> None:
@@ -97,6 +151,7 @@ def test_a_missing_parameter_is_no_agreement() -> None:
     found = compared(short)
     assert not found.agrees
     assert found.only_b == ("lm_head.weight",)
+    assert found.explanation == "the first backend has no gradient of lm_head.weight"
 
 
 def test_layers() -> None:

@@ -1,0 +1,19 @@
+"""What `--json` prints where numbers were measured: JSON has no NaN and no infinity."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def measured_json(value: Any) -> str:
+    """`value` as indented JSON; a number that is not finite is null."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
