@@ -123,17 +123,16 @@ class BackendDifference:
             return "the backends agree"
         wrong = [each for each in self.parameters if each.relative > self.tolerance]
         differing = [each.name for each in self.fields if each.relative > self.tolerance]
-        outputs = f"{' and '.join(differing) or 'outputs agree, the loss'} {'differ' if len(differing) > 1 else 'differs'}"
+        outputs = f"the passes differ in {', '.join(differing) or 'the loss'}"
         if self.forward_differs:
-            entered = self.depth.in_words if self.depth is not None else "the forward passes are not the same"
-            return f"{outputs} already; {entered}"
+            return outputs if self.depth is None else f"{outputs}; {self.depth.in_words}"
         for names, which in ((self.only_b, "first"), (self.only_a, "second")):
             if names:
                 return f"the {which} backend has no gradient of {names[0]}{_and_more(names)}"
         if problems := [each for each in wrong if each.problem]:
             return f"the gradient of {problems[0].name} is {problems[0].problem}{_and_more(problems)}"
         if not wrong:
-            return f"gradients agree, {outputs}"
+            return f"gradients agree, but {outputs}"
         factors = np.array([each.factor for each in wrong])
         which = "every parameter" if len(wrong) == len(self.parameters) else f"{len(wrong)} of {len(self.parameters)} parameters"
         layers = list(dict.fromkeys(layer_of(each.name) for each in wrong))

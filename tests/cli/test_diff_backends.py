@@ -163,7 +163,7 @@ def test_a_layer_that_computes_something_else_is_named(
     out, err = capsys.readouterr()
     report = json.loads(out)
     assert report["first_layer"] == layer
-    assert report["explanation"] == f"logprobs and logits and token_loss differ already; {words}"
+    assert report["explanation"] == f"the passes differ in logprobs, logits, token_loss; {words}"
     assert next(each for each in report["outputs"] if each["name"] == "logits")["largest"] > 1e-3
     assert "comparing them with the first 3 of 5 layers" in err
 

@@ -87,7 +87,7 @@ def test_the_first_layer_counts_from_the_head() -> None:
 
 def test_a_difference_of_the_forward_pass_is_told_apart() -> None:
     found = compared(side(lambda _, gradient: gradient[::-1].copy(), shift=0.5))
-    assert found.explanation == "logprobs differs already; the forward passes are not the same"
+    assert found.explanation == "the passes differ in logprobs"
     (worst,) = found.fields
     assert (worst.largest, worst.sample, worst.token) == (0.5, 9, 2)
     assert found.loss == pytest.approx(0.25)
@@ -122,7 +122,7 @@ def test_outputs_that_differ_are_no_agreement(shift: float) -> None:
     found = compared(other)
     assert not found.agrees
     assert found.forward_differs
-    assert found.explanation.startswith("logprobs differs already; ")
+    assert found.explanation == "the passes differ in logprobs"
     assert (found.fields[0].sample, found.fields[0].token) == (4, 1)
     assert found.fields[0].largest == pytest.approx(abs(shift) if np.isfinite(shift) else np.inf, rel=1e-2)
 
@@ -135,14 +135,14 @@ def test_an_output_of_the_loss_alone_is_named() -> None:
         output.fields["token_loss"] = tokens  # type: ignore[index] # a dict in this test
     found = difference(*sides, facts=FACTS)
     assert not found.agrees
-    assert found.explanation == "gradients agree, token_loss differs"
+    assert found.explanation == "gradients agree, but the passes differ in token_loss"
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_a_loss_that_is_not_finite_is_no_agreement(number: float) -> None:
     spoiled = Side("x", attrs.evolve(side().measured, loss=number))
     assert compared(spoiled).loss == np.inf
-    assert compared(spoiled).explanation == "gradients agree, outputs agree, the loss differs"
+    assert compared(spoiled).explanation == "gradients agree, but the passes differ in the loss"
 
 
 def test_a_missing_parameter_is_no_agreement() -> None:
