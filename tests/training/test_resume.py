@@ -152,6 +152,7 @@ def killed(resolved: ResolvedConfig, after: int) -> None:
         assert process.wait() == -signal.SIGKILL
 
 
+@pytest.mark.proof
 def test_killed_twice_at_any_moment_and_resumed_equals_an_uninterrupted_run(configure: Configure) -> None:
     """The reference runs in this process, the killed run in others: nothing of a process's own state is in the numbers."""
     long = {"training": {"steps": 24}, "checkpoint": {"every": 2}}

@@ -31,7 +31,8 @@ def same(uninterrupted: tuple[Any, dict[str, np.ndarray]], resumed: tuple[Any, d
         np.testing.assert_array_equal(weight, resumed[1][name], err_msg=name)
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.proof) for stage in (1, 2)), 3])
+@pytest.mark.proof
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bfloat16_continues_bit_for_bit(pair: World, models: dict[str, str], tmp_path: Path, stage: int) -> None:
     """The model with dropout shows that random states are part of it."""
     for uninterrupted, resumed in pair.run(

@@ -67,6 +67,7 @@ def test_two_ranks_equal_plain_peft(
     check(pair.run(gradients_of, models[name], rows=rows, sizes=(1, 3), lora=lora, **options), due[name], 1e-5)
 
 
+@pytest.mark.proof
 def test_copies_of_shards_equal_plain_peft(
     quad: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition]
 ) -> None:
