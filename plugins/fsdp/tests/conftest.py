@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # ranks are spawned processes and must import the tests' tasks by name
 
-from fsdp_tasks import add_head, save_tiny
+from fsdp_rows import add_head, save_tiny
 
 from skyrl_engine.testing.world import World, alone
 

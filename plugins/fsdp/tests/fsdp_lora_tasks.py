@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from fsdp_tasks import VOCABULARY, Arrays, arrays, start
+from fsdp_rows import VOCABULARY, Arrays
+from fsdp_tasks import arrays, start
 from torch.distributed.checkpoint import filesystem
 
 from skyrl_engine.contracts.backend import MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
-from fsdp_tasks import Weighted, arrays, cut, micro_batch, rows, start, train
+from fsdp_rows import Weighted, cut, micro_batch, rows
+from fsdp_tasks import arrays, start, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fsdp_tasks import VOCABULARY, continued, cut, exported, load_elsewhere, rows, save_only, start, train
+from fsdp_rows import VOCABULARY, cut, rows
+from fsdp_tasks import continued, exported, load_elsewhere, save_only, start, train
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec, RankEnvironment
@@ -49,7 +50,7 @@ def test_dropout_differs_without_the_random_states(models: dict[str, str], alone
 
 
 def train_loss(backend: Any) -> float:
-    from fsdp_tasks import Weighted
+    from fsdp_rows import Weighted
 
     return float(backend.forward_backward(cut(rows(), 8), Weighted()).metrics["loss"].value)
 

@@ -8,21 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fsdp_tasks import (
-    asks_for_values,
-    critic_continued,
-    critic_definition,
-    critic_gradients_of,
-    head_unused,
-    rows,
-    worst,
-)
+from fsdp_rows import critic_definition, rows
+from fsdp_tasks import asks_for_values, critic_continued, critic_gradients_of, head_unused
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.modeling.loading import load_scorer
+from skyrl_engine.testing.backend_batches import worst
 from skyrl_engine.testing.world import World
 
 BOTH = ("logprobs", "values")

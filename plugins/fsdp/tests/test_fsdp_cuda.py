@@ -5,9 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_tasks import Weighted, arrays, cut, definition, pack, rows, worst
+from fsdp_rows import Weighted, cut, definition, pack, rows
+from fsdp_tasks import arrays
 
 from skyrl_engine.contracts.backend import ComputeDtype, MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment
+from skyrl_engine.testing.backend_batches import worst
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig
 

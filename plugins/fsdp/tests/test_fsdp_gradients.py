@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fsdp_tasks import clipped_norms, definition, gradients_of, plain_adamw, rows, trained, worst
+from fsdp_rows import definition, rows
+from fsdp_tasks import clipped_norms, gradients_of, plain_adamw, trained
 
 from skyrl_engine.contracts.backend import OptimizerSpec
+from skyrl_engine.testing.backend_batches import worst
 from skyrl_engine.testing.world import World
 from skyrl_engine_fsdp.plugin import FsdpConfig
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from fsdp_lora_tasks import continued, drawn, exported, exported_alone, gradients_of, kept_in, saved
-from fsdp_tasks import VOCABULARY, outcome_with
+from fsdp_rows import VOCABULARY
+from fsdp_tasks import outcome_with
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file

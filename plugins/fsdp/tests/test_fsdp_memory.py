@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fsdp_tasks import Weighted, save_tiny, start
+from fsdp_rows import Weighted, save_tiny
+from fsdp_tasks import start
 
 from skyrl_engine.contracts.backend import MicroBatch
 from skyrl_engine.contracts.ragged import Ragged

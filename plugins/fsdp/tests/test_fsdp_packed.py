@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fsdp_tasks import Row, Weighted, arrays, cut, definition, packed, packed_gradients_of, rows, start, worst
+from fsdp_rows import Row, Weighted, cut, definition, packed, rows
+from fsdp_tasks import arrays, packed_gradients_of, start
 
 from skyrl_engine.contracts.backend import MicroBatch
 from skyrl_engine.contracts.outputs import RankOutput
 from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.testing.backend_batches import worst
 from skyrl_engine.testing.world import World
 from skyrl_engine_fsdp.plugin import fsdp
 

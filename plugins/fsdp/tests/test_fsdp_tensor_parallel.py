@@ -10,25 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fsdp_rows import critic_definition, cut, definition, pack, rows, save_tiny
 from fsdp_tasks import (
     accumulated,
     clipped_norms,
     continued,
-    critic_definition,
     critic_gradients_of,
-    cut,
-    definition,
     exported,
     outcome_with,
-    pack,
     plain_adamw,
-    rows,
-    save_tiny,
     scores_of_parts,
     spoiled,
     start,
     trained,
-    worst,
 )
 from transformers import AutoModelForCausalLM
 
@@ -37,6 +31,7 @@ from skyrl_engine.contracts.topology import Topology
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.modeling.architecture import LogitRule
 from skyrl_engine.modeling.chunked_head import asked_of_head
+from skyrl_engine.testing.backend_batches import worst
 from skyrl_engine.testing.world import World
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
