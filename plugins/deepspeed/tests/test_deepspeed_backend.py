@@ -1,6 +1,7 @@
 """What the backend says of itself, what it refuses, and what it keeps to itself."""
 
 import logging
+import os
 import subprocess
 import sys
 
@@ -52,8 +53,9 @@ assert "skyrl_engine_deepspeed.cpu" not in sys.modules
 
 
 def test_what_runs_deepspeed_without_cuda_is_not_imported_where_torch_sees_a_device() -> None:
-    """By a rank of `run.device = "auto"`, up to DeepSpeed with its groups."""
-    ran = subprocess.run([sys.executable, "-c", AS_IF_ON_CUDA], capture_output=True, text=True, check=False)
+    """By a rank of `run.device = "auto"`, up to DeepSpeed with its groups; other tests have chosen the CPU in this process's environment."""
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    ran = subprocess.run([sys.executable, "-c", AS_IF_ON_CUDA], capture_output=True, text=True, check=False, env=environment)
     assert ran.returncode == 0, ran.stderr
 
 
