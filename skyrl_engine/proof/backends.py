@@ -123,7 +123,8 @@ class BackendDifference:
             return "the backends agree"
         wrong = [each for each in self.parameters if each.relative > self.tolerance]
         differing = [each.name for each in self.fields if each.relative > self.tolerance]
-        outputs = f"the passes differ in {', '.join(differing) or 'the loss'}"
+        agree = not differing and self.loss <= self.tolerance
+        outputs = "outputs agree" if agree else f"the passes differ in {', '.join(differing) or 'the loss'}"
         if self.forward_differs:
             return outputs if self.depth is None else f"{outputs}; {self.depth.in_words}"
         for names, which in ((self.only_b, "first"), (self.only_a, "second")):
@@ -140,9 +141,7 @@ class BackendDifference:
         aligned = all(abs(each.direction - 1) < 1e-4 for each in wrong) and np.ptp(factors) <= _EQUAL_FACTORS * abs(factors.mean())
         if aligned and abs(factors.mean() - 1) > _EQUAL_FACTORS:
             return f"gradients of {which}{where} differ by one factor: {in_words(float(factors.mean()), self.facts)}"
-        return (
-            f"outputs agree, gradients of {which}{where} do not; counted from the head, {self.first_layer} is the first to diverge"
-        )
+        return f"{outputs}, gradients of {which}{where} do not agree; counted from the head, {self.first_layer} is the first to diverge"
 
     def _layers(self) -> list[tuple[str, list[ParameterDifference]]]:
         return [(name, list(parameters)) for name, parameters in groupby(self.parameters, key=lambda each: layer_of(each.name))]

@@ -81,7 +81,7 @@ def test_the_first_layer_counts_from_the_head() -> None:
 
     found = compared(side(broken))
     assert found.explanation == (
-        "outputs agree, gradients of 2 of 5 parameters do not; counted from the head, model.layers.0 is the first to diverge"
+        "outputs agree, gradients of 2 of 5 parameters do not agree; counted from the head, model.layers.0 is the first to diverge"
     )
 
 
@@ -139,6 +139,15 @@ def test_an_output_of_the_loss_alone_is_named() -> None:
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_outputs_are_not_said_to_agree_where_the_loss_differs() -> None:
+    """A loss that is computed wrongly has wrong gradients, too; the model's scores are right."""
+    other = side(lambda _, gradient: gradient[::-1].copy())
+    found = compared(Side("x", attrs.evolve(other.measured, loss=3.0)))
+    assert found.explanation == (
+        "the passes differ in the loss, gradients of every parameter do not agree; counted from the head, lm_head is the first to diverge"
+    )
+
+
 def test_a_loss_that_is_not_finite_is_no_agreement(number: float) -> None:
     spoiled = Side("x", attrs.evolve(side().measured, loss=number))
     assert compared(spoiled).loss == np.inf
