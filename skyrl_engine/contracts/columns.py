@@ -13,7 +13,7 @@ from attrs import Factory, frozen
 from skyrl_engine.contracts import ingest
 from skyrl_engine.contracts.extras import EXPERT_ROUTES, OF_IMAGES, checked_extras
 from skyrl_engine.contracts.plan import SampleLengths
-from skyrl_engine.contracts.ragged import AnyArray, IntArray, RaggedView, take_segments
+from skyrl_engine.contracts.ragged import AnyArray, IntArray, Join, RaggedView, join_fresh, take_segments
 from skyrl_engine.errors import DataError
 
 RESERVED_NAMES = frozenset(
@@ -190,11 +190,15 @@ class SampleColumns:
             np.diff(self.token_offsets), np.diff(self.action_offsets), self.sample_ids, self.group_ids, self.unit_ids
         )
 
-    def take(self, samples: npt.ArrayLike) -> "SampleColumns":
-        """The chosen samples (positions) in the chosen order, copied but for `extras`; already valid, so not validated again."""
+    def take(self, samples: npt.ArrayLike, join: Join = join_fresh) -> "SampleColumns":
+        """The chosen samples (positions) in the chosen order, copied but for `extras`; already valid, so not validated again.
+
+        Long samples are copied into the memory that `join` gives.
+        """
         chosen = np.asarray(samples, dtype=np.int64)
-        (input_ids,), token_offsets = take_segments([self.input_ids], self.token_offsets, chosen)
-        (weight, *columns), action_offsets = take_segments([self.loss_weight, *self.columns.values()], self.action_offsets, chosen)
+        (input_ids,), token_offsets = take_segments([self.input_ids], self.token_offsets, chosen, join)
+        on_actions = [self.loss_weight, *self.columns.values()]
+        (weight, *columns), action_offsets = take_segments(on_actions, self.action_offsets, chosen, join)
         return SampleColumns(
             input_ids=input_ids,
             token_offsets=token_offsets,

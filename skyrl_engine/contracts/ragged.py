@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +14,14 @@ IntArray = npt.NDArray[np.int64]
 AnyArray = npt.NDArray[Any]
 Parts = Sequence[Sequence[AnyArray]]
 """For each part, its arrays: equally many, of the same types in every part."""
+
+Join = Callable[[list[memoryview]], bytearray | memoryview]
+"""Bytes of several places end to end in memory of their own, as `bytearray().join` makes them."""
+
+
+def join_fresh(pieces: list[memoryview]) -> bytearray:
+    """The pieces end to end in fresh memory."""
+    return bytearray().join(pieces)
 
 
 def offsets_of(lengths: npt.ArrayLike) -> IntArray:
@@ -51,19 +59,22 @@ WINDOWED_BLOCK = 4 * BLOCK
 """Values joined at a time where windows are copied: they need fewer places, so more values stay in the cache beside them."""
 
 
-def take_segments(arrays: Sequence[AnyArray], offsets: IntArray, segments: IntArray) -> tuple[list[AnyArray], IntArray]:
+def take_segments(
+    arrays: Sequence[AnyArray], offsets: IntArray, segments: IntArray, join: Join = join_fresh
+) -> tuple[list[AnyArray], IntArray]:
     """The chosen segments of arrays [total, ...] that share `offsets`, in the order they are chosen, copied; and their own offsets.
 
-    The same as indexing each array with `segment_indices`, without ever holding an index for every value.
+    The same as indexing each array with `segment_indices`, without ever holding an index for every value. Long segments are copied into
+    the memory that `join` gives.
     """
     starts = offsets[segments]
     lengths = offsets[segments + 1] - starts
     chosen = offsets_of(lengths)
     if chosen[-1] > LONG * len(lengths):
-        return [_end_to_end(values, starts, lengths) for values in arrays], chosen
+        return [_end_to_end(values, starts, lengths, join) for values in arrays], chosen
     shifts = starts - chosen[:-1]  # from a value's place among the chosen to its place in the arrays
     taken = [np.empty((int(chosen[-1]), *values.shape[1:]), values.dtype) for values in arrays]
-    for first, last in _blocks(chosen, BLOCK):
+    for first, last in blocks(chosen, BLOCK):
         start, stop = chosen[first], chosen[last]
         places = np.repeat(shifts[first:last] + start, lengths[first:last])
         places += _numbers(len(places))
@@ -72,13 +83,14 @@ def take_segments(arrays: Sequence[AnyArray], offsets: IntArray, segments: IntAr
     return taken, chosen
 
 
-def _end_to_end(values: AnyArray, starts: IntArray, lengths: IntArray) -> AnyArray:
+def _end_to_end(values: AnyArray, starts: IntArray, lengths: IntArray, join: Join) -> AnyArray:
     """`values[start : start + length]` of every segment in memory of their own: joined as bytes, two thirds of what np.concatenate costs."""
     size = values.itemsize * math.prod(values.shape[1:])
     bounds = zip((starts * size).tolist(), ((starts + lengths) * size).tolist(), strict=True)
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-    joined = bytearray().join([flat[start:stop] for start, stop in bounds])
-    return np.ndarray((int(lengths.sum()), *values.shape[1:]), values.dtype, joined)
+    joined = join([flat[start:stop] for start, stop in bounds])
+    shape = (int(lengths.sum()), *values.shape[1:])
+    return np.frombuffer(joined, values.dtype).reshape(shape)  # np.ndarray(buffer=...) would not keep the view that it is given
 
 
 def join_segments(parts: Parts, offsets: Sequence[IntArray], order: IntArray) -> tuple[list[AnyArray], IntArray]:
@@ -151,7 +163,7 @@ def _pieces(
 ) -> Iterator[tuple[int, int, Iterator[AnyArray]]]:
     """Segments end to end over all parts, in blocks: the first, the one after the last, and each array's values of them."""
     old, bounds = offsets_of(lengths), offsets_of([each[-1] for each in offsets]).tolist()
-    for first, last in _blocks(old, block):
+    for first, last in blocks(old, block):
         start, stop = int(old[first]), int(old[last])
         among = range(bisect_right(bounds, start) - 1, bisect_left(bounds, stop))
         found = ([parts[p][number][max(start - bounds[p], 0) : stop - bounds[p]] for p in among] for number in range(len(parts[0])))
@@ -163,7 +175,7 @@ def _numbers(count: int) -> IntArray:
     return _NUMBERS[:count] if count <= len(_NUMBERS) else np.arange(count, dtype=np.int64)
 
 
-def _blocks(offsets: IntArray, block: int) -> Iterator[tuple[int, int]]:
+def blocks(offsets: IntArray, block: int) -> Iterator[tuple[int, int]]:
     """Ranges of whole segments that hold about `block` values, more only where one segment does; none where there is no value."""
     cuts = np.searchsorted(offsets, np.append(np.arange(0, offsets[-1], block), offsets[-1]))
     return pairwise(np.unique(cuts).tolist())

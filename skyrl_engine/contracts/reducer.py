@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import Factory, define, frozen
 
-from skyrl_engine.contracts.ragged import AnyArray, IntArray
+from skyrl_engine.contracts.ragged import BLOCK, AnyArray, IntArray, blocks
 from skyrl_engine.errors import DataError
 
 EmptySequence = Literal["count", "skip"]
@@ -55,9 +55,11 @@ class BatchStructure:
         if values.dtype == np.float32:  # one after the other: rounding must not depend on where in the batch a sequence lies
             return np.bincount(self.sequence_index, weights=values, minlength=len(self)).astype(np.float64)
         sums = np.zeros(len(self), dtype=np.float64)
-        filled = np.diff(self.action_offsets) > 0
-        if filled.any():
-            sums[filled] = np.add.reduceat(values, self.action_offsets[:-1][filled], dtype=np.int64)  # exact in any order
+        filled = np.flatnonzero(np.diff(self.action_offsets))
+        begins = self.action_offsets[np.append(filled, len(self))]
+        for first, last in blocks(begins, BLOCK):  # NumPy casts all that it adds: no more at a time than the cache holds
+            own = values[begins[first] : begins[last]]
+            sums[filled[first:last]] = np.add.reduceat(own, begins[first:last] - begins[first], dtype=np.uint32)  # exact: 0 and 1
         return sums
 
 
@@ -117,6 +119,8 @@ class FunctionReducer:
 
 
 def _refuse_negative(name: str, structure: BatchStructure) -> None:
+    if structure.loss_weight.dtype == np.uint8:  # never below 0, so not looked at
+        return
     negative = structure.loss_weight < 0
     if not negative.any():
         return

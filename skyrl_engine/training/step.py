@@ -7,6 +7,7 @@ import numpy as np
 from attrs import evolve, field, frozen
 
 from skyrl_engine.contracts.backend import OptimStep
+from skyrl_engine.contracts.buffers import ReusableJoin
 from skyrl_engine.contracts.collator import Collator
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.merger import Merger
@@ -50,6 +51,7 @@ class StepDriver:
     max_sequence_length: int | None
     needs: Sequence[str]
     _spans: Spans = field(factory=Spans, init=False)
+    _join: ReusableJoin = field(factory=ReusableJoin, init=False)
 
     def train(self, columns: SampleColumns, *, step: int, per_token_outputs: bool = True, staged: bool = False) -> StepResult:
         """One optimizer step on each mini-batch of `columns`: one mini-batch, or as many as `layout.mini_batch_size` makes; `step` is the
@@ -113,13 +115,13 @@ class StepDriver:
         """Of every mini-batch, references to its shards by data-parallel rank, made when they are asked for."""
         for mini_batch in plan.mini_batches:
             with self._spans("reduce"):
-                structure = batch_structure(columns, mini_batch, self.max_sequence_length)
+                structure = batch_structure(columns, mini_batch, self.max_sequence_length, self._join)
                 weights = compact_weights(self.labels["reducer"], self.reducer, structure)
             yield self._placed(columns, mini_batch, weights)
 
     def _placed(self, columns: SampleColumns, mini_batch: MiniBatchPlan, weights: TokenWeights) -> list[PlacedShard]:
         with self._spans("dispatch"):
-            return self.group.put(cut(columns, mini_batch, weights, self.needs))
+            return self.group.put(cut(columns, mini_batch, weights, self.needs, self._join))
 
     def _pass(self, mode: Pass, placed: Sequence[PlacedShard], step: int, *, per_token_outputs: bool) -> list[RankOutput]:
         replies: list[RankReply] = self.group.run(mode, placed, step=step, per_token_outputs=per_token_outputs)

@@ -1,6 +1,6 @@
 """From a plan to what each data-parallel rank is sent: its own samples as columns, its micro-batches, its tokens' weights."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from skyrl_engine.contracts.extras import PIXEL_VALUES
 from skyrl_engine.contracts.merger import Merger
 from skyrl_engine.contracts.outputs import BatchOutput, RankOutput
 from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, MiniBatchPlan
-from skyrl_engine.contracts.ragged import IntArray, offsets_of, take_segments
+from skyrl_engine.contracts.ragged import IntArray, Join, join_fresh, offsets_of, take_segments
 from skyrl_engine.contracts.reducer import BatchStructure, PerSequence, Reducer, TokenWeights
 from skyrl_engine.errors import ContractError
 from skyrl_engine.registry.host import Owner, blaming
@@ -92,11 +92,13 @@ def planned(label: str, collator: Collator, columns: SampleColumns, layout: Layo
     return plan
 
 
-def batch_structure(columns: SampleColumns, mini_batch: MiniBatchPlan, max_sequence_length: int | None) -> BatchStructure:
-    """What a reducer sees of a mini-batch: its samples in rank-major, micro-batch order."""
+def batch_structure(
+    columns: SampleColumns, mini_batch: MiniBatchPlan, max_sequence_length: int | None, join: Join = join_fresh
+) -> BatchStructure:
+    """What a reducer sees of a mini-batch: its samples in rank-major, micro-batch order. `join` as in `cut`."""
     samples = mini_batch.samples
     sizes = [len(micro_batch.samples) for rank in mini_batch.ranks for micro_batch in rank]
-    (loss_weight,), action_offsets = take_segments([columns.loss_weight], columns.action_offsets, samples)
+    (loss_weight,), action_offsets = take_segments([columns.loss_weight], columns.action_offsets, samples, join)
     return BatchStructure(
         loss_weight=loss_weight,
         action_offsets=action_offsets,
@@ -172,8 +174,12 @@ def cut(
     mini_batch: MiniBatchPlan,
     weights: TokenWeights,
     needs: Iterable[str],
-) -> list[Shard]:
-    """One shard per data-parallel rank. `weights` as `compact_weights` gave them; of the columns only `needs` travel."""
+    join: Join = join_fresh,
+) -> Iterator[Shard]:
+    """One shard per data-parallel rank, made when it is asked for, so that one that was sent off need not be held beside the next.
+
+    `weights` as `compact_weights` gave them; of the columns only `needs` travel, in the memory that `join` gives.
+    """
     lengths = np.diff(columns.action_offsets)[mini_batch.samples]
     covered = (len(weights.divisor), len(lengths)) if isinstance(weights, PerSequence) else (len(weights), int(lengths.sum()))
     assert covered[0] == covered[1], "the weights do not cover the mini-batch's action tokens"
@@ -181,20 +187,23 @@ def cut(
     step = StepCounts(sequences=int(np.count_nonzero(tokens)), tokens=int(tokens.sum()))
     wanted = set(needs)
     source = evolve(columns, columns={name: values for name, values in columns.columns.items() if name in wanted})
-    shards = []
     samples_before, actions_before = 0, 0
     for rank, micro_batches in enumerate(mini_batch.ranks):
-        own = source.take(mini_batch.rank_samples(rank))
-        numbers = offsets_of([len(micro_batch.samples) for micro_batch in micro_batches])
-        local = tuple(
-            micro_batch.renumbered(np.arange(first, last, dtype=np.int64))
-            for micro_batch, first, last in zip(micro_batches, numbers[:-1], numbers[1:], strict=True)
-        )
-        samples, actions = samples_before + len(own), actions_before + int(own.action_offsets[-1])
+        chosen = mini_batch.rank_samples(rank)
+        samples = samples_before + len(chosen)
+        actions = actions_before + int(lengths[samples_before:samples].sum())
         if isinstance(weights, PerSequence):
             mine: TokenWeights = PerSequence(weights.divisor[samples_before:samples])
         else:
             mine = weights[actions_before:actions]
-        shards.append(Shard(own, local, mine, step))
+        yield Shard(source.take(chosen, join), _renumbered(micro_batches), mine, step)
         samples_before, actions_before = samples, actions
-    return shards
+
+
+def _renumbered(micro_batches: Sequence[MicroBatchPlan]) -> tuple[MicroBatchPlan, ...]:
+    """The same micro-batches over a rank's own samples, which lie one after the other."""
+    numbers = offsets_of([len(micro_batch.samples) for micro_batch in micro_batches])
+    return tuple(
+        micro_batch.renumbered(np.arange(first, last, dtype=np.int64))
+        for micro_batch, first, last in zip(micro_batches, numbers[:-1], numbers[1:], strict=True)
+    )

@@ -1,6 +1,6 @@
 """Start the ranks of a run and talk to them: `inline` in this process, `ray` in one actor per rank. The same code above both."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -34,10 +34,11 @@ class WorkerGroup:
         self._transport = transport
         self.topology = topology
 
-    def put(self, shards: Sequence[Shard]) -> list[PlacedShard]:
+    def put(self, shards: Iterable[Shard]) -> list[PlacedShard]:
         """References to shards, one per data-parallel rank. Pixels are in none that goes to a pipeline stage behind the first."""
-        assert len(shards) == self.topology.dp, "one shard per data-parallel rank"
-        return [self._placed(shard) for shard in shards]
+        placed = list(map(self._placed, shards))  # unlike a loop's variable, it holds no shard while the next is made
+        assert len(placed) == self.topology.dp, "one shard per data-parallel rank"
+        return placed
 
     def _placed(self, shard: Shard) -> PlacedShard:
         later = shard.without_pixels() if self.topology.pp > 1 else shard

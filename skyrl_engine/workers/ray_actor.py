@@ -9,6 +9,7 @@ from typing import Any
 from attrs import frozen
 
 from skyrl_engine.errors import EngineError
+from skyrl_engine.workers.parcel import Parcel
 from skyrl_engine.workers.process_group import Rendezvous
 from skyrl_engine.workers.spec import WorkerSpec
 
@@ -59,10 +60,14 @@ class RankActor:
 
         return _guarded(make)
 
-    def call(self, method: str, arguments: tuple[Any, ...], shard: Any, keywords: dict[str, Any]) -> Any:
-        """Call the worker; `shard`, when given, arrives as the object itself because it is a top-level argument."""
-        arguments = arguments if shard is None else (*arguments, shard)
-        return _guarded(lambda: getattr(self._worker, method)(*arguments, **keywords))
+    def call(self, method: str, arguments: tuple[Any, ...], shard: Parcel | None, keywords: dict[str, Any]) -> Any:
+        """Call the worker; `shard`, when given, arrives as the parcel itself because it is a top-level argument."""
+
+        def answer() -> Any:
+            opened = () if shard is None else (shard.opened(),)
+            return getattr(self._worker, method)(*arguments, *opened, **keywords)
+
+        return _guarded(answer)
 
 
 def device_index(assigned: Sequence[str], visible: str | None) -> int:

@@ -10,6 +10,7 @@ import attrs
 
 from skyrl_engine.errors import EngineError, WorkerError
 from skyrl_engine.workers.dispatch import Shard
+from skyrl_engine.workers.parcel import Parcel
 from skyrl_engine.workers.process_group import Rendezvous
 from skyrl_engine.workers.ray_actor import Failure, Place, RankActor
 from skyrl_engine.workers.ray_cluster import by_machine, connect, import_ray, rank_resources, wait_for_room
@@ -63,7 +64,7 @@ class RayTransport:
         self._gather("start", [actor.start.remote(spec, rank, meeting) for rank, actor in enumerate(self._actors)])
 
     def put(self, shard: Shard) -> Any:
-        return self._ray.put(shard)
+        return self._ray.put(Parcel.of(shard))
 
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]], keywords: dict[str, Any]) -> list[Any]:
         pending = []

@@ -17,14 +17,17 @@ import torch
 from measuring.cpu_time import interleaved, machine
 from measuring.peer import columns_of, peer_module
 
+from skyrl_engine.contracts.buffers import ReusableJoin
 from skyrl_engine.contracts.collator import DenseBatch
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import Layout, one_sample_per_row
 from skyrl_engine.workers.dispatch import Shard, batch_structure, compact_weights, cut
+from skyrl_engine.workers.parcel import Parcel
 from skyrl_engine.workers.ray_cluster import import_ray
 from skyrl_engine_collators.padded.collator import PaddedCollator
 from skyrl_engine_reducers.plugin import MeanConfig, token_mean
 
+JOIN = ReusableJoin()
 REDUCER = token_mean.skyrl_engine_make_reducer(MeanConfig())
 CASE = ("trajectory", 1024, "long")
 RANKS, ROUNDS, FIRST_STEPS = 2, 7, 20
@@ -39,8 +42,9 @@ class Builder:
         self._collator = PaddedCollator()
         self._held: list[DenseBatch] = []
 
-    def build(self, shard: Shard) -> tuple[int, int]:
+    def build(self, sent: Parcel) -> tuple[int, int]:
         """Rows and bytes of the dense batches that are now held."""
+        shard: Shard = sent.opened()
         self._held = [self._collator.build(shard.columns, micro_batch) for micro_batch in shard.micro_batches]
         tensors = [tensor for batch in self._held for tensor in batch.fields.values()]
         return sum(micro_batch.rows for micro_batch in shard.micro_batches), sum(tensor.nbytes for tensor in tensors)
@@ -87,9 +91,10 @@ def hand_out(ray: Any, actors: list[Any], columns: SampleColumns) -> list[tuple[
     """Plan, weigh, cut, put, call, and wait for both."""
     plan = PaddedCollator().plan(columns.lengths, Layout(dp=RANKS, micro_batch_tokens=MICRO_BATCH_TOKENS))
     (mini_batch,) = plan.mini_batches
-    weights = compact_weights("token_mean", REDUCER, batch_structure(columns, mini_batch, None))
-    shards = cut(columns, mini_batch, weights, columns.columns)
-    return ray.get([actor.build.remote(ray.put(shard)) for actor, shard in zip(actors, shards, strict=True)])
+    weights = compact_weights("token_mean", REDUCER, batch_structure(columns, mini_batch, None, JOIN))
+    shards = cut(columns, mini_batch, weights, columns.columns, JOIN)
+    placed = map(ray.put, map(Parcel.of, shards))
+    return ray.get([actor.build.remote(reference) for actor, reference in zip(actors, placed, strict=True)])
 
 
 def collated(columns: SampleColumns) -> dict[str, torch.Tensor]:

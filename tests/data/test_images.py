@@ -134,7 +134,7 @@ def test_every_rank_builds_its_own_samples_images(load, tokenizer, vision, files
     (mini_batch,) = collator.plan(columns.lengths, Layout(dp=2, **limit)).mini_batches
     shards = cut(columns, mini_batch, PerSequence(np.ones(len(columns))), needs=())
     seen = []
-    for shard in pickle.loads(pickle.dumps(shards)):
+    for shard in pickle.loads(pickle.dumps(list(shards))):
         for built in ShardBatch(shard, collator, "the collator", "loss", Spans()):
             ids, types = built.inputs["input_ids"], built.inputs["mm_token_type_ids"]
             assert np.array_equal(types.numpy() == 1, ids.numpy() == vision.image_token)

@@ -43,7 +43,7 @@ def losses_and_gradients(
     """Evaluation loss, training loss, and the gradient of one mini-batch."""
     (mini_batch,) = collator.plan(columns.lengths, layout).mini_batches
     weights = token_weights("token_mean", REDUCER, batch_structure(columns, mini_batch, None))
-    shards = cut(columns, mini_batch, weights, ())
+    shards = list(cut(columns, mini_batch, weights, ()))
     with worker_with(spec, collator) as worker:
         evaluation, training = (
             sum(worker.run(mode, shard, step=1, per_token_outputs=True).output.metrics["loss"].value for shard in shards)

@@ -1,6 +1,7 @@
 """What a rank is sent and builds: the right tokens, labels and weights, whatever the plan."""
 
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.backend import StepCounts
+from skyrl_engine.contracts.buffers import ReusableJoin
 from skyrl_engine.contracts.columns import SampleColumns
 from skyrl_engine.contracts.plan import Layout
 from skyrl_engine.contracts.ragged import offsets_of
@@ -71,7 +73,7 @@ def _check_every_token(columns, collator, layout, selection):
         [np.arange(columns.action_offsets[i], columns.action_offsets[i + 1], dtype=np.float64) for i in order] or [np.zeros(0)]
     )
     assert len(weights) == len(structure.loss_weight)
-    shards = cut(columns, mini_batch, weights, ["place"])
+    shards = list(cut(columns, mini_batch, weights, ["place"]))
     assert len({len(shard.micro_batches) for shard in shards}) == 1
     lengths = [int(end - start) for start, end in zip(columns.token_offsets[:-1], columns.token_offsets[1:], strict=True)]
     step = StepCounts(sequences=sum(length > 0 for length in lengths), tokens=sum(lengths))
@@ -221,6 +223,25 @@ def test_a_shard_without_pixels_to_spare_is_sent_once(columns, pp):
     shards = cut(columns, mini_batch, np.ones(len(columns.loss_weight)), [])
     (placed,) = WorkerGroup(transport, Topology(pp=pp)).put(shards)
     assert (len(transport.put_shards), placed.first) == (1, placed.later)
+
+
+def test_a_shard_that_was_sent_is_not_held_while_the_next_is_made():
+    """So the controller holds one rank's columns at a time, and the next one's are made in the same memory."""
+    columns = SampleColumns.from_lists(input_ids=[[1] * 300, [2] * 300, [3] * 300])
+    (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout(dp=3)).mini_batches
+    places, before = set(), []
+
+    class Sending:
+        def put(self, shard):
+            assert all(reference() is None for reference in before)
+            before.append(weakref.ref(shard))
+            places.add(shard.columns.input_ids.ctypes.data)
+            return shard.columns.input_ids.tolist()
+
+    group = WorkerGroup(Sending(), Topology(dp=3))
+    placed = group.put(cut(columns, mini_batch, np.ones(900), [], ReusableJoin()))
+    assert [each.first for each in placed] == [[1] * 300, [2] * 300, [3] * 300]
+    assert len(places) == 1
 
 
 def test_a_collator_that_leaves_out_what_the_samples_have_is_named():

@@ -5,7 +5,7 @@ from attrs import frozen
 
 from skyrl_engine.contracts.bundles import Bundles
 from skyrl_engine.contracts.plan import SampleLengths
-from skyrl_engine.contracts.ragged import IntArray
+from skyrl_engine.contracts.ragged import IntArray, offsets_of
 from skyrl_engine.errors import DataError
 
 
@@ -54,15 +54,14 @@ def micro_batches(units: Bundles, lengths: SampleLengths, limits: Limits) -> lis
     if limits.tokens is not None:
         order = np.argsort(-widths, kind="stable")
         units, sizes, widths = units.take(order), sizes[order], widths[order]
+    rows = offsets_of(sizes)
+    most = int(rows[-1]) if limits.rows is None else limits.rows
     cuts = [0]
-    rows = width = 0
-    for unit, (count, longest) in enumerate(zip(sizes.tolist(), widths.tolist(), strict=True)):
-        rows, width = rows + count, max(width, longest)
-        over_rows = limits.rows is not None and rows > limits.rows
-        if over_rows or (limits.tokens is not None and rows * width > limits.tokens):
-            cuts.append(unit)
-            rows, width = count, longest
-    return units.runs(cuts)
+    while cuts[-1] < len(units):
+        first = cuts[-1]  # with a budget of tokens the longest unit of its micro-batch
+        room = most if limits.tokens is None else min(most, limits.tokens // int(widths[first]))
+        cuts.append(int(np.searchsorted(rows, rows[first] + room, side="right")) - 1)
+    return units.runs(cuts[:-1])
 
 
 def _widths(units: Bundles, lengths: SampleLengths, limits: Limits) -> IntArray:
