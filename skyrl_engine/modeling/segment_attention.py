@@ -1,4 +1,4 @@
-"""Packed rows without flash-attention: torch's scaled dot-product attention, run document by document.
+"""Packed rows without a package for flash-attention: torch's own kernel for documents on CUDA, else its attention document by document.
 
 Registered with transformers under a name that contains "sdpa", for which transformers itself refuses models that would ignore it. The model
 builds no mask for a packed row, so memory grows with the longest document and not with the square of the row.
@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.modeling import document_kernel
 from skyrl_engine.modeling.segments import REMEDY, Segments, WholeRows
 
 NAME = "skyrl_engine_segment_sdpa"
@@ -56,6 +57,8 @@ def segment_attention(
         raise UnsupportedError(f"{type(module).__name__} does not attend causally from tokens to themselves", remedy=REMEDY)
     assert len(query) == 1, "documents lie end to end in one row"
     segments.windows.append(sliding_window)
+    if document_kernel.takes(query, key, window=sliding_window, dropout=dropout):
+        return document_kernel.attend(query, key, value, segments, scaling=scaling, window=sliding_window), None
     masks: dict[int, Tensor] = {}
     outputs = []
     documents = zip(*(torch.split(each, list(segments.lengths), 2) for each in (query, key, value)), strict=True)

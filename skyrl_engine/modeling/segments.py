@@ -1,8 +1,11 @@
 """How a forward pass is cut for attention: the object that travels to every attention layer as the keyword argument `segments`."""
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from attrs import define, field, frozen
+
+if TYPE_CHECKING:
+    import torch
 
 REMEDY: Final = "Use a collator with one sample per row, such as padded, or another model"
 """What helps where documents of a packed row would see each other."""
@@ -18,6 +21,15 @@ class Segments:
 
     lengths: tuple[int, ...]
     windows: list[int | None] = field(factory=list)
+    _ends: dict["torch.device", "torch.Tensor"] = field(factory=dict, init=False, repr=False)
+
+    def ends(self, device: "torch.device") -> "torch.Tensor":
+        """int32[documents + 1] on `device`: 0, and where each document ends. Made once, for all layers."""
+        if device not in self._ends:
+            import torch
+
+            self._ends[device] = torch.tensor([0, *self.lengths]).cumsum(0).to(device, torch.int32)
+        return self._ends[device]
 
 
 @frozen(eq=False)

@@ -1,0 +1,110 @@
+"""All documents of a packed row in one CUDA kernel: torch's `varlen_attn`, which is flash attention, where the device computes it.
+
+A machine without a CUDA device cannot run the kernel, so nothing about it is taken on trust: the first call with new sizes compares it, on that
+device, with attention over an explicit mask, output and gradients, and where they differ documents are attended one by one, as on the CPU.
+"""
+
+import inspect
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyrl_engine.modeling.segments import Segments
+
+varlen_attn: Any
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch before 2.10
+    varlen_attn = None
+
+DTYPES = (torch.bfloat16, torch.float16)
+LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
+PROBE = Segments((5, 1, 40, 18))
+TOLERANCE = 3e-2
+"""Of the largest entry: bfloat16 keeps 8 bits, and a token of another document would show as most of an entry."""
+
+logger = logging.getLogger(__name__)
+
+
+def takes(query: Tensor, key: Tensor, *, window: int | None, dropout: float) -> bool:
+    """Whether the kernel computes attention of `query` [1, heads, tokens, d] over `key` [1, key heads, tokens, d], and does so right."""
+    head = query.shape[3]
+    if not query.is_cuda or query.dtype not in DTYPES or dropout or head > LARGEST_HEAD or head % HEAD_MULTIPLE:
+        return False
+    return _proved(query.device, query.dtype, query.shape[1], key.shape[1], head, window)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, window: int | None) -> Tensor:
+    """[1, tokens, heads, d] of query [1, heads, tokens, d] and key and value [1, key heads, tokens, d]; see `takes`.
+
+    A token sees those of its own document from `window` - 1 before it (None: from the first) to itself.
+    """
+    query_THD, key_TGD, value_TGD = (each[0].transpose(0, 1) for each in (query, key, value))
+    ends, longest = segments.ends(query.device), max(segments.lengths)
+    output_THD: Tensor = varlen_attn(
+        query_THD,
+        key_TGD,
+        value_TGD,
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output_THD[None]
+
+
+@cache
+def _proved(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head: int, window: int | None) -> bool:
+    """One forward and backward pass of `PROBE`, compared; False with a warning where the kernel cannot, or says something else."""
+    try:
+        _compare(device, dtype, heads, key_heads, head, window)
+    except Exception as error:  # noqa: BLE001 - whatever a kernel raises on a device that it was not built for
+        lines = str(error).strip().splitlines()
+        logger.warning(
+            "documents are attended one by one: torch's varlen_attn does not serve %s heads of %s on %s (%s: %s)",
+            heads,
+            head,
+            device,
+            type(error).__name__,
+            lines[0] if lines else "no message",
+        )
+        return False
+    return True
+
+
+def _compare(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head: int, window: int | None) -> None:
+    """Raises where the kernel's output or gradients are not those of the definition, in float32, within `TOLERANCE`."""
+    if varlen_attn is None or "window_size" not in inspect.signature(varlen_attn).parameters:
+        raise NotImplementedError(f"torch {torch.__version__} has no varlen_attn with windows")
+    draw, tokens = torch.Generator().manual_seed(0), sum(PROBE.lengths)
+    shapes = ((heads, tokens), (key_heads, tokens), (key_heads, tokens), (heads, tokens))
+    query, key, value, upstream = (torch.randn(1, *shape, head, generator=draw).to(device, dtype) for shape in shapes)
+    results = []
+    with torch.enable_grad():
+        for compute in (_by_mask, attend):
+            q, k, v = (each.clone().requires_grad_() for each in (query, key, value))
+            output = compute(q, k, v, PROBE, scaling=head**-0.5, window=window)
+            results.append([output.detach(), *torch.autograd.grad(output, (q, k, v), upstream.transpose(1, 2))])
+    for what, wanted, got in zip(("output", "query's gradient", "key's gradient", "value's gradient"), *results, strict=True):
+        difference = float((got.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+        if not difference <= TOLERANCE:
+            raise ArithmeticError(f"its {what} is off by {difference:.1e}")
+
+
+def _by_mask(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, window: int | None) -> Tensor:
+    """The definition of `attend`, in float32 with a mask of tokens x tokens."""
+    lengths = torch.tensor(segments.lengths, device=query.device)
+    owner = torch.arange(len(lengths), device=query.device).repeat_interleave(lengths)
+    place = torch.arange(len(owner), device=query.device)
+    distance = place[:, None] - place
+    seen = (owner[:, None] == owner) & (distance >= 0) & (distance < (window or len(owner)))
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query.float(), key.float(), value.float(), attn_mask=seen, scale=scaling, enable_gqa=True
+    )
+    return output.transpose(1, 2).to(query.dtype)

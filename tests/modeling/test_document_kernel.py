@@ -1,0 +1,180 @@
+"""The CUDA kernel for packed rows: what it is asked, and that it is believed only where it says the right thing.
+
+No kernel runs without a CUDA device, so on the CPU `varlen_attn` is stood in for by its documentation, written as loops; the real operator is
+asked on the `meta` device, which knows its arguments and shapes; and the test marked `gpu` runs it.
+"""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from skyrl_engine.modeling import document_kernel
+from skyrl_engine.modeling.segment_attention import segment_attention
+from skyrl_engine.modeling.segments import Segments
+
+LENGTHS = (2, 9, 1, 4)
+
+
+def as_documented(
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    ends_q: Tensor,
+    ends_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Per sequence between two ends, per head, per query: softmax over the keys from `left` before it to `right` behind it."""
+    assert ends_q.dtype == ends_k.dtype == torch.int32
+    assert (longest_q, longest_k) == (int(ends_q.diff().max()), int(ends_k.diff().max()))
+    heads, shared = query_THD.shape[1], query_THD.shape[1] // key_TGD.shape[1]
+    assert enable_gqa or shared == 1
+    scale = query_THD.shape[2] ** -0.5 if scale is None else scale
+    left, right = (size if size >= 0 else len(query_THD) for size in window_size)
+    rows = []
+    for start, end in zip(ends_q[:-1].tolist(), ends_q[1:].tolist(), strict=True):
+        for token in range(start, end):
+            seen = slice(max(start, token - left), min(end, token + right + 1))
+            row = []
+            for head in range(heads):
+                keys, values = key_TGD[seen, head // shared], value_TGD[seen, head // shared]
+                row.append((keys @ query_THD[token, head] * scale).softmax(0) @ values)
+            rows.append(torch.stack(row))
+    return torch.stack(rows)
+
+
+def drawn(key_heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(1, heads, sum(LENGTHS), 8, generator=draw, dtype=dtype) for heads in (4, key_heads, key_heads)]
+
+
+def module(key_heads: int) -> nn.Module:
+    attention = nn.Module()
+    attention.num_key_value_groups = 4 // key_heads
+    return attention
+
+
+def attended(given: list[Tensor], key_heads: int, **options: Any) -> list[Tensor]:
+    """Output and gradients."""
+    given = [each.clone().requires_grad_() for each in given]
+    output, _ = segment_attention(module(key_heads), *given, None, segments=Segments(LENGTHS), **options)
+    return [output, *torch.autograd.grad((output * torch.arange(output.numel()).view_as(output).sin()).sum(), given)]
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize("options", [{}, {"scaling": 0.3}, {"sliding_window": 1}, {"sliding_window": 3}, {"sliding_window": 9}])
+def test_the_kernel_is_asked_for_what_documents_one_by_one_compute(
+    monkeypatch: pytest.MonkeyPatch, key_heads: int, options: dict[str, Any]
+) -> None:
+    expected = attended(drawn(key_heads), key_heads, **options)
+    calls = []
+
+    def kernel(*args: Any, **given: Any) -> Tensor:
+        calls.append(given)
+        return as_documented(*args, **given)
+
+    monkeypatch.setattr(document_kernel, "varlen_attn", kernel)
+    monkeypatch.setattr(document_kernel, "takes", lambda *_, **__: True)
+    for got, wanted in zip(attended(drawn(key_heads), key_heads, **options), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_torchs_operator_takes_these_arguments(window: int | None) -> None:
+    given = [each.to("meta").requires_grad_() for each in drawn(2, torch.bfloat16)]
+    output = document_kernel.attend(*given, Segments(LENGTHS), scaling=0.3, window=window)
+    assert output.shape == (1, sum(LENGTHS), 4, 8)
+    assert output.requires_grad
+
+
+def test_the_cpu_and_other_precisions_and_heads_go_document_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_kernel, "_proved", lambda *_: True)
+    query, key, _ = drawn(2, torch.bfloat16)
+    assert not document_kernel.takes(query, key, window=None, dropout=0.0)
+
+    def on_cuda(query: Tensor, *, dropout: float = 0.0) -> bool:
+        class Placed:
+            is_cuda, dtype, shape, device = True, query.dtype, query.shape, torch.device("cuda", 0)
+
+        return document_kernel.takes(Placed(), key, window=None, dropout=dropout)
+
+    assert on_cuda(query)
+    assert not on_cuda(query.float())
+    assert not on_cuda(query, dropout=0.1)
+    assert not on_cuda(query[..., :4])
+    assert not on_cuda(torch.zeros(1, 4, 2, 264, dtype=torch.bfloat16))
+
+
+class TestProof:
+    """`_proved` with the stand-in on the CPU, where the real one raises."""
+
+    @pytest.fixture(autouse=True)
+    def forget(self) -> None:
+        document_kernel._proved.cache_clear()
+
+    def proved(self, window: int | None = None) -> bool:
+        return document_kernel._proved(torch.device("cpu"), torch.bfloat16, 4, 2, 8, window)
+
+    @pytest.mark.parametrize("window", [None, 4])
+    def test_a_right_kernel_is_believed(self, monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+        monkeypatch.setattr(document_kernel, "varlen_attn", as_documented)
+        assert self.proved(window)
+
+    def test_a_kernel_that_lets_documents_see_each_other_is_not(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def leaking(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            ends_q: Tensor,
+            ends_k: Tensor,
+            *_: int,
+            window_size: Any = None,
+            **options: Any,
+        ) -> Tensor:
+            ends = torch.stack([ends_q[0], ends_k[-1]])
+            longest = int(ends[-1])
+            return as_documented(query, key, value, ends, ends, longest, longest, window_size=window_size, **options)
+
+        monkeypatch.setattr(document_kernel, "varlen_attn", leaking)
+        with caplog.at_level(logging.WARNING):
+            assert not self.proved()
+        assert "documents are attended one by one" in caplog.text
+        assert "its output is off by" in caplog.text
+
+    def test_a_kernel_with_a_wrong_gradient_is_not(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        def detached(query: Tensor, key: Tensor, *args: Any, window_size: Any = None, **options: Any) -> Tensor:
+            output = as_documented(query, key, *args, window_size=window_size, **options)
+            return output + 0.5 * (query.sum() - query.sum().detach())
+
+        monkeypatch.setattr(document_kernel, "varlen_attn", detached)
+        with caplog.at_level(logging.WARNING):
+            assert not self.proved()
+        assert "its query's gradient is off by" in caplog.text
+
+    @pytest.mark.parametrize("missing", [None, lambda *, is_causal: is_causal])
+    def test_a_torch_without_it_is_said_once(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: Any
+    ) -> None:
+        monkeypatch.setattr(document_kernel, "varlen_attn", missing)
+        with caplog.at_level(logging.WARNING):
+            assert not self.proved()
+            assert not self.proved()
+        assert caplog.text.count("has no varlen_attn with windows") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT PROVED HERE: this needs a CUDA device, and there is none")
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("heads", "key_heads", "head"), [(8, 8, 64), (16, 8, 128), (4, 1, 256)])
+def test_the_real_kernel_is_right(window: int | None, heads: int, key_heads: int, head: int) -> None:
+    document_kernel._compare(torch.device("cuda", 0), torch.bfloat16, heads, key_heads, head, window)
