@@ -80,8 +80,8 @@ def _proved(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int
 
 def _compare(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head: int, window: int | None) -> None:
     """Raises where the kernel's output or gradients are not those of the definition, in float32, within `TOLERANCE`."""
-    if varlen_attn is None or "window_size" not in inspect.signature(varlen_attn).parameters:
-        raise NotImplementedError(f"torch {torch.__version__} has no varlen_attn with windows")
+    if varlen_attn is None or "enable_gqa" not in inspect.signature(varlen_attn).parameters:
+        raise NotImplementedError(f"torch {torch.__version__} has no varlen_attn with grouped heads")
     draw, tokens = torch.Generator().manual_seed(0), sum(PROBE.lengths)
     shapes = ((heads, tokens), (key_heads, tokens), (key_heads, tokens), (heads, tokens))
     query, key, value, upstream = (torch.randn(1, *shape, head, generator=draw).to(device, dtype) for shape in shapes)

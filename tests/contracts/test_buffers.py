@@ -69,5 +69,17 @@ def test_samples_taken_into_it_are_the_same_and_stay(length):
         assert columns.take(chosen, join).input_ids.tolist() == ids[chosen].ravel().tolist()
 
 
+def test_every_array_of_long_samples_is_taken_into_it():
+    columns = SampleColumns.from_lists(input_ids=[[1] * (LONG + 1)], columns={"rewards": [[2.0] * (LONG + 1)]})
+    made = []
+
+    def join(given: list[memoryview]) -> bytearray:
+        made.append(bytearray().join(given))
+        return made[-1]
+
+    taken = columns.take([0], join)
+    assert {values.ctypes.data for values in _values(taken)} == {np.frombuffer(each, np.uint8).ctypes.data for each in made}
+
+
 def _values(columns: SampleColumns) -> list[np.ndarray]:
     return [columns.input_ids, columns.loss_weight, columns.columns["rewards"]]

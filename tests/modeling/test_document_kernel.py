@@ -169,7 +169,7 @@ class TestProof:
         with caplog.at_level(logging.WARNING):
             assert not self.proved()
             assert not self.proved()
-        assert caplog.text.count("has no varlen_attn with windows") == 1
+        assert caplog.text.count("has no varlen_attn with grouped heads") == 1
 
 
 @pytest.mark.gpu

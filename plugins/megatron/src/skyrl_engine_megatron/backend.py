@@ -17,8 +17,9 @@ from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.loading import weight_dtype
 from skyrl_engine.modeling.schedule import learning_rate
 from skyrl_engine.modeling.scoring import gradient_not_finite
-from skyrl_engine_megatron import checkpoint
+from skyrl_engine_megatron import checkpoint, kernels
 from skyrl_engine_megatron.agreement import check_agreement
+from skyrl_engine_megatron.attention import DocumentAttention
 from skyrl_engine_megatron.building import build, transformer_config
 from skyrl_engine_megatron.documents import RowShape
 from skyrl_engine_megatron.gradients import clip, kept_gradients, non_finite, sum_over_ranks
@@ -81,7 +82,8 @@ class MegatronBackend:
             recompute=model.activation_checkpointing,
             cpu=self._device.type == "cpu",
         )
-        decoders = build(source.architecture, config, self._config)
+        attention = kernels.chosen(self._config, config, self._device)
+        decoders = build(source.architecture, config, self._config, attention)
         sharded = self._config.distributed_optimizer and replicas > 1 and optimizer is not None
         if optimizer is not None:
             # A micro-batch without an image gives the vision tower no gradient, for which overlapped sums would wait.
@@ -107,6 +109,7 @@ class MegatronBackend:
             vocabulary=source.architecture.vocabulary,
             logits_per_chunk=model.logits_per_chunk,
             device=self._device,
+            kernels=attention is not DocumentAttention,
             router=RouterLosses.of(self._config, source.architecture.layers),
         )
         distribute(source, self._state, self._device, weight_dtype(model.dtype))

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from skyrl_engine_megatron.architecture import Architecture
-from skyrl_engine_megatron.attention import DocumentAttention
 from skyrl_engine_megatron.decoder import Decoder
 from skyrl_engine_megatron.experts import RoutedLayer, mixture_of
 from skyrl_engine_megatron.library import (
@@ -42,8 +41,11 @@ def _device(config: TransformerConfig) -> torch.device:
     return torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
 
 
-def build(architecture: Architecture, config: TransformerConfig, options: MegatronConfig) -> list[Decoder]:
-    """This rank's pieces of the model, with weights of no meaning yet; several where stages are interleaved."""
+def build(architecture: Architecture, config: TransformerConfig, options: MegatronConfig, attention: Any) -> list[Decoder]:
+    """This rank's pieces of the model, with weights of no meaning yet; several where stages are interleaved.
+
+    `attention` is the class of the layers' `core_attention`.
+    """
     pieces, vision = [], architecture.vision
     for piece in range(options.virtual_pipeline):
         number = piece if options.virtual_pipeline > 1 else None
@@ -51,7 +53,7 @@ def build(architecture: Architecture, config: TransformerConfig, options: Megatr
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number)
         decoder = (Decoder if vision is None else VisionDecoder)(
             config=config,
-            transformer_layer_spec=_layers(architecture, config, options, number),
+            transformer_layer_spec=_layers(architecture, config, options, attention, number),
             vocab_size=architecture.padded_vocabulary(options.tensor_parallel),
             max_sequence_length=architecture.longest,
             pre_process=first,
@@ -94,7 +96,7 @@ def _without_learning(
 
 
 def _layers(
-    architecture: Architecture, config: TransformerConfig, options: MegatronConfig, piece: int | None
+    architecture: Architecture, config: TransformerConfig, options: MegatronConfig, core_attention: Any, piece: int | None
 ) -> TransformerBlockSubmodules:
     """megatron-core's own layer, with norms that know sequence parallelism and attention that knows documents."""
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
@@ -108,7 +110,7 @@ def _layers(
     else:
         layer.submodules.mlp.params = {**layer.submodules.mlp.params, "ffn_hidden_size": config.ffn_hidden_size}  # else it warns
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = DocumentAttention
+    attention.core_attention = core_attention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = HeadNorm
     count = get_num_layers_to_build(config, vp_stage=piece)

@@ -1,6 +1,6 @@
 """A micro-batch as Megatron computes it: one row of documents laid end to end, padding left out, whatever its rows were."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,12 +25,19 @@ class Boundaries(PackedSeqParams):  # type: ignore[misc] # megatron-core is unty
 
     Its tensors stay on the CPU: only rotary positions read them, as numbers, and reading numbers from a GPU would wait for it in every layer.
     `order` is that of `context.order_of_gathered`, on the device, and None without context parallelism. `router` is what routers add to the
-    objective and measure; None where they have no loss.
+    objective and measure; None where they have no loss. `on_device` is the same for kernels that read it there; None without such.
     """
 
     lengths: tuple[int, ...] = ()
     order: Tensor | None = None
     router: RoutedTokens | None = None
+    on_device: PackedSeqParams | None = None
+
+    def for_kernels(self, device: torch.device) -> "Boundaries":
+        """The same with `on_device`. What fills a document up counts as its tokens: it comes behind them all, and they do not see it."""
+        ends = self.cu_seqlens_q.to(device)
+        longest = self.max_seqlen_q
+        return replace(self, on_device=PackedSeqParams("thd", ends, ends, ends, ends, longest, longest))
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], order: Tensor | None, router: RoutedTokens | None = None) -> "Boundaries":

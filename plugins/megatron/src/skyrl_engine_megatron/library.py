@@ -20,11 +20,13 @@ with warnings.catch_warnings():
         reduce_scatter_to_sequence_parallel_region,
     )
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
 __all__ = [
+    "AttnMaskType",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",

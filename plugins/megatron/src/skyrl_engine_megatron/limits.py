@@ -33,6 +33,11 @@ def refuse_model(options: "MegatronConfig", config: Any, model: ModelSpec) -> No
         raise UnsupportedError(
             "the megatron backend trains no adapters", remedy='Remove model.lora, or set backend.use to "fsdp" or "deepspeed"'
         )
+    if options.attention == "transformer_engine" and model.dtype != "bfloat16":
+        raise UnsupportedError(
+            f'backend.attention = "transformer_engine" computes in bfloat16, and model.dtype is {model.dtype}',
+            remedy='Set model.dtype to bfloat16, or backend.attention to "auto"',
+        )
     _refuse_layout(options, config, model.path)
     _refuse_experts(options, config, model)
     for what in _peculiarities(config.get_text_config(decoder=True), config.model_type):

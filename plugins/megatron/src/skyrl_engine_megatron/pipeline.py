@@ -30,7 +30,8 @@ _Arriving = Iterator[MicroBatch | None]
 class Pipeline:
     """`models` are what the schedule calls, `pieces` the decoders inside them; rows of documents fit `shape`.
 
-    `sees` is how the model takes images; None: it takes none. `router` are the losses of routers; None: they have none.
+    `kernels`: whether attention reads where documents end on the device. `sees` is how the model takes images; None: it takes none. `router`
+    are the losses of routers; None: they have none.
     """
 
     models: Sequence[Any]
@@ -40,6 +41,7 @@ class Pipeline:
     vocabulary: int
     logits_per_chunk: int
     device: torch.device
+    kernels: bool = False
     sees: ImageTokens | None = None
     router: RouterLosses | None = None
 
@@ -98,11 +100,12 @@ class Pipeline:
         if self.router is not None:
             step = micro_batch.step if micro_batch is not None else StepCounts(0, 0)
             routed.append(self.router.tokens(documents.real, self._moved(documents.document_of), step, learn=learn))
+        boundaries = Boundaries.of(documents.lengths, order, routed[-1] if routed else None)
         hidden_T1H: Tensor = model(
             self._moved(documents.input_ids),
             self._moved(documents.position_ids),
             None,
-            packed_seq_params=Boundaries.of(documents.lengths, order, routed[-1] if routed else None),
+            packed_seq_params=boundaries.for_kernels(self.device) if self.kernels else boundaries,
             **self._images(micro_batch, documents, piece),
         )
 

@@ -1,10 +1,10 @@
 """Entry point of the `megatron` backend. Imports no torch: describing the backend happens on the controller."""
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from attrs import field, frozen
-from attrs.validators import and_, ge, lt
+from attrs.validators import and_, ge, in_, lt
 
 from skyrl_engine import hookimpl
 from skyrl_engine.contracts.backend import Backend, BackendDescription
@@ -37,6 +37,11 @@ class MegatronConfig:
 
     distributed_optimizer: bool = True
     """Shard AdamW's state and update over data-parallel ranks."""
+
+    attention: Literal["auto", "transformer_engine", "torch"] = field(
+        default="auto", validator=in_(("auto", "transformer_engine", "torch"))
+    )
+    """Whose kernels: "transformer_engine", which knows bfloat16 on CUDA; "torch"; "auto": the first where it is installed and does so."""
 
     router_balance_coefficient: float = field(default=0.0, validator=and_(ge(0.0), lt(float("inf"))))
     """Of a mixture of experts: weight of the routers' balance loss, a mean over the step's sequences, added up over layers; 0: none."""

@@ -1,0 +1,126 @@
+"""Attention by Transformer Engine's kernels: rows of documents in its `thd` layout, and context parallelism by its ring.
+
+It runs on CUDA devices alone, where no test of a machine without one reaches it. So before a model is built with it, it is compared on the
+ranks that will train with `DocumentAttention`, which is proved on CPU for every layout: output and gradients, on random documents.
+"""
+
+import logging
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from skyrl_engine.errors import ModelError, UnsupportedError
+from skyrl_engine_megatron.attention import DocumentAttention
+from skyrl_engine_megatron.context import alignment, order_of_gathered
+from skyrl_engine_megatron.documents import Boundaries
+from skyrl_engine_megatron.library import AttnMaskType, TransformerConfig, parallel_state
+from skyrl_engine_megatron.plugin import MegatronConfig
+
+CHUNKS = (5, 1, 16, 2)
+"""Of the documents compared: their lengths, in the smallest length that context-parallel ranks can share."""
+
+TOLERANCE = 3e-2
+"""Of the largest entry: bfloat16 keeps 8 bits, and a token of another document would show as most of an entry."""
+
+logger = logging.getLogger(__name__)
+
+
+def over(base: Any) -> Any:
+    """`base`, which is megatron-core's `TEDotProductAttention`, told the documents of a row where `DocumentAttention` reads them."""
+
+    class DocumentKernels(base):  # type: ignore[misc] # megatron-core is untyped
+        """megatron-core's `core_attention` for rows of documents, computed by Transformer Engine."""
+
+        def forward(
+            self,
+            query_THD: Tensor,
+            key_TGD: Tensor,
+            value_TGD: Tensor,
+            _mask: None = None,
+            *,
+            attn_mask_type: Any,
+            packed_seq_params: Boundaries,
+            **_: Any,
+        ) -> Tensor:
+            output: Tensor = super().forward(
+                query_THD, key_TGD, value_TGD, None, attn_mask_type, packed_seq_params=packed_seq_params.on_device
+            )
+            return output.flatten(1)
+
+    return DocumentKernels
+
+
+def chosen(options: MegatronConfig, config: TransformerConfig, device: torch.device) -> Any:
+    """The `core_attention` that `options.attention` means here, the same on all ranks.
+
+    Raises UnsupportedError where Transformer Engine was asked for and cannot be had, ModelError where it computes something else.
+    """
+    asked = options.attention == "transformer_engine"
+    if options.attention == "torch" or (not asked and (device.type != "cuda" or not config.bf16)):
+        return DocumentAttention
+    if asked and device.type != "cuda":
+        raise UnsupportedError(
+            'backend.attention = "transformer_engine", and Transformer Engine computes on CUDA devices alone',
+            remedy='Set backend.attention to "auto"',
+        )
+    having: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(having, find_spec("transformer_engine") is not None)
+    if not all(having):
+        if asked:
+            raise UnsupportedError(
+                f'backend.attention = "transformer_engine", and rank {having.index(False)} has no Transformer Engine',
+                remedy='Install it on every machine (pip install --no-build-isolation "transformer-engine[pytorch]"), '
+                'or set backend.attention to "auto"',
+            )
+        return DocumentAttention
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    return believed(over(TEDotProductAttention), config, device, asked=asked)
+
+
+def believed(kernels: Any, config: TransformerConfig, device: torch.device, *, asked: bool) -> Any:
+    """`kernels` where they agree with `DocumentAttention` on every rank; else `DocumentAttention` with a warning, or, `asked`, ModelError."""
+    difference, cause = float("inf"), ""
+    try:
+        difference = worst_difference(kernels, config, device)
+    except Exception as error:  # noqa: BLE001 - whatever a kernel raises on a device that it was not built for
+        lines = str(error).strip().splitlines()
+        cause = f" ({type(error).__name__}: {lines[0] if lines else 'no message'})"
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (difference, cause))
+    for rank, (found, why) in enumerate(everywhere):
+        if not found <= TOLERANCE:
+            what = f"Transformer Engine's attention differs from torch's by {found:.1e} on rank {rank}{why}"
+            if asked:
+                raise ModelError(what, remedy='Set backend.attention to "torch", and report it')
+            logger.warning("documents are attended one by one: %s", what)
+            return DocumentAttention
+    return kernels
+
+
+def worst_difference(kernels: Any, config: TransformerConfig, device: torch.device) -> float:
+    """The largest difference of output and gradients on this rank's share of random documents, relative to the largest entry of each."""
+    ranks = parallel_state.get_context_parallel_world_size()
+    lengths = tuple(chunks * alignment(ranks) for chunks in CHUNKS)
+    order = order_of_gathered(lengths, ranks).to(device) if ranks > 1 else None
+    boundaries = Boundaries.of(lengths, order).for_kernels(device)
+    draw = torch.Generator().manual_seed(parallel_state.get_context_parallel_rank())
+    shares = config.tensor_model_parallel_size
+    heads, key_heads = config.num_attention_heads // shares, config.num_query_groups // shares
+    tokens, size = sum(lengths) // ranks, config.kv_channels
+    shapes = ((tokens, heads, size), (tokens, key_heads, size), (tokens, key_heads, size), (tokens, heads * size))
+    query, key, value, upstream = (torch.randn(shape, generator=draw).to(device, config.params_dtype) for shape in shapes)
+    results = []
+    with torch.enable_grad():
+        for attention in (DocumentAttention, kernels):
+            module = attention(config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
+            given = [each.clone().requires_grad_() for each in (query, key, value)]
+            output = module.to(device)(*given, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=boundaries)
+            results.append([output.detach(), *torch.autograd.grad(output, given, upstream)])
+    return max(
+        float((got.float() - wanted.float()).abs().max().nan_to_num(float("inf")) / wanted.float().abs().max())
+        for wanted, got in zip(*results, strict=True)
+    )
