@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from io import BytesIO
+from threading import Lock
 
 import numpy as np
 from attrs import define, field
@@ -36,12 +37,13 @@ class ReusableBuffers:
 class ReusableJoin:
     """Joins bytes in memory that it writes again only once nobody looks at it any more: nothing that is held ever changes.
 
-    A loop that copies megabytes into fresh memory waits longer for the pages than for the copying. Up to `keep` pieces of memory are kept,
-    each as large as the largest join it has held.
+    A loop that copies megabytes into fresh memory waits longer for the pages than for the copying. Up to `keep` pieces of memory are kept
+    for good, each somewhat larger than the largest join it has held. Threads may share one; they wait for each other.
     """
 
-    keep: int = field(default=16, validator=ge(1))
+    keep: int = field(default=8, validator=ge(1))
     _streams: deque[BytesIO] = field(init=False, repr=False)
+    _lock: Lock = field(factory=Lock, init=False, repr=False)
 
     @_streams.default
     def _none_yet(self) -> deque[BytesIO]:
@@ -49,10 +51,11 @@ class ReusableJoin:
 
     def __call__(self, pieces: list[memoryview]) -> memoryview:
         """The pieces end to end; a `ragged.Join`."""
-        stream = self._free()
-        stream.seek(0)
-        stream.writelines(pieces)
-        return stream.getbuffer()[: stream.tell()]
+        with self._lock:
+            stream = self._free()
+            stream.seek(0)
+            stream.writelines(pieces)
+            return stream.getbuffer()[: stream.tell()]
 
     def _free(self) -> BytesIO:
         for stream in self._streams:

@@ -24,7 +24,9 @@ class Parcel:
 
     @classmethod
     def of(cls, content: Any) -> Self:
-        """Nothing large is copied: the pieces view the object's own memory."""
+        """Nothing large is copied: the pieces view the object's own memory. Pickled as Ray would, with classes of the main program too."""
+        from ray import cloudpickle
+
         buffers: list[list[pickle.PickleBuffer]] = []
 
         def in_body(buffer: pickle.PickleBuffer) -> bool:
@@ -35,7 +37,7 @@ class Parcel:
             buffers.append([pickle.PickleBuffer(memory[start : start + step]) for start in range(0, memory.nbytes, step)])
             return False
 
-        return cls(pickle.dumps(content, protocol=5, buffer_callback=in_body), buffers)
+        return cls(cloudpickle.dumps(content, protocol=5, buffer_callback=in_body), buffers)
 
     def opened(self) -> Any:
         """The object; its large arrays are read-only, and those of one piece are not copied."""

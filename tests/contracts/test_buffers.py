@@ -1,5 +1,8 @@
 """Memory that is used again: never while somebody still looks at it."""
 
+import sys
+from threading import Thread
+
 import numpy as np
 import pytest
 
@@ -83,3 +86,26 @@ def test_every_array_of_long_samples_is_taken_into_it():
 
 def _values(columns: SampleColumns) -> list[np.ndarray]:
     return [columns.input_ids, columns.loss_weight, columns.columns["rewards"]]
+
+
+def test_threads_that_share_one_get_their_own_bytes():
+    join, wrong = ReusableJoin(), []
+
+    def work(byte: int) -> None:
+        given = pieces(bytes([byte]) * 100_000)
+        for _ in range(300):
+            view = join(given)
+            if set(view[::9_999].tolist()) != {byte}:
+                wrong.append(byte)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [Thread(target=work, args=(byte,)) for byte in (1, 2, 3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong

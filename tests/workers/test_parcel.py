@@ -1,6 +1,8 @@
 """What Ray's store is given: few buffers, none that Ray starts threads for without need, and the same bytes at the other end."""
 
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -66,3 +68,17 @@ def test_large_arrays_arrive_read_only_whether_they_travelled_in_pieces_or_not()
     for size in (IN_BODY + 1, 3 * PIECE_BYTES):
         arrived, _ = sent(Parcel.of(np.zeros(size, dtype=np.uint8)))
         assert not arrived.opened().flags.writeable
+
+
+def test_a_class_of_the_main_program_arrives(tmp_path):
+    """Its module is not importable at the other end, so it travels by value."""
+    program = tmp_path / "main.py"
+    program.write_text(
+        "import pickle, sys\n"
+        "from skyrl_engine.workers.parcel import Parcel\n"
+        "class Mine:\n"
+        "    number = 3\n"
+        "sys.stdout.buffer.write(pickle.dumps(Parcel.of(Mine()), protocol=5))\n"
+    )
+    written = subprocess.run([sys.executable, str(program)], capture_output=True, check=True, timeout=120).stdout
+    assert pickle.loads(written).opened().number == 3

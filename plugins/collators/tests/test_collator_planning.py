@@ -60,6 +60,17 @@ def test_both_limits_hold_together():
     assert [len(micro_batch.samples) for micro_batch in micro_batches(plan)] == [3, 2]
 
 
+def test_a_limit_of_any_size_is_a_limit():
+    for huge in (2**31, 2**63, 2**70):
+        assert shape_of(plan_of(lengths_of([2, 3]), micro_batch_rows=huge, micro_batch_tokens=huge)) == [[[[0, 1]]]]
+
+
+def test_lengths_of_no_token_count_as_one():
+    """Columns have no such sample; whoever plans by hand may."""
+    assert shape_of(plan_of(lengths_of([0, 3]), micro_batch_tokens=4)) == [[[[1], [0]]]]
+    assert shape_of(plan_of(lengths_of([0, 0, 0]), micro_batch_tokens=2)) == [[[[0, 1], [2]]]]
+
+
 def test_a_budget_with_the_width_of_the_batch_counts_that_width():
     plan = plan_of(lengths_of([8, 1, 1, 1]), micro_batch_tokens=16, width="batch")
     assert [(len(micro_batch.samples), micro_batch.width) for micro_batch in micro_batches(plan)] == [(2, 8), (2, 8)]

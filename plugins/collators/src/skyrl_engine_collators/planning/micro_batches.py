@@ -55,11 +55,12 @@ def micro_batches(units: Bundles, lengths: SampleLengths, limits: Limits) -> lis
         order = np.argsort(-widths, kind="stable")
         units, sizes, widths = units.take(order), sizes[order], widths[order]
     rows = offsets_of(sizes)
-    most = int(rows[-1]) if limits.rows is None else limits.rows
+    most = int(rows[-1]) if limits.rows is None else min(limits.rows, int(rows[-1]))
     cuts = [0]
     while cuts[-1] < len(units):
         first = cuts[-1]  # with a budget of tokens the longest unit of its micro-batch
-        room = most if limits.tokens is None else min(most, limits.tokens // int(widths[first]))
+        room = most if limits.tokens is None else min(most, limits.tokens // max(1, int(widths[first])))
+        assert room >= sizes[first], "a unit that fits nowhere"
         cuts.append(int(np.searchsorted(rows, rows[first] + room, side="right")) - 1)
     return units.runs(cuts[:-1])
 
