@@ -6,6 +6,8 @@ device, with attention over an explicit mask, output and gradients, and where th
 
 import inspect
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -23,18 +25,22 @@ except ImportError:  # torch before 2.10
 DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
 PROBE = Segments((5, 1, 40, 18))
+PROBE_WINDOW, PROBE_SCALE = 7, 0.7
+"""A window that is shorter than documents of the probe, and a scale that is not the kernel's own, relative to that."""
+
 TOLERANCE = 3e-2
-"""Of the largest entry: bfloat16 keeps 8 bits, and a token of another document would show as most of an entry."""
+"""Of the largest entry: bfloat16 keeps 8 bits. In the short documents, one token too many or too few shows as a large part of an entry."""
 
 logger = logging.getLogger(__name__)
 
 
-def takes(query: Tensor, key: Tensor, *, window: int | None, dropout: float) -> bool:
-    """Whether the kernel computes attention of `query` [1, heads, tokens, d] over `key` [1, key heads, tokens, d], and does so right."""
+def takes(query: Tensor, key: Tensor, value: Tensor, *, window: int | None, dropout: float) -> bool:
+    """Whether the kernel computes attention of `query` [1, heads, tokens, d] over `key` and `value` [1, key heads, tokens, d], and right."""
     head = query.shape[3]
-    if not query.is_cuda or query.dtype not in DTYPES or dropout or head > LARGEST_HEAD or head % HEAD_MULTIPLE:
+    alike = key.dtype == value.dtype == query.dtype and key.shape[3] == value.shape[3] == head
+    if not query.is_cuda or query.dtype not in DTYPES or not alike or dropout or head > LARGEST_HEAD or head % HEAD_MULTIPLE:
         return False
-    return _proved(query.device, query.dtype, query.shape[1], key.shape[1], head, window)
+    return _proved(query.device, query.dtype, query.shape[1], key.shape[1], head, window is not None)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, window: int | None) -> Tensor:
@@ -60,10 +66,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, sca
 
 
 @cache
-def _proved(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head: int, window: int | None) -> bool:
+def _proved(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head: int, windowed: bool) -> bool:
     """One forward and backward pass of `PROBE`, compared; False with a warning where the kernel cannot, or says something else."""
     try:
-        _compare(device, dtype, heads, key_heads, head, window)
+        _compare(device, dtype, heads, key_heads, head, PROBE_WINDOW if windowed else None)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the kernel
     except Exception as error:  # noqa: BLE001 - whatever a kernel raises on a device that it was not built for
         lines = str(error).strip().splitlines()
         logger.warning(
@@ -79,22 +87,34 @@ def _proved(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int
 
 
 def _compare(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head: int, window: int | None) -> None:
-    """Raises where the kernel's output or gradients are not those of the definition, in float32, within `TOLERANCE`."""
+    """Raises where the kernel's output or gradients are not those of the definition, in float32, within `TOLERANCE`.
+
+    Queries, keys and values lie in memory as models' do: transposed, and cut out of a wider projection.
+    """
     if varlen_attn is None or "enable_gqa" not in inspect.signature(varlen_attn).parameters:
         raise NotImplementedError(f"torch {torch.__version__} has no varlen_attn with grouped heads")
     draw, tokens = torch.Generator().manual_seed(0), sum(PROBE.lengths)
-    shapes = ((heads, tokens), (key_heads, tokens), (key_heads, tokens), (heads, tokens))
-    query, key, value, upstream = (torch.randn(1, *shape, head, generator=draw).to(device, dtype) for shape in shapes)
+    shapes = ((1, tokens, heads, head), (1, tokens, key_heads, 2 * head), (1, tokens, heads, head))
     results = []
-    with torch.enable_grad():
+    with _apart(device):
+        query, both, upstream = (torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes)
         for compute in (_by_mask, attend):
-            q, k, v = (each.clone().requires_grad_() for each in (query, key, value))
-            output = compute(q, k, v, PROBE, scaling=head**-0.5, window=window)
-            results.append([output.detach(), *torch.autograd.grad(output, (q, k, v), upstream.transpose(1, 2))])
-    for what, wanted, got in zip(("output", "query's gradient", "key's gradient", "value's gradient"), *results, strict=True):
+            given = query.clone().requires_grad_(), both.clone().requires_grad_()
+            key, value = torch.split(given[1].transpose(1, 2), head, -1)
+            output = compute(given[0].transpose(1, 2), key, value, PROBE, scaling=PROBE_SCALE * head**-0.5, window=window)
+            results.append([output.detach(), *torch.autograd.grad(output, given, upstream)])
+    for what, wanted, got in zip(("output", "query's gradient", "keys' and values' gradient"), *results, strict=True):
         difference = float((got.float() - wanted.float()).abs().max() / wanted.float().abs().max())
         if not difference <= TOLERANCE:
             raise ArithmeticError(f"its {what} is off by {difference:.1e}")
+
+
+@contextmanager
+def _apart(device: torch.device) -> Iterator[None]:
+    """A pass of its own in the middle of another: whatever that one does with gradients, precisions and what it saves for recomputation."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+    with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast(device.type, enabled=False), hooks:
+        yield
 
 
 def _by_mask(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, window: int | None) -> Tensor:

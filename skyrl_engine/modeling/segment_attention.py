@@ -57,7 +57,7 @@ def segment_attention(
         raise UnsupportedError(f"{type(module).__name__} does not attend causally from tokens to themselves", remedy=REMEDY)
     assert len(query) == 1, "documents lie end to end in one row"
     segments.windows.append(sliding_window)
-    if document_kernel.takes(query, key, window=sliding_window, dropout=dropout):
+    if document_kernel.takes(query, key, value, window=sliding_window, dropout=dropout):
         return document_kernel.attend(query, key, value, segments, scaling=scaling, window=sliding_window), None
     masks: dict[int, Tensor] = {}
     outputs = []

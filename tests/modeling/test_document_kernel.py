@@ -5,11 +5,15 @@ asked on the `meta` device, which knows its arguments and shapes; and the test m
 """
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from skyrl_engine.modeling import document_kernel
 from skyrl_engine.modeling.segment_attention import segment_attention
@@ -97,20 +101,31 @@ def test_torchs_operator_takes_these_arguments(window: int | None) -> None:
 
 def test_the_cpu_and_other_precisions_and_heads_go_document_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document_kernel, "_proved", lambda *_: True)
-    query, key, _ = drawn(2, torch.bfloat16)
-    assert not document_kernel.takes(query, key, window=None, dropout=0.0)
+    query, key, value = drawn(2, torch.bfloat16)
+    assert not document_kernel.takes(query, key, value, window=None, dropout=0.0)
 
-    def on_cuda(query: Tensor, *, dropout: float = 0.0) -> bool:
+    def on_cuda(query: Tensor, key: Tensor, value: Tensor, *, dropout: float = 0.0) -> bool:
         class Placed:
             is_cuda, dtype, shape, device = True, query.dtype, query.shape, torch.device("cuda", 0)
 
-        return document_kernel.takes(Placed(), key, window=None, dropout=dropout)
+        return document_kernel.takes(Placed(), key, value, window=None, dropout=dropout)
 
-    assert on_cuda(query)
-    assert not on_cuda(query.float())
-    assert not on_cuda(query, dropout=0.1)
-    assert not on_cuda(query[..., :4])
-    assert not on_cuda(torch.zeros(1, 4, 2, 264, dtype=torch.bfloat16))
+    assert on_cuda(query, key, value)
+    assert not on_cuda(query, key, value, dropout=0.1)
+    assert not on_cuda(query.float(), key.float(), value.float())
+    assert not on_cuda(query, key.float(), value)
+    assert not on_cuda(query, key, value[..., :4])
+    assert not on_cuda(query[..., :4], key[..., :4], value[..., :4])
+    large = torch.zeros(1, 4, 2, 264, dtype=torch.bfloat16)
+    assert not on_cuda(large, large, large)
+
+
+def plain(*given: Tensor) -> Tensor:
+    return segment_attention(module(2), *given, None, segments=Segments(LENGTHS))[0]
+
+
+def checkpointed(*, reentrant: bool) -> Callable[..., Tensor]:
+    return partial(checkpoint, plain, use_reentrant=reentrant)
 
 
 class TestProof:
@@ -120,13 +135,43 @@ class TestProof:
     def forget(self) -> None:
         document_kernel._proved.cache_clear()
 
-    def proved(self, window: int | None = None) -> bool:
-        return document_kernel._proved(torch.device("cpu"), torch.bfloat16, 4, 2, 8, window)
+    def proved(self, *, windowed: bool = False) -> bool:
+        return document_kernel._proved(torch.device("cpu"), torch.bfloat16, 4, 2, 8, windowed)
 
-    @pytest.mark.parametrize("window", [None, 4])
-    def test_a_right_kernel_is_believed(self, monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    @pytest.mark.parametrize("windowed", [False, True])
+    @pytest.mark.parametrize("around", [nullcontext, torch.no_grad, torch.inference_mode])
+    def test_a_right_kernel_is_believed(
+        self, monkeypatch: pytest.MonkeyPatch, around: Callable[[], AbstractContextManager[Any]], *, windowed: bool
+    ) -> None:
         monkeypatch.setattr(document_kernel, "varlen_attn", as_documented)
-        assert self.proved(window)
+        with around():
+            assert self.proved(windowed=windowed)
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_it_does_not_disturb_the_layer_that_it_is_called_in(self, monkeypatch: pytest.MonkeyPatch, *, reentrant: bool) -> None:
+        """A layer whose activations are recomputed saves and unpacks tensors by hooks, which the comparison must not go through."""
+        monkeypatch.setattr(document_kernel, "varlen_attn", as_documented)
+        monkeypatch.setattr(document_kernel, "takes", lambda *_, **__: self.proved())
+        gradients = []
+        for layer in (checkpointed(reentrant=reentrant), plain):
+            document_kernel._proved.cache_clear()
+            given = [each.clone().requires_grad_() for each in drawn(2, torch.bfloat16)]
+            layer(*given).float().square().sum().backward()
+            gradients.append([each.grad for each in given])
+            assert document_kernel._proved.cache_info().misses == 1
+            assert self.proved()
+        for recomputed, kept in zip(*gradients, strict=True):
+            assert torch.equal(recomputed, kept)
+
+    @pytest.mark.parametrize("wrong", [{"scale": None}, {"window_size": (-1, 0)}, {"window_size": (7, 0)}, {"window_size": (5, 0)}])
+    def test_a_kernel_that_takes_scale_or_window_for_others_is_not(
+        self, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
+    ) -> None:
+        def deaf(*args: Any, scale: Any = None, window_size: Any = None, enable_gqa: bool = False) -> Tensor:
+            return as_documented(*args, **{"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa, **wrong})
+
+        monkeypatch.setattr(document_kernel, "varlen_attn", deaf)
+        assert not self.proved(windowed=True)
 
     def test_a_kernel_that_lets_documents_see_each_other_is_not(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -138,12 +183,12 @@ class TestProof:
             ends_q: Tensor,
             ends_k: Tensor,
             *_: int,
-            window_size: Any = None,
+            enable_gqa: bool,
             **options: Any,
         ) -> Tensor:
             ends = torch.stack([ends_q[0], ends_k[-1]])
             longest = int(ends[-1])
-            return as_documented(query, key, value, ends, ends, longest, longest, window_size=window_size, **options)
+            return as_documented(query, key, value, ends, ends, longest, longest, enable_gqa=enable_gqa, **options)
 
         monkeypatch.setattr(document_kernel, "varlen_attn", leaking)
         with caplog.at_level(logging.WARNING):
@@ -152,8 +197,8 @@ class TestProof:
         assert "its output is off by" in caplog.text
 
     def test_a_kernel_with_a_wrong_gradient_is_not(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        def detached(query: Tensor, key: Tensor, *args: Any, window_size: Any = None, **options: Any) -> Tensor:
-            output = as_documented(query, key, *args, window_size=window_size, **options)
+        def detached(query: Tensor, key: Tensor, *args: Any, enable_gqa: bool, **options: Any) -> Tensor:
+            output = as_documented(query, key, *args, enable_gqa=enable_gqa, **options)
             return output + 0.5 * (query.sum() - query.sum().detach())
 
         monkeypatch.setattr(document_kernel, "varlen_attn", detached)
@@ -174,7 +219,7 @@ class TestProof:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT PROVED HERE: this needs a CUDA device, and there is none")
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize(("heads", "key_heads", "head"), [(8, 8, 64), (16, 8, 128), (4, 1, 256)])
 def test_the_real_kernel_is_right(window: int | None, heads: int, key_heads: int, head: int) -> None:
     document_kernel._compare(torch.device("cuda", 0), torch.bfloat16, heads, key_heads, head, window)

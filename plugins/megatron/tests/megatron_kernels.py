@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from megatron_tasks import VOCABULARY, Case, Passed, own, passed, start
 from torch import Tensor
 
@@ -32,6 +33,7 @@ class AsDocumented(MegatronModule):
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any) -> None:
         super().__init__(config=config)
+        self.ranks = config.context_parallel_size
         assert (layer_number >= 1, attn_mask_type, attention_type) == (True, AttnMaskType.causal, "self")
 
     def forward(
@@ -55,9 +57,11 @@ class AsDocumented(MegatronModule):
             assert getattr(packed_seq_params, other) is ends
         assert packed_seq_params.max_seqlen_q == packed_seq_params.max_seqlen_kv == int(ends.diff().max())
         places = self.places(ends)
-        group = parallel_state.get_context_parallel_group()
-        key, value = (gather_from_sequence_parallel_region(each.contiguous(), group=group) for each in (key, value))
-        here, there = places[parallel_state.get_context_parallel_rank()], torch.cat(places)
+        here, there = places[0], torch.cat(places)
+        if self.ranks > 1:
+            group = parallel_state.get_context_parallel_group()
+            key, value = (gather_from_sequence_parallel_region(each.contiguous(), group=group) for each in (key, value))
+            here = places[parallel_state.get_context_parallel_rank()]
         seen = self.seen(ends, here, there)
         shared = query.shape[1] // key.shape[1]
         scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(shared, 1)) * query.shape[2] ** -0.5
@@ -66,7 +70,7 @@ class AsDocumented(MegatronModule):
 
     def places(self, ends: Tensor) -> list[Tensor]:
         """For each rank, which tokens of the whole row it holds."""
-        ranks = parallel_state.get_context_parallel_world_size()
+        ranks = self.ranks
         held: list[list[int]] = [[] for _ in range(ranks)]
         for first, last in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
             size, rest = divmod(last - first, 2 * ranks if ranks > 1 else 1)
@@ -93,7 +97,7 @@ class Halves(AsDocumented):
     """Ranks hold consecutive halves, so that places are not what the engine means."""
 
     def places(self, ends: Tensor) -> list[Tensor]:
-        return list(torch.arange(int(ends[-1])).chunk(parallel_state.get_context_parallel_world_size()))
+        return list(torch.arange(int(ends[-1])).chunk(self.ranks))
 
 
 class WrongGradient(AsDocumented):
@@ -117,25 +121,23 @@ def installed(base: type, *, asked: bool) -> Any:
     return patch.object(kernels, "chosen", chosen)
 
 
+class OnOneRank(AsDocumented):
+    """It raises on rank 1 alone; where ranks wait for each other, rank 0 would wait for ever."""
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no kernel image is available")
+        return super().forward(*args, **options)
+
+
 def passed_by_kernels(directory: str, options: MegatronConfig, cases: Sequence[Case]) -> list[Passed]:
-    """`passed`, attention by `AsDocumented` alone."""
-    with (
-        installed(AsDocumented, asked=True),
-        patch.object(DocumentAttention, "forward", once_then_never(DocumentAttention.forward)),
-    ):
-        return passed(directory, options, cases)
-
-
-def once_then_never(forward: Any) -> Any:
-    """The comparison calls it once; nobody else may."""
-    calls = []
-
-    def counted(*args: Any, **options: Any) -> Tensor:
-        calls.append(1)
-        assert len(calls) == 1, "attended without the kernels"
-        return forward(*args, **options)
-
-    return counted
+    """`passed`, attention by `AsDocumented` alone: `DocumentAttention` is asked for the comparisons, and by nobody else."""
+    genuine = DocumentAttention.forward
+    with installed(AsDocumented, asked=True), patch.object(DocumentAttention, "forward", autospec=True) as forward:
+        forward.side_effect = genuine
+        results = passed(directory, options, cases)
+        assert forward.call_count == (1 if options.context_parallel == 1 else 2)
+        return results
 
 
 def refused(directory: str, options: MegatronConfig, base: type) -> str:

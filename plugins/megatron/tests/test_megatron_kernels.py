@@ -5,11 +5,12 @@ run by `test_megatron_cuda.py`, which needs a device.
 """
 
 import logging
+import sys
 from typing import Any
 
 import pytest
 import torch
-from megatron_kernels import AsDocumented, Halves, Leaking, Raising, WrongGradient, attending, passed_by_kernels, refused
+from megatron_kernels import AsDocumented, Halves, Leaking, OnOneRank, Raising, WrongGradient, attending, passed_by_kernels, refused
 from megatron_tasks import VOCABULARY, Case
 
 from skyrl_engine.contracts.backend import ModelSpec
@@ -59,6 +60,11 @@ def test_kernels_with_another_order_of_tokens_are_noticed(pair: World, models: d
         assert "Transformer Engine's attention differs from torch's by" in said
 
 
+def test_a_rank_that_cannot_keeps_nobody_waiting(pair: World, models: dict[str, str]) -> None:
+    for said in pair.run(refused, models["qwen3-tied"], MegatronConfig(context_parallel=2), OnOneRank):
+        assert "by inf on rank 1 (RuntimeError: no kernel image is available)" in said
+
+
 @pytest.mark.usefixtures("single")
 def test_wrong_kernels_that_happen_to_be_there_are_not_used(models: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
@@ -86,13 +92,35 @@ def test_who_attends_where(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice("auto", "cpu") is choice("torch", "cuda") is choice("auto", "cuda", bf16=False) is DocumentAttention
     with pytest.raises(UnsupportedError, match=r"computes on CUDA devices alone\. Set backend\.attention to"):
         choice("transformer_engine", "cpu")
-    monkeypatch.setattr(kernels, "find_spec", lambda _name: None)
+    monkeypatch.setattr(kernels, "version", lambda: None)
     assert choice("auto", "cuda") is DocumentAttention
-    with pytest.raises(UnsupportedError, match=r"rank 0 has no Transformer Engine\. Install it on every machine"):
+    with pytest.raises(UnsupportedError, match=r"and finds rank 0: none\. Install it on every machine"):
         choice("transformer_engine", "cuda")
-    monkeypatch.setattr(kernels, "find_spec", lambda _name: object())
+    monkeypatch.setattr(kernels, "version", lambda: "2.8.0")
     monkeypatch.setattr(kernels, "over", lambda base: base)
     assert choice("auto", "cuda") is choice("transformer_engine", "cuda") is believed
+
+
+def test_ranks_with_different_versions_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gathered(everywhere: list[Any], own: Any) -> None:
+        everywhere[:] = [own, "2.7.0"]
+
+    monkeypatch.setattr(kernels.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(kernels.dist, "all_gather_object", gathered)
+    monkeypatch.setattr(kernels, "version", lambda: "2.8.0")
+    assert choice("auto", "cuda") is DocumentAttention
+    with pytest.raises(UnsupportedError, match=r"finds rank 0: 2\.8\.0, rank 1: 2\.7\.0"):
+        choice("transformer_engine", "cuda")
+
+
+def test_what_cannot_be_imported_is_not_there(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert kernels.version() is None
+    monkeypatch.setattr(kernels, "find_spec", lambda _name: object())
+    assert kernels.version() is None, "megatron-core takes a missing one for a mock"
+    monkeypatch.setitem(sys.modules, "megatron.core.extensions.transformer_engine", None)
+    with caplog.at_level(logging.WARNING):
+        assert kernels.version() is None
+    assert "is installed and cannot be imported" in caplog.text
 
 
 def test_other_precisions_are_refused_while_planning(models: dict[str, str]) -> None:

@@ -5,6 +5,7 @@ ranks that will train with `DocumentAttention`, which is proved on CPU for every
 """
 
 import logging
+from copy import copy
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,7 +24,7 @@ CHUNKS = (5, 1, 16, 2)
 """Of the documents compared: their lengths, in the smallest length that context-parallel ranks can share."""
 
 TOLERANCE = 3e-2
-"""Of the largest entry: bfloat16 keeps 8 bits, and a token of another document would show as most of an entry."""
+"""Of the largest entry: bfloat16 keeps 8 bits. In the short documents, one token too many or too few shows as a large part of an entry."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +67,13 @@ def chosen(options: MegatronConfig, config: TransformerConfig, device: torch.dev
             'backend.attention = "transformer_engine", and Transformer Engine computes on CUDA devices alone',
             remedy='Set backend.attention to "auto"',
         )
-    having: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(having, find_spec("transformer_engine") is not None)
-    if not all(having):
+    versions: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(versions, version())
+    if None in versions or len(set(versions)) > 1:
         if asked:
+            found = ", ".join(f"rank {rank}: {each or 'none'}" for rank, each in enumerate(versions))
             raise UnsupportedError(
-                f'backend.attention = "transformer_engine", and rank {having.index(False)} has no Transformer Engine',
+                f'backend.attention = "transformer_engine" needs one version of Transformer Engine on all ranks, and finds {found}',
                 remedy='Install it on every machine (pip install --no-build-isolation "transformer-engine[pytorch]"), '
                 'or set backend.attention to "auto"',
             )
@@ -81,29 +83,51 @@ def chosen(options: MegatronConfig, config: TransformerConfig, device: torch.dev
     return believed(over(TEDotProductAttention), config, device, asked=asked)
 
 
-def believed(kernels: Any, config: TransformerConfig, device: torch.device, *, asked: bool) -> Any:
-    """`kernels` where they agree with `DocumentAttention` on every rank; else `DocumentAttention` with a warning, or, `asked`, ModelError."""
-    difference, cause = float("inf"), ""
+def version() -> str | None:
+    """Of the Transformer Engine that megatron-core can use here; None where there is none, or it cannot be imported."""
+    if find_spec("transformer_engine") is None:
+        return None
     try:
-        difference = worst_difference(kernels, config, device)
-    except Exception as error:  # noqa: BLE001 - whatever a kernel raises on a device that it was not built for
-        lines = str(error).strip().splitlines()
-        cause = f" ({type(error).__name__}: {lines[0] if lines else 'no message'})"
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (difference, cause))
-    for rank, (found, why) in enumerate(everywhere):
-        if not found <= TOLERANCE:
-            what = f"Transformer Engine's attention differs from torch's by {found:.1e} on rank {rank}{why}"
-            if asked:
-                raise ModelError(what, remedy='Set backend.attention to "torch", and report it')
-            logger.warning("documents are attended one by one: %s", what)
-            return DocumentAttention
+        from megatron.core.extensions.transformer_engine import HAVE_TE, get_te_version
+
+        return str(get_te_version()) if HAVE_TE else None
+    except Exception:  # a build for another CUDA or torch raises what it likes
+        logger.warning("Transformer Engine is installed and cannot be imported", exc_info=True)
+        return None
+
+
+def believed(kernels: Any, config: TransformerConfig, device: torch.device, *, asked: bool) -> Any:
+    """`kernels` where they agree with `DocumentAttention` on every rank; else `DocumentAttention` with a warning, or, `asked`, ModelError.
+
+    First on each rank by itself, where one that raises keeps nobody waiting; only then with context parallelism.
+    """
+    ranks = config.context_parallel_size
+    for together in dict.fromkeys((1, ranks)):
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, _found(kernels, config, device, together))
+        for rank, (found, why) in enumerate(everywhere):
+            if not found <= TOLERANCE:
+                what = f"Transformer Engine's attention differs from torch's by {found:.1e} on rank {rank}{why}"
+                if asked:
+                    raise ModelError(what, remedy='Set backend.attention to "torch", and report it')
+                logger.warning("documents are attended one by one: %s", what)
+                return DocumentAttention
     return kernels
 
 
-def worst_difference(kernels: Any, config: TransformerConfig, device: torch.device) -> float:
-    """The largest difference of output and gradients on this rank's share of random documents, relative to the largest entry of each."""
-    ranks = parallel_state.get_context_parallel_world_size()
+def _found(kernels: Any, config: TransformerConfig, device: torch.device, ranks: int) -> tuple[float, str]:
+    try:
+        return worst_difference(kernels, config, device, ranks), ""
+    except Exception as error:  # noqa: BLE001 - whatever a kernel raises on a device that it was not built for
+        lines = str(error).strip().splitlines()
+        return float("inf"), f" ({type(error).__name__}: {lines[0] if lines else 'no message'})"
+
+
+def worst_difference(kernels: Any, config: TransformerConfig, device: torch.device, ranks: int) -> float:
+    """The largest difference of output and gradients on random documents, relative to the largest entry of each.
+
+    `ranks`: 1, or the context-parallel ranks, of which each compares its share. Keys and values are cut out of one projection, as a layer's.
+    """
     lengths = tuple(chunks * alignment(ranks) for chunks in CHUNKS)
     order = order_of_gathered(lengths, ranks).to(device) if ranks > 1 else None
     boundaries = Boundaries.of(lengths, order).for_kernels(device)
@@ -111,14 +135,17 @@ def worst_difference(kernels: Any, config: TransformerConfig, device: torch.devi
     shares = config.tensor_model_parallel_size
     heads, key_heads = config.num_attention_heads // shares, config.num_query_groups // shares
     tokens, size = sum(lengths) // ranks, config.kv_channels
-    shapes = ((tokens, heads, size), (tokens, key_heads, size), (tokens, key_heads, size), (tokens, heads * size))
-    query, key, value, upstream = (torch.randn(shape, generator=draw).to(device, config.params_dtype) for shape in shapes)
+    shapes = ((tokens, heads, size), (tokens, key_heads, 2 * size), (tokens, heads * size))
+    query, both, upstream = (torch.randn(shape, generator=draw).to(device, config.params_dtype) for shape in shapes)
+    config = copy(config)
+    config.context_parallel_size = ranks
     results = []
     with torch.enable_grad():
         for attention in (DocumentAttention, kernels):
             module = attention(config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
-            given = [each.clone().requires_grad_() for each in (query, key, value)]
-            output = module.to(device)(*given, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=boundaries)
+            given = query.clone().requires_grad_(), both.clone().requires_grad_()
+            key, value = torch.split(given[1], size, -1)
+            output = module.to(device)(given[0], key, value, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=boundaries)
             results.append([output.detach(), *torch.autograd.grad(output, given, upstream)])
     return max(
         float((got.float() - wanted.float()).abs().max().nan_to_num(float("inf")) / wanted.float().abs().max())
