@@ -96,7 +96,8 @@ class Pipeline:
             sees=self.sees,
             pixels=piece.pre_process,
         )
-        order = self._moved(order_of_gathered(documents.lengths, self.shape.cp)) if self.shape.cp > 1 else None
+        gathers = self.shape.cp > 1 and not self.kernels
+        order = self._moved(order_of_gathered(documents.lengths, self.shape.cp)) if gathers else None
         if self.router is not None:
             step = micro_batch.step if micro_batch is not None else StepCounts(0, 0)
             routed.append(self.router.tokens(documents.real, self._moved(documents.document_of), step, learn=learn))
