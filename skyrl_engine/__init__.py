@@ -1,17 +1,34 @@
 """skyrl_engine: a post-training engine for language models whose disputed parts are plugins chosen by name.
 
 This facade is what a plugin imports: `hookimpl`, the `loss`, `correction` and `reducer` decorators, the values that cross the contracts,
-and the base error. Names are imported when first used, so that `skyrl-engine --help` pays for none of them.
+and the errors. Names are imported when first used, so that `skyrl-engine --help` pays for none of them.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from skyrl_engine.contracts.loss import LossOutput, LossTokens
-    from skyrl_engine.contracts.outputs import BatchOutput, Metric, RankOutput
-    from skyrl_engine.contracts.reducer import BatchStructure
-    from skyrl_engine.errors import EngineError
+    from skyrl_engine.contracts.kinds.loss import LossOutput, LossTokens
+    from skyrl_engine.contracts.kinds.reducer import BatchStructure
+    from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
+    from skyrl_engine.errors import (
+        CheckpointError,
+        ConfigError,
+        ContractError,
+        DataError,
+        EngineError,
+        ImageError,
+        ModelError,
+        OutputError,
+        PluginAmbiguousError,
+        PluginBlockedError,
+        PluginBrokenError,
+        PluginError,
+        PluginIncompatibleError,
+        PluginNotFoundError,
+        UnsupportedError,
+        WorkerError,
+    )
     from skyrl_engine.hooks.decorators import correction, loss, reducer
     from skyrl_engine.hooks.markers import hookimpl
 
@@ -20,11 +37,26 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchOutput",
     "BatchStructure",
+    "CheckpointError",
+    "ConfigError",
+    "ContractError",
+    "DataError",
     "EngineError",
+    "ImageError",
     "LossOutput",
     "LossTokens",
     "Metric",
+    "ModelError",
+    "OutputError",
+    "PluginAmbiguousError",
+    "PluginBlockedError",
+    "PluginBrokenError",
+    "PluginError",
+    "PluginIncompatibleError",
+    "PluginNotFoundError",
     "RankOutput",
+    "UnsupportedError",
+    "WorkerError",
     "__version__",
     "correction",
     "hookimpl",
@@ -33,13 +65,28 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BatchOutput": "skyrl_engine.contracts.outputs",
-    "BatchStructure": "skyrl_engine.contracts.reducer",
+    "BatchOutput": "skyrl_engine.contracts.values.outputs",
+    "BatchStructure": "skyrl_engine.contracts.kinds.reducer",
+    "CheckpointError": "skyrl_engine.errors",
+    "ConfigError": "skyrl_engine.errors",
+    "ContractError": "skyrl_engine.errors",
+    "DataError": "skyrl_engine.errors",
     "EngineError": "skyrl_engine.errors",
-    "LossOutput": "skyrl_engine.contracts.loss",
-    "LossTokens": "skyrl_engine.contracts.loss",
-    "Metric": "skyrl_engine.contracts.outputs",
-    "RankOutput": "skyrl_engine.contracts.outputs",
+    "ImageError": "skyrl_engine.errors",
+    "LossOutput": "skyrl_engine.contracts.kinds.loss",
+    "LossTokens": "skyrl_engine.contracts.kinds.loss",
+    "Metric": "skyrl_engine.contracts.values.outputs",
+    "ModelError": "skyrl_engine.errors",
+    "OutputError": "skyrl_engine.errors",
+    "PluginAmbiguousError": "skyrl_engine.errors",
+    "PluginBlockedError": "skyrl_engine.errors",
+    "PluginBrokenError": "skyrl_engine.errors",
+    "PluginError": "skyrl_engine.errors",
+    "PluginIncompatibleError": "skyrl_engine.errors",
+    "PluginNotFoundError": "skyrl_engine.errors",
+    "RankOutput": "skyrl_engine.contracts.values.outputs",
+    "UnsupportedError": "skyrl_engine.errors",
+    "WorkerError": "skyrl_engine.errors",
     "correction": "skyrl_engine.hooks.decorators",
     "hookimpl": "skyrl_engine.hooks.markers",
     "loss": "skyrl_engine.hooks.decorators",

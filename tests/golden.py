@@ -46,12 +46,12 @@ def demo(directory: Path) -> Path:
 
 
 def padded_inline(directory: Path) -> Path:
-    """fsdp on one rank in this process, micro-batches of two padded rows."""
+    """Fsdp on one rank in this process, micro-batches of two padded rows."""
     return trained(directory, {"collator": {"use": "padded"}, "training": {"micro_batch_rows": 2}})
 
 
 def packed_two_ranks(directory: Path) -> Path:
-    """fsdp on two ranks, packed rows."""
+    """Fsdp on two ranks, packed rows."""
     return trained(directory, {"collator": {"use": "packed"}, "training": {"micro_batch_tokens": 48}, "run": RAY})
 
 
@@ -82,7 +82,9 @@ def trained(directory: Path, settings: Mapping[str, Mapping[str, Any]]) -> Path:
     for table, values in settings.items():
         tables.setdefault(table, {}).update(values)
     lines = [
-        line for table, values in tables.items() for line in (f"[{table}]", *(f"{key} = {json.dumps(each)}" for key, each in values.items()))
+        line
+        for table, values in tables.items()
+        for line in (f"[{table}]", *(f"{key} = {json.dumps(each)}" for key, each in values.items()))
     ]
     (directory / "run.toml").write_text("\n".join(lines) + "\n")
     engine("run", str(directory / "run.toml"))

@@ -23,7 +23,7 @@ def config() -> None:
 def show_config(file: Path | None, overrides: tuple[str, ...], as_json: bool, **choices: Any) -> None:
     """Print every key of the resolved configuration, plugin options and defaults included, and where its value comes from."""
     from skyrl_engine.config import resolve
-    from skyrl_engine.config.origins import DEFAULT, dotted, leaves
+    from skyrl_engine.config.reading.origins import DEFAULT, dotted, leaves
 
     resolved = resolve(load_config(file, overrides, flags_of(choices)), need=())
     keys = {dotted(path): value for path, value in leaves(resolved.as_dict()) if path}

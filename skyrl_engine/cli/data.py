@@ -41,13 +41,13 @@ def preview(
     """
     from skyrl_engine.cli import render
     from skyrl_engine.config import resolve
-    from skyrl_engine.data.context_length import limited_to_model
     from skyrl_engine.data.dataset import Split, load_columns
+    from skyrl_engine.data.images.processor import load_vision
     from skyrl_engine.data.preview import preview as look_at
-    from skyrl_engine.data.tokenizer import load_tokenizer
-    from skyrl_engine.data.vision import load_vision
-    from skyrl_engine.training.capability import vision_of
-    from skyrl_engine.training.preparation import columns_to_read
+    from skyrl_engine.engine.capability import vision_of
+    from skyrl_engine.model_facts.context_length import limited_to_model
+    from skyrl_engine.model_facts.tokenizer import load_tokenizer
+    from skyrl_engine.training.sft.data import columns_to_read
 
     flags = {"model.path": model, "data.train": dataset}
     resolved = resolve(load_config(file, overrides, flags))

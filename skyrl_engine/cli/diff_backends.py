@@ -16,9 +16,9 @@ from skyrl_engine.cli.prove import BROKEN, with_default_loss
 
 if TYPE_CHECKING:
     from skyrl_engine.config import RawConfig, ResolvedConfig
-    from skyrl_engine.contracts.backend import BackendDescription, ModelSpec
-    from skyrl_engine.contracts.columns import SampleColumns
-    from skyrl_engine.contracts.context import FactoryContext
+    from skyrl_engine.contracts.kinds.backend import BackendDescription, ModelSpec
+    from skyrl_engine.contracts.kinds.context import FactoryContext
+    from skyrl_engine.contracts.values.columns import SampleColumns
     from skyrl_engine.proof.backends import BackendDifference, Side
     from skyrl_engine.proof.layouts import ParallelSizes
 
@@ -245,8 +245,8 @@ def _side(
 
 def _with_backend(raw: "RawConfig", side: str, backend: str, layout: "ParallelSizes") -> "RawConfig":
     """The configuration with this backend on this layout: its own options where the file configures it, else none but the parallel sizes."""
-    from skyrl_engine.config.origins import Origin
-    from skyrl_engine.contracts.backend import PARALLEL_SIZES
+    from skyrl_engine.config.reading.origins import Origin
+    from skyrl_engine.contracts.kinds.backend import PARALLEL_SIZES
     from skyrl_engine.proof.layouts import OPTIONS
 
     own, run = (raw.table.get(name, {}) for name in ("backend", "run"))
@@ -272,7 +272,7 @@ def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, 
     from skyrl_engine.config import resolve
 
     if "model" in raw.table:
-        from skyrl_engine.training.preparation import prepare
+        from skyrl_engine.training.sft.data import prepare
 
         prepared = prepare(resolve(raw))
         chosen, _ = prepared.order.mini_batch(prepared.order.start())
@@ -280,7 +280,7 @@ def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, 
         return
     import tempfile
 
-    from skyrl_engine.contracts.backend import ModelSpec
+    from skyrl_engine.contracts.kinds.backend import ModelSpec
     from skyrl_engine.objective.parts import ObjectiveParts
     from skyrl_engine.proof.model import write_model
     from skyrl_engine.proof.ranks import CONTEXT

@@ -117,7 +117,7 @@ def with_default_loss(raw: "RawConfig") -> "RawConfig":
 def _rows(resolved: "Mapping[str, ResolvedConfig]", plant: "Plant | None", ranks: int, family: str) -> "Iterator[Row]":
     import tempfile
 
-    from skyrl_engine.contracts.backend import ModelSpec
+    from skyrl_engine.contracts.kinds.backend import ModelSpec
     from skyrl_engine.objective.parts import ObjectiveParts
     from skyrl_engine.proof.cases import cases
     from skyrl_engine.proof.model import write_model
@@ -137,7 +137,7 @@ def _rows(resolved: "Mapping[str, ResolvedConfig]", plant: "Plant | None", ranks
 
 def _backend(reference: str, **options: object) -> "SelectedPlugin":
     from skyrl_engine.config import resolve
-    from skyrl_engine.config.sources import from_dict
+    from skyrl_engine.config.reading.sources import from_dict
 
     return resolve(from_dict({"backend": {"use": reference, **options}}, "prove"), need=()).plugins["backend"]
 

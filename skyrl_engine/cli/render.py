@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from skyrl_engine.proof.backends import BackendDifference
     from skyrl_engine.proof.prover import Row
     from skyrl_engine.testing.promise import Verdict
-    from skyrl_engine.training.plan import RunPlan
+    from skyrl_engine.training.sft.plan import RunPlan
 
 _PIPE_WIDTH = 10_000
 _HISTOGRAM_WIDTH = 40

@@ -12,7 +12,7 @@ from skyrl_engine.cli.options import file_argument, flags_of, load_config, overr
 
 if TYPE_CHECKING:
     from skyrl_engine.config import ResolvedConfig
-    from skyrl_engine.training.sft import RunResult
+    from skyrl_engine.training.sft.trainer import RunResult
 
 
 @click.command(cls=EngineCommand)
@@ -33,7 +33,7 @@ def start(resolved: "ResolvedConfig", settings: Settings, *, dry_run: bool) -> i
     from skyrl_engine.cli import render
 
     if dry_run:
-        from skyrl_engine.training.sft import plan_sft
+        from skyrl_engine.training.sft.trainer import plan_sft
 
         with render.show_progress(quiet=settings.quiet) as display:
             plan = plan_sft(resolved, progress=display.data)

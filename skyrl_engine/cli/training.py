@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from skyrl_engine.cli.command import Settings
-from skyrl_engine.contracts.events import SessionStarted
+from skyrl_engine.contracts.kinds.observer import SessionStarted
 from skyrl_engine.hooks.markers import hookimpl
 
 if TYPE_CHECKING:
     from skyrl_engine.config import ResolvedConfig
-    from skyrl_engine.training.sft import RunResult
+    from skyrl_engine.training.sft.trainer import RunResult
 
 
 class LogLocation:
@@ -54,7 +54,7 @@ def train(resolved: "ResolvedConfig", settings: Settings, observers: Sequence[ob
     """Train, show progress on stderr unless `--quiet`, and return what the run returns."""
     from skyrl_engine.cli.render import show_progress
     from skyrl_engine.run.progress import ProgressObserver
-    from skyrl_engine.training.sft import run_sft
+    from skyrl_engine.training.sft.trainer import run_sft
 
     with show_progress(quiet=settings.quiet) as display, warnings_to(display.warning):
         return run_sft(

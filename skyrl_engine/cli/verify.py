@@ -135,7 +135,7 @@ def _kind_in_file(registry: "Registry", text: str) -> str:
 
 def _parsed(texts: tuple[str, ...]) -> dict[str, Any]:
     """The options of the plugin as a table. Raises ConfigError with every text that is none."""
-    from skyrl_engine.config.overrides import parse_override
+    from skyrl_engine.config.reading.overrides import parse_override
 
     table: dict[str, Any] = {}
     parsed = [parse_override(text) for text in texts]

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from skyrl_engine.config.json_schema import config_schema
-    from skyrl_engine.config.origins import Origin
+    from skyrl_engine.config.reading.origins import Origin
+    from skyrl_engine.config.reading.sources import Option, RawConfig, from_dict, load
     from skyrl_engine.config.resolution import ResolvedConfig, SelectedPlugin, resolve
-    from skyrl_engine.config.sources import Option, RawConfig, from_dict, load
 
 __all__ = ["Option", "Origin", "RawConfig", "ResolvedConfig", "SelectedPlugin", "config_schema", "from_dict", "load", "resolve"]
 
 _HOMES = {
-    "Option": "sources",
-    "Origin": "origins",
-    "RawConfig": "sources",
+    "Option": "reading.sources",
+    "Origin": "reading.origins",
+    "RawConfig": "reading.sources",
     "ResolvedConfig": "resolution",
     "SelectedPlugin": "resolution",
     "config_schema": "json_schema",
-    "from_dict": "sources",
-    "load": "sources",
+    "from_dict": "reading.sources",
+    "load": "reading.sources",
     "resolve": "resolution",
 }
 

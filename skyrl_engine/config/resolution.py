@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import frozen
 
-from skyrl_engine.config.origins import DEFAULT, KeyPath, Origin, dotted, nearest
+from skyrl_engine.config.reading.origins import DEFAULT, KeyPath, Origin, dotted, nearest
+from skyrl_engine.config.reading.sources import RawConfig, from_dict
 from skyrl_engine.config.schema import EngineConfig, PluginsConfig, PluginTable, RunConfig
-from skyrl_engine.config.sources import RawConfig, from_dict
 from skyrl_engine.config.structure import PLUGIN_TABLES, complete_origins, own_keys, plain, plugin_lists, structure, structure_table
 from skyrl_engine.config.wording import did_you_mean
-from skyrl_engine.contracts.backend import PARALLEL_SIZES
-from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.contracts.kinds.backend import PARALLEL_SIZES
+from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.errors import ConfigError, ContractError, PluginError, Problem
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from attrs import frozen
 
 from skyrl_engine.config.checks import cross_checks
 from skyrl_engine.config.converter import refusals, strict_converter, unknown_key
-from skyrl_engine.config.origins import KeyPath, Origin, dotted, leaves, nearest
-from skyrl_engine.config.places import absolute_place, with_absolute_places
+from skyrl_engine.config.reading.origins import KeyPath, Origin, dotted, leaves, nearest
+from skyrl_engine.config.reading.places import absolute_place, with_absolute_places
+from skyrl_engine.config.reading.sources import RawConfig
 from skyrl_engine.config.schema import KIND, EngineConfig, PluginTable, TrainingConfig
-from skyrl_engine.config.sources import RawConfig
 from skyrl_engine.config.wording import RefusedError, wrong_kind
 from skyrl_engine.errors import ConfigError, Problem
 

@@ -10,18 +10,18 @@ import numpy.typing as npt
 from attrs import evolve, frozen
 
 from skyrl_engine.config.schema import DataConfig
-from skyrl_engine.contracts.bundles import Bundles, inseparable
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.data.cache import TokenCache, cache_key
-from skyrl_engine.data.formats import KnownFormat
-from skyrl_engine.data.image_store import IMAGES, ImageStore, files_of, image_names
-from skyrl_engine.data.image_tokens import digest_of_states, state_of_file
-from skyrl_engine.data.locate import open_source
-from skyrl_engine.data.rows import BoolArray, Source
-from skyrl_engine.data.sample_columns import ColumnReader, IdReader
-from skyrl_engine.data.table_filling import Progress, TableFilling
-from skyrl_engine.data.token_table import TokenTable
-from skyrl_engine.data.vision import NoVision, Vision, VisionInputs
+from skyrl_engine.contracts.values.bundles import Bundles, inseparable
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.data.images.processor import NoVision, Vision, VisionInputs
+from skyrl_engine.data.images.store import IMAGES, ImageStore, files_of, image_names
+from skyrl_engine.data.images.tokens import digest_of_states, state_of_file
+from skyrl_engine.data.sources.formats import KnownFormat
+from skyrl_engine.data.sources.locate import open_source
+from skyrl_engine.data.sources.rows import BoolArray, Source
+from skyrl_engine.data.table.cache import TokenCache, cache_key
+from skyrl_engine.data.table.filling import Progress, TableFilling
+from skyrl_engine.data.table.sample_columns import ColumnReader, IdReader
+from skyrl_engine.data.table.token_table import TokenTable
 from skyrl_engine.errors import DataError
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from attrs import frozen
 
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.ragged import AnyArray, IntArray
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.ragged import AnyArray, IntArray
 from skyrl_engine.data.dataset import DataCounts, TokenizedDataset
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from typing import Any
 
 from attrs import define
 
-from skyrl_engine.contracts.correction import FunctionCorrection
-from skyrl_engine.contracts.loss import FunctionLoss
-from skyrl_engine.contracts.reducer import EmptySequence, FunctionReducer
+from skyrl_engine.contracts.kinds.correction import FunctionCorrection
+from skyrl_engine.contracts.kinds.loss import FunctionLoss
+from skyrl_engine.contracts.kinds.reducer import EmptySequence, FunctionReducer
 from skyrl_engine.hooks.markers import hookimpl
 
 Needs = tuple[str, ...] | Callable[[Any], tuple[str, ...]]

@@ -8,14 +8,14 @@ Factory hooks are addressed to exactly one plugin, once per run. Observer hooks 
 
 from typing import Any
 
-from skyrl_engine.contracts.backend import Backend, BackendDescription
-from skyrl_engine.contracts.collator import Collator
-from skyrl_engine.contracts.context import FactoryContext
-from skyrl_engine.contracts.correction import Correction
-from skyrl_engine.contracts.events import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
-from skyrl_engine.contracts.loss import Loss
-from skyrl_engine.contracts.merger import Merger
-from skyrl_engine.contracts.reducer import Reducer
+from skyrl_engine.contracts.kinds.backend import Backend, BackendDescription
+from skyrl_engine.contracts.kinds.collator import Collator
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.kinds.correction import Correction
+from skyrl_engine.contracts.kinds.loss import Loss
+from skyrl_engine.contracts.kinds.merger import Merger
+from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
+from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.hooks.markers import hookspec
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from skyrl_engine.modeling.architecture import LogitRule
+from skyrl_engine.modeling.causal_lm import LogitRule
 
 VOCABULARY_SCORES = ("logprobs", "entropy", "logits")
 """What a head makes of a position's logits, in this order. "logits" is the label's own, as softmax takes it."""

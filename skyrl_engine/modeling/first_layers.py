@@ -5,8 +5,8 @@ from typing import Any
 
 import attrs
 
-from skyrl_engine.contracts.backend import ModelSpec
-from skyrl_engine.modeling.architecture import split_causal_lm, transformer_layers
+from skyrl_engine.contracts.kinds.backend import ModelSpec
+from skyrl_engine.modeling.causal_lm import split_causal_lm, transformer_layers
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.loading import load_scorer, load_skeleton
 from skyrl_engine.modeling.vision import language_part

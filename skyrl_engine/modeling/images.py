@@ -5,9 +5,9 @@ from typing import Any, NoReturn
 import numpy as np
 from attrs import frozen
 
-from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
-from skyrl_engine.contracts.ragged import IntArray, offsets_of
+from skyrl_engine.contracts.kinds.backend import MicroBatch
+from skyrl_engine.contracts.values.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
+from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
 from skyrl_engine.errors import ContractError, DataError, UnsupportedError
 
 IMAGE = 1

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from skyrl_engine.contracts.backend import ComputeDtype, ModelSpec
+from skyrl_engine.contracts.kinds.backend import ComputeDtype, ModelSpec
 from skyrl_engine.errors import ModelError
-from skyrl_engine.modeling.architecture import split_causal_lm
-from skyrl_engine.modeling.architectures import refuse_vision_language, takes_images
+from skyrl_engine.model_facts.vision_language import refuse_vision_language, takes_images
+from skyrl_engine.modeling.causal_lm import split_causal_lm
 from skyrl_engine.modeling.lora import add_adapters, freeze_in, load_adapters
 from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.scorer import Scorer

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from skyrl_engine.contracts.backend import LoraSpec, ModelSpec
+from skyrl_engine.contracts.kinds.backend import LoraSpec, ModelSpec
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
 

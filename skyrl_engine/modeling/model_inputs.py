@@ -7,9 +7,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.extras import IMAGE_GRID, OF_IMAGES, PIXEL_VALUES
-from skyrl_engine.contracts.ragged import offsets_of
+from skyrl_engine.contracts.kinds.backend import MicroBatch
+from skyrl_engine.contracts.values.extras import IMAGE_GRID, OF_IMAGES, PIXEL_VALUES
+from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.errors import ContractError, DataError, UnsupportedError
 from skyrl_engine.modeling.images import ImageTokens
 from skyrl_engine.modeling.rotary_positions import rotary_positions

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from skyrl_engine.contracts.backend import OptimizerSpec
+from skyrl_engine.contracts.kinds.backend import OptimizerSpec
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:

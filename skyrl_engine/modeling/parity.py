@@ -8,9 +8,9 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
-from skyrl_engine.contracts.ragged import Ragged, offsets_of
+from skyrl_engine.contracts.kinds.backend import MicroBatch
+from skyrl_engine.contracts.values.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
+from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
 from skyrl_engine.errors import ModelError
 from skyrl_engine.modeling.images import IMAGE
 from skyrl_engine.modeling.model_inputs import model_inputs

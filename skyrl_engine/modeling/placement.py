@@ -8,7 +8,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 
-from skyrl_engine.contracts.backend import ModelSpec
+from skyrl_engine.contracts.kinds.backend import ModelSpec
 from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.loading import adopt_like, load_scorer, load_skeleton
 from skyrl_engine.modeling.scorer import Scorer

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.ragged import offsets_of
+from skyrl_engine.contracts.kinds.backend import MicroBatch
+from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.modeling.images import ImageTokens, PlacedImages, placed_images
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from skyrl_engine.contracts.backend import OptimizerSpec
+from skyrl_engine.contracts.kinds.backend import OptimizerSpec
 
 
 def learning_rate(spec: OptimizerSpec, step: int) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from torch import Tensor, nn
 
 from skyrl_engine.errors import ModelError, UnsupportedError
-from skyrl_engine.modeling.architecture import CausalLanguageModelParts
+from skyrl_engine.modeling.causal_lm import CausalLanguageModelParts
 from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, ChunkedHead, asked_of_head
 from skyrl_engine.modeling.images import ImageTokens
 from skyrl_engine.modeling.segments import REMEDY, WHOLE_ROWS, Segments, SegmentSupport

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from skyrl_engine.errors import EngineError, UnsupportedError
-from skyrl_engine.modeling.architecture import transformer_layers
+from skyrl_engine.modeling.causal_lm import transformer_layers
 from skyrl_engine.modeling.parity import random_tokens
 from skyrl_engine.modeling.segments import REMEDY, Segments, SegmentSupport
 from skyrl_engine.modeling.vision import ImageDecoder, language_part

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from skyrl_engine.contracts.backend import ModelSpec
+from skyrl_engine.contracts.kinds.backend import ModelSpec
 from skyrl_engine.errors import ModelError
 
 NAME = "score"

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
 
-from skyrl_engine.modeling.architecture import LogitRule
+from skyrl_engine.modeling.causal_lm import LogitRule
 
 
 @frozen(eq=False)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from skyrl_engine.contracts.outputs import Metric
+from skyrl_engine.contracts.values.outputs import Metric
 from skyrl_engine.errors import ContractError
 from skyrl_engine.objective.parts import CorrectionStep
 from skyrl_engine.objective.tokens import MicroBatchTokens

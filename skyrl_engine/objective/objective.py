@@ -7,9 +7,9 @@ from operator import add
 import torch
 from attrs import field, frozen
 
-from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.loss import LossOutput, as_loss_output
-from skyrl_engine.contracts.outputs import Metric, RankOutput
+from skyrl_engine.contracts.kinds.backend import MicroBatch
+from skyrl_engine.contracts.kinds.loss import LossOutput, as_loss_output
+from skyrl_engine.contracts.values.outputs import Metric, RankOutput
 from skyrl_engine.errors import ContractError
 from skyrl_engine.objective.corrections import correct
 from skyrl_engine.objective.outputs import collect

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from skyrl_engine.contracts.outputs import Metric, RankOutput
-from skyrl_engine.contracts.ragged import Ragged
+from skyrl_engine.contracts.values.outputs import Metric, RankOutput
+from skyrl_engine.contracts.values.ragged import Ragged
 from skyrl_engine.objective.samples import ScoredSamples
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from itertools import count
 from attrs import frozen
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.context import FactoryContext
-from skyrl_engine.contracts.correction import Correction
-from skyrl_engine.contracts.loss import MODEL_SCORES, Loss
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.kinds.correction import Correction
+from skyrl_engine.contracts.kinds.loss import MODEL_SCORES, Loss
 
 
 @frozen(eq=False)

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from skyrl_engine.contracts.ragged import IntArray, Ragged
+from skyrl_engine.contracts.values.ragged import IntArray, Ragged
 
 
 @frozen(eq=False)

@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from attrs import frozen
 
-from skyrl_engine.contracts.loss import MODEL_SCORES, LossTokens, Sequences
+from skyrl_engine.contracts.kinds.loss import MODEL_SCORES, LossTokens, Sequences
 from skyrl_engine.errors import DataError
 from skyrl_engine.objective.samples import ScoredSamples
 
 if TYPE_CHECKING:
-    from skyrl_engine.contracts.ragged import IntArray
+    from skyrl_engine.contracts.values.ragged import IntArray
 
 
 @frozen(eq=False)

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from attrs import field, frozen
 
-from skyrl_engine.contracts.outputs import BatchOutput
-from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.contracts.values.outputs import BatchOutput
+from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.proof.comparison import Measured, finite_or_infinite, relative_difference
 from skyrl_engine.proof.depth import Depth
 from skyrl_engine.proof.diagnosis import in_words

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from skyrl_engine.contracts.outputs import BatchOutput
+from skyrl_engine.contracts.values.outputs import BatchOutput
 
 Gradients = Mapping[str, npt.NDArray[np.floating]]
 

@@ -16,12 +16,12 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from skyrl_engine.contracts.backend import ModelSpec
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.loss import as_loss_output
-from skyrl_engine.contracts.outputs import BatchOutput
-from skyrl_engine.contracts.ragged import Ragged
-from skyrl_engine.contracts.reducer import BatchStructure, Reducer
+from skyrl_engine.contracts.kinds.backend import ModelSpec
+from skyrl_engine.contracts.kinds.loss import as_loss_output
+from skyrl_engine.contracts.kinds.reducer import BatchStructure, Reducer
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.outputs import BatchOutput
+from skyrl_engine.contracts.values.ragged import Ragged
 from skyrl_engine.objective.corrections import correct
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.samples import ScoredSamples

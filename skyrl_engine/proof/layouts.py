@@ -7,7 +7,7 @@ from typing import Self
 
 from attrs import frozen
 
-from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.contracts.values.topology import Topology
 
 OPTIONS: Mapping[str, str] = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel"}
 """The option by which backends take each size, which is also the capability they declare for it; dp is what is left of the world."""

@@ -7,17 +7,17 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from skyrl_engine.contracts.collator import Collator
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.merger import Merger
-from skyrl_engine.contracts.outputs import BatchOutput
-from skyrl_engine.contracts.plan import Layout
-from skyrl_engine.contracts.ragged import IntArray
-from skyrl_engine.contracts.reducer import Reducer
-from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.contracts.kinds.collator import Collator
+from skyrl_engine.contracts.kinds.merger import Merger
+from skyrl_engine.contracts.kinds.reducer import Reducer
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.outputs import BatchOutput
+from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.contracts.values.ragged import IntArray
+from skyrl_engine.contracts.values.topology import Topology
+from skyrl_engine.engine.step import StepDriver
 from skyrl_engine.errors import ModelError
 from skyrl_engine.proof.comparison import Measured
-from skyrl_engine.training.step import StepDriver
 from skyrl_engine.workers.dispatch import batch_structure, planned, token_weights
 from skyrl_engine.workers.launch import WorkerGroup
 

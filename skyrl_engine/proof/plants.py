@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve, field, frozen
 
-from skyrl_engine.contracts.collator import Collator
-from skyrl_engine.contracts.merger import Merger
-from skyrl_engine.contracts.outputs import BatchOutput, RankOutput
-from skyrl_engine.contracts.plan import BatchPlan
-from skyrl_engine.contracts.ragged import Ragged, offsets_of, segment_indices
-from skyrl_engine.contracts.reducer import BatchStructure, Reducer
+from skyrl_engine.contracts.kinds.collator import Collator
+from skyrl_engine.contracts.kinds.merger import Merger
+from skyrl_engine.contracts.kinds.reducer import BatchStructure, Reducer
+from skyrl_engine.contracts.values.outputs import BatchOutput, RankOutput
+from skyrl_engine.contracts.values.plan import BatchPlan
+from skyrl_engine.contracts.values.ragged import Ragged, offsets_of, segment_indices
 
 Weights = npt.NDArray[np.float64]
 

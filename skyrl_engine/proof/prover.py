@@ -8,12 +8,13 @@ import numpy as np
 from attrs import define, frozen
 
 from skyrl_engine.config import ResolvedConfig
-from skyrl_engine.contracts.backend import ComputeDtype
-from skyrl_engine.contracts.collator import Collator
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.merger import Merger
-from skyrl_engine.contracts.plan import Layout
-from skyrl_engine.contracts.reducer import Reducer
+from skyrl_engine.contracts.kinds.backend import ComputeDtype
+from skyrl_engine.contracts.kinds.collator import Collator
+from skyrl_engine.contracts.kinds.merger import Merger
+from skyrl_engine.contracts.kinds.reducer import Reducer
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.engine.capability import check_reducer
 from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.proof.cases import Case
@@ -24,7 +25,6 @@ from skyrl_engine.proof.passes import STEP, Products, layout_of, measure
 from skyrl_engine.proof.plants import Cut, PlannedCollator, Plant, PlantedMerger, PlantedReducer
 from skyrl_engine.proof.ranks import CONTEXT, RankPool
 from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
-from skyrl_engine.training.capability import check_reducer
 from skyrl_engine.workers.dispatch import batch_structure, planned
 
 TOLERANCE: Mapping[ComputeDtype, float] = {"float32": 1e-5, "float64": 1e-10}

@@ -9,9 +9,9 @@ import attrs
 from attrs import define
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.backend import ComputeDtype, ModelSpec, OptimizerSpec
-from skyrl_engine.contracts.context import FactoryContext
-from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.contracts.kinds.backend import ComputeDtype, ModelSpec, OptimizerSpec
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.proof.rollouts import LONGEST, PAD_TOKEN_ID
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
 from skyrl_engine.workers.spec import WorkerSpec

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.ragged import offsets_of
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.ragged import offsets_of
 
 VOCABULARY = 128
 PAD_TOKEN_ID = 0

@@ -53,17 +53,17 @@ class Kind:
 
 
 _ROWS = (
-    Kind("collator", ("skyrl_engine_make_collator",), "skyrl_engine.contracts.collator:Collator"),
-    Kind("loss", ("skyrl_engine_make_loss",), "skyrl_engine.contracts.loss:Loss"),
-    Kind("correction", ("skyrl_engine_make_correction",), "skyrl_engine.contracts.correction:Correction"),
-    Kind("reducer", ("skyrl_engine_make_reducer",), "skyrl_engine.contracts.reducer:Reducer"),
+    Kind("collator", ("skyrl_engine_make_collator",), "skyrl_engine.contracts.kinds.collator:Collator"),
+    Kind("loss", ("skyrl_engine_make_loss",), "skyrl_engine.contracts.kinds.loss:Loss"),
+    Kind("correction", ("skyrl_engine_make_correction",), "skyrl_engine.contracts.kinds.correction:Correction"),
+    Kind("reducer", ("skyrl_engine_make_reducer",), "skyrl_engine.contracts.kinds.reducer:Reducer"),
     Kind(
         "backend",
         ("skyrl_engine_make_backend", DESCRIBE_BACKEND_HOOK),
-        "skyrl_engine.contracts.backend:Backend",
+        "skyrl_engine.contracts.kinds.backend:Backend",
         late=frozenset({"coords"}),
     ),
-    Kind("merger", ("skyrl_engine_make_merger",), "skyrl_engine.contracts.merger:Merger"),
+    Kind("merger", ("skyrl_engine_make_merger",), "skyrl_engine.contracts.kinds.merger:Merger"),
     Kind("observer", ("skyrl_engine_make_observer",), None),
 )
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from attrs import field, frozen
 
-from skyrl_engine.contracts.backend import BackendDescription
-from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.contracts.kinds.backend import BackendDescription
+from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.errors import ContractError
 from skyrl_engine.registry.host import PluginHost, Registration
 from skyrl_engine.registry.kinds import DESCRIBE_BACKEND_HOOK, KINDS

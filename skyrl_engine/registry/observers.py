@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from skyrl_engine.contracts.events import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
+from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
 from skyrl_engine.errors import ContractError
 from skyrl_engine.registry.host import Owner, PluginHost, Registration
 from skyrl_engine.registry.kinds import OBSERVER_HOOKS

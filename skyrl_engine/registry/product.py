@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any, get_args
 
-from skyrl_engine.contracts.reducer import EmptySequence
+from skyrl_engine.contracts.kinds.reducer import EmptySequence
 from skyrl_engine.errors import ContractError
 from skyrl_engine.registry.host import Owner
 from skyrl_engine.registry.kinds import KINDS, Kind

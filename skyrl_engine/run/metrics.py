@@ -11,7 +11,7 @@ from typing import Any
 from attrs import define
 
 from skyrl_engine import EngineError, hookimpl
-from skyrl_engine.contracts.events import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
+from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
 
 FILE_NAME = "metrics.jsonl"
 MODEL_SPANS = frozenset({"model", "optimizer"})

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from attrs import evolve, frozen
 
-from skyrl_engine.contracts.events import EvaluationFinished, SessionFinished, SessionStarted, StepFinished
+from skyrl_engine.contracts.kinds.observer import EvaluationFinished, SessionFinished, SessionStarted, StepFinished
 from skyrl_engine.hooks.markers import hookimpl
 
 _WINDOW = 20

@@ -12,8 +12,8 @@ from typing import Any
 from attrs import define, field
 
 from skyrl_engine.config import ResolvedConfig
-from skyrl_engine.contracts.context import FactoryContext
-from skyrl_engine.contracts.events import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
 from skyrl_engine.errors import EngineError
 from skyrl_engine.registry.observers import ObserverBus
 from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from skyrl_engine.contracts.backend import LoraSpec, ModelSpec
+from skyrl_engine.contracts.kinds.backend import LoraSpec, ModelSpec
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.loading import load_scorer
 

@@ -11,10 +11,10 @@ from attrs import evolve, frozen
 from safetensors.torch import load_file
 from torch import Tensor
 
-from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
-from skyrl_engine.contracts.outputs import Metric, RankOutput
-from skyrl_engine.contracts.ragged import Ragged, offsets_of
+from skyrl_engine.contracts.kinds.backend import MicroBatch
+from skyrl_engine.contracts.values.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
+from skyrl_engine.contracts.values.outputs import Metric, RankOutput
+from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
 from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.testing.adapters import with_adapter
 from skyrl_engine.testing.pictures import IMAGE_TOKEN, Pictures, Variant, with_pictures

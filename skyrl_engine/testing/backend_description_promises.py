@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.backend import BackendDescription, Capability
+from skyrl_engine.contracts.kinds.backend import BackendDescription, Capability
 from skyrl_engine.errors import EngineError
 from skyrl_engine.proof.layouts import OPTIONS
 from skyrl_engine.testing.backend_ranks import RankFailed

@@ -10,9 +10,9 @@ import numpy.typing as npt
 from attrs import evolve, frozen
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.backend import Backend, ModelSpec, OptimizerSpec, OptimStep, RankEnvironment
-from skyrl_engine.contracts.outputs import PADDING_SAMPLE, RankOutput
-from skyrl_engine.contracts.topology import RankCoords, Topology
+from skyrl_engine.contracts.kinds.backend import Backend, ModelSpec, OptimizerSpec, OptimStep, RankEnvironment
+from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
+from skyrl_engine.contracts.values.topology import RankCoords, Topology
 from skyrl_engine.errors import EngineError
 from skyrl_engine.proof.rollouts import VOCABULARY
 from skyrl_engine.testing.subject import CONTEXT

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_engine.contracts.backend import Capability
-from skyrl_engine.contracts.outputs import PADDING_SAMPLE, RankOutput
+from skyrl_engine.contracts.kinds.backend import Capability
+from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.backend_batches import Definition
 from skyrl_engine.testing.backend_ranks import Arrays, Pass, Ranks

@@ -7,7 +7,7 @@ import torch
 from attrs import evolve
 from torch import nn
 
-from skyrl_engine.contracts.backend import OptimizerSpec, OptimStep
+from skyrl_engine.contracts.kinds.backend import OptimizerSpec, OptimStep
 from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.optimizer import parameter_groups, set_learning_rate
 from skyrl_engine.modeling.schedule import learning_rate

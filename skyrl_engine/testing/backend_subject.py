@@ -8,8 +8,8 @@ from attrs import evolve, field, frozen
 from hypothesis import strategies as st
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.backend import BackendDescription, Capability, ModelSpec, OptimizerSpec
-from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.contracts.kinds.backend import BackendDescription, Capability, ModelSpec, OptimizerSpec
+from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.errors import EngineError
 from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.testing.backend_ranks import Cut, Opening, Pass, RankFailed, Ranks

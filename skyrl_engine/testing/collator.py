@@ -16,11 +16,11 @@ from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.buffers import ReusableBuffers
-from skyrl_engine.contracts.collator import Collator, DenseBatch, carried_by
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import Layout, MicroBatchPlan, SampleLengths
-from skyrl_engine.contracts.ragged import AnyArray
+from skyrl_engine.contracts.kinds.collator import Collator, DenseBatch, carried_by
+from skyrl_engine.contracts.values.buffers import ReusableBuffers
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.plan import Layout, MicroBatchPlan, SampleLengths
+from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.testing import collator_checks as checks
 from skyrl_engine.testing import collator_strategies as strategies
 

@@ -6,11 +6,11 @@ from typing import get_args
 
 import numpy as np
 
-from skyrl_engine.contracts.collator import ROUTER_PADDING_MASK, Carried, Collator, DenseBatch, carried_by
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.extras import EXPERT_ROUTES, IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
-from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
-from skyrl_engine.contracts.ragged import AnyArray, IntArray
+from skyrl_engine.contracts.kinds.collator import ROUTER_PADDING_MASK, Carried, Collator, DenseBatch, carried_by
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
+from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
+from skyrl_engine.contracts.values.ragged import AnyArray, IntArray
 
 MODEL_FIELDS = ("input_ids", "attention_mask", "position_ids")
 FIELDS_OF_EXTRAS = {

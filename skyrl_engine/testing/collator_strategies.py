@@ -8,11 +8,11 @@ import numpy as np
 from attrs import Factory, frozen
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.collator import Carried
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.extras import EXPERT_ROUTES, IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
-from skyrl_engine.contracts.plan import Layout, SampleLengths
-from skyrl_engine.contracts.ragged import AnyArray
+from skyrl_engine.contracts.kinds.collator import Carried
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
+from skyrl_engine.contracts.values.plan import Layout, SampleLengths
+from skyrl_engine.contracts.values.ragged import AnyArray
 
 COLUMN_NAMES = ("rewards", "rollout_logprobs", "advantages", "a_column_of_my_own")
 SMALLEST_DENORMAL = float(np.finfo(np.float32).smallest_subnormal)

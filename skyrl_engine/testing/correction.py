@@ -4,7 +4,7 @@ class TestMine(CorrectionConformance):
     plugin = "acme-losses:mine"
 """
 
-from skyrl_engine.contracts.correction import Correction
+from skyrl_engine.contracts.kinds.correction import Correction
 from skyrl_engine.testing.conformance import Conformance
 from skyrl_engine.testing.correction_promises import CORRECTION_PROMISES
 

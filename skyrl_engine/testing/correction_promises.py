@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.correction import Correction
+from skyrl_engine.contracts.kinds.correction import Correction
 from skyrl_engine.errors import EngineError
 from skyrl_engine.objective.corrections import correct
 from skyrl_engine.objective.parts import CorrectionStep

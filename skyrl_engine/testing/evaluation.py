@@ -9,8 +9,8 @@ import torch
 from attrs import evolve, field, frozen
 from torch.overrides import TorchFunctionMode
 
-from skyrl_engine.contracts.loss import MODEL_SCORES, LossOutput, LossTokens, as_loss_output
-from skyrl_engine.contracts.outputs import Metric, combine_metrics
+from skyrl_engine.contracts.kinds.loss import MODEL_SCORES, LossOutput, LossTokens, as_loss_output
+from skyrl_engine.contracts.values.outputs import Metric, combine_metrics
 from skyrl_engine.errors import EngineError
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import ObjectiveParts, Term

@@ -10,7 +10,7 @@ and pytest runs every promise that the loss claims. Override `loss` to hand over
 
 from typing import ClassVar
 
-from skyrl_engine.contracts.loss import Loss
+from skyrl_engine.contracts.kinds.loss import Loss
 from skyrl_engine.testing.conformance import Conformance
 from skyrl_engine.testing.loss_promises import LOSS_PROMISES
 

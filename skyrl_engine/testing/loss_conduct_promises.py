@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from skyrl_engine.contracts.loss import as_loss_output
+from skyrl_engine.contracts.kinds.loss import as_loss_output
 from skyrl_engine.testing.comparison import (
     change,
     same_evaluation,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from attrs import evolve
 
-from skyrl_engine.contracts.outputs import Metric, combine_metrics
+from skyrl_engine.contracts.values.outputs import Metric, combine_metrics
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing import rollouts
 from skyrl_engine.testing.comparison import (

@@ -4,7 +4,7 @@ class TestMine(MergerConformance):
     plugin = "acme-mergers:mine"
 """
 
-from skyrl_engine.contracts.merger import Merger
+from skyrl_engine.contracts.kinds.merger import Merger
 from skyrl_engine.testing.conformance import Conformance
 from skyrl_engine.testing.merger_promises import MERGER_PROMISES
 

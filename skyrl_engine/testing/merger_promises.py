@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.outputs import PADDING_SAMPLE, BatchOutput, RankOutput
+from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, BatchOutput, RankOutput
 from skyrl_engine.errors import EngineError, OutputError
 from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES

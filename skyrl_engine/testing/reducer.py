@@ -6,7 +6,7 @@
 Add `oracle(self, structure)`, which returns the weights due, to be held to a definition of your own.
 """
 
-from skyrl_engine.contracts.reducer import Reducer
+from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.testing.conformance import Conformance
 from skyrl_engine.testing.reducer_promises import REDUCER_PROMISES
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve
 
-from skyrl_engine.contracts.reducer import BatchStructure
+from skyrl_engine.contracts.kinds.reducer import BatchStructure
 from skyrl_engine.errors import DataError, EngineError
 from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing import structures

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from attrs import evolve, frozen
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.ragged import IntArray, Ragged, offsets_of, segment_indices
+from skyrl_engine.contracts.kinds.backend import MicroBatch
+from skyrl_engine.contracts.values.ragged import IntArray, Ragged, offsets_of, segment_indices
 from skyrl_engine.objective.samples import ScoredSamples
 
 FloatArray = npt.NDArray[np.float32]

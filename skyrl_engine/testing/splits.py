@@ -6,10 +6,10 @@ import numpy as np
 from attrs import evolve, field, frozen
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.outputs import PADDING_SAMPLE, BatchOutput, Metric, RankOutput
-from skyrl_engine.contracts.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
-from skyrl_engine.contracts.ragged import IntArray, Ragged, offsets_of
-from skyrl_engine.contracts.topology import RankCoords, Topology
+from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, BatchOutput, Metric, RankOutput
+from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
+from skyrl_engine.contracts.values.ragged import IntArray, Ragged, offsets_of
+from skyrl_engine.contracts.values.topology import RankCoords, Topology
 
 FIELDS = ("logprobs", "token_loss")
 

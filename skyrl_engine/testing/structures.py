@@ -5,8 +5,8 @@ import numpy.typing as npt
 from attrs import evolve, frozen
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.ragged import AnyArray, IntArray, offsets_of, segment_indices
-from skyrl_engine.contracts.reducer import BatchStructure
+from skyrl_engine.contracts.kinds.reducer import BatchStructure
+from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, offsets_of, segment_indices
 
 MAX_SEQUENCE_LENGTH = 8
 LONG = 300

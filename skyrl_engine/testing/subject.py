@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from attrs import field, frozen
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.registry.resolve import Registry
 
 Product = TypeVar("Product")

@@ -1,10 +1,10 @@
 """One pass over held-out data without gradients."""
 
-from skyrl_engine.contracts.outputs import combine_metrics, results_of
+from skyrl_engine.contracts.values.outputs import combine_metrics, results_of
 from skyrl_engine.data.dataset import TokenizedDataset
+from skyrl_engine.engine.step import StepDriver
 from skyrl_engine.errors import DataError
-from skyrl_engine.training.order import SampleOrder
-from skyrl_engine.training.step import StepDriver
+from skyrl_engine.training.sft.order import SampleOrder
 
 
 def evaluate(driver: StepDriver, dataset: TokenizedDataset, *, batch_size: int, step: int) -> dict[str, float]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.config.converter import strict_converter
 from skyrl_engine.config.schema import DataConfig, ModelConfig
-from skyrl_engine.contracts.context import FactoryContext
-from skyrl_engine.data.vision import Vision, load_vision
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.data.images.processor import Vision, load_vision
 from skyrl_engine.errors import EngineError, ModelError
 from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
 from skyrl_engine.run.directory import RunDirectory
@@ -28,7 +28,7 @@ def export_checkpoint(run_directory: Path, output: Path, step: int | None = None
     Raises CheckpointError for a missing or damaged checkpoint, ModelError for an `output` that is not empty, and PluginError when the plugins
     the checkpoint was made with are not installed in the same versions.
     """
-    from skyrl_engine.data.tokenizer import load_tokenizer
+    from skyrl_engine.model_facts.tokenizer import load_tokenizer
 
     run = RunDirectory(run_directory)
     _refuse_occupied(output)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from skyrl_engine.config.schema import ModelConfig
-from skyrl_engine.data.model_config import location_of, read_model_config
-from skyrl_engine.data.vision import Vision, VisionInputs
-from skyrl_engine.modeling.architectures import takes_images
+from skyrl_engine.data.images.processor import Vision, VisionInputs
+from skyrl_engine.model_facts.configuration import location_of, read_model_config
+from skyrl_engine.model_facts.vision_language import takes_images
 
 _IMAGES: Final = "preprocessor_config.json"
 _ALL: Final = "processor_config.json"

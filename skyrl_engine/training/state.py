@@ -7,11 +7,11 @@ import attrs
 import numpy as np
 from attrs import frozen
 
-from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.errors import CheckpointError
 from skyrl_engine.run.checkpoint import Checkpoint
 from skyrl_engine.run.session import TRAINER_DOCUMENT
-from skyrl_engine.training.order import Position, SampleOrder
+from skyrl_engine.training.sft.order import Position, SampleOrder
 
 
 @frozen

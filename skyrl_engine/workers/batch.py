@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from attrs import frozen
 
-from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.collator import MODEL_INPUTS, Collator, DenseBatch
-from skyrl_engine.contracts.plan import MicroBatchPlan
-from skyrl_engine.contracts.ragged import Ragged, offsets_of, segment_indices
+from skyrl_engine.contracts.kinds.backend import MicroBatch
+from skyrl_engine.contracts.kinds.collator import MODEL_INPUTS, Collator, DenseBatch
+from skyrl_engine.contracts.values.plan import MicroBatchPlan
+from skyrl_engine.contracts.values.ragged import Ragged, offsets_of, segment_indices
 from skyrl_engine.errors import ContractError
 from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.registry.host import Owner, blaming

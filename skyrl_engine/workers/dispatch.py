@@ -7,15 +7,15 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve, frozen
 
-from skyrl_engine.contracts.backend import StepCounts
-from skyrl_engine.contracts.collator import Collator
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.extras import PIXEL_VALUES
-from skyrl_engine.contracts.merger import Merger
-from skyrl_engine.contracts.outputs import BatchOutput, RankOutput
-from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, MiniBatchPlan
-from skyrl_engine.contracts.ragged import IntArray, Join, join_fresh, offsets_of, take_segments
-from skyrl_engine.contracts.reducer import BatchStructure, PerSequence, Reducer, TokenWeights
+from skyrl_engine.contracts.kinds.backend import StepCounts
+from skyrl_engine.contracts.kinds.collator import Collator
+from skyrl_engine.contracts.kinds.merger import Merger
+from skyrl_engine.contracts.kinds.reducer import BatchStructure, PerSequence, Reducer, TokenWeights
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.extras import PIXEL_VALUES
+from skyrl_engine.contracts.values.outputs import BatchOutput, RankOutput
+from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, MiniBatchPlan
+from skyrl_engine.contracts.values.ragged import IntArray, Join, join_fresh, offsets_of, take_segments
 from skyrl_engine.errors import ContractError
 from skyrl_engine.registry.host import Owner, blaming
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, Self
 
 import numpy.typing as npt
 
-from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.workers.dispatch import PlacedShard, Shard
 from skyrl_engine.workers.spec import WorkerSpec

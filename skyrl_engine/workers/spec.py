@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 from attrs import frozen
 
-from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec
-from skyrl_engine.contracts.context import FactoryContext
-from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.contracts.kinds.backend import ModelSpec, OptimizerSpec
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.values.topology import Topology
 
 Device = Literal["auto", "cpu", "cuda"]
 

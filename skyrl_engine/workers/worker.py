@@ -10,9 +10,9 @@ import torch
 from attrs import frozen
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.backend import Backend, OptimStep, RankEnvironment
-from skyrl_engine.contracts.collator import Collator
-from skyrl_engine.contracts.outputs import RankOutput
+from skyrl_engine.contracts.kinds.backend import Backend, OptimStep, RankEnvironment
+from skyrl_engine.contracts.kinds.collator import Collator
+from skyrl_engine.contracts.values.outputs import RankOutput
 from skyrl_engine.errors import ContractError
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import ObjectiveParts

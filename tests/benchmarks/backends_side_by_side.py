@@ -35,17 +35,17 @@ from measuring.cpu_time import machine
 from measuring.ranks import ClockedTransport
 
 from skyrl_engine.config import SelectedPlugin, from_dict, resolve
-from skyrl_engine.contracts.backend import ComputeDtype, ModelSpec
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.context import FactoryContext
-from skyrl_engine.contracts.outputs import BatchOutput
+from skyrl_engine.contracts.kinds.backend import ComputeDtype, ModelSpec
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.outputs import BatchOutput
+from skyrl_engine.engine.step import StepDriver
 from skyrl_engine.errors import PluginNotFoundError, UnsupportedError
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.proof.passes import layout_of
 from skyrl_engine.proof.ranks import NO_STEP
 from skyrl_engine.testing.world import World
-from skyrl_engine.training.step import StepDriver
 from skyrl_engine.workers.launch import WorkerGroup
 from skyrl_engine.workers.spec import WorkerSpec
 

@@ -16,10 +16,10 @@ import torch
 from measuring.cpu_time import interleaved, machine
 from measuring.peer import columns_of, peer_module
 
-from skyrl_engine.contracts.buffers import ReusableBuffers
-from skyrl_engine.contracts.collator import MODEL_INPUTS
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import Layout, MicroBatchPlan, one_sample_per_row
+from skyrl_engine.contracts.kinds.collator import MODEL_INPUTS
+from skyrl_engine.contracts.values.buffers import ReusableBuffers
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.plan import Layout, MicroBatchPlan, one_sample_per_row
 from skyrl_engine_collators import kernels, packed, padded
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded.collator import PaddedCollator

@@ -17,10 +17,10 @@ import torch
 from measuring.cpu_time import interleaved, machine
 from measuring.peer import columns_of, peer_module
 
-from skyrl_engine.contracts.buffers import ReusableJoin
-from skyrl_engine.contracts.collator import DenseBatch
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import Layout, one_sample_per_row
+from skyrl_engine.contracts.kinds.collator import DenseBatch
+from skyrl_engine.contracts.values.buffers import ReusableJoin
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.plan import Layout, one_sample_per_row
 from skyrl_engine.workers.dispatch import Shard, batch_structure, compact_weights, cut
 from skyrl_engine.workers.parcel import Parcel
 from skyrl_engine.workers.ray_cluster import import_ray

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from measuring.cpu_time import interleaved, machine
 
-from skyrl_engine.contracts.outputs import BatchOutput, Metric, RankOutput
-from skyrl_engine.contracts.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
-from skyrl_engine.contracts.ragged import Ragged, offsets_of
-from skyrl_engine.contracts.topology import RankCoords
+from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
+from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
+from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
+from skyrl_engine.contracts.values.topology import RankCoords
 from skyrl_engine_mergers.listed import ListMerger
 from skyrl_engine_mergers.ordered import OrderedMerger
 

@@ -15,9 +15,9 @@ import torch
 from attrs import frozen
 from measuring.cpu_time import interleaved, machine
 
-from skyrl_engine.contracts.outputs import BatchOutput, RankOutput
-from skyrl_engine.contracts.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
-from skyrl_engine.contracts.ragged import Ragged, offsets_of
+from skyrl_engine.contracts.values.outputs import BatchOutput, RankOutput
+from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
+from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
 from skyrl_engine.objective.outputs import collect
 from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine_mergers.ordered import OrderedMerger

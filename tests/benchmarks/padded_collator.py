@@ -9,9 +9,9 @@ from functools import partial
 import numpy as np
 from measuring.cpu_time import interleaved, machine
 
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import MicroBatchPlan, one_sample_per_row
-from skyrl_engine.contracts.ragged import offsets_of
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.plan import MicroBatchPlan, one_sample_per_row
+from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine_collators.padded import reference
 from skyrl_engine_collators.padded.collator import PaddedCollator
 

@@ -46,8 +46,8 @@ from transformers.trainer_callback import PrinterCallback
 
 from skyrl_engine import hookimpl
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.contracts.events import StepFinished
-from skyrl_engine.training.sft import run_sft
+from skyrl_engine.contracts.kinds.observer import StepFinished
+from skyrl_engine.training.sft.trainer import run_sft
 
 ROUNDS, STEPS, BATCH = 3, 5, 8
 SHORTEST, LONGEST = 36, 503

@@ -138,9 +138,11 @@ def test_preview_marks_what_carries_loss(command, inputs):
 def test_an_interrupted_run_says_how_to_go_on(command, config, monkeypatch, tmp_path):
     from pathlib import Path
 
-    from skyrl_engine.training.sft import RunResult
+    from skyrl_engine.training.sft.trainer import RunResult
 
-    monkeypatch.setattr("skyrl_engine.training.sft.run_sft", lambda *_, **__: RunResult(Path("a run"), 1, {"loss": 1.0}, "SIGINT"))
+    monkeypatch.setattr(
+        "skyrl_engine.training.sft.trainer.run_sft", lambda *_, **__: RunResult(Path("a run"), 1, {"loss": 1.0}, "SIGINT")
+    )
     outcome = command("run", config)
     assert outcome.code == 130
     assert outcome.last_line == "    skyrl-engine run 'a run'/config.toml run.directory='a run' checkpoint.resume=true"

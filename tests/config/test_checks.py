@@ -2,7 +2,7 @@
 
 import pytest
 
-from skyrl_engine.config.sources import load
+from skyrl_engine.config.reading.sources import load
 from skyrl_engine.config.structure import structure
 
 

@@ -11,7 +11,7 @@ from attrs.validators import ge, gt, min_len, optional
 
 from skyrl_engine.config import config_schema
 from skyrl_engine.config.json_schema import table_schema
-from skyrl_engine.config.sources import from_dict
+from skyrl_engine.config.reading.sources import from_dict
 from skyrl_engine.config.structure import structure
 
 MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "d"}}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from skyrl_engine.config.overrides import parse_override
+from skyrl_engine.config.reading.overrides import parse_override
 from skyrl_engine.errors import Problem
 
 

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin, config_schema, from_dict, load, resolve
-from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.errors import ConfigError, PluginAmbiguousError, PluginBlockedError, PluginError, PluginNotFoundError
 
 NEEDED = ("model.path=m", "data.train=d")

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.config.origins import DEFAULT
+from skyrl_engine.config.reading.origins import DEFAULT
+from skyrl_engine.config.reading.sources import RawConfig, load
+from skyrl_engine.config.reading.toml import read_toml
 from skyrl_engine.config.report import to_toml
 from skyrl_engine.config.schema import EngineConfig, LoraConfig, LossTable, PluginTable, TermTable, TrainingConfig
-from skyrl_engine.config.sources import RawConfig, load
 from skyrl_engine.config.structure import complete_origins, plain, structure
-from skyrl_engine.config.toml_source import read_toml
 from skyrl_engine.errors import ConfigError
 
 NEEDED = ("model.path=m", "data.train=d")

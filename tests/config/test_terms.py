@@ -8,8 +8,8 @@ import jsonschema
 import pytest
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin, config_schema, load, resolve
-from skyrl_engine.config.sources import from_dict
-from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.config.reading.sources import from_dict
+from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.errors import ConfigError, ContractError, PluginNotFoundError
 
 SOURCE = '''

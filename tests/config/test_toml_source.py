@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.config.origins import leaves
+from skyrl_engine.config.reading.origins import leaves
+from skyrl_engine.config.reading.toml import key_lines, read_toml
 from skyrl_engine.config.report import to_toml
-from skyrl_engine.config.toml_source import key_lines, read_toml
 from skyrl_engine.errors import ConfigError
 
 AWKWARD = """\

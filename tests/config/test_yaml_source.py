@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.config.yaml_source import read_yaml
+from skyrl_engine.config.reading.yaml import read_yaml
 from skyrl_engine.errors import ConfigError
 
 

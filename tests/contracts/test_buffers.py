@@ -6,9 +6,9 @@ from threading import Thread
 import numpy as np
 import pytest
 
-from skyrl_engine.contracts.buffers import ReusableJoin
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.ragged import LONG
+from skyrl_engine.contracts.values.buffers import ReusableJoin
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.ragged import LONG
 
 
 def address(view: memoryview) -> int:

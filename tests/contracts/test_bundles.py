@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 
-from skyrl_engine.contracts.bundles import Bundles, inseparable
+from skyrl_engine.contracts.values.bundles import Bundles, inseparable
 from skyrl_engine.testing.collator_strategies import sample_lengths
 
 

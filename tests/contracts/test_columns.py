@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.ragged import Ragged, offsets_of
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
 from skyrl_engine.errors import DataError
 from skyrl_engine.testing.collator_strategies import sample_columns
 from skyrl_engine.testing.error_checks import check_says_what_to_do

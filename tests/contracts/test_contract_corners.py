@@ -6,10 +6,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from skyrl_engine.contracts import ragged
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
-from skyrl_engine.contracts.ragged import BLOCK, LONG, Ragged, RaggedView, offsets_of, segment_indices, take_segments
+from skyrl_engine.contracts.values import ragged
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
+from skyrl_engine.contracts.values.ragged import BLOCK, LONG, Ragged, RaggedView, offsets_of, segment_indices, take_segments
 from skyrl_engine.errors import DataError
 
 SMALLEST = -(2**63)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.errors import DataError
 from skyrl_engine.testing.collator_strategies import SampleLists, sample_lists
 from skyrl_engine.testing.error_checks import check_says_what_to_do

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from skyrl_engine.contracts.outputs import BatchOutput, Metric, RankOutput
-from skyrl_engine.contracts.ragged import Ragged, offsets_of
-from skyrl_engine.contracts.topology import RankCoords
+from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
+from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
+from skyrl_engine.contracts.values.topology import RankCoords
 
 
 def output_of(ids: list[int], scored: list[list[int]], lengths: list[int], **metrics: Metric) -> RankOutput:

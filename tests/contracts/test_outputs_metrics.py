@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.outputs import Metric, combine_metrics
+from skyrl_engine.contracts.values.outputs import Metric, combine_metrics
 from skyrl_engine.errors import ContractError
 
 MAKERS = {

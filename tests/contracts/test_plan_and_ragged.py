@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts import ragged as ragged_module
-from skyrl_engine.contracts.buffers import ReusableBuffers
-from skyrl_engine.contracts.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
-from skyrl_engine.contracts.ragged import Ragged, join_segments, offsets_of, segment_indices, take_segments
+from skyrl_engine.contracts.values import ragged as ragged_module
+from skyrl_engine.contracts.values.buffers import ReusableBuffers
+from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
+from skyrl_engine.contracts.values.ragged import Ragged, join_segments, offsets_of, segment_indices, take_segments
 
 
 def rows_of(*samples):

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts import reducer as reducer_module
-from skyrl_engine.contracts.ragged import BLOCK, offsets_of
-from skyrl_engine.contracts.reducer import BatchStructure
+from skyrl_engine.contracts.kinds import reducer as reducer_module
+from skyrl_engine.contracts.kinds.reducer import BatchStructure
+from skyrl_engine.contracts.values.ragged import BLOCK, offsets_of
 
 
 def structure_of(weights, lengths):

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_engine.config.schema import DataConfig
-from skyrl_engine.data import TokenizedDataset, load_columns
-from skyrl_engine.data.vision import NoVision, Vision, VisionInputs
+from skyrl_engine.data.dataset import TokenizedDataset, load_columns
+from skyrl_engine.data.images.processor import NoVision, Vision, VisionInputs
 
 CHATML = """\
 {%- for m in messages -%}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from skyrl_engine.config.schema import DataConfig
-from skyrl_engine.data import load_columns
-from skyrl_engine.data.cache import TokenCache
+from skyrl_engine.data.dataset import load_columns
+from skyrl_engine.data.table.cache import TokenCache
 from skyrl_engine.errors import DataError
 
 ROWS = [{"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "answer"}]} for i in range(20)]

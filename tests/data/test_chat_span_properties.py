@@ -8,8 +8,8 @@ templates that reorder messages or change their texts.
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.data.chat import ChatTemplate
-from skyrl_engine.data.messages import Conversation
+from skyrl_engine.data.text.chat import ChatTemplate
+from skyrl_engine.data.text.messages import Conversation
 
 TEXTS = st.lists(
     st.sampled_from(["a", "b", " ", "\n", "\n\n", "<", "<think>", "think", "assistant\n", "[call]", "yes", "é🙂"]),

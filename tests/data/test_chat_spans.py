@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_engine.config.schema import ModelConfig
-from skyrl_engine.data import load_tokenizer
 from skyrl_engine.errors import DataError, ModelError
+from skyrl_engine.model_facts.tokenizer import load_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "add"}}
 CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -6,7 +6,7 @@ import pytest
 from transformers import Qwen3Config
 
 from skyrl_engine.config.schema import DataConfig, ModelConfig
-from skyrl_engine.data.context_length import limited_to_model
+from skyrl_engine.model_facts.context_length import limited_to_model
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from attrs import evolve
 
 from skyrl_engine.config.schema import DataConfig
-from skyrl_engine.data import load_columns
+from skyrl_engine.data.dataset import load_columns
 from skyrl_engine.errors import DataError
 
 TEXTS = [{"text": f"sample {i} " + "word " * (i % 7)} for i in range(40)]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from skyrl_engine.data.formats import detect
-from skyrl_engine.data.rows import Row
+from skyrl_engine.data.sources.formats import detect
+from skyrl_engine.data.sources.rows import Row
 from skyrl_engine.errors import DataError
 
 

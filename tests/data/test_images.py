@@ -18,11 +18,11 @@ from PIL import Image
 from transformers.image_utils import load_image
 
 from skyrl_engine.config.schema import DataConfig
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import Layout
-from skyrl_engine.contracts.reducer import PerSequence
-from skyrl_engine.data import load_columns
-from skyrl_engine.data import vision as vision_module
+from skyrl_engine.contracts.kinds.reducer import PerSequence
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.data.dataset import load_columns
+from skyrl_engine.data.images import processor as vision_module
 from skyrl_engine.data.preview import preview
 from skyrl_engine.errors import DataError, ImageError, UnsupportedError
 from skyrl_engine.spans import Spans

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine.config.schema import DataConfig
-from skyrl_engine.data import load_columns
-from skyrl_engine.data.rows import Row
-from skyrl_engine.data.sample_columns import ColumnReader
-from skyrl_engine.data.tokenization import TokenizedSample
+from skyrl_engine.data.dataset import load_columns
+from skyrl_engine.data.sources.rows import Row
+from skyrl_engine.data.table.sample_columns import ColumnReader
+from skyrl_engine.data.text.tokenization import TokenizedSample
 from skyrl_engine.errors import DataError
 
 ROLLOUT = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "loss_mask": [1, 0, 1]}

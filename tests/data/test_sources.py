@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from skyrl_engine.config.schema import DataConfig
-from skyrl_engine.data import load_columns
-from skyrl_engine.data.locate import open_source
+from skyrl_engine.data.dataset import load_columns
+from skyrl_engine.data.sources.locate import open_source
 from skyrl_engine.errors import DataError
 
 ROWS = [

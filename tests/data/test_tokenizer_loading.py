@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from skyrl_engine.config.schema import ModelConfig
-from skyrl_engine.data import load_tokenizer
 from skyrl_engine.errors import ModelError
+from skyrl_engine.model_facts.tokenizer import load_tokenizer
 
 
 @pytest.fixture

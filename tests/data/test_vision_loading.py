@@ -7,8 +7,8 @@ from transformers import LlamaConfig, Qwen3VLConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from skyrl_engine.config.schema import DataConfig, ModelConfig
-from skyrl_engine.data import vision as vision_module
-from skyrl_engine.data.vision import NoVision, VisionInputs, load_vision
+from skyrl_engine.data.images import processor as vision_module
+from skyrl_engine.data.images.processor import NoVision, VisionInputs, load_vision
 
 DATA = DataConfig(train="rows.jsonl")
 SIZE = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}

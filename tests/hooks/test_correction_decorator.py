@@ -5,8 +5,8 @@ import pytest
 from attrs import define
 
 from skyrl_engine import correction, hookimpl
-from skyrl_engine.contracts.context import FactoryContext
-from skyrl_engine.contracts.correction import FunctionCorrection
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.kinds.correction import FunctionCorrection
 from skyrl_engine.hooks import spec
 from skyrl_engine.hooks.markers import PROJECT
 

@@ -88,7 +88,7 @@ def test_every_kind_has_its_place_on_the_page() -> None:
 
 
 def test_the_observer_on_the_page_works(capsys: pytest.CaptureFixture[str]) -> None:
-    from skyrl_engine.contracts.events import StepFinished
+    from skyrl_engine.contracts.kinds.observer import StepFinished
     from skyrl_engine.registry.observers import ObserverBus
 
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

@@ -5,7 +5,7 @@ import pytest
 from attrs import define
 
 from skyrl_engine import loss
-from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.hooks import spec
 from skyrl_engine.hooks.markers import PROJECT
 

@@ -6,7 +6,7 @@ import pytest
 from attrs import define
 
 from skyrl_engine import BatchStructure, reducer
-from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.errors import DataError
 from skyrl_engine.hooks import spec
 from skyrl_engine.hooks.markers import PROJECT

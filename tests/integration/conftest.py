@@ -9,11 +9,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.context import FactoryContext
-from skyrl_engine.contracts.ragged import offsets_of
-from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.contracts.kinds.backend import ModelSpec, OptimizerSpec
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.ragged import offsets_of
+from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.workers.spec import WorkerSpec
 
 VOCABULARY = 96

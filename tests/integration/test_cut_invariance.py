@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.contracts.plan import Layout
+from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.workers.dispatch import batch_structure, cut, token_weights
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
 from skyrl_engine_collators.padded.collator import PaddedCollator

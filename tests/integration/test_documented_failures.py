@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.contracts.backend import ModelSpec
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.outputs import BatchOutput
-from skyrl_engine.contracts.plan import Layout
+from skyrl_engine.contracts.kinds.backend import ModelSpec
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.outputs import BatchOutput
+from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.engine.step import StepDriver
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.proof.model import write_model
 from skyrl_engine.proof.ranks import CONTEXT, RankPool
 from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
-from skyrl_engine.training.step import StepDriver
 
 LOSS_FILE = '''
 from skyrl_engine import LossOutput, Metric, loss

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.contracts.backend import Backend, ModelSpec, OptimizerSpec, RankEnvironment
+from skyrl_engine.contracts.kinds.backend import Backend, ModelSpec, OptimizerSpec, RankEnvironment
 from skyrl_engine.errors import PluginNotFoundError
 from skyrl_engine.proof.model import Family, write_model
 from skyrl_engine.proof.ranks import CONTEXT

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from skyrl_engine.contracts.collator import Collator
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import Layout
+from skyrl_engine.contracts.kinds.collator import Collator
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.workers.dispatch import batch_structure, cut, token_weights
 from skyrl_engine.workers.spec import WorkerSpec
 from skyrl_engine.workers.worker import Worker

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from skyrl_engine.contracts.backend import Backend, ModelSpec, OptimizerSpec, RankEnvironment
+from skyrl_engine.contracts.kinds.backend import Backend, ModelSpec, OptimizerSpec, RankEnvironment
 from skyrl_engine.proof.rollouts import VOCABULARY
 from skyrl_engine.testing.backend_batches import WeightedObjective, packed, padded, picture_documents, worst
 from skyrl_engine.testing.pictures import Variant, write_vision_model

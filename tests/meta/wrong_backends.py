@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts.backend import BackendDescription, Objective, OptimStep
+from skyrl_engine.contracts import BackendDescription, Objective, OptimStep
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
 
 Make = Callable[[type[Any]], type[Any]]
@@ -175,7 +175,7 @@ def _lossy(self: Any, original: Any, batch: Any, objective: Any) -> Any:
 
 
 def _as_rank_0(self: Any, original: Any, batch: Any, objective: Any) -> Any:
-    from skyrl_engine.contracts.topology import RankCoords
+    from skyrl_engine.contracts import RankCoords
 
     return attrs.evolve(original(batch, objective), coords=RankCoords())
 
@@ -269,7 +269,7 @@ def _one_document_a_row(self: Any, original: Any, batch: Any, objective: Any) ->
 def _joined(micro_batch: Any) -> Any:
     import numpy as np
 
-    from skyrl_engine.contracts.ragged import Ragged
+    from skyrl_engine.contracts import Ragged
 
     if (micro_batch.sequence_lengths.lengths <= 1).all():
         return micro_batch.sequence_lengths
@@ -394,7 +394,7 @@ def _text_in_the_place_of_images(micro_batch: Any) -> Any:
 
 
 def _without_the_missing(self: Any, original: Any, batch: Any, objective: Any) -> Any:
-    from skyrl_engine.errors import DataError
+    from skyrl_engine import DataError
 
     try:
         return original(batch, objective)

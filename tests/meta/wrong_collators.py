@@ -3,9 +3,7 @@
 import numpy as np
 from attrs import evolve
 
-from skyrl_engine.contracts.collator import GatherIndex
-from skyrl_engine.contracts.plan import BatchPlan, MicroBatchPlan, MiniBatchPlan
-from skyrl_engine.contracts.ragged import Ragged
+from skyrl_engine.contracts import BatchPlan, GatherIndex, MicroBatchPlan, MiniBatchPlan, Ragged
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded.collator import PaddedCollator
 

@@ -6,7 +6,7 @@ import torch
 from attrs import define, field
 
 from skyrl_engine import LossOutput, Metric, loss
-from skyrl_engine.contracts.loss import FunctionLoss
+from skyrl_engine.contracts import FunctionLoss
 
 NEEDS = ("logprobs", "advantages")
 

@@ -3,9 +3,8 @@
 import numpy as np
 from attrs import evolve
 
-from skyrl_engine.contracts.outputs import PADDING_SAMPLE, BatchOutput, Metric, RankOutput
-from skyrl_engine.contracts.ragged import Ragged
-from skyrl_engine.errors import OutputError
+from skyrl_engine import OutputError
+from skyrl_engine.contracts import PADDING_SAMPLE, BatchOutput, Metric, Ragged, RankOutput
 
 
 class Plain:

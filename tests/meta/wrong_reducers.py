@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from skyrl_engine.errors import DataError
+from skyrl_engine import DataError
 
 
 class Plain:

@@ -36,8 +36,8 @@ from published_formulas import (
 )
 
 from skyrl_engine import BatchStructure, LossOutput
-from skyrl_engine.contracts.loss import LossTokens, Sequences
-from skyrl_engine.contracts.ragged import offsets_of
+from skyrl_engine.contracts.kinds.loss import LossTokens, Sequences
+from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.testing.subject import CONTEXT, selected
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "migration.md"

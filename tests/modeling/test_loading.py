@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, LlamaForCausalLM, T5Config
 
-from skyrl_engine.contracts.backend import ComputeDtype, ModelSpec
+from skyrl_engine.contracts.kinds.backend import ComputeDtype, ModelSpec
 from skyrl_engine.errors import ModelError
 from skyrl_engine.modeling.loading import load_causal_lm, load_scorer
 

@@ -13,7 +13,7 @@ from peft import IA3Config, LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from skyrl_engine.contracts.backend import LoraSpec, ModelSpec
+from skyrl_engine.contracts.kinds.backend import LoraSpec, ModelSpec
 from skyrl_engine.errors import EngineError, ModelError, UnsupportedError
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.loading import load_config, load_scorer, load_skeleton

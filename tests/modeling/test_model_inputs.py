@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.ragged import Ragged
+from skyrl_engine.contracts.kinds.backend import MicroBatch
+from skyrl_engine.contracts.values.ragged import Ragged
 from skyrl_engine.errors import ContractError, UnsupportedError
 from skyrl_engine.modeling.model_inputs import model_inputs
 

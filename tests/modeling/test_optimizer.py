@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from skyrl_engine.contracts.backend import OptimizerSpec
+from skyrl_engine.contracts.kinds.backend import OptimizerSpec
 from skyrl_engine.modeling.optimizer import build_adamw, set_learning_rate
 from skyrl_engine.modeling.schedule import learning_rate
 

@@ -10,10 +10,10 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.context import FactoryContext
-from skyrl_engine.contracts.ragged import Ragged, offsets_of
+from skyrl_engine.contracts.kinds.backend import MicroBatch
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
 from skyrl_engine.errors import ContractError, DataError, UnsupportedError
 from skyrl_engine.modeling.images import ImageTokens, placed_images
 from skyrl_engine.modeling.rotary_positions import real_positions, rotary_positions

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_engine.errors import ModelError
-from skyrl_engine.modeling.architecture import split_causal_lm, transformer_layers
+from skyrl_engine.modeling.causal_lm import split_causal_lm, transformer_layers
 from skyrl_engine.modeling.chunked_head import ChunkedHead
 from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.scorer import Scorer
@@ -174,7 +174,7 @@ def test_the_heads_bias_and_a_frozen_weight_get_what_they_should() -> None:
     linear = torch.nn.Linear(8, VOCABULARY).double()
     hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(0, VOCABULARY, (11,))
-    from skyrl_engine.modeling.architecture import LogitRule
+    from skyrl_engine.modeling.causal_lm import LogitRule
 
     def reference() -> list[torch.Tensor | None]:
         linear(hidden).log_softmax(-1).gather(-1, labels[:, None]).sum().backward()
@@ -199,7 +199,7 @@ def test_the_heads_bias_and_a_frozen_weight_get_what_they_should() -> None:
 
 def test_a_bfloat16_weights_gradient_is_summed_in_float32() -> None:
     """512 chunks of one position: summed in bfloat16 the error would be tens of percent; rounding the end result alone gives 4e-3."""
-    from skyrl_engine.modeling.architecture import LogitRule
+    from skyrl_engine.modeling.causal_lm import LogitRule
 
     torch.manual_seed(0)
     linear = torch.nn.Linear(8, VOCABULARY, bias=False).bfloat16()

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl_engine.contracts.backend import ModelSpec
+from skyrl_engine.contracts.kinds.backend import ModelSpec
 from skyrl_engine.errors import ModelError, UnsupportedError
-from skyrl_engine.modeling.architecture import split_causal_lm
+from skyrl_engine.modeling.causal_lm import split_causal_lm
 from skyrl_engine.modeling.loading import enable_activation_checkpointing, load_scorer
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.segment_adoption import adopt_segment_attention

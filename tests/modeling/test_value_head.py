@@ -15,7 +15,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from skyrl_engine.contracts.backend import ComputeDtype, ModelSpec
+from skyrl_engine.contracts.kinds.backend import ComputeDtype, ModelSpec
 from skyrl_engine.errors import ModelError
 from skyrl_engine.modeling.loading import load_scorer, load_skeleton
 

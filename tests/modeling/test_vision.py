@@ -9,9 +9,9 @@ import pytest
 import torch
 from attrs import evolve
 
-from skyrl_engine.contracts.backend import LoraSpec, MicroBatch, ModelSpec
+from skyrl_engine.contracts.kinds.backend import LoraSpec, MicroBatch, ModelSpec
 from skyrl_engine.errors import ContractError, DataError, ModelError, UnsupportedError
-from skyrl_engine.modeling.architecture import all_layers, split_causal_lm, transformer_layers
+from skyrl_engine.modeling.causal_lm import all_layers, split_causal_lm, transformer_layers
 from skyrl_engine.modeling.loading import load_causal_lm, load_config, load_scorer, load_skeleton
 from skyrl_engine.modeling.model_inputs import model_inputs
 from skyrl_engine.modeling.parity import check_parity

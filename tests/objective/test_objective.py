@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from skyrl_engine import LossOutput, Metric
-from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.loss import FunctionLoss
-from skyrl_engine.contracts.ragged import Ragged
+from skyrl_engine.contracts.kinds.backend import MicroBatch
+from skyrl_engine.contracts.kinds.loss import FunctionLoss
+from skyrl_engine.contracts.values.ragged import Ragged
 from skyrl_engine.errors import ContractError, DataError, PluginBrokenError
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import ObjectiveParts, Term

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from skyrl_engine import LossOutput, LossTokens, Metric
-from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.correction import FunctionCorrection
-from skyrl_engine.contracts.loss import FunctionLoss
-from skyrl_engine.contracts.ragged import Ragged
+from skyrl_engine.contracts.kinds.backend import MicroBatch
+from skyrl_engine.contracts.kinds.correction import FunctionCorrection
+from skyrl_engine.contracts.kinds.loss import FunctionLoss
+from skyrl_engine.contracts.values.ragged import Ragged
 from skyrl_engine.errors import ContractError, DataError, PluginBrokenError
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import CorrectionStep, ObjectiveParts, Term

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from skyrl_engine.config import ResolvedConfig, from_dict, resolve
-from skyrl_engine.contracts.backend import ModelSpec
+from skyrl_engine.contracts.kinds.backend import ModelSpec
 from skyrl_engine.proof.model import Family, write_model
 from skyrl_engine.proof.ranks import RankPool
 

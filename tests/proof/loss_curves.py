@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from parity import Matrix, driver_of, resolved
 
-from skyrl_engine.contracts.backend import OptimizerSpec
+from skyrl_engine.contracts.kinds.backend import OptimizerSpec
 from skyrl_engine.proof.rollouts import recorded_rollouts
 
 Curves = Mapping[str, npt.NDArray[np.float64]]

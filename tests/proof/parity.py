@@ -21,7 +21,9 @@ import torch
 from attrs import define, frozen
 
 from skyrl_engine.config import SelectedPlugin, from_dict, resolve
-from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec
+from skyrl_engine.contracts.kinds.backend import ModelSpec, OptimizerSpec
+from skyrl_engine.engine.capability import check_capabilities, required_capabilities
+from skyrl_engine.engine.step import StepDriver
 from skyrl_engine.errors import ConfigError, EngineError, PluginNotFoundError
 from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.objective.parts import ObjectiveParts
@@ -34,8 +36,6 @@ from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
 from skyrl_engine.testing.bench import make_parts_differ
 from skyrl_engine.testing.world import World
 from skyrl_engine.testing.world_transport import group_on
-from skyrl_engine.training.capability import check_capabilities, required_capabilities
-from skyrl_engine.training.step import StepDriver
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
 from skyrl_engine.workers.spec import WorkerSpec
 

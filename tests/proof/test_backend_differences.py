@@ -6,9 +6,9 @@ import attrs
 import numpy as np
 import pytest
 
-from skyrl_engine.contracts.outputs import BatchOutput, Metric
-from skyrl_engine.contracts.ragged import Ragged
-from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.contracts.values.outputs import BatchOutput, Metric
+from skyrl_engine.contracts.values.ragged import Ragged
+from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.proof.backends import BackendDifference, Side, difference, facts_of, layer_of
 from skyrl_engine.proof.comparison import Measured
 

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_engine.contracts.outputs import BatchOutput, Metric
-from skyrl_engine.contracts.ragged import Ragged
+from skyrl_engine.contracts.values.outputs import BatchOutput, Metric
+from skyrl_engine.contracts.values.ragged import Ragged
 from skyrl_engine.proof.comparison import Measured, compare
 from skyrl_engine.proof.diagnosis import Pieces, explain
 from skyrl_engine.testing.gradient_comparison import require_same_gradients

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from skyrl_engine.contracts.reducer import BatchStructure
+from skyrl_engine.contracts.kinds.reducer import BatchStructure
 from skyrl_engine.proof.diagnosis import Pieces, explain, in_words
 from skyrl_engine.proof.plants import Cut
 

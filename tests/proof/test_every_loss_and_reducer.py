@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.proof.cases import Case
 from skyrl_engine.proof.prover import Prover
 from skyrl_engine.registry.loader import load

@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from skyrl_engine import LossTokens
-from skyrl_engine.contracts.context import FactoryContext
+from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.errors import (
     ContractError,
     PluginBrokenError,
@@ -357,8 +357,8 @@ def test_first_party_plugins_load_through_the_same_door() -> None:
 def test_a_backend_is_described_and_checked(install) -> None:
     source = """
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts.backend import BackendDescription
-from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.contracts.kinds.backend import BackendDescription
+from skyrl_engine.contracts.values.topology import Topology
 class P:
     def __init__(self, answer): self.answer = answer
     @hookimpl

@@ -6,8 +6,8 @@ import pytest
 from attrs import define, field
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts.context import FactoryContext
-from skyrl_engine.contracts.events import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
 from skyrl_engine.errors import CheckpointError, ContractError, PluginBrokenError
 from skyrl_engine.registry.loader import load
 from skyrl_engine.registry.observers import ObserverBus

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_engine.contracts.events import EvaluationFinished, SessionFinished, SessionStarted, StepFinished
+from skyrl_engine.contracts.kinds.observer import EvaluationFinished, SessionFinished, SessionStarted, StepFinished
 from skyrl_engine.run.progress import Progress, ProgressObserver
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.outputs import RankOutput
-from skyrl_engine.contracts.topology import RankCoords
+from skyrl_engine.contracts.kinds.backend import MicroBatch
+from skyrl_engine.contracts.values.outputs import RankOutput
+from skyrl_engine.contracts.values.topology import RankCoords
 from skyrl_engine.testing.backend_ranks import HeldBackend, Pass
 
 

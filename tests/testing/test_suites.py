@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from skyrl_engine.contracts.loss import FunctionLoss
+from skyrl_engine.contracts.kinds.loss import FunctionLoss
 from skyrl_engine.errors import ConfigError, PluginNotFoundError
 from skyrl_engine.testing.correction import CorrectionConformance
 from skyrl_engine.testing.loss import LossConformance

@@ -8,10 +8,10 @@ import pytest
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.errors import ContractError
-from skyrl_engine.training.sft import run_sft
+from skyrl_engine.training.sft.trainer import run_sft
 
 THEIRS = """
-from skyrl_engine.adapters import masked_loss
+from skyrl_engine.interop import masked_loss
 
 
 def theirs(log_probs, loss_mask, scale=1.0):

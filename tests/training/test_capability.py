@@ -12,18 +12,14 @@ from transformers import AutoConfig
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.config.schema import ModelConfig
-from skyrl_engine.contracts.backend import BackendDescription, ModelSpec
-from skyrl_engine.contracts.collator import Collator
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.context import FactoryContext
-from skyrl_engine.contracts.loss import FunctionLoss
-from skyrl_engine.contracts.ragged import Ragged, offsets_of
-from skyrl_engine.contracts.topology import Topology
-from skyrl_engine.errors import PluginBrokenError, UnsupportedError
-from skyrl_engine.modeling.architectures import refuse_unequal_parts
-from skyrl_engine.registry.loader import load
-from skyrl_engine.registry.resolve import Registry
-from skyrl_engine.training.capability import (
+from skyrl_engine.contracts.kinds.backend import BackendDescription, ModelSpec
+from skyrl_engine.contracts.kinds.collator import Collator
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.kinds.loss import FunctionLoss
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
+from skyrl_engine.contracts.values.topology import Topology
+from skyrl_engine.engine.capability import (
     check_capabilities,
     check_layout,
     check_model,
@@ -32,7 +28,11 @@ from skyrl_engine.training.capability import (
     needed_columns,
     required_capabilities,
 )
-from skyrl_engine.training.sft import plan_sft
+from skyrl_engine.errors import PluginBrokenError, UnsupportedError
+from skyrl_engine.model_facts.vision_language import refuse_unequal_parts
+from skyrl_engine.registry.loader import load
+from skyrl_engine.registry.resolve import Registry
+from skyrl_engine.training.sft.trainer import plan_sft
 
 
 def columns(**more: object) -> SampleColumns:

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.ragged import Ragged, offsets_of
-from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
+from skyrl_engine.contracts.values.topology import Topology
+from skyrl_engine.engine.capability import check_capabilities, check_carried, required_capabilities
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.registry.loader import load
 from skyrl_engine.registry.resolve import Registry
-from skyrl_engine.training.capability import check_capabilities, check_carried, required_capabilities
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded.collator import PaddedCollator
 from skyrl_engine_fsdp.plugin import FsdpConfig

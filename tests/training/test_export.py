@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.errors import CheckpointError, EngineError, ModelError
 from skyrl_engine.training.export import export_checkpoint
-from skyrl_engine.training.sft import run_sft
+from skyrl_engine.training.sft.trainer import run_sft
 
 Configure = Callable[..., ResolvedConfig]
 

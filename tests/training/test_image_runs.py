@@ -13,12 +13,12 @@ from transformers import AutoImageProcessor, AutoTokenizer
 
 from skyrl_engine import hookimpl
 from skyrl_engine.config import ResolvedConfig
-from skyrl_engine.contracts.events import StepFinished
+from skyrl_engine.contracts.kinds.observer import StepFinished
 from skyrl_engine.errors import PluginBrokenError, UnsupportedError
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.training.export import export_checkpoint
-from skyrl_engine.training.preparation import prepare
-from skyrl_engine.training.sft import run_sft
+from skyrl_engine.training.sft.data import prepare
+from skyrl_engine.training.sft.trainer import run_sft
 
 Configure = Callable[..., ResolvedConfig]
 
@@ -108,7 +108,7 @@ def test_text_runs_of_a_model_that_sees_keep_its_processors(
     rows = tmp_path / "text.jsonl"
     message = {"role": "user", "content": "what is it"}
     rows.write_text(json.dumps({"messages": [message, {"role": "assistant", "content": "a cat"}]}) + "\n")
-    monkeypatch.setattr("skyrl_engine.data.vision.find_spec", {"PIL": None}.get)
+    monkeypatch.setattr("skyrl_engine.data.images.processor.find_spec", {"PIL": None}.get)
     resolved = configure_images("run", steps=2, train=str(rows), eval=str(rows))
     model, exported = Path(resolved.config.model.path), run_sft(resolved).directory / "model"
     assert (exported / "preprocessor_config.json").read_text() == (model / "preprocessor_config.json").read_text()

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from skyrl_engine.config.schema import ModelConfig
-from skyrl_engine.data.vision import NoVision, VisionInputs
-from skyrl_engine.training.capability import vision_of
+from skyrl_engine.data.images.processor import NoVision, VisionInputs
+from skyrl_engine.engine.capability import vision_of
 
 
 def of(directory: Path, model_type: str) -> object:

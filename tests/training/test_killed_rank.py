@@ -14,11 +14,11 @@ import pytest
 
 from skyrl_engine import hookimpl
 from skyrl_engine.config import ResolvedConfig
-from skyrl_engine.contracts.events import StepFinished
+from skyrl_engine.contracts.kinds.observer import StepFinished
 from skyrl_engine.errors import WorkerError
 from skyrl_engine.registry.discovery import discover
 from skyrl_engine.run.metrics import read_metrics
-from skyrl_engine.training.sft import run_sft
+from skyrl_engine.training.sft.trainer import run_sft
 from skyrl_engine.workers.ray_cluster import connect, import_ray
 
 pytestmark = [

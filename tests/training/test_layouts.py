@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.training.export import export_checkpoint
-from skyrl_engine.training.sft import run_sft
+from skyrl_engine.training.sft.trainer import run_sft
 
 Configure = Callable[..., ResolvedConfig]
 

@@ -16,7 +16,7 @@ from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.adapters import with_adapter
 from skyrl_engine.training.export import export_checkpoint
-from skyrl_engine.training.sft import plan_sft, run_sft
+from skyrl_engine.training.sft.trainer import plan_sft, run_sft
 
 Configure = Callable[..., ResolvedConfig]
 

@@ -10,7 +10,7 @@ from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.errors import CheckpointError, DataError, UnsupportedError
 from skyrl_engine.run.manifest import read_manifest
 from skyrl_engine.run.metrics import read_metrics
-from skyrl_engine.training.sft import plan_sft, run_sft
+from skyrl_engine.training.sft.trainer import plan_sft, run_sft
 
 Configure = Callable[..., ResolvedConfig]
 

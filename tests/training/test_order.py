@@ -6,10 +6,10 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.ragged import offsets_of
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.errors import DataError
-from skyrl_engine.training.order import Position, SampleOrder
+from skyrl_engine.training.sft.order import Position, SampleOrder
 
 orders = st.builds(
     SampleOrder,

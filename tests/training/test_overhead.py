@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from skyrl_engine.training.sft import run_sft
+from skyrl_engine.training.sft.trainer import run_sft
 
 ENGINE_SPANS = {"plan", "reduce", "dispatch", "build", "objective", "merge", "observe", "data", "other"}
 MODEL_SPANS = {"model", "optimizer"}

@@ -17,7 +17,7 @@ from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.errors import DataError, UnsupportedError
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.training.export import export_checkpoint
-from skyrl_engine.training.sft import plan_sft, run_sft
+from skyrl_engine.training.sft.trainer import plan_sft, run_sft
 
 Configure = Callable[..., ResolvedConfig]
 

@@ -19,10 +19,10 @@ from safetensors.numpy import load_file
 
 from skyrl_engine import hookimpl
 from skyrl_engine.config import ResolvedConfig
-from skyrl_engine.contracts.events import StepFinished
+from skyrl_engine.contracts.kinds.observer import StepFinished
 from skyrl_engine.errors import CheckpointError, PluginBrokenError
 from skyrl_engine.run.metrics import read_metrics
-from skyrl_engine.training.sft import RunResult, run_sft
+from skyrl_engine.training.sft.trainer import RunResult, run_sft
 
 Configure = Callable[..., ResolvedConfig]
 
@@ -131,7 +131,7 @@ def test_resume_without_a_run_starts_one(configure: Configure, reference: Path) 
 RUNNER = """
 import json, sys
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.training.sft import run_sft
+from skyrl_engine.training.sft.trainer import run_sft
 run_sft(resolve(from_dict(json.loads(sys.argv[1]), "test")), resume=True)
 """
 

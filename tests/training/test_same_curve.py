@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skyrl_engine.training.sft import run_sft
+from skyrl_engine.training.sft.trainer import run_sft
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves sockets of its own to the garbage collector
 

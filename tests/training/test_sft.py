@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_engine import hookimpl
 from skyrl_engine.config import ResolvedConfig, from_dict, load, resolve
-from skyrl_engine.contracts.events import SessionFinished
-from skyrl_engine.contracts.outputs import ENGINE_METRICS
+from skyrl_engine.contracts.kinds.observer import SessionFinished
+from skyrl_engine.contracts.values.outputs import ENGINE_METRICS
 from skyrl_engine.errors import ConfigError, DataError, EngineError, PluginBrokenError, UnsupportedError
 from skyrl_engine.run.metrics import engine_share, read_metrics
-from skyrl_engine.training.sft import plan_sft, run_sft
+from skyrl_engine.training.sft.trainer import plan_sft, run_sft
 
 Configure = Callable[..., ResolvedConfig]
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import Layout
+from skyrl_engine.contracts.kinds.backend import ModelSpec, OptimizerSpec
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.engine.step import StepDriver, StepResult
 from skyrl_engine.errors import ModelError
 from skyrl_engine.proof.model import write_model
 from skyrl_engine.proof.ranks import CONTEXT
 from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
-from skyrl_engine.training.step import StepDriver, StepResult
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
 from skyrl_engine.workers.spec import WorkerSpec
 

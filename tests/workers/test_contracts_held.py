@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.outputs import Metric, RankOutput
-from skyrl_engine.contracts.plan import Layout
-from skyrl_engine.contracts.ragged import Ragged, offsets_of
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.outputs import Metric, RankOutput
+from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
 from skyrl_engine.errors import ContractError, PluginBrokenError
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.batch import ShardBatch

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.backend import StepCounts
-from skyrl_engine.contracts.buffers import ReusableJoin
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import Layout
-from skyrl_engine.contracts.ragged import offsets_of
-from skyrl_engine.contracts.reducer import FunctionReducer, PerSequence
-from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.contracts.kinds.backend import StepCounts
+from skyrl_engine.contracts.kinds.reducer import FunctionReducer, PerSequence
+from skyrl_engine.contracts.values.buffers import ReusableJoin
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.contracts.values.ragged import offsets_of
+from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.errors import ContractError, PluginBrokenError
 from skyrl_engine.spans import Spans
 from skyrl_engine.testing.collator_strategies import sample_columns

@@ -4,17 +4,17 @@ import pytest
 import torch.distributed as dist
 
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.contracts.backend import ModelSpec
-from skyrl_engine.contracts.context import FactoryContext
-from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.contracts.kinds.backend import ModelSpec
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.errors import ContractError, ModelError
 from skyrl_engine.workers.spec import WorkerSpec
 from skyrl_engine.workers.worker import Worker
 
 BACKEND = """
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts.backend import BackendDescription
-from skyrl_engine.contracts.topology import RankCoords, Topology
+from skyrl_engine.contracts.kinds.backend import BackendDescription
+from skyrl_engine.contracts.values.topology import RankCoords, Topology
 
 
 class Elsewhere:

@@ -7,9 +7,8 @@ import pytest
 from attrs import evolve
 
 from acme_median_of_groups.plugin import MedianOfGroupsConfig, median_of_groups
-from skyrl_engine import BatchStructure
-from skyrl_engine.contracts.ragged import offsets_of
-from skyrl_engine.errors import DataError
+from skyrl_engine import BatchStructure, DataError
+from skyrl_engine.contracts import offsets_of
 from skyrl_engine.testing.reducer import ReducerConformance
 
 

@@ -4,12 +4,8 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from skyrl_engine.contracts.buffers import ReusableBuffers
-from skyrl_engine.contracts.collator import MODEL_INPUTS
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import Layout
-from skyrl_engine.contracts.ragged import RaggedView
-from skyrl_engine.errors import DataError
+from skyrl_engine import DataError
+from skyrl_engine.contracts import MODEL_INPUTS, Layout, RaggedView, ReusableBuffers, SampleColumns
 from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded.collator import PaddedCollator

@@ -6,10 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from skyrl_engine.contracts.bundles import Bundles
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import Layout, MicroBatchPlan, SampleLengths
-from skyrl_engine.errors import DataError, UnsupportedError
+from skyrl_engine import DataError, UnsupportedError
+from skyrl_engine.contracts import Bundles, Layout, MicroBatchPlan, SampleColumns, SampleLengths
 from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine_collators import kernels as choice
 from skyrl_engine_collators.overlong import check_maximum_length

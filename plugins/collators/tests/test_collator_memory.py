@@ -5,10 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from skyrl_engine.contracts.buffers import ReusableBuffers
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import Layout, one_sample_per_row
-from skyrl_engine.contracts.ragged import offsets_of
+from skyrl_engine.contracts import Layout, ReusableBuffers, SampleColumns, offsets_of, one_sample_per_row
 from skyrl_engine_collators import kernels
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded.collator import PaddedCollator

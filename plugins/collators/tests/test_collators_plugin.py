@@ -9,10 +9,8 @@ import attrs
 import numpy as np
 import pytest
 
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.context import FactoryContext
-from skyrl_engine.contracts.plan import Layout, MicroBatchPlan, one_sample_per_row
-from skyrl_engine.errors import DataError
+from skyrl_engine import DataError
+from skyrl_engine.contracts import FactoryContext, Layout, MicroBatchPlan, SampleColumns, one_sample_per_row
 from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.plugin import PackedConfig, PaddedConfig, packed, padded

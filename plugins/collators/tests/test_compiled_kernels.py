@@ -14,8 +14,8 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.errors import DataError, UnsupportedError
+from skyrl_engine import DataError, UnsupportedError
+from skyrl_engine.contracts import SampleColumns
 from skyrl_engine_collators import kernels as choice
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded.collator import PaddedCollator

@@ -8,9 +8,8 @@ from attrs import evolve
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import Layout
-from skyrl_engine.errors import DataError
+from skyrl_engine import DataError
+from skyrl_engine.contracts import Layout, SampleColumns
 from skyrl_engine.testing import collator_strategies as strategies
 from skyrl_engine.testing.collator import CollatorConformance
 from skyrl_engine.testing.collator_checks import check_same_field, micro_batches

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts import SampleColumns
 from skyrl_engine.testing.collator import CollatorConformance
 from skyrl_engine.testing.collator_checks import check_same_field
 from skyrl_engine.testing.collator_strategies import SampleLists, sample_lists
@@ -82,7 +82,7 @@ def test_the_reinforcement_learning_entry_equals_its_reference_loop(lists: Sampl
 @given(sample_lists())
 def test_the_gather_index_equals_its_reference_loop(lists: SampleLists):
     columns = lists.to_columns()
-    from skyrl_engine.contracts.plan import Layout
+    from skyrl_engine.contracts import Layout
 
     (mini_batch,) = PaddedCollator(PAD).plan(columns.lengths, Layout()).mini_batches
     (micro_batch,) = mini_batch.ranks[0]
@@ -112,7 +112,7 @@ def test_memory_is_numpys_and_wrapped_without_a_copy(monkeypatch):
 
     columns = SampleColumns.from_lists(input_ids=[[1, 2], [3]], columns={"rewards": [[0.5, 1.5], [2.5]]})
     collator = PaddedCollator(PAD)
-    from skyrl_engine.contracts.plan import Layout
+    from skyrl_engine.contracts import Layout
 
     batch = collator.build(columns, collator.plan(columns.lengths, Layout()).mini_batches[0].ranks[0][0], out=Recorder())
     assert {name for name in made if not name.startswith("gather.")} == set(batch.fields)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl_engine.contracts.backend import MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment
+from skyrl_engine.contracts import MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.proof.model import write_model
 from skyrl_engine.proof.rollouts import VOCABULARY

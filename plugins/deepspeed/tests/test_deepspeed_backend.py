@@ -12,9 +12,8 @@ from deepspeed_tasks import OPTIMIZER, arrays, batch, start, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec, RankEnvironment
-from skyrl_engine.contracts.topology import Topology
-from skyrl_engine.errors import DataError, UnsupportedError
+from skyrl_engine import DataError, UnsupportedError
+from skyrl_engine.contracts import ModelSpec, OptimizerSpec, RankEnvironment, Topology
 from skyrl_engine.testing.backend_batches import WeightedObjective
 from skyrl_engine.workers.process_group import pick_device
 from skyrl_engine_deepspeed import library

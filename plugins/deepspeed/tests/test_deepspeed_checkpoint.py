@@ -20,7 +20,7 @@ from deepspeed_tasks import (
 )
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.errors import CheckpointError, ModelError
+from skyrl_engine import CheckpointError, ModelError
 from skyrl_engine.testing.world import World
 
 

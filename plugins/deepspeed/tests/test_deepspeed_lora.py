@@ -14,7 +14,7 @@ from deepspeed_tasks import arrays, continued, exported, gradients_of, save_afte
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.contracts.backend import LoraSpec
+from skyrl_engine.contracts import LoraSpec
 from skyrl_engine.proof.rollouts import VOCABULARY
 from skyrl_engine.testing.adapters import with_adapter, write_adapter
 from skyrl_engine.testing.backend_batches import Definition, definition, documents, worst

@@ -11,7 +11,7 @@ from fsdp_rows import VOCABULARY, Arrays
 from fsdp_tasks import arrays, start
 from torch.distributed.checkpoint import filesystem
 
-from skyrl_engine.contracts.backend import MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment
+from skyrl_engine.contracts import MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment
 from skyrl_engine.modeling.lora import trained
 from skyrl_engine.proof.rollouts import VOCABULARY as PROOF_VOCABULARY
 from skyrl_engine.testing.backend_batches import WeightedObjective, documents, packed, padded, picture_documents

@@ -12,9 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.outputs import Metric, RankOutput
-from skyrl_engine.contracts.ragged import Ragged
+from skyrl_engine.contracts import Metric, MicroBatch, Ragged, RankOutput
 
 VOCABULARY, ROWS, WIDTH = 256, 8, 16
 Arrays = dict[str, np.ndarray]

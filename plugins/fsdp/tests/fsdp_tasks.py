@@ -12,10 +12,9 @@ from fsdp_rows import VOCABULARY, Arrays, Critic, Row, Weighted, cut, micro_batc
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.contracts.backend import MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment
-from skyrl_engine.contracts.outputs import RankOutput
-from skyrl_engine.errors import EngineError
-from skyrl_engine.modeling.architecture import LogitRule
+from skyrl_engine import EngineError
+from skyrl_engine.contracts import MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment, RankOutput
+from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import Score
 from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
 from skyrl_engine_fsdp.backend import FsdpBackend

@@ -12,10 +12,8 @@ from fsdp_tasks import arrays, start, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.backend import MicroBatch, OptimizerSpec
-from skyrl_engine.contracts.outputs import RankOutput
-from skyrl_engine.contracts.topology import Topology
-from skyrl_engine.errors import DataError, ModelError, UnsupportedError
+from skyrl_engine import DataError, ModelError, UnsupportedError
+from skyrl_engine.contracts import MicroBatch, OptimizerSpec, RankOutput, Topology
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
 
 pytestmark = pytest.mark.usefixtures("alone")

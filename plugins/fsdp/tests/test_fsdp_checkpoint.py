@@ -12,8 +12,8 @@ from fsdp_rows import VOCABULARY, cut, rows
 from fsdp_tasks import continued, exported, load_elsewhere, save_only, start, train
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec, RankEnvironment
-from skyrl_engine.errors import CheckpointError, ModelError
+from skyrl_engine import CheckpointError, ModelError
+from skyrl_engine.contracts import ModelSpec, OptimizerSpec, RankEnvironment
 from skyrl_engine.testing.world import World
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig

@@ -13,8 +13,8 @@ from fsdp_tasks import asks_for_values, critic_continued, critic_gradients_of, h
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine import UnsupportedError
+from skyrl_engine.contracts import ModelSpec, OptimizerSpec
 from skyrl_engine.modeling.loading import load_scorer
 from skyrl_engine.testing.backend_batches import worst
 from skyrl_engine.testing.world import World

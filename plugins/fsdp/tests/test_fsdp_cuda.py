@@ -8,7 +8,7 @@ import torch.distributed as dist
 from fsdp_rows import Weighted, cut, definition, pack, rows
 from fsdp_tasks import arrays
 
-from skyrl_engine.contracts.backend import ComputeDtype, MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment
+from skyrl_engine.contracts import ComputeDtype, MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment
 from skyrl_engine.testing.backend_batches import worst
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig

@@ -18,7 +18,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.contracts.backend import LoraSpec
+from skyrl_engine.contracts import LoraSpec
 from skyrl_engine.testing.adapters import with_adapter, write_adapter
 from skyrl_engine.testing.backend_batches import Definition, definition, documents, worst
 from skyrl_engine.testing.world import World

@@ -18,8 +18,7 @@ import torch
 from fsdp_rows import Weighted, save_tiny
 from fsdp_tasks import start
 
-from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.ragged import Ragged
+from skyrl_engine.contracts import MicroBatch, Ragged
 
 HIDDEN, TOKENS, LOGITS_PER_CHUNK = 64, 1024, 2**22
 SMALL, LARGE = 32_000, 152_064

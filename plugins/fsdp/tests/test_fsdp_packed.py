@@ -13,9 +13,8 @@ import torch
 from fsdp_rows import Row, Weighted, cut, definition, packed, rows
 from fsdp_tasks import arrays, packed_gradients_of, start
 
-from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.outputs import RankOutput
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine import UnsupportedError
+from skyrl_engine.contracts import MicroBatch, RankOutput
 from skyrl_engine.testing.backend_batches import worst
 from skyrl_engine.testing.world import World
 from skyrl_engine_fsdp.plugin import fsdp

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fsdp_tasks import losses_after, resumed_by, save_only, saved_by
 
-from skyrl_engine.contracts.backend import OptimizerSpec
+from skyrl_engine.contracts import OptimizerSpec
 from skyrl_engine.testing.world import World
 from skyrl_engine_fsdp.plugin import FsdpConfig
 

@@ -26,10 +26,9 @@ from fsdp_tasks import (
 )
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec, RankEnvironment
-from skyrl_engine.contracts.topology import Topology
-from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.modeling.architecture import LogitRule
+from skyrl_engine import UnsupportedError
+from skyrl_engine.contracts import ModelSpec, OptimizerSpec, RankEnvironment, Topology
+from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import asked_of_head
 from skyrl_engine.testing.backend_batches import worst
 from skyrl_engine.testing.world import World

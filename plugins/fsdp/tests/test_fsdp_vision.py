@@ -15,12 +15,7 @@ from fsdp_lora_tasks import continued, exported, gradients_of
 from fsdp_tasks import outcome_with, start
 from transformers import AutoModelForImageTextToText
 
-from skyrl_engine.contracts.backend import LoraSpec, MicroBatch, StepCounts
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.context import FactoryContext
-from skyrl_engine.contracts.outputs import RankOutput
-from skyrl_engine.contracts.plan import Layout
-from skyrl_engine.contracts.reducer import PerSequence
+from skyrl_engine.contracts import FactoryContext, Layout, LoraSpec, MicroBatch, PerSequence, RankOutput, SampleColumns, StepCounts
 from skyrl_engine.proof.rollouts import VOCABULARY
 from skyrl_engine.spans import Spans
 from skyrl_engine.testing.adapters import write_adapter

@@ -13,7 +13,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from skyrl_engine import LossOutput
-from skyrl_engine.contracts.loss import FunctionLoss, LossTokens, Sequences, as_loss_output
+from skyrl_engine.contracts import FunctionLoss, LossTokens, Sequences, as_loss_output
 from skyrl_engine_losses import plugin
 from skyrl_engine_losses.clipping import ClipConfig, DualClipConfig
 from skyrl_engine_losses.covariance import ClipCovConfig, KlCovConfig

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_oracles import sequences_of
 
-from skyrl_engine.contracts.correction import FunctionCorrection
-from skyrl_engine.contracts.loss import LossTokens
-from skyrl_engine.contracts.ragged import Ragged
+from skyrl_engine.contracts import FunctionCorrection, LossTokens, Ragged
 from skyrl_engine.objective.corrections import correct
 from skyrl_engine.objective.parts import CorrectionStep
 from skyrl_engine.objective.samples import ScoredSamples

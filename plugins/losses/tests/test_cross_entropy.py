@@ -2,7 +2,7 @@
 
 import torch
 
-from skyrl_engine.contracts.loss import LossTokens, Sequences, as_loss_output
+from skyrl_engine.contracts import LossTokens, Sequences, as_loss_output
 from skyrl_engine_losses.plugin import cross_entropy
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_oracles import CASES, COLUMNS, SCORES, Batch, Case, random_batch
 
-from skyrl_engine.contracts.outputs import ENGINE_METRICS
+from skyrl_engine.contracts import ENGINE_METRICS
 from skyrl_engine_losses import plugin
 from skyrl_engine_losses.clipping import ClipConfig
 from skyrl_engine_losses.covariance import ClipCovConfig

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_engine.contracts.loss import LossTokens, as_loss_output
+from skyrl_engine.contracts import LossTokens, as_loss_output
 from skyrl_engine_losses import plugin
 from skyrl_engine_losses.clipping import ClipConfig, DualClipConfig
 from skyrl_engine_losses.covariance import KlCovConfig

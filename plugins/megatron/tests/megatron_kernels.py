@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_tasks import VOCABULARY, Case, Passed, own, passed, start
 from torch import Tensor
 
-from skyrl_engine.errors import ModelError
+from skyrl_engine import ModelError
 from skyrl_engine.testing.backend_batches import WeightedObjective, documents, packed
 from skyrl_engine_megatron import kernels
 from skyrl_engine_megatron.attention import DocumentAttention

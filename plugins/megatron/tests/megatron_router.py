@@ -10,8 +10,7 @@ from attrs import evolve, frozen
 from megatron_tasks import ROWS, VOCABULARY, Case, arrays, own, start
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.contracts.backend import MicroBatch, StepCounts
-from skyrl_engine.contracts.outputs import Metric, RankOutput, combine_metrics, results_of
+from skyrl_engine.contracts import Metric, MicroBatch, RankOutput, StepCounts, combine_metrics, results_of
 from skyrl_engine.testing.backend_batches import Arrays, Document, WeightedObjective, documents
 from skyrl_engine_megatron.plugin import MegatronConfig
 

@@ -13,9 +13,8 @@ from attrs import frozen
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec, RankEnvironment
-from skyrl_engine.contracts.outputs import RankOutput
-from skyrl_engine.errors import ModelError
+from skyrl_engine import ModelError
+from skyrl_engine.contracts import ModelSpec, OptimizerSpec, RankEnvironment, RankOutput
 from skyrl_engine.testing.backend_batches import Arrays, Document, WeightedObjective, documents, packed, padded
 from skyrl_engine_megatron import pipeline
 from skyrl_engine_megatron.backend import MegatronBackend

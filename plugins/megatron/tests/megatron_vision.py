@@ -9,8 +9,7 @@ import torch.distributed as dist
 from attrs import frozen
 from megatron_tasks import ROWS, arrays, own, start
 
-from skyrl_engine.contracts.backend import MicroBatch, OptimizerSpec
-from skyrl_engine.contracts.outputs import RankOutput
+from skyrl_engine.contracts import MicroBatch, OptimizerSpec, RankOutput
 from skyrl_engine.proof.rollouts import VOCABULARY
 from skyrl_engine.testing.backend_batches import Arrays, Document, WeightedObjective, picture_documents, without_pixels
 from skyrl_engine.testing.pictures import Variant

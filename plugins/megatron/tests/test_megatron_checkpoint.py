@@ -12,8 +12,8 @@ from megatron_selection import now
 from megatron_tasks import VOCABULARY, continued, exported, resumed, saved, set_up, weights_of
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.contracts.backend import OptimizerSpec
-from skyrl_engine.errors import CheckpointError, ModelError
+from skyrl_engine import CheckpointError, ModelError
+from skyrl_engine.contracts import OptimizerSpec
 from skyrl_engine.testing.backend_batches import Arrays, definition, documents
 from skyrl_engine.testing.world import World
 from skyrl_engine_megatron.plugin import MegatronConfig

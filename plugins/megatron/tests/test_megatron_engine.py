@@ -12,10 +12,10 @@ from megatron_tasks import save_tiny
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from skyrl_engine import UnsupportedError
 from skyrl_engine.config import ResolvedConfig, from_dict, resolve
-from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.training.export import export_checkpoint
-from skyrl_engine.training.sft import run_sft
+from skyrl_engine.training.sft.trainer import run_sft
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves sockets of its own to the garbage collector
 

@@ -13,8 +13,8 @@ from megatron_selection import now
 from megatron_tasks import VOCABULARY, Case, passed, resumed, save_tiny, saved, start
 from transformers import AutoConfig
 
-from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine import UnsupportedError
+from skyrl_engine.contracts import ModelSpec, OptimizerSpec
 from skyrl_engine.testing.backend_batches import Definition, definition, documents, worst
 from skyrl_engine.testing.world import World
 from skyrl_engine_megatron.limits import refuse_model

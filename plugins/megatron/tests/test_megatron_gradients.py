@@ -13,8 +13,7 @@ import pytest
 from megatron_selection import now, rarely
 from megatron_tasks import VOCABULARY, Case, Passed, looked_at_between, passed, scored, start
 
-from skyrl_engine.contracts.backend import ComputeDtype
-from skyrl_engine.contracts.outputs import RankOutput
+from skyrl_engine.contracts import ComputeDtype, RankOutput
 from skyrl_engine.testing.backend_batches import Definition, WeightedObjective, definition, documents, padded, worst
 from skyrl_engine.testing.world import World
 from skyrl_engine_megatron.plugin import MegatronConfig

@@ -13,8 +13,8 @@ import torch
 from megatron_kernels import AsDocumented, Halves, Leaking, OnOneRank, Raising, WrongGradient, attending, passed_by_kernels, refused
 from megatron_tasks import VOCABULARY, Case
 
-from skyrl_engine.contracts.backend import ModelSpec
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine import UnsupportedError
+from skyrl_engine.contracts import ModelSpec
 from skyrl_engine.testing.backend_batches import definition, documents, worst
 from skyrl_engine.testing.world import World
 from skyrl_engine_megatron import kernels

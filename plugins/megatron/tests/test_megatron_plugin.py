@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron_tasks import save_tiny, start
 
-from skyrl_engine.contracts.backend import LoraSpec, ModelSpec
-from skyrl_engine.contracts.topology import Topology
-from skyrl_engine.errors import ModelError, UnsupportedError
+from skyrl_engine import ModelError, UnsupportedError
+from skyrl_engine.contracts import LoraSpec, ModelSpec, Topology
 from skyrl_engine_megatron import attention
 from skyrl_engine_megatron.division import Along, Division, Rows, Stacked, Whole
 from skyrl_engine_megatron.limits import refuse_model
@@ -30,7 +29,7 @@ ON_EITHER_DEVICE = """
 import sys
 from unittest.mock import patch
 import torch
-from skyrl_engine.contracts.backend import ModelSpec, RankEnvironment
+from skyrl_engine.contracts import ModelSpec, RankEnvironment
 from skyrl_engine.testing.world import alone
 from skyrl_engine.workers.process_group import pick_device
 from skyrl_engine_megatron import backend

@@ -14,8 +14,8 @@ from megatron_selection import now
 from megatron_tasks import VOCABULARY, Case, start
 from transformers import AutoConfig
 
-from skyrl_engine.contracts.backend import ModelSpec
-from skyrl_engine.errors import ContractError, UnsupportedError
+from skyrl_engine import ContractError, UnsupportedError
+from skyrl_engine.contracts import ModelSpec
 from skyrl_engine.testing.backend_batches import Definition, WeightedObjective, definition, documents, padded, worst
 from skyrl_engine.testing.world import World
 from skyrl_engine_megatron.limits import refuse_model

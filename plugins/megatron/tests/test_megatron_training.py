@@ -9,8 +9,8 @@ from megatron_selection import now
 from megatron_tasks import VOCABULARY, clipped, learn, not_finite, start, trained
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.contracts.backend import OptimizerSpec
-from skyrl_engine.errors import DataError, UnsupportedError
+from skyrl_engine import DataError, UnsupportedError
+from skyrl_engine.contracts import OptimizerSpec
 from skyrl_engine.testing.backend_batches import WeightedObjective, definition, documents, padded
 from skyrl_engine.testing.world import World
 from skyrl_engine_megatron.plugin import MegatronConfig

@@ -19,9 +19,8 @@ from megatron_tasks import start
 from megatron_vision import KINDS, Case, Seen, continued, exported, pictures, resumed, scores_of, seen, trained
 from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
-from skyrl_engine.contracts.backend import ModelSpec, OptimizerSpec
-from skyrl_engine.contracts.outputs import RankOutput
-from skyrl_engine.errors import ModelError, UnsupportedError
+from skyrl_engine import ModelError, UnsupportedError
+from skyrl_engine.contracts import ModelSpec, OptimizerSpec, RankOutput
 from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.testing.backend_batches import Arrays, Definition, WeightedObjective, definition, packed, worst
 from skyrl_engine.testing.pictures import write_vision_model

@@ -5,10 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from skyrl_engine.contracts.outputs import BatchOutput, RankOutput
-from skyrl_engine.contracts.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
-from skyrl_engine.contracts.ragged import Ragged
-from skyrl_engine.contracts.topology import RankCoords
+from skyrl_engine.contracts import BatchOutput, BatchPlan, Layout, MiniBatchPlan, Ragged, RankCoords, RankOutput, one_sample_per_row
 from skyrl_engine_mergers.listed import ListedOutput, ListMerger
 
 

@@ -8,12 +8,23 @@ from attrs import evolve, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.merger import Merger
-from skyrl_engine.contracts.outputs import PADDING_SAMPLE, BatchOutput, Metric, RankOutput
-from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, MiniBatchPlan, one_sample_per_row
-from skyrl_engine.contracts.ragged import Ragged, offsets_of
-from skyrl_engine.contracts.topology import RankCoords, Topology
-from skyrl_engine.errors import OutputError
+from skyrl_engine import OutputError
+from skyrl_engine.contracts import (
+    PADDING_SAMPLE,
+    BatchOutput,
+    BatchPlan,
+    Layout,
+    Merger,
+    Metric,
+    MicroBatchPlan,
+    MiniBatchPlan,
+    Ragged,
+    RankCoords,
+    RankOutput,
+    Topology,
+    offsets_of,
+    one_sample_per_row,
+)
 from skyrl_engine_mergers.listed import ListMerger
 from skyrl_engine_mergers.ordered import OrderedMerger
 from skyrl_engine_mergers.plugin import ListConfig, listed, ordered

@@ -16,10 +16,7 @@ What this does not cover: fractional weights and the cut by a real plan, which h
 import numpy as np
 import pytest
 
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import MiniBatchPlan, one_sample_per_row
-from skyrl_engine.contracts.ragged import offsets_of
-from skyrl_engine.contracts.reducer import Reducer
+from skyrl_engine.contracts import MiniBatchPlan, Reducer, SampleColumns, offsets_of, one_sample_per_row
 from skyrl_engine.workers.dispatch import batch_structure, token_weights
 from skyrl_engine_reducers.plugin import (
     MeanConfig,

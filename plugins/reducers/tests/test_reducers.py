@@ -8,9 +8,8 @@ from attrs import evolve
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.ragged import offsets_of
-from skyrl_engine.contracts.reducer import BatchStructure, FunctionReducer
-from skyrl_engine.errors import DataError, UnsupportedError
+from skyrl_engine import DataError, UnsupportedError
+from skyrl_engine.contracts import BatchStructure, FunctionReducer, offsets_of
 from skyrl_engine_reducers.plugin import (
     MeanConfig,
     TokenSumNormConfig,

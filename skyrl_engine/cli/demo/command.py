@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from skyrl_engine import ConfigError
 from skyrl_engine.cli.command import EngineCommand, current_settings
-from skyrl_engine.contracts.events import EvaluationFinished
-from skyrl_engine.errors import ConfigError, Problem
+from skyrl_engine.contracts import EvaluationFinished
+from skyrl_engine.errors import Problem
 from skyrl_engine.hooks.markers import hookimpl
 
 if TYPE_CHECKING:

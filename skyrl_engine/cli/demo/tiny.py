@@ -11,6 +11,7 @@ from typing import Any
 
 from attrs import define
 
+from skyrl_engine import DataError
 from skyrl_engine.cli.demo.generation import answer_greedily
 from skyrl_engine.cli.demo.recipe import (
     HELD_OUT_FILE,
@@ -21,7 +22,6 @@ from skyrl_engine.cli.demo.recipe import (
     split_held_out,
     write_exchanges,
 )
-from skyrl_engine.errors import DataError
 
 PAD, END, START = "<|pad|>", "<|im_end|>", "<|im_start|>"
 CHAT_TEMPLATE = (

@@ -13,10 +13,9 @@ from string import Template
 from attrs import frozen
 from packaging.version import Version
 
-from skyrl_engine import __version__
+from skyrl_engine import UnsupportedError, __version__
 from skyrl_engine.cli.scaffold.kinds import Recipe, recipe_of
 from skyrl_engine.cli.scaffold.names import Names
-from skyrl_engine.errors import UnsupportedError
 
 LICENSES = ("Apache-2.0", "MIT", "BSD-3-Clause")
 _ENDING = ".in"

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from attrs import frozen
 
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine import UnsupportedError
 from skyrl_engine.registry.kinds import KINDS
 
 TORCH = "torch>=2.6"

@@ -7,7 +7,8 @@ import sys
 
 from attrs import frozen
 
-from skyrl_engine.errors import Problem, UnsupportedError
+from skyrl_engine import UnsupportedError
+from skyrl_engine.errors import Problem
 from skyrl_engine.registry.discovery import normalise
 from skyrl_engine.registry.kinds import KINDS
 

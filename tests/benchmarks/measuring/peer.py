@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from skyrl_engine.contracts.columns import SampleColumns
+from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine_collators import kernels
 
 VARIABLE = "SKYRL_ENGINE_PEER_COLLATORS"

@@ -5,9 +5,8 @@ import numpy.typing as npt
 from attrs import define, field
 from attrs.validators import in_
 
-from skyrl_engine import BatchStructure, reducer
-from skyrl_engine.contracts.reducer import EmptySequence
-from skyrl_engine.errors import DataError
+from skyrl_engine import BatchStructure, DataError, reducer
+from skyrl_engine.contracts import EmptySequence
 
 
 @define

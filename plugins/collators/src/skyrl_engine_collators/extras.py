@@ -9,11 +9,21 @@ from collections.abc import Container, Mapping
 import numpy as np
 from attrs import frozen
 
-from skyrl_engine.contracts.collator import ROUTER_PADDING_MASK, Buffers, Carried
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.extras import EXPERT_ROUTES, IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
-from skyrl_engine.contracts.ragged import AnyArray, IntArray, RaggedView, offsets_of
-from skyrl_engine.errors import DataError
+from skyrl_engine import DataError
+from skyrl_engine.contracts import (
+    EXPERT_ROUTES,
+    IMAGE_GRID,
+    PIXEL_VALUES,
+    ROUTER_PADDING_MASK,
+    TOKEN_TYPES,
+    AnyArray,
+    Buffers,
+    Carried,
+    IntArray,
+    RaggedView,
+    SampleColumns,
+    offsets_of,
+)
 from skyrl_engine_collators.segments import write_segments
 
 CARRIES: frozenset[Carried] = frozenset(("router_replay", "vision"))

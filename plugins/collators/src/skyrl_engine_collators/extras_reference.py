@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.ragged import AnyArray
+from skyrl_engine.contracts import AnyArray, SampleColumns
 
 
 @frozen

@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 
-from skyrl_engine.contracts.ragged import AnyArray, IntArray, Ragged
-from skyrl_engine.errors import DataError, UnsupportedError
+from skyrl_engine import DataError, UnsupportedError
+from skyrl_engine.contracts import AnyArray, IntArray, Ragged
 
 VARIABLE = "SKYRL_ENGINE_KERNELS"
 INTERFACE = 3

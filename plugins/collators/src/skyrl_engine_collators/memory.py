@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from skyrl_engine.contracts.ragged import AnyArray
+from skyrl_engine.contracts import AnyArray
 
 
 class FreshMemory:

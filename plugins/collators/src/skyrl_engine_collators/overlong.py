@@ -5,8 +5,8 @@ from typing import Literal
 
 import numpy as np
 
-from skyrl_engine.contracts.plan import SampleLengths
-from skyrl_engine.errors import DataError
+from skyrl_engine import DataError
+from skyrl_engine.contracts import SampleLengths
 
 LOG = logging.getLogger(__name__)
 NAMED = 5

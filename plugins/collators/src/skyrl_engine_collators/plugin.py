@@ -8,7 +8,7 @@ from attrs.validators import ge, in_, instance_of, optional
 from skyrl_engine import hookimpl
 
 if TYPE_CHECKING:
-    from skyrl_engine.contracts.context import FactoryContext
+    from skyrl_engine.contracts import FactoryContext
     from skyrl_engine_collators.packed.collator import PackedCollator
     from skyrl_engine_collators.padded.collator import PaddedCollator
 

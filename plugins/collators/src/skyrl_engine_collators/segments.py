@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from skyrl_engine.contracts.ragged import AnyArray, IntArray
+from skyrl_engine.contracts import AnyArray, IntArray
 
 
 def write_segments(

@@ -8,15 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skyrl_engine.contracts.backend import MicroBatch, ModelSpec, Objective, OptimizerSpec, OptimStep, RankBatch, RankEnvironment
-from skyrl_engine.contracts.outputs import RankOutput
-from skyrl_engine.contracts.topology import RankCoords
+from skyrl_engine.contracts import (
+    MicroBatch,
+    ModelSpec,
+    Objective,
+    OptimizerSpec,
+    OptimStep,
+    RankBatch,
+    RankCoords,
+    RankEnvironment,
+    RankOutput,
+)
 from skyrl_engine.modeling.exporting import exported, write_pretrained
 from skyrl_engine.modeling.lora import merged_weights
+from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, score
 from skyrl_engine.modeling.optimizer import set_learning_rate
 from skyrl_engine.modeling.schedule import learning_rate
 from skyrl_engine.modeling.scorer import Scorer
-from skyrl_engine.modeling.scoring import differentiable, gradient_not_finite, score
 from skyrl_engine_deepspeed.checkpoint import TrainingState
 from skyrl_engine_deepspeed.gradients import AccumulatedGradients
 from skyrl_engine_deepspeed.loading import Loaded, load

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 
-from skyrl_engine.errors import CheckpointError
+from skyrl_engine import CheckpointError
 from skyrl_engine.modeling import random_states
 from skyrl_engine_deepspeed.fragments import adopt_weights, flats, fragments, moments
 

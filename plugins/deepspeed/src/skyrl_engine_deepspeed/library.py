@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine import UnsupportedError
 
 _EXPECTED = ("untested optimizer", "OVERFLOW!")
 """Parts of warnings about what this backend does on purpose, and tests."""

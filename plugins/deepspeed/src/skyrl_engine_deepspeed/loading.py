@@ -8,7 +8,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 
-from skyrl_engine.contracts.backend import ComputeDtype, ModelSpec, OptimizerSpec
+from skyrl_engine.contracts import ComputeDtype, ModelSpec, OptimizerSpec
 from skyrl_engine.modeling.optimizer import build_adamw
 from skyrl_engine.modeling.placement import Placed, entry, load_on_ranks, named_tensors, replace_entries
 from skyrl_engine.modeling.scorer import Scorer

@@ -5,10 +5,8 @@ from typing import Any, Literal
 from attrs import field, frozen
 from attrs.validators import ge, in_
 
-from skyrl_engine import hookimpl
-from skyrl_engine.contracts.backend import Backend, BackendDescription, ComputeDtype
-from skyrl_engine.contracts.topology import Topology
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine import UnsupportedError, hookimpl
+from skyrl_engine.contracts import Backend, BackendDescription, ComputeDtype, Topology
 
 
 @frozen

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from skyrl_engine.contracts.backend import ComputeDtype
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine import UnsupportedError
+from skyrl_engine.contracts import ComputeDtype
 from skyrl_engine_deepspeed.plugin import DeepSpeedConfig
 
 _BUCKET = 50_000_000

@@ -8,17 +8,25 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from skyrl_engine.contracts.backend import MicroBatch, ModelSpec, Objective, OptimizerSpec, OptimStep, RankBatch, RankEnvironment
-from skyrl_engine.contracts.outputs import RankOutput
-from skyrl_engine.contracts.topology import RankCoords
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine import UnsupportedError
+from skyrl_engine.contracts import (
+    MicroBatch,
+    ModelSpec,
+    Objective,
+    OptimizerSpec,
+    OptimStep,
+    RankBatch,
+    RankCoords,
+    RankEnvironment,
+    RankOutput,
+)
 from skyrl_engine.modeling import random_states
 from skyrl_engine.modeling.exporting import exported, write_pretrained
 from skyrl_engine.modeling.lora import merged_weights
+from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, score
 from skyrl_engine.modeling.optimizer import build_adamw, set_learning_rate
 from skyrl_engine.modeling.schedule import learning_rate
 from skyrl_engine.modeling.scorer import Scorer
-from skyrl_engine.modeling.scoring import differentiable, gradient_not_finite, score
 from skyrl_engine_fsdp.checkpoint import TrainingState
 from skyrl_engine_fsdp.gradients import clip_gradients, full, non_finite
 from skyrl_engine_fsdp.meshes import Meshes

@@ -17,8 +17,8 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.checkpoint import api, filesystem, state_dict_loader, state_dict_saver
 
-from skyrl_engine.contracts.topology import Topology
-from skyrl_engine.errors import CheckpointError
+from skyrl_engine import CheckpointError
+from skyrl_engine.contracts import Topology
 from skyrl_engine.modeling import random_states
 
 logger = logging.getLogger(__name__)

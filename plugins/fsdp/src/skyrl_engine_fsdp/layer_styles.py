@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from skyrl_engine.contracts.backend import ModelSpec
-from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.modeling.architectures import refuse_unequal_parts
+from skyrl_engine import UnsupportedError
+from skyrl_engine.contracts import ModelSpec
+from skyrl_engine.model_facts.vision_language import refuse_unequal_parts
 
 COLUMNS, ROWS, LOCAL_HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """Styles of transformers' plans: a linear layer cut along its outputs, one along its inputs, and weights that every rank has whole and applies

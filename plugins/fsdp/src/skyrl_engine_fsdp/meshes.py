@@ -4,7 +4,7 @@ import torch
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from skyrl_engine.contracts.topology import Topology
+from skyrl_engine.contracts import Topology
 
 
 @frozen(eq=False)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from skyrl_engine.contracts.backend import ModelSpec
+from skyrl_engine.contracts import ModelSpec
 from skyrl_engine.modeling.loading import load_config
 from skyrl_engine.modeling.placement import entry, load_on_ranks, named_tensors, replace_entries
 from skyrl_engine.modeling.scorer import Scorer

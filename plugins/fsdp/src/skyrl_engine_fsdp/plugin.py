@@ -6,10 +6,8 @@ from typing import Any
 from attrs import field, frozen
 from attrs.validators import ge
 
-from skyrl_engine import hookimpl
-from skyrl_engine.contracts.backend import Backend, BackendDescription, Capability
-from skyrl_engine.contracts.topology import Topology
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine import UnsupportedError, hookimpl
+from skyrl_engine.contracts import Backend, BackendDescription, Capability, Topology
 from skyrl_engine_fsdp.layer_styles import refuse_model
 
 

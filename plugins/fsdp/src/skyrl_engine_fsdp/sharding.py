@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from skyrl_engine.contracts.backend import ComputeDtype
-from skyrl_engine.modeling.architecture import all_layers, tower_layers
+from skyrl_engine.contracts import ComputeDtype
+from skyrl_engine.modeling.causal_lm import all_layers, tower_layers
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine_fsdp.meshes import Meshes
 from skyrl_engine_fsdp.plugin import FsdpConfig

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from skyrl_engine.contracts.backend import ComputeDtype, ModelSpec
-from skyrl_engine.errors import ModelError
+from skyrl_engine import ModelError
+from skyrl_engine.contracts import ComputeDtype, ModelSpec
 from skyrl_engine.modeling.parity import Probe
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine_fsdp.gradients import local

@@ -8,11 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_engine.contracts.backend import ComputeDtype, MicroBatch
-from skyrl_engine.contracts.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
-from skyrl_engine.contracts.outputs import RankOutput
-from skyrl_engine.contracts.ragged import Ragged
-from skyrl_engine.errors import ModelError
+from skyrl_engine import ModelError
+from skyrl_engine.contracts import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES, ComputeDtype, MicroBatch, Ragged, RankOutput
 from skyrl_engine.modeling.images import IMAGE
 from skyrl_engine_megatron.architecture import Architecture
 from skyrl_engine_megatron.loading import Source

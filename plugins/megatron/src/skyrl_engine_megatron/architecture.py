@@ -6,7 +6,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from skyrl_engine.errors import ModelError
+from skyrl_engine import ModelError
 from skyrl_engine_megatron.limits import MIXTURE_FAMILY, VISION_FAMILY
 from skyrl_engine_megatron.vision import Vision
 

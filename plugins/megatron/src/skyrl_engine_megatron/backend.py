@@ -8,15 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_engine.contracts.backend import ModelSpec, Objective, OptimizerSpec, OptimStep, RankBatch, RankEnvironment
-from skyrl_engine.contracts.outputs import RankOutput
-from skyrl_engine.contracts.topology import RankCoords
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine import UnsupportedError
+from skyrl_engine.contracts import (
+    ModelSpec,
+    Objective,
+    OptimizerSpec,
+    OptimStep,
+    RankBatch,
+    RankCoords,
+    RankEnvironment,
+    RankOutput,
+)
 from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.loading import weight_dtype
+from skyrl_engine.modeling.micro_batch import gradient_not_finite
 from skyrl_engine.modeling.schedule import learning_rate
-from skyrl_engine.modeling.scoring import gradient_not_finite
 from skyrl_engine_megatron import checkpoint, kernels
 from skyrl_engine_megatron.agreement import check_agreement
 from skyrl_engine_megatron.attention import DocumentAttention

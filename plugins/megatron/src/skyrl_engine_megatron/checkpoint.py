@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from skyrl_engine.contracts.topology import RankCoords
-from skyrl_engine.errors import CheckpointError
+from skyrl_engine import CheckpointError
+from skyrl_engine.contracts import RankCoords
 from skyrl_engine_megatron.names import Entry
 from skyrl_engine_megatron.state import Piece, ShardedState
 

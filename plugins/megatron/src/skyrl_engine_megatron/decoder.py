@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from skyrl_engine.modeling.architecture import LogitRule
+from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import asked_of_head, chunked_scores
 from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
 from skyrl_engine_megatron.library import (

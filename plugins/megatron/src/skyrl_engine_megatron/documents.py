@@ -7,9 +7,8 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from skyrl_engine.contracts.backend import MicroBatch
-from skyrl_engine.contracts.extras import OF_IMAGES
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine import UnsupportedError
+from skyrl_engine.contracts import OF_IMAGES, MicroBatch
 from skyrl_engine.modeling.images import ImageTokens, PlacedImages, placed_images
 from skyrl_engine.modeling.model_inputs import model_inputs
 from skyrl_engine.modeling.rotary_positions import real_positions

@@ -3,8 +3,8 @@
 import torch.distributed as dist
 from attrs import define, field
 
-from skyrl_engine.contracts.topology import Topology
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine import UnsupportedError
+from skyrl_engine.contracts import Topology
 from skyrl_engine_megatron.library import parallel_state
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_engine.errors import ModelError, UnsupportedError
+from skyrl_engine import ModelError, UnsupportedError
 from skyrl_engine_megatron.attention import DocumentAttention
 from skyrl_engine_megatron.context import alignment, order_of_gathered
 from skyrl_engine_megatron.documents import Boundaries

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from skyrl_engine.contracts.backend import ModelSpec
-from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.modeling.architectures import refuse_short_first_piece, refuse_unequal_parts
+from skyrl_engine import UnsupportedError
+from skyrl_engine.contracts import ModelSpec
+from skyrl_engine.model_facts.vision_language import refuse_short_first_piece, refuse_unequal_parts
 
 if TYPE_CHECKING:
     from skyrl_engine_megatron.plugin import MegatronConfig

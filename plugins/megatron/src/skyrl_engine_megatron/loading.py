@@ -8,8 +8,8 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
 
-from skyrl_engine.contracts.backend import ModelSpec
-from skyrl_engine.errors import EngineError
+from skyrl_engine import EngineError
+from skyrl_engine.contracts import ModelSpec
 from skyrl_engine.modeling.loading import load_causal_lm, load_config
 from skyrl_engine_megatron.architecture import Architecture, architecture_of
 from skyrl_engine_megatron.limits import refuse_model

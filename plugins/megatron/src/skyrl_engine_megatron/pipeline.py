@@ -9,13 +9,10 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from skyrl_engine.contracts.backend import MicroBatch, Objective, RankBatch, StepCounts
-from skyrl_engine.contracts.extras import IMAGE_GRID, PIXEL_VALUES
-from skyrl_engine.contracts.outputs import RankOutput
-from skyrl_engine.contracts.ragged import Ragged
+from skyrl_engine.contracts import IMAGE_GRID, PIXEL_VALUES, MicroBatch, Objective, Ragged, RankBatch, RankOutput, StepCounts
 from skyrl_engine.modeling.images import ImageTokens, placed_images
+from skyrl_engine.modeling.micro_batch import differentiable
 from skyrl_engine.modeling.model_inputs import check_tokens
-from skyrl_engine.modeling.scoring import differentiable
 from skyrl_engine_megatron.context import order_of_gathered, scores_of_all
 from skyrl_engine_megatron.decoder import Decoder
 from skyrl_engine_megatron.documents import Boundaries, Documents, RowShape

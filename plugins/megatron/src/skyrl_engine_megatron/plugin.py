@@ -6,10 +6,8 @@ from typing import Any, Literal
 from attrs import field, frozen
 from attrs.validators import and_, ge, in_, lt
 
-from skyrl_engine import hookimpl
-from skyrl_engine.contracts.backend import Backend, BackendDescription
-from skyrl_engine.contracts.topology import Topology
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine import UnsupportedError, hookimpl
+from skyrl_engine.contracts import Backend, BackendDescription, Topology
 from skyrl_engine_megatron.limits import refuse_model
 
 

@@ -24,9 +24,8 @@ import torch.distributed as dist
 from attrs import field, frozen
 from torch import Tensor
 
-from skyrl_engine.contracts.backend import StepCounts
-from skyrl_engine.contracts.outputs import Metric
-from skyrl_engine.errors import ContractError
+from skyrl_engine import ContractError
+from skyrl_engine.contracts import Metric, StepCounts
 from skyrl_engine_megatron.library import parallel_state
 from skyrl_engine_megatron.plugin import MegatronConfig
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 
-from skyrl_engine.contracts.backend import OptimizerSpec
+from skyrl_engine.contracts import OptimizerSpec
 from skyrl_engine.modeling.optimizer import build_adamw, set_learning_rate
 from skyrl_engine_megatron.library import DistributedDataParallel, parallel_state
 from skyrl_engine_megatron.names import EMBEDDING, HEAD, Entry

@@ -7,7 +7,7 @@ import torch
 from attrs import frozen
 from torch import nn
 
-from skyrl_engine.errors import ModelError
+from skyrl_engine import ModelError
 from skyrl_engine.modeling.images import ImageTokens
 from skyrl_engine.modeling.loading import enable_activation_checkpointing
 

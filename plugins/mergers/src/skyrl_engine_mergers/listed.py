@@ -6,8 +6,7 @@ from typing import Any
 
 from attrs import frozen
 
-from skyrl_engine.contracts.outputs import BatchOutput, RankOutput
-from skyrl_engine.contracts.plan import BatchPlan
+from skyrl_engine.contracts import BatchOutput, BatchPlan, RankOutput
 from skyrl_engine_mergers.ordered import OrderedMerger
 
 

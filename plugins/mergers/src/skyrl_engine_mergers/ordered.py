@@ -5,10 +5,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from skyrl_engine.contracts.outputs import PADDING_SAMPLE, BatchOutput, RankOutput
-from skyrl_engine.contracts.plan import BatchPlan
-from skyrl_engine.contracts.ragged import IntArray
-from skyrl_engine.errors import OutputError
+from skyrl_engine import OutputError
+from skyrl_engine.contracts import PADDING_SAMPLE, BatchOutput, BatchPlan, IntArray, RankOutput
 
 LISTED = 10
 """How many ids of a kind an error spells out."""

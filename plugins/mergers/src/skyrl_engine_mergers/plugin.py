@@ -3,7 +3,7 @@
 from attrs import frozen
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts.merger import Merger
+from skyrl_engine.contracts import Merger
 
 
 class OrderedPlugin:

@@ -8,10 +8,8 @@ import numpy as np
 from attrs import field, frozen
 from attrs.validators import ge, in_, optional
 
-from skyrl_engine import BatchStructure, reducer
-from skyrl_engine.contracts.ragged import IntArray
-from skyrl_engine.contracts.reducer import EmptySequence, PerSequence
-from skyrl_engine.errors import DataError, UnsupportedError
+from skyrl_engine import BatchStructure, DataError, UnsupportedError, reducer
+from skyrl_engine.contracts import EmptySequence, IntArray, PerSequence
 
 
 @frozen

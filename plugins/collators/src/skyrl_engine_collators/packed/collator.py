@@ -5,9 +5,7 @@ from typing import ClassVar, Literal
 
 from attrs import frozen
 
-from skyrl_engine.contracts.collator import Buffers, Carried, DenseBatch
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
+from skyrl_engine.contracts import BatchPlan, Buffers, Carried, DenseBatch, Layout, MicroBatchPlan, SampleColumns, SampleLengths
 from skyrl_engine_collators.extras import CARRIES, build_extras
 from skyrl_engine_collators.kernels import kernels
 from skyrl_engine_collators.memory import FreshMemory

@@ -5,7 +5,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from skyrl_engine.contracts.ragged import AnyArray, IntArray, Ragged, offsets_of
+from skyrl_engine.contracts import AnyArray, IntArray, Ragged, offsets_of
 from skyrl_engine_collators.kernels import kernels
 
 

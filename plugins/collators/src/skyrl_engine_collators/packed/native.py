@@ -2,9 +2,7 @@
 
 from collections.abc import Container, Mapping
 
-from skyrl_engine.contracts.collator import Buffers, GatherIndex
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.ragged import AnyArray
+from skyrl_engine.contracts import AnyArray, Buffers, GatherIndex, SampleColumns
 from skyrl_engine_collators.kernels import Kernels, Source
 from skyrl_engine_collators.packed.vectorized import PackedRows
 

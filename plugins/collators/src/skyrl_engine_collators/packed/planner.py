@@ -3,10 +3,18 @@
 import numpy as np
 from attrs import frozen
 
-from skyrl_engine.contracts.bundles import Bundles
-from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, MiniBatchPlan, SampleLengths
-from skyrl_engine.contracts.ragged import IntArray, Ragged, offsets_of
-from skyrl_engine.errors import DataError, UnsupportedError
+from skyrl_engine import DataError, UnsupportedError
+from skyrl_engine.contracts import (
+    BatchPlan,
+    Bundles,
+    IntArray,
+    Layout,
+    MicroBatchPlan,
+    MiniBatchPlan,
+    Ragged,
+    SampleLengths,
+    offsets_of,
+)
 from skyrl_engine_collators.packed.policies import Policy, bins_of
 from skyrl_engine_collators.planning.alignment import alignment_of, rounded_up
 from skyrl_engine_collators.planning.mini_batches import mini_batches

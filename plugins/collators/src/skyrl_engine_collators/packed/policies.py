@@ -5,8 +5,8 @@ from typing import Literal
 
 import numpy as np
 
-from skyrl_engine.contracts.ragged import IntArray, Ragged, offsets_of
-from skyrl_engine.errors import DataError
+from skyrl_engine import DataError
+from skyrl_engine.contracts import IntArray, Ragged, offsets_of
 from skyrl_engine_collators.packed.first_fit import first_fit_decreasing, grouped, largest_first
 
 Policy = Literal["ffd", "balanced", "concat"]

@@ -5,9 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import MicroBatchPlan
-from skyrl_engine.contracts.ragged import AnyArray
+from skyrl_engine.contracts import AnyArray, MicroBatchPlan, SampleColumns
 from skyrl_engine_collators.extras_reference import PlacedExtras, build_extras, extras_of, forms_of
 
 

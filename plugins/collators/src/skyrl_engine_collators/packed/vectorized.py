@@ -6,11 +6,8 @@ from itertools import pairwise
 import numpy as np
 from attrs import frozen
 
-from skyrl_engine.contracts.collator import Buffers, GatherIndex
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import MicroBatchPlan
-from skyrl_engine.contracts.ragged import AnyArray, IntArray, Ragged, offsets_of
-from skyrl_engine.errors import DataError
+from skyrl_engine import DataError
+from skyrl_engine.contracts import AnyArray, Buffers, GatherIndex, IntArray, MicroBatchPlan, Ragged, SampleColumns, offsets_of
 from skyrl_engine_collators.extras import Placement, extra_names
 from skyrl_engine_collators.planning.alignment import rounded_up
 from skyrl_engine_collators.segments import write_segments

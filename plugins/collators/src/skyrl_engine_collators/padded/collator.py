@@ -6,10 +6,18 @@ from typing import ClassVar, Literal
 import numpy as np
 from attrs import frozen
 
-from skyrl_engine.contracts.collator import Buffers, Carried, DenseBatch
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths, one_sample_per_row
-from skyrl_engine.contracts.ragged import Ragged
+from skyrl_engine.contracts import (
+    BatchPlan,
+    Buffers,
+    Carried,
+    DenseBatch,
+    Layout,
+    MicroBatchPlan,
+    Ragged,
+    SampleColumns,
+    SampleLengths,
+    one_sample_per_row,
+)
 from skyrl_engine_collators.extras import CARRIES, build_extras
 from skyrl_engine_collators.kernels import kernels
 from skyrl_engine_collators.memory import FreshMemory

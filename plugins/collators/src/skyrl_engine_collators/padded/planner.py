@@ -2,9 +2,16 @@
 
 import numpy as np
 
-from skyrl_engine.contracts.bundles import Bundles
-from skyrl_engine.contracts.plan import BatchPlan, Layout, MicroBatchPlan, MiniBatchPlan, SampleLengths, one_sample_per_row
-from skyrl_engine.contracts.ragged import IntArray
+from skyrl_engine.contracts import (
+    BatchPlan,
+    Bundles,
+    IntArray,
+    Layout,
+    MicroBatchPlan,
+    MiniBatchPlan,
+    SampleLengths,
+    one_sample_per_row,
+)
 from skyrl_engine_collators.planning.micro_batches import Limits, check_limits, micro_batches
 from skyrl_engine_collators.planning.mini_batches import mini_batches
 from skyrl_engine_collators.planning.ranks import balance

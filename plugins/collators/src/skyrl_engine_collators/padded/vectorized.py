@@ -6,11 +6,17 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from skyrl_engine.contracts.collator import Buffers, GatherIndex
-from skyrl_engine.contracts.columns import SampleColumns
-from skyrl_engine.contracts.plan import MicroBatchPlan
-from skyrl_engine.contracts.ragged import AnyArray, IntArray, offsets_of, segment_indices
-from skyrl_engine.errors import DataError
+from skyrl_engine import DataError
+from skyrl_engine.contracts import (
+    AnyArray,
+    Buffers,
+    GatherIndex,
+    IntArray,
+    MicroBatchPlan,
+    SampleColumns,
+    offsets_of,
+    segment_indices,
+)
 from skyrl_engine_collators.extras import Placement, extra_names
 
 BoolMatrix = npt.NDArray[np.bool_]

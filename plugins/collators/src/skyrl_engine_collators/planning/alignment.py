@@ -6,7 +6,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from skyrl_engine.contracts.plan import Layout
+from skyrl_engine.contracts import Layout
 
 Lengths = TypeVar("Lengths", int, npt.NDArray[np.int64])
 

@@ -3,10 +3,8 @@
 import numpy as np
 from attrs import frozen
 
-from skyrl_engine.contracts.bundles import Bundles
-from skyrl_engine.contracts.plan import SampleLengths
-from skyrl_engine.contracts.ragged import IntArray, offsets_of
-from skyrl_engine.errors import DataError
+from skyrl_engine import DataError
+from skyrl_engine.contracts import Bundles, IntArray, SampleLengths, offsets_of
 
 
 @frozen

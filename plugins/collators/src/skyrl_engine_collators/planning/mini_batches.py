@@ -2,10 +2,8 @@
 
 import numpy as np
 
-from skyrl_engine.contracts.bundles import Bundles, inseparable
-from skyrl_engine.contracts.plan import SampleLengths
-from skyrl_engine.contracts.ragged import IntArray
-from skyrl_engine.errors import DataError
+from skyrl_engine import DataError
+from skyrl_engine.contracts import Bundles, IntArray, SampleLengths, inseparable
 
 
 def mini_batches(lengths: SampleLengths, size: int | None) -> list[IntArray]:

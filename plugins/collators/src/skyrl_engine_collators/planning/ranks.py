@@ -4,7 +4,7 @@ import heapq
 
 import numpy as np
 
-from skyrl_engine.contracts.ragged import IntArray
+from skyrl_engine.contracts import IntArray
 
 
 def balance(costs: IntArray, ranks: int, *, most: int | None = None) -> IntArray:

@@ -1,0 +1,1 @@
+"""Read configurations from files, mappings and command lines, with the origin of every key."""

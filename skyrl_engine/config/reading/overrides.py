@@ -1,0 +1,63 @@
+"""`section.key=value` from a command line: the key is a dotted TOML key, the value a TOML value or a bare word."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from skyrl_engine.config.reading.origins import KeyPath
+from skyrl_engine.errors import Problem
+
+
+def parse_override(text: str) -> tuple[KeyPath, Any] | Problem:
+    """Key path and value of one override, or the problem with it. What is not a TOML value is text, unless it starts like one."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        remedy = "Put the file first, section.key=value after it" if Path(text).is_file() else "Write section.key=value"
+        return Problem(f"command line: {text}", "is not an override", remedy)
+    path = _key_path(key.strip())
+    if path is None:
+        return Problem(f"command line: {text}", f"{key.strip()!r} is not a dotted key", "Write section.key=value")
+    value = value.strip()
+    if not value:
+        return Problem(
+            f"command line: {text}",
+            "has no value",
+            f"Write {key.strip()}=none for no value, or {key.strip()}='\"\"' for empty text",
+        )
+    found, parsed = _toml_value(value)
+    if found:
+        return path, parsed
+    if value[0] in "[{\"'":
+        return Problem(
+            f"command line: {text}",
+            "the value is not TOML",
+            "Close every bracket and quote, and quote text inside lists and tables",
+        )
+    return path, value
+
+
+def _key_path(key: str) -> KeyPath | None:
+    if "\n" in key or "#" in key:
+        return None
+    try:
+        table = tomllib.loads(f"{key} = 0")
+    except tomllib.TOMLDecodeError:
+        return None
+    path: list[str] = []
+    value: Any = table
+    while isinstance(value, dict):
+        ((name, value),) = value.items()
+        path.append(name)
+    return tuple(path)
+
+
+def _toml_value(text: str) -> tuple[bool, Any]:
+    """Whether the whole text is one TOML value (a comment or a second line is none of it), and that value."""
+    try:
+        listed = tomllib.loads(f"value = [{text}]")
+        alone = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, ValueError):
+        return False, None
+    value = alone.get("value")
+    # Dates are no values of a configuration: 2024-01-01 is a revision's name.
+    return listed == {"value": [value]} and isinstance(value, (str, int, float, list, dict)), value

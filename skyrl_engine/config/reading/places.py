@@ -1,0 +1,56 @@
+"""`./` and `../` in a configuration are relative to where they were written: the file's folder, or the current one on a command line.
+
+Which texts name places is the schema's to say: fields of type `Path`, and fields marked with `PLACE`. They become absolute, so that a
+configuration that is written out and read elsewhere still means the same files. Everything else keeps its text.
+"""
+
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from skyrl_engine.config.reading.origins import KeyPath, Origin, nearest
+from skyrl_engine.config.schema import PLACE
+
+
+def absolute_place(text: Any, folder: Path | None) -> Any:
+    """A text that starts with `./` or `../` as an absolute path (a plugin reference keeps its `:name`); anything else unchanged."""
+    if folder is None or not isinstance(text, str) or not text.startswith(("./", "../")):
+        return text
+    return str(folder.absolute() / text)
+
+
+def with_absolute_places(schema: type[Any], table: Any, path: KeyPath, origins: Mapping[str, Origin]) -> Any:
+    """`table`, not yet checked, with the places that `schema` knows of made absolute."""
+    if not isinstance(table, Mapping):
+        return table
+    attributes = {attribute.alias or attribute.name: attribute for attribute in attrs.fields(attrs.resolve_types(schema))}
+    placed: dict[str, Any] = {}
+    for key, value in table.items():
+        attribute = attributes.get(key)
+        kinds = set() if attribute is None else _kinds_inside(attribute.type)
+        nested = next((kind for kind in kinds if attrs.has(kind)), None)
+        if attribute is not None and (attribute.metadata.get(PLACE) or Path in kinds):
+            folder = nearest(origins, (*path, key)).folder
+            placed[key] = (
+                [absolute_place(item, folder) for item in value] if isinstance(value, list) else absolute_place(value, folder)
+            )
+        elif nested is not None:
+            placed[key] = _nested(nested, value, (*path, key), origins)
+        else:
+            placed[key] = value
+    return placed
+
+
+def _nested(schema: type[Any], value: Any, path: KeyPath, origins: Mapping[str, Origin]) -> Any:
+    if isinstance(value, list):
+        return [_nested(schema, item, (*path, index), origins) for index, item in enumerate(value)]
+    return with_absolute_places(schema, value, path, origins)
+
+
+def _kinds_inside(kind: Any) -> set[Any]:
+    """The types a field's type is made of: `tuple[Term, ...] | None` is made of Term and None."""
+    arguments = typing.get_args(kind)
+    return set().union(*(_kinds_inside(argument) for argument in arguments)) if arguments else {kind}

@@ -1,0 +1,36 @@
+"""The configuration as attrs classes: one class and one file per TOML table. Sizes in samples, tokens or optimizer steps, as each name says.
+
+Plugin tables (`[loss]`, `[backend]`, ...) hold `use`, a plugin reference, and beside it the plugin's own options, which the plugin's own
+schema validates. The text under each key is its meaning in `docs/reference/configuration.md`.
+"""
+
+from skyrl_engine.config.schema.checkpoint import CheckpointConfig
+from skyrl_engine.config.schema.data import DataConfig, DataFormat
+from skyrl_engine.config.schema.engine import EngineConfig
+from skyrl_engine.config.schema.evaluation import EvaluationConfig
+from skyrl_engine.config.schema.metadata import KIND, PLACE
+from skyrl_engine.config.schema.model import LoraConfig, ModelConfig
+from skyrl_engine.config.schema.optimizer import OptimizerConfig
+from skyrl_engine.config.schema.plugins import PluginsConfig
+from skyrl_engine.config.schema.run import RunConfig
+from skyrl_engine.config.schema.tables import LossTable, PluginTable, TermTable
+from skyrl_engine.config.schema.training import TrainingConfig
+
+__all__ = [
+    "KIND",
+    "PLACE",
+    "CheckpointConfig",
+    "DataConfig",
+    "DataFormat",
+    "EngineConfig",
+    "EvaluationConfig",
+    "LoraConfig",
+    "LossTable",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PluginTable",
+    "PluginsConfig",
+    "RunConfig",
+    "TermTable",
+    "TrainingConfig",
+]

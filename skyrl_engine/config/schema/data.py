@@ -1,0 +1,63 @@
+"""`[data]`: what to train on."""
+
+from typing import Literal, get_args
+
+from attrs import field, frozen
+from attrs.validators import deep_iterable, ge, in_, lt, min_len, optional
+
+from skyrl_engine.config.schema.metadata import PLACE
+
+DataFormat = Literal["auto", "tokens", "rollouts", "messages", "prompt_completion", "alpaca", "text"]
+
+
+@frozen
+class DataConfig:
+    """What to train on."""
+
+    train: str = field(validator=min_len(1), metadata={PLACE: True})
+    """A file (JSONL, Parquet, Arrow), a folder or a hub id."""
+
+    eval: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
+    """Held-out data, given like `train`; none: see `eval_fraction`."""
+
+    subset: str | None = field(default=None, validator=optional(min_len(1)))
+    """Configuration of a hub dataset that has several."""
+
+    train_split: str = field(default="train", validator=min_len(1))
+    """Split of `train` to read, where it has splits."""
+
+    eval_split: str = field(default="test", validator=min_len(1))
+    """Split of `eval` to read, where it has splits."""
+
+    eval_fraction: float = field(default=0.0, validator=[ge(0.0), lt(1.0)])
+    """Share of `train` to hold out for evaluation when `eval` is not set."""
+
+    format: DataFormat = field(default="auto", validator=in_(get_args(DataFormat)))
+    """Shape of the samples; `auto` recognises it by the columns."""
+
+    columns: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)))
+    """Columns to read beside those that the loss, its terms and corrections need: one number per response token or per sample."""
+
+    loss_on: Literal["last", "all"] = field(default="last", validator=in_(("last", "all")))
+    """Assistant turns that carry loss: the `last` one or `all`."""
+
+    max_length: int | None = field(default=None, validator=optional(ge(2)))
+    """Longest sample in tokens; none: as long as the model allows."""
+
+    overlong: Literal["drop", "truncate", "error"] = field(default="error", validator=in_(("drop", "truncate", "error")))
+    """What happens to a sample longer than `max_length`."""
+
+    bad_images: Literal["error", "drop"] = field(default="error", validator=in_(("error", "drop")))
+    """What happens to a sample with an image that is missing, damaged or too large, or whose images do not match their places."""
+
+    max_image_pixels: int = field(default=2**26, validator=ge(1))
+    """Largest image that is read, width times height; files that unpack into gigabytes are refused whatever it says."""
+
+    shrink_images_to: int | None = field(default=None, validator=optional(ge(1)))
+    """Pixels to which larger images are scaled down, which bounds their tokens; none: what the model's image processor says."""
+
+    max_samples: int | None = field(default=None, validator=optional(ge(1)))
+    """Read at most this many samples; none: all."""
+
+    cache: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
+    """Folder of the token cache; none: the user's cache folder."""

@@ -1,0 +1,78 @@
+"""`[model]` and `[model.lora]`: the model to train and how it computes."""
+
+from typing import Literal
+
+import attrs
+from attrs import field, frozen
+from attrs.validators import ge, in_, lt, min_len, optional
+
+from skyrl_engine.config.schema.metadata import PLACE
+from skyrl_engine.contracts.kinds.backend import ComputeDtype, LoraSpec, ModelSpec
+
+
+@frozen
+class LoraConfig:
+    """Low-rank adapters (LoRA) that are trained in the place of the model's weights; without this table all weights are."""
+
+    rank: int = field(default=8, validator=ge(1))
+    """Rank of the two matrices beside each layer."""
+
+    alpha: int = field(default=16, validator=ge(1))
+    """Their product counts `alpha / rank` times."""
+
+    targets: Literal["all-linear"] | tuple[str, ...] = field(default="all-linear", validator=min_len(1))
+    """Linear layers of the decoder that get adapters: all, or those of these names, such as `["q_proj", "v_proj"]`."""
+
+    dropout: float = field(default=0.0, validator=[ge(0.0), lt(1.0)])
+    """Share of an adapter's inputs that training sets to zero."""
+
+    path: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
+    """A directory or hub id with adapters to train on, which bring their own rank, alpha and targets; none: new ones."""
+
+
+@frozen
+class ModelConfig:
+    """The model to train and how it computes."""
+
+    path: str = field(validator=min_len(1), metadata={PLACE: True})
+    """A local Hugging Face directory or a hub id."""
+
+    tokenizer: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
+    """A local directory or hub id of the tokenizer; none: the model's own."""
+
+    revision: str | None = field(default=None, validator=optional(min_len(1)))
+    """Branch, tag or commit on the hub; none: the default branch."""
+
+    dtype: ComputeDtype = field(default="float32", validator=in_(("float64", "float32", "bfloat16")))
+    """Precision of the computation; the weights that are trained stay in float32."""
+
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models whose code you have read."""
+
+    logits_per_chunk: int = field(default=2**22, validator=ge(1))
+    """Logits (positions x vocabulary) held at once while scoring; lower it when memory runs out at the head."""
+
+    value_head: bool = False
+    """Put a head beside the language-model head that scores every token with a value, for losses of critics."""
+
+    chat_template: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
+    """File with a Jinja chat template; none: the tokenizer's own."""
+
+    lora: LoraConfig | None = None
+    """Train low-rank adapters: the table `[model.lora]`. None: all weights."""
+
+    def spec(self, seed: int) -> ModelSpec:
+        """`seed` is the run's."""
+        return ModelSpec(
+            path=self.path,
+            revision=self.revision,
+            dtype=self.dtype,
+            activation_checkpointing=self.activation_checkpointing,
+            trust_remote_code=self.trust_remote_code,
+            logits_per_chunk=self.logits_per_chunk,
+            value_head=self.value_head,
+            lora=None if self.lora is None else LoraSpec(**attrs.asdict(self.lora), seed=seed),
+        )

@@ -1,0 +1,48 @@
+"""`[optimizer]`: AdamW and its learning-rate schedule."""
+
+from typing import Literal, cast
+
+from attrs import field, frozen
+from attrs.validators import and_, deep_iterable, ge, gt, in_, lt, optional
+
+from skyrl_engine.contracts.kinds.backend import OptimizerSpec
+
+_BELOW_ONE = and_(ge(0.0), lt(1.0))
+
+
+@frozen
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule."""
+
+    learning_rate: float = field(default=1e-5, validator=gt(0))
+    """Learning rate after warm-up."""
+
+    betas: tuple[float, float] = field(default=(0.9, 0.999), validator=deep_iterable(_BELOW_ONE))
+    """Decay rates of the two moments."""
+
+    epsilon: float = field(default=1e-8, validator=gt(0))
+    """Added to the denominator."""
+
+    weight_decay: float = field(default=0.0, validator=ge(0))
+    """Decoupled weight decay."""
+
+    max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
+    """Norm to which gradients are clipped; none: never."""
+
+    schedule: Literal["constant", "linear", "cosine"] = field(default="constant", validator=in_(("constant", "linear", "cosine")))
+    """Course of the learning rate after warm-up; `linear` and `cosine` end at 0."""
+
+    warmup_steps: int = field(default=0, validator=ge(0))
+    """Optimizer steps of linear warm-up before the schedule."""
+
+    def spec(self, total_steps: int) -> OptimizerSpec:
+        return OptimizerSpec(
+            learning_rate=self.learning_rate,
+            betas=self.betas,
+            epsilon=self.epsilon,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+            schedule=self.schedule,
+            warmup_steps=self.warmup_steps,
+            total_steps=total_steps,
+        )

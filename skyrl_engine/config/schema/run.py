@@ -1,0 +1,34 @@
+"""`[run]`: where a run is written and where it runs."""
+
+from typing import Literal
+
+from attrs import field, frozen
+from attrs.validators import deep_iterable, ge, in_, lt, min_len, optional
+
+from skyrl_engine.config.schema.metadata import PLACE
+
+
+@frozen
+class RunConfig:
+    """Where a run is written and where it runs."""
+
+    directory: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
+    """Folder that holds everything the run writes; none: a new folder under `runs/`."""
+
+    seed: int = field(default=0, validator=[ge(0), lt(2**63)])
+    """Seed of every random number of the run."""
+
+    launch: Literal["inline", "ray"] = field(default="inline", validator=in_(("inline", "ray")))
+    """`inline`: one rank, in this process; `ray`: one Ray actor per rank."""
+
+    ranks: int = field(default=1, validator=ge(1))
+    """Processes that train together; more than one needs `launch = "ray"`."""
+
+    device: Literal["auto", "cpu", "cuda"] = field(default="auto", validator=in_(("auto", "cpu", "cuda")))
+    """Where ranks compute; `auto`: on CUDA devices where torch sees any."""
+
+    ray_address: str | None = field(default=None, validator=optional(min_len(1)))
+    """Address of a running Ray cluster; none: start one on this machine."""
+
+    observers: tuple[str, ...] = field(default=("metrics_jsonl",), validator=deep_iterable(min_len(1)), metadata={PLACE: True})
+    """References of observer plugins; the options of one stand in `[observers.NAME]`."""

@@ -1,0 +1,1 @@
+"""The protocols that factories return, one file per kind of plugin."""

@@ -1,0 +1,217 @@
+"""Backend: a model on this rank that can score, learn, save. It owes one promise: gradients are SUMS.
+
+After any number of `forward_backward` calls, the gradient seen by `optim_step` equals the sum over all ranks, micro-batches and calls.
+The import of this file needs no torch.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from attrs import Factory, field, frozen
+from attrs.validators import ge, gt, in_, instance_of, lt
+
+from skyrl_engine.contracts.values.outputs import RankOutput
+from skyrl_engine.contracts.values.ragged import IntArray, Ragged
+from skyrl_engine.contracts.values.topology import RankCoords, Topology
+
+if TYPE_CHECKING:
+    import torch
+
+Capability = Literal[
+    "padded",
+    "packed",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "context_parallel",
+    "vision",
+    "router_replay",
+    "value_head",
+    "lora",
+    "logits",
+]
+PARALLEL_SIZES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "virtual_pipeline", "replicate")
+"""Options by which backends divide the world among parallel dimensions, under these names in all of them; one rank alone has none."""
+
+ComputeDtype = Literal["float64", "float32", "bfloat16"]
+
+
+def refuse_no_model(_config: Any, _model: "ModelSpec") -> None:
+    """Of a backend that takes whatever can be loaded."""
+
+
+@frozen
+class BackendDescription:
+    """What the controller knows of a backend before torch is imported: how ranks are laid out, and what it declares to support.
+
+    `refuse_model` gets a model's `transformers` configuration and how it is to be trained, and raises UnsupportedError for what the backend
+    does not build or its layout does not divide. Planning calls it before a rank starts, so it needs no torch; backends call it again when
+    they load a model, for callers that did not plan.
+    """
+
+    topology: Topology
+    capabilities: frozenset[Capability]
+    refuse_model: Callable[[Any, "ModelSpec"], None] = refuse_no_model
+
+
+@frozen
+class RankEnvironment:
+    """One process of the world, its device ("cpu", "cuda:3") and the run's seed. The process group is already initialised."""
+
+    rank: int
+    world_size: int
+    device: str
+    seed: int
+
+
+@frozen
+class LoraSpec:
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) that are trained in the place of the model's weights.
+
+    `targets` names linear layers of the decoder as PEFT does: "q_proj" is every layer of that name. `path` is a directory or hub id with
+    adapters to train on; what is not the default here must then agree with theirs. New ones are drawn from `seed`, equally on every rank.
+    """
+
+    rank: int = field(default=8, validator=ge(1))
+    alpha: int = field(default=16, validator=ge(1))
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    dropout: float = field(default=0.0, validator=[ge(0.0), lt(1.0)])
+    path: str | None = None
+    seed: int = 0
+
+
+@frozen
+class ModelSpec:
+    """Which model to train. `path` is a local Hugging Face directory or a hub id; `dtype` the compute precision (weights stay float32).
+
+    `packed_rows` announces rows of several sequences: a model that would mix them is refused when it is loaded, not at the first such row.
+    `value_head` asks for a head of one value per token beside the language-model head: the score "values".
+    With `lora` adapters are trained, and a value head; all other weights are frozen, and checkpoints and exports leave them out.
+    """
+
+    path: str
+    revision: str | None = None
+    dtype: ComputeDtype = field(default="float32", validator=in_(("float64", "float32", "bfloat16")))
+    activation_checkpointing: bool = False
+    trust_remote_code: bool = False
+    logits_per_chunk: int = field(default=2**22, validator=ge(1))
+    packed_rows: bool = False
+    value_head: bool = False
+    lora: LoraSpec | None = None
+
+
+@frozen
+class OptimizerSpec:
+    """AdamW and its learning-rate schedule over `total_steps` optimizer steps. `max_grad_norm` None: never clip, still report the norm."""
+
+    learning_rate: float = field(default=1e-5, validator=gt(0))
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = field(default=1e-8, validator=gt(0))
+    weight_decay: float = field(default=0.0, validator=ge(0))
+    max_grad_norm: float | None = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = field(default="constant", validator=in_(("constant", "linear", "cosine")))
+    warmup_steps: int = field(default=0, validator=ge(0))
+    total_steps: int = field(default=1, validator=ge(1))
+
+
+@frozen
+class StepCounts:
+    """What one optimizer step is made of, over all its ranks, micro-batches and calls: sequences of at least one token, and their tokens.
+
+    Means over a step divide by these: of terms that are born inside a model's layers, where no reducer's weight reaches them.
+    """
+
+    sequences: int = field(validator=ge(0))
+    tokens: int = field(validator=ge(0))
+
+
+@frozen(eq=False)
+class MicroBatch:
+    """What a backend scores in one pass: model inputs, and which n positions to score against which labels.
+
+    `inputs` are CPU tensors for the model ([rows, width], ...); `positions` int64[n] are flat places row * width + column in them, each one
+    before the token it scores; `labels` int64[n] the token ids scored there; `sequence_lengths` the true lengths per row. Scores come back in
+    the order of `positions`. `samples` is the engine's own, opaque to a backend. `cu_seqlens` bounds the samples inside packed rows, as in
+    `DenseBatch`; None where a row holds one sample. `ragged_offsets`, as in `DenseBatch`, say which sample owns what of `pixel_values`
+    and `image_grid_thw`; `pixel_values` are sent to the first stage of a pipeline alone. `sample_ids` int64[samples] are for messages.
+    `step` counts the optimizer step that this is a part of; None where whoever built the micro-batch does not know.
+    """
+
+    inputs: Mapping[str, "torch.Tensor"]
+    positions: "torch.Tensor"
+    labels: "torch.Tensor"
+    sequence_lengths: Ragged = field(validator=instance_of(Ragged))
+    samples: Any
+    cu_seqlens: Ragged | None = None
+    ragged_offsets: Mapping[str, IntArray] = Factory(dict)
+    sample_ids: IntArray | None = None
+    step: StepCounts | None = None
+
+
+class RankBatch(Protocol):
+    """This rank's micro-batches of one mini-batch, each built when it is reached; every rank has equally many."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[MicroBatch]: ...
+
+
+class Objective(Protocol):
+    """Engine code that turns scores into the scalar to differentiate, and collects outputs. `needs` names the model scores it reads.
+
+    They are "logprobs" and "entropy", in nats; "values" of a model with a value head; and, of a backend that declares `logits`, "logits":
+    the label's own, as softmax takes it, for those who compare backends.
+    """
+
+    needs: frozenset[str]
+    temperature: float
+
+    def __call__(self, scores: Mapping[str, "torch.Tensor"], micro_batch: MicroBatch) -> "tuple[torch.Tensor, RankOutput]":
+        """`scores[need]` are [n] tensors, differentiable, on any device. Returns the micro-batch's part of the objective and its outputs."""
+
+
+@frozen
+class OptimStep:
+    """What one optimizer step reports: the norm of the summed gradient before clipping, and the learning rate that was applied."""
+
+    grad_norm: float
+    learning_rate: float
+
+
+class Backend(Protocol):
+    """What `skyrl_engine_make_backend` returns. Methods are called on every rank in the same order."""
+
+    coords: RankCoords
+
+    def setup(self, model: ModelSpec, optimizer: OptimizerSpec | None, environment: RankEnvironment) -> None:
+        """Load the model onto this rank and make it trainable (`optimizer` None: scoring only). Raises ModelError."""
+
+    def forward(self, batch: RankBatch, objective: Objective) -> RankOutput:
+        """Score without gradients, in evaluation mode."""
+
+    def forward_backward(self, batch: RankBatch, objective: Objective) -> RankOutput:
+        """Score, differentiate and accumulate. Which outputs are built is the objective's business."""
+
+    def optim_step(self) -> OptimStep:
+        """Clip, step, advance the schedule, clear the gradients."""
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's part of the training state (weights, optimizer, schedule, random states) into an existing directory."""
+
+    def load(self, directory: Path) -> None:
+        """Restore exactly what `save` wrote."""
+
+    def export(self, directory: Path) -> None:
+        """Write the weights as a Hugging Face directory, adapters as a PEFT one (rank 0 writes; every rank takes part)."""
+
+    def weights(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Full weights under their Hugging Face names, adapters merged, one at a time, on CPU; every rank iterates."""
+
+    def gradients(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Full accumulated gradients under their Hugging Face names, one at a time, on CPU, before `optim_step`; every rank iterates.
+
+        For proofs and comparisons; no training step calls it.
+        """
+
+    def close(self) -> None:
+        """Free the model. The process group is not the backend's."""

@@ -1,0 +1,115 @@
+"""Collator: plan rows from lengths, build dense tensors for some rows. The import of this file needs no torch."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from attrs import Factory, field, frozen
+from attrs.validators import instance_of, optional
+
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, OF_IMAGES
+from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
+from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Ragged
+
+if TYPE_CHECKING:
+    import torch
+
+ROUTER_PADDING_MASK = "router_padding_mask"
+
+MODEL_INPUTS = (
+    *("input_ids", "attention_mask", "position_ids"),
+    *(EXPERT_ROUTES, ROUTER_PADDING_MASK),
+    *OF_IMAGES,
+)
+"""Fields the engine asks `build` for while training: what the model eats, no dense action-axis field."""
+
+Carried = Literal["router_replay", "vision"]
+
+CARRIED_EXTRAS: Mapping[Carried, frozenset[str]] = {
+    "router_replay": frozenset((EXPERT_ROUTES,)),
+    "vision": frozenset(("images", *OF_IMAGES)),
+}
+"""Which extras of the columns ask for which capability; `images` are references to images that were not read yet."""
+
+
+@frozen(eq=False)
+class GatherIndex:
+    """Where the model scores each action token. All int64[n], one entry per action token that has a predecessor.
+
+    Entry k says: action token `actions[k]` (its place on the flat action axis of the micro-batch's samples, in the plan's order) is
+    predicted at row `rows[k]`, column `columns[k]`, one before the token itself. It never points at padding or before column 0; the
+    first token of a sample has no entry.
+    """
+
+    actions: IntArray
+    rows: IntArray
+    columns: IntArray
+
+
+@frozen(eq=False)
+class DenseBatch:
+    """Dense tensors of some rows. `fields` are C-contiguous CPU tensors by name, `sequence_lengths` the true lengths per row, int64.
+
+    `cu_seqlens`, where rows hold their samples one after the other from column 0: per row int32[samples + 1], the column each sample begins
+    in and the column behind the last, alignment included. None for other layouts.
+
+    `ragged_offsets` int64[n+1], for fields without a row per row (`pixel_values`, `image_grid_thw`), which hold what the n samples have one
+    after the other: sample i of the plan's order owns `field[offsets[i] : offsets[i + 1]]`.
+    """
+
+    fields: Mapping[str, "torch.Tensor"]
+    gather: GatherIndex
+    sequence_lengths: Ragged = field(validator=instance_of(Ragged))
+    cu_seqlens: Ragged | None = field(default=None, validator=optional(instance_of(Ragged)))
+    ragged_offsets: Mapping[str, IntArray] = Factory(dict)
+
+    def __getitem__(self, name: str) -> "torch.Tensor":
+        return self.fields[name]
+
+
+class Buffers(Protocol):
+    """Memory to build into, so that a loop does not allocate; what `build` returns aliases it until it is handed out again.
+
+    `contracts.buffers.ReusableBuffers` is the engine's own.
+    """
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> AnyArray:
+        """A C-contiguous, uninitialised NumPy array of this shape and dtype."""
+
+
+class Collator(Protocol):
+    """What `skyrl_engine_make_collator` returns.
+
+    `rows` declares what a row may hold, which is also the capability that a backend needs for it: one sample at most ("padded"), or
+    several ("packed").
+
+    A collator that lays expert routes or images over its rows says so in one more attribute, `carries`: a set of "router_replay" and
+    "vision" (`carried_by` reads it). Data that has what the collator does not carry is refused while planning.
+    """
+
+    rows: Literal["padded", "packed"]
+
+    def plan(self, lengths: SampleLengths, layout: Layout) -> BatchPlan:
+        """Decide mini-batches, ranks, micro-batches and rows from lengths alone; no torch. Every sample is planned exactly once.
+
+        Mini-batches never cut a group, micro-batches never cut a unit, and all ranks of a mini-batch get equally many micro-batches.
+        Raises DataError for a sample that fits nowhere, UnsupportedError for a layout the collator cannot make.
+        """
+
+    def build(
+        self,
+        columns: SampleColumns,
+        micro_batch: MicroBatchPlan,
+        *,
+        fields: Sequence[str] | None = None,
+        out: Buffers | None = None,
+    ) -> DenseBatch:
+        """Dense tensors for these rows: the named `fields` (absent ones stay absent), or every field there is when None."""
+
+    def collate(self, columns: SampleColumns) -> DenseBatch:
+        """`plan` and `build` with one rank, one micro-batch and every field."""
+
+
+def carried_by(collator: Collator) -> frozenset[Carried]:
+    """What the collator declares to lay over its rows beside tokens; nothing where it does not say."""
+    return frozenset(getattr(collator, "carries", ()))

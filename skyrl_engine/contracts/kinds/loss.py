@@ -1,0 +1,157 @@
+"""Loss: per-token values over a micro-batch's loss-carrying tokens. Losses never see padding, weights or counts.
+
+The import of this file needs no torch; the methods below use tensor methods only.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from attrs import Factory, define, field, frozen
+
+from skyrl_engine.contracts.values.outputs import ENGINE_METRICS, Metric
+from skyrl_engine.errors import ContractError
+
+if TYPE_CHECKING:
+    import torch
+
+MODEL_SCORES = ("logprobs", "entropy", "values")
+"""What a backend can compute per token; every other need is a column of the data."""
+
+
+@frozen(eq=False)
+class Sequences:
+    """Boundaries of the S sequences that the n tokens belong to.
+
+    `index` int64[n] is each token's sequence, `counts` int64[S] the loss-carrying tokens per sequence, `unit_ids` and `group_ids` int64[S].
+    """
+
+    index: "torch.Tensor"
+    counts: "torch.Tensor"
+    unit_ids: "torch.Tensor"
+    group_ids: "torch.Tensor"
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @property
+    def offsets(self) -> "torch.Tensor":
+        """int64[S+1]: sequence s holds tokens offsets[s] to offsets[s + 1] of the n."""
+        offsets = self.counts.new_zeros(len(self) + 1)
+        offsets[1:] = self.counts.cumsum(0)
+        return offsets
+
+    def sum(self, values: "torch.Tensor") -> "torch.Tensor":
+        """[S]: sum of `values` [n] over each sequence; 0 for a sequence without tokens."""
+        return values.new_zeros(len(self)).index_add(0, self.index, values)
+
+    def mean(self, values: "torch.Tensor") -> "torch.Tensor":
+        """[S]: mean of `values` [n] over each sequence; 0 for a sequence without tokens."""
+        return self.sum(values) / self.counts.clamp(min=1).to(values.dtype)
+
+    def broadcast(self, values: "torch.Tensor") -> "torch.Tensor":
+        """[n]: each token gets its sequence's entry of `values` [S]."""
+        return values[self.index]
+
+
+@frozen(eq=False)
+class LossTokens:
+    """The n loss-carrying tokens of a micro-batch, flat, in sample order.
+
+    Each need the loss declared is an attribute: a tensor [n], float32 unless the model computes in float64. `logprobs`, `entropy` and
+    `values` are differentiable. `sequences` holds the boundaries.
+    """
+
+    needs: Mapping[str, "torch.Tensor"]
+    sequences: Sequences
+    make_generator: Callable[[], "torch.Generator"]
+    _made: dict[str, "torch.Generator"] = field(factory=dict, init=False, repr=False)
+
+    def __getattr__(self, name: str) -> "torch.Tensor":
+        if name.startswith("_") or name in ("needs", "sequences", "make_generator"):
+            raise AttributeError(name)
+        try:
+            return self.needs[name]
+        except KeyError:
+            raise AttributeError(
+                f"the loss reads tokens.{name} but declares needs = {sorted(self.needs)}; add {name!r} to its needs"
+            ) from None
+
+    @property
+    def generator(self) -> "torch.Generator":
+        """Seeded from run seed, step and the micro-batch's sample ids; equal on every replica of this micro-batch."""
+        if "generator" not in self._made:
+            self._made["generator"] = self.make_generator()
+        return self._made["generator"]
+
+
+@frozen(eq=False)
+class LossOutput:
+    """`token_loss` [n] differentiable, and metrics by name, each declaring its own reduction.
+
+    The engine's own names (`contracts.outputs.ENGINE_METRICS`: loss, tokens, grad_norm, ..., and what starts with `objective/` or
+    `corrections/`) are taken. Metrics of a term appear as `NAME/metric`, with the name of the term's loss.
+    """
+
+    token_loss: "torch.Tensor"
+    metrics: Mapping[str, Metric] = Factory(dict)
+
+
+class Loss(Protocol):
+    """What `skyrl_engine_make_loss` returns.
+
+    `needs` names model scores (`logprobs`, `entropy`, `values`) and data columns; `reducers` the reducers that make sense for it (None: all),
+    `advised_reducers` those its authors meant it for (None: all), others are used with a warning. `batch_local` says that the loss depends
+    on how the batch is cut, by nature; `homogeneous` that advantages times c > 0 give every token loss times c.
+    """
+
+    needs: tuple[str, ...]
+    reducers: tuple[str, ...] | None
+    advised_reducers: tuple[str, ...] | None
+    batch_local: bool
+    homogeneous: bool
+
+    def __call__(self, tokens: LossTokens) -> "LossOutput | torch.Tensor":
+        """Per-token loss [n]; never multiplies by weights, divides by counts or touches the global random state."""
+
+
+@define
+class FunctionLoss:
+    """A loss made of a plain function and its config; the product of the `loss` decorator."""
+
+    name: str
+    function: Callable[..., "LossOutput | torch.Tensor"]
+    config: object
+    needs: tuple[str, ...]
+    reducers: tuple[str, ...] | None = None
+    advised_reducers: tuple[str, ...] | None = None
+    batch_local: bool = False
+    homogeneous: bool = False
+
+    def __call__(self, tokens: LossTokens) -> "LossOutput | torch.Tensor":
+        return self.function(tokens, self.config)
+
+
+def as_loss_output(label: str, result: "LossOutput | torch.Tensor", count: int) -> LossOutput:
+    """What a loss returned, as a LossOutput with one value per token and metrics of its own; `label` names the loss in errors.
+
+    Raises ContractError for another number of values, for what is no Metric, and for a metric under a name that is the engine's.
+    """
+    output = result if isinstance(result, LossOutput) else LossOutput(result)
+    shape = getattr(output.token_loss, "shape", None)
+    if shape is None or tuple(shape) != (count,):
+        got = type(output.token_loss).__name__ if shape is None else f"shape {list(shape)}"
+        raise ContractError(
+            f"{label} returned {got} for {count} tokens",
+            remedy="Return one value per token (a tensor of shape [n]) and leave summing and averaging to the reducer",
+        )
+    for name, metric in output.metrics.items():
+        if not isinstance(metric, Metric):
+            raise ContractError(
+                f"{label} returned the metric {name!r} as {type(metric).__name__}",
+                remedy="Return a Metric, such as Metric.mean(total, count), which says how its parts combine",
+            )
+        if name in ENGINE_METRICS or name.startswith(("objective/", "corrections/")):
+            raise ContractError(
+                f"{label} returned a metric called {name!r}, under which the engine reports its own", remedy="Give it another name"
+            )
+    return output

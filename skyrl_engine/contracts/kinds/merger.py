@@ -1,0 +1,18 @@
+"""Merger: one output out of many ranks' outputs."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from skyrl_engine.contracts.values.outputs import BatchOutput, RankOutput
+from skyrl_engine.contracts.values.plan import BatchPlan
+
+
+class Merger(Protocol):
+    """What `skyrl_engine_make_merger` returns."""
+
+    def merge(self, outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
+        """Keep collection ranks, drop padding samples, restore the plan's sample order, reduce metrics as they declare.
+
+        `outputs` may come from several mini-batches and in any order of ranks. Raises OutputError listing ids and ranks when a planned
+        sample is missing, or one is duplicated or unexpected.
+        """

@@ -1,0 +1,1 @@
+"""The values that cross contracts: columns, plans, outputs, topology."""

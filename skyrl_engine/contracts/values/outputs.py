@@ -1,0 +1,225 @@
+"""What leaves a rank: flat per-token values keyed by sample id, and metrics that declare their own reduction. Nothing else."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from attrs import Factory, field, frozen
+from attrs.validators import in_
+
+from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Ragged, join_segments, offsets_of, take_segments
+from skyrl_engine.contracts.values.topology import RankCoords
+from skyrl_engine.errors import ContractError
+
+Reduction = Literal["sum", "mean", "min", "max"]
+PADDING_SAMPLE = -1
+FIRST_RANK = RankCoords()
+
+ENGINE_METRICS = frozenset(
+    (
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "samples",
+        "tokens",
+        "loss_tokens",
+        "padding_share",
+        "epoch",
+        "tokens_per_second",
+        "evaluation_loss",
+    )
+)
+"""Names under which the engine reports its own metrics; a loss gives its metrics other names."""
+
+
+def _number(value: Any) -> float:
+    """A number, also out of a tensor; torch warns where one with a gradient is read without detach()."""
+    return float(value.detach() if hasattr(value, "detach") else value)
+
+
+@frozen
+class Metric:
+    """One number on its way to the report.
+
+    `reduction` says how parts combine. A mean travels as sum and `count` and is divided once, at the end; for the others `count` is
+    unused. Values are plain floats: a tensor given for one is read out, gradient or not, so that none travels between ranks.
+    """
+
+    reduction: Reduction = field(validator=in_(("sum", "mean", "min", "max")))
+    value: float = field(converter=_number)
+    count: float = field(default=1.0, converter=_number)
+
+    @classmethod
+    def mean(cls, total: float, count: float) -> "Metric":
+        """A mean from its sum and the number of things summed."""
+        return cls("mean", total, count)
+
+    @classmethod
+    def sum(cls, value: float) -> "Metric":
+        return cls("sum", value)
+
+    @classmethod
+    def min(cls, value: float) -> "Metric":
+        return cls("min", value)
+
+    @classmethod
+    def max(cls, value: float) -> "Metric":
+        return cls("max", value)
+
+    @classmethod
+    def combine(cls, parts: Iterable["Metric"]) -> "Metric":
+        """All parts as one; they declare the same reduction. A NaN in any part shows in the result."""
+        metrics = list(parts)
+        assert metrics, "nothing to combine"
+        reduction = metrics[0].reduction
+        assert all(metric.reduction == reduction for metric in metrics), "one metric with several reductions"
+        values = np.array([metric.value for metric in metrics], dtype=np.float64)
+        match reduction:
+            case "sum":
+                return cls("sum", values.sum())
+            case "mean":
+                return cls("mean", values.sum(), sum(metric.count for metric in metrics))
+            case "min":
+                return cls("min", values.min())  # NumPy's, not Python's: a NaN must show whatever its place
+            case "max":
+                return cls("max", values.max())
+
+    @property
+    def result(self) -> float:
+        """The number to report; NaN for a mean over nothing."""
+        if self.reduction != "mean":
+            return self.value
+        return self.value / self.count if self.count else float("nan")
+
+
+def combine_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Metrics by name over several parts; a name may be missing from some of them.
+
+    Raises ContractError, naming the metric, when parts declare different reductions for it.
+    """
+    found: dict[str, list[Metric]] = {}
+    for part in parts:
+        for name, metric in part.items():
+            found.setdefault(name, []).append(metric)
+    for name, metrics in found.items():
+        reductions = sorted({metric.reduction for metric in metrics})
+        if len(reductions) > 1:
+            raise ContractError(
+                f"the metric {name!r} is declared as {' and as '.join(reductions)}",
+                remedy="Let every part that reports a metric declare the same reduction, or give the two different names",
+            )
+    return {name: Metric.combine(metrics) for name, metrics in found.items()}
+
+
+def results_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The numbers to report, by name."""
+    return {name: metric.result for name, metric in metrics.items()}
+
+
+@frozen(eq=False)
+class RankOutput:
+    """Outputs of some samples on one rank.
+
+    `fields[name]` are float32 values, flat over scored tokens with one segment per sample (empty where the call was asked for no
+    per-token outputs). `scored` int32, with the same offsets, is each value's place on its sample's action axis; `action_lengths`
+    int64[n] is that axis' length. A sample id of `PADDING_SAMPLE` (-1) marks a padding sample.
+    """
+
+    sample_ids: IntArray
+    action_lengths: IntArray
+    scored: Ragged
+    fields: Mapping[str, Ragged] = Factory(dict)
+    metrics: Mapping[str, Metric] = Factory(dict)
+    coords: RankCoords = FIRST_RANK
+
+    def __attrs_post_init__(self) -> None:
+        assert len(self.sample_ids) == len(self.action_lengths) == len(self.scored), "arrays of different numbers of samples"
+        offsets = self.scored.offsets
+        for name, ragged in self.fields.items():
+            same = ragged.offsets is offsets or np.array_equal(ragged.offsets, offsets)
+            assert same, f"{name} does not hold one value per scored token"
+
+    @classmethod
+    def empty(cls, coords: RankCoords = FIRST_RANK) -> "RankOutput":
+        """No sample at all: what a rank without collected outputs returns."""
+        nothing = np.zeros(0, dtype=np.int64)
+        return cls(nothing, nothing, Ragged(np.zeros(0, dtype=np.int32), offsets_of([])), coords=coords)
+
+    @classmethod
+    def concat(
+        cls, parts: Sequence["RankOutput"], coords: RankCoords = FIRST_RANK, *, order: IntArray | None = None
+    ) -> "RankOutput":
+        """Micro-batches of one rank, or ranks of one call, as one output; samples in the order given, metrics combined.
+
+        `order` numbers samples over all parts, end to end, each at most once: they are put in that order, and those that do not occur are
+        dropped. Parts that hold samples hold the same fields; a part without samples may hold any.
+        """
+        if not parts:
+            return cls.empty(coords)
+        filled = [part for part in parts if len(part.sample_ids)] or [parts[0]]
+        names = filled[0].fields.keys()
+        for part in filled:
+            assert part.fields.keys() == names, f"parts hold different fields: {sorted(names)} and {sorted(part.fields)}"
+        arrays = [[part.scored.values, *(part.fields[name].values for name in names)] for part in filled]
+        offsets = [part.scored.offsets for part in filled]
+        ids = np.concatenate([part.sample_ids for part in filled])
+        lengths = np.concatenate([part.action_lengths for part in filled])
+        if order is None:
+            scored, *values = (np.concatenate(each) for each in zip(*arrays, strict=True))
+            joined = offsets_of(np.concatenate([each[1:] - each[:-1] for each in offsets]))  # np.diff costs more
+        else:
+            ids, lengths = ids[order], lengths[order]
+            (scored, *values), joined = join_segments(arrays, offsets, order)
+        return cls(
+            sample_ids=ids,
+            action_lengths=lengths,
+            scored=Ragged(scored, joined),
+            fields={name: Ragged(each, joined) for name, each in zip(names, values, strict=True)},
+            metrics=combine_metrics([part.metrics for part in parts]),
+            coords=coords,
+        )
+
+    def take(self, samples: npt.ArrayLike) -> "RankOutput":
+        """The chosen samples (positions, not ids) in the chosen order; metrics are kept as they are."""
+        chosen = np.asarray(samples, dtype=np.int64)
+        (scored, *values), offsets = take_segments(
+            [self.scored.values, *(ragged.values for ragged in self.fields.values())], self.scored.offsets, chosen
+        )
+        return RankOutput(
+            self.sample_ids[chosen],
+            self.action_lengths[chosen],
+            Ragged(scored, offsets),
+            {name: Ragged(taken, offsets) for name, taken in zip(self.fields, values, strict=True)},
+            self.metrics,
+            self.coords,
+        )
+
+
+@frozen(eq=False)
+class BatchOutput:
+    """Outputs of a whole batch in the caller's sample order. Arrays as in `RankOutput`; `metrics` are reduced over ranks."""
+
+    sample_ids: IntArray
+    action_lengths: IntArray
+    scored: Ragged
+    fields: Mapping[str, Ragged] = Factory(dict)
+    metrics: Mapping[str, Metric] = Factory(dict)
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def on_actions(self, name: str, fill: float = 0.0) -> Ragged:
+        """Field `name` expanded to the action axis, float32[A] with offsets over actions; unscored tokens hold `fill`."""
+        offsets = offsets_of(self.action_lengths)
+        values: AnyArray = np.full(offsets[-1], fill, dtype=np.float32)
+        places = np.repeat(offsets[:-1], self.scored.lengths) + self.scored.values
+        values[places] = self.fields[name].values
+        return Ragged(values, offsets)
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """One dict per sample with plain lists, for people; never used on the hot path. Merger `list` keeps what it makes."""
+        return [
+            {"sample_id": int(sample_id), **{name: ragged[i].tolist() for name, ragged in self.fields.items()}}
+            for i, sample_id in enumerate(self.sample_ids)
+        ]

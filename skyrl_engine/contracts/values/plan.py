@@ -1,0 +1,130 @@
+"""Who goes where: mini-batch -> data-parallel rank -> micro-batch -> row -> samples. Planned from lengths alone, on the controller."""
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Literal
+
+import numpy as np
+from attrs import evolve, field, frozen
+from attrs.validators import ge, in_, optional
+
+from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
+
+
+@frozen(eq=False)
+class SampleLengths:
+    """All that planning may look at. Every field is int64[N]; `tokens` counts prompt and response, `actions` the response alone."""
+
+    tokens: IntArray
+    actions: IntArray
+    sample_ids: IntArray
+    group_ids: IntArray
+    unit_ids: IntArray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@frozen
+class Layout:
+    """How a training batch is cut.
+
+    Sizes are samples (`mini_batch_size`), rows (`micro_batch_rows`) or tokens (`micro_batch_tokens`: rows x width, padding included);
+    None means "all of it". `width = "batch"` gives every micro-batch the width of the whole batch, for byte-equality with `collate`.
+    """
+
+    dp: int = field(default=1, validator=ge(1))
+    tp: int = field(default=1, validator=ge(1))
+    cp: int = field(default=1, validator=ge(1))
+    pp: int = field(default=1, validator=ge(1))
+    fp8: bool = False
+    mini_batch_size: int | None = field(default=None, validator=optional(ge(1)))
+    micro_batch_rows: int | None = field(default=None, validator=optional(ge(1)))
+    micro_batch_tokens: int | None = field(default=None, validator=optional(ge(1)))
+    width: Literal["micro_batch", "batch"] = field(default="micro_batch", validator=in_(("micro_batch", "batch")))
+
+
+@frozen(eq=False)
+class MicroBatchPlan:
+    """Rows of one micro-batch. Row r holds `samples[row_offsets[r]:row_offsets[r + 1]]`; a row may be empty (no sample, weight 0).
+
+    `samples` int64[n] are positions in the batch that was planned (or in a rank's own columns after dispatch), `row_offsets` int64[R+1];
+    `width` and `action_width` are the dense shapes' token and action axes. In rows of several samples, each occupies its tokens rounded up
+    to a multiple of `alignment`; it travels with the rows because the rank that builds them has no layout.
+    """
+
+    samples: IntArray
+    row_offsets: IntArray
+    width: int
+    action_width: int
+    alignment: int = 1
+
+    @property
+    def rows(self) -> int:
+        return len(self.row_offsets) - 1
+
+    @property
+    def dense_tokens(self) -> int:
+        """Tokens of the dense batch, padding included."""
+        return self.rows * self.width
+
+    def renumbered(self, samples: IntArray) -> "MicroBatchPlan":
+        """The same rows over other sample numbers, int64[n]."""
+        assert len(samples) == len(self.samples)
+        return evolve(self, samples=samples)
+
+
+@frozen(eq=False)
+class MiniBatchPlan:
+    """One optimizer step: `ranks[dp]` is that rank's micro-batches; every rank has equally many."""
+
+    ranks: tuple[tuple[MicroBatchPlan, ...], ...]
+
+    def rank_samples(self, dp: int) -> IntArray:
+        """int64[n]: the samples of one data-parallel rank, in micro-batch order."""
+        return _samples_of(self.ranks[dp])
+
+    @property
+    def samples(self) -> IntArray:
+        """int64[n]: the mini-batch's samples in rank-major, micro-batch order."""
+        return _samples_of(chain.from_iterable(self.ranks))
+
+
+def _samples_of(micro_batches: Iterable[MicroBatchPlan]) -> IntArray:
+    parts = [micro_batch.samples for micro_batch in micro_batches]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+@frozen(eq=False)
+class BatchPlan:
+    """The whole training batch, cut once and reused by every pass over it. `sample_ids` int64[N] are in the caller's order."""
+
+    mini_batches: tuple[MiniBatchPlan, ...]
+    layout: Layout
+    sample_ids: IntArray
+
+    def __iter__(self) -> Iterator["BatchPlan"]:
+        """One plan per mini-batch, each over the same sample numbers."""
+        for mini_batch in self.mini_batches:
+            yield BatchPlan((mini_batch,), self.layout, self.sample_ids)
+
+    @property
+    def micro_batches(self) -> Iterator[MicroBatchPlan]:
+        """Every micro-batch, mini-batch by mini-batch and rank by rank."""
+        return (each for mini_batch in self.mini_batches for rank in mini_batch.ranks for each in rank)
+
+    @property
+    def dense_tokens(self) -> int:
+        """Tokens of all dense batches, padding included."""
+        return sum(micro_batch.dense_tokens for micro_batch in self.micro_batches)
+
+    @property
+    def expected_ids(self) -> IntArray:
+        """int64[n]: ids of the planned samples in the caller's order."""
+        planned = _samples_of(self.micro_batches)
+        return np.repeat(self.sample_ids, np.bincount(planned, minlength=len(self.sample_ids)))
+
+
+def one_sample_per_row(samples: IntArray, width: int, action_width: int) -> MicroBatchPlan:
+    """A micro-batch in which every row holds one sample, int64[n]."""
+    return MicroBatchPlan(samples, offsets_of(np.ones(len(samples), dtype=np.int64)), width, action_width)

@@ -1,0 +1,1 @@
+"""Read images and turn them into model inputs."""

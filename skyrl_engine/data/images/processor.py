@@ -1,0 +1,149 @@
+"""What a vision-language model makes of an image: patches, a grid of them, and so many tokens in the text.
+
+Tokenizer and image processor are loaded apart, the processor in its form over Pillow and NumPy: the same numbers whether torchvision is
+installed or not.
+"""
+
+import json
+import math
+import zlib
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import field, frozen
+
+from skyrl_engine.config.schema import DataConfig, ModelConfig
+from skyrl_engine.contracts.values.ragged import IntArray
+from skyrl_engine.data.images.files import StoredImage, decoded, first_line
+from skyrl_engine.errors import ImageError, UnsupportedError
+from skyrl_engine.model_facts.configuration import location_of, read_model_config
+
+Grid = tuple[int, int, int]
+"""Patches along time, height and width."""
+
+
+@frozen
+class MeasuredImage:
+    """What is kept of an image that was looked at: its path as the row has it (empty: the row holds it), CRC-32 of its file, and grid."""
+
+    written: str
+    checksum: int
+    grid: Grid
+
+
+@frozen
+class NoVision:
+    """Why images cannot be trained on, to be said of the first sample that has one."""
+
+    cause: str = "no model takes them"
+    remedy: str = "Remove the images, or use a vision-language model"
+
+    def refusal(self, name: str) -> UnsupportedError:
+        """The error of sample `name`."""
+        return UnsupportedError(f"{name} has images, and {self.cause}", remedy=self.remedy)
+
+
+@frozen(eq=False)
+class VisionInputs:
+    """Makes a model's inputs of images. `image_token` is the id that stands for each part of an image in the text.
+
+    `processor` is a transformers image processor that cuts images into patches of a grid (those of the Qwen-VL models).
+    """
+
+    processor: Any
+    image_token: int
+    max_pixels: int
+    _grids: dict[tuple[int, int], Grid] = field(factory=dict, init=False, repr=False)
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers of one patch: three colours, doubled in time."""
+        return 3 * int(self.processor.temporal_patch_size) * int(self.processor.patch_size) ** 2
+
+    def tokens(self, grid: Grid) -> int:
+        """How many tokens an image of this grid has in the text."""
+        return math.prod(grid) // int(self.processor.merge_size) ** 2
+
+    def identity(self) -> str:
+        """Everything that decides how many tokens an image becomes, for the token cache; Pillow decides which files are images."""
+        settings = [
+            *(type(self.processor).__name__, self.processor.to_dict(), self.image_token, self.max_pixels),
+            metadata.version("pillow"),
+        ]
+        return json.dumps(settings, sort_keys=True, default=str)
+
+    def measure(self, image: StoredImage) -> MeasuredImage:
+        """Unpack the image once, to see that it can be, and how many patches it gives. Raises ImageError."""
+        encoded = image.encoded()
+        picture = decoded(image, encoded, self.max_pixels)
+        if picture.size not in self._grids:  # a grid depends on nothing but the size
+            self._grids[picture.size] = self._processed(image, picture)[1]
+        return MeasuredImage(image.written, zlib.crc32(encoded), self._grids[picture.size])
+
+    def patches(self, image: StoredImage, expected: MeasuredImage) -> npt.NDArray[np.float32]:
+        """float32 [patches, patch_dim] as the processor makes them. Raises ImageError, also for an image that is not the `expected` one."""
+        encoded = image.encoded()
+        if zlib.crc32(encoded) != expected.checksum:
+            raise ImageError(
+                f"{image.name} has changed since the data was tokenized",
+                remedy="Start the run again; leave images alone while it goes on",
+            )
+        values, grid = self._processed(image, decoded(image, encoded, self.max_pixels))
+        assert grid == expected.grid, f"an image of grid {expected.grid} became {grid}"
+        assert values.shape == (math.prod(grid), self.patch_dim), f"patches of {values.shape} for the grid {grid}"
+        return values
+
+    def _processed(self, image: StoredImage, picture: Any) -> tuple[npt.NDArray[np.float32], Grid]:
+        try:
+            made = self.processor(images=[picture], return_tensors="np")
+        except ValueError as error:  # a strip so narrow that no grid fits it
+            raise ImageError(
+                f"{image.name}, {picture.width} x {picture.height} pixels: the image processor refuses it: {first_line(error)}",
+                remedy='Replace the image, or set data.bad_images = "drop"',
+            ) from error
+        grid: IntArray = made["image_grid_thw"]
+        return made["pixel_values"], (int(grid[0, 0]), int(grid[0, 1]), int(grid[0, 2]))
+
+
+Vision = VisionInputs | NoVision
+
+
+def load_vision(model: ModelConfig, data: DataConfig) -> Vision:
+    """The image inputs of `model`, a vision-language model by its configuration, or why there are none.
+
+    A model that is trained on text alone needs neither an image processor nor Pillow, so nothing is raised here.
+    """
+    config = read_model_config(model)
+    image_token = getattr(config, "image_token_id", None)
+    if image_token is None or getattr(config, "vision_config", None) is None:
+        return NoVision(f"the model {model.path} takes none: its configuration has no vision_config with an image_token_id")
+    if find_spec("PIL") is None:
+        return NoVision("Pillow, which reads them, is not installed", 'Run pip install "skyrl-engine[vision]"')
+    processor = _load_processor(model)
+    if isinstance(processor, NoVision):
+        return processor
+    if not all(hasattr(processor, name) for name in ("patch_size", "merge_size", "temporal_patch_size")):
+        return NoVision(
+            f"the image processor {type(processor).__name__} of {model.path} does not cut them into patches of a grid",
+            "Use a dense Qwen3-VL model",
+        )
+    if data.shrink_images_to is not None:
+        limit = min(data.shrink_images_to, processor.size["longest_edge"])
+        smallest = min(limit, processor.size["shortest_edge"])
+        processor.size = type(processor.size)(shortest_edge=smallest, longest_edge=limit)
+    return VisionInputs(processor, int(image_token), data.max_image_pixels)
+
+
+def _load_processor(model: ModelConfig) -> Any:
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(**location_of(model), backend="pil")
+    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+        return NoVision(
+            f"no image processor can be loaded from {model.path}: {first_line(error)}",
+            "Check that it holds preprocessor_config.json",
+        )

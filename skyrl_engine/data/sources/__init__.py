@@ -1,0 +1,1 @@
+"""Read rows from files, folders and hubs, and recognise what they hold."""

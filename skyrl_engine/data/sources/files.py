@@ -1,0 +1,343 @@
+"""What a dataset is read from: files of several formats, and datasets that were loaded already."""
+
+import gzip
+import hashlib
+import json
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from attrs import field, frozen
+
+from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
+from skyrl_engine.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_ROWS_PER_READ = 1024
+
+Content = Mapping[str, Any] | bytes
+"""A row's values, or its JSON text."""
+
+
+@frozen
+class Scan:
+    """What one pass over a part tells: a digest of its content and how many rows it holds."""
+
+    digest: str
+    rows: int
+
+
+class Part(ABC):
+    """One file, or one ready-made dataset, of a source."""
+
+    @property
+    @abstractmethod
+    def folder(self) -> Path | None:
+        """What relative paths in the rows start from; None where there is no such place."""
+
+    @abstractmethod
+    def scan(self) -> Scan:
+        """Read the content once, for the cache key and the number of rows."""
+
+    @abstractmethod
+    def read(self) -> Iterator[tuple[str, Content]]:
+        """Every row in order: where it is, and its values or its JSON text, which is parsed only for the rows that are wanted."""
+
+    @abstractmethod
+    def at(self, index: int) -> tuple[str, Content]:
+        """The same of row `index` alone, without reading those before it. Raises DataError where the format does not allow that."""
+
+
+class FilePart(Part):
+    """A part that is a file of its own."""
+
+    path: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent
+
+
+@frozen
+class JsonLines(FilePart):
+    """One JSON object per line; blank lines are passed over. `.gz` is unpacked."""
+
+    path: Path
+
+    def scan(self) -> Scan:
+        digest, rows = hashlib.sha256(), 0
+        for line in self._lines():
+            digest.update(line)
+            rows += bool(line.strip())
+        return Scan(digest.hexdigest(), rows)
+
+    def read(self) -> Iterator[tuple[str, bytes]]:
+        for number, line in enumerate(self._lines(), start=1):
+            if line.strip():
+                yield f"{self.path} line {number}", line
+
+    def at(self, index: int) -> tuple[str, bytes]:
+        if self._packed:
+            raise DataError(
+                f"{self.path} is packed, and images inside its rows are read in any order", remedy="Unpack the file, or store paths"
+            )
+        numbers, starts = self._places
+        try:
+            with self.path.open("rb") as file:
+                file.seek(int(starts[index]))
+                return f"{self.path} line {int(numbers[index])}", file.readline()
+        except OSError as error:
+            raise _unreadable(self.path, "JSON lines", error) from error
+
+    @cached_property
+    def _places(self) -> tuple[IntArray, IntArray]:
+        """int64[rows] each: the lines' numbers, from 1, and their first bytes; of those that are not blank."""
+        filled, lengths = [], []
+        for line in self._lines():
+            filled.append(bool(line.strip()))
+            lengths.append(len(line))
+        kept = np.flatnonzero(filled)
+        return kept + 1, offsets_of(lengths)[:-1][kept]
+
+    @property
+    def _packed(self) -> bool:
+        return self.path.suffix.lower() == ".gz"
+
+    def _lines(self) -> Iterator[bytes]:
+        try:
+            with gzip.open(self.path, "rb") if self._packed else self.path.open("rb") as file:
+                yield from file
+        except (OSError, EOFError, zlib.error) as error:
+            raise _unreadable(self.path, "packed JSON lines" if self._packed else "JSON lines", error) from error
+
+
+@frozen
+class JsonArray(FilePart):
+    """A file holding one JSON array of objects, read whole."""
+
+    path: Path
+
+    def scan(self) -> Scan:
+        return Scan(_file_digest(self.path), len(self._load()))
+
+    def read(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for number, values in enumerate(self._load()):
+            where = f"{self.path} element {number}"
+            yield where, _checked_object(values, where)
+
+    def at(self, index: int) -> tuple[str, Mapping[str, Any]]:
+        where = f"{self.path} element {index}"
+        return where, _checked_object(self._kept[index], where)
+
+    @cached_property
+    def _kept(self) -> list[Any]:
+        return self._load()
+
+    def _load(self) -> list[Any]:
+        try:
+            values = json.loads(self.path.read_bytes())
+        except OSError as error:
+            raise _unreadable(self.path, "JSON", error) from error
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"{self.path} is not valid JSON: {error}", remedy="Correct the file, or store one object per line as .jsonl"
+            ) from error
+        if not isinstance(values, list):
+            raise DataError(
+                f"{self.path} does not hold an array of objects", remedy="Store a JSON array, or one object per line as .jsonl"
+            )
+        return values
+
+
+@frozen
+class ParquetFile(FilePart):
+    """A Parquet file, read in batches; of a row alone, its row group is read, and the last such group kept."""
+
+    path: Path
+    _group: dict[int, Any] = field(factory=dict, init=False, eq=False, repr=False)
+
+    def scan(self) -> Scan:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            rows = pq.read_metadata(self.path).num_rows
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(self.path, "Parquet", error) from error
+        return Scan(_file_digest(self.path), rows)
+
+    def read(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            with pq.ParquetFile(self.path) as file:
+                yield from _batch_rows(file.iter_batches(batch_size=_ROWS_PER_READ), str(self.path))
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(self.path, "Parquet", error) from error
+
+    def at(self, index: int) -> tuple[str, Mapping[str, Any]]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        group = int(np.searchsorted(self._group_starts, index, side="right")) - 1
+        if group not in self._group:
+            self._group.clear()
+            try:
+                with pq.ParquetFile(self.path) as file:
+                    self._group[group] = file.read_row_group(group)
+            except (pa.ArrowException, OSError) as error:
+                raise _unreadable(self.path, "Parquet", error) from error
+        return f"{self.path} row {index}", _row_of(self._group[group], index - int(self._group_starts[group]))
+
+    @cached_property
+    def _group_starts(self) -> IntArray:
+        import pyarrow.parquet as pq
+
+        metadata = pq.read_metadata(self.path)
+        return offsets_of([metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)])[:-1]
+
+
+@frozen
+class ArrowFile(FilePart):
+    """An Arrow IPC file or stream (told apart by the file's first bytes), memory-mapped."""
+
+    path: Path
+
+    def scan(self) -> Scan:
+        return Scan(_file_digest(self.path), sum(batch.num_rows for batch in self._batches()))
+
+    def read(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        return _batch_rows(self._batches(), str(self.path))
+
+    def at(self, index: int) -> tuple[str, Mapping[str, Any]]:
+        return f"{self.path} row {index}", _row_of(self._table, index)
+
+    @cached_property
+    def _table(self) -> "pa.Table":
+        import pyarrow as pa
+
+        return pa.Table.from_batches(list(self._batches()))  # they keep the file mapped
+
+    def _batches(self) -> Iterator["pa.RecordBatch"]:
+        import pyarrow as pa
+
+        try:
+            with pa.memory_map(str(self.path)) as file:
+                if file.read(6) == b"ARROW1":
+                    reader = pa.ipc.open_file(file)
+                    for number in range(reader.num_record_batches):
+                        yield reader.get_batch(number)
+                else:
+                    file.seek(0)
+                    yield from pa.ipc.open_stream(file)
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(self.path, "Arrow", error) from error
+
+
+@frozen(eq=False)
+class LoadedDataset(Part):
+    """A split of a Hugging Face dataset. `digest` stands for its content, `folder` is where it was saved, if it was."""
+
+    name: str
+    dataset: Any
+    digest: str
+    folder: Path | None = None
+
+    def scan(self) -> Scan:
+        return Scan(self.digest, len(self.dataset))
+
+    def read(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        tables = self.dataset.with_format("arrow").iter(batch_size=_ROWS_PER_READ)
+        return _batch_rows((batch for table in tables for batch in table.to_batches()), self.name)
+
+    def at(self, index: int) -> tuple[str, Mapping[str, Any]]:
+        return f"{self.name} row {index}", _row_of(self.dataset.with_format("arrow")[index : index + 1], 0)
+
+
+def parsed(content: Content, where: str) -> Mapping[str, Any]:
+    """The row's values; `where` is for errors. Raises DataError for JSON text that is no object."""
+    if not isinstance(content, bytes):
+        return content
+    try:
+        values = json.loads(content)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{where} is not valid JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}",
+            remedy="Correct or remove that line",
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} is not UTF-8: {error.reason} at byte {error.start}", remedy="Save the file as UTF-8") from error
+    return _checked_object(values, where)
+
+
+def _checked_object(values: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(values, dict):
+        raise DataError(
+            f"{where} holds a JSON {type(values).__name__} where an object with columns is needed",
+            remedy="Store one object per sample",
+        )
+    return values
+
+
+def _batch_rows(batches: "Iterator[pa.RecordBatch]", name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    number = 0
+    for whole in batches:
+        for start in range(0, whole.num_rows, _ROWS_PER_READ):
+            batch = whole.slice(start, _ROWS_PER_READ)
+            columns = {column: _column_values(batch.column(index)) for index, column in enumerate(batch.schema.names)}
+            for row in range(batch.num_rows):
+                yield f"{name} row {number}", {column: values[row] for column, values in columns.items()}
+                number += 1
+
+
+def _row_of(table: "pa.Table", index: int) -> Mapping[str, Any]:
+    _, values = next(_batch_rows(iter(table.slice(index, 1).combine_chunks().to_batches()), ""))
+    return values
+
+
+def _column_values(array: "pa.Array") -> Sequence[Any]:
+    """One value per row: NumPy views for lists of numbers, Python objects for everything else."""
+    import pyarrow as pa
+
+    kind = array.type
+    if (
+        (pa.types.is_list(kind) or pa.types.is_large_list(kind))
+        and (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type))
+        and array.null_count == 0
+        and array.values.null_count == 0
+    ):
+        values, offsets = array.values.to_numpy(), array.offsets.to_numpy()
+        return [values[start:stop] for start, stop in pairwise(offsets)]
+    return [_without_nulls(value) for value in array.to_pylist()]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow gives every struct all the keys that any row has; keys that are null here were not written by the user."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value
+
+
+def _file_digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise _unreadable(path, "data", error) from error
+
+
+def _unreadable(path: Path, kind: str, error: Exception) -> DataError:
+    return DataError(
+        f"{path} cannot be read as {kind}: {str(error).rstrip('.')}",
+        remedy="Check that the file is complete and named after its format",
+    )

@@ -1,0 +1,138 @@
+"""From a row to an example: which columns make a dataset tokens, rollouts, chat, prompt and completion, alpaca or text."""
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Literal
+
+from attrs import frozen
+
+from skyrl_engine.config.schema import DataFormat
+from skyrl_engine.data.sources.ready_tokens import PROMPT_COLUMNS, RESPONSE_COLUMNS, Tokens, rollout_of, tokens_of
+from skyrl_engine.data.sources.rows import Row, kind_of, listed
+from skyrl_engine.data.text.messages import Conversation, conversation_of, image_columns, messages_of
+from skyrl_engine.errors import DataError
+
+
+@frozen
+class PlainText:
+    """Text without a template. Loss falls on everything from character `response_start` on, and on the end-of-text token that follows."""
+
+    text: str
+    response_start: int = 0
+
+
+Example = Conversation | PlainText | Tokens
+KnownFormat = Literal["tokens", "rollouts", "messages", "prompt_completion", "alpaca", "text"]
+
+# In the order in which they are tried. Each needs one column of every group.
+_NEEDED: Mapping[KnownFormat, tuple[tuple[str, ...], ...]] = {
+    "tokens": (("input_ids",), ("labels", "loss_mask", "num_actions")),
+    "rollouts": (PROMPT_COLUMNS, RESPONSE_COLUMNS),
+    "messages": (("messages", "conversations"),),
+    "prompt_completion": (("prompt",), ("completion",)),
+    "alpaca": (("instruction",), ("output",)),
+    "text": (("text",),),
+}
+
+
+def detect(asked: DataFormat, first: Row) -> KnownFormat:
+    """The format of a dataset whose first row is `first`. Raises DataError naming the columns that are there and those that are needed."""
+    have = list(first.values)
+    if asked != "auto":
+        if not _fits(asked, have):
+            raise _missing(asked, first)
+        return asked
+    for name in _NEEDED:
+        if _fits(name, have):
+            return name
+    known = [column for groups in _NEEDED.values() for group in groups for column in group]
+    raise DataError(
+        f"no known format has the columns of the dataset: {listed(have)}",
+        remedy=_suggestion(have, known) or "Rename the columns, or convert the dataset to one of the formats above",
+        details=[f"format {name} needs {_described(name)}" for name in _NEEDED],
+    )
+
+
+def to_example(row: Row, kind: KnownFormat, *, has_template: bool) -> Example:
+    """The row as an example. Raises DataError naming the row and the column, also for images in a format without messages."""
+    if not _fits(kind, list(row.values)):
+        raise _missing(kind, row)
+    example = _example(row, kind, has_template=has_template)
+    if not isinstance(example, Conversation) and (columns := image_columns(row)):
+        raise row.wrong(
+            next(iter(columns)),
+            f"it holds images, and format {kind!r} has no place for them",
+            "Store messages with a part of type image for each, or remove the column to train on the rest",
+        )
+    return example
+
+
+def _example(row: Row, kind: KnownFormat, *, has_template: bool) -> Example:
+    if kind == "messages":
+        column = "messages" if row.values.get("messages") is not None else "conversations"
+        return conversation_of(row, messages_of(row, column))
+    if kind == "prompt_completion":
+        return _prompt_completion(row)
+    if kind == "alpaca":
+        return _alpaca(row, has_template=has_template)
+    if kind == "text":
+        return PlainText(_string(row, "text"))
+    return rollout_of(row) if kind == "rollouts" else tokens_of(row)
+
+
+def _fits(name: KnownFormat, columns: Sequence[str]) -> bool:
+    return all(any(column in columns for column in group) for group in _NEEDED[name])
+
+
+def _missing(name: KnownFormat, row: Row) -> DataError:
+    have = list(row.values)
+    lacking = next(group for group in _NEEDED[name] if not any(column in have for column in group))
+    return DataError(
+        f"{row.name} has no column {' or '.join(map(repr, lacking))}, which format {name!r} needs; it has {listed(have)}",
+        remedy=_suggestion(have, lacking) or f"Add the column, or set data.format to another of {', '.join(_NEEDED)}",
+    )
+
+
+def _described(name: KnownFormat) -> str:
+    return " and ".join(" or ".join(group) for group in _NEEDED[name])
+
+
+def _suggestion(have: Sequence[str], wanted: Sequence[str]) -> str | None:
+    for column in have:
+        near = get_close_matches(column, wanted, n=1, cutoff=0.7)
+        if near and column not in wanted:
+            return f"Did you mean {near[0]!r} instead of {column!r}?"
+    return None
+
+
+def _string(row: Row, column: str) -> str:
+    value = row.values.get(column)
+    if not isinstance(value, str):
+        raise row.wrong(column, f"a string is needed, not {kind_of(value)}", "Store text in this column")
+    return value
+
+
+def _prompt_completion(row: Row) -> Example:
+    prompt, completion = row.values["prompt"], row.values["completion"]
+    if isinstance(prompt, str) != isinstance(completion, str):
+        raise row.wrong(
+            "completion",
+            f"it is {kind_of(completion)} while the prompt is {kind_of(prompt)}",
+            "Store both as text, or both as lists of messages",
+        )
+    if isinstance(prompt, str):
+        return PlainText(prompt + _string(row, "completion"), len(prompt))
+    before = messages_of(row, "prompt")
+    return conversation_of(row, [*before, *messages_of(row, "completion")], first_reply=len(before))
+
+
+def _alpaca(row: Row, *, has_template: bool) -> Example:
+    """A chat of two messages where the tokenizer has a template, else headed sections of plain text."""
+    instruction, output = _string(row, "instruction"), _string(row, "output")
+    context = _string(row, "input") if row.values.get("input") is not None else ""
+    if has_template:
+        request = f"{instruction}\n\n{context}" if context else instruction
+        return conversation_of(row, [{"role": "user", "content": request}, {"role": "assistant", "content": output}])
+    section = f"### Input:\n{context}\n\n" if context else ""
+    prompt = f"### Instruction:\n{instruction}\n\n{section}### Response:\n"
+    return PlainText(prompt + output, len(prompt))

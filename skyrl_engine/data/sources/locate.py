@@ -1,0 +1,156 @@
+"""From what a user wrote (a file, a folder, a saved dataset, a hub id) to a source of rows."""
+
+import re
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from skyrl_engine.data.sources.files import ArrowFile, JsonArray, JsonLines, LoadedDataset, ParquetFile, Part
+from skyrl_engine.data.sources.rows import Source
+from skyrl_engine.errors import DataError
+
+_SPLIT_WORDS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation")
+
+
+def _json_part(path: Path) -> Part:
+    """`.json` is in use for arrays and for lines; the first character tells."""
+    with path.open("rb") as file:
+        while (character := file.read(1)).isspace():
+            pass
+    return JsonArray(path) if character == b"[" else JsonLines(path)
+
+
+_PARTS: Mapping[str, Callable[[Path], Part]] = {
+    ".jsonl": JsonLines,
+    ".ndjson": JsonLines,
+    ".jsonl.gz": JsonLines,
+    ".json": _json_part,
+    ".parquet": ParquetFile,
+    ".arrow": ArrowFile,
+    ".feather": ArrowFile,
+    ".ipc": ArrowFile,
+}
+
+
+def open_source(location: str, *, split: str, subset: str | None = None) -> Source:
+    """The rows of one split of a dataset.
+
+    A file is its own split. In a folder, files whose name or folder begins with a split's name (`train-00000.parquet`, `test/a.jsonl`)
+    belong to that split; where no name says so, all files do; `subset` is a folder below it. Anything that is no path is a hub id.
+    Raises DataError.
+    """
+    path = Path(location).expanduser()
+    if path.is_file():
+        if subset is not None:
+            raise DataError(
+                f"data.subset is {subset!r}, and the file {location} has no subsets",
+                remedy="Remove data.subset, or name a folder or a hub id",
+            )
+        return Source(location, [_part(path)])
+    if path.is_dir():
+        return _open_folder(path, location, split=split, subset=subset)
+    if path.exists():
+        raise DataError(f"{location} is neither a file nor a folder", remedy="Name a data file, or a folder of them")
+    if _looks_like_path(location):
+        raise DataError(f"the dataset {location} does not exist", remedy=_path_hint(path))
+    return Source(location, [_load_from_hub(location, split=split, subset=subset)])
+
+
+def _part(path: Path) -> Part:
+    kind = _kind(path)
+    if kind is None:
+        raise DataError(f"{path} is not in a format that can be read", remedy=f"Use a file that ends in one of {', '.join(_PARTS)}")
+    return _PARTS[kind](path)
+
+
+def _kind(path: Path) -> str | None:
+    return next((suffix for suffix in _PARTS if path.name.lower().endswith(suffix)), None)
+
+
+def _open_folder(path: Path, location: str, *, split: str, subset: str | None) -> Source:
+    if subset is not None:
+        path = path / subset
+        if not path.is_dir():
+            raise DataError(f"the subset {subset!r} is no folder in {location}", remedy=_path_hint(path))
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return Source(location, [_load_saved(path, location, split)])
+    files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file) and not _hidden(file.relative_to(path)))
+    if not files:
+        raise DataError(
+            f"the folder {location} holds no data file", remedy=f"Put files into it that end in one of {', '.join(_PARTS)}"
+        )
+    splits = {file: _split_of(file.relative_to(path)) for file in files}
+    if any(splits.values()):
+        chosen = [file for file in files if splits[file] == split.lower()]
+        if not chosen:
+            names = sorted({name for name in splits.values() if name})
+            raise DataError(
+                f"the folder {location} has no file of the split {split!r}, only of {', '.join(names)}",
+                remedy="Set data.train_split or data.eval_split to one of them",
+            )
+        files = chosen
+    return Source(location, [_part(file) for file in files])
+
+
+def _hidden(relative: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in relative.parts)
+
+
+def _split_of(relative: Path) -> str | None:
+    """The split that a file's own name, or else one of its folders, begins with."""
+    for name in reversed(relative.parts):
+        word = re.match(r"[a-z]+", name.lower())
+        if word and word.group() in _SPLIT_WORDS:
+            return word.group()
+    return None
+
+
+def _load_saved(path: Path, location: str, split: str) -> LoadedDataset:
+    """A dataset that `save_to_disk` wrote; its digest is that of its files, which survives a copy and sees an edit."""
+    import datasets
+
+    try:
+        loaded: Any = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(
+            f"the saved dataset {location} cannot be loaded: {error}", remedy="Save it again with save_to_disk"
+        ) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise DataError(
+                f"the saved dataset {location} has no split {split!r}, only {', '.join(loaded)}",
+                remedy="Set data.train_split or data.eval_split to one of them",
+            )
+        path, loaded = path / split, loaded[split]
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    digest = Source(location, [ArrowFile(file) for file in files if file.suffix == ".arrow"]).digest
+    state = (path / "state.json").read_text(encoding="utf-8") if (path / "state.json").is_file() else ""
+    return LoadedDataset(location, loaded, digest + state, path.absolute())
+
+
+def _load_from_hub(location: str, *, split: str, subset: str | None) -> LoadedDataset:
+    import datasets
+
+    try:
+        loaded: Any = datasets.load_dataset(location, subset, split=split)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"the dataset {location!r} is no file or folder here and cannot be loaded from the hub",
+            remedy="Check the name, data.subset, the split and the network (HF_HUB_OFFLINE forbids downloads), or use a local file",
+            details=[f"{type(error).__name__}: {detail}"],
+        ) from error
+    # the fingerprint is the only name datasets gives to content, and it offers no public way to it
+    return LoadedDataset(location, loaded, f"{location}:{subset}:{split}:{loaded._fingerprint}")  # noqa: SLF001
+
+
+def _looks_like_path(location: str) -> bool:
+    """Hub ids are `name` or `owner/name` without a data suffix; anything else can only be meant as a path."""
+    return location.startswith((".", "~", "/")) or location.count("/") > 1 or "\\" in location or _kind(Path(location)) is not None
+
+
+def _path_hint(path: Path) -> str:
+    folder = path.parent
+    near = get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=1) if folder.is_dir() else []
+    return f"Did you mean {folder / near[0]}?" if near else "Correct data.train, data.eval or data.subset"

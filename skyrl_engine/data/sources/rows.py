@@ -1,0 +1,97 @@
+"""Rows of a dataset, with the file and line that each came from."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import field, frozen
+
+from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
+from skyrl_engine.data.sources.files import Part, Scan, parsed
+from skyrl_engine.errors import DataError
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@frozen
+class Row:
+    """`number` counts from 0 over the whole source; `where` names file and line or row, for messages. Lists of numbers are NumPy arrays.
+
+    Relative paths in the values start from `folder`; None where the source has none.
+    """
+
+    number: int
+    where: str
+    values: Mapping[str, Any]
+    folder: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return f"sample {self.number} ({self.where})"
+
+    def wrong(self, column: str, what: str, remedy: str) -> DataError:
+        """The error for a value of this row."""
+        return DataError(f"{self.name}, column {column!r}: {what}", remedy=remedy)
+
+
+def kind_of(value: object) -> str:
+    """The kind of a value, in an error."""
+    return "nothing" if value is None else type(value).__name__
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names of columns, in an error."""
+    return ", ".join(map(repr, names)) or "none"
+
+
+@frozen(eq=False)
+class Source:
+    """A dataset split: its parts in order. `name` is what the user called it."""
+
+    name: str
+    parts: Sequence[Part]
+    _scans: list[Scan] = field(factory=list, init=False)
+
+    def scan(self) -> Sequence[Scan]:
+        """One scan per part, made once."""
+        if not self._scans:
+            self._scans.extend(part.scan() for part in self.parts)
+        return self._scans
+
+    def __len__(self) -> int:
+        return sum(scan.rows for scan in self.scan())
+
+    @property
+    def digest(self) -> str:
+        """sha256 over the content of all parts in order."""
+        return hashlib.sha256("\n".join(scan.digest for scan in self.scan()).encode()).hexdigest()
+
+    def rows(self, wanted: BoolArray | None = None) -> Iterator[Row]:
+        """The rows marked in `wanted` bool[rows] (None: all) in order; others are not parsed. Raises DataError naming file and line."""
+        end = None if wanted is None else int(np.max(np.flatnonzero(wanted), initial=-1)) + 1
+        number = 0
+        for part in self.parts:
+            for where, content in part.read():
+                if end is not None and number >= end:
+                    return
+                if wanted is None or wanted[number]:
+                    yield Row(number, where, parsed(content, where), part.folder)
+                number += 1
+
+    def folders(self, rows: npt.ArrayLike) -> list[Path | None]:
+        """Of each of these rows by number: what its relative paths start from."""
+        return [self.parts[part].folder for part in self.parts_of(rows).tolist()]
+
+    def parts_of(self, rows: npt.ArrayLike) -> IntArray:
+        """int64[rows]: of each of these rows by number, the part that it lies in."""
+        starts = offsets_of([scan.rows for scan in self.scan()])
+        return np.asarray(np.searchsorted(starts, rows, side="right") - 1, dtype=np.int64)
+
+    def row(self, number: int) -> Row:
+        """Row `number` alone, whatever lies before it. Raises DataError where its file's format does not allow that."""
+        part = int(self.parts_of(number))
+        where, content = self.parts[part].at(number - sum(scan.rows for scan in self.scan()[:part]))
+        return Row(number, where, parsed(content, where), self.parts[part].folder)

@@ -1,0 +1,1 @@
+"""Hold tokenized samples in one Arrow table, and cache it."""

@@ -1,0 +1,95 @@
+"""The token cache: one file per dataset split, tokenizer, chat template and settings, made once and verified whenever it is read."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from skyrl_engine.config.schema import DataConfig
+from skyrl_engine.data.table.token_table import PARTIAL_SUFFIX, TokenTable, TokenTableWriter, open_table
+from skyrl_engine.errors import DataError
+
+_STALE_SECONDS = 24 * 3600
+
+
+def cache_key(
+    content: str, rows: bytes, tokenizer: Any, data: DataConfig, columns: Iterable[str] = (), images: Sequence[str] = ()
+) -> str:
+    """sha256 over all that the file depends on: content, chosen rows, tokenizer, chat template, settings, the names of the columns that
+    are read beside the tokens, what decides the tokens of `images`, and the code itself.
+    """
+    digest = hashlib.sha256()
+    settings = json.dumps([data.format, data.loss_on, data.max_length, data.overlong, sorted(columns), data.bad_images, *images])
+    for piece in (content.encode(), rows, _tokenizer_identity(tokenizer).encode(), settings.encode(), _code_identity().encode()):
+        digest.update(len(piece).to_bytes(8, "little") + piece)
+    return digest.hexdigest()
+
+
+def _tokenizer_identity(tokenizer: Any) -> str:
+    if tokenizer.is_fast:
+        serialised = tokenizer.backend_tokenizer.to_str()
+        # before the added tokens stand padding and truncation, state of the last call; parsing a large vocabulary would take seconds
+        backend = serialised.partition('"added_tokens"')[2] or serialised
+    else:
+        backend = {"vocabulary": tokenizer.get_vocab(), "settings": tokenizer.init_kwargs}
+    parts = [type(tokenizer).__name__, backend, tokenizer.special_tokens_map, tokenizer.chat_template]
+    return json.dumps(parts, sort_keys=True, default=str)
+
+
+def _code_identity() -> str:
+    """The source of this package and the versions of the libraries that render and tokenize."""
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    versions = [metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")]
+    return " ".join([hashlib.sha256(b"".join(sources)).hexdigest(), *versions])
+
+
+@frozen
+class TokenCache:
+    """Files named after their key in one directory."""
+
+    directory: Path
+
+    @classmethod
+    def of(cls, directory: str | None) -> "TokenCache":
+        """In `directory`, else in the environment's SKYRL_ENGINE_CACHE, else in the user's cache directory."""
+        import platformdirs
+
+        chosen = directory or os.environ.get("SKYRL_ENGINE_CACHE") or platformdirs.user_cache_dir("skyrl-engine")
+        return cls(Path(chosen).expanduser() / "tokens")
+
+    def read(self, key: str, still_valid: Callable[[TokenTable], bool]) -> TokenTable | None:
+        """The table of this key; None if there is none, it is damaged, or `still_valid` does not hold of it."""
+        table = open_table(self._path(key))
+        return table if table is not None and still_valid(table) else None
+
+    def write(self, key: str, fill: Callable[[TokenTableWriter], dict[str, Any]]) -> TokenTable:
+        """The table that `fill` writes sample by sample; what it returns is kept as info. Raises DataError if the disk refuses."""
+        path = self._path(key)
+        with TokenTableWriter(self.directory) as writer:
+            self._remove_stale()
+            writer.finish(path, fill(writer))
+        table = open_table(path)
+        if table is None:
+            raise DataError(
+                f"the token cache file {path} is damaged right after writing",
+                remedy="Set data.cache to a directory on a sound disk",
+            )
+        return table
+
+    def _path(self, key: str) -> Path:
+        return self.directory / f"{key}.arrow"
+
+    def _remove_stale(self) -> None:
+        """Drop what killed processes left behind; another process may do so at the same time."""
+        for path in self.directory.glob(f"*{PARTIAL_SUFFIX}"):
+            try:
+                if time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                    path.unlink()
+            except FileNotFoundError:
+                continue

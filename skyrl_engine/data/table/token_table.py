@@ -1,0 +1,223 @@
+"""Tokenized samples in one Arrow file: a single record batch, so that every column is one piece of memory and is read without a copy."""
+
+import json
+import mmap
+import os
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
+
+import numpy as np
+from attrs import frozen
+
+from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, offsets_of
+from skyrl_engine.data.images.processor import MeasuredImage
+from skyrl_engine.data.table.sample_columns import Carried
+from skyrl_engine.data.text.tokenization import TokenizedSample
+from skyrl_engine.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+PARTIAL_SUFFIX = ".partial"
+_INFO = b"skyrl_engine"
+
+
+@frozen(eq=False)
+class TokenTable:
+    """An open file, and in `info` what was written with it.
+
+    `batch` has the columns input_ids, loss_mask, num_actions, row, perhaps images and ids, and under names of their own what samples carry
+    on the action axis.
+    """
+
+    path: Path
+    batch: "pa.RecordBatch"
+    info: dict[str, Any]
+
+    @property
+    def action_columns(self) -> list[str]:
+        """Names of the columns with a number per response token."""
+        import pyarrow as pa
+
+        return [field.name for field in self.batch.schema if field.type == pa.large_list(pa.float32())]
+
+    @property
+    def images(self) -> "TableImages | None":
+        """The images of all samples; None if no sample has any."""
+        if "images" not in self.batch.schema.names:
+            return None
+        column = self.batch.column("images")
+        facts = self.batch.column("image_facts").values.to_numpy().reshape(-1, 4)
+        return TableImages(column.values.to_numpy(zero_copy_only=False), facts, column.offsets.to_numpy())
+
+
+@frozen(eq=False)
+class TableImages:
+    """The images of all samples, one after the other: each one's path as its row has it (object [images], empty where the row holds the
+    bytes), and int64 [images, 4], its file's CRC-32 and grid. Sample i owns those from `offsets[i]` to `offsets[i + 1]`, int64[N+1].
+    """
+
+    written: AnyArray
+    facts: IntArray
+    offsets: IntArray
+
+
+def open_table(path: Path) -> TokenTable | None:
+    """The table in a file, memory-mapped, its checksum verified; None if there is no file or it is damaged."""
+    import pyarrow as pa
+
+    if not path.is_file():
+        return None
+    try:
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        info = json.loads(reader.schema.metadata[_INFO])
+        batch = reader.get_batch(0)
+        batch.validate(full=True)
+        sound = _checksum(batch) == info["checksum"]
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return TokenTable(path, batch, info) if sound else None
+
+
+class TokenTableWriter:
+    """Collects samples in unnamed files beside the target, then writes them as one record batch: memory stays bounded by the offsets."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lengths: list[int] = []
+        self._actions: list[int] = []
+        self._rows: list[int] = []
+        self._images: list[tuple[MeasuredImage, ...]] = []
+        self._ids: dict[str, list[int]] = {}
+        self._columns: dict[str, IO[bytes]] = {}
+        with _disk(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._tokens: IO[bytes] = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  # closed by __exit__
+            self._mask: IO[bytes] = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  # closed by __exit__
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        # a full disk may refuse what is still buffered; by now there is an error on its way that says so
+        for file in (self._tokens, self._mask, *self._columns.values()):
+            with suppress(OSError):
+                file.close()
+
+    def append(self, sample: TokenizedSample, carried: Carried) -> None:
+        """Add a sample; its response starts at its first token that carries loss. All samples carry the same columns and ids."""
+        first = int(np.argmax(sample.loss))
+        assert sample.loss[first], "a sample without loss"
+        with _disk(self._directory):
+            if not self._lengths:
+                self._ids = {name: [] for name in carried.ids}
+                for name in carried.columns:
+                    self._columns[name] = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115  # closed by __exit__
+            self._tokens.write(np.ascontiguousarray(sample.input_ids, dtype=np.int32).tobytes())
+            self._mask.write(sample.loss[first:].astype(np.uint8).tobytes())
+            for name, file in self._columns.items():
+                assert carried.columns[name].shape == sample.loss[first:].shape, f"{name} is not on the action axis"
+                file.write(carried.columns[name].astype(np.float32).tobytes())
+        for name, ids in self._ids.items():
+            ids.append(carried.ids[name])
+        self._lengths.append(len(sample.loss))
+        self._actions.append(len(sample.loss) - first)
+        self._rows.append(sample.number)
+        self._images.append(sample.images)
+
+    def finish(self, path: Path, info: dict[str, Any]) -> None:
+        """Write the table and `info` (plain values) beside `path`, flush them to the disk, and rename."""
+        import pyarrow as pa
+
+        with _disk(self._directory):
+            columns = {
+                "input_ids": _lists(_contents(self._tokens), pa.int32(), self._lengths),
+                "loss_mask": _lists(_contents(self._mask), pa.uint8(), self._actions),
+                "num_actions": pa.array(self._actions, type=pa.int64()),
+                "row": pa.array(self._rows, type=pa.int64()),
+                **{name: pa.array(ids, type=pa.int64()) for name, ids in self._ids.items()},
+                **{name: _lists(_contents(file), pa.float32(), self._actions) for name, file in self._columns.items()},
+            }
+            if any(self._images):
+                columns |= _image_columns(self._images)
+            batch = pa.record_batch(list(columns.values()), names=list(columns))
+            described = json.dumps({**info, "checksum": _checksum(batch)}).encode()
+            _write_atomically(path, batch.replace_schema_metadata({_INFO: described}))
+
+
+def _contents(file: IO[bytes]) -> "pa.Buffer":
+    """What was written to the file, mapped."""
+    import pyarrow as pa
+
+    file.flush()
+    if os.fstat(file.fileno()).st_size == 0:
+        return pa.py_buffer(b"")
+    return pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _lists(values: "pa.Buffer", kind: "pa.DataType", lengths: Sequence[int]) -> "pa.LargeListArray":
+    import pyarrow as pa
+
+    offsets = offsets_of(np.asarray(lengths, dtype=np.int64))
+    flat = pa.Array.from_buffers(kind, int(offsets[-1]), [None, values])
+    return pa.LargeListArray.from_arrays(pa.array(offsets), flat)
+
+
+def _image_columns(samples: Sequence[Sequence[MeasuredImage]]) -> dict[str, "pa.LargeListArray"]:
+    import pyarrow as pa
+
+    images = [image for own in samples for image in own]
+    facts = np.array([(image.checksum, *image.grid) for image in images], dtype=np.int64)
+    counts = [len(own) for own in samples]
+    written = pa.array([image.written for image in images], type=pa.large_string())
+    return {
+        "images": pa.LargeListArray.from_arrays(pa.array(offsets_of(counts)), written),
+        "image_facts": _lists(pa.py_buffer(facts.tobytes()), pa.int64(), [4 * count for count in counts]),
+    }
+
+
+def _write_atomically(path: Path, batch: "pa.RecordBatch") -> None:
+    import pyarrow as pa
+
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=PARTIAL_SUFFIX)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            with pa.ipc.new_file(file, batch.schema) as writer:
+                writer.write_batch(batch)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _checksum(batch: "pa.RecordBatch") -> int:
+    """CRC-32 over the values and offsets of every column."""
+    import pyarrow as pa
+
+    value = 0
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if name == "images":
+            value = zlib.crc32(json.dumps(column.to_pylist()).encode(), value)
+        elif pa.types.is_large_list(column.type):
+            value = zlib.crc32(column.values.to_numpy(), zlib.crc32(column.offsets.to_numpy(), value))
+        else:
+            value = zlib.crc32(column.to_numpy(), value)
+    return value
+
+
+@contextmanager
+def _disk(directory: Path) -> Iterator[None]:
+    """What the file system refuses, as an error that says where."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"the token cache {directory} cannot be written: {error.strerror or error}",
+            remedy="Free space there, or set data.cache or SKYRL_ENGINE_CACHE to another directory",
+        ) from error

@@ -1,0 +1,1 @@
+"""Render chats and turn text into tokens."""

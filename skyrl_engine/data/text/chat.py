@@ -1,0 +1,251 @@
+"""Rendering conversations with the model's chat template, and finding each assistant turn in the rendered text.
+
+Few templates mark what the assistant says. Where one does (`{% generation %}`) its marks are used. Elsewhere a turn starts where the
+template's own generation prompt ends, since that is the text the model will be given, and ends where the template's rendering up to that
+message ends, end-of-turn token included.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from attrs import field, frozen
+
+from skyrl_engine.data.text.messages import Conversation, Message
+from skyrl_engine.errors import DataError, ModelError
+
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_MARK = "qZmark{}Zq"
+
+
+@frozen
+class RenderedChat:
+    """The conversation as the template writes it, and the character spans [start, end) that carry loss, in order."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+@frozen(eq=False)
+class ChatTemplate:
+    """Renders with `tokenizer.apply_chat_template`."""
+
+    tokenizer: Any
+    _marks_generation: dict[bool, bool] = field(factory=dict, init=False)
+
+    def render(self, chat: Conversation, *, name: str, all_turns: bool) -> RenderedChat:
+        """Text and loss spans of the last assistant turn, or of all (from `chat.first_reply` on); `name` is the sample's, for errors.
+
+        Raises DataError naming the sample where the template refuses it or where a turn cannot be found in what the template wrote.
+        """
+        full = self._whole(chat, name)
+        replies = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant" and i >= chat.first_reply]
+        wanted = replies if all_turns else replies[-1:]
+        if self._has_generation_tags(chat):
+            spans = self._marked_spans(chat, full, name, wanted)
+        else:
+            turns = _Turns(self, chat, full, name)
+            spans = []
+            for index in wanted:
+                spans.append(turns.span(index, after=spans[-1][1] if spans else 0))
+        return RenderedChat(full, tuple(self._closed(full, start, end) for start, end in spans))
+
+    def write(self, chat: Conversation, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
+        text = self.tokenizer.apply_chat_template(
+            list(messages), tools=chat.tools, add_generation_prompt=generation_prompt, tokenize=False, **chat.template_options
+        )
+        assert isinstance(text, str)
+        return text
+
+    def attempt(self, chat: Conversation, messages: Sequence[Message], *, generation_prompt: bool = False) -> str | None:
+        """Like `write`, for parts of a conversation, which templates may refuse: None then."""
+        if not messages:
+            return None
+        try:
+            return self.write(chat, messages, generation_prompt=generation_prompt)
+        except _template_failures():
+            return None
+
+    def _whole(self, chat: Conversation, name: str) -> str:
+        try:
+            full = self.write(chat, chat.messages)
+        except _template_failures() as error:
+            kind = "images" if chat.images else "the conversation"
+            raise DataError(
+                f"{name}: the chat template refuses {kind}: {error}",
+                remedy="Correct the sample, or set model.chat_template to one that takes it",
+            ) from error
+        if chat.images and "{'type': 'image'}" in full:
+            raise DataError(
+                f"{name}: the chat template does not know image parts and prints them as text",
+                remedy="Use a model whose template takes images, or remove the image parts",
+            )
+        return full
+
+    def _has_generation_tags(self, chat: Conversation) -> bool:
+        with_tools = chat.tools is not None
+        if with_tools not in self._marks_generation:
+            template = self.tokenizer.get_chat_template(None, chat.tools)
+            self._marks_generation[with_tools] = bool(_GENERATION_TAG.search(template))
+        return self._marks_generation[with_tools]
+
+    def _marked_spans(self, chat: Conversation, full: str, name: str, wanted: Sequence[int]) -> list[tuple[int, int]]:
+        """What the template's `{% generation %}` blocks enclose, of the wanted turns."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, marks = render_jinja_template(
+            [list(chat.messages)],
+            tools=chat.tools,
+            chat_template=self.tokenizer.get_chat_template(None, chat.tools),
+            return_assistant_tokens_mask=True,
+            **{**self.tokenizer.special_tokens_map, **chat.template_options},
+        )
+        if texts[0] != full:
+            raise ModelError(
+                "the installed transformers renders chat templates in two different ways",
+                remedy="Install another version of transformers, or remove the generation tags from the chat template",
+            )
+        # a turn may have several blocks; those of the last turn lie behind everything rendered before it
+        first = wanted[0]
+        before = self.attempt(chat, chat.messages[:first], generation_prompt=True) if first else ""
+        floor = _common_prefix(before, full) if before is not None else 0
+        spans = [(start, end) for start, end in marks[0] if end > max(start, floor)]
+        if not spans:
+            raise _not_found(name, first, "the template's generation tags enclose nothing of it")
+        return spans
+
+    def _closed(self, text: str, start: int, end: int) -> tuple[int, int]:
+        """The span without white space behind an end-of-turn token: the model stops at the token and never writes it."""
+        turn = text[start:end]
+        stripped = turn.rstrip()
+        return (start, start + len(stripped)) if stripped.endswith(self._added_tokens) else (start, end)
+
+    @cached_property
+    def _added_tokens(self) -> tuple[str, ...]:
+        return (*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens)
+
+
+@frozen(eq=False)
+class _Turns:
+    """Finds the turns of one conversation by comparing renderings of its parts."""
+
+    template: ChatTemplate
+    chat: Conversation
+    full: str
+    name: str
+
+    def span(self, index: int, *, after: int) -> tuple[int, int]:
+        """Characters [start, end) of message `index` in the full rendering, not before `after`."""
+        messages = self.chat.messages
+        prompt = self.template.attempt(self.chat, messages[:index], generation_prompt=True)
+        through = self.full if index == len(messages) - 1 else self.template.attempt(self.chat, messages[: index + 1])
+        start = len(prompt) if prompt is not None and self.full.startswith(prompt) else None
+        end = len(through) if through is not None and self.full.startswith(through) else None
+        if start is None or end is None:
+            # The template writes this part differently inside the whole conversation (reasoning removed, an empty think block added).
+            anchored = self._anchor(index, through)
+            if anchored is None:
+                raise _not_found(
+                    self.name, index, "the template renders it differently inside the conversation and its content cannot be found"
+                )
+            anchor, anchored_end = anchored
+            start = self._start_before(anchor, index, prompt, after) if start is None else start
+            end = anchored_end
+        if not after <= start < end:
+            raise _not_found(self.name, index, f"its text would be characters {start} to {end}, behind {after}")
+        return start, end
+
+    def _anchor(self, index: int, through: str | None) -> tuple[int, int] | None:
+        """A place inside the message in the full rendering, and where its turn ends.
+
+        A mark put into the message shows where that place is: it counts only if the rendering is otherwise unchanged. What follows the mark
+        when the message is the last one is the rest of its turn, and must follow in the full rendering too.
+        """
+        mark = next(mark for number in range(1000) if (mark := _MARK.format(number)) not in self.full)
+        if through is None:
+            return None
+        for marked in _marked(self.chat.messages[index], mark):
+            place = self._place([*self.chat.messages[:index], marked, *self.chat.messages[index + 1 :]], mark, self.full)
+            own = self._place([*self.chat.messages[:index], marked], mark, through)
+            if place is not None and own is not None and self.full.startswith(through[own:], place):
+                return place, place + len(through) - own
+        return None
+
+    def _place(self, messages: Sequence[Message], mark: str, unmarked: str) -> int | None:
+        text = self.template.attempt(self.chat, messages)
+        if text is None or text.count(mark) != 1:
+            return None
+        place = text.index(mark)
+        return place if text[:place] + text[place + len(mark) :] == unmarked else None
+
+    def _start_before(self, anchor: int, index: int, prompt: str | None, after: int) -> int:
+        """Where the turn around `anchor` starts when the rendering of all before it, with generation prompt, is no prefix of the whole."""
+        history = self.template.attempt(self.chat, self.chat.messages[:index])
+        if prompt is not None and history is not None and self.full.startswith(history) and prompt.startswith(history):
+            # only the generation prompt itself differs (it opens a think block that the finished turn lacks): the turn starts where they part
+            return min(_common_prefix(prompt, self.full), anchor)
+        header = prompt[len(history) :] if prompt is not None and history is not None and prompt.startswith(history) else ""
+        if not header:
+            whole = self.template.attempt(self.chat, self.chat.messages, generation_prompt=True)
+            header = whole[len(self.full) :] if whole is not None and whole.startswith(self.full) else ""
+        found = self.full.rfind(header, after, anchor) if header else -1
+        if found < 0:
+            raise _not_found(self.name, index, "no generation prompt stands before its content")
+        return found + len(header)
+
+
+def _marked(message: Message, mark: str) -> Iterator[Message]:
+    """The message with the mark at places that templates keep apart from white space they trim and reasoning they remove."""
+    content = message["content"]
+    if isinstance(content, str):
+        for text in _marked_text(content, mark):
+            yield {**message, "content": text}
+    else:
+        for number, part in enumerate(content):
+            if part["type"] == "text":
+                for text in _marked_text(part["text"], mark):
+                    yield {**message, "content": [*content[:number], {**part, "text": text}, *content[number + 1 :]]}
+    calls = message.get("tool_calls")
+    if calls and isinstance(calls[0], dict):
+        inner = calls[0].get("function", calls[0])
+        named = {**inner, "name": mark + str(inner.get("name", ""))}
+        first = {**calls[0], "function": named} if "function" in calls[0] else named
+        yield {**message, "tool_calls": [first, *calls[1:]]}
+
+
+def _marked_text(text: str, mark: str) -> Iterator[str]:
+    lead = len(text) - len(text.lstrip())
+    yield text[:lead] + mark + text[lead:]
+    head, closing, answer = text.rpartition("</think>")
+    if closing and answer.strip():
+        lead = len(answer) - len(answer.lstrip())
+        yield head + closing + answer[:lead] + mark + answer[lead:]
+    kept = len(text.rstrip())
+    yield text[:kept] + mark + text[kept:]
+
+
+def _common_prefix(left: str, right: str) -> int:
+    """How many leading characters are equal."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[:middle] == right[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _not_found(name: str, index: int, why: str) -> DataError:
+    return DataError(
+        f"{name}: the assistant turn in message {index} cannot be told apart in the rendered conversation: {why}",
+        remedy="Set model.chat_template to a template with {% generation %} tags, or data.loss_on to last",
+    )
+
+
+def _template_failures() -> tuple[type[Exception], ...]:
+    """What a template raises for a conversation it does not take."""
+    from jinja2 import TemplateError
+
+    return (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)

@@ -1,0 +1,191 @@
+"""Chat messages of a row, in the one shape that chat templates take."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from attrs import Factory, frozen
+
+from skyrl_engine.data.images.files import StoredImage, stored_image
+from skyrl_engine.data.sources.rows import Row, kind_of, listed
+from skyrl_engine.errors import DataError, ImageError
+
+Message = dict[str, Any]
+
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+_IMAGE_KEYS = ("image", "image_url", "bytes", "url", "path")
+"""Where an image part may hold its image."""
+
+
+@frozen
+class Conversation:
+    """Chat messages for the model's template. Loss may fall on assistant messages from position `first_reply` on.
+
+    `images` are those of the messages' image parts, in their order, not yet read.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None = None
+    template_options: Mapping[str, Any] = Factory(dict)
+    first_reply: int = 0
+    images: tuple[StoredImage, ...] = ()
+
+
+def messages_of(row: Row, column: str) -> list[Message]:
+    value = row.values[column]
+    if isinstance(value, str):
+        value = _from_json(row, column, value)
+    if not isinstance(value, list | tuple) or not value:
+        raise row.wrong(column, f"a list of messages is needed, not {kind_of(value)}", "Store a list of {role, content} objects")
+    return [_message(row, column, number, message) for number, message in enumerate(value)]
+
+
+def _message(row: Row, column: str, number: int, given: object) -> Message:
+    if not isinstance(given, Mapping):
+        raise row.wrong(column, f"message {number} is {kind_of(given)}, not an object", "Store a list of {role, content} objects")
+    message = dict(given)
+    if "role" not in message and "from" in message:
+        message["role"] = message.pop("from")
+        if "value" in message:
+            message["content"] = message.pop("value")
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise row.wrong(
+            column, f"message {number} has no role; it has {listed(list(given))}", "Give every message a role and content"
+        )
+    message["role"] = _ROLES.get(role, role)
+    message["content"] = _content(row, column, number, message)
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [_tool_call(call) for call in calls]
+    return message
+
+
+def _content(row: Row, column: str, number: int, message: Message) -> str | list[Any]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and (message.get("tool_calls") or message.get("reasoning_content")):
+        return ""
+    if not isinstance(content, list | tuple):
+        raise row.wrong(
+            column,
+            f"message {number} has {kind_of(content)} as content",
+            "Give every message a string or a list of parts as content",
+        )
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    if all(isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
+        return "".join(part["text"] for part in parts)  # templates of text models take strings only
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") not in ("text", "image", "image_url"):
+            raise row.wrong(
+                column,
+                f"message {number} has a part that is neither text nor image: {str(part)[:60]}",
+                "Use parts of type text or image",
+            )
+    return [{"type": "text", "text": part["text"]} if part["type"] == "text" else dict(part) for part in parts]
+
+
+def _tool_call(call: Any) -> Any:
+    """Arguments as an object: chat interfaces store them as JSON text, templates expect to write the JSON themselves."""
+    if not isinstance(call, Mapping):
+        return call
+    inner = call.get("function") if isinstance(call.get("function"), Mapping) else call
+    assert isinstance(inner, Mapping)
+    arguments = inner.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except json.JSONDecodeError:
+            parsed = arguments
+        if isinstance(parsed, dict):
+            inner = {**inner, "arguments": parsed}
+    return {**call, "function": inner} if "function" in call else dict(inner)
+
+
+def _from_json(row: Row, column: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise row.wrong(column, f"the text is not JSON: {error}", "Store a list, or valid JSON text") from error
+
+
+def conversation_of(row: Row, messages: list[Message], first_reply: int = 0) -> Conversation:
+    if not any(message["role"] == "assistant" for message in messages[first_reply:]):
+        roles = ", ".join(message["role"] for message in messages[first_reply:]) or "none"
+        raise DataError(
+            f"{row.name} has no assistant message to learn from, only {roles}",
+            remedy="Remove the sample, or name the reply's role assistant",
+        )
+    tools = row.values.get("tools")
+    if isinstance(tools, str):
+        tools = _from_json(row, "tools", tools) if tools.strip() else None
+    if isinstance(tools, list | tuple):
+        tools = [_from_json(row, "tools", tool) if isinstance(tool, str) else tool for tool in tools]
+    elif tools is not None:
+        raise row.wrong("tools", f"a list of tools is needed, not {kind_of(tools)}", "Store a list of JSON schemas")
+    options = row.values.get("chat_template_kwargs")
+    if options is not None and not isinstance(options, Mapping):
+        raise row.wrong(
+            "chat_template_kwargs", f"an object is needed, not {kind_of(options)}", "Store the template's options by name"
+        )
+    messages, images = _with_images(row, messages)
+    return Conversation(messages, tools or None, dict(options or {}), first_reply, images)
+
+
+def _with_images(row: Row, messages: list[Message]) -> tuple[list[Message], tuple[StoredImage, ...]]:
+    """Image parts reduced to `{"type": "image"}`, which templates know, and the images in the order of those parts.
+
+    A part without an image of its own takes the next entry of the columns `images` or `image`.
+    """
+    filled = image_columns(row)
+    if len(filled) > 1:
+        raise ImageError(
+            f"{row.name} has images in the columns {listed(filled)}",
+            remedy='Keep the column whose images the messages ask for, or set data.bad_images = "drop"',
+        )
+    column, loose = next(iter(filled.items()), ("images", []))
+    images: list[StoredImage] = []
+    taken = 0
+    result = []
+    for message in messages:
+        if isinstance(message["content"], str):
+            result.append(message)
+            continue
+        parts = []
+        for part in message["content"]:
+            if part["type"] == "text":
+                parts.append(part)
+                continue
+            own = next((part[key] for key in _IMAGE_KEYS if part.get(key) is not None), None)
+            if own is None:
+                if taken == len(loose):
+                    raise _mismatch(row, column, f"has {len(loose)} images for more image parts", "Give every image part its image")
+                own, taken = loose[taken], taken + 1
+            images.append(stored_image(own, f"{row.name}, image {len(images) + 1}", row.folder))
+            parts.append({"type": "image"})
+        result.append({**message, "content": parts})
+    if taken != len(loose):
+        raise _mismatch(
+            row, column, f"{len(loose)} images for {taken} image parts", "Give every image a part of type image in the messages"
+        )
+    return result, tuple(images)
+
+
+def image_columns(row: Row) -> dict[str, list[Any]]:
+    """The columns beside the messages that hold images, each with those of this row; one that holds none is left out."""
+    given = {column: row.values.get(column) for column in ("images", "image")}
+    several = (list, tuple, np.ndarray)
+    lists = {column: list(value) if isinstance(value, several) else [value] for column, value in given.items() if value is not None}
+    return {column: images for column, images in lists.items() if images}
+
+
+def _mismatch(row: Row, column: str, what: str, remedy: str) -> ImageError:
+    return ImageError(f"{row.name}, column {column!r}: {what}", remedy=f'{remedy}, or set data.bad_images = "drop"')

@@ -1,0 +1,167 @@
+"""From examples to token ids and, per token, whether it carries loss. Text is tokenized once, in batches."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+from skyrl_engine.contracts.values.ragged import AnyArray
+from skyrl_engine.data.images.processor import MeasuredImage
+from skyrl_engine.data.sources.formats import Example, PlainText
+from skyrl_engine.data.sources.ready_tokens import Tokens
+from skyrl_engine.data.text.chat import ChatTemplate
+from skyrl_engine.data.text.messages import Conversation
+from skyrl_engine.errors import DataError, ModelError
+
+Span = tuple[int, int]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@frozen(eq=False)
+class TokenizedSample:
+    """`input_ids` int32[T], `loss` bool[T]; `boundary_tokens` tokens that hold characters on both sides of a span's start.
+
+    `response` is how many tokens at the end are the response, where the row says so (it holds tokens). `images` are those that have been
+    given their tokens, `image_tokens` of them.
+    """
+
+    number: int
+    name: str
+    input_ids: AnyArray
+    loss: AnyArray
+    boundary_tokens: int = 0
+    images: tuple[MeasuredImage, ...] = ()
+    image_tokens: int = 0
+    response: int | None = None
+
+
+@frozen
+class _Text:
+    """Text with the character spans that carry loss; `ends` says that the end-of-text token follows."""
+
+    text: str
+    spans: Sequence[Span]
+    plain: bool
+
+
+class SampleTokenizer:
+    """Tokenizes examples with one tokenizer.
+
+    A token carries loss if any of its characters lies in a span. A token across a span's start counts too: it is the only one that can teach
+    its part of the response; such boundary tokens are counted, since at generation time the prompt would have ended inside them.
+    Conversations get no special tokens beside those their template writes, so none is doubled. Plain text gets the tokenizer's own leading
+    ones unless it already begins with them, and ends with the end-of-text token.
+    """
+
+    def __init__(self, tokenizer: Any, *, all_turns: bool) -> None:
+        self._tokenizer = tokenizer
+        self._all_turns = all_turns
+        self._template = ChatTemplate(tokenizer)
+        self._leading: AnyArray = _leading_special_tokens(tokenizer)
+
+    def __call__(self, examples: Iterable[tuple[int, str, Example]]) -> list[TokenizedSample]:
+        """One sample per (number, name, example), in order. Raises DataError naming the sample, ModelError for a missing chat template."""
+        items = list(examples)
+        texts = [None if isinstance(example, Tokens) else self._text(example, name) for _, name, example in items]
+        encoded = iter(self._encode([text for text in texts if text is not None]))
+        samples = []
+        for (number, name, example), text in zip(items, texts, strict=True):
+            if isinstance(example, Tokens):
+                samples.append(TokenizedSample(number, name, example.input_ids, example.loss, response=example.response))
+                continue
+            assert text is not None
+            ids, loss, boundary = next(encoded)
+            if text.plain:
+                ids, loss = self._with_ends(ids, loss)
+            samples.append(TokenizedSample(number, name, ids, loss, boundary))
+        return samples
+
+    def _text(self, example: Conversation | PlainText, name: str) -> _Text:
+        if isinstance(example, PlainText):
+            return _Text(_encodable(example.text, name), [(example.response_start, len(example.text))], plain=True)
+        if not self._tokenizer.chat_template:
+            raise ModelError(
+                f"{name} is a conversation, and the tokenizer {self._tokenizer.name_or_path or 'given'} has no chat template",
+                remedy="Set model.chat_template to a Jinja template file, or use an instruction-tuned model's tokenizer",
+            )
+        chat = self._template.render(example, name=name, all_turns=self._all_turns)
+        return _Text(_encodable(chat.text, name), chat.spans, plain=False)
+
+    def _encode(self, texts: Sequence[_Text]) -> list[tuple[AnyArray, BoolArray, int]]:
+        if not texts:
+            return []
+        if not self._tokenizer.is_fast:
+            return [self._encode_in_pieces(text) for text in texts]
+        batch = self._tokenizer(
+            [text.text for text in texts],
+            add_special_tokens=False,
+            padding=False,
+            truncation=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=True,
+            verbose=False,  # no warning about lengths: the over-long policy decides
+        )
+        encoded = []
+        for text, ids, offsets in zip(texts, batch["input_ids"], batch["offset_mapping"], strict=True):
+            places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+            loss, boundary = _tokens_in(text.spans, places[:, 0], places[:, 1])
+            encoded.append((np.asarray(ids, dtype=np.int32), loss, boundary))
+        return encoded
+
+    def _encode_in_pieces(self, text: _Text) -> tuple[AnyArray, BoolArray, int]:
+        """For tokenizers that report no character offsets: each stretch inside or outside a span is tokenized by itself."""
+        ids: list[int] = []
+        loss: list[bool] = []
+        place = 0
+        for start, end in [*text.spans, (len(text.text), len(text.text))]:
+            for piece, carries in ((text.text[place:start], False), (text.text[start:end], True)):
+                new = (
+                    self._tokenizer(piece, add_special_tokens=False, truncation=False, verbose=False)["input_ids"] if piece else []
+                )
+                ids += new
+                loss += [carries] * len(new)
+            place = end
+        return np.asarray(ids, dtype=np.int32), np.asarray(loss, dtype=np.bool_), 0
+
+    def _with_ends(self, ids: AnyArray, loss: BoolArray) -> tuple[AnyArray, BoolArray]:
+        lead = self._leading
+        if len(lead) and not np.array_equal(ids[: len(lead)], lead):
+            ids, loss = np.concatenate([lead, ids]), np.concatenate([np.zeros(len(lead), dtype=np.bool_), loss])
+        end = self._tokenizer.eos_token_id
+        if end is not None and (len(ids) == 0 or ids[-1] != end):
+            ids, loss = np.append(ids, np.int32(end)), np.append(loss, True)
+        return ids, loss
+
+
+def _encodable(text: str, name: str) -> str:
+    """The text itself. JSON can spell half a character (one surrogate without the other), which is no text to a tokenizer."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{name} holds half a character ({text[error.start]!a} at place {error.start} of its text)",
+            remedy="Correct or remove the sample; texts are often cut in the middle of an emoji",
+        ) from error
+    return text
+
+
+def _tokens_in(spans: Sequence[Span], starts: AnyArray, ends: AnyArray) -> tuple[BoolArray, int]:
+    """bool[T] whether a token has a character in a span; and how many lie across a span's start."""
+    loss = np.zeros(len(starts), dtype=np.bool_)
+    boundary = 0
+    for start, end in spans:
+        loss |= (starts < end) & (ends > start)
+        boundary += int(np.count_nonzero((starts < start) & (ends > start)))
+    return loss, boundary
+
+
+def _leading_special_tokens(tokenizer: Any) -> AnyArray:
+    """int32: what the tokenizer puts before a text of its own accord (a beginning-of-text token, or nothing)."""
+    with_special = list(tokenizer("a")["input_ids"])
+    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    special = set(tokenizer.all_special_ids)
+    count = next((place for place, token in enumerate(with_special) if token not in special or token in plain), len(with_special))
+    return np.asarray(with_special[:count], dtype=np.int32)

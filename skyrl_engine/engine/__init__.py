@@ -1,0 +1,1 @@
+"""One engine under every trainer: plugins made, batches planned, passes run."""

@@ -1,0 +1,137 @@
+"""Refuse while planning what the chosen plugins, data and model cannot do together."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from skyrl_engine.config.schema import ModelConfig
+from skyrl_engine.contracts.kinds.backend import BackendDescription, Capability
+from skyrl_engine.contracts.kinds.collator import CARRIED_EXTRAS, Carried, Collator, carried_by
+from skyrl_engine.contracts.kinds.loss import MODEL_SCORES, Loss
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.topology import Topology
+from skyrl_engine.data.images.processor import NoVision, Vision
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.model_facts.configuration import read_model_config
+from skyrl_engine.model_facts.vision_language import refuse_vision_language, takes_images
+from skyrl_engine.registry.host import Owner, blaming
+
+logger = logging.getLogger(__name__)
+
+_ACTION: dict[Capability, str] = {
+    "padded": "Choose a collator that packs rows, or another backend",
+    "packed": "Choose a collator with one sample per row, such as padded, or a backend that supports packing",
+    "tensor_parallel": "Set the backend's tensor-parallel size to 1, or choose another backend",
+    "pipeline_parallel": "Set the backend's pipeline-parallel size to 1, or choose another backend",
+    "context_parallel": "Set the backend's context-parallel size to 1, or choose another backend",
+    "vision": "Remove the images from the data, or choose a backend and a layout that train vision-language models, such as megatron, or "
+    "fsdp without tensor parallelism",
+    "logits": "Choose another backend",
+    "value_head": "Set model.value_head = false, or choose another backend",
+    "lora": "Remove model.lora, or choose a backend and a layout that train adapters, such as fsdp without tensor parallelism",
+    "router_replay": "Leave the expert routes out of the samples, or choose another backend",
+}
+
+
+def required_capabilities(
+    topology: Topology, collator: Collator, datasets: Sequence[SampleColumns], *, value_head: bool = False, lora: bool = False
+) -> frozenset[Capability]:
+    """What a backend must be able to do for this layout, this collator's rows, this data and this model."""
+    return frozenset(_required(topology, collator, datasets, value_head=value_head, lora=lora))
+
+
+def _required(
+    topology: Topology, collator: Collator, datasets: Sequence[SampleColumns], *, value_head: bool, lora: bool
+) -> Iterator[Capability]:
+    yield collator.rows
+    if value_head:
+        yield "value_head"
+    if lora:
+        yield "lora"
+    if topology.tp > 1:
+        yield "tensor_parallel"
+    if topology.pp > 1:
+        yield "pipeline_parallel"
+    if topology.cp > 1:
+        yield "context_parallel"
+    yield from _carried(datasets)
+
+
+def _carried(datasets: Sequence[SampleColumns]) -> Iterator[Carried]:
+    """What the data has beside tokens that a collator must lay over rows and a model must take."""
+    present = {name for columns in datasets for name in columns.extras}
+    return (capability for capability, names in CARRIED_EXTRAS.items() if names & present)
+
+
+def check_carried(name: str, collator: Collator, datasets: Sequence[SampleColumns]) -> None:
+    """Raises UnsupportedError where the data has images or expert routes that the collator does not declare to carry."""
+    for capability in _carried(datasets):
+        if capability not in carried_by(collator):
+            what = "images" if capability == "vision" else "expert routes"
+            raise UnsupportedError(
+                f"the data has {what}, which collator {name} does not carry (it does not declare {capability!r})",
+                remedy=f"Remove the {what} from the data, or choose another collator, such as padded",
+            )
+
+
+def check_capabilities(backend: str, declared: frozenset[Capability], required: frozenset[Capability]) -> None:
+    """Raises UnsupportedError naming the first missing capability and what to change."""
+    for capability in sorted(required - declared):
+        has = ", ".join(sorted(declared)) or "none"
+        raise UnsupportedError(
+            f"the run needs the capability {capability!r}, which backend {backend} does not declare (it declares: {has})",
+            remedy=_ACTION[capability],
+        )
+
+
+def check_model(model: ModelConfig, described: BackendDescription) -> None:
+    """Raises UnsupportedError for a vision-language model that is not supported, or that the backend in its layout does not train."""
+    config = read_model_config(model)
+    if config is not None:
+        refuse_vision_language(config, model.path, images="vision" in described.capabilities)
+
+
+def check_layout(label: str, model: ModelConfig, described: BackendDescription) -> None:
+    """Raises UnsupportedError for a model that the backend, called `label`, does not build, or that its layout does not divide."""
+    config = read_model_config(model)
+    if config is not None:
+        with blaming(Owner(label, "Correct it, or choose another backend"), "refuse_model"):
+            described.refuse_model(config, model.spec(seed=0))
+
+
+def vision_of(model: ModelConfig, vision: Vision) -> Vision:
+    """`vision`, the model's image inputs, unless the model takes images but is trained on text alone."""
+    config = read_model_config(model)
+    if isinstance(vision, NoVision) or config is None or takes_images(config):
+        return vision
+    return NoVision(
+        f"{model.path}, of the architecture {config.model_type}, is trained on text alone", "Use a dense Qwen3-VL model"
+    )
+
+
+def check_reducer(label: str, loss: Loss, reducer: str) -> None:
+    """Raises UnsupportedError for a reducer that makes no sense for the loss, warns of one that its authors did not mean it for."""
+    if loss.reducers is not None and reducer not in loss.reducers:
+        raise UnsupportedError(
+            f"{label} makes sense only with the reducers {', '.join(loss.reducers)}, not with {reducer}",
+            remedy=f'Set reducer.use = "{loss.reducers[0]}"',
+        )
+    if loss.advised_reducers is not None and reducer not in loss.advised_reducers:
+        logger.warning("%s was made for the reducers %s, and runs with %s", label, ", ".join(loss.advised_reducers), reducer)
+
+
+def check_scores(label: str, needs: Iterable[str], *, value_head: bool) -> None:
+    """Raises UnsupportedError where `label` ("loss ppo") needs values and the model has no head to compute them."""
+    if "values" in needs and not value_head:
+        raise UnsupportedError(
+            f"{label} needs the model's score 'values', and the model has no value head", remedy="Set model.value_head = true"
+        )
+
+
+def needed_columns(needs: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    """The columns among the needs of the objective's parts by label, each with who asks for it first, as `load_columns` takes them."""
+    asked: dict[str, str] = {}
+    for label, names in needs.items():
+        for name in names:
+            if name not in MODEL_SCORES:
+                asked.setdefault(name, f"{label} needs")
+    return asked

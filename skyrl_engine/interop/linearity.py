@@ -1,0 +1,298 @@
+"""Is the scalar linear in its mask, so that its derivative by a token's mask value is that token's loss? If not, why?
+
+For f(mask) = sum of mask x loss, the loss of a token is df/dmask. Any other f has a derivative too, which is then no token's loss: what is
+checked here is that there is nothing but the sum. Each cause is told by an experiment that it alone explains.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from attrs import evolve, frozen
+
+from skyrl_engine.contracts.kinds.loss import Sequences
+from skyrl_engine.interop.masked_function import MaskedFunction
+from skyrl_engine.interop.rows import Rows
+
+if TYPE_CHECKING:
+    import torch
+
+TOLERANCE = 1e-4
+"""Relative to the sum of absolute values: far above the rounding of a sum in float32, far below one row more or less in a real batch."""
+
+_ANCHOR = 2.0
+_LENGTHS = (5, 4, 3)
+_POLICIES = ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs")
+_UNBOUNDED = ("advantages", "values", "old_values", "returns", "rewards")
+_NATIVE = "Write the formula as skyrl_engine.loss, which returns one value per token"
+
+
+@frozen
+class Finding:
+    """Why a function cannot be used, and what to do."""
+
+    cause: str
+    remedy: str
+
+
+def token_losses(call: MaskedFunction, *, batch_local: bool) -> "tuple[torch.Tensor, tuple[object, ...], Finding | None]":
+    """df/dmask [n], what else the function returned, and what speaks against taking it for the tokens' losses.
+
+    Checks sum(mask * loss) == f(mask) at a mask of ones and, unless `batch_local`, at one of other values with zeros among them, in a
+    batch with a further row and column of padding. The tensor is 0 where f does not depend on the mask.
+    """
+    import torch
+
+    ones = _ones(call).requires_grad_()
+    with torch.enable_grad():
+        value, others = call(ones)
+        losses = _of_mean(call) if call.normalised else _gradient(value, ones)
+    if losses is None:
+        return torch.zeros_like(ones), others, diagnose(call)
+    detached = losses.detach()
+    if not bool(detached.isfinite().all()):
+        return losses, others, None  # the objective names what is not finite
+    holds = _close(value.detach(), detached.sum(), detached.abs().sum())
+    if holds and not batch_local:
+        uneven = _uneven(call)
+        elsewhere = call.value(uneven, more_rows=1, more_columns=1)
+        holds = _close(elsewhere, (uneven * detached).sum(), (uneven * detached.abs()).sum())
+    return losses, others, None if holds else diagnose(generic(call))
+
+
+def _of_mean(call: MaskedFunction) -> "torch.Tensor | None":
+    """[n] token losses l of the masked mean f = sum(mask * l) / sum(mask); None where f does not depend on the mask.
+
+    At a mask of ones, df/dmask = (l - f) / n, and l = f + n df/dmask, but the rounding of f and df/dmask would tie every token to all
+    others. So the derivative is taken where every mask value is 0 but that of a further token with value a: there f = l_a, which no
+    token moves, and l = f + a df/dmask. A value of 2 stays clear of denominators that are at least 1.
+    """
+    zeros = (0 * _ones(call)).requires_grad_()
+    value, _ = call(zeros, anchor=_ANCHOR)
+    gradient = _gradient(value, zeros)
+    return None if gradient is None else value + _ANCHOR * gradient
+
+
+def examine(call: MaskedFunction, *, batch_local: bool) -> Finding | None:
+    """What speaks against the function, tried in float64 on a few tokens of `call` that are moved off their values.
+
+    Real values may hide a fault: with a ratio of 1 at the first step, a mean over the sequence looks like a constant.
+    """
+    small = generic(call)
+    _, _, found = token_losses(small, batch_local=batch_local)
+    return found or (diagnose(small) if _curved(small) else None)
+
+
+def generic(call: MaskedFunction) -> MaskedFunction:
+    """The function over twelve of the tokens (over and over, if there are fewer) in three sequences, in float64.
+
+    Log-probabilities are lowered and unbounded columns shifted by fixed random numbers, so that nothing is equal or 0 by chance; columns
+    of unknown meaning keep their values.
+    """
+    import torch
+
+    device = call.rows.row.device
+    count = sum(_LENGTHS)
+    row = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    columns = {}
+    for need, values in call.columns.items():
+        moved = values.detach()[torch.arange(count, device=device) % len(values)].double()
+        noise = torch.rand(count, generator=generator, dtype=torch.float64).to(device)
+        if need in _POLICIES:
+            moved = moved - 0.05 - 0.5 * noise
+        elif need in _UNBOUNDED:
+            moved = moved + 4 * noise - 2
+        columns[need] = moved
+    sequences = Sequences(row, torch.tensor(_LENGTHS, device=device), row[:0], row[:0])
+    rows = Rows.of(sequences)
+    for need in call.per_sequence:
+        columns[need] = rows.per_row(columns[need])[row]
+    return evolve(call, columns=columns, rows=rows)
+
+
+def diagnose(call: MaskedFunction) -> Finding:
+    """The cause, found by experiments on the function."""
+    for experiment in (_not_finite, _random, _no_derivative, _scaled, _grown, _counted):
+        for finding in experiment(call):
+            return finding
+    return Finding("is no sum of its mask times one value per token", _NATIVE)
+
+
+def _not_finite(call: MaskedFunction) -> Iterator[Finding]:
+    if not math.isfinite(call.value(_ones(call), more_rows=1, more_columns=1)):
+        yield Finding(
+            "is not finite where a batch holds padding (mask 0, every column 0)",
+            "Mask with torch.where; where it divides by the number of tokens of a row, let it sum, and use the reducer sequence_mean",
+        )
+
+
+def _random(call: MaskedFunction) -> Iterator[Finding]:
+    if call.value(_ones(call)) != call.value(_ones(call), seed=call.seed + 1):
+        yield Finding(
+            "draws random numbers, so its value depends on the shape of the batch",
+            "Pass batch_local=True to masked_loss if that is meant; the numbers are then seeded from run, step and samples",
+        )
+
+
+def _no_derivative(call: MaskedFunction) -> Iterator[Finding]:
+    """The mask is not differentiated through: it is compared, made bool, or not looked at."""
+    import torch
+
+    ones = _ones(call).requires_grad_()
+    with torch.enable_grad():
+        if _gradient(call(ones)[0], ones) is not None:
+            return
+    if _differ(call.value(_ones(call)), call.value(_without_some(call))):
+        yield Finding(
+            "uses its mask as bool (converted, or compared with a number), so no token's share can be read from it",
+            f"Let it multiply by the mask, as in (loss * mask).sum(). Or: {_NATIVE.lower()}",
+        )
+    else:
+        yield Finding("does not use its mask", "Let it multiply by the mask, as in (loss * mask).sum()")
+
+
+def _scaled(call: MaskedFunction) -> Iterator[Finding]:
+    """Twice the mask must be twice the value."""
+    ones = _ones(call)
+    once, twice = call.value(ones), call.value(2 * ones)
+    if call.normalised:
+        if _differ(twice, 2 * once):
+            yield Finding(
+                'is no masked mean over all tokens, which is what reduction="token_mean" undoes',
+                'Leave reduction at "sum" and let the function reduce by a sum',
+            )
+    elif not _differ(twice, once):
+        first_row = 1 + (call.rows.row == 0).to(ones.dtype)
+        if _differ(call.value(first_row), once):
+            yield Finding(
+                "divides by its own mask (masked mean over all tokens)",
+                'Pass reduction="token_mean" to masked_loss, which undoes the division, or set the function\'s own reduction to a sum; '
+                "then choose the reducer token_mean",
+            )
+        else:
+            yield Finding(
+                "divides by its own mask (masked mean of each sequence)",
+                "Set the function's own reduction to a sum, and choose the reducer sequence_mean",
+            )
+    elif _differ(twice, 2 * once):
+        if not _curved(call):
+            yield Finding(
+                "adds something that its mask does not multiply",
+                "Take that out of the function; further terms have a place of their own, [[loss.terms]]",
+            )
+        else:
+            yield Finding(f"is not linear in its mask: twice the mask gives {twice / once:.4g} times the value", _NATIVE)
+    if _curved(call):
+        yield Finding(
+            "uses its mask inside the formula as well (such as a masked mean over the sequence), so that one token's mask value moves the "
+            "losses of others",
+            f"{_NATIVE}; tokens.sequences has sums and means over sequences",
+        )
+
+
+def _grown(call: MaskedFunction) -> Iterator[Finding]:
+    """More padding must change nothing."""
+    ones = _ones(call)
+    here = call.value(ones)
+    rows = _differ(call.value(ones, more_rows=1), here)
+    columns = _differ(call.value(ones, more_columns=1), here)
+    if rows and columns:
+        yield Finding("takes a mean over all positions, padding included", "Let it sum, and choose the reducer token_mean")
+    elif rows:
+        yield Finding(
+            "uses a mean over rows (divides by their number)",
+            "Let it sum over rows, and choose a reducer that averages over sequences",
+        )
+    elif columns:
+        yield Finding(
+            "divides by the width of the padded batch",
+            "Let it sum, and choose the reducer sequence_mean_token_sum_norm with a fixed length",
+        )
+
+
+def _counted(call: MaskedFunction) -> Iterator[Finding]:
+    """A token without loss must not move the losses of others."""
+    import torch
+
+    ones, some = _ones(call).requires_grad_(), _without_some(call).requires_grad_()
+    with torch.enable_grad():
+        whole, rest = _gradient(call(ones)[0], ones), _gradient(call(some)[0], some)
+    if whole is None or rest is None:
+        return
+    kept = some.detach() > 0
+    rest, whole = rest.detach()[kept], whole.detach()[kept]
+    if _same(rest, whole * len(kept) / len(rest)):
+        yield Finding(
+            "divides by the number of its mask's entries that are not 0",
+            "Set the function's own reduction to a sum, and choose the reducer token_mean",
+        )
+    elif not _same(rest, whole):
+        yield Finding(
+            "gives a token another loss when other tokens carry none (a selection, a rank or a statistic of the batch)",
+            "Pass batch_local=True to masked_loss if that is meant, which declares that the loss depends on how the batch is cut",
+        )
+
+
+def _curved(call: MaskedFunction) -> bool:
+    """Whether the second derivative by the mask is other than 0, in a fixed direction."""
+    import torch
+
+    ones = _ones(call).requires_grad_()
+    with torch.enable_grad():
+        first = _gradient(call(ones)[0], ones)
+        if first is None or not first.requires_grad:
+            return False
+        direction = _uneven(call)
+        second = _gradient((first * direction).sum(), ones)
+    if second is None:
+        return False
+    return bool(second.detach().abs().max() > TOLERANCE * first.detach().abs().max())
+
+
+def _gradient(value: "torch.Tensor", ones: "torch.Tensor") -> "torch.Tensor | None":
+    """The derivative, itself differentiable; None where there is no path."""
+    import torch
+
+    if not value.requires_grad:
+        return None
+    (gradient,) = torch.autograd.grad(value, ones, create_graph=True, allow_unused=True)
+    return gradient
+
+
+def _ones(call: MaskedFunction) -> "torch.Tensor":
+    """[n] in the type of the columns."""
+    import torch
+
+    return torch.ones_like(_first(call.columns), requires_grad=False)
+
+
+def _uneven(call: MaskedFunction) -> "torch.Tensor":
+    """[n]: values of 1 to 2, every third 0 where there are more than two; no two alike for the first hundreds of tokens."""
+    import torch
+
+    ones = _ones(call)
+    places = torch.arange(len(ones), device=ones.device)
+    values = 1 + torch.remainder(places * 0.6180339887, 1.0).to(ones.dtype)
+    return values.where((places % 3 != 1) | (len(ones) < 3), 0)
+
+
+def _without_some(call: MaskedFunction) -> "torch.Tensor":
+    """[n]: 1, every third 0 where there are more than two."""
+    return (_uneven(call) > 0).to(_first(call.columns).dtype)
+
+
+def _first(columns: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
+    return next(iter(columns.values())).detach()
+
+
+def _same(one: "torch.Tensor", other: "torch.Tensor") -> bool:
+    return bool((one - other).abs().max() <= TOLERANCE * other.abs().max())
+
+
+def _differ(one: float, other: float) -> bool:
+    return not _close(one, other, max(abs(one), abs(other)))
+
+
+def _close(one: "float | torch.Tensor", other: "float | torch.Tensor", scale: "float | torch.Tensor") -> bool:
+    return abs(float(one) - float(other)) <= TOLERANCE * float(scale) + 1e-30

@@ -1,0 +1,146 @@
+"""`masked_loss`: a loss function of another engine, which returns one number for padded tensors and a mask, used unchanged."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from attrs import define, field
+
+from skyrl_engine import LossOutput, LossTokens, Metric, loss
+from skyrl_engine.contracts.values.outputs import ENGINE_METRICS, Reduction
+from skyrl_engine.errors import ContractError
+from skyrl_engine.hooks.decorators import LossPlugin
+from skyrl_engine.interop.arguments import Arguments, match_arguments
+from skyrl_engine.interop.masked_function import MaskedFunction
+from skyrl_engine.interop.options import options_class
+from skyrl_engine.interop.rows import Rows
+
+if TYPE_CHECKING:
+    import torch
+
+_REDUCTIONS = ("sum", "token_mean")
+_UNCHECKED = object()
+
+
+def masked_loss(
+    function: Callable[..., Any],
+    *,
+    needs: tuple[str, ...] | None = None,
+    config: type[Any] | Mapping[str, Any] | None = None,
+    arguments: Mapping[str, str] | None = None,
+    per_sequence: tuple[str, ...] = (),
+    reduction: str = "sum",
+    metrics: tuple[str, ...] | Mapping[str, Reduction] = (),
+    reducers: tuple[str, ...] | None = None,
+    advised_reducers: tuple[str, ...] | None = None,
+    batch_local: bool = False,
+    homogeneous: bool = False,
+    name: str | None = None,
+) -> LossPlugin:
+    """Make a loss plugin of `function(log_probs, old_log_probs, advantages, config, loss_mask, ...) -> scalar | (scalar, ...)`.
+
+    The function is called with padded tensors [S, T], one sequence of loss-carrying tokens a row, and a float mask; its scalar must be
+    sum(mask * value), and the derivative by a token's mask value is that token's loss, exactly. What is otherwise is refused with its
+    cause, in the first micro-batch and whenever it shows (ContractError).
+
+    `needs` are our names of what to pass (None: what has no default). `config` is an attrs class, or names and defaults of the options,
+    nested where the function reads nested ones; an argument of an option's name takes that option. `arguments` says what an argument
+    means where its name does not. `per_sequence` are needs that it takes as [S]. `reduction="token_mean"` undoes a division by the
+    mask's sum. `metrics` names further values of a returned tuple, in order; as a mapping it also says how each combines (otherwise a mean,
+    weighted by tokens). The rest is as in `skyrl_engine.loss`. Raises TypeError for arguments that cannot be matched.
+    """
+    if reduction not in _REDUCTIONS:
+        raise TypeError(f"reduction must be one of {', '.join(_REDUCTIONS)}, is {reduction!r}")
+    called = name or str(getattr(function, "__name__", type(function).__name__))
+    schema: type[Any] | None = options_class(f"{called}_options", config) if isinstance(config, Mapping) else config
+    options = () if schema is None else [each.name for each in attrs.fields(schema)]
+    matched = match_arguments(function, needs=needs, meanings=arguments or {}, options=options)
+    for need in per_sequence:
+        if need not in matched.needs:
+            raise TypeError(f"per_sequence names {need!r}, which {called} does not take")
+    adapted = MaskedLoss(called, function, matched, tuple(per_sequence), reduction == "token_mean", metrics, batch_local)
+    decorate = loss(
+        needs=matched.needs,
+        config=schema,
+        reducers=reducers,
+        advised_reducers=advised_reducers,
+        batch_local=batch_local,
+        homogeneous=homogeneous,
+    )
+    return decorate(adapted)
+
+
+@define(eq=False)
+class MaskedLoss:
+    """What a `skyrl_engine.loss` function is, made of another engine's function."""
+
+    __name__: str
+    function: Callable[..., Any]
+    arguments: Arguments
+    per_sequence: tuple[str, ...]
+    normalised: bool
+    metrics: tuple[str, ...] | Mapping[str, Reduction]
+    batch_local: bool
+    _checked_with: object = field(default=_UNCHECKED, init=False)
+
+    def __call__(self, tokens: LossTokens, config: Any) -> "LossOutput | torch.Tensor":
+        """[n] token losses, with the function's metrics if it returns any. Raises ContractError where it is no masked sum."""
+        import torch
+
+        from skyrl_engine.interop.linearity import examine, token_losses
+
+        count = len(tokens.sequences.index)
+        columns = {need: getattr(tokens, need) for need in self.arguments.needs}
+        if not count:
+            nothing: torch.Tensor = next(iter(columns.values())) * 0
+            return nothing
+        call = MaskedFunction(
+            self.__name__,
+            self.function,
+            self.arguments,
+            config,
+            columns,
+            Rows.of(tokens.sequences),
+            self.per_sequence,
+            self.normalised,
+            tokens.generator.initial_seed(),
+        )
+        found = None
+        if self._checked_with is not config:
+            found = examine(call, batch_local=self.batch_local)
+        if found is None:
+            self._checked_with = config
+            losses, others, found = token_losses(call, batch_local=self.batch_local)
+        if found is not None:
+            raise ContractError(f"{self.__name__} cannot be used as it is: it {found.cause}", remedy=found.remedy)
+        return LossOutput(losses if torch.is_grad_enabled() else losses.detach(), self._metrics(others, count))
+
+    def _metrics(self, others: tuple[Any, ...], count: int) -> dict[str, Metric]:
+        """What the function returned beside its scalar; names that are the engine's get the function's before them."""
+        unnamed = iter(self.metrics)
+        values: dict[str, Any] = {}
+        for other in others:
+            if isinstance(other, Mapping):
+                values |= other
+            else:
+                values[next(unnamed, "")] = other
+        if "" in values:
+            raise ContractError(
+                f"{self.__name__} returns {len(others)} further values, of which not all have names",
+                remedy="Name them, in order, in metrics=(...) of masked_loss",
+            )
+        return {
+            f"{self.__name__}_{name}" if name in ENGINE_METRICS else name: self._metric(name, value, count)
+            for name, value in values.items()
+            if value is not None
+        }
+
+    def _metric(self, name: str, value: Any, count: int) -> Metric:
+        reduction = self.metrics.get(name, "mean") if isinstance(self.metrics, Mapping) else "mean"
+        try:
+            number = float(value.detach() if hasattr(value, "detach") else value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ContractError(
+                f"{self.__name__} returned the metric {name!r} as {type(value).__name__}: {error}", remedy="Return a number"
+            ) from None
+        return Metric.mean(number * count, count) if reduction == "mean" else Metric(reduction, number)

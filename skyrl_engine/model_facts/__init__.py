@@ -1,0 +1,1 @@
+"""Facts about a model that are read from its files, without torch."""

@@ -1,0 +1,124 @@
+"""The order in which samples are trained on: a pure function of (seed, epoch), so that a position in it is all a resume needs.
+
+An epoch passes over every sample once. Its last mini-batch holds what is left and may be smaller; no sample is ever dropped.
+
+Samples that share a group or a unit come together. The cuts between mini-batches, at multiples of `batch_size`, then move back to the next
+place between two such bundles: mini-batches hold `batch_size` samples on average, exactly as many where bundles of one size divide it, and
+an epoch has as many steps as without bundles.
+"""
+
+import math
+
+import numpy as np
+from attrs import field, frozen
+from attrs.validators import ge
+
+from skyrl_engine.contracts.values.bundles import Bundles, inseparable
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.ragged import IntArray
+from skyrl_engine.errors import DataError
+
+
+@frozen
+class SampleOrder:
+    """Mini-batches of `batch_size` out of `samples` samples, shuffled anew every epoch unless `shuffle` is false.
+
+    `bundles` (None: every sample on its own) are never cut. Raises DataError for one that is larger than `batch_size`.
+    """
+
+    samples: int = field(validator=ge(1))
+    batch_size: int = field(validator=ge(1))
+    seed: int = field(default=0, validator=ge(0))
+    shuffle: bool = True
+    bundles: Bundles | None = field(default=None, eq=False, repr=False)
+    _latest: dict[int, tuple[IntArray, IntArray | None]] = field(factory=dict, init=False, eq=False, repr=False)
+
+    @bundles.validator
+    def _check_bundles(self, _attribute: object, bundles: Bundles | None) -> None:
+        largest = 0 if bundles is None else int(bundles.sizes.max())
+        if largest > self.batch_size:
+            raise DataError(
+                f"a group of {largest} samples does not fit a mini-batch of training.batch_size = {self.batch_size}",
+                remedy=f"Set training.batch_size to {largest} or more",
+            )
+
+    @classmethod
+    def of(cls, columns: SampleColumns, *, batch_size: int, seed: int = 0, shuffle: bool = True) -> "SampleOrder":
+        """The order of these samples, which keeps groups and units together."""
+        labels = inseparable(columns.group_ids, columns.unit_ids)
+        everything = np.arange(len(columns), dtype=np.int64)
+        alone = np.array_equal(labels, everything)
+        return cls(len(columns), batch_size, seed, shuffle, None if alone else Bundles.by_label(everything, labels))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.samples / self.batch_size)
+
+    def steps_in(self, epochs: float) -> int:
+        """Optimizer steps of this many epochs; a part of an epoch counts its samples, rounded to whole mini-batches, at least one in all."""
+        whole = math.floor(epochs)
+        part = round((epochs - whole) * self.samples)
+        return max(1, whole * self.steps_per_epoch + math.ceil(part / self.batch_size))
+
+    def epoch(self, epoch: int) -> IntArray:
+        """int64[samples]: the order of epoch `epoch`, counted from 0; read-only."""
+        return self._planned(epoch)[0]
+
+    def start(self) -> "Position":
+        return Position(epoch=0, offset=0)
+
+    def mini_batch(self, position: "Position") -> "tuple[IntArray, Position]":
+        """int64[n]: the samples of the mini-batch at `position`, and the position after it."""
+        assert 0 <= position.offset < self.samples, f"offset {position.offset} outside an epoch of {self.samples} samples"
+        order, ends = self._planned(position.epoch)
+        end = self._end(position.offset, ends)
+        after = Position(position.epoch + 1, 0) if end == self.samples else Position(position.epoch, end)
+        return order[position.offset : end], after
+
+    def _end(self, offset: int, ends: IntArray | None) -> int:
+        """Where the mini-batch ends that starts at `offset`."""
+        if ends is None:
+            return min(offset + self.batch_size, self.samples)
+        multiples = np.arange(1, self.steps_per_epoch, dtype=np.int64) * self.batch_size
+        # no bundle is larger than a mini-batch, so every cut moves back by less than one and none meets the cut before
+        cuts = np.array([0, *ends[np.searchsorted(ends, multiples, side="right") - 1], self.samples], dtype=np.int64)
+        following = int(np.searchsorted(cuts, offset, side="right"))
+        if cuts[following - 1] == offset:
+            return int(cuts[following])
+        # the batch size has changed since this epoch began
+        return int(ends[np.searchsorted(ends, offset + self.batch_size, side="right") - 1])
+
+    def _planned(self, epoch: int) -> tuple[IntArray, IntArray | None]:
+        """int64[samples], the order of an epoch, and int64[bundles], where in it each bundle ends; those of the latest epoch are kept."""
+        if epoch not in self._latest:
+            self._latest.clear()
+            self._latest[epoch] = self._plan(epoch)
+        return self._latest[epoch]
+
+    def _plan(self, epoch: int) -> tuple[IntArray, IntArray | None]:
+        count = self.samples if self.bundles is None else len(self.bundles)
+        order = _shuffled(count, self.seed, epoch) if self.shuffle else np.arange(count, dtype=np.int64)
+        ends = None
+        if self.bundles is not None:
+            ordered = self.bundles.members.take(order)
+            order, ends = ordered.values, ordered.offsets[1:]
+        order.setflags(write=False)
+        return order, ends
+
+
+@frozen
+class Position:
+    """A place between two mini-batches: `offset` samples of epoch `epoch` (counted from 0) are done."""
+
+    epoch: int = field(validator=ge(0))
+    offset: int = field(validator=ge(0))
+
+
+def _shuffled(samples: int, seed: int, epoch: int) -> IntArray:
+    """int64[samples]: samples sorted by raw 64-bit draws of PCG64; equal draws keep their samples in place.
+
+    NumPy promises that a bit generator's stream never changes between versions (NEP 19), which it does not promise of
+    `Generator.permutation`.
+    """
+    draws = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(samples)
+    return np.argsort(draws, kind="stable").astype(np.int64, copy=False)

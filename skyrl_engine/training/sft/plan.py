@@ -1,0 +1,91 @@
+"""What a run would do, as plain values: the answer to --dry-run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+
+from skyrl_engine.config import SelectedPlugin
+from skyrl_engine.contracts.values.plan import BatchPlan
+from skyrl_engine.contracts.values.topology import Topology
+from skyrl_engine.model_facts.context_length import limited_to_model
+from skyrl_engine.training.sft.data import PreparedRun, describe_data
+
+
+@frozen
+class MicroBatchShape:
+    """One micro-batch of one data-parallel rank: dense `rows` x `width` tokens, for `samples` samples."""
+
+    rank: int
+    rows: int
+    width: int
+    samples: int
+
+
+@frozen
+class RunPlan:
+    """`plugins` describe each selected plugin by kind; `train` and `evaluation` are the data's name, format and counts.
+
+    `longest_allowed` is the longest sample in tokens, by `data.max_length` or else by the model; None where neither says.
+    `micro_batches` and `padding_share` (0 to 1) are those of the run's first mini-batch.
+    """
+
+    plugins: Mapping[str, str]
+    observers: tuple[str, ...]
+    model: str
+    launch: str
+    topology: Topology
+    capabilities: tuple[str, ...]
+    required: tuple[str, ...]
+    train: Mapping[str, Any]
+    evaluation: Mapping[str, Any] | None
+    longest_allowed: int | None
+    total_steps: int
+    steps_per_epoch: int
+    batch_size: int
+    micro_batches: tuple[MicroBatchShape, ...]
+    padding_share: float
+
+
+def describe_plan(prepared: PreparedRun) -> RunPlan:
+    """The plan of a prepared run."""
+    resolved = prepared.resolved
+    return RunPlan(
+        plugins={kind: _describe(selected) for kind, selected in resolved.plugins.items()},
+        observers=tuple(_describe(selected) for selected in resolved.observers),
+        model=resolved.config.model.path,
+        launch=resolved.config.run.launch,
+        topology=prepared.description.topology,
+        capabilities=tuple(sorted(prepared.description.capabilities)),
+        required=tuple(sorted(prepared.required)),
+        train=describe_data(prepared.train) or {},
+        evaluation=describe_data(prepared.evaluation),
+        longest_allowed=limited_to_model(resolved.config.data, resolved.config.model).max_length,
+        total_steps=prepared.total_steps,
+        steps_per_epoch=prepared.order.steps_per_epoch,
+        batch_size=prepared.order.batch_size,
+        micro_batches=_shapes(prepared.first_batch),
+        padding_share=_padding_share(prepared),
+    )
+
+
+def _shapes(plan: BatchPlan) -> tuple[MicroBatchShape, ...]:
+    return tuple(
+        MicroBatchShape(rank, each.rows, each.width, len(each.samples))
+        for mini_batch in plan.mini_batches
+        for rank, micro_batches in enumerate(mini_batch.ranks)
+        for each in micro_batches
+    )
+
+
+def _padding_share(prepared: PreparedRun) -> float:
+    dense = prepared.first_batch.dense_tokens
+    chosen, _ = prepared.order.mini_batch(prepared.order.start())
+    tokens = int(np.diff(prepared.train.columns.token_offsets)[chosen].sum())
+    return 1 - tokens / dense if dense else 0.0
+
+
+def _describe(selected: SelectedPlugin) -> str:
+    record = selected.loaded.record
+    return f"{record.reference} {record.version or record.sha256}"
