@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from skyrl_engine.testing.evaluation import Evaluation
 from skyrl_engine.testing.promise import Broken
+from skyrl_engine.testing.tokens.evaluation import Evaluation
 
 Numbers = npt.NDArray[np.float64]
 

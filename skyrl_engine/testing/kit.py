@@ -33,27 +33,27 @@ def promises_of(kind: str) -> "tuple[Promise[Any, Any], ...]":
             )
     match kind:
         case "collator":
-            from skyrl_engine.testing.collator_promises import COLLATOR_PROMISES
+            from skyrl_engine.testing.collators.promises import COLLATOR_PROMISES
 
             return COLLATOR_PROMISES
         case "loss":
-            from skyrl_engine.testing.loss_promises import LOSS_PROMISES
+            from skyrl_engine.testing.losses.promises import LOSS_PROMISES
 
             return LOSS_PROMISES
         case "correction":
-            from skyrl_engine.testing.correction_promises import CORRECTION_PROMISES
+            from skyrl_engine.testing.corrections.promises import CORRECTION_PROMISES
 
             return CORRECTION_PROMISES
         case "reducer":
-            from skyrl_engine.testing.reducer_promises import REDUCER_PROMISES
+            from skyrl_engine.testing.reducers.promises import REDUCER_PROMISES
 
             return REDUCER_PROMISES
         case "merger":
-            from skyrl_engine.testing.merger_promises import MERGER_PROMISES
+            from skyrl_engine.testing.mergers.promises import MERGER_PROMISES
 
             return MERGER_PROMISES
         case "backend":
-            from skyrl_engine.testing.backend_promises import BACKEND_PROMISES
+            from skyrl_engine.testing.backends.promises import BACKEND_PROMISES
 
             return BACKEND_PROMISES
     raise AssertionError(f"there is no kind {kind!r}")
@@ -69,8 +69,8 @@ def verify(plugin: SelectedPlugin, *, examples: int | None = None, layouts: Sequ
     from skyrl_engine.testing.promise import EXAMPLES, Verdict
 
     if kind == "backend":
-        from skyrl_engine.testing.backend_subject import LAYOUTS, BackendSubject
-        from skyrl_engine.testing.bench import Bench
+        from skyrl_engine.testing.backends.bench import Bench
+        from skyrl_engine.testing.backends.subject import LAYOUTS, BackendSubject
 
         with Bench() as bench:
             return Verdict.of(promises, BackendSubject(plugin, bench, tuple(layouts) or LAYOUTS))

@@ -18,7 +18,6 @@ PACKAGES = {project: next((project / "src").iterdir()).name for project in PROJE
 def trespasses(names: set[str], own: str, public: tuple[str, ...]) -> Iterator[str]:
     """Imports of the engine's inner parts, or of another plugin."""
     import skyrl_engine
-
     from skyrl_engine import contracts
 
     facade = {f"skyrl_engine.{name}" for name in skyrl_engine.__all__} | {"skyrl_engine"}

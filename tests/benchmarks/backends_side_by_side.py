@@ -45,7 +45,7 @@ from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.proof.passes import layout_of
 from skyrl_engine.proof.ranks import NO_STEP
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.ranks.world import World
 from skyrl_engine.workers.launch import WorkerGroup
 from skyrl_engine.workers.spec import WorkerSpec
 

@@ -17,8 +17,8 @@ from skyrl_engine.errors import PluginNotFoundError
 from skyrl_engine.proof.model import Family, write_model
 from skyrl_engine.proof.ranks import CONTEXT
 from skyrl_engine.proof.rollouts import VOCABULARY
-from skyrl_engine.testing.backend_batches import WeightedObjective, definition, documents, padded
-from skyrl_engine.testing.world import alone
+from skyrl_engine.testing.backends.batches import WeightedObjective, definition, documents, padded
+from skyrl_engine.testing.ranks.world import alone
 
 Scores = dict[int, npt.NDArray[np.float32]]
 

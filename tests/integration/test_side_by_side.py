@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from skyrl_engine.contracts.kinds.backend import ComputeDtype
 from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.testing.world import alone
+from skyrl_engine.testing.ranks.world import alone
 
 TINY = SIZES["tiny"]
 

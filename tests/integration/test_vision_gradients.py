@@ -16,9 +16,9 @@ import pytest
 
 from skyrl_engine.contracts.kinds.backend import Backend, ModelSpec, OptimizerSpec, RankEnvironment
 from skyrl_engine.proof.rollouts import VOCABULARY
-from skyrl_engine.testing.backend_batches import WeightedObjective, packed, padded, picture_documents, worst
+from skyrl_engine.testing.backends.batches import WeightedObjective, packed, padded, picture_documents, worst
 from skyrl_engine.testing.pictures import Variant, write_vision_model
-from skyrl_engine.testing.world import alone
+from skyrl_engine.testing.ranks.world import alone
 
 CASES: Sequence[tuple[Variant, Any]] = (("own", padded), ("own", packed), ("negated", padded))
 """Pictures and layout of rows: documents with one image, several and none, one of them without a token."""

@@ -6,8 +6,8 @@ from attrs import evolve
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.testing.collator import CollatorConformance
-from skyrl_engine.testing.collator_strategies import layouts
+from skyrl_engine.testing.collators.strategies import layouts
+from skyrl_engine.testing.collators.suite import CollatorConformance
 from skyrl_engine_collators.packed import reference as packed_reference
 from skyrl_engine_collators.padded import reference
 

@@ -6,7 +6,7 @@ import breaking
 import pytest
 import wrong_corrections as wrong
 
-from skyrl_engine.testing.correction_promises import CORRECTION_PROMISES
+from skyrl_engine.testing.corrections.promises import CORRECTION_PROMISES
 
 broken_by = partial(breaking.broken_by, CORRECTION_PROMISES, examples=50)
 

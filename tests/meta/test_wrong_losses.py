@@ -10,7 +10,7 @@ import wrong_losses as wrong
 
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.registry.record import PluginRecord
-from skyrl_engine.testing.loss_promises import LOSS_PROMISES
+from skyrl_engine.testing.losses.promises import LOSS_PROMISES
 from skyrl_engine.testing.promise import Verdict
 from skyrl_engine.testing.subject import Subject
 

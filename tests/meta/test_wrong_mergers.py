@@ -6,7 +6,7 @@ import breaking
 import pytest
 import wrong_mergers as wrong
 
-from skyrl_engine.testing.merger_promises import MERGER_PROMISES
+from skyrl_engine.testing.mergers.promises import MERGER_PROMISES
 
 broken_by = partial(breaking.broken_by, MERGER_PROMISES, examples=60)
 

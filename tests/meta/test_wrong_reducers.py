@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import wrong_reducers as wrong
 
-from skyrl_engine.testing.reducer_promises import REDUCER_PROMISES
+from skyrl_engine.testing.reducers.promises import REDUCER_PROMISES
 
 broken_by = partial(breaking.broken_by, REDUCER_PROMISES, examples=80)
 

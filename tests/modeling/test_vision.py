@@ -18,7 +18,7 @@ from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.vision import ImageDecoder, language_part
 from skyrl_engine.proof.rollouts import VOCABULARY
-from skyrl_engine.testing.backend_batches import padded, picture_documents
+from skyrl_engine.testing.backends.batches import padded, picture_documents
 from skyrl_engine.testing.pictures import IMAGE_TOKEN, write_vision_model
 
 

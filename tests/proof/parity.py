@@ -33,9 +33,9 @@ from skyrl_engine.proof.model import write_model
 from skyrl_engine.proof.passes import layout_of
 from skyrl_engine.proof.ranks import CONTEXT
 from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
-from skyrl_engine.testing.bench import make_parts_differ
-from skyrl_engine.testing.world import World
-from skyrl_engine.testing.world_transport import group_on
+from skyrl_engine.testing.backends.bench import make_parts_differ
+from skyrl_engine.testing.ranks.world import World
+from skyrl_engine.testing.ranks.world_transport import group_on
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
 from skyrl_engine.workers.spec import WorkerSpec
 

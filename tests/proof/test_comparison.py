@@ -9,7 +9,7 @@ from skyrl_engine.contracts.values.outputs import BatchOutput, Metric
 from skyrl_engine.contracts.values.ragged import Ragged
 from skyrl_engine.proof.comparison import Measured, compare
 from skyrl_engine.proof.diagnosis import Pieces, explain
-from skyrl_engine.testing.gradient_comparison import require_same_gradients
+from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
 from skyrl_engine.testing.promise import Broken
 
 

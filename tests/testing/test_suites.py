@@ -7,11 +7,11 @@ import torch
 
 from skyrl_engine.contracts.kinds.loss import FunctionLoss
 from skyrl_engine.errors import ConfigError, PluginNotFoundError
-from skyrl_engine.testing.correction import CorrectionConformance
-from skyrl_engine.testing.loss import LossConformance
-from skyrl_engine.testing.loss_promises import LOSS_PROMISES
-from skyrl_engine.testing.merger import MergerConformance
-from skyrl_engine.testing.reducer import ReducerConformance
+from skyrl_engine.testing.corrections.suite import CorrectionConformance
+from skyrl_engine.testing.losses.promises import LOSS_PROMISES
+from skyrl_engine.testing.losses.suite import LossConformance
+from skyrl_engine.testing.mergers.suite import MergerConformance
+from skyrl_engine.testing.reducers.suite import ReducerConformance
 
 
 class TestFocal(LossConformance):

@@ -17,7 +17,7 @@ from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.errors import ContractError, PluginBrokenError
 from skyrl_engine.spans import Spans
-from skyrl_engine.testing.collator_strategies import sample_columns
+from skyrl_engine.testing.collators.strategies import sample_columns
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import batch_structure, compact_weights, cut, token_weights
 from skyrl_engine.workers.launch import WorkerGroup

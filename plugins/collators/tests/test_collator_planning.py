@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from skyrl_engine import DataError
 from skyrl_engine.contracts import Layout, SampleLengths
-from skyrl_engine.testing.collator_checks import check_plan, micro_batches
+from skyrl_engine.testing.collators.checks import check_plan, micro_batches
 from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded.collator import PaddedCollator

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from skyrl_engine import DataError
 from skyrl_engine.contracts import Layout, SampleColumns
-from skyrl_engine.testing import collator_strategies as strategies
-from skyrl_engine.testing.collator import CollatorConformance
-from skyrl_engine.testing.collator_checks import check_same_field, micro_batches
+from skyrl_engine.testing.collators import strategies
+from skyrl_engine.testing.collators.checks import check_same_field, micro_batches
+from skyrl_engine.testing.collators.suite import CollatorConformance
 from skyrl_engine_collators.packed import bins_reference, reference
 from skyrl_engine_collators.packed.collator import PackedCollator
 

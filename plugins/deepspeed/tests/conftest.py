@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks are spawned processes an
 
 from deepspeed_tasks import save_models
 
-from skyrl_engine.testing.world import World, alone
+from skyrl_engine.testing.ranks.world import World, alone
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,7 +14,7 @@ from skyrl_engine.contracts import MicroBatch, ModelSpec, OptimizerSpec, RankEnv
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.proof.model import write_model
 from skyrl_engine.proof.rollouts import VOCABULARY
-from skyrl_engine.testing.backend_batches import Arrays, Document, WeightedObjective, documents, packed, padded
+from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents, packed, padded
 from skyrl_engine_deepspeed.backend import DeepSpeedBackend
 from skyrl_engine_deepspeed.gradients import AccumulatedGradients
 from skyrl_engine_deepspeed.plugin import DeepSpeedConfig

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from skyrl_engine import DataError, UnsupportedError
 from skyrl_engine.contracts import ModelSpec, OptimizerSpec, RankEnvironment, Topology
-from skyrl_engine.testing.backend_batches import WeightedObjective
+from skyrl_engine.testing.backends.batches import WeightedObjective
 from skyrl_engine.workers.process_group import pick_device
 from skyrl_engine_deepspeed import library
 from skyrl_engine_deepspeed.backend import DeepSpeedBackend
@@ -41,7 +41,7 @@ AS_IF_ON_CUDA = """
 import sys
 from unittest.mock import patch
 import torch
-from skyrl_engine.testing.world import alone
+from skyrl_engine.testing.ranks.world import alone
 from skyrl_engine.workers.process_group import pick_device
 from skyrl_engine_deepspeed import library
 with alone(), patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 1, set_device=lambda _: None):

@@ -21,7 +21,7 @@ from deepspeed_tasks import (
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine import CheckpointError, ModelError
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.ranks.world import World
 
 
 def same(uninterrupted: tuple[Any, dict[str, np.ndarray]], resumed: tuple[Any, dict[str, np.ndarray]]) -> None:

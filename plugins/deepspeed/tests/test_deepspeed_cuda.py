@@ -10,7 +10,7 @@ from deepspeed_tasks import OPTIMIZER, STILL, arrays, batch, train
 
 from skyrl_engine.contracts import ModelSpec, OptimizerSpec, RankEnvironment
 from skyrl_engine.proof.rollouts import VOCABULARY
-from skyrl_engine.testing.backend_batches import WeightedObjective, definition, documents, worst
+from skyrl_engine.testing.backends.batches import WeightedObjective, definition, documents, worst
 from skyrl_engine_deepspeed.backend import DeepSpeedBackend
 from skyrl_engine_deepspeed.plugin import DeepSpeedConfig
 

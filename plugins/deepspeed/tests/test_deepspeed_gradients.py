@@ -14,8 +14,8 @@ from deepspeed_tasks import gradients_of, precision, reached_late, scored
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine.proof.rollouts import VOCABULARY
-from skyrl_engine.testing.backend_batches import Definition, definition, documents, worst
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.backends.batches import Definition, definition, documents, worst
+from skyrl_engine.testing.ranks.world import World
 
 
 def stages(*slow: int) -> list[Any]:

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from skyrl_engine.contracts import LoraSpec
 from skyrl_engine.proof.rollouts import VOCABULARY
 from skyrl_engine.testing.adapters import with_adapter, write_adapter
-from skyrl_engine.testing.backend_batches import Definition, definition, documents, worst
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.backends.batches import Definition, definition, documents, worst
+from skyrl_engine.testing.ranks.world import World
 
 STAGES = [*(pytest.param(stage, marks=pytest.mark.proof) for stage in (0, 1, 2)), 3]
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks are spawned processes an
 
 from fsdp_rows import add_head, save_tiny
 
-from skyrl_engine.testing.world import World, alone
+from skyrl_engine.testing.ranks.world import World, alone
 
 
 @pytest.fixture(scope="session")

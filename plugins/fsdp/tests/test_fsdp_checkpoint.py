@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_engine import CheckpointError, ModelError
 from skyrl_engine.contracts import ModelSpec, OptimizerSpec, RankEnvironment
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig
 

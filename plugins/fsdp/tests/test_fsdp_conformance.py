@@ -2,7 +2,7 @@
 
 import pytest
 
-from skyrl_engine.testing.backend import BackendConformance
+from skyrl_engine.testing.backends.suite import BackendConformance
 
 
 class TestFsdp(BackendConformance):

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import ModelSpec, OptimizerSpec
 from skyrl_engine.modeling.loading import load_scorer
-from skyrl_engine.testing.backend_batches import worst
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.backends.batches import worst
+from skyrl_engine.testing.ranks.world import World
 
 BOTH = ("logprobs", "values")
 

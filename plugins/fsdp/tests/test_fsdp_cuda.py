@@ -9,7 +9,7 @@ from fsdp_rows import Weighted, cut, definition, pack, rows
 from fsdp_tasks import arrays
 
 from skyrl_engine.contracts import ComputeDtype, MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment
-from skyrl_engine.testing.backend_batches import worst
+from skyrl_engine.testing.backends.batches import worst
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig
 

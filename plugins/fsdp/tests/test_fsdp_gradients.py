@@ -14,8 +14,8 @@ from fsdp_rows import definition, rows
 from fsdp_tasks import clipped_norms, gradients_of, plain_adamw, trained
 
 from skyrl_engine.contracts import OptimizerSpec
-from skyrl_engine.testing.backend_batches import worst
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.backends.batches import worst
+from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.plugin import FsdpConfig
 
 NAMES = ("qwen3-tied", "qwen3-untied", "llama-tied", "llama-untied")

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_engine.contracts import LoraSpec
 from skyrl_engine.testing.adapters import with_adapter, write_adapter
-from skyrl_engine.testing.backend_batches import Definition, definition, documents, worst
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.backends.batches import Definition, definition, documents, worst
+from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
 
 ALL_BUT_HEAD = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -15,8 +15,8 @@ from fsdp_tasks import arrays, packed_gradients_of, start
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import MicroBatch, RankOutput
-from skyrl_engine.testing.backend_batches import worst
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.backends.batches import worst
+from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.plugin import fsdp
 
 NAMES = ("qwen3-tied", "llama-untied", "gemma3_text", "mistral", "qwen3_moe")

@@ -9,7 +9,7 @@ import pytest
 from fsdp_tasks import outcome, placed
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.ranks.world import World
 
 
 @pytest.mark.parametrize("name", ["qwen3-tied", "llama-untied", "gpt2", "qwen3_moe"])

@@ -12,7 +12,7 @@ import pytest
 from fsdp_tasks import losses_after, resumed_by, save_only, saved_by
 
 from skyrl_engine.contracts import OptimizerSpec
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.plugin import FsdpConfig
 
 OPTIMIZER = OptimizerSpec(learning_rate=1e-2, epsilon=0.5, weight_decay=0.1, schedule="cosine", warmup_steps=1, total_steps=6)

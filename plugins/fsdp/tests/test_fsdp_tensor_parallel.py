@@ -30,8 +30,8 @@ from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import ModelSpec, OptimizerSpec, RankEnvironment, Topology
 from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import asked_of_head
-from skyrl_engine.testing.backend_batches import worst
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.backends.batches import worst
+from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
 

@@ -19,9 +19,9 @@ from skyrl_engine.contracts import FactoryContext, Layout, LoraSpec, MicroBatch,
 from skyrl_engine.proof.rollouts import VOCABULARY
 from skyrl_engine.spans import Spans
 from skyrl_engine.testing.adapters import write_adapter
-from skyrl_engine.testing.backend_batches import Definition, WeightedObjective, definition, padded, picture_documents, worst
+from skyrl_engine.testing.backends.batches import Definition, WeightedObjective, definition, padded, picture_documents, worst
 from skyrl_engine.testing.pictures import IMAGE_TOKEN, write_vision_model
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.ranks.world import World
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import Shard
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp

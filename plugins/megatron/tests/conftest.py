@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks are spawned processes an
 
 from megatron_tasks import save_tiny
 
-from skyrl_engine.testing.world import World, alone
+from skyrl_engine.testing.ranks.world import World, alone
 
 FAMILIES: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "llama-untied": ("llama", False, {}),

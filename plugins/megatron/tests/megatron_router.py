@@ -11,7 +11,7 @@ from megatron_tasks import ROWS, VOCABULARY, Case, arrays, own, start
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine.contracts import Metric, MicroBatch, RankOutput, StepCounts, combine_metrics, results_of
-from skyrl_engine.testing.backend_batches import Arrays, Document, WeightedObjective, documents
+from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents
 from skyrl_engine_megatron.plugin import MegatronConfig
 
 

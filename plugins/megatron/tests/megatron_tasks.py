@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from skyrl_engine import ModelError
 from skyrl_engine.contracts import ModelSpec, OptimizerSpec, RankEnvironment, RankOutput
-from skyrl_engine.testing.backend_batches import Arrays, Document, WeightedObjective, documents, packed, padded
+from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents, packed, padded
 from skyrl_engine_megatron import pipeline
 from skyrl_engine_megatron.backend import MegatronBackend
 from skyrl_engine_megatron.gradients import clip, sum_over_ranks

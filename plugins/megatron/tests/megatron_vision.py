@@ -11,7 +11,7 @@ from megatron_tasks import ROWS, arrays, own, start
 
 from skyrl_engine.contracts import MicroBatch, OptimizerSpec, RankOutput
 from skyrl_engine.proof.rollouts import VOCABULARY
-from skyrl_engine.testing.backend_batches import Arrays, Document, WeightedObjective, picture_documents, without_pixels
+from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, picture_documents, without_pixels
 from skyrl_engine.testing.pictures import Variant
 from skyrl_engine_megatron.backend import MegatronBackend
 from skyrl_engine_megatron.plugin import MegatronConfig

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_engine import CheckpointError, ModelError
 from skyrl_engine.contracts import OptimizerSpec
-from skyrl_engine.testing.backend_batches import Arrays, definition, documents
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.backends.batches import Arrays, definition, documents
+from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.plugin import MegatronConfig
 
 OPTIMIZER = OptimizerSpec(learning_rate=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, total_steps=8)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from megatron_tasks import VOCABULARY, sequence_loss_passed
 
 from skyrl_engine.contracts import MicroBatch
-from skyrl_engine.testing.backend_batches import Document, documents, packed, padded, worst
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.backends.batches import Document, documents, packed, padded, worst
+from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.context import alignment, order_of_gathered, tokens_of_rank
 from skyrl_engine_megatron.documents import RowShape
 from skyrl_engine_megatron.plugin import MegatronConfig

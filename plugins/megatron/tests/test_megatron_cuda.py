@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_tasks import ROWS, VOCABULARY, arrays
 
 from skyrl_engine.contracts import ComputeDtype, ModelSpec, OptimizerSpec, RankEnvironment
-from skyrl_engine.testing.backend_batches import Arrays, WeightedObjective, definition, documents, worst
+from skyrl_engine.testing.backends.batches import Arrays, WeightedObjective, definition, documents, worst
 from skyrl_engine_megatron.backend import MegatronBackend
 from skyrl_engine_megatron.plugin import MegatronConfig
 

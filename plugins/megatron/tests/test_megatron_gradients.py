@@ -14,8 +14,8 @@ from megatron_selection import now, rarely
 from megatron_tasks import VOCABULARY, Case, Passed, looked_at_between, passed, scored, start
 
 from skyrl_engine.contracts import ComputeDtype, RankOutput
-from skyrl_engine.testing.backend_batches import Definition, WeightedObjective, definition, documents, padded, worst
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.backends.batches import Definition, WeightedObjective, definition, documents, padded, worst
+from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.plugin import MegatronConfig
 
 NAMES = ("llama-untied", "qwen3-tied")

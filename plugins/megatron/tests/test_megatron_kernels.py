@@ -15,8 +15,8 @@ from megatron_tasks import VOCABULARY, Case
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import ModelSpec
-from skyrl_engine.testing.backend_batches import definition, documents, worst
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.backends.batches import definition, documents, worst
+from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron import kernels
 from skyrl_engine_megatron.attention import DocumentAttention
 from skyrl_engine_megatron.plugin import MegatronConfig

@@ -30,7 +30,7 @@ import sys
 from unittest.mock import patch
 import torch
 from skyrl_engine.contracts import ModelSpec, RankEnvironment
-from skyrl_engine.testing.world import alone
+from skyrl_engine.testing.ranks.world import alone
 from skyrl_engine.workers.process_group import pick_device
 from skyrl_engine_megatron import backend
 from skyrl_engine_megatron.plugin import MegatronConfig

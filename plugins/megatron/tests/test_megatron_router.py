@@ -16,8 +16,8 @@ from transformers import AutoConfig
 
 from skyrl_engine import ContractError, UnsupportedError
 from skyrl_engine.contracts import ModelSpec
-from skyrl_engine.testing.backend_batches import Definition, WeightedObjective, definition, documents, padded, worst
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.backends.batches import Definition, WeightedObjective, definition, documents, padded, worst
+from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.plugin import MegatronConfig
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_engine import DataError, UnsupportedError
 from skyrl_engine.contracts import OptimizerSpec
-from skyrl_engine.testing.backend_batches import WeightedObjective, definition, documents, padded
-from skyrl_engine.testing.world import World
+from skyrl_engine.testing.backends.batches import WeightedObjective, definition, documents, padded
+from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.plugin import MegatronConfig
 
 LAYOUTS = {

@@ -19,8 +19,8 @@ from attrs import frozen
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from skyrl_engine.testing.world import World
-from skyrl_engine.testing.world_transport import WorldTransport, on_worker
+from skyrl_engine.testing.ranks.world import World
+from skyrl_engine.testing.ranks.world_transport import WorldTransport, on_worker
 from skyrl_engine.workers.spec import WorkerSpec
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

@@ -1,0 +1,1 @@
+"""Backends held to their promises, and what they are tried on."""

@@ -1,0 +1,113 @@
+"""What backends are tried on: ranks that are started once, models that are written once, and what is right for them by definition."""
+
+import json
+import tempfile
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import attrs
+from attrs import define
+
+from skyrl_engine.errors import WorkerError
+from skyrl_engine.modeling.loading import quiet_progress
+from skyrl_engine.proof.model import Family, write_model
+from skyrl_engine.proof.rollouts import VOCABULARY
+from skyrl_engine.testing.backends.batches import Definition, definition, documents, picture_documents
+from skyrl_engine.testing.backends.ranks import Answer, Opening, RankFailed, Ranks, on_rank
+from skyrl_engine.testing.pictures import Variant, write_vision_model
+from skyrl_engine.testing.ranks.world import World
+
+Model = Literal["qwen3", "llama", "dropout", "critic", "vision"]
+"""A tied Qwen3, an untied Llama, a Qwen3 that draws random numbers in training, one with a value head, and a Qwen3-VL, which takes pictures."""
+
+PATIENCE_SECONDS = 180.0
+"""How long a rank may take to answer one call: a second is much for these models, but the first call imports torch on a busy machine."""
+
+
+@define(eq=False)
+class Bench:
+    """A context manager; leaving it ends the ranks and removes the models. Backends follow one another on the same ranks."""
+
+    _stack: ExitStack = attrs.field(factory=ExitStack, init=False)
+    _worlds: dict[int, World] = attrs.field(factory=dict, init=False)
+    _models: dict[str, str] = attrs.field(factory=dict, init=False)
+    _definitions: dict[Any, Definition] = attrs.field(factory=dict, init=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        on_rank("close")
+        for world in self._worlds.values():
+            world.close()
+        self._worlds.clear()
+        self._models.clear()
+        self._stack.close()
+
+    def ranks(self, opening: Opening) -> Ranks:
+        """The backend set up on every rank of the layout."""
+        size = opening.topology.world_size
+        return Ranks(lambda *call: [on_rank(*call)] if size == 1 else self._everywhere(size, *call), opening)
+
+    def _everywhere(self, size: int, *call: Any) -> list[Answer]:
+        if size not in self._worlds:
+            self._worlds[size] = World(size, timeout=PATIENCE_SECONDS)
+        try:
+            return self._worlds[size].run(on_rank, *call)
+        except WorkerError as error:  # dead, or waiting for something that never comes
+            self._worlds.pop(size).close()
+            raise RankFailed(error.cause) from error
+
+    def model(self, name: Model) -> str:
+        """The model's directory."""
+        if name not in self._models:
+            directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-engine-bench-")))
+            if name == "vision":
+                write_vision_model(directory)
+                return self._models.setdefault(name, str(directory))
+            family: Family = "llama" if name == "llama" else "qwen3"
+            with quiet_progress():
+                write_model(directory, family, value_head=name == "critic")
+            make_parts_differ(directory)
+            if name == "dropout":
+                config = json.loads((directory / "config.json").read_text())
+                (directory / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.3}))
+            self._models[name] = str(directory)
+        return self._models[name]
+
+    def definition(
+        self,
+        model: Model,
+        numbers: Iterable[int],
+        *,
+        temperature: float = 1.0,
+        needs: tuple[str, ...] = ("logprobs", "entropy"),
+        pictures: Variant | None = None,
+    ) -> Definition:
+        """Loss, gradients and scores of these documents in float64, one at a time in this process."""
+        key = (model, tuple(numbers), temperature, needs, pictures)
+        if key not in self._definitions:
+            known = documents(VOCABULARY) if pictures is None else picture_documents(VOCABULARY, pictures)
+            chosen = [each for each in known if each.number in key[1]]
+            self._definitions[key] = definition(self.model(model), chosen, temperature=temperature, needs=needs)
+        return self._definitions[key]
+
+
+def make_parts_differ(directory: Path) -> None:
+    """Norms that are not 1 and matrices that are not near 0: a norm that was lost, or layers exchanged, would not show in a fresh model."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    draw = torch.Generator().manual_seed(3)
+    noise = partial(torch.randn, generator=draw)
+    weights = load_file(directory / "model.safetensors")
+    for name, weight in weights.items():
+        if "norm" in name:
+            weight.add_(0.2 * noise(weight.shape))
+        elif "embed" not in name and weight.ndim == 2:
+            weight.mul_(4)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,112 @@
+"""That a backend is what it says of itself: it works where it claims to, stands where it said, and declares what it can do and no more."""
+
+from hypothesis import strategies as st
+
+from skyrl_engine.contracts.kinds.backend import BackendDescription, Capability
+from skyrl_engine.errors import EngineError
+from skyrl_engine.proof.layouts import OPTIONS
+from skyrl_engine.testing.backends.ranks import RankFailed
+from skyrl_engine.testing.backends.subject import BackendCase, BackendSubject, backend_promise, cases
+from skyrl_engine.testing.error_checks import check_says_what_to_do
+from skyrl_engine.testing.promise import Broken, Promise, promise
+
+PARALLEL: dict[str, Capability] = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel"}
+
+
+def _layouts(subject: BackendSubject) -> "st.SearchStrategy[BackendCase]":
+    return st.sampled_from(cases(subject))
+
+
+@promise(
+    "It sets up on every claimed layout, scores, learns, takes a step and closes, and then does so once more in the same processes",
+    cases=_layouts,
+)
+def working(subject: BackendSubject, case: BackendCase) -> None:
+    for turn in ("", " a second time in the same processes"):
+        try:
+            with subject.opened(case) as ranks:
+                ranks.forward(case.whole())
+                ranks.forward_backward(case.whole())
+                ranks.optim_step()
+        except (EngineError, RankFailed) as error:
+            remedy = error.remedy if isinstance(error, EngineError) else "Follow the traceback of that rank"
+            raise Broken(f"does not work under {case.sizes}{turn}: {error.cause}", remedy) from error
+
+
+@backend_promise("Every rank stands where the description lays it out: tp fastest, then cp, dp, pp")
+def coordinates(subject: BackendSubject, case: BackendCase) -> None:
+    with subject.opened(case) as ranks:
+        stand = ranks.coords()
+    for rank, got in enumerate(stand):
+        due = case.sizes.topology.coords(rank)
+        if got != due:
+            raise Broken(
+                f"rank {rank} stands at {got} under {case.sizes}, not at {due}", "Set coords = topology.coords(rank) in setup"
+            )
+
+
+@promise("It declares what its layouts need, lays out what it declares, and refuses in words what it does not")
+def description(subject: BackendSubject, _case: None) -> None:
+    for case in cases(subject):
+        sizes = case.sizes
+        described = _described(subject, sizes.options, sizes.ranks)
+        if isinstance(described, EngineError):
+            raise Broken(f"claims {sizes} and refuses it: {described.cause}", "Claim only layouts that it can make") from described
+        if described.topology != sizes.topology:
+            raise Broken(
+                f"lays out {sizes} as {described.topology}",
+                f"Take the options {', '.join(OPTIONS.values())}, and give dp what is left",
+            )
+        for name, capability in PARALLEL.items():
+            if sizes.sizes.get(name, 1) > 1 and capability not in described.capabilities:
+                raise Broken(f"lays out {sizes} and does not declare {capability!r}", "Declare it, or refuse the layout")
+    for name, capability in PARALLEL.items():
+        _require_honest(subject, name, capability)
+
+
+def _require_honest(subject: BackendSubject, name: str, capability: Capability) -> None:
+    """A capability is declared exactly where two ranks can be laid out by its option; and what does not divide is refused."""
+    option = OPTIONS[name]
+    declared = subject.declares(capability)
+    two = _described(subject, {option: 2}, 2)
+    if isinstance(two, EngineError):
+        if declared:
+            raise Broken(
+                f"declares {capability!r}, and refuses {option} = 2 on two ranks: {two.cause}", "Do not declare it"
+            ) from two
+        _require_words(two)
+        return
+    if getattr(two.topology, name) != 2:
+        raise Broken(
+            f"{'declares' if declared else 'takes'} {option}, and lays out two ranks with {option} = 2 as {two.topology}",
+            "Do what the option says, or do without it",
+        )
+    if not declared:  # laid out all the same: the engine sees it, and refuses it while planning
+        return
+    for ranks in (1, 3):
+        refused = _described(subject, {option: 2}, ranks)
+        if not isinstance(refused, EngineError):
+            raise Broken(
+                f"lays out {ranks} rank{'s' if ranks > 1 else ''} with {option} = 2, which does not divide them, as {refused.topology}",
+                "Raise UnsupportedError in skyrl_engine_describe_backend",
+            )
+        _require_words(refused)
+
+
+def _described(subject: BackendSubject, options: dict[str, int], ranks: int) -> BackendDescription | EngineError:
+    try:
+        return subject.described(options, ranks)
+    except EngineError as error:
+        return error
+
+
+def _require_words(error: EngineError) -> None:
+    try:
+        check_says_what_to_do(error)
+    except AssertionError as found:
+        raise Broken(
+            f"refuses a layout without saying what to do: {found}", "Give the error a cause and one action as its remedy"
+        ) from error
+
+
+DESCRIPTION_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (description, working, coordinates)

@@ -1,0 +1,68 @@
+"""Gradients that should be equal and are not: by which factor, which number that is, or which parameters are wrong."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from skyrl_engine.proof.comparison import relative_difference
+from skyrl_engine.proof.diagnosis import EXACT, Pieces, in_words
+from skyrl_engine.testing.backends.ranks import Arrays
+from skyrl_engine.testing.promise import Broken, Undecidable
+
+TOLERANCE = 1e-5
+"""Largest ||g - g'|| / ||g'|| of a parameter that float32 explains: sums of some thousand products, taken in another order."""
+
+
+def norm_of(gradients: Mapping[str, npt.NDArray[np.floating]]) -> float:
+    """The 2-norm over all parameters, in float64."""
+    return float(np.linalg.norm(_flat(gradients)))
+
+
+def total(*parts: Arrays) -> Arrays:
+    """The sum, by name; a parameter without a gradient counts as 0."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: np.sum([part[name].astype(np.float64) for part in parts if name in part], axis=0) for name in names}
+
+
+def require_same_gradients(
+    got: Arrays, due: Arrays, when: str, remedy: str, *, facts: Mapping[str, float], pieces: Mapping[str, Arrays] | None = None
+) -> None:
+    """Raise Broken unless every parameter's gradient is the due one; `when` follows "the gradient is x0.50 ...".
+
+    `facts` are numbers that a factor may turn out to be, `pieces` add up to what is due: one that counts for nothing is named. Raises
+    Undecidable where the names differ, which another promise is about.
+    """
+    if got.keys() != due.keys():
+        raise Undecidable(
+            f"the gradients are not those of the model's parameters: {', '.join(sorted(got.keys() ^ due.keys())[:3])}"
+        )
+    relative = {name: relative_difference(got[name], wanted) for name, wanted in due.items()}
+    if max(relative.values()) <= TOLERANCE:
+        return
+    for name, wanted in due.items():
+        if got[name].shape != wanted.shape:
+            raise Broken(f"the gradient of {name} has the shape {got[name].shape}, the parameter {wanted.shape}", remedy)
+        if not np.isfinite(got[name]).all():
+            raise Broken(f"the gradient of {name} is not finite", remedy)
+    flat, wanted = _flat(got), _flat(due)
+    factor = float(flat @ wanted / (wanted @ wanted))
+    if np.linalg.norm(flat - factor * wanted) <= EXACT * np.linalg.norm(flat):
+        raise Broken(f"the gradient is {in_words(factor, facts)} {when}", remedy, factor=factor)
+    if pieces is not None and (lost := _lost(got, pieces)):
+        raise Broken(f"{' and '.join(lost)} {'counts' if len(lost) == 1 else 'count'} for nothing in the gradient {when}", remedy)
+    wrong = sorted((name for name in relative if relative[name] > TOLERANCE), key=lambda name: -relative[name])
+    raise Broken(
+        f"the gradient of {len(wrong)} of {len(due)} parameters is not that {when}: of {wrong[0]} by {relative[wrong[0]]:.1e}",
+        f"{remedy}; skyrl-engine diff-backends shows every parameter",
+    )
+
+
+def _lost(got: Arrays, pieces: Mapping[str, Arrays]) -> Sequence[str]:
+    names = list(pieces)
+    factors, residue = Pieces(names, list(pieces.values()), np.ones(len(names))).fit(got)
+    return [name for name, factor in zip(names, factors, strict=True) if abs(factor) < EXACT] if residue < EXACT else []
+
+
+def _flat(gradients: Mapping[str, npt.NDArray[np.floating]]) -> npt.NDArray[np.float64]:
+    return np.concatenate([gradients[name].astype(np.float64).ravel() for name in sorted(gradients)])

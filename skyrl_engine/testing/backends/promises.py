@@ -1,0 +1,23 @@
+"""What must hold of every backend, on every layout that it claims."""
+
+from typing import Any
+
+from skyrl_engine.testing.backends.description_promises import DESCRIPTION_PROMISES
+from skyrl_engine.testing.backends.gradient_promises import GRADIENT_PROMISES
+from skyrl_engine.testing.backends.score_promises import SCORE_PROMISES
+from skyrl_engine.testing.backends.state_promises import STATE_PROMISES
+from skyrl_engine.testing.backends.step_promises import STEP_PROMISES
+from skyrl_engine.testing.backends.vision_promises import VISION_PROMISES
+from skyrl_engine.testing.plugin_promises import config_round_trip, light_import
+from skyrl_engine.testing.promise import Promise
+
+BACKEND_PROMISES: tuple[Promise[Any, Any], ...] = (
+    *DESCRIPTION_PROMISES,
+    *SCORE_PROMISES,
+    *GRADIENT_PROMISES,
+    *STEP_PROMISES,
+    *STATE_PROMISES,
+    *VISION_PROMISES,
+    config_round_trip,
+    light_import,
+)

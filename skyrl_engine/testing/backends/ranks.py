@@ -1,0 +1,269 @@
+"""A backend on all ranks of a layout, driven from one place: one rank in this process, several in processes of their own."""
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy.typing as npt
+from attrs import evolve, frozen
+
+from skyrl_engine.config import SelectedPlugin
+from skyrl_engine.contracts.kinds.backend import Backend, ModelSpec, OptimizerSpec, OptimStep, RankEnvironment
+from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
+from skyrl_engine.contracts.values.topology import RankCoords, Topology
+from skyrl_engine.errors import EngineError
+from skyrl_engine.proof.rollouts import VOCABULARY
+from skyrl_engine.testing.subject import CONTEXT
+
+Arrays = dict[str, npt.NDArray[Any]]
+Cut = tuple[tuple[tuple[int, ...], ...], ...]
+"""Document numbers by data-parallel rank and micro-batch; every rank has equally many micro-batches, some of them perhaps without any."""
+
+SEED = CONTEXT.seed
+
+
+@frozen
+class Opening:
+    """What a backend is set up with. `lock` is the plugin's, so that a process of its own loads the same one."""
+
+    lock: Mapping[str, Any]
+    topology: Topology
+    model: ModelSpec
+    optimizer: OptimizerSpec | None
+    device: str
+
+
+@frozen
+class Pass:
+    """One call of forward or forward_backward. Documents in `unscored` carry no loss; `pictures` None: they are text, else they have these.
+
+    The rest are the objective's, see WeightedObjective.
+    """
+
+    cut: Cut
+    rows: Literal["padded", "packed"] = "padded"
+    unscored: tuple[int, ...] = ()
+    scale: float = 1.0
+    temperature: float = 1.0
+    needs: tuple[str, ...] = ("logprobs", "entropy")
+    per_token_outputs: bool = True
+    pictures: Literal["own", "negated", "swapped", "missing"] | None = None
+
+
+@frozen
+class Answer:
+    """What a rank answers: a value, the engine's error, or the last line of another one and its traceback."""
+
+    value: Any = None
+    error: EngineError | None = None
+    failure: str | None = None
+    trace: str = ""
+
+
+class RankFailed(Exception):  # noqa: N818 - a finding about the backend, told by the promise that met it
+    """A rank raised what is no error of the engine, died, or did not answer."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+class HeldBackend:
+    """The backend of one rank, with values in and out that travel between processes."""
+
+    def __init__(self, opening: Opening, rank: int) -> None:
+        from skyrl_engine.workers.process_group import join
+        from skyrl_engine.workers.worker import seed_everything
+
+        size = opening.topology.world_size
+        self._owns_group = join(rank, size, opening.device, None)
+        seed_everything(SEED + rank)
+        self._coords = opening.topology.coords(rank)
+        self._backend: Backend | None = None
+        try:
+            self._backend = SelectedPlugin.from_lock(opening.lock).make(CONTEXT)
+            self._backend.setup(opening.model, opening.optimizer, RankEnvironment(rank, size, opening.device, SEED))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def backend(self) -> Backend:
+        assert self._backend is not None, "closed"
+        return self._backend
+
+    def coords(self) -> RankCoords:
+        return self.backend.coords
+
+    def run(self, mode: str, work: Pass) -> tuple[RankOutput, tuple[str, ...]]:
+        """The output, and the names of the scores that the objective was given."""
+        from skyrl_engine.testing.backends.batches import (
+            EMPTY,
+            TERMS,
+            WeightedObjective,
+            documents,
+            packed,
+            padded,
+            picture_documents,
+            without_pixels,
+        )
+
+        variant, unscored = work.pictures, work.unscored
+        made = documents(VOCABULARY, unscored=unscored) if variant is None else picture_documents(VOCABULARY, variant)
+        known = {each.number: each for each in made}
+        known[PADDING_SAMPLE] = evolve(known[EMPTY], number=PADDING_SAMPLE)
+        rows = padded if work.rows == "padded" else packed
+        groups = [[known[number] for number in numbers or (PADDING_SAMPLE,)] for numbers in work.cut[self._coords.dp]]
+        batch = [rows(group, len(known))[0] for group in groups]
+        if self._coords.pp > 0:
+            batch = [without_pixels(each) for each in batch]
+        seen: set[str] = set()
+
+        class Objective(WeightedObjective):
+            def __call__(self, scores: Any, micro_batch: Any) -> Any:
+                seen.update(scores)
+                self.needs &= TERMS.keys()  # what no model computes was to be refused before this call
+                return super().__call__(scores, micro_batch)
+
+        objective = Objective(
+            scale=work.scale, temperature=work.temperature, needs=work.needs, per_token_outputs=work.per_token_outputs
+        )
+        output: RankOutput = getattr(self.backend, mode)(batch, objective)
+        return output, tuple(sorted(seen))
+
+    def optim_step(self) -> OptimStep:
+        return self.backend.optim_step()
+
+    def gradients(self) -> Arrays:
+        return {name: tensor.numpy().copy() for name, tensor in self.backend.gradients()}
+
+    def weights(self) -> Arrays:
+        return {name: tensor.detach().numpy().copy() for name, tensor in self.backend.weights()}
+
+    def save(self, directory: Path) -> None:
+        self.backend.save(directory)
+
+    def load(self, directory: Path) -> None:
+        self.backend.load(directory)
+
+    def export(self, directory: Path) -> None:
+        self.backend.export(directory)
+
+    def close(self) -> None:
+        from skyrl_engine.workers.process_group import leave
+
+        if self._backend is not None:
+            self._backend.close()
+            self._backend = None
+        if self._owns_group:
+            self._owns_group = False
+            leave()
+
+
+_held: list[HeldBackend] = []
+"""The backend that this process holds: calls reach a spawned rank as plain functions, and what they speak of must lie somewhere."""
+
+
+def on_rank(method: str, *arguments: Any) -> Answer:
+    """Call a method of this process' backend; `open` makes it, after closing what an earlier failure left behind."""
+    try:
+        if method == "open":
+            _close()
+            _held.append(_opened(*arguments))
+            return Answer()
+        if method == "close":
+            _close()
+            return Answer()
+        return Answer(getattr(_held[-1], method)(*arguments))
+    except EngineError as error:
+        return Answer(error=error)
+    except Exception as error:  # noqa: BLE001 - whatever a backend raises is a finding about it
+        lines = f"{type(error).__name__}: {error}".splitlines()
+        return Answer(failure=lines[0].rstrip("."), trace=traceback.format_exc())
+
+
+def _opened(opening: Opening) -> HeldBackend:
+    import torch.distributed as dist
+
+    return HeldBackend(opening, dist.get_rank() if dist.is_initialized() else 0)
+
+
+def _close() -> None:
+    while _held:
+        _held.pop().close()
+
+
+class Ranks:
+    """A backend that is set up on every rank; leaving it closes them. Methods answer with a list, by rank.
+
+    They raise the engine's error that a rank raised, and RankFailed for anything else that went wrong.
+    """
+
+    def __init__(self, call: Callable[..., Sequence[Answer]], opening: Opening) -> None:
+        self._call = call
+        self.topology = opening.topology
+        self._ask("open", opening)
+
+    def coords(self) -> list[RankCoords]:
+        return self._ask("coords")
+
+    def forward(self, work: Pass) -> list[RankOutput]:
+        return [output for output, _ in self._ask("run", "forward", work)]
+
+    def forward_backward(self, work: Pass) -> list[RankOutput]:
+        return [output for output, _ in self._ask("run", "forward_backward", work)]
+
+    def scores_given(self, work: Pass) -> list[tuple[str, ...]]:
+        """Names of the scores that objectives were called with, in a forward_backward."""
+        return [names for _, names in self._ask("run", "forward_backward", work)]
+
+    def optim_step(self) -> list[OptimStep]:
+        return self._ask("optim_step")
+
+    def gradients(self) -> list[Arrays]:
+        return self._ask("gradients")
+
+    def weights(self) -> list[Arrays]:
+        return self._ask("weights")
+
+    def save(self, directory: Path) -> None:
+        self._ask("save", directory)
+
+    def load(self, directory: Path) -> None:
+        self._ask("load", directory)
+
+    def export(self, directory: Path) -> None:
+        self._ask("export", directory)
+
+    def loss(self, outputs: Sequence[RankOutput]) -> float:
+        """The objective over all ranks: the sum of the metric "loss" where outputs are collected, so that no replica counts twice."""
+        coords = (self.topology.coords(rank) for rank in range(self.topology.world_size))
+        collected = (output for output, each in zip(outputs, coords, strict=True) if each.collects)
+        return sum(output.metrics["loss"].value for output in collected if "loss" in output.metrics)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self._ask("close")
+        elif not issubclass(kind, RankFailed):  # ranks that hang would not hear it; `open` clears what is left
+            self._call("close")
+
+    def _ask(self, method: str, *arguments: Any) -> list[Any]:
+        what = arguments[0] if method == "run" else "setup" if method == "open" else method
+        answers = self._call(method, *arguments)
+        for rank, answer in enumerate(answers):
+            if answer.failure is not None:
+                raise RankFailed(f"rank {rank} fails in {what}: {answer.failure}")
+        refused = [rank for rank, answer in enumerate(answers) if answer.error is not None]
+        if refused and len(refused) < len(answers):
+            raise RankFailed(
+                f"rank {refused[0]} raises an error in {what} that others do not: {answers[refused[0]].error.cause}"  # type: ignore[union-attr] # it did
+            )
+        for answer in answers:
+            if answer.error is not None:
+                raise answer.error
+        return [answer.value for answer in answers]

@@ -1,0 +1,303 @@
+"""What a backend's passes give: scores by definition, outputs under their samples, and nothing changed by who asks for them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from skyrl_engine.contracts.kinds.backend import Capability
+from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
+from skyrl_engine.errors import EngineError
+from skyrl_engine.testing.backends.batches import Definition
+from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
+from skyrl_engine.testing.backends.ranks import Arrays, Pass, Ranks
+from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, right_loss
+from skyrl_engine.testing.error_checks import check_says_what_to_do
+from skyrl_engine.testing.promise import Broken, Promise, Undecidable
+
+SCORES = 2e-5
+"""Largest difference of a log-probability or entropy, in nats, or of a value: float32 after a few layers."""
+
+
+@backend_promise(
+    "forward gives the objective's value by definition: right scores, at the right positions", models=("qwen3", "llama")
+)
+def scores(subject: BackendSubject, case: BackendCase) -> None:
+    with subject.opened(case) as ranks:
+        for micro_batches in (1, 3):
+            got = ranks.loss(ranks.forward(Pass(case.cut(micro_batches=micro_batches))))
+            _require_loss(subject, case, got, f"with {micro_batches} micro-batches on each rank")
+
+
+def _require_loss(subject: BackendSubject, case: BackendCase, got: float, when: str, **options: Any) -> None:
+    if right_loss(subject, case, got, **options):
+        return
+    due = subject.bench.definition(case.model, NUMBERS, **options).loss
+    raise Broken(
+        f"the objective is {got:.6g} {when}, under {case.sizes}, where transformers' own model gives {due:.6g}",
+        "Score labels[i] at positions[i], in that order, and call the objective with every micro-batch once",
+        factor=got / due,
+    )
+
+
+@backend_promise("Outputs hold every sample of the rank once, and every sample its own values")
+def outputs(subject: BackendSubject, case: BackendCase) -> None:
+    cut = case.cut(micro_batches=2)
+    due = subject.bench.definition(case.model, NUMBERS).scores
+    with subject.opened(case) as ranks:
+        for mode in (ranks.forward, ranks.forward_backward):
+            returned = mode(Pass(cut))
+            if not right_loss(subject, case, ranks.loss(returned)):
+                raise Undecidable("the loss is not the right one already")
+            for output in _collected(ranks, returned):
+                _require_samples(output, tuple(n for numbers in cut[output.coords.dp] for n in numbers))
+                for name, values in due.items():
+                    _require_values(output, name, values)
+
+
+def _collected(ranks: Ranks, returned: Sequence[RankOutput]) -> Iterator[RankOutput]:
+    """The outputs that a merger keeps."""
+    for rank, output in enumerate(returned):
+        coords = ranks.topology.coords(rank)
+        if output.coords != coords:
+            raise Broken(
+                f"rank {rank} returns outputs as if it stood at {output.coords}", "Return RankOutput.concat(parts, self.coords)"
+            )
+        if coords.collects:
+            yield output
+
+
+def _require_samples(output: RankOutput, due: tuple[int, ...]) -> None:
+    got = [each for each in output.sample_ids.tolist() if each != PADDING_SAMPLE]
+    if sorted(got) != sorted(due):
+        raise Broken(
+            f"rank {output.coords.rank} returns the samples {sorted(got)}, and was given {sorted(due)}",
+            "Concatenate what the objective returned for every micro-batch",
+        )
+
+
+def _require_values(output: RankOutput, name: str, due: Any) -> None:
+    if name not in output.fields:
+        raise Broken(f"the outputs hold no {name}", "Return what the objective returned, as it is")
+    for place, number in enumerate(output.sample_ids.tolist()):
+        got = output.fields[name][place]
+        wanted = due.get(number, np.zeros(0))
+        if got.shape != wanted.shape or not np.allclose(got, wanted, rtol=0, atol=SCORES):
+            owner = next(
+                (each for each, values in due.items() if values.shape == got.shape and np.allclose(values, got, atol=SCORES)), None
+            )
+            whose = "" if owner is None else f", which are those of sample {owner}"
+            raise Broken(
+                f"sample {number} comes back with other {name} than its own{whose}",
+                "Return what the objective returned, as it is: ids and values belong together",
+            )
+
+
+@backend_promise("Without per-token outputs the loss and the gradient are the same, bit for bit, and no token comes back")
+def gate(subject: BackendSubject, case: BackendCase) -> None:
+    found = {}
+    for per_token_outputs in (True, False):
+        with subject.opened(case) as ranks:
+            returned = ranks.forward_backward(case.whole(per_token_outputs=per_token_outputs))
+            found[per_token_outputs] = ranks.loss(returned), ranks.gradients()[0]
+    if any(len(output.scored.values) or output.fields for output in returned):
+        raise Broken("returns values per token although none were asked for", "Return what the objective returned, as it is")
+    (loss, gradients), (gated_loss, gated) = found[True], found[False]
+    if loss != gated_loss or (name := _first_different(gradients, gated)) is not None:
+        what = f"the loss is {gated_loss!r}, not {loss!r}" if loss != gated_loss else f"the gradient of {name} is another"
+        raise Broken(f"without per-token outputs {what}", "Leave outputs to the objective; compute the same in both cases")
+
+
+def _first_different(one: Arrays, other: Arrays) -> str | None:
+    if one.keys() != other.keys():
+        return min(one.keys() ^ other.keys())
+    return next((name for name, value in one.items() if not np.array_equal(value, other[name])), None)
+
+
+@backend_promise(
+    "forward scores in evaluation mode, as forward_backward does without dropout, and changes neither gradient nor weights"
+)
+def evaluation(subject: BackendSubject, case: BackendCase) -> None:
+    with subject.opened(case) as ranks:
+        trained = ranks.loss(ranks.forward_backward(case.whole()))
+        gradients, weights = ranks.gradients()[0], ranks.weights()[0]
+        scored = ranks.loss(ranks.forward(case.whole()))
+        if abs(scored - trained) > 1e-6 * abs(trained):
+            raise Broken(
+                f"forward gives the objective {scored:.7g}, forward_backward {trained:.7g} on the same weights",
+                "Let both passes score in the same way",
+            )
+        for what, before, after in (("gradient", gradients, ranks.gradients()[0]), ("weights", weights, ranks.weights()[0])):
+            if (name := _first_different(before, after)) is not None:
+                raise Broken(f"forward changes the {what} of {name}", "Score under torch.no_grad, and touch nothing else")
+    try:
+        with subject.opened(case, "dropout") as ranks:
+            first, second = (ranks.loss(ranks.forward(case.whole())) for _ in range(2))
+    except EngineError as error:  # a backend may refuse what it would not train as written
+        check_says_what_to_do(error)
+        return
+    if first != second:
+        raise Broken(
+            f"forward of the same samples gives {first:.6g} and then {second:.6g}: dropout is on",
+            "Put the model into evaluation mode in forward, and back into training mode in forward_backward",
+        )
+
+
+@backend_promise("The objective is given every score that it needs, and one the model does not compute is refused in words")
+def needs(subject: BackendSubject, case: BackendCase) -> None:
+    for asked in (("logprobs",), ("logprobs", "entropy")):
+        with subject.opened(case) as ranks:
+            given = ranks.scores_given(case.whole(needs=asked))
+        for rank, names in enumerate(given):
+            if ranks.topology.coords(rank).last_stage and (missing := set(asked) - set(names)):
+                raise Broken(
+                    f"rank {rank} calls the objective without {min(missing)}, which it needs", "Compute what objective.needs names"
+                )
+    with subject.opened(case) as ranks:
+        try:
+            ranks.forward(case.whole(needs=("logprobs", "reward")))
+        except EngineError as error:
+            _require_words(error)
+            return
+    raise Broken(
+        "says nothing where the objective needs 'reward', which no model computes",
+        "Raise UnsupportedError in forward and forward_backward",
+    )
+
+
+def _require_words(error: EngineError) -> None:
+    try:
+        check_says_what_to_do(error)
+    except AssertionError as found:
+        raise Broken(
+            f"refuses without saying what to do: {found}", "Give the error a cause and one action as its remedy"
+        ) from error
+
+
+@backend_promise("Scores are those at the objective's temperature")
+def temperature(subject: BackendSubject, case: BackendCase) -> None:
+    with subject.opened(case) as ranks:
+        if not right_loss(subject, case, ranks.loss(ranks.forward(case.whole()))):
+            raise Undecidable("the loss is not the right one already")
+        for mode in (ranks.forward, ranks.forward_backward):
+            got = ranks.loss(mode(case.whole(temperature=0.7)))
+            _require_loss(subject, case, got, "at temperature 0.7", temperature=0.7)
+        gradients = ranks.gradients()[0]
+    if case.sizes.topology.dp == 1:
+        require_same_gradients(
+            gradients,
+            subject.bench.definition(case.model, NUMBERS, temperature=0.7).gradients,
+            "of softmax(logits / temperature)",
+            "Divide the logits by objective.temperature, inside of what is differentiated",
+            facts={"temperature": 0.7},
+        )
+
+
+def _no_packed_rows(subject: BackendSubject) -> str | None:
+    return None if subject.declares("packed") else "the backend does not declare 'packed'"
+
+
+@backend_promise(
+    "Packed rows give the loss and the gradient of padded ones: no document sees its neighbour", exempt=_no_packed_rows
+)
+def packed_rows(subject: BackendSubject, case: BackendCase) -> None:
+    found = {}
+    for rows in ("padded", "packed"):
+        with subject.opened(case, packed_rows=True) as ranks:
+            loss = ranks.loss(ranks.forward_backward(case.whole(rows=rows)))
+            found[rows] = loss, ranks.gradients()[0]
+    (loss, gradients), (got, packed) = found["padded"], found["packed"]
+    remedy = "Keep the documents of a row apart by sequence_lengths, and let position_ids start anew in each"
+    if abs(got - loss) > 1e-5 * abs(loss):
+        raise Broken(f"the objective is {got:.6g} over packed rows, {loss:.6g} over padded ones", remedy, factor=got / loss)
+    require_same_gradients(packed, gradients, "of padded rows, over packed ones", remedy, facts={})
+
+
+def _packs(subject: BackendSubject) -> str | None:
+    return "the backend declares 'packed'" if subject.declares("packed") else None
+
+
+@backend_promise("Packed rows, which it does not declare, are refused in words or right", exempt=_packs)
+def undeclared_packed_rows(subject: BackendSubject, case: BackendCase) -> None:
+    try:
+        with subject.opened(case, packed_rows=True) as ranks:
+            got = ranks.loss(ranks.forward(case.whole(rows="packed")))
+    except EngineError as error:
+        _require_words(error)
+        return
+    if not right_loss(subject, case, got):
+        raise Broken(
+            "takes packed rows, which it does not declare, and lets documents see each other",
+            "Raise UnsupportedError in setup where model.packed_rows is set",
+        )
+
+
+def _undeclared(capability: Capability) -> Callable[[BackendSubject], str | None]:
+    return lambda subject: None if subject.declares(capability) else f"the backend does not declare {capability!r}"
+
+
+@backend_promise("Values, and the gradient through them, are those of the model's value head", exempt=_undeclared("value_head"))
+def values(subject: BackendSubject, case: BackendCase) -> None:
+    for asked in (("values",), ("entropy", "logprobs", "values")):
+        with subject.opened(case, "critic", value_head=True) as ranks:
+            _require_definition(
+                ranks,
+                case,
+                subject.bench.definition("critic", NUMBERS, needs=asked),
+                asked,
+                "Apply the head called score to the hidden state at the position before the token, and train it with what is below it",
+            )
+
+
+@backend_promise("Logits, and the gradient through them, are those of the labels", exempt=_undeclared("logits"))
+def logits(subject: BackendSubject, case: BackendCase) -> None:
+    for asked in (("logits", "logprobs"), ("entropy", "logits", "logprobs")):
+        with subject.opened(case) as ranks:
+            _require_definition(
+                ranks,
+                case,
+                subject.bench.definition(case.model, NUMBERS, needs=asked),
+                asked,
+                "Give the number that softmax takes at the label: the head's output, scaled or capped as the model does it",
+            )
+
+
+def _require_definition(ranks: Ranks, case: BackendCase, due: Definition, asked: Sequence[str], remedy: str) -> None:
+    """The objective of the scores that are asked for, and the gradient of what one rank alone sums."""
+    got = ranks.loss(ranks.forward_backward(case.whole(needs=asked)))
+    what = " and ".join(asked)
+    if abs(got - due.loss) > 1e-5 * abs(due.loss):
+        raise Broken(f"an objective of {what} is {got:.6g}, where the model's own weights give {due.loss:.6g}", remedy)
+    if case.sizes.topology.dp == 1:
+        trained = {name: gradient for name, gradient in ranks.gradients()[0].items() if name in due.gradients}
+        require_same_gradients(trained, due.gradients, f"of an objective of {what}", remedy, facts={})
+
+
+def _has_value_head(subject: BackendSubject) -> str | None:
+    return "the backend declares 'value_head'" if subject.declares("value_head") else None
+
+
+@backend_promise("A value head, which it does not declare, is refused in words", exempt=_has_value_head)
+def undeclared_value_head(subject: BackendSubject, case: BackendCase) -> None:
+    try:
+        with subject.opened(case, "critic", value_head=True) as ranks:
+            ranks.forward(case.whole(needs=("values",)))
+    except EngineError as error:
+        _require_words(error)
+        return
+    raise Broken("gives values although it does not declare 'value_head'", "Declare it, or raise UnsupportedError in setup")
+
+
+SCORE_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
+    scores,
+    outputs,
+    gate,
+    evaluation,
+    needs,
+    temperature,
+    packed_rows,
+    undeclared_packed_rows,
+    values,
+    logits,
+    undeclared_value_head,
+)

@@ -1,0 +1,177 @@
+"""What a backend hands out and takes back: weights and gradients by their Hugging Face names, checkpoints, exports."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attrs import evolve
+
+from skyrl_engine.errors import EngineError
+from skyrl_engine.modeling.loading import quiet_progress
+from skyrl_engine.testing.backends.ranks import Arrays, Ranks
+from skyrl_engine.testing.backends.score_promises import SCORES
+from skyrl_engine.testing.backends.step_promises import SPEC, require_nothing_left
+from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, right_loss
+from skyrl_engine.testing.promise import Broken, Promise, Undecidable
+
+REMEDY = "Give every tensor in full under the name that transformers' own model has for it, a tied one once"
+
+
+@backend_promise(
+    "weights() and gradients() give full tensors under their Hugging Face names, and the weights are the model's",
+    models=("qwen3", "llama"),
+)
+def names(subject: BackendSubject, case: BackendCase) -> None:
+    due = _transformers_weights(subject.bench.model(case.model))
+    with subject.opened(case) as ranks:
+        weights = ranks.weights()[0]
+        ranks.forward_backward(case.whole())
+        found = {"weights()": weights, "gradients()": ranks.gradients()[0]}
+    for what, got in found.items():
+        missing, unknown = sorted(due.keys() - got.keys()), sorted(got.keys() - due.keys())
+        if missing or unknown:
+            told = [f"does not give {missing[0]}"] * bool(missing) + [f"gives {unknown[0]}, which transformers has not"] * bool(
+                unknown
+            )
+            raise Broken(f"{what} {' and '.join(told)} ({len(missing) + len(unknown)} such names)", REMEDY)
+        for name, tensor in got.items():
+            if tensor.shape != due[name].shape:
+                raise Broken(f"{what} gives {name} as {list(tensor.shape)}, the whole is {list(due[name].shape)}", REMEDY)
+    for name, weight in weights.items():
+        if not np.array_equal(weight, due[name]):
+            raise Broken(f"{name} is not what the model's files hold", "Load weights in float32 as they are")
+
+
+def _transformers_weights(directory: str) -> Arrays:
+    from transformers import AutoModelForCausalLM
+
+    with quiet_progress():
+        model: Any = AutoModelForCausalLM.from_pretrained(directory)
+    return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+
+
+@backend_promise(
+    "Every rank gets the same weights and gradients in the same order, and reports the same step", layouts="several ranks"
+)
+def every_rank(subject: BackendSubject, case: BackendCase) -> None:
+    with subject.opened(case, optimizer=SPEC) as ranks:
+        ranks.forward_backward(case.whole())
+        gradients, steps, weights = ranks.gradients(), ranks.optim_step(), ranks.weights()
+    for rank in range(1, len(steps)):
+        for what, all_of_it in (("gradients()", gradients), ("weights()", weights)):
+            first, own = all_of_it[0], all_of_it[rank]
+            if list(own) != list(first):
+                raise Broken(
+                    f"rank {rank} yields other names in {what} than rank 0, or in another order",
+                    "Let every rank iterate over all parameters: each of them waits for the others",
+                )
+            for name, tensor in own.items():
+                if not np.array_equal(tensor, first[name]):
+                    raise Broken(f"rank {rank} holds another {name} in {what} than rank 0", "Gather over all ranks, on all ranks")
+        if steps[rank] != steps[0]:
+            raise Broken(f"rank {rank} reports {steps[rank]}, rank 0 {steps[0]}", "Reduce the norm over all ranks, on all ranks")
+
+
+@backend_promise(
+    "Saved and loaded elsewhere, training goes on as if nothing had been: weights, norms and rates are equal bit for bit"
+)
+def save_and_load(subject: BackendSubject, case: BackendCase) -> None:
+    with tempfile.TemporaryDirectory(prefix="skyrl-engine-state-") as name:
+        directory = Path(name)
+        with subject.opened(case, "dropout" if _takes_dropout(subject, case) else None, optimizer=SPEC) as ranks:
+            _train(ranks, case, 2)
+            require_nothing_left(ranks)
+            ranks.save(directory)
+            at_save = ranks.weights()[0]
+            uninterrupted = _train(ranks, case, 2)
+        with subject.opened(case, "dropout" if _takes_dropout(subject, case) else None, optimizer=SPEC) as ranks:
+            _train(ranks, case, 1)  # what loading must put away
+            ranks.load(directory)
+            _require_equal(ranks.weights()[0], at_save, "right after loading", "Save and load every weight in full precision")
+            resumed = _train(ranks, case, 2)
+    for number, ((due_step, due), (got_step, got)) in enumerate(zip(uninterrupted, resumed, strict=True), start=1):
+        if got_step.learning_rate != due_step.learning_rate:
+            raise Broken(
+                f"step {number} after loading takes the learning rate {got_step.learning_rate:g}, without a break {due_step.learning_rate:g}",
+                "Save how many steps were taken",
+            )
+        if got_step.grad_norm != due_step.grad_norm:
+            raise Broken(
+                f"the gradient of step {number} after loading has the norm {got_step.grad_norm!r}, without a break {due_step.grad_norm!r}",
+                "Save the random states of every rank (skyrl_engine.modeling), and every weight",
+            )
+        _require_equal(got, due, f"after step {number} since loading", "Save the optimizer's moments and step count, and load them")
+
+
+def _takes_dropout(subject: BackendSubject, case: BackendCase) -> bool:
+    """Whether it trains a model that draws random numbers; then their states are part of what is saved."""
+    try:
+        with subject.opened(case, "dropout") as ranks:
+            ranks.forward_backward(case.whole())
+    except EngineError:
+        return False
+    return True
+
+
+def _train(ranks: Ranks, case: BackendCase, steps: int) -> list[Any]:
+    taken = []
+    for _ in range(steps):
+        ranks.forward_backward(case.whole())
+        taken.append((ranks.optim_step()[0], ranks.weights()[0]))
+    return taken
+
+
+def _require_equal(got: Arrays, due: Arrays, when: str, remedy: str) -> None:
+    for name, weight in due.items():
+        if not np.array_equal(got[name], weight):
+            apart = float(np.abs(got[name] - weight).max())
+            raise Broken(f"{name} is another {when} than without a break, by {apart:.1e}", remedy)
+
+
+@backend_promise("What is exported loads in transformers and scores as the backend does, after steps too")
+def export(subject: BackendSubject, case: BackendCase) -> None:
+    with tempfile.TemporaryDirectory(prefix="skyrl-engine-export-") as name:
+        directory = Path(name)
+        with subject.opened(case, optimizer=evolve(SPEC, warmup_steps=0)) as ranks:
+            if not right_loss(subject, case, ranks.loss(ranks.forward(case.whole()))):
+                raise Undecidable("the loss is not the right one already")
+            _train(ranks, case, 2)
+            returned = ranks.forward(case.whole())
+            ranks.export(directory)
+        due = _exported_scores(directory)
+    for rank, output in enumerate(returned):
+        if not ranks.topology.coords(rank).collects:
+            continue
+        for place, number in enumerate(output.sample_ids.tolist()):
+            got = output.fields["logprobs"][place]
+            wanted = due.get(number, np.zeros(0))
+            if got.shape == wanted.shape and np.allclose(got, wanted, rtol=0, atol=SCORES):
+                continue
+            before = subject.bench.definition(case.model, NUMBERS).logprobs.get(number, np.zeros(0))
+            stale = wanted.shape == before.shape and np.allclose(wanted, before, rtol=0, atol=SCORES)
+            raise Broken(
+                f"the exported model scores sample {number} otherwise than the backend: "
+                + (
+                    "it is the model from before training" if stale else f"by {float(np.abs(got - wanted).max(initial=0)):.1e} nats"
+                ),
+                "Export the weights as they are now, gathered from all ranks",
+            )
+
+
+def _exported_scores(directory: Path) -> Any:
+    import torch
+
+    from skyrl_engine.proof.rollouts import VOCABULARY
+    from skyrl_engine.testing.backends.batches import definition, documents
+
+    try:
+        return definition(str(directory), documents(VOCABULARY), dtype=torch.float32).logprobs
+    except Exception as error:
+        raise Broken(
+            f"transformers does not load what was exported: {str(error).splitlines()[0]}",
+            "Write config.json and the weights under transformers' names, as save_pretrained does",
+        ) from error
+
+
+STATE_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (names, every_rank, save_and_load, export)

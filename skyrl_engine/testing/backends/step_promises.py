@@ -1,0 +1,204 @@
+"""The optimizer step of a backend: torch's AdamW over the gradient that it reports, clipped only where that is asked for."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from attrs import evolve
+from torch import nn
+
+from skyrl_engine.contracts.kinds.backend import OptimizerSpec, OptimStep
+from skyrl_engine.errors import EngineError
+from skyrl_engine.modeling.optimizer import parameter_groups, set_learning_rate
+from skyrl_engine.modeling.schedule import learning_rate
+from skyrl_engine.testing.backends.gradient_comparison import norm_of
+from skyrl_engine.testing.backends.ranks import Arrays, Ranks
+from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise
+from skyrl_engine.testing.promise import Broken, Promise, Undecidable
+
+STEP = 1e-3
+"""Relative to how far a weight matrix moves: float32 rounds the weights themselves, which move by a hundredth of their size."""
+
+SPEC = OptimizerSpec(
+    learning_rate=1e-2,
+    betas=(0.8, 0.95),
+    epsilon=1e-2,  # of the size of gradients, so that AdamW is not blind to their scale
+    weight_decay=0.1,
+    max_grad_norm=None,
+    schedule="linear",
+    warmup_steps=2,
+    total_steps=5,
+)
+SMALL, LARGE = 0.5, 50.0
+"""Norms of gradients: within any usual limit, and far beyond."""
+
+
+class ReferenceOptimizer:
+    """torch.optim.AdamW over whole weights in this process, in float32."""
+
+    def __init__(self, weights: Arrays, spec: OptimizerSpec) -> None:
+        self._spec = spec
+        self._steps = 0
+        self.parameters = {name: nn.Parameter(torch.tensor(weight)) for name, weight in weights.items()}
+        groups = parameter_groups(self.parameters.values(), spec.weight_decay)
+        self._optimizer = torch.optim.AdamW(groups, betas=spec.betas, eps=spec.epsilon, foreach=False)
+
+    def step(self, gradients: Mapping[str, object], *, factor: float = 1.0) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.grad = torch.tensor(gradients[name]) * factor
+        set_learning_rate(self._optimizer, learning_rate(self._spec, self._steps))
+        self._optimizer.step()
+        self._steps += 1
+
+    def weights(self) -> Arrays:
+        return {name: parameter.detach().numpy().copy() for name, parameter in self.parameters.items()}
+
+
+def _scale(subject: BackendSubject, case: BackendCase, norm: float) -> float:
+    """By what the objective is multiplied to have a gradient of about this norm."""
+    return norm / norm_of(subject.bench.definition(case.model, NUMBERS).gradients)
+
+
+def _reference(ranks: Ranks, spec: OptimizerSpec) -> ReferenceOptimizer:
+    return ReferenceOptimizer(ranks.weights()[0], spec)
+
+
+def _gradients(ranks: Ranks, reference: ReferenceOptimizer) -> Arrays:
+    gradients = ranks.gradients()[0]
+    if missing := reference.parameters.keys() - gradients.keys():
+        raise Undecidable(f"there is no gradient of {min(missing)}")
+    return gradients
+
+
+def _apart(got: Arrays, due: Arrays, before: Arrays) -> tuple[float, str, float]:
+    """The worst distance of a parameter from where it is due, relative to its way there; its name; got's way over due's."""
+    worst, name = max(
+        (float(np.linalg.norm(got[name] - due[name])) / max(float(np.linalg.norm(due[name] - before[name])), 1e-12), name)
+        for name in due
+    )
+    way = {each: due[each] - before[each] for each in due}
+    gone = {each: got[each] - before[each] for each in due}
+    return worst, name, norm_of(gone) / max(norm_of(way), 1e-300)
+
+
+def _require_step(got: Arrays, due: Arrays, before: Arrays, what: str, remedy: str) -> None:
+    worst, name, ratio = _apart(got, due, before)
+    if worst > STEP:
+        raise Broken(f"weights move x{ratio:.2f} as far as {what}: {name} ends {worst:.1e} of its way off", remedy, factor=ratio)
+
+
+@backend_promise("optim_step is a step of AdamW with the schedule's learning rate, decaying matrices only, and reports that rate")
+def step(subject: BackendSubject, case: BackendCase) -> None:
+    work = case.whole(scale=_scale(subject, case, SMALL))
+    with subject.opened(case, optimizer=SPEC) as ranks:
+        reference = _reference(ranks, SPEC)
+        for number in range(4):
+            before = reference.weights()
+            ranks.forward_backward(work)
+            reference.step(_gradients(ranks, reference))
+            applied, due = ranks.optim_step()[0], learning_rate(SPEC, number)
+            if abs(applied.learning_rate - due) > 1e-6 * due:
+                raise Broken(
+                    f"step {number + 1} reports the learning rate {applied.learning_rate:g}, where the schedule says {due:g}",
+                    "Take the rate of every step from skyrl_engine.modeling.schedule, counted from 0",
+                )
+            _require_step(
+                ranks.weights()[0],
+                reference.weights(),
+                before,
+                f"AdamW moves them in step {number + 1}",
+                "Hand learning rate, betas, epsilon and weight decay to AdamW as they are, and step once",
+            )
+
+
+@backend_promise("optim_step reports the norm of the summed gradient, of all parameters, before clipping")
+def gradient_norm(subject: BackendSubject, case: BackendCase) -> None:
+    limit = LARGE / 10
+    with subject.opened(case, optimizer=evolve(SPEC, max_grad_norm=limit)) as ranks:
+        ranks.forward_backward(case.whole(scale=_scale(subject, case, LARGE)))
+        due = norm_of(ranks.gradients()[0])
+        reported = [each.grad_norm for each in ranks.optim_step()]
+    if max(abs(each - due) for each in reported) <= 1e-4 * due:
+        return
+    worst = max(reported, key=lambda each: abs(each - due))
+    clipped = abs(worst - limit) < 1e-3 * limit
+    why = f": that is max_grad_norm, the norm after clipping to {limit:g}" if clipped else ""
+    where = "" if len(set(reported)) == 1 else f" on rank {reported.index(worst)}"
+    raise Broken(
+        f"reports the gradient norm {worst:.6g}{where}, where gradients have the norm {due:.6g}{why}",
+        "Report the norm over all parameters and ranks as it was before clipping",
+        factor=worst / due,
+    )
+
+
+@backend_promise("Gradients are clipped to max_grad_norm where one is set, and never otherwise")
+def clipping(subject: BackendSubject, case: BackendCase) -> None:
+    work = case.whole(scale=_scale(subject, case, LARGE))
+    for limit in (None, LARGE / 10):
+        # rate and decay are another promise's
+        spec = evolve(SPEC, max_grad_norm=limit, weight_decay=0.0, schedule="constant", warmup_steps=0)
+        with subject.opened(case, optimizer=spec) as ranks:
+            reference = _reference(ranks, spec)
+            before = reference.weights()
+            ranks.forward_backward(work)
+            gradients = _gradients(ranks, reference)
+            norm = norm_of(gradients)
+            reference.step(gradients, factor=1.0 if limit is None else min(1.0, limit / norm))
+            ranks.optim_step()
+            got = ranks.weights()[0]
+        unclipped = "without a limit" if limit is None else f"where max_grad_norm is {limit:g}"
+        _require_step(
+            got,
+            reference.weights(),
+            before,
+            f"AdamW moves them {unclipped}, for a gradient of norm {norm:.3g}",
+            "Turn off the library's own clipping, and clip the sum over all ranks by its global norm",
+        )
+
+
+@backend_promise("A gradient that is not finite is refused on every rank, with weights and optimizer as they were")
+def not_finite(subject: BackendSubject, case: BackendCase) -> None:
+    remedy = "Raise ModelError before the step where the norm is not finite, on all ranks alike, and clear the gradient"
+    work = case.whole(scale=_scale(subject, case, SMALL))
+    with subject.opened(case, optimizer=SPEC) as ranks:
+        ranks.forward_backward(work)
+        ranks.optim_step()
+        require_nothing_left(ranks)
+        before = ranks.weights()[0]
+        ranks.forward_backward(evolve(work, scale=float("nan")))
+        if (applied := _applied(ranks)) is not None:
+            raise Broken(f"takes a step over a gradient that is not a number, and reports the norm {applied.grad_norm}", remedy)
+        _require_untouched(ranks.weights()[0], before, remedy)
+        ranks.forward_backward(work)
+        ranks.optim_step()
+        recovered = ranks.weights()[0]
+    with subject.opened(case, optimizer=SPEC) as ranks:
+        for _ in range(2):
+            ranks.forward_backward(work)
+            ranks.optim_step()
+        due = ranks.weights()[0]
+    for name, weight in recovered.items():
+        if not np.allclose(weight, due[name], rtol=1e-5, atol=1e-7):
+            raise Broken(f"the step after a refused one is another than without it: {name} differs", remedy)
+
+
+def require_nothing_left(ranks: Ranks) -> None:
+    """Raise Undecidable where a gradient outlives its step: whatever comes next is another then."""
+    if (left := ranks.gradients()[0]) and norm_of(left):
+        raise Undecidable("a gradient is left over after a step")
+
+
+def _applied(ranks: Ranks) -> OptimStep | None:
+    try:
+        return ranks.optim_step()[0]
+    except EngineError:
+        return None
+
+
+def _require_untouched(weights: Arrays, before: Arrays, remedy: str) -> None:
+    for name, weight in weights.items():
+        if not np.array_equal(weight, before[name]):
+            raise Broken(f"refuses a gradient that is not a number after it has changed {name}", remedy)
+
+
+STEP_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (step, gradient_norm, clipping, not_finite)

@@ -1,0 +1,162 @@
+"""The backend that is held to its promises, the layouts it claims, and how a promise about it is made."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any, Literal
+
+from attrs import evolve, field, frozen
+from hypothesis import strategies as st
+
+from skyrl_engine.config import SelectedPlugin
+from skyrl_engine.contracts.kinds.backend import BackendDescription, Capability, ModelSpec, OptimizerSpec
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.errors import EngineError
+from skyrl_engine.proof.layouts import ParallelSizes
+from skyrl_engine.testing.backends.bench import Bench, Model
+from skyrl_engine.testing.backends.ranks import Cut, Opening, Pass, RankFailed, Ranks
+from skyrl_engine.testing.promise import Broken, Promise, Undecidable, claimed, promise
+
+LAYOUTS = ("dp1", "dp2")
+"""What every backend is tried on, unless asked otherwise."""
+
+NUMBERS = tuple(range(8))
+"""The documents of most batches; one of them is empty."""
+
+UNTOUCHED = OptimizerSpec(learning_rate=1e-300, max_grad_norm=None)
+"""A step so small that it changes no weight."""
+
+
+@frozen(eq=False)
+class BackendSubject:
+    """A backend by its plugin. `layouts` are what it claims, such as "dp2" or "tp2xpp2"; `bench` has the ranks and models it is tried on."""
+
+    plugin: SelectedPlugin
+    bench: Bench
+    layouts: tuple[str, ...] = LAYOUTS
+    device: str = "cpu"
+    flags: frozenset[str] = field(default=frozenset())
+
+    @property
+    def label(self) -> str:
+        return str(self.plugin.loaded.record)
+
+    def make(self) -> Any:
+        """A backend that nothing was set up in."""
+        return self.plugin.make(FactoryContext())
+
+    def with_options(self, options: Mapping[str, Any]) -> SelectedPlugin:
+        """The plugin with these options over its own. Raises ConfigError for those it does not take."""
+        if not options:
+            return self.plugin
+        return SelectedPlugin.of(self.plugin.loaded.record, {**self.plugin.table, **options}, "layout")
+
+    def described(self, options: Mapping[str, Any], ranks: int) -> BackendDescription:
+        """What it says of itself with these options on so many ranks. Raises what it refuses them with."""
+        chosen = self.with_options(options)
+        return chosen.loaded.describe_backend(chosen.options, ranks)
+
+    def declares(self, capability: Capability) -> bool:
+        return capability in self.described({}, 1).capabilities
+
+    def opened(
+        self, case: "BackendCase", model: Model | None = None, *, optimizer: OptimizerSpec | None = UNTOUCHED, **options: Any
+    ) -> Ranks:
+        """The backend on the ranks of the case; `options` are of the model."""
+        sizes = case.sizes
+        spec = ModelSpec(self.bench.model(model or case.model), **options)
+        lock = self.with_options(sizes.options).lock()
+        return self.bench.ranks(Opening(lock, sizes.topology, spec, optimizer, self.device))
+
+
+@frozen
+class BackendCase:
+    """A layout, and the model that the promise is tried on."""
+
+    layout: str
+    model: Model = "qwen3"
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        return ParallelSizes.parse(self.layout)
+
+    def cut(self, numbers: Iterable[int] = NUMBERS, micro_batches: int = 1) -> Cut:
+        """Documents dealt to data-parallel ranks, however many micro-batches; and on each rank to micro-batches."""
+        ranks, dealt = self.sizes.topology.dp, tuple(numbers)
+        shares = (dealt[rank::ranks] for rank in range(ranks))
+        return tuple(tuple(share[each::micro_batches] for each in range(micro_batches)) for share in shares)
+
+    def whole(self, **options: Any) -> Pass:
+        """All documents, one micro-batch a rank."""
+        return Pass(self.cut(), **options)
+
+    def __str__(self) -> str:
+        return f"{self.sizes}, {self.model}"
+
+
+Kind = Literal["every", "one data-parallel rank", "several data-parallel ranks", "several ranks"]
+
+CHOSEN: Mapping[Kind, Callable[[ParallelSizes], bool]] = {
+    "every": lambda _: True,
+    "one data-parallel rank": lambda sizes: sizes.topology.dp == 1,
+    "several data-parallel ranks": lambda sizes: sizes.topology.dp > 1,
+    "several ranks": lambda sizes: sizes.ranks > 1,
+}
+
+
+def cases(subject: BackendSubject, layouts: Kind = "every", models: tuple[Model, ...] = ("qwen3",)) -> list[BackendCase]:
+    """Smallest first, so that the smallest layout that breaks a promise is the one that is told."""
+    chosen = [each for each in subject.layouts if CHOSEN[layouts](ParallelSizes.parse(each))]
+    chosen.sort(key=lambda each: ParallelSizes.parse(each).ranks)
+    return [BackendCase(layout, model) for layout in chosen for model in models]
+
+
+def backend_promise(
+    sentence: str,
+    *,
+    layouts: Kind = "every",
+    models: tuple[Model, ...] = ("qwen3",),
+    exempt: Callable[[Any], str | None] = claimed,
+) -> Callable[[Callable[[Any, Any], None]], Promise[Any, Any]]:
+    """Make a promise of its check over layouts. What fails in it is its finding, unless the backend does not even work without it."""
+
+    def decorate(check: Callable[[Any, Any], None]) -> Promise[Any, Any]:
+        @wraps(check)
+        def held(subject: BackendSubject, case: BackendCase) -> None:
+            try:
+                check(subject, case)
+            except (EngineError, RankFailed) as error:
+                works(subject, case)
+                raise Broken(f"fails: {error.cause}", _remedy(error)) from error
+
+        def exemption(subject: BackendSubject) -> str | None:
+            reason = exempt(subject)
+            if reason is None and not cases(subject, layouts, models):
+                reason = f"no claimed layout has {layouts}"
+            return reason
+
+        return promise(sentence, cases=lambda subject: st.sampled_from(cases(subject, layouts, models)), exempt=exemption)(held)
+
+    return decorate
+
+
+def works(subject: BackendSubject, case: BackendCase) -> None:
+    """Raise Undecidable where the backend cannot even be set up, score, learn and take a step."""
+    if case.model == "vision":  # whose tokens these documents do not keep to
+        case = evolve(case, model="qwen3")
+    try:
+        with subject.opened(case) as ranks:
+            ranks.forward_backward(case.whole())
+            ranks.optim_step()
+            ranks.forward(case.whole())
+    except (EngineError, RankFailed) as error:
+        raise Undecidable(error.cause) from error
+
+
+def right_loss(subject: BackendSubject, case: BackendCase, got: float, numbers: Iterable[int] = NUMBERS, **options: Any) -> bool:
+    """Whether a loss is that of these documents by definition."""
+    due = subject.bench.definition(case.model, numbers, **options).loss
+    return abs(got - due) <= 1e-5 * abs(due)
+
+
+def _remedy(error: EngineError | RankFailed) -> str:
+    return error.remedy if isinstance(error, EngineError) else "Follow the traceback of that rank"

@@ -1,0 +1,205 @@
+"""What a backend owes that declares 'vision': images are seen, each by its own sample, and the vision tower learns."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from skyrl_engine.errors import DataError, EngineError
+from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
+from skyrl_engine.testing.backends.ranks import Cut, Pass, Ranks
+from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise
+from skyrl_engine.testing.error_checks import check_says_what_to_do
+from skyrl_engine.testing.pictures import Variant
+from skyrl_engine.testing.promise import Broken, Promise, Undecidable
+
+LOGPROBS = 1e-4
+"""Largest difference of a log-probability from transformers', in nats."""
+
+SEEN = 1e-2
+"""How far, at least, other pixels move some log-probability of a document: a hundred times what rounding does."""
+
+WITH_PICTURES = (0, 1, 3, 6)
+
+
+def _takes_images(subject: BackendSubject, layout: BackendCase) -> bool:
+    return "vision" in subject.described(layout.sizes.options, layout.sizes.ranks).capabilities
+
+
+def _nowhere(subject: BackendSubject) -> str | None:
+    layouts = (BackendCase(layout) for layout in subject.layouts)
+    return (
+        None
+        if any(_takes_images(subject, each) for each in layouts)
+        else "the backend does not declare 'vision' on a claimed layout"
+    )
+
+
+def _everywhere(subject: BackendSubject) -> str | None:
+    layouts = (BackendCase(layout) for layout in subject.layouts)
+    return (
+        "the backend declares 'vision' on every claimed layout" if all(_takes_images(subject, each) for each in layouts) else None
+    )
+
+
+def _cuts(case: BackendCase) -> tuple[tuple[str, Cut], tuple[str, Cut]]:
+    """All documents in one micro-batch a rank; and few to each, so that micro-batches, and ranks beside others, have no image."""
+    return (
+        ("in one micro-batch on each rank", case.cut()),
+        ("where some micro-batches have no image", case.cut(micro_batches=4)),
+    )
+
+
+def _rows(subject: BackendSubject) -> Iterator[Any]:
+    yield "padded"
+    if subject.declares("packed"):
+        yield "packed"
+
+
+def _logprobs(ranks: Ranks, work: Pass) -> dict[int, np.ndarray]:
+    """Log-probabilities of scored tokens, by document."""
+    found: dict[int, np.ndarray] = {}
+    for rank, output in enumerate(ranks.forward(work)):
+        if ranks.topology.coords(rank).collects:
+            found |= {number: output.fields["logprobs"][place] for place, number in enumerate(output.sample_ids.tolist())}
+    return found
+
+
+def _apart(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.abs(one - other).max(initial=0.0)) if one.shape == other.shape else float("inf")
+
+
+@backend_promise(
+    "Log-probabilities are transformers' own for one image, several of different sizes, none, and all of them mixed",
+    models=("vision",),
+    exempt=_nowhere,
+)
+def images(subject: BackendSubject, case: BackendCase) -> None:
+    if not _takes_images(subject, case):
+        return
+    due = subject.bench.definition(case.model, NUMBERS, pictures="own").logprobs
+    for rows in _rows(subject):
+        with subject.opened(case, packed_rows=rows == "packed") as ranks:
+            for when, cut in _cuts(case):
+                got = _logprobs(ranks, Pass(cut, rows=rows, pictures="own"))
+                for number, values in due.items():
+                    if number not in got:
+                        raise Undecidable(f"sample {number} does not come back at all")
+                    if not _apart(got[number], values) <= LOGPROBS:  # also true for NaN
+                        what = {0: "one image", 1: "two images", 3: "one image", 6: "two images"}.get(number, "no image")
+                        raise Broken(
+                            f"log-probabilities of sample {number}, with {what}, are not those of transformers {when}, in {rows} rows",
+                            "Lay every image's features on its own tokens, and turn by three-dimensional positions (rotary_positions)",
+                        )
+
+
+@backend_promise(
+    "Other pixels give other log-probabilities, to the samples whose images they are and to no others",
+    models=("vision",),
+    exempt=_nowhere,
+)
+def images_matter(subject: BackendSubject, case: BackendCase) -> None:
+    if not _takes_images(subject, case):
+        return
+    changes: tuple[tuple[Variant, tuple[int, ...]], ...] = (("negated", WITH_PICTURES), ("swapped", (0, 3)))
+    with subject.opened(case) as ranks:
+        before = _logprobs(ranks, case.whole(pictures="own"))
+        for variant, changed in changes:
+            after = _logprobs(ranks, case.whole(pictures=variant))
+            for number, values in before.items():
+                moved = _apart(after.get(number, values[:0]), values)
+                if number in changed and not moved > SEEN:
+                    raise Broken(
+                        f"nothing of sample {number} changes where its pixels are {variant} (by {moved:.1e})",
+                        "Give the model pixel_values and image_grid_thw",
+                    )
+                if number not in changed and not moved <= LOGPROBS:
+                    raise Broken(
+                        f"sample {number} changes where the pixels of others are {variant}",
+                        "Give every sample its own images: ragged_offsets say which they are",
+                    )
+
+
+@backend_promise(
+    "The gradient over images is transformers' own, vision tower included, also where a rank or a micro-batch has none",
+    models=("vision",),
+    exempt=_nowhere,
+)
+def image_gradients(subject: BackendSubject, case: BackendCase) -> None:
+    if not _takes_images(subject, case):
+        return
+    due = subject.bench.definition(case.model, NUMBERS, pictures="own").gradients
+    for rows in _rows(subject):
+        together, apart = _cuts(case)
+        when, cut = apart if rows == "padded" else together
+        with subject.opened(case, packed_rows=rows == "packed") as ranks:
+            ranks.forward_backward(Pass(cut, rows=rows, pictures="own"))
+            gradients = ranks.gradients()[0]
+        try:
+            require_same_gradients(
+                gradients,
+                due,
+                f"of transformers' own model, under {case.sizes}, {when}, in {rows} rows",
+                "Train the vision tower with the rest; run it without an image too, with a part in the gradient that is 0",
+                facts={},
+            )
+        except Broken as found:
+            if found.factor is not None:  # the tower's like all else
+                raise Undecidable("the whole gradient is off by a factor already") from found
+            raise
+
+
+@backend_promise(
+    "Image tokens without their image are a DataError that names the sample",
+    layouts="one data-parallel rank",
+    models=("vision",),
+    exempt=_nowhere,
+)
+def miscounted_images(subject: BackendSubject, case: BackendCase) -> None:
+    if not _takes_images(subject, case):
+        return
+    try:
+        with subject.opened(case) as ranks:
+            ranks.forward(case.whole(pictures="missing"))
+    except DataError as error:
+        _require_words(error)
+        if "sample 0" not in error.cause:
+            raise Broken(
+                f"does not say that it is sample 0 whose image is missing: {error.cause}", "Name the sample by sample_ids"
+            ) from error
+        return
+    raise Broken(
+        "says nothing where a sample has image tokens and no image",
+        "Compare them by skyrl_engine.modeling.images.placed_images",
+    )
+
+
+@backend_promise("Images, which it does not declare, are refused in words", models=("vision",), exempt=_everywhere)
+def undeclared_images(subject: BackendSubject, case: BackendCase) -> None:
+    if _takes_images(subject, case):
+        return
+    try:
+        with subject.opened(case) as ranks:
+            ranks.forward(case.whole(pictures="own"))
+    except EngineError as error:
+        _require_words(error)
+        return
+    raise Broken("takes images although it does not declare 'vision'", "Declare it, or raise UnsupportedError in setup")
+
+
+def _require_words(error: EngineError) -> None:
+    try:
+        check_says_what_to_do(error)
+    except AssertionError as found:
+        raise Broken(
+            f"refuses without saying what to do: {found}", "Give the error a cause and one action as its remedy"
+        ) from error
+
+
+VISION_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
+    images,
+    images_matter,
+    image_gradients,
+    miscounted_images,
+    undeclared_images,
+)

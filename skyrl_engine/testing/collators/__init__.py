@@ -1,0 +1,1 @@
+"""Collators held to their promises."""

@@ -1,0 +1,20 @@
+"""The contract of corrections as an executable suite; used as `testing.loss` is.
+
+class TestMine(CorrectionConformance):
+    plugin = "acme-losses:mine"
+"""
+
+from skyrl_engine.contracts.kinds.correction import Correction
+from skyrl_engine.testing.conformance import Conformance
+from skyrl_engine.testing.corrections.promises import CORRECTION_PROMISES
+
+
+class CorrectionConformance(Conformance):
+    """Subclass, name it `Test...`, and set `plugin`, or return the correction under test from `correction`."""
+
+    kind = "correction"
+    promises = CORRECTION_PROMISES
+
+    def correction(self) -> Correction:
+        """A correction, made anew in every call."""
+        raise NotImplementedError("set `plugin`, or override `correction`")

@@ -1,0 +1,1 @@
+"""Losses held to their promises."""

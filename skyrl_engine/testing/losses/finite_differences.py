@@ -1,0 +1,75 @@
+"""Derivatives of a loss by differences, as autograd means them: what the loss detaches is a constant and stays what it was."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from skyrl_engine.errors import EngineError
+from skyrl_engine.objective.objective import LossObjective
+from skyrl_engine.objective.parts import ObjectiveParts, Term
+from skyrl_engine.testing.promise import Undecidable
+from skyrl_engine.testing.tokens.evaluation import SEED, STEP, Listening
+from skyrl_engine.testing.tokens.rollouts import TokenBatch
+
+_DETACHING = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]  # a descriptor of C
+
+
+class _StopGradients(TorchFunctionMode):
+    """Sees every detached result: of detach(), of .data, and of whatever is computed under no_grad().
+
+    Not what a torch.autograd.Function computes: gradients are off in there as well, but it is meant to be differentiated.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._off = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch._C._set_grad_enabled:  # noqa: SLF001 - what no_grad() calls; torch shows it to modes like this one
+            self._off = not args[0]
+        if isinstance(result, torch.Tensor) and (func in _DETACHING or self._off):
+            return self.stopped(result)
+        return result
+
+    def stopped(self, result: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Recording(_StopGradients):
+    """Keeps what is detached, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.constants: list[torch.Tensor] = []
+
+    def stopped(self, result: torch.Tensor) -> torch.Tensor:
+        self.constants.append(result.clone())
+        return result
+
+    def total(self, label: str, loss: Any, batch: TokenBatch, scores: Mapping[str, torch.Tensor], replaying: "Replaying") -> float:
+        """The objective of these scores, without gradients, with every constant as it was recorded."""
+        parts = ObjectiveParts(Term("under_test", label, Listening(loss, replaying)))
+        try:
+            total, _ = LossObjective(parts, SEED, STEP, per_token_outputs=False)(scores, batch.micro_batch())
+        except EngineError as error:
+            raise Undecidable(error.cause) from error
+        return total.item()
+
+
+class Replaying(_StopGradients):
+    """Gives what was recorded in place of what is detached now."""
+
+    def __init__(self, recorded: Recording) -> None:
+        super().__init__()
+        self._constants = iter(recorded.constants)
+
+    def stopped(self, result: torch.Tensor) -> torch.Tensor:
+        constant = next(self._constants, None)
+        if constant is None or constant.shape != result.shape:
+            raise Undecidable("the loss detaches other things where its input is a little different")
+        return constant

@@ -1,0 +1,168 @@
+"""What must hold of every loss: its gradient is that of its values, in every precision, and scales as declared."""
+
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import frozen
+from hypothesis import strategies as st
+
+from skyrl_engine.testing.comparison import (
+    same,
+    same_evaluation,
+)
+from skyrl_engine.testing.losses.cases import decided_evaluation, needs_of, ordinary, unless_random
+from skyrl_engine.testing.losses.finite_differences import Recording, Replaying
+from skyrl_engine.testing.losses.lossy_casts import LossyCasts
+from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
+from skyrl_engine.testing.subject import Subject
+from skyrl_engine.testing.tokens import rollouts
+from skyrl_engine.testing.tokens.evaluation import Evaluation, leaves_of
+from skyrl_engine.testing.tokens.rollouts import TokenBatch
+
+
+def _surrogate(subject: Subject[Any]) -> str | None:
+    return "the suite declares a surrogate gradient" if "surrogate_gradient" in subject.flags else None
+
+
+@promise(
+    "Its gradient is the derivative of its values, with what it detaches held fixed (central and one-sided differences in float64)",
+    cases=lambda subject: rollouts.batches(needs_of(subject), max_sequences=2),
+    exempt=_surrogate,
+    effort=0.5,
+)
+def gradient(subject: Subject[Any], batch: TokenBatch) -> None:
+    recording = Recording()
+    base = decided_evaluation(subject, batch, mode=recording)
+    if base.dtype != torch.float64:
+        raise Undecidable("the loss does not compute in float64")
+    scale = 1.0 + max(float(np.abs(each).max(initial=0)) for each in base.gradients.values())
+    for name, gradients in base.gradients.items():
+        for place in range(batch.tokens):
+            left, right = (_slope(subject, batch, recording, name, place, step, base.total) for step in (-_STEP, _STEP))
+            if abs(left - right) > _JUMP:
+                continue  # a jump is no place to differentiate at
+            low, high = min(left, right) - _SLACK * scale, max(left, right) + _SLACK * scale
+            got = float(gradients[place])
+            if not low <= got <= high:  # at a kink any slope between the two sides will do
+                unless_random(subject, batch)
+                if left == right == 0:
+                    raise Broken(
+                        f"has the gradient {got:.6g} by {name} at token {place} although its values do not move: something is rounded",
+                        "Cast nothing to half precision or to whole numbers",
+                    )
+                middle = (left + right) / 2
+                factor = got / middle if abs(middle) > _SLACK * scale else None
+                raise Broken(
+                    f"the gradient by {name} at token {place} is {got:.6g} where the values have the slope {middle:.6g}",
+                    "Check what is detached, written in place, or differentiated by hand",
+                    factor=factor,
+                )
+
+
+_STEP, _SLACK, _JUMP = 1e-6, 1e-4, 1e2
+
+
+def _slope(subject: Subject[Any], batch: TokenBatch, recorded: Recording, name: str, place: int, step: float, base: float) -> float:
+    loss = subject.make()
+    leaves = leaves_of(batch, loss, torch.float64, gradients=False)
+    leaves[name][place] += step
+    return (recorded.total(subject.label, loss, batch, leaves, Replaying(recorded)) - base) / step
+
+
+def _of_every_precision(subject: Subject[Any]) -> st.SearchStrategy[TokenBatch]:
+    ranges: tuple[rollouts.Range, ...] = ("ordinary", "rounded")
+    return st.sampled_from(ranges).flatmap(lambda range_: rollouts.batches(needs_of(subject), range_=range_, long=True))
+
+
+@promise(
+    "It computes in the precision of its input: float32 is within 1e-4 of float64, on a bfloat16 model's numbers too, and dtypes stay",
+    cases=_of_every_precision,
+)
+def precision(subject: Subject[Any], batch: TokenBatch) -> None:
+    casts = LossyCasts()
+    exact = decided_evaluation(subject, batch, mode=casts)
+    if casts.cause is not None:
+        raise Broken(casts.cause, "Leave dtypes as they come, or cast to the dtype of tokens.logprobs")
+    if batch.lengths.max(initial=0) >= rollouts.LONG:
+        return  # sums over many tokens may leave float32: nothing to compare
+    _require_precision(subject, batch, exact, "")
+    drifted = batch.drifted(_FAR)
+    if drifted is not None:
+        with suppress(Undecidable):
+            _require_precision(
+                subject,
+                drifted,
+                decided_evaluation(subject, drifted),
+                f" where other policies' log-probabilities are {_FAR:g} lower",
+            )
+
+
+def _require_precision(subject: Subject[Any], batch: TokenBatch, exact: Evaluation, where: str) -> None:
+    single = decided_evaluation(subject, batch, dtype=torch.float32)
+    for got, due in ((exact.dtype, torch.float64), (single.dtype, torch.float32)):
+        if got != due:
+            raise Broken(f"returns {got} for {due} scores", "Leave the dtype as it comes; the engine hands out float32")
+    if exact.drew:
+        return  # other random numbers are drawn in other dtypes, so values cannot be compared
+    if not same_evaluation(exact, single, relative=1e-4, absolute=1e-4 * max(1.0, exact.largest / _CANCELLING)):
+        unless_random(subject, batch)
+        worst = int(np.argmax(np.abs(exact.token_loss - single.token_loss)))
+        raise Broken(
+            f"loses precision: token {worst} has {single.token_loss[worst]:.6g} in float32 and {exact.token_loss[worst]:.6g} in "
+            f"float64{where}",
+            "Cast nothing to half precision, subtract logarithms before exp(), and let no bound depend on the dtype",
+        )
+
+
+_FAR = 12.0
+"""Nats: within the bounds that losses put on a log-ratio so that float32 holds its exponential, beyond all that a batch draws."""
+
+_CANCELLING = 100.0
+"""Larger numbers leave, where they cancel, errors that float32 cannot help: the tolerance grows with them."""
+
+
+@frozen(eq=False)
+class Scaled:
+    """A batch, and what its advantages are multiplied by."""
+
+    batch: TokenBatch
+    factor: float
+
+    def __str__(self) -> str:
+        return f"{self.batch}\nadvantages times {self.factor:g}"
+
+
+def _scaled(subject: Subject[Any]) -> st.SearchStrategy[Scaled]:
+    return st.builds(Scaled, ordinary(subject), st.sampled_from((2.0, 0.5, 4.0, 1024.0)))
+
+
+def _not_homogeneous(subject: Subject[Any]) -> str | None:
+    if "advantages" not in needs_of(subject):
+        return "the loss reads no advantages"
+    return None if subject.declares("homogeneous") else "the loss does not declare homogeneous"
+
+
+@promise(
+    "Advantages times c > 0 give every token loss times c, as it declares",
+    exempt=_not_homogeneous,
+    cases=_scaled,
+)
+def homogeneous(subject: Subject[Any], case: Scaled) -> None:
+    advantages = case.batch.values["advantages"] * np.float32(case.factor)
+    one, other = decided_evaluation(subject, case.batch), decided_evaluation(subject, case.batch.with_values(advantages=advantages))
+    if not same(case.factor * one.token_loss, other.token_loss):
+        place = int(np.argmax(~np.isclose(case.factor * one.token_loss, other.token_loss)))
+        raise Broken(
+            f"declares homogeneous, and advantages times {case.factor:g} take the loss of token {place} from {one.token_loss[place]:.6g} "
+            f"to {other.token_loss[place]:.6g}",
+            "Declare homogeneous = False",
+        )
+
+
+NUMBER_PROMISES: tuple[Promise[Any, Any], ...] = (
+    gradient,
+    precision,
+    homogeneous,
+)

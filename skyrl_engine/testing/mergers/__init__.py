@@ -1,0 +1,1 @@
+"""Mergers held to their promises."""

@@ -1,0 +1,228 @@
+"""What must hold of every merger: merge(split(x)) == x, one thing at a time, and no sample is lost, doubled or invented in silence."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, BatchOutput, RankOutput
+from skyrl_engine.errors import EngineError, OutputError
+from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.testing.mergers.splits import Split, splits
+from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
+from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
+from skyrl_engine.testing.subject import Subject
+
+
+def _merge(subject: Subject[Any], case: Split) -> BatchOutput:
+    with blaming(Owner(subject.label, "Correct it"), "merge"):
+        output = subject.make().merge(case.outputs, case.plan)
+    if not isinstance(output, BatchOutput):
+        raise Broken(f"returns {type(output).__name__}", "Return a BatchOutput")
+    return output
+
+
+def _decided(subject: Subject[Any], case: Split) -> BatchOutput:
+    try:
+        return _merge(subject, case)
+    except (EngineError, Broken) as error:
+        raise Undecidable(str(error)) from error
+
+
+def _same_set(output: BatchOutput, case: Split) -> bool:
+    return np.array_equal(np.sort(output.sample_ids), case.whole.sample_ids)
+
+
+def _in_order(subject: Subject[Any], case: Split) -> BatchOutput:
+    output = _decided(subject, case)
+    if not np.array_equal(output.sample_ids, case.whole.sample_ids):
+        raise Undecidable("the samples are not those of the batch in its order")
+    return output
+
+
+def _require_samples(output: BatchOutput, case: Split, where: str, remedy: str) -> None:
+    got, due = output.sample_ids.tolist(), case.whole.sample_ids.tolist()
+    wrong = {
+        "is missing": [each for each in due if each not in got],
+        "comes back twice": [each for each in due if got.count(each) > 1],
+        "was never planned": [each for each in got if each not in due],
+    }
+    for how, ids in wrong.items():
+        if ids:
+            name = "padding" if ids[0] == PADDING_SAMPLE else f"sample {ids[0]}"
+            raise Broken(f"{name} {how} {where}", remedy)
+
+
+def _one_pass(**options: Any) -> Callable[[Subject[Any]], st.SearchStrategy[Split]]:
+    return lambda _subject: splits(**options)
+
+
+@promise("It returns every sample of one rank, cut into micro-batches or not", cases=_one_pass())
+def one_rank(subject: Subject[Any], case: Split) -> None:
+    try:
+        output = _merge(subject, case)
+    except EngineError as error:
+        raise Broken(error.cause, error.remedy) from error
+    _require_samples(output, case, "where one rank returns the whole batch", "Keep what the rank returns")
+
+
+@promise("It returns every sample of every data-parallel rank", cases=_one_pass(dp=3))
+def every_rank(subject: Subject[Any], case: Split) -> None:
+    output = _decided(subject, case)
+    _require_samples(
+        output, case, f"where {case.topology.dp} data-parallel ranks return their own", "Keep the outputs of all dp ranks"
+    )
+
+
+@promise("It returns the samples of all mini-batches", cases=_one_pass(mini_batches=3))
+def every_mini_batch(subject: Subject[Any], case: Split) -> None:
+    output = _decided(subject, case)
+    where = f"where {len(case.plan.mini_batches)} mini-batches come in one call"
+    _require_samples(output, case, where, "Concatenate all outputs of a rank")
+
+
+@promise("Tensor, context and pipeline replicas do not double a sample", cases=_one_pass(replicas=True))
+def replicas(subject: Subject[Any], case: Split) -> None:
+    output = _decided(subject, case)
+    sizes = f"tp {case.topology.tp}, cp {case.topology.cp}, pp {case.topology.pp}"
+    _require_samples(output, case, f"under {sizes}", "Keep outputs with coords.collects, and no other")
+
+
+@promise("Padding samples do not survive", cases=_one_pass(padded=True))
+def padding(subject: Subject[Any], case: Split) -> None:
+    output = _decided(subject, case)
+    _require_samples(output, case, "where ranks fill up with padding", "Drop samples of id PADDING_SAMPLE (-1)")
+
+
+@promise(
+    "Samples come back in the caller's order, whatever the plan's and that in which ranks answer",
+    cases=_one_pass(dp=2, shuffled=True),
+)
+def order(subject: Subject[Any], case: Split) -> None:
+    output = _decided(subject, case)
+    if not _same_set(output, case):
+        raise Undecidable("the samples are not those of the batch")
+    got, due = output.sample_ids.tolist(), case.whole.sample_ids.tolist()
+    if got != due:
+        place = next(place for place, (one, other) in enumerate(zip(got, due, strict=True)) if one != other)
+        raise Broken(
+            f"sample {got[place]} stands at place {place}, where sample {due[place]} belongs", "Order by plan.expected_ids"
+        )
+
+
+@promise("Every sample keeps its own values, bit for bit", cases=_one_pass(dp=2, shuffled=True))
+def values(subject: Subject[Any], case: Split) -> None:
+    output = _in_order(subject, case)
+    whole = case.whole
+    if output.fields.keys() != whole.fields.keys():
+        raise Broken(f"returns the fields {sorted(output.fields)} where ranks return {sorted(whole.fields)}", "Keep all fields")
+    arrays = {
+        "action_lengths": (output.action_lengths, whole.action_lengths),
+        "scored": (output.scored.values, whole.scored.values),
+        "scored.offsets": (output.scored.offsets, whole.scored.offsets),
+        **{name: (output.fields[name].values, ragged.values) for name, ragged in whole.fields.items()},
+        **{f"{name}.offsets": (output.fields[name].offsets, ragged.offsets) for name, ragged in whole.fields.items()},
+    }
+    for name, (got, due) in arrays.items():
+        if got.dtype != due.dtype:
+            raise Broken(f"{name} comes back as {got.dtype}, not {due.dtype}", "Concatenate and take; convert nothing")
+        if not np.array_equal(got, due):
+            raise Broken(
+                f"{name} is {got.tolist()} where the ranks returned {due.tolist()}",
+                "Take offsets and all fields along with the ids",
+            )
+
+
+@promise(
+    "Metrics are reduced as they declare: sums added, means divided once, replicas counted once",
+    cases=_one_pass(dp=2, replicas=True, mini_batches=2),
+)
+def metrics(subject: Subject[Any], case: Split) -> None:
+    output = _decided(subject, case)
+    for name, due in case.whole.metrics.items():
+        if name not in output.metrics:
+            raise Broken(f"the metric {name!r} is lost", "Combine metrics with contracts.outputs.combine_metrics")
+        got = output.metrics[name]
+        if not np.isclose(got.result, due.result):
+            factor = got.result / due.result
+            cause = "each part's mean counts alike" if due.reduction == "mean" else f"its parts do not combine by {due.reduction}"
+            raise Broken(
+                f"the metric {name!r} is {got.result:.6g} where its {due.reduction} is {due.result:.6g}: {cause}",
+                "Combine metrics of collecting ranks with contracts.outputs.combine_metrics",
+                factor=factor,
+            )
+
+
+def _refused(subject: Subject[Any], case: Split, what: str) -> None:
+    try:
+        _merge(subject, case)
+    except OutputError:
+        return
+    except EngineError as error:
+        raise Broken(f"fails where {what}: {error.cause}", "Raise OutputError, which lists ids and ranks") from error
+    raise Broken(f"says nothing where {what}", "Raise OutputError, which lists ids and ranks")
+
+
+def _without_first(output: RankOutput) -> RankOutput:
+    return output.take(np.arange(1, len(output.sample_ids)))
+
+
+@promise("A sample that no rank returns is an OutputError", cases=_one_pass(dp=2))
+def missing_samples(subject: Subject[Any], case: Split) -> None:
+    if not len(case.outputs[0].sample_ids):
+        raise Undecidable("the first rank has no sample to lose")
+    _refused(
+        subject,
+        case.but([_without_first(case.outputs[0]), *case.outputs[1:]]),
+        f"sample {case.outputs[0].sample_ids[0]} is missing",
+    )
+
+
+@promise("A sample that is returned twice is an OutputError", cases=_one_pass(dp=2))
+def duplicated_samples(subject: Subject[Any], case: Split) -> None:
+    first = case.outputs[0]
+    if not len(first.sample_ids):
+        raise Undecidable("the first rank has no sample to double")
+    twice = first.take(np.append(np.arange(len(first.sample_ids)), 0))
+    _refused(subject, case.but([twice, *case.outputs[1:]]), f"sample {first.sample_ids[0]} comes twice")
+
+
+@promise("A sample that was never planned is an OutputError", cases=_one_pass(dp=2))
+def unexpected_samples(subject: Subject[Any], case: Split) -> None:
+    first = case.outputs[0]
+    if not len(first.sample_ids):
+        raise Undecidable("the first rank has no sample")
+    stranger = first.take(np.append(np.arange(len(first.sample_ids)), 0))
+    stranger.sample_ids[-1] = 1_000
+    _refused(subject, case.but([stranger, *case.outputs[1:]]), "sample 1000, which was never planned, is returned")
+
+
+@promise("It does not change what ranks returned", cases=_one_pass(dp=2, replicas=True, padded=True, shuffled=True))
+def inputs_unchanged(subject: Subject[Any], case: Split) -> None:
+    before = copy.deepcopy(case.outputs)
+    _decided(subject, case)
+    for old, new in zip(before, case.outputs, strict=True):
+        same_fields = old.fields.keys() == new.fields.keys() and all(
+            np.array_equal(ragged.values, new.fields[name].values) for name, ragged in old.fields.items()
+        )
+        if not (same_fields and np.array_equal(old.sample_ids, new.sample_ids) and old.metrics == new.metrics):
+            raise Broken(f"changes the output of rank {old.coords.rank} in place", "Work on copies")
+
+
+MERGER_PROMISES: tuple[Promise[Any, Any], ...] = (
+    one_rank,
+    every_rank,
+    every_mini_batch,
+    replicas,
+    padding,
+    order,
+    values,
+    metrics,
+    missing_samples,
+    duplicated_samples,
+    unexpected_samples,
+    inputs_unchanged,
+    *PLUGIN_PROMISES,
+)

@@ -1,0 +1,1 @@
+"""Ranks for tests: processes in one process group."""

@@ -1,0 +1,57 @@
+"""The engine's workers on the ranks of a `World`: as a run drives them, without Ray, and one world for many backends in turn."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from skyrl_engine.testing.ranks.world import World
+from skyrl_engine.workers.dispatch import Shard
+from skyrl_engine.workers.launch import WorkerGroup
+from skyrl_engine.workers.spec import WorkerSpec
+
+
+class WorldTransport:
+    """A `Transport` over a world that outlives it. Starting one ends what ran there before."""
+
+    def __init__(self, world: World, spec: WorkerSpec) -> None:
+        self._world = world
+        world.run(_start, spec)
+
+    def put(self, shard: Shard) -> Shard:
+        return shard
+
+    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]], keywords: dict[str, Any]) -> list[Any]:
+        return self._world.run(on_worker, method, list(per_rank), keywords)
+
+    def close(self) -> None:
+        self._world.run(_end)
+
+
+def group_on(world: World, spec: WorkerSpec) -> WorkerGroup:
+    """Every rank of `spec.topology` on a world of that size."""
+    return WorkerGroup(WorldTransport(world, spec), spec.topology)
+
+
+_workers: list[Any] = []
+"""The worker of this process, a rank of some world: calls reach it as plain functions."""
+
+
+def _start(spec: WorkerSpec) -> None:
+    import torch.distributed as dist
+
+    from skyrl_engine.workers.worker import Worker
+
+    _end()
+    rank = dist.get_rank()
+    _workers.append(Worker(spec, rank, device_index=rank))  # all ranks of a world are on one machine
+
+
+def on_worker(method: str, per_rank: Sequence[tuple[Any, ...]], keywords: dict[str, Any]) -> Any:
+    """On a rank of the world: call the worker that runs there, with this rank's arguments."""
+    import torch.distributed as dist
+
+    return getattr(_workers[-1], method)(*per_rank[dist.get_rank()], **keywords)
+
+
+def _end() -> None:
+    while _workers:
+        _workers.pop().close()

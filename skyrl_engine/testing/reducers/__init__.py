@@ -1,0 +1,1 @@
+"""Reducers held to their promises."""

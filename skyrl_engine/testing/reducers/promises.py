@@ -1,0 +1,294 @@
+"""What must hold of every reducer, as far as its declarations go: `batch_local`, `empty_sequence` and `negative_weights`."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import evolve
+
+from skyrl_engine.contracts.kinds.reducer import BatchStructure
+from skyrl_engine.errors import DataError, EngineError
+from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.testing.comparison import factor_between, same
+from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
+from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
+from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
+from skyrl_engine.testing.reducers import structures
+from skyrl_engine.testing.reducers.structures import Drawn, Recut, Relabelled, Reordered, WithEmpty
+from skyrl_engine.testing.subject import Subject
+from skyrl_engine.workers.dispatch import token_weights
+
+Weights = npt.NDArray[np.float64]
+
+
+def _drawn(_subject: Subject[Any], **options: Any) -> Any:
+    return structures.structures(**options).map(Drawn)
+
+
+def _decided(subject: Subject[Any], structure: BatchStructure) -> Weights:
+    """The weights as the engine takes them; a reducer that fails or returns something else decides nothing here."""
+    try:
+        return token_weights(subject.label, subject.make(), structure)
+    except EngineError as error:
+        raise Undecidable(error.cause) from error
+
+
+def _require_same(one: Weights, other: Weights, when: str, cause: str, remedy: str) -> None:
+    if same(one, other, relative=1e-12, absolute=1e-15):
+        return
+    factor = factor_between(one, other)
+    place = int(np.argmax(~np.isclose(one, other, rtol=1e-12, atol=1e-15)))
+    how = (
+        f"the weight of token {place} changes from {one[place]:.6g} to {other[place]:.6g}"
+        if factor is None
+        else f"changes x{factor:.2f}"
+    )
+    raise Broken(f"{how} {when}: {cause}", remedy, factor=factor)
+
+
+# --- what it returns ---------------------------------------------------------------------------------------------------------------
+
+
+@promise("It returns float64[A], contiguous and finite, also where no token carries loss", cases=_drawn)
+def finite_weights(subject: Subject[Any], case: Drawn) -> None:
+    try:
+        weights = token_weights(subject.label, subject.make(), case.structure)
+    except EngineError as error:
+        raise Broken(error.cause, error.remedy) from error
+    if not weights.flags.c_contiguous:
+        raise Broken("its weights are not contiguous", "Return np.ascontiguousarray(weights)")
+    if np.shares_memory(weights, case.structure.loss_weight):
+        raise Broken("its weights share memory with the batch's loss weights", "Return an array of its own")
+
+
+@promise("A token without loss has the weight 0, and one with loss another, unless it declares to be selective", cases=_drawn)
+def loss_weights_decide(subject: Subject[Any], case: Drawn) -> None:
+    weights = _decided(subject, case.structure)
+    carrying = case.structure.loss_weight != 0
+    wrong = (weights != 0) & ~carrying if subject.declares("selective") else (weights != 0) != carrying
+    for place in np.flatnonzero(wrong).tolist()[:1]:
+        sequence = int(case.structure.sequence_index[place])
+        cause = "it is lost" if carrying[place] else "it counts although it carries no loss"
+        raise Broken(
+            f"the weight of token {place} (sequence {sequence}), whose loss weight is {case.structure.loss_weight[place]:g}, is "
+            f"{weights[place]:g}: {cause}",
+            "Multiply by structure.loss_weight as it is: no rounding, no sequence left out",
+        )
+
+
+def _has_no_oracle(subject: Subject[Any]) -> str | None:
+    return None if "oracle" in subject.hooks else "there is no oracle to compare with"
+
+
+@promise("Its weights are those of the oracle", cases=_drawn, exempt=_has_no_oracle)
+def oracle(subject: Subject[Any], case: Drawn) -> None:
+    weights, due = _decided(subject, case.structure), np.asarray(subject.hooks["oracle"](case.structure), dtype=np.float64)
+    _require_same(due, weights, "from what the oracle gives", "formula and code differ", "Compare the two")
+
+
+# --- what it may depend on ---------------------------------------------------------------------------------------------------------
+
+
+def _batch_local(subject: Subject[Any]) -> str | None:
+    return "the reducer declares batch_local: it depends on the cut by nature" if subject.declares("batch_local") else None
+
+
+@promise("How the mini-batch is cut into micro-batches changes nothing", cases=lambda _: structures.recut(), exempt=_batch_local)
+def micro_batch_split(subject: Subject[Any], case: Recut) -> None:
+    _require_same(
+        _decided(subject, case.structure),
+        _decided(subject, case.recut),
+        "in other micro-batches",
+        "it divides by counts of a micro-batch",
+        "Count over the whole mini-batch, or declare batch_local = True",
+    )
+
+
+@promise("The order of the sequences changes nothing", cases=lambda _: structures.reordered())
+def sample_order(subject: Subject[Any], case: Reordered) -> None:
+    _require_same(
+        _decided(subject, case.structure)[case.tokens],
+        _decided(subject, case.moved),
+        "in another order of sequences",
+        "it takes neighbours for members of one group, or an id for a place",
+        "Number labels with np.unique(..., return_inverse=True)",
+    )
+
+
+@promise("What groups, units and samples are called changes nothing", cases=lambda _: structures.relabelled())
+def labels(subject: Subject[Any], case: Relabelled) -> None:
+    original = evolve(
+        case.structure,
+        group_ids=np.unique(case.structure.group_ids, return_inverse=True)[1],
+    )
+    weights = _decided(subject, original)
+    try:
+        renamed = token_weights(subject.label, subject.make(), case.relabelled)
+    except EngineError as error:
+        raise Broken(f"fails where labels are other numbers: {error.cause}", "Take no id for a place; see np.unique") from error
+    remedy = "Number labels with np.unique(..., return_inverse=True)"
+    _require_same(weights, renamed, "with other labels", "it takes an id for a number", remedy)
+
+
+# --- what it measures --------------------------------------------------------------------------------------------------------------
+
+_PROBE = structures.structure_of([np.ones(length, np.float32) for length in (4, 2, 1)], group_ids=np.zeros(3, np.int64))
+"""Three unequal lengths in a group: with two, a median is a mean."""
+
+
+def _is_mean(subject: Subject[Any]) -> bool:
+    """Whether halving all loss weights changes nothing in a plain batch, as in a mean; a sum is halved."""
+    weights = _decided(subject, _PROBE)
+    return same(weights, _decided(subject, evolve(_PROBE, loss_weight=_PROBE.loss_weight * np.float32(0.5))))
+
+
+@promise(
+    "Halving all loss weights changes nothing (a mean) or halves everything (a sum), the same way in every batch", cases=_drawn
+)
+def scale(subject: Subject[Any], case: Drawn) -> None:
+    whole = case.structure.loss_weight.astype(np.float32)
+    weights = _decided(subject, evolve(case.structure, loss_weight=whole))
+    halved = _decided(subject, evolve(case.structure, loss_weight=whole * np.float32(0.5)))
+    mean = _is_mean(subject)
+    due = weights if mean else weights / 2
+    if not same(halved, due, relative=1e-6):
+        factor = factor_between(due, halved)
+        by = "" if factor is None else f" x{factor:.2f}"
+        raise Broken(
+            f"changes{by} under uniform weights of .5, where a {'mean' if mean else 'sum'} "
+            f"{'does not' if mean else 'is halved'}: a sum of weights is rounded, or kept from falling below 1",
+            "Divide by structure.mass in float64, guarded by np.where(mass == 0, 1, mass)",
+            factor=factor,
+        )
+
+
+def _no_mean_of_a_constant(subject: Subject[Any]) -> str | None:
+    try:
+        mean = _is_mean(subject) and bool(np.isclose(_decided(subject, _PROBE).sum(), 1))
+    except Undecidable:
+        return None
+    return None if mean else "the reducer is no mean: its weights of a plain batch do not sum to 1"
+
+
+@promise(
+    "The weights of a mean sum to 1 where every sequence carries loss",
+    cases=lambda subject: _drawn(subject, empty=False),
+    exempt=_no_mean_of_a_constant,
+)
+def weights_sum(subject: Subject[Any], case: Drawn) -> None:
+    total = float(_decided(subject, case.structure).sum())
+    if not np.isclose(total, 1, rtol=1e-6):
+        raise Broken(
+            f"the weights sum to {total:.6g}, so the mean of a constant is x{total:.2f}",
+            "Divide by the sum that is taken",
+            factor=total,
+        )
+
+
+@promise("Sequences without loss count as `empty_sequence` declares", cases=lambda _: structures.with_empty())
+def empty_sequences(subject: Subject[Any], case: WithEmpty) -> None:
+    before = _decided(subject, case.structure)
+    after = _decided(subject, case.extended)[: len(before)]
+    factor = factor_between(before, after)
+    if same(before, after):
+        return
+    declared = subject.make().empty_sequence
+    beside = f"beside {len(case.actions)} sequence{'s' * (len(case.actions) > 1)} without loss"
+    if declared == "skip":
+        how = "other weights change" if factor is None else f"changes x{factor:.2f}"
+        raise Broken(
+            f"{how} {beside}: it counts them, and declares empty_sequence = 'skip'", "Count ~structure.empty", factor=factor
+        )
+    sequences, groups = len(case.structure), len(np.unique(case.structure.group_ids))
+    allowed = [each / (each + len(case.actions)) for each in (sequences, groups)]
+    if factor is None or not any(np.isclose(factor, each) for each in allowed):
+        how = "other weights change" if factor is None else f"changes x{factor:.2f}"
+        raise Broken(
+            f"{how} {beside}: a mean over sequences or groups changes x{' or x'.join(f'{each:.2f}' for each in allowed)}",
+            "Count each of them once, or none",
+            factor=factor,
+        )
+
+
+@promise("Negative loss weights are refused, or finite where it declares negative_weights", cases=_drawn)
+def negative_weights(subject: Subject[Any], case: Drawn) -> None:
+    carrying = np.flatnonzero(case.structure.loss_weight)
+    if not len(carrying):
+        raise Undecidable("no token carries loss")
+    weight = case.structure.loss_weight.astype(np.float32)
+    weight[carrying[0]] = -weight[carrying[0]]
+    reducer = subject.make()
+    takes = bool(getattr(reducer, "negative_weights", False))
+    try:
+        with blaming(Owner(subject.label, "Correct it"), "weights"):
+            weights = reducer.weights(evolve(case.structure, loss_weight=weight))
+    except DataError:
+        if takes:
+            raise Broken(
+                "refuses a negative loss weight although it declares negative_weights", "Declare negative_weights = False"
+            ) from None
+        return
+    except EngineError as error:
+        raise Broken(
+            f"fails with a negative loss weight: {error.cause}", "Raise DataError for it, or declare negative_weights"
+        ) from error
+    if not takes:
+        raise Broken(
+            "takes a negative loss weight, with which sums that it divides by may vanish",
+            "Raise DataError for it, or declare negative_weights = True where nothing is divided",
+        )
+    if not np.isfinite(weights).all():
+        raise Broken("is not finite with a negative loss weight", "Declare negative_weights = False")
+
+
+# --- what it leaves alone ----------------------------------------------------------------------------------------------------------
+
+
+@promise("It does not change the structure", cases=_drawn)
+def inputs_unchanged(subject: Subject[Any], case: Drawn) -> None:
+    names = ("loss_weight", "action_offsets", "group_ids", "unit_ids", "micro_batch", "sample_ids")
+    before = {name: getattr(case.structure, name).copy() for name in names}
+    copy = evolve(case.structure, **{name: array.copy() for name, array in before.items()})
+    _decided(subject, copy)
+    for name, array in before.items():
+        if not np.array_equal(array, getattr(copy, name)):
+            raise Broken(
+                f"changes structure.{name} in place, from which the batch is cut afterwards", "Work on a copy: x / y, not x /= y"
+            )
+
+
+@promise("It gives the same weights for the same structure, in every call and whatever the random state", cases=_drawn)
+def repeatable(subject: Subject[Any], case: Drawn) -> None:
+    reducer = subject.make()
+    with restored_random_state():
+        made = []
+        for seed in range(12):
+            seed_everything(seed)
+            before = global_random_state()
+            try:
+                made.append(token_weights(subject.label, reducer, case.structure))
+            except EngineError as error:
+                raise Undecidable(error.cause) from error
+            if global_random_state() != before:
+                raise Broken("draws from the global random state", "Let weights be a function of the structure alone")
+    one = made[0]
+    other = next((each for each in made if not np.array_equal(each, one)), one)
+    cause, remedy = "it keeps something, or draws numbers", "Let weights be a function of the structure alone"
+    _require_same(one, other, "from one call to the next", cause, remedy)
+
+
+REDUCER_PROMISES: tuple[Promise[Any, Any], ...] = (
+    repeatable,  # first: what wears off after some calls is seen while it lasts
+    finite_weights,
+    loss_weights_decide,
+    oracle,
+    micro_batch_split,
+    sample_order,
+    labels,
+    scale,
+    weights_sum,
+    empty_sequences,
+    negative_weights,
+    inputs_unchanged,
+    *PLUGIN_PROMISES,
+)

@@ -1,0 +1,23 @@
+"""The reducer contract as an executable suite; used as `testing.loss` is.
+
+    class TestMine(ReducerConformance):
+        plugin = "acme-reducers:mine"
+
+Add `oracle(self, structure)`, which returns the weights due, to be held to a definition of your own.
+"""
+
+from skyrl_engine.contracts.kinds.reducer import Reducer
+from skyrl_engine.testing.conformance import Conformance
+from skyrl_engine.testing.reducers.promises import REDUCER_PROMISES
+
+
+class ReducerConformance(Conformance):
+    """Subclass, name it `Test...`, and set `plugin`, or return the reducer under test from `reducer`."""
+
+    kind = "reducer"
+    promises = REDUCER_PROMISES
+    offers = ("oracle",)
+
+    def reducer(self) -> Reducer:
+        """A reducer, made anew in every call."""
+        raise NotImplementedError("set `plugin`, or override `reducer`")

@@ -1,0 +1,1 @@
+"""Batches of loss-carrying tokens, and losses and corrections run on them."""
