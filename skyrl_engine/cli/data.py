@@ -45,19 +45,19 @@ def preview(
     from skyrl_engine.data.images.processor import load_vision
     from skyrl_engine.data.preview import preview as look_at
     from skyrl_engine.engine.capability import vision_of
-    from skyrl_engine.model_facts.context_length import limited_to_model
-    from skyrl_engine.model_facts.tokenizer import load_tokenizer
-    from skyrl_engine.training.sft.data import columns_to_read
+    from skyrl_engine.engine.model_files import ModelFiles
+    from skyrl_engine.training.sft.data import columns_to_read, limited_to_model
 
     flags = {"model.path": model, "data.train": dataset}
     resolved = resolve(load_config(file, overrides, flags))
     config = resolved.config
-    tokenizer = load_tokenizer(config.model)
-    limited = limited_to_model(config.data, config.model)
+    files = ModelFiles.of(config.model)
+    tokenizer = files.tokenizer
+    limited = limited_to_model(config.data, files.facts)
     part: Split = "eval" if split == "eval" else "train"
     with render.show_progress(quiet=current_settings().quiet) as display:
         needed = columns_to_read(resolved, tokenizer)
-        vision = vision_of(config.model, load_vision(config.model, limited))
+        vision = vision_of(files.facts, load_vision(files.facts, limited))
         columns = load_columns(
             limited, tokenizer, split=part, seed=config.run.seed, needed=needed, vision=vision, progress=display.data
         )

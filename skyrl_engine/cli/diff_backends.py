@@ -216,31 +216,21 @@ class _Pass:
 def _side(
     resolved: "ResolvedConfig", model: "ModelSpec", columns: "SampleColumns", context: "FactoryContext", layout: "ParallelSizes"
 ) -> _Pass:
-    from skyrl_engine.objective.parts import ObjectiveParts
+    from skyrl_engine.engine.assembly import Assembly
     from skyrl_engine.proof.backends import Side
-    from skyrl_engine.proof.passes import Products, layout_of, measure
+    from skyrl_engine.proof.passes import measure
     from skyrl_engine.proof.ranks import RankPool
 
     plugins, training = resolved.plugins, resolved.config.training
     backend = plugins["backend"]
-    described = backend.loaded.describe_backend(backend.options, layout.ranks)
-    shown = frozenset({"logits"} & described.capabilities)
-    collator = plugins["collator"].make(context)
-    with RankPool(model, plugins, context=context, packed_rows=collator.rows == "packed", shown=shown) as pool:
-        cut = layout_of(
-            described.topology, micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens
-        )
-        products = Products(
-            collator=collator,
-            reducer=plugins["reducer"].make(context),
-            merger=plugins["merger"].make(context),
-            labels={place: str(selected.loaded.record) for place, selected in plugins.items()},
-            needs=ObjectiveParts.made(plugins, context).columns,
-            max_sequence_length=context.max_sequence_length,
-        )
-        measured = measure(pool.group(layout.ranks, "float32"), products, columns, cut)
-        micro_batches = len(products.collator.plan(columns.lengths, cut).mini_batches[0].ranks[0])
-    return _Pass(Side(f"{backend.loaded.record.name}, {layout}", measured), micro_batches, described)
+    assembly = Assembly.of(plugins, context, layout.ranks)
+    shown = frozenset({"logits"} & assembly.description.capabilities)
+    packed = assembly.collator.product.rows == "packed"
+    with RankPool(model, plugins, context=context, packed_rows=packed, shown=shown) as pool:
+        cut = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens)
+        measured = measure(pool.group(layout.ranks, "float32"), assembly, columns, cut)
+        micro_batches = len(assembly.collator.product.plan(columns.lengths, cut).mini_batches[0].ranks[0])
+    return _Pass(Side(f"{backend.loaded.record.name}, {layout}", measured), micro_batches, assembly.description)
 
 
 def _with_backend(raw: "RawConfig", side: str, backend: str, layout: "ParallelSizes") -> "RawConfig":
@@ -275,8 +265,9 @@ def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, 
         from skyrl_engine.training.sft.data import prepare
 
         prepared = prepare(resolve(raw))
+        config = prepared.resolved.config
         chosen, _ = prepared.order.mini_batch(prepared.order.start())
-        yield prepared.resolved, prepared.worker_spec().model, prepared.train.batch(chosen), prepared.context
+        yield prepared.resolved, config.model.spec(config.run.seed), prepared.train.batch(chosen), prepared.assembly.context
         return
     import tempfile
 

@@ -12,7 +12,7 @@ from skyrl_engine.cli.options import file_argument, flags_of, load_config, overr
 
 if TYPE_CHECKING:
     from skyrl_engine.config import ResolvedConfig
-    from skyrl_engine.training.sft.trainer import RunResult
+    from skyrl_engine.training.loop import RunResult
 
 
 @click.command(cls=EngineCommand)

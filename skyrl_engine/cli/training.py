@@ -11,7 +11,7 @@ from skyrl_engine.hooks.markers import hookimpl
 
 if TYPE_CHECKING:
     from skyrl_engine.config import ResolvedConfig
-    from skyrl_engine.training.sft.trainer import RunResult
+    from skyrl_engine.training.loop import RunResult
 
 
 class LogLocation:

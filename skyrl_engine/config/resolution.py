@@ -18,6 +18,7 @@ from skyrl_engine.errors import ConfigError, ContractError, PluginError, Problem
 
 if TYPE_CHECKING:
     from skyrl_engine.registry.loader import LoadedPlugin
+    from skyrl_engine.registry.part import Part
     from skyrl_engine.registry.record import PluginRecord
     from skyrl_engine.registry.resolve import Registry
 
@@ -37,6 +38,15 @@ class SelectedPlugin:
     def make(self, context: FactoryContext) -> Any:
         """Build the product; raises PluginBrokenError or ContractError."""
         return self.loaded.make(self.options, context)
+
+    def part(self, place: str, context: FactoryContext) -> "Part[Any]":
+        """Build the product and set it to work at `place` of the configuration. Raises as `make` does."""
+        from skyrl_engine.registry.host import Owner
+        from skyrl_engine.registry.part import Part
+
+        record = self.loaded.record
+        coefficient = 1.0 if self.coefficient is None else self.coefficient
+        return Part(self.make(context), Owner.of(record), place, record.name, coefficient)
 
     def on_one_rank(self) -> "SelectedPlugin":
         """A backend as one rank runs it: its options without parallel sizes."""

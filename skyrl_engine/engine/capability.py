@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from skyrl_engine.config.schema import ModelConfig
 from skyrl_engine.contracts.kinds.backend import BackendDescription, Capability
 from skyrl_engine.contracts.kinds.collator import CARRIED_EXTRAS, Carried, Collator, carried_by
 from skyrl_engine.contracts.kinds.loss import MODEL_SCORES, Loss
@@ -11,8 +10,8 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.images.processor import NoVision, Vision
 from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.model_facts.configuration import read_model_config
-from skyrl_engine.model_facts.vision_language import refuse_vision_language, takes_images
+from skyrl_engine.model_facts.facts import ModelFacts
+from skyrl_engine.model_facts.vision_language import refuse_vision_language
 from skyrl_engine.registry.host import Owner, blaming
 
 logger = logging.getLogger(__name__)
@@ -83,28 +82,25 @@ def check_capabilities(backend: str, declared: frozenset[Capability], required: 
         )
 
 
-def check_model(model: ModelConfig, described: BackendDescription) -> None:
+def check_model(facts: ModelFacts, described: BackendDescription) -> None:
     """Raises UnsupportedError for a vision-language model that is not supported, or that the backend in its layout does not train."""
-    config = read_model_config(model)
-    if config is not None:
-        refuse_vision_language(config, model.path, images="vision" in described.capabilities)
+    if facts.config is not None:
+        refuse_vision_language(facts.config, facts.model.path, images="vision" in described.capabilities)
 
 
-def check_layout(label: str, model: ModelConfig, described: BackendDescription) -> None:
-    """Raises UnsupportedError for a model that the backend, called `label`, does not build, or that its layout does not divide."""
-    config = read_model_config(model)
-    if config is not None:
-        with blaming(Owner(label, "Correct it, or choose another backend"), "refuse_model"):
-            described.refuse_model(config, model.spec(seed=0))
+def check_layout(owner: Owner, facts: ModelFacts, described: BackendDescription) -> None:
+    """Raises UnsupportedError for a model that the backend of `owner` does not build, or that its layout does not divide."""
+    if facts.config is not None:
+        with blaming(owner, "refuse_model"):
+            described.refuse_model(facts.config, facts.model.spec(seed=0))
 
 
-def vision_of(model: ModelConfig, vision: Vision) -> Vision:
-    """`vision`, the model's image inputs, unless the model takes images but is trained on text alone."""
-    config = read_model_config(model)
-    if isinstance(vision, NoVision) or config is None or takes_images(config):
+def vision_of(facts: ModelFacts, vision: Vision) -> Vision:
+    """Return `vision`, the model's image inputs, unless the model takes images but is trained on text alone."""
+    if isinstance(vision, NoVision) or facts.config is None or facts.takes_images:
         return vision
     return NoVision(
-        f"{model.path}, of the architecture {config.model_type}, is trained on text alone", "Use a dense Qwen3-VL model"
+        f"{facts.model.path}, of the architecture {facts.config.model_type}, is trained on text alone", "Use a dense Qwen3-VL model"
     )
 
 

@@ -124,27 +124,31 @@ class ReducerPlugin(FunctionPlugin):
 
     negative_weights: bool
     batch_local: bool
+    additive: bool
 
     @hookimpl
     def skyrl_engine_make_reducer(self, config: Any) -> FunctionReducer:
         empty_sequence: EmptySequence = getattr(config, "empty_sequence", "count")
-        return FunctionReducer(self.name, self.function, config, empty_sequence, self.negative_weights, self.batch_local)
+        return FunctionReducer(
+            self.name, self.function, config, empty_sequence, self.negative_weights, self.batch_local, self.additive
+        )
 
 
 def reducer(
-    *, config: type[Any] | None = None, negative_weights: bool = False, batch_local: bool = False
+    *, config: type[Any] | None = None, negative_weights: bool = False, batch_local: bool = False, additive: bool = False
 ) -> Callable[[Callable[..., Any]], ReducerPlugin]:
     """Make a reducer plugin of `function(structure, config) -> float64[A]`.
 
     `config` is an attrs class of the reducer's options; its field `empty_sequence`, if it has one, is what the reducer declares.
     Negative loss weights are refused before the function sees them, unless `negative_weights` says that it can take them. `batch_local`
-    declares that the weights depend on how the mini-batch is cut into micro-batches, by nature.
+    declares that the weights depend on how the mini-batch is cut into micro-batches, by nature; `additive` that a token's weight depends on
+    that token alone.
     Raises TypeError for a function that does not take (structure, config).
     """
 
     def decorate(function: Callable[..., Any]) -> ReducerPlugin:
         _check_takes(function, "structure", "config")
-        return ReducerPlugin(function, config, negative_weights, batch_local)
+        return ReducerPlugin(function, config, negative_weights, batch_local, additive)
 
     return decorate
 

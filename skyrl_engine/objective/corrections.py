@@ -4,15 +4,16 @@ from collections.abc import Sequence
 
 import torch
 
+from skyrl_engine.contracts.kinds.correction import Correction
 from skyrl_engine.contracts.values.outputs import Metric
 from skyrl_engine.errors import ContractError
-from skyrl_engine.objective.parts import CorrectionStep
 from skyrl_engine.objective.tokens import MicroBatchTokens
-from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.registry.host import blaming
+from skyrl_engine.registry.part import Part
 
 
 @torch.no_grad()
-def correct(steps: Sequence[CorrectionStep], tokens: MicroBatchTokens, first_part: int) -> tuple[torch.Tensor, dict[str, Metric]]:
+def correct(steps: Sequence[Part[Correction]], tokens: MicroBatchTokens, first_part: int) -> tuple[torch.Tensor, dict[str, Metric]]:
     """The product of all factors, [n] without gradient, and per correction the share of tokens it kept and the mean factor of those.
 
     `first_part` is the first correction's place in the objective, for generators. Raises ContractError for what is no factor per token.
@@ -21,9 +22,9 @@ def correct(steps: Sequence[CorrectionStep], tokens: MicroBatchTokens, first_par
     metrics: dict[str, Metric] = {}
     for part, step in enumerate(steps, start=first_part):
         keep = factors != 0
-        given = tokens.kept(step.label, step.correction.needs, part, keep)
-        with blaming(Owner(step.label, "Correct it, or leave it out"), "its call"):
-            made = step.correction(given)
+        given = tokens.kept(step.label, step.product.needs, part, keep)
+        with blaming(step.owner, "its call"):
+            made = step.product(given)
         before = len(given.sequences.index)
         _refuse_other_than_factors(step.label, made, before)
         made = made.to(factors)

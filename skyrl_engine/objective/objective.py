@@ -8,15 +8,16 @@ import torch
 from attrs import field, frozen
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch
-from skyrl_engine.contracts.kinds.loss import LossOutput, as_loss_output
+from skyrl_engine.contracts.kinds.loss import Loss, LossOutput, as_loss_output
 from skyrl_engine.contracts.values.outputs import Metric, RankOutput
 from skyrl_engine.errors import ContractError
 from skyrl_engine.objective.corrections import correct
 from skyrl_engine.objective.outputs import collect
-from skyrl_engine.objective.parts import ObjectiveParts, Term
+from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.objective.tokens import MicroBatchTokens
-from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.registry.host import blaming
+from skyrl_engine.registry.part import Part
 from skyrl_engine.spans import Spans
 
 
@@ -59,9 +60,8 @@ class LossObjective:
             token_loss = reduce(add, values)
             weights = torch.from_numpy(samples.weights).to(tokens.like)
             total = (weights * token_loss).sum()
-            if not len(
-                weights
-            ):  # take part in backward, and in the collectives of its ranks, through all that others take part through
+            if not len(weights):
+                # Take part in the backward pass, and in the collectives of its ranks, through all that others take part through.
                 total = sum((scores[name].sum() for name in sorted(self.parts.scores)), start=total)
             metrics |= self._sums(weights, total, values)
             return total, collect(samples, {**scores, "token_loss": token_loss}, metrics, per_token_outputs=self.per_token_outputs)
@@ -75,9 +75,8 @@ class LossObjective:
             if term is self.parts.main and self.parts.corrections:
                 factors, measured = correct(self.parts.corrections, tokens, first_part=len(self.parts.losses))
                 metrics |= measured
-                value = torch.where(
-                    factors == 0, 0.0, factors * value
-                )  # a dropped token counts for nothing even if it is not finite
+                # A dropped token counts for nothing even if it is not finite.
+                value = torch.where(factors == 0, 0.0, factors * value)
             yield value if term.coefficient == 1.0 else term.coefficient * value
 
     def _sums(self, weights: torch.Tensor, total: torch.Tensor, values: list[torch.Tensor]) -> dict[str, Metric]:
@@ -89,11 +88,11 @@ class LossObjective:
         return {name: Metric.sum(value) for name, value in zip(names, sums, strict=True)}
 
 
-def _evaluated(term: Term, tokens: MicroBatchTokens, part: int) -> LossOutput:
+def _evaluated(term: Part[Loss], tokens: MicroBatchTokens, part: int) -> LossOutput:
     count = len(tokens.like)
-    given = tokens.needed(term.label, term.loss.needs, part)
-    with blaming(Owner(term.label, "Correct it, or choose another loss"), "its call"):
-        output = as_loss_output(term.label, term.loss(given), count)
+    given = tokens.needed(term.label, term.product.needs, part)
+    with blaming(term.owner, "its call"):
+        output = as_loss_output(term.label, term.product(given), count)
     _refuse_other_than_real_numbers(term.label, output.token_loss)
     if count and _learning(tokens.scores) and not output.token_loss.requires_grad:
         raise ContractError(

@@ -1,74 +1,52 @@
-"""What an objective is made of: the main loss, the corrections of its values, and further terms, each with a coefficient."""
+"""The parts of an objective: the main loss, the corrections of its values, and further terms, each with a coefficient."""
 
 from collections.abc import Iterator, Mapping
 from itertools import count
+from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.correction import Correction
 from skyrl_engine.contracts.kinds.loss import MODEL_SCORES, Loss
+from skyrl_engine.registry.part import Part
 
-
-@frozen(eq=False)
-class Term:
-    """A loss and how much it counts. `name` is under which its metrics appear, `label` names it in errors."""
-
-    name: str
-    label: str
-    loss: Loss
-    coefficient: float = 1.0
-
-
-@frozen(eq=False)
-class CorrectionStep:
-    """A correction; `name` and `label` as of a term."""
-
-    name: str
-    label: str
-    correction: Correction
+KINDS_OF_PARTS = frozenset(("loss", "correction"))
 
 
 @frozen(eq=False)
 class ObjectiveParts:
     """objective = sum over tokens of weight * (factor * main + sum over terms of coefficient * term); corrections make the factor."""
 
-    main: Term
-    terms: tuple[Term, ...] = ()
-    corrections: tuple[CorrectionStep, ...] = ()
+    main: Part[Loss]
+    terms: tuple[Part[Loss], ...] = ()
+    corrections: tuple[Part[Correction], ...] = ()
 
     @classmethod
     def made(cls, plugins: Mapping[str, SelectedPlugin], context: FactoryContext) -> "ObjectiveParts":
-        """Of the selected plugins by their place in the configuration: `loss`, `loss.terms[0]`, `loss.corrections[0]` and on."""
-        main = plugins["loss"]
-        terms = [selected for place, selected in plugins.items() if place.startswith("loss.terms[")]
-        corrections = [selected for place, selected in plugins.items() if place.startswith("loss.corrections[")]
-        taken = {main.loaded.record.name}
-        return cls(
-            Term(main.loaded.record.name, str(main.loaded.record), main.make(context)),
-            tuple(
-                Term(_free(term.loaded.record.name, taken), str(term.loaded.record), term.make(context), _coefficient(term))
-                for term in terms
-            ),
-            tuple(
-                CorrectionStep(_free(step.loaded.record.name, taken), str(step.loaded.record), step.make(context))
-                for step in corrections
-            ),
-        )
+        """Make the losses and corrections among the selected plugins, which come by their place in the configuration."""
+        taken: set[str] = set()
+        main: Part[Loss] = _made(plugins["loss"], "loss", context, taken)
+        terms: list[Part[Loss]] = []
+        corrections: list[Part[Correction]] = []
+        for place, selected in plugins.items():
+            if selected.coefficient is not None:
+                terms.append(_made(selected, place, context, taken))
+            elif selected.loaded.record.kind == "correction":
+                corrections.append(_made(selected, place, context, taken))
+        return cls(main, tuple(terms), tuple(corrections))
 
     @property
-    def losses(self) -> tuple[Term, ...]:
+    def losses(self) -> tuple[Part[Loss], ...]:
         """The main loss and the terms."""
         return (self.main, *self.terms)
 
     @property
     def needs(self) -> Mapping[str, tuple[str, ...]]:
-        """What each part reads, by its label: model scores and data columns."""
-        return {
-            **{term.label: tuple(term.loss.needs) for term in self.losses},
-            **{step.label: tuple(step.correction.needs) for step in self.corrections},
-        }
+        """Model scores and data columns that each part reads, by the part's label."""
+        parts: tuple[Part[Any], ...] = (*self.losses, *self.corrections)
+        return {part.label: tuple(part.product.needs) for part in parts}
 
     @property
     def scores(self) -> frozenset[str]:
@@ -85,14 +63,10 @@ class ObjectiveParts:
             yield from needs
 
 
-def _coefficient(term: SelectedPlugin) -> float:
-    assert term.coefficient is not None, f"the term {term.loaded.record} has no coefficient"
-    return term.coefficient
-
-
-def _free(name: str, taken: set[str]) -> str:
-    """The name, with a number behind it where another part has it."""
-    candidates = (name if number == 1 else f"{name}_{number}" for number in count(1))
+def _made(selected: SelectedPlugin, place: str, context: FactoryContext, taken: set[str]) -> Part[Any]:
+    """The part at `place`, under a name that no part before it has: the plugin's own, with a number behind it where that is taken."""
+    part = selected.part(place, context)
+    candidates = (part.name if number == 1 else f"{part.name}_{number}" for number in count(1))
     free = next(candidate for candidate in candidates if candidate not in taken)
     taken.add(free)
-    return free
+    return evolve(part, name=free)

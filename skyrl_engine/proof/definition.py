@@ -28,7 +28,7 @@ from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.objective.tokens import MicroBatchTokens
 from skyrl_engine.proof.comparison import Gradients, Measured
 from skyrl_engine.proof.diagnosis import Pieces
-from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.registry.host import blaming
 
 
 @frozen(eq=False)
@@ -180,9 +180,9 @@ class Definition:
 def _values(parts: ObjectiveParts, tokens: MicroBatchTokens) -> dict[str, Tensor]:
     values: dict[str, Tensor] = {}
     for number, term in enumerate(parts.losses):
-        needed = tokens.needed(term.label, term.loss.needs, number)
-        with blaming(Owner(term.label, "Correct it, or choose another loss"), "its call"):
-            returned = term.loss(needed)
+        needed = tokens.needed(term.label, term.product.needs, number)
+        with blaming(term.owner, "its call"):
+            returned = term.product(needed)
         value = as_loss_output(term.label, returned, len(needed.sequences.index)).token_loss
         if term is parts.main:
             if parts.corrections:

@@ -1,7 +1,6 @@
 """Drive one batch through every case and compare each with the objective by definition: plain transformers, one sample at a time."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import attrs
 import numpy as np
@@ -9,11 +8,10 @@ from attrs import define, frozen
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.kinds.backend import ComputeDtype
-from skyrl_engine.contracts.kinds.collator import Collator
-from skyrl_engine.contracts.kinds.merger import Merger
 from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.capability import check_reducer
 from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
@@ -21,7 +19,7 @@ from skyrl_engine.proof.cases import Case
 from skyrl_engine.proof.comparison import Difference, Measured, compare
 from skyrl_engine.proof.definition import Definition, PlainModel
 from skyrl_engine.proof.diagnosis import explain
-from skyrl_engine.proof.passes import STEP, Products, layout_of, measure
+from skyrl_engine.proof.passes import STEP, measure
 from skyrl_engine.proof.plants import Cut, PlannedCollator, Plant, PlantedMerger, PlantedReducer
 from skyrl_engine.proof.ranks import CONTEXT, RankPool
 from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
@@ -56,7 +54,7 @@ class Prover:
         first = next(iter(self.resolved.values()))
         parts = ObjectiveParts.made(first.plugins, CONTEXT)
         for term in parts.losses:
-            check_reducer(term.label, term.loss, first.plugins["reducer"].loaded.record.name)
+            check_reducer(term.label, term.product, first.plugins["reducer"].loaded.record.name)
         columns = recorded_rollouts(parts.columns)
         reducer: Reducer = first.plugins["reducer"].make(CONTEXT)
         model = PlainModel.load(self.ranks.model)
@@ -74,7 +72,7 @@ class Prover:
         cut = self._cut(case, columns, self.dtype)
         excuse = _excuse(self.resolved[case.collator], parts)
         try:
-            got = self._measure(case, columns, parts, self.dtype, self.plant)
+            got = self._measure(case, columns, self.dtype, self.plant)
         except EngineError as error:
             return Row(case, None, holds=False, explanation=str(error), excuse=excuse)
         difference = compare(got, reference)
@@ -89,33 +87,30 @@ class Prover:
         return Row(case, difference, holds=False, explanation=explanation, excuse=excuse)
 
     def _cut(self, case: Case, columns: SampleColumns, dtype: ComputeDtype) -> Cut:
-        collator: Collator = self._product(case, "collator")
         chosen = _in_order(case, columns)
-        plan = planned(case.collator, collator, chosen, self._layout(case, dtype))
+        plan = planned(self._assembly(case, dtype).collator, chosen, self._layout(case, dtype))
         return Cut.of(batch_structure(chosen, plan.mini_batches[0], LONGEST), plan)
 
-    def _measure(
-        self, case: Case, columns: SampleColumns, parts: ObjectiveParts, dtype: ComputeDtype, plant: Plant | None
-    ) -> Measured:
+    def _measure(self, case: Case, columns: SampleColumns, dtype: ComputeDtype, plant: Plant | None) -> Measured:
         chosen = _in_order(case, columns)
-        collator = PlannedCollator(self._product(case, "collator"))
-        honest: Reducer = self._product(case, "reducer")
-        merger: Merger = self._product(case, "merger")
-        products = Products(
-            collator=collator,
-            reducer=honest if plant is None else PlantedReducer(honest, plant, collator),
-            merger=merger if plant is None else PlantedMerger(merger, plant),
-            labels={kind: str(selected.loaded.record) for kind, selected in self.resolved[case.collator].plugins.items()},
-            needs=parts.columns,
-            max_sequence_length=LONGEST,
-        )
+        assembly = self._assembly(case, dtype)
+        collator = PlannedCollator(assembly.collator.product)
+        honest = assembly.reducer
+        assembly = attrs.evolve(assembly, collator=attrs.evolve(assembly.collator, product=collator))
+        if plant is not None:
+            assembly = attrs.evolve(
+                assembly,
+                reducer=attrs.evolve(honest, product=PlantedReducer(honest.product, plant, collator)),
+                merger=attrs.evolve(assembly.merger, product=PlantedMerger(assembly.merger.product, plant)),
+            )
         group = self.ranks.group(case.ranks, dtype)
         group.use(self._locks(case, columns, plant, dtype))
-        return measure(group, products, chosen, self._layout(case, dtype), honest)
+        return measure(group, assembly, chosen, self._layout(case, dtype), honest)
 
     def _layout(self, case: Case, dtype: ComputeDtype) -> Layout:
-        topology = self.ranks.topology(case.ranks, dtype)
-        return layout_of(topology, micro_batch_rows=case.micro_batch_rows, micro_batch_tokens=case.micro_batch_tokens)
+        return self._assembly(case, dtype).layout(
+            micro_batch_rows=case.micro_batch_rows, micro_batch_tokens=case.micro_batch_tokens
+        )
 
     def _locks(self, case: Case, columns: SampleColumns, plant: Plant | None, dtype: ComputeDtype) -> dict[str, dict[str, object]]:
         plugins = self.resolved[case.collator].plugins
@@ -129,9 +124,10 @@ class Prover:
             }
         return {place: selected.lock() for place, selected in plugins.items()}
 
-    def _product(self, case: Case, kind: str) -> Any:
-        """What the plugin of this kind makes, checked against its contract when it is made."""
-        return self.resolved[case.collator].plugins[kind].make(CONTEXT)
+    def _assembly(self, case: Case, dtype: ComputeDtype) -> Assembly:
+        """The parts of the case's configuration on its ranks, each checked against its contract when it is made."""
+        plugins = {**self.resolved[case.collator].plugins, "backend": self.ranks.backend(case.ranks, dtype)}
+        return Assembly.of(plugins, CONTEXT, case.ranks)
 
 
 def _in_order(case: Case, columns: SampleColumns) -> SampleColumns:
@@ -141,7 +137,7 @@ def _in_order(case: Case, columns: SampleColumns) -> SampleColumns:
 
 def _excuse(resolved: ResolvedConfig, parts: ObjectiveParts) -> str:
     """Who declared to depend on the cut, if anybody."""
-    labels = [term.label for term in parts.losses if term.loss.batch_local]
+    labels = [term.label for term in parts.losses if term.product.batch_local]
     reducer = resolved.plugins["reducer"]
     if reducer.make(CONTEXT).batch_local:
         labels.append(str(reducer.loaded.record))

@@ -9,15 +9,12 @@ import attrs
 from attrs import define
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import ComputeDtype, ModelSpec, OptimizerSpec
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, ComputeDtype, ModelSpec
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.proof.rollouts import LONGEST, PAD_TOKEN_ID
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
 from skyrl_engine.workers.spec import WorkerSpec
-
-NO_STEP = OptimizerSpec(learning_rate=1e-300, max_grad_norm=None)
-"""A step so small that it changes no weight: it only clears the gradient."""
 
 CONTEXT = FactoryContext(seed=0, pad_token_id=PAD_TOKEN_ID, max_sequence_length=LONGEST)
 
@@ -63,7 +60,7 @@ class RankPool:
             plugins = {**self.plugins, "backend": self.backend(ranks, dtype)}
             locks: dict[str, dict[str, Any]] = {place: selected.lock() for place, selected in plugins.items()}
             model = attrs.evolve(self.model, dtype=dtype, packed_rows=self.packed_rows)
-            spec = WorkerSpec(locks, self.context, model, NO_STEP, self.topology(ranks, dtype), "cpu", self.shown)
+            spec = WorkerSpec(locks, self.context, model, AdamWSettings(), self.topology(ranks, dtype), "cpu", self.shown)
             group = launch_workers(spec, launch="inline" if ranks == 1 else "ray")
             self._groups[ranks, dtype] = self._stack.enter_context(group)
         return self._groups[ranks, dtype]

@@ -13,47 +13,57 @@ from skyrl_engine.contracts.values.plan import MicroBatchPlan
 from skyrl_engine.contracts.values.ragged import Ragged, offsets_of, segment_indices
 from skyrl_engine.errors import ContractError
 from skyrl_engine.objective.samples import ScoredSamples
-from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.registry.host import blaming
+from skyrl_engine.registry.part import Part
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.dispatch import Shard
 
 Selection = Literal["loss", "actions"]
+"""Tokens that a pass scores: those that carry loss, or all of every response."""
 
 
 @frozen(eq=False)
 class ShardBatch:
-    """The `RankBatch` of one shard. `selection` scores the loss-carrying tokens, or every action token; `label` names the collator."""
+    """The `RankBatch` of one shard, or of its micro-batches from `first` up to `last` (None: all that follow).
+
+    `selection` scores the loss-carrying tokens, or every action token.
+    """
 
     shard: Shard
-    collator: Collator
-    label: str
+    collator: Part[Collator]
     selection: Selection
     spans: Spans
+    first: int = 0
+    last: int | None = None
 
     def __len__(self) -> int:
-        return len(self.shard.micro_batches)
+        return len(self._plans)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for plan in self.shard.micro_batches:
+        for plan in self._plans:
             with self.spans("build"):
                 micro_batch = self._build(plan)
             yield micro_batch
+
+    @property
+    def _plans(self) -> tuple[MicroBatchPlan, ...]:
+        return self.shard.micro_batches[self.first : self.last]
 
     def _check_extras(self, dense: DenseBatch) -> None:
         """A model without its images or routes would train all the same, on something else."""
         for name in MODEL_INPUTS:
             if name in self.shard.columns.extras and name not in dense.fields:
                 raise ContractError(
-                    f"{self.label} left out {name}, which the samples have",
+                    f"{self.collator.label} left out {name}, which the samples have",
                     remedy="Build every field that is asked for, or choose another collator",
                 )
 
     def _build(self, plan: MicroBatchPlan) -> MicroBatch:
         columns = self.shard.columns
-        with blaming(Owner(self.label, "Correct it, or choose another collator"), "build"):
+        with blaming(self.collator.owner, "build"):
             # Into fresh memory: a pipeline schedule holds several micro-batches, autograd keeps their tensors until the backward pass is
             # through, and how many of them a backend has at a time is its own affair. Reused memory would change under it.
-            dense = self.collator.build(columns, plan, fields=MODEL_INPUTS)
+            dense = self.collator.product.build(columns, plan, fields=MODEL_INPUTS)
         self._check_extras(dense)
         action_counts = np.diff(columns.action_offsets)[plan.samples]
         starts = offsets_of(action_counts)
@@ -68,7 +78,7 @@ class ShardBatch:
         carrying = int(np.count_nonzero(columns.loss_weight[flat_actions]))
         if self.selection == "loss" and len(chosen) != carrying:
             raise ContractError(
-                f"{self.label} says where to score {len(chosen)} loss-carrying tokens of a micro-batch that has {carrying}",
+                f"{self.collator.label} says where to score {len(chosen)} loss-carrying tokens of a micro-batch that has {carrying}",
                 remedy="Give the gather index one entry for every action token that has a predecessor",
             )
 

@@ -17,7 +17,8 @@ from skyrl_engine.contracts.values.outputs import BatchOutput, RankOutput
 from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, MiniBatchPlan
 from skyrl_engine.contracts.values.ragged import IntArray, Join, join_fresh, offsets_of, take_segments
 from skyrl_engine.errors import ContractError
-from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.registry.host import blaming
+from skyrl_engine.registry.part import Part
 
 
 @frozen(eq=False)
@@ -60,13 +61,14 @@ class PlacedShard:
         return self.first if stage == 0 else self.later
 
 
-def planned(label: str, collator: Collator, columns: SampleColumns, layout: Layout) -> BatchPlan:
+def planned(collator: Part[Collator], columns: SampleColumns, layout: Layout) -> BatchPlan:
     """The collator's plan, checked: nothing a plan forgets can be missed later, since outputs are compared with it.
 
-    Raises ContractError, naming the collator `label`.
+    Raises ContractError, naming the collator.
     """
-    with blaming(Owner(label, "Correct it, or choose another collator"), "plan"):
-        plan = collator.plan(columns.lengths, layout)
+    label = collator.label
+    with blaming(collator.owner, "plan"):
+        plan = collator.product.plan(columns.lengths, layout)
     _check_type(label, plan, BatchPlan)
     if len(plan.mini_batches) != 1 and layout.mini_batch_size is None:
         raise ContractError(
@@ -111,19 +113,20 @@ def batch_structure(
     )
 
 
-def token_weights(label: str, reducer: Reducer, structure: BatchStructure) -> npt.NDArray[np.float64]:
+def token_weights(reducer: Part[Reducer], structure: BatchStructure) -> npt.NDArray[np.float64]:
     """The reducer's weights, float64[A]; raises ContractError as `compact_weights` does."""
-    weights = compact_weights(label, reducer, structure)
+    weights = compact_weights(reducer, structure)
     return weights.expand(structure) if isinstance(weights, PerSequence) else weights
 
 
-def compact_weights(label: str, reducer: Reducer, structure: BatchStructure) -> TokenWeights:
+def compact_weights(reducer: Part[Reducer], structure: BatchStructure) -> TokenWeights:
     """The reducer's weights, in short where it offers that (a method `compact`).
 
-    Raises ContractError, naming it `label`, where they are not one finite number per action token.
+    Raises ContractError, naming it, where they are not one finite number per action token.
     """
-    with blaming(Owner(label, "Correct it, or choose another reducer"), "weights"):
-        weights = getattr(reducer, "compact", reducer.weights)(structure)
+    label, product = reducer.label, reducer.product
+    with blaming(reducer.owner, "weights"):
+        weights = getattr(product, "compact", product.weights)(structure)
     if isinstance(weights, PerSequence):
         divisor = weights.divisor
         if divisor.dtype != np.float64 or divisor.shape != (len(structure),):
@@ -149,10 +152,11 @@ def compact_weights(label: str, reducer: Reducer, structure: BatchStructure) -> 
     return weights
 
 
-def merged(label: str, merger: Merger, outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
-    """The merger's output, checked against the plan. Raises ContractError, naming the merger `label`; OutputError passes."""
-    with blaming(Owner(label, "Correct it, or choose another merger"), "merge"):
-        output = merger.merge(outputs, plan)
+def merged(merger: Part[Merger], outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
+    """The merger's output, checked against the plan. Raises ContractError, naming the merger; OutputError passes."""
+    label = merger.label
+    with blaming(merger.owner, "merge"):
+        output = merger.product.merge(outputs, plan)
     _check_type(label, output, BatchOutput)
     if not np.array_equal(output.sample_ids, plan.expected_ids):
         raise ContractError(

@@ -1,15 +1,17 @@
 """Start the ranks of a run and talk to them: `inline` in this process, `ray` in one actor per rank. The same code above both."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 import numpy.typing as npt
 
+from skyrl_engine.contracts.kinds.backend import AdamWSettings
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.workers.dispatch import PlacedShard, Shard
+from skyrl_engine.workers.future import Calls, Future
 from skyrl_engine.workers.spec import WorkerSpec
 from skyrl_engine.workers.worker import Pass, RankReply, StepReply, Worker
 
@@ -20,8 +22,11 @@ class Transport(Protocol):
     def put(self, shard: Shard) -> Any:
         """Make a shard available to ranks; the result stands for it in `call`."""
 
-    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]], keywords: dict[str, Any]) -> list[Any]:
-        """Call a `Worker` method on every rank at once with that rank's arguments; results by rank. Raises WorkerError."""
+    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        """Call a `Worker` method on every rank at once with that rank's arguments; returns what waits for the results, by rank.
+
+        Waiting raises WorkerError, or the typed error that a rank met. Ranks work through calls in the order in which they were made.
+        """
 
     def close(self) -> None:
         """End the ranks, whatever state they are in."""
@@ -32,6 +37,7 @@ class WorkerGroup:
 
     def __init__(self, transport: Transport, topology: Topology) -> None:
         self._transport = transport
+        self._calls = Calls()
         self.topology = topology
 
     def put(self, shards: Iterable[Shard]) -> list[PlacedShard]:
@@ -45,19 +51,22 @@ class WorkerGroup:
         first = self._transport.put(shard)
         return PlacedShard(first, first if later is shard else self._transport.put(later))
 
-    def run(self, mode: Pass, shards: Sequence[PlacedShard], *, step: int, per_token_outputs: bool) -> list[RankReply]:
+    def run(self, work: Pass, shards: Sequence[PlacedShard]) -> Future[list[RankReply]]:
         """One pass over a mini-batch; `shards[dp]` are references from `put`. Replies by rank."""
         places = (self.topology.coords(rank) for rank in range(self.topology.world_size))
-        per_rank = [(mode, shards[place.dp].at(place.pp)) for place in places]
-        return self._transport.call("run", per_rank, {"step": step, "per_token_outputs": per_token_outputs})
+        return self._call("run", [(work, shards[place.dp].at(place.pp)) for place in places])
 
     def use(self, plugins: Mapping[str, Mapping[str, Any]]) -> None:
         """From now on collator and objective are those of these locks; the model stays loaded. For proofs and comparisons."""
         self._everywhere("use", plugins)
 
-    def optim_step(self) -> list[StepReply]:
+    def optim_step(self, settings: AdamWSettings) -> Future[list[StepReply]]:
         """Apply the accumulated gradients; replies by rank."""
-        return self._everywhere("optim_step")
+        return self._call("optim_step", [(settings,)] * self.topology.world_size)
+
+    def settle(self) -> None:
+        """Wait for all calls under way. Raises the first failure that nobody has seen."""
+        self._calls.settle()
 
     def gradients(self) -> "dict[str, npt.NDArray[Any]]":
         """The accumulated gradients by parameter name, summed over ranks, before `optim_step`; for proofs and comparisons."""
@@ -92,11 +101,14 @@ class WorkerGroup:
         self.close()
 
     def _everywhere(self, method: str, *arguments: Any) -> list[Any]:
-        return self._transport.call(method, [arguments] * self.topology.world_size, {})
+        return self._call(method, [arguments] * self.topology.world_size).result()
+
+    def _call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Future[list[Any]]:
+        return self._calls.made(self._transport.call(method, per_rank))
 
 
 class InlineTransport:
-    """One rank in this process: no Ray, no copies, exceptions as they are."""
+    """One rank in this process: no Ray, no copies, exceptions as they are. A call computes at once."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._worker = Worker(spec, 0)
@@ -104,8 +116,17 @@ class InlineTransport:
     def put(self, shard: Shard) -> Shard:
         return shard
 
-    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]], keywords: dict[str, Any]) -> list[Any]:
-        return [getattr(self._worker, method)(*per_rank[0], **keywords)]
+    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        try:
+            answer = getattr(self._worker, method)(*per_rank[0])
+        except Exception as error:  # noqa: BLE001 - it is raised where the answer is taken, as with ranks elsewhere
+            failure = error
+
+            def failed() -> list[Any]:
+                raise failure
+
+            return failed
+        return lambda: [answer]
 
     def close(self) -> None:
         self._worker.close()

@@ -60,12 +60,12 @@ class RankActor:
 
         return _guarded(make)
 
-    def call(self, method: str, arguments: tuple[Any, ...], shard: Parcel | None, keywords: dict[str, Any]) -> Any:
+    def call(self, method: str, arguments: tuple[Any, ...], shard: Parcel | None) -> Any:
         """Call the worker; `shard`, when given, arrives as the parcel itself because it is a top-level argument."""
 
         def answer() -> Any:
             opened = () if shard is None else (shard.opened(),)
-            return getattr(self._worker, method)(*arguments, *opened, **keywords)
+            return getattr(self._worker, method)(*arguments, *opened)
 
         return _guarded(answer)
 

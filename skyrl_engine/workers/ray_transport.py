@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -66,13 +66,13 @@ class RayTransport:
     def put(self, shard: Shard) -> Any:
         return self._ray.put(Parcel.of(shard))
 
-    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]], keywords: dict[str, Any]) -> list[Any]:
+    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
         pending = []
         for actor, arguments in zip(self._actors, per_rank, strict=True):
             plain = tuple(argument for argument in arguments if not isinstance(argument, self._ray.ObjectRef))
             shards = [argument for argument in arguments if isinstance(argument, self._ray.ObjectRef)]
-            pending.append(actor.call.remote(method, plain, shards[0] if shards else None, keywords))
-        return self._gather(method, pending)
+            pending.append(actor.call.remote(method, plain, shards[0] if shards else None))
+        return lambda: self._gather(method, pending)
 
     def _gather(self, method: str, pending: list[Any]) -> list[Any]:
         """Results by rank, or the failure that explains the others: a dead rank before one that raised."""

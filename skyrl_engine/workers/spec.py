@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from attrs import frozen
 
-from skyrl_engine.contracts.kinds.backend import ModelSpec, OptimizerSpec
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, ModelSpec
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.values.topology import Topology
 
@@ -22,7 +22,7 @@ class WorkerSpec:
     plugins: Mapping[str, Mapping[str, Any]]
     context: FactoryContext
     model: ModelSpec
-    optimizer: OptimizerSpec | None
+    optimizer: AdamWSettings | None
     topology: Topology
     device: Device = "auto"
     shown: frozenset[str] = frozenset()

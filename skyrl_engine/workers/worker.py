@@ -10,19 +10,39 @@ import torch
 from attrs import frozen
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import Backend, OptimStep, RankEnvironment
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, Objective, OptimStep, RankEnvironment
 from skyrl_engine.contracts.kinds.collator import Collator
 from skyrl_engine.contracts.values.outputs import RankOutput
 from skyrl_engine.errors import ContractError
 from skyrl_engine.objective.objective import LossObjective
-from skyrl_engine.objective.parts import ObjectiveParts
+from skyrl_engine.objective.parts import KINDS_OF_PARTS, ObjectiveParts
+from skyrl_engine.objective.score import ScoreObjective
+from skyrl_engine.registry.part import Part
 from skyrl_engine.spans import Spans
-from skyrl_engine.workers.batch import ShardBatch
+from skyrl_engine.workers.batch import Selection, ShardBatch
 from skyrl_engine.workers.dispatch import Shard
 from skyrl_engine.workers.process_group import Rendezvous, join, leave, pick_device
 from skyrl_engine.workers.spec import WorkerSpec
 
-Pass = Literal["forward", "forward_backward"]
+Mode = Literal["forward_backward", "evaluate", "score"]
+
+
+@frozen
+class Pass:
+    """What the ranks compute over a mini-batch, alike on all of them.
+
+    `forward_backward` differentiates the objective, `evaluate` computes it without gradients, `score` gives the model's `scores` alone, of the
+    loss-carrying tokens or of all action tokens. `step` counts optimizer steps and seeds losses that draw random numbers. `micro_batches` are
+    the first and the one behind the last of those that every rank runs; None: all.
+    """
+
+    mode: Mode
+    step: int = 0
+    per_token_outputs: bool = True
+    temperature: float = 1.0
+    scores: frozenset[str] = frozenset()
+    tokens: Selection = "loss"
+    micro_batches: tuple[int, int] | None = None
 
 
 @frozen(eq=False)
@@ -73,39 +93,49 @@ class Worker:
 
     def use(self, plugins: Mapping[str, Mapping[str, Any]]) -> None:
         """Make collator and objective of these locks, for the passes from now on; the model stays as it is."""
-        losses = {place: SelectedPlugin.from_lock(lock) for place, lock in plugins.items() if place.startswith("loss")}
-        self._objective_parts = ObjectiveParts.made(losses, self._context)
-        collator = SelectedPlugin.from_lock(plugins["collator"])
-        self._collator_label = str(collator.loaded.record)
-        self._collator: Collator = collator.make(self._context)
+        wanted = KINDS_OF_PARTS | {"collator"}
+        selected = {place: SelectedPlugin.from_lock(lock) for place, lock in plugins.items() if lock["record"]["kind"] in wanted}
+        self._objective_parts = ObjectiveParts.made(selected, self._context)
+        self._collator: Part[Collator] = selected["collator"].part("collator", self._context)
 
-    def run(self, mode: Pass, shard: Shard, *, step: int, per_token_outputs: bool) -> RankReply:
-        """One pass over the shard's loss-carrying tokens, with or without gradients."""
-        batch = ShardBatch(shard, self._collator, self._collator_label, "loss", self._spans)
-        objective = LossObjective(
-            self._objective_parts,
-            seed=self._seed,
-            step=step,
-            per_token_outputs=per_token_outputs,
-            spans=self._spans,
-            shown=self._shown,
-        )
+    def run(self, work: Pass, shard: Shard) -> RankReply:
+        """One pass over the shard."""
+        first, last = work.micro_batches or (0, None)
+        batch = ShardBatch(shard, self._collator, work.tokens, self._spans, first, last)
+        objective = self._objective(work)
         with self._spans("model"):
-            output = getattr(self._backend, mode)(batch, objective)
+            if work.mode == "forward_backward":
+                output = self._backend.forward_backward(batch, objective)
+            else:
+                output = self._backend.forward(batch, objective)
         return RankReply(output, self._spans.drain())
 
-    def optim_step(self) -> StepReply:
+    def _objective(self, work: Pass) -> Objective:
+        if work.mode == "score":
+            return ScoreObjective(work.scores, work.temperature, self._spans)
+        return LossObjective(
+            self._objective_parts,
+            seed=self._seed,
+            step=work.step,
+            per_token_outputs=work.per_token_outputs,
+            spans=self._spans,
+            temperature=work.temperature,
+            shown=self._shown,
+        )
+
+    def optim_step(self, settings: AdamWSettings) -> StepReply:
         """Apply the accumulated gradient."""
         with self._spans("optimizer"):
-            step = self._backend.optim_step()
+            step = self._backend.optim_step(settings)
         return StepReply(step, self._spans.drain())
 
     def gradients(self) -> dict[str, np.ndarray]:
         """The accumulated gradient by parameter name, float32 or float64, before `optim_step`; nothing on ranks other than 0.
 
-        Every rank takes part in gathering it, and it is as large as the model: only one copy is kept and sent.
+        Every rank takes part in gathering it, and it is as large as the model: only one copy is kept and sent. It is a copy: the backend goes
+        on with the memory that it showed.
         """
-        return {name: tensor.numpy() for name, tensor in self._backend.gradients() if self._rank == 0}
+        return {name: tensor.numpy().copy() for name, tensor in self._backend.gradients() if self._rank == 0}
 
     def weights(self) -> dict[str, np.ndarray]:
         """The weights by parameter name; as `gradients`. A copy: the backend may go on with the memory it showed."""

@@ -33,13 +33,13 @@ from attrs import evolve, frozen
 from measuring import ranks as on_rank
 from measuring.cpu_time import machine
 from measuring.ranks import ClockedTransport
+from skyrl_engine.engine.step import StepDriver
 
 from skyrl_engine.config import SelectedPlugin, from_dict, resolve
 from skyrl_engine.contracts.kinds.backend import ComputeDtype, ModelSpec
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import BatchOutput
-from skyrl_engine.engine.step import StepDriver
 from skyrl_engine.errors import PluginNotFoundError, UnsupportedError
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.objective.parts import ObjectiveParts

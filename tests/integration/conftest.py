@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.contracts.kinds.backend import ModelSpec, OptimizerSpec
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, ModelSpec
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import offsets_of
@@ -64,7 +64,7 @@ def worker_spec() -> Callable[..., WorkerSpec]:
             plugins={kind: resolved.plugins[kind].lock() for kind in ("collator", "loss", "backend")},
             context=FactoryContext(seed=1),
             model=ModelSpec(str(model), dtype=dtype),
-            optimizer=OptimizerSpec(learning_rate=1e-3),
+            optimizer=AdamWSettings(learning_rate=1e-3),
             topology=Topology(dp=ranks),
             device="cpu",
         )

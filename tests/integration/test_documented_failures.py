@@ -12,13 +12,13 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+from skyrl_engine.engine.step import StepDriver
 
 from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.contracts.kinds.backend import ModelSpec
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import BatchOutput
 from skyrl_engine.contracts.values.plan import Layout
-from skyrl_engine.engine.step import StepDriver
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.proof.model import write_model
 from skyrl_engine.proof.ranks import CONTEXT, RankPool

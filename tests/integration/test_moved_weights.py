@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.contracts.kinds.backend import Backend, ModelSpec, OptimizerSpec, RankEnvironment
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, ModelSpec, RankEnvironment
 from skyrl_engine.errors import PluginNotFoundError
 from skyrl_engine.proof.model import Family, write_model
 from skyrl_engine.proof.ranks import CONTEXT
@@ -33,7 +33,7 @@ def started(name: str, directory: Path) -> Backend:
     except PluginNotFoundError as error:
         pytest.skip(f"NOT PROVED HERE: {error.cause}")
     backend: Backend = chosen.make(CONTEXT)
-    spec = OptimizerSpec(learning_rate=1e-2, warmup_steps=0)
+    spec = AdamWSettings(learning_rate=1e-2, warmup_steps=0)
     backend.setup(ModelSpec(str(directory)), spec, RankEnvironment(0, 1, "cpu", 0))
     return backend
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from skyrl_engine.engine.step import StepDriver
 
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.contracts.kinds.backend import ModelSpec, OptimizerSpec
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, ModelSpec
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import Layout
-from skyrl_engine.engine.step import StepDriver
 from skyrl_engine.errors import PluginNotFoundError
 from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.proof.model import write_model
@@ -103,7 +103,7 @@ def check(
         pytest.skip(f"NOT PROVED HERE: {error.cause}")
     locks = {place: selected.lock() for place, selected in plugins.items()}
     spec = WorkerSpec(
-        locks, CONTEXT, ModelSpec(str(model), packed_rows=True), OptimizerSpec(learning_rate=1e-3), sizes.topology, "cpu"
+        locks, CONTEXT, ModelSpec(str(model), packed_rows=True), AdamWSettings(learning_rate=1e-3), sizes.topology, "cpu"
     )
     results: list[Any] = []
     with start(spec) as group:

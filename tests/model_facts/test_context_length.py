@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from skyrl_engine.model_facts.context_length import limited_to_model
 from transformers import Qwen3Config
 
 from skyrl_engine.config.schema import DataConfig, ModelConfig
-from skyrl_engine.model_facts.context_length import limited_to_model
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from parity import Matrix, driver_of, resolved
 
-from skyrl_engine.contracts.kinds.backend import OptimizerSpec
+from skyrl_engine.contracts.kinds.backend import AdamWSettings
 from skyrl_engine.proof.rollouts import recorded_rollouts
 
 Curves = Mapping[str, npt.NDArray[np.float64]]
@@ -31,7 +31,7 @@ RUNS = {
 }
 """The first is what the others are compared with."""
 
-OPTIMIZER = OptimizerSpec(
+OPTIMIZER = AdamWSettings(
     learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0, schedule="cosine", warmup_steps=3, total_steps=STEPS
 )
 

@@ -19,11 +19,11 @@ import attrs
 import numpy as np
 import torch
 from attrs import define, frozen
+from skyrl_engine.engine.step import StepDriver
 
 from skyrl_engine.config import SelectedPlugin, from_dict, resolve
-from skyrl_engine.contracts.kinds.backend import ModelSpec, OptimizerSpec
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, ModelSpec
 from skyrl_engine.engine.capability import check_capabilities, required_capabilities
-from skyrl_engine.engine.step import StepDriver
 from skyrl_engine.errors import ConfigError, EngineError, PluginNotFoundError
 from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.objective.parts import ObjectiveParts
@@ -58,7 +58,7 @@ COLLATORS = ("padded", "packed")
 MICRO_BATCH_TOKENS = 2 * LONGEST
 
 STEPS = 2
-SGD = OptimizerSpec(learning_rate=2e5, betas=(0.0, 0.0), epsilon=1e6, max_grad_norm=None)
+SGD = AdamWSettings(learning_rate=2e5, betas=(0.0, 0.0), epsilon=1e6, max_grad_norm=None)
 """Plain SGD of rate 0.2: without memory AdamW moves a weight by learning_rate * g / (|g| + epsilon), and 1e6 + |g| is 1e6 in float32.
 
 A step of AdamW as it is used would say nothing: it divides gradients by their own size, and a wrong factor is gone.
@@ -156,7 +156,7 @@ class Matrix:
             return Entry(backend, layout, failed=str(error).strip().splitlines()[-1])
         return Entry(backend, layout, cells, seconds=time.monotonic() - started)
 
-    def group(self, backend: str, layout: str, optimizer: OptimizerSpec | None = None) -> WorkerGroup:
+    def group(self, backend: str, layout: str, optimizer: AdamWSettings | None = None) -> WorkerGroup:
         """The backend on ranks of the matrix; SGD where no optimizer is given. A context manager that leaves the ranks running."""
         spec = self._spec(backend, layout, optimizer or SGD)
         return group_on(self._world(backend, spec.topology.world_size), spec)
@@ -171,7 +171,7 @@ class Matrix:
             check_capabilities(backend, described.capabilities, required_capabilities(described.topology, made, ()))
         assert described.topology == sizes.topology, f"{backend} lays out {layout} as {described.topology}"
 
-    def _spec(self, backend: str, layout: str, optimizer: OptimizerSpec) -> WorkerSpec:
+    def _spec(self, backend: str, layout: str, optimizer: AdamWSettings) -> WorkerSpec:
         sizes = ParallelSizes.parse(layout)
         plugins = resolved("cross_entropy", "packed", {**BACKENDS[backend], **sizes.options})
         model = ModelSpec(str(self._directory / "model"), packed_rows=True)

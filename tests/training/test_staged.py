@@ -7,12 +7,12 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+from skyrl_engine.engine.step import StepDriver, StepResult
 
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.contracts.kinds.backend import ModelSpec, OptimizerSpec
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, ModelSpec
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import Layout
-from skyrl_engine.engine.step import StepDriver, StepResult
 from skyrl_engine.errors import ModelError
 from skyrl_engine.proof.model import write_model
 from skyrl_engine.proof.ranks import CONTEXT
@@ -36,7 +36,7 @@ def drive(model: Path) -> Iterator[Any]:
     def make(mini_batch_size: int | None) -> tuple[StepDriver, list[str]]:
         plugins = resolve(from_dict({}, "test"), need=()).plugins
         locks = {place: selected.lock() for place, selected in plugins.items()}
-        spec = WorkerSpec(locks, CONTEXT, ModelSpec(str(model)), OptimizerSpec(learning_rate=1e-3), _topology(plugins), "cpu")
+        spec = WorkerSpec(locks, CONTEXT, ModelSpec(str(model)), AdamWSettings(learning_rate=1e-3), _topology(plugins), "cpu")
         group = launch_workers(spec, launch="inline")
         groups.append(group)
         order: list[str] = []

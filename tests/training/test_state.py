@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from attrs import evolve
+from skyrl_engine.training.state import TrainerState, fingerprint, position_in
 
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.errors import CheckpointError
 from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
 from skyrl_engine.training.sft.order import Position, SampleOrder
-from skyrl_engine.training.state import TrainerState, fingerprint, position_in
 
 ORDER = SampleOrder(samples=10, batch_size=4, seed=3)
 

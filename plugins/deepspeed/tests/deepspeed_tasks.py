@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl_engine.contracts import MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment
+from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelSpec, RankEnvironment
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.proof.model import write_model
 from skyrl_engine.proof.rollouts import VOCABULARY
@@ -19,8 +19,8 @@ from skyrl_engine_deepspeed.backend import DeepSpeedBackend
 from skyrl_engine_deepspeed.gradients import AccumulatedGradients
 from skyrl_engine_deepspeed.plugin import DeepSpeedConfig
 
-OPTIMIZER = OptimizerSpec(learning_rate=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, total_steps=8)
-STILL = OptimizerSpec(learning_rate=1e-30, max_grad_norm=None)
+OPTIMIZER = AdamWSettings(learning_rate=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, total_steps=8)
+STILL = AdamWSettings(learning_rate=1e-30, max_grad_norm=None)
 """A step that changes no weight: it only clears the gradient."""
 
 
@@ -47,7 +47,7 @@ def save_models(root: Path) -> dict[str, str]:
 
 
 def start(
-    directory: str, stage: int = 3, optimizer: OptimizerSpec | None = STILL, *, threshold: int = 0, **model: Any
+    directory: str, stage: int = 3, optimizer: AdamWSettings | None = STILL, *, threshold: int = 0, **model: Any
 ) -> DeepSpeedBackend:
     """A backend over the default process group. Chunks of five positions; unless said otherwise no parameter is kept whole."""
     backend = DeepSpeedBackend(DeepSpeedConfig(zero_stage=stage, persistence_threshold=threshold))  # type: ignore[arg-type] # checked by attrs
@@ -161,7 +161,7 @@ def load_in_training(directory: str, stage: int, checkpoint: Path) -> None:
 
 def precision(directory: str, stage: int) -> tuple[Arrays, Arrays]:
     """Weights in bfloat16 training before and after a step that is smaller than bfloat16 can tell."""
-    backend = start(directory, stage, OptimizerSpec(learning_rate=1e-6), dtype="bfloat16")
+    backend = start(directory, stage, AdamWSettings(learning_rate=1e-6), dtype="bfloat16")
     before = arrays(backend.weights())
     train(backend, 1)
     after = arrays(backend.weights())

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine import DataError, UnsupportedError
-from skyrl_engine.contracts import ModelSpec, OptimizerSpec, RankEnvironment, Topology
+from skyrl_engine.contracts import AdamWSettings, ModelSpec, RankEnvironment, Topology
 from skyrl_engine.testing.backends.batches import WeightedObjective
 from skyrl_engine.workers.process_group import pick_device
 from skyrl_engine_deepspeed import library
@@ -93,7 +93,7 @@ def test_what_deepspeed_cannot_do_is_refused_before_anything_is_loaded(
 ) -> None:
     backend = DeepSpeedBackend(DeepSpeedConfig(**options))  # type: ignore[arg-type] # options of every type
     with pytest.raises(UnsupportedError, match=cause) as caught:
-        backend.setup(ModelSpec("nowhere", dtype=dtype), OptimizerSpec(), RankEnvironment(0, 1, "cpu", 0))  # type: ignore[arg-type] # as above
+        backend.setup(ModelSpec("nowhere", dtype=dtype), AdamWSettings(), RankEnvironment(0, 1, "cpu", 0))  # type: ignore[arg-type] # as above
     assert remedy in caught.value.remedy
     backend.close()
 

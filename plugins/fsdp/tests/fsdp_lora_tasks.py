@@ -11,7 +11,7 @@ from fsdp_rows import VOCABULARY, Arrays
 from fsdp_tasks import arrays, start
 from torch.distributed.checkpoint import filesystem
 
-from skyrl_engine.contracts import MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment
+from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelSpec, RankEnvironment
 from skyrl_engine.modeling.lora import trained
 from skyrl_engine.proof.rollouts import VOCABULARY as PROOF_VOCABULARY
 from skyrl_engine.testing.backends.batches import WeightedObjective, documents, packed, padded, picture_documents
@@ -20,7 +20,7 @@ from skyrl_engine_fsdp.gradients import full
 from skyrl_engine_fsdp.plugin import FsdpConfig
 
 LAYOUTS: dict[str, Callable[..., list[MicroBatch]]] = {"padded": padded, "packed": packed}
-OPTIMIZER = OptimizerSpec(learning_rate=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, total_steps=8)
+OPTIMIZER = AdamWSettings(learning_rate=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, total_steps=8)
 
 
 def batch(rows: str, size: int, unscored: tuple[int, ...] = (), *, pictures: bool = False) -> list[MicroBatch]:
@@ -45,7 +45,7 @@ def gradients_of(
     **model: Any,
 ) -> list[tuple[float, Arrays, float]]:
     """Per micro-batch size: this rank's part of the objective, the gradient summed over ranks, and the norm that the step reports."""
-    backend = start(directory, OptimizerSpec(learning_rate=1e-30, max_grad_norm=None), **model)
+    backend = start(directory, AdamWSettings(learning_rate=1e-30, max_grad_norm=None), **model)
     results = []
     for size in sizes:
         objective = WeightedObjective() if needs is None else WeightedObjective(needs=needs)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine import EngineError
-from skyrl_engine.contracts import MicroBatch, ModelSpec, OptimizerSpec, RankEnvironment, RankOutput
+from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelSpec, RankEnvironment, RankOutput
 from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import Score
 from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
@@ -23,12 +23,12 @@ from skyrl_engine_fsdp.plugin import FsdpConfig
 
 
 def start(
-    directory: str, optimizer: OptimizerSpec | None = None, *, options: FsdpConfig | None = None, **model: Any
+    directory: str, optimizer: AdamWSettings | None = None, *, options: FsdpConfig | None = None, **model: Any
 ) -> FsdpBackend:
     """A backend over the default process group."""
     backend = FsdpBackend(options or FsdpConfig())
     environment = RankEnvironment(dist.get_rank(), dist.get_world_size(), "cpu", 0)
-    backend.setup(ModelSpec(directory, **{"logits_per_chunk": 5 * VOCABULARY, **model}), optimizer or OptimizerSpec(), environment)
+    backend.setup(ModelSpec(directory, **{"logits_per_chunk": 5 * VOCABULARY, **model}), optimizer or AdamWSettings(), environment)
     return backend
 
 
@@ -70,7 +70,7 @@ def critic_gradients_of(
     return results
 
 
-def critic_continued(directory: str, optimizer: OptimizerSpec, checkpoint: Path, target: Path) -> tuple[Any, Any]:
+def critic_continued(directory: str, optimizer: AdamWSettings, checkpoint: Path, target: Path) -> tuple[Any, Any]:
     """(losses, weights) of two more steps: uninterrupted, and by a fresh backend from the checkpoint between; then an export."""
 
     def learn(backend: FsdpBackend, steps: int) -> list[tuple[float, float]]:
@@ -139,13 +139,13 @@ def train(backend: FsdpBackend, steps: int, *, size: int = 2) -> list[tuple[floa
     return history
 
 
-def trained(directory: str, optimizer: OptimizerSpec, steps: int, **model: Any) -> tuple[list[tuple[float, float, float]], Arrays]:
+def trained(directory: str, optimizer: AdamWSettings, steps: int, **model: Any) -> tuple[list[tuple[float, float, float]], Arrays]:
     backend = start(directory, optimizer, **model)
     return train(backend, steps), arrays(backend.weights())
 
 
 def plain_adamw(
-    directory: str, optimizer: OptimizerSpec, rates: tuple[float, ...]
+    directory: str, optimizer: AdamWSettings, rates: tuple[float, ...]
 ) -> tuple[list[tuple[float, float, float]], Arrays]:
     """Loss, gradient norm and rate of a step at each of `rates`, then the weights, by plain torch: one process, whole logits.
 
@@ -188,7 +188,7 @@ def clipped_norms(directory: str, max_norm: float, options: FsdpConfig | None = 
 
 
 def continued(
-    directory: str, optimizer: OptimizerSpec, checkpoint: Path, options: FsdpConfig | None = None, *, before: int, after: int
+    directory: str, optimizer: AdamWSettings, checkpoint: Path, options: FsdpConfig | None = None, *, before: int, after: int
 ) -> tuple[Any, Any]:
     """(history, weights) of the last `after` steps: uninterrupted, and by a fresh backend from the checkpoint between."""
     first = start(directory, optimizer, options=options)
@@ -205,7 +205,7 @@ def continued(
 
 def exported(directory: str, target: Path, options: FsdpConfig | None = None) -> tuple[Arrays, list[float]]:
     """Export after two steps; returns weights and the backend's own log-probabilities of the first row's scored tokens."""
-    backend = start(directory, OptimizerSpec(learning_rate=1e-2), options=options)
+    backend = start(directory, AdamWSettings(learning_rate=1e-2), options=options)
     train(backend, 1)
     backend.forward(cut(own_rows(rows(), backend), 2), Weighted())  # gathered weights of before the step must not survive it
     train(backend, 1)
@@ -290,7 +290,7 @@ def scores_of_parts(rule: LogitRule, temperature: float, asked: tuple[str, ...])
     return [each.detach().numpy() for each in expected], [each.detach().numpy() for each in got]
 
 
-def saved_by(directory: str, optimizer: OptimizerSpec, checkpoint: Path, options: FsdpConfig) -> tuple[Any, Arrays, Arrays]:
+def saved_by(directory: str, optimizer: AdamWSettings, checkpoint: Path, options: FsdpConfig) -> tuple[Any, Arrays, Arrays]:
     """A checkpoint after two steps: the history of two steps more, and the weights and moments that were saved."""
     backend = start(directory, optimizer, options=options)
     train(backend, 2)
@@ -299,7 +299,7 @@ def saved_by(directory: str, optimizer: OptimizerSpec, checkpoint: Path, options
     return train(backend, 2), weights, moments
 
 
-def resumed_by(directory: str, optimizer: OptimizerSpec, checkpoint: Path, options: FsdpConfig) -> tuple[Any, Arrays, Arrays]:
+def resumed_by(directory: str, optimizer: AdamWSettings, checkpoint: Path, options: FsdpConfig) -> tuple[Any, Arrays, Arrays]:
     """The same of a backend that reads the checkpoint."""
     backend = start(directory, optimizer, options=options)
     backend.load(checkpoint)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine import DataError, ModelError, UnsupportedError
-from skyrl_engine.contracts import MicroBatch, OptimizerSpec, RankOutput, Topology
+from skyrl_engine.contracts import AdamWSettings, MicroBatch, RankOutput, Topology
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -47,7 +47,7 @@ def test_forward_scores_in_evaluation_mode_and_leaves_gradients_alone(models: di
 
 
 def test_forward_after_a_step_uses_the_new_weights(models: dict[str, str]) -> None:
-    backend = start(models["qwen3-tied"], OptimizerSpec(learning_rate=1e-2))
+    backend = start(models["qwen3-tied"], AdamWSettings(learning_rate=1e-2))
     batch = cut(rows(), 4)
     before = backend.forward(batch, Weighted()).metrics["loss"].value
     train(backend, 3)
@@ -90,7 +90,7 @@ def test_empty_rows_and_left_padding_leave_everything_finite(models: dict[str, s
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(models: dict[str, str], scale: float) -> None:
-    backend = start(models["qwen3-tied"], OptimizerSpec(learning_rate=1e-2))
+    backend = start(models["qwen3-tied"], AdamWSettings(learning_rate=1e-2))
     train(backend, 1)
     before = arrays(backend.weights())
     backend.forward_backward(cut(rows(), 8), Weighted(scale))
@@ -115,8 +115,8 @@ def test_a_detached_objective_has_a_zero_gradient(models: dict[str, str]) -> Non
 
 
 def test_without_a_limit_the_norm_is_still_reported(models: dict[str, str]) -> None:
-    limited = start(models["llama-tied"], OptimizerSpec(max_grad_norm=1e9))
-    free = start(models["llama-tied"], OptimizerSpec(max_grad_norm=None))
+    limited = start(models["llama-tied"], AdamWSettings(max_grad_norm=1e9))
+    free = start(models["llama-tied"], AdamWSettings(max_grad_norm=None))
     assert train(limited, 2) == train(free, 2)
 
 

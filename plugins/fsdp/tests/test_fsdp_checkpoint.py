@@ -13,12 +13,12 @@ from fsdp_tasks import continued, exported, load_elsewhere, save_only, start, tr
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine import CheckpointError, ModelError
-from skyrl_engine.contracts import ModelSpec, OptimizerSpec, RankEnvironment
+from skyrl_engine.contracts import AdamWSettings, ModelSpec, RankEnvironment
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig
 
-OPTIMIZER = OptimizerSpec(learning_rate=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, total_steps=8)
+OPTIMIZER = AdamWSettings(learning_rate=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, total_steps=8)
 
 
 def same(uninterrupted: tuple[Any, dict[str, np.ndarray]], resumed: tuple[Any, dict[str, np.ndarray]]) -> None:

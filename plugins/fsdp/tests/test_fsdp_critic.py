@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine import UnsupportedError
-from skyrl_engine.contracts import ModelSpec, OptimizerSpec
+from skyrl_engine.contracts import AdamWSettings, ModelSpec
 from skyrl_engine.modeling.loading import load_scorer
 from skyrl_engine.testing.backends.batches import worst
 from skyrl_engine.testing.ranks.world import World
@@ -62,7 +62,7 @@ def test_ranks_without_scored_tokens_take_part(pair: World, models: dict[str, st
 
 
 def test_resumed_equals_uninterrupted_and_the_export_holds_the_head(pair: World, models: dict[str, str], tmp_path: Path) -> None:
-    optimizer = OptimizerSpec(learning_rate=1e-2, weight_decay=0.1)
+    optimizer = AdamWSettings(learning_rate=1e-2, weight_decay=0.1)
     for uninterrupted, resumed in pair.run(critic_continued, models["critic"], optimizer, tmp_path / "state", tmp_path / "out"):
         assert uninterrupted[0] == resumed[0]
         for name, weight in uninterrupted[1].items():

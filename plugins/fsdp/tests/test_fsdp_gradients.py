@@ -13,7 +13,7 @@ import torch
 from fsdp_rows import definition, rows
 from fsdp_tasks import clipped_norms, gradients_of, plain_adamw, trained
 
-from skyrl_engine.contracts import OptimizerSpec
+from skyrl_engine.contracts import AdamWSettings
 from skyrl_engine.testing.backends.batches import worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.plugin import FsdpConfig
@@ -118,7 +118,7 @@ def test_the_reported_norm_is_the_true_one_and_clipping_reaches_the_limit(pair: 
 
 def test_three_steps_equal_plain_adamw(pair: World, models: dict[str, str]) -> None:
     """A large epsilon makes the update follow the gradient's scale, which AdamW would otherwise hide."""
-    optimizer = OptimizerSpec(
+    optimizer = AdamWSettings(
         learning_rate=1e-2, epsilon=0.5, weight_decay=0.1, max_grad_norm=1.0, schedule="linear", warmup_steps=1, total_steps=4
     )
     (history, weights), (other, same) = pair.run(trained, models["qwen3-untied"], optimizer, 3)

@@ -27,7 +27,7 @@ from fsdp_tasks import (
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine import UnsupportedError
-from skyrl_engine.contracts import ModelSpec, OptimizerSpec, RankEnvironment, Topology
+from skyrl_engine.contracts import AdamWSettings, ModelSpec, RankEnvironment, Topology
 from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import asked_of_head
 from skyrl_engine.testing.backends.batches import worst
@@ -137,7 +137,7 @@ def test_the_norm_is_the_true_one_and_clipping_reaches_the_limit(layout: tuple[W
 
 def test_two_steps_equal_plain_adamw(layout: tuple[World, FsdpConfig], models: dict[str, str]) -> None:
     world, options = layout
-    optimizer = OptimizerSpec(learning_rate=1e-2, epsilon=0.5, weight_decay=0.1, max_grad_norm=1.0, total_steps=2)
+    optimizer = AdamWSettings(learning_rate=1e-2, epsilon=0.5, weight_decay=0.1, max_grad_norm=1.0, total_steps=2)
     history, plain = plain_adamw(models["qwen3-tied"], optimizer, (1e-2, 1e-2))
     ranks = world.run(trained, models["qwen3-tied"], optimizer, 2, options=options)
     for step, (loss, norm, rate) in enumerate(history):
@@ -166,7 +166,7 @@ def test_a_gradient_that_is_no_number_stops_all_ranks(quad: World, models: dict[
 
 def test_ranks_drop_the_same_numbers_and_stay_equal(pair: World, models: dict[str, str], tmp_path: Path) -> None:
     """With dropout; and saved and resumed equals uninterrupted, bit for bit."""
-    ranks = pair.run(continued, models["dropout"], OptimizerSpec(learning_rate=1e-2), tmp_path, TP, before=1, after=2)
+    ranks = pair.run(continued, models["dropout"], AdamWSettings(learning_rate=1e-2), tmp_path, TP, before=1, after=2)
     for uninterrupted, resumed in ranks:
         assert uninterrupted[0] == resumed[0] == ranks[0][0][0]
         for name, weight in uninterrupted[1].items():

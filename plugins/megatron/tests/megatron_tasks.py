@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from skyrl_engine import ModelError
-from skyrl_engine.contracts import ModelSpec, OptimizerSpec, RankEnvironment, RankOutput
+from skyrl_engine.contracts import AdamWSettings, ModelSpec, RankEnvironment, RankOutput
 from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents, packed, padded
 from skyrl_engine_megatron import pipeline
 from skyrl_engine_megatron.backend import MegatronBackend
@@ -55,7 +55,7 @@ def save_tiny(directory: Path, family: str, *, tied: bool, **options: Any) -> st
 
 def start(
     directory: str,
-    optimizer: OptimizerSpec | None = None,
+    optimizer: AdamWSettings | None = None,
     *,
     options: MegatronConfig | None = None,
     learns: bool = True,
@@ -65,7 +65,7 @@ def start(
     backend = MegatronBackend(options or MegatronConfig())
     environment = RankEnvironment(dist.get_rank(), dist.get_world_size(), "cpu", 0)
     spec = ModelSpec(directory, **{"logits_per_chunk": 5 * VOCABULARY, **model})
-    backend.setup(spec, (optimizer or OptimizerSpec()) if learns else None, environment)
+    backend.setup(spec, (optimizer or AdamWSettings()) if learns else None, environment)
     return backend
 
 
@@ -131,7 +131,7 @@ def learn(backend: MegatronBackend, steps: int, *, rows: str = "padded", size: i
 
 
 def trained(
-    directory: str, options: MegatronConfig, optimizer: OptimizerSpec, steps: int, **model: Any
+    directory: str, options: MegatronConfig, optimizer: AdamWSettings, steps: int, **model: Any
 ) -> tuple[list[tuple[float, float, float]], Arrays]:
     """History and weights after `steps` steps."""
     with closing(start(directory, optimizer, options=options, **model)) as backend:
@@ -217,7 +217,7 @@ def scored(directory: str, options: MegatronConfig, *, rows: str, size: int, lea
 
 
 def continued(
-    directory: str, options: MegatronConfig, optimizer: OptimizerSpec, checkpoint: Path, *, before: int, after: int, **model: Any
+    directory: str, options: MegatronConfig, optimizer: AdamWSettings, checkpoint: Path, *, before: int, after: int, **model: Any
 ) -> tuple[Any, Any]:
     """(history, weights) of the last `after` steps: uninterrupted, and by a fresh backend from the checkpoint between."""
     with closing(start(directory, optimizer, options=options, **model)) as first:
@@ -231,7 +231,7 @@ def continued(
         return uninterrupted, (learn(second, after), arrays(second.weights()))
 
 
-def saved(directory: str, options: MegatronConfig, optimizer: OptimizerSpec, checkpoint: Path, *, before: int, after: int) -> Any:
+def saved(directory: str, options: MegatronConfig, optimizer: AdamWSettings, checkpoint: Path, *, before: int, after: int) -> Any:
     """Learn, save, and learn on; (history, weights) of the last `after` steps."""
     with closing(start(directory, optimizer, options=options)) as backend:
         learn(backend, before)
@@ -239,7 +239,7 @@ def saved(directory: str, options: MegatronConfig, optimizer: OptimizerSpec, che
         return learn(backend, after), arrays(backend.weights())
 
 
-def resumed(directory: str, options: MegatronConfig, optimizer: OptimizerSpec, checkpoint: Path, *, after: int) -> Any:
+def resumed(directory: str, options: MegatronConfig, optimizer: AdamWSettings, checkpoint: Path, *, after: int) -> Any:
     """(history, weights) of `after` steps from a checkpoint that another layout wrote."""
     with closing(start(directory, optimizer, options=options)) as backend:
         backend.load(checkpoint)
@@ -248,7 +248,7 @@ def resumed(directory: str, options: MegatronConfig, optimizer: OptimizerSpec, c
 
 def exported(directory: str, options: MegatronConfig, target: Path) -> tuple[Arrays, RankOutput]:
     """Export after two steps; whole weights and this rank's scores."""
-    with closing(start(directory, OptimizerSpec(learning_rate=1e-2), options=options)) as backend:
+    with closing(start(directory, AdamWSettings(learning_rate=1e-2), options=options)) as backend:
         learn(backend, 2)
         backend.export(target)
         output = backend.forward(padded(own(documents(VOCABULARY), backend), 3), WeightedObjective())

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from attrs import frozen
 from megatron_tasks import ROWS, arrays, own, start
 
-from skyrl_engine.contracts import MicroBatch, OptimizerSpec, RankOutput
+from skyrl_engine.contracts import AdamWSettings, MicroBatch, RankOutput
 from skyrl_engine.proof.rollouts import VOCABULARY
 from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, picture_documents, without_pixels
 from skyrl_engine.testing.pictures import Variant
@@ -70,12 +70,12 @@ def steps(backend: MegatronBackend, count: int) -> list[tuple[float, float]]:
     return history
 
 
-def trained(directory: str, options: MegatronConfig, optimizer: OptimizerSpec, count: int) -> list[tuple[float, float]]:
+def trained(directory: str, options: MegatronConfig, optimizer: AdamWSettings, count: int) -> list[tuple[float, float]]:
     with closing(start(directory, optimizer, options=options)) as backend:
         return steps(backend, count)
 
 
-def continued(directory: str, options: MegatronConfig, optimizer: OptimizerSpec, checkpoint: Path) -> Any:
+def continued(directory: str, options: MegatronConfig, optimizer: AdamWSettings, checkpoint: Path) -> Any:
     """(history, weights) of two steps: uninterrupted, and by a fresh backend from the checkpoint before them."""
     with closing(start(directory, optimizer, options=options)) as first:
         steps(first, 2)
@@ -85,7 +85,7 @@ def continued(directory: str, options: MegatronConfig, optimizer: OptimizerSpec,
     return uninterrupted, resumed(directory, options, optimizer, checkpoint)
 
 
-def resumed(directory: str, options: MegatronConfig, optimizer: OptimizerSpec, checkpoint: Path) -> Any:
+def resumed(directory: str, options: MegatronConfig, optimizer: AdamWSettings, checkpoint: Path) -> Any:
     """(history, weights) of two steps from a checkpoint."""
     with closing(start(directory, optimizer, options=options)) as backend:
         backend.load(checkpoint)
@@ -94,7 +94,7 @@ def resumed(directory: str, options: MegatronConfig, optimizer: OptimizerSpec, c
 
 def exported(directory: str, options: MegatronConfig, target: Path) -> tuple[Arrays, RankOutput]:
     """Weights after two steps, which are exported, and what they score."""
-    with closing(start(directory, OptimizerSpec(learning_rate=1e-2), options=options)) as backend:
+    with closing(start(directory, AdamWSettings(learning_rate=1e-2), options=options)) as backend:
         steps(backend, 2)
         backend.export(target)
         batch = batch_of(backend, pictures("mixed"), "padded", 3)

@@ -14,7 +14,7 @@ from megatron_tasks import VOCABULARY, Case, passed, resumed, save_tiny, saved, 
 from transformers import AutoConfig
 
 from skyrl_engine import UnsupportedError
-from skyrl_engine.contracts import ModelSpec, OptimizerSpec
+from skyrl_engine.contracts import AdamWSettings, ModelSpec
 from skyrl_engine.testing.backends.batches import Definition, definition, documents, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.limits import refuse_model
@@ -74,7 +74,7 @@ def test_weights_that_do_not_add_up_to_one(tmp_path: Path) -> None:
 @pytest.mark.proof
 def test_checkpoints_move_between_the_ways_to_hold_experts(pair: World, models: dict[str, str], tmp_path: Path) -> None:
     """From columns of every expert to whole experts; an epsilon as large as the gradients makes steps follow them."""
-    smooth = OptimizerSpec(learning_rate=1e-2, epsilon=1.0, weight_decay=0.1)
+    smooth = AdamWSettings(learning_rate=1e-2, epsilon=1.0, weight_decay=0.1)
     expected = pair.run(saved, models["qwen3-moe"], PAIRS["tp2"], smooth, tmp_path, before=2, after=2)[0][1]
     for _, weights in pair.run(resumed, models["qwen3-moe"], PAIRS["ep2"], smooth, tmp_path, after=2):
         assert worst(weights, expected) <= 1e-5

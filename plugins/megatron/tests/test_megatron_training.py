@@ -10,7 +10,7 @@ from megatron_tasks import VOCABULARY, clipped, learn, not_finite, start, traine
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine import DataError, UnsupportedError
-from skyrl_engine.contracts import OptimizerSpec
+from skyrl_engine.contracts import AdamWSettings
 from skyrl_engine.testing.backends.batches import WeightedObjective, definition, documents, padded
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.plugin import MegatronConfig
@@ -22,7 +22,7 @@ LAYOUTS = {
     "dp2": MegatronConfig(),
     "dp2-whole-optimizer": MegatronConfig(distributed_optimizer=False),
 }
-OPTIMIZER = OptimizerSpec(
+OPTIMIZER = AdamWSettings(
     learning_rate=1e-2, epsilon=0.5, weight_decay=0.1, max_grad_norm=1.0, schedule="linear", warmup_steps=1, total_steps=4
 )
 """A large epsilon makes the update follow the gradient's scale, which AdamW would otherwise hide."""

@@ -20,7 +20,7 @@ from megatron_vision import KINDS, Case, Seen, continued, exported, pictures, re
 from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
 from skyrl_engine import ModelError, UnsupportedError
-from skyrl_engine.contracts import ModelSpec, OptimizerSpec, RankOutput
+from skyrl_engine.contracts import AdamWSettings, ModelSpec, RankOutput
 from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.testing.backends.batches import Arrays, Definition, WeightedObjective, definition, packed, worst
 from skyrl_engine.testing.pictures import write_vision_model
@@ -48,7 +48,7 @@ QUADS = {
 CASES = [(kind, rows, size) for kind, rows, size in zip(KINDS, ("padded", "packed") * 2, (2, 1, 2, 1), strict=True)]
 """Every kind of batch; which of them is packed does not matter to the others."""
 MIXED = [("mixed", "padded", 2), ("mixed", "packed", 1)]
-SMOOTH = OptimizerSpec(learning_rate=1e-2, epsilon=1.0, weight_decay=0.1)
+SMOOTH = AdamWSettings(learning_rate=1e-2, epsilon=1.0, weight_decay=0.1)
 """Steps that follow gradients; with a small epsilon the sign of one near 0 would decide."""
 
 
@@ -173,14 +173,14 @@ def test_images_matter_and_so_does_whose_they_are(pair: World, seeing: dict[str,
 
 @pytest.mark.proof
 def test_steps_of_a_pipeline_lower_the_loss(pair: World, seeing: dict[str, str]) -> None:
-    histories = pair.run(trained, seeing["tied"], PAIRS["pp2"], OptimizerSpec(learning_rate=1e-2), 5)
+    histories = pair.run(trained, seeing["tied"], PAIRS["pp2"], AdamWSettings(learning_rate=1e-2), 5)
     losses = np.sum([[loss for loss, _ in history] for history in histories], 0)
     assert (np.diff(losses) < 0).all(), losses
 
 
 @pytest.mark.parametrize("layout", now(["tp2", "pp2", "dp2"], "dp2"))
 def test_two_ranks_continue_bit_for_bit(pair: World, seeing: dict[str, str], tmp_path: Path, layout: str) -> None:
-    optimizer = OptimizerSpec(learning_rate=1e-2, weight_decay=0.1, schedule="cosine", total_steps=6)
+    optimizer = AdamWSettings(learning_rate=1e-2, weight_decay=0.1, schedule="cosine", total_steps=6)
     for uninterrupted, again in pair.run(continued, seeing["untied"], PAIRS[layout], optimizer, tmp_path):
         assert uninterrupted[0] == again[0]
         assert uninterrupted[1].keys() == again[1].keys()

@@ -6,6 +6,7 @@ Overrides replace what the file says, options replace both; every value remember
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from attrs import frozen
@@ -41,18 +42,26 @@ class RawConfig:
         return str(self.path) if self.path is not None else "command line"
 
 
-def load(path: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, Any] = {}) -> RawConfig:
-    """Read `path` (TOML or YAML; None: no file), then `overrides`, then `flags`: dotted keys with values, or an `Option` naming the option.
+def load(
+    source: Path | Mapping[str, Any] | None, overrides: Sequence[str] = (), flags: Mapping[str, Any] = MappingProxyType({})
+) -> RawConfig:
+    """Read `source`, then `overrides`, then `flags`: dotted keys with values, or an `Option` naming the option.
 
-    A flag whose value is None was not given. Raises ConfigError when the file cannot be read at all.
+    `source` is a file (TOML or YAML), a mapping of tables, or None. A flag whose value is None was not given. Raises ConfigError when the file
+    cannot be read at all.
     """
     merging = _Merging()
     folder = Path.cwd()
+    path = source if isinstance(source, Path) else None
+    lines: Mapping[KeyPath, int] = {}
     try:
-        table, lines = ({}, {}) if path is None else read_file(path)
+        if isinstance(source, Path):
+            table, lines = read_file(source)
+        else:
+            table = copy.deepcopy(dict(source or {}))
     except ConfigError as error:
         raise ConfigError([*error.problems, *_merge_command_line(_Merging(), overrides, flags, folder)]) from error
-    label = str(path)
+    label = "the given mapping" if path is None else str(path)
     for key, _ in leaves(table):
         if key:
             merging.origins[dotted(key)] = Origin("file", label, _line(lines, key), _folder_of(path))

@@ -5,7 +5,7 @@ from typing import Literal, cast
 from attrs import field, frozen
 from attrs.validators import and_, deep_iterable, ge, gt, in_, lt, optional
 
-from skyrl_engine.contracts.kinds.backend import OptimizerSpec
+from skyrl_engine.contracts.kinds.backend import AdamWSettings
 
 _BELOW_ONE = and_(ge(0.0), lt(1.0))
 
@@ -35,14 +35,12 @@ class OptimizerConfig:
     warmup_steps: int = field(default=0, validator=ge(0))
     """Optimizer steps of linear warm-up before the schedule."""
 
-    def spec(self, total_steps: int) -> OptimizerSpec:
-        return OptimizerSpec(
+    def settings(self) -> AdamWSettings:
+        """The numbers of AdamW, at the rate after warm-up."""
+        return AdamWSettings(
             learning_rate=self.learning_rate,
             betas=self.betas,
             epsilon=self.epsilon,
             weight_decay=self.weight_decay,
             max_grad_norm=self.max_grad_norm,
-            schedule=self.schedule,
-            warmup_steps=self.warmup_steps,
-            total_steps=total_steps,
         )

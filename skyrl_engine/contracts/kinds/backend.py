@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from attrs import Factory, field, frozen
-from attrs.validators import ge, gt, in_, instance_of, lt
+from attrs.validators import ge, gt, in_, instance_of, lt, optional
 
 from skyrl_engine.contracts.values.outputs import RankOutput
 from skyrl_engine.contracts.values.ragged import IntArray, Ragged
@@ -46,12 +46,14 @@ class BackendDescription:
 
     `refuse_model` gets a model's `transformers` configuration and how it is to be trained, and raises UnsupportedError for what the backend
     does not build or its layout does not divide. Planning calls it before a rank starts, so it needs no torch; backends call it again when
-    they load a model, for callers that did not plan.
+    they load a model, for callers that did not plan. `means_over_step` declares terms inside the model that are means over an optimizer step,
+    such as losses of routers: gradients of several mini-batches then do not add up to that of one.
     """
 
     topology: Topology
     capabilities: frozenset[Capability]
     refuse_model: Callable[[Any, "ModelSpec"], None] = refuse_no_model
+    means_over_step: bool = False
 
 
 @frozen
@@ -101,17 +103,18 @@ class ModelSpec:
 
 
 @frozen
-class OptimizerSpec:
-    """AdamW and its learning-rate schedule over `total_steps` optimizer steps. `max_grad_norm` None: never clip, still report the norm."""
+class AdamWSettings:
+    """The numbers of AdamW (Loshchilov and Hutter 2019), which may be others at every step.
 
-    learning_rate: float = field(default=1e-5, validator=gt(0))
+    `weight_decay` is decoupled and of matrices alone: parameters of two or more dimensions. Gradients are scaled down to the norm
+    `max_grad_norm` where theirs is larger; None: never, and the norm is still reported.
+    """
+
+    learning_rate: float = field(default=1e-5, validator=ge(0))
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = field(default=1e-8, validator=gt(0))
     weight_decay: float = field(default=0.0, validator=ge(0))
-    max_grad_norm: float | None = 1.0
-    schedule: Literal["constant", "linear", "cosine"] = field(default="constant", validator=in_(("constant", "linear", "cosine")))
-    warmup_steps: int = field(default=0, validator=ge(0))
-    total_steps: int = field(default=1, validator=ge(1))
+    max_grad_norm: float | None = field(default=1.0, validator=optional(gt(0)))
 
 
 @frozen
@@ -163,8 +166,11 @@ class Objective(Protocol):
     the label's own, as softmax takes it, for those who compare backends.
     """
 
-    needs: frozenset[str]
-    temperature: float
+    @property
+    def needs(self) -> frozenset[str]: ...
+
+    @property
+    def temperature(self) -> float: ...
 
     def __call__(self, scores: Mapping[str, "torch.Tensor"], micro_batch: MicroBatch) -> "tuple[torch.Tensor, RankOutput]":
         """`scores[need]` are [n] tensors, differentiable, on any device. Returns the micro-batch's part of the objective and its outputs."""
@@ -183,7 +189,7 @@ class Backend(Protocol):
 
     coords: RankCoords
 
-    def setup(self, model: ModelSpec, optimizer: OptimizerSpec | None, environment: RankEnvironment) -> None:
+    def setup(self, model: ModelSpec, optimizer: AdamWSettings | None, environment: RankEnvironment) -> None:
         """Load the model onto this rank and make it trainable (`optimizer` None: scoring only). Raises ModelError."""
 
     def forward(self, batch: RankBatch, objective: Objective) -> RankOutput:
@@ -192,8 +198,11 @@ class Backend(Protocol):
     def forward_backward(self, batch: RankBatch, objective: Objective) -> RankOutput:
         """Score, differentiate and accumulate. Which outputs are built is the objective's business."""
 
-    def optim_step(self) -> OptimStep:
-        """Clip, step, advance the schedule, clear the gradients."""
+    def optim_step(self, settings: AdamWSettings | None = None) -> OptimStep:
+        """Clip, step with these numbers (None: those of `setup`), clear the gradients.
+
+        Raises ModelError where the gradient is not finite: weights and optimizer then stay as they are, and the gradient is cleared.
+        """
 
     def save(self, directory: Path) -> None:
         """Write this rank's part of the training state (weights, optimizer, schedule, random states) into an existing directory."""

@@ -86,6 +86,9 @@ class Reducer(Protocol):
 
     `empty_sequence` says whether sequences without loss are counted in means over sequences. `batch_local` says that the weights depend
     on how the mini-batch is cut into micro-batches, by nature; of all others they must not.
+
+    A reducer whose weight of a token depends on that token alone may say so in one more attribute, `additive`: gradients of several
+    mini-batches may then be added up before a step.
     """
 
     empty_sequence: EmptySequence
@@ -105,6 +108,7 @@ class FunctionReducer:
     empty_sequence: EmptySequence = "count"
     negative_weights: bool = False
     batch_local: bool = False
+    additive: bool = False
 
     def weights(self, structure: BatchStructure) -> npt.NDArray[np.float64]:
         """The function's weights. Raises DataError for a negative loss weight, unless the reducer takes them."""

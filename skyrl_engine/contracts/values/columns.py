@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from attrs import Factory, frozen
+from attrs import Factory, evolve, frozen
 
 from skyrl_engine.contracts.values import ingest
 from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, OF_IMAGES, checked_extras
 from skyrl_engine.contracts.values.plan import SampleLengths
-from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Join, RaggedView, join_fresh, take_segments
+from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Join, Ragged, RaggedView, join_fresh, take_segments
 from skyrl_engine.errors import DataError
 
 RESERVED_NAMES = frozenset(
@@ -189,6 +189,23 @@ class SampleColumns:
         return SampleLengths(
             np.diff(self.token_offsets), np.diff(self.action_offsets), self.sample_ids, self.group_ids, self.unit_ids
         )
+
+    def with_columns(self, columns: Mapping[str, AnyArray | Ragged]) -> "SampleColumns":
+        """The same samples with these columns beside, or in the place of, those there are.
+
+        A column is float32[A] on the action axis, or a `Ragged` of float32 with one row of a sample's response tokens per sample, in order.
+        Raises DataError for other shapes and types.
+        """
+        actions = int(self.action_offsets[-1])
+        made = dict(self.columns)
+        for name, values in columns.items():
+            if isinstance(values, Ragged) and not np.array_equal(values.offsets, self.action_offsets):
+                raise DataError(
+                    f"column {name!r} has other numbers of response tokens than the samples",
+                    remedy="Give one value per response token of every sample, in the order of the samples",
+                )
+            made[name] = _checked_column(name, values.values if isinstance(values, Ragged) else values, actions)
+        return evolve(self, columns=made)
 
     def take(self, samples: npt.ArrayLike, join: Join = join_fresh) -> "SampleColumns":
         """The chosen samples (positions) in the chosen order, copied but for `extras`; already valid, so not validated again.

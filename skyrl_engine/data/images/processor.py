@@ -19,7 +19,7 @@ from skyrl_engine.config.schema import DataConfig, ModelConfig
 from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.data.images.files import StoredImage, decoded, first_line
 from skyrl_engine.errors import ImageError, UnsupportedError
-from skyrl_engine.model_facts.configuration import location_of, read_model_config
+from skyrl_engine.model_facts.facts import ModelFacts, location_of
 
 Grid = tuple[int, int, int]
 """Patches along time, height and width."""
@@ -111,12 +111,12 @@ class VisionInputs:
 Vision = VisionInputs | NoVision
 
 
-def load_vision(model: ModelConfig, data: DataConfig) -> Vision:
-    """The image inputs of `model`, a vision-language model by its configuration, or why there are none.
+def load_vision(facts: ModelFacts, data: DataConfig) -> Vision:
+    """Load the image inputs of a vision-language model, or say why there are none.
 
     A model that is trained on text alone needs neither an image processor nor Pillow, so nothing is raised here.
     """
-    config = read_model_config(model)
+    model, config = facts.model, facts.config
     image_token = getattr(config, "image_token_id", None)
     if image_token is None or getattr(config, "vision_config", None) is None:
         return NoVision(f"the model {model.path} takes none: its configuration has no vision_config with an image_token_id")

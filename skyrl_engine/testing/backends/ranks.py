@@ -10,7 +10,7 @@ import numpy.typing as npt
 from attrs import evolve, frozen
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import Backend, ModelSpec, OptimizerSpec, OptimStep, RankEnvironment
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, ModelSpec, OptimStep, RankEnvironment
 from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
 from skyrl_engine.contracts.values.topology import RankCoords, Topology
 from skyrl_engine.errors import EngineError
@@ -31,7 +31,7 @@ class Opening:
     lock: Mapping[str, Any]
     topology: Topology
     model: ModelSpec
-    optimizer: OptimizerSpec | None
+    optimizer: AdamWSettings | None
     device: str
 
 

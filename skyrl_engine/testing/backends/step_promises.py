@@ -7,7 +7,7 @@ import torch
 from attrs import evolve
 from torch import nn
 
-from skyrl_engine.contracts.kinds.backend import OptimizerSpec, OptimStep
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, OptimStep
 from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.optimizer import parameter_groups, set_learning_rate
 from skyrl_engine.modeling.schedule import learning_rate
@@ -19,7 +19,7 @@ from skyrl_engine.testing.promise import Broken, Promise, Undecidable
 STEP = 1e-3
 """Relative to how far a weight matrix moves: float32 rounds the weights themselves, which move by a hundredth of their size."""
 
-SPEC = OptimizerSpec(
+SPEC = AdamWSettings(
     learning_rate=1e-2,
     betas=(0.8, 0.95),
     epsilon=1e-2,  # of the size of gradients, so that AdamW is not blind to their scale
@@ -36,7 +36,7 @@ SMALL, LARGE = 0.5, 50.0
 class ReferenceOptimizer:
     """torch.optim.AdamW over whole weights in this process, in float32."""
 
-    def __init__(self, weights: Arrays, spec: OptimizerSpec) -> None:
+    def __init__(self, weights: Arrays, spec: AdamWSettings) -> None:
         self._spec = spec
         self._steps = 0
         self.parameters = {name: nn.Parameter(torch.tensor(weight)) for name, weight in weights.items()}
@@ -59,7 +59,7 @@ def _scale(subject: BackendSubject, case: BackendCase, norm: float) -> float:
     return norm / norm_of(subject.bench.definition(case.model, NUMBERS).gradients)
 
 
-def _reference(ranks: Ranks, spec: OptimizerSpec) -> ReferenceOptimizer:
+def _reference(ranks: Ranks, spec: AdamWSettings) -> ReferenceOptimizer:
     return ReferenceOptimizer(ranks.weights()[0], spec)
 
 

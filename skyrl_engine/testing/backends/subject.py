@@ -8,7 +8,7 @@ from attrs import evolve, field, frozen
 from hypothesis import strategies as st
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import BackendDescription, Capability, ModelSpec, OptimizerSpec
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, BackendDescription, Capability, ModelSpec
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.errors import EngineError
 from skyrl_engine.proof.layouts import ParallelSizes
@@ -22,7 +22,7 @@ LAYOUTS = ("dp1", "dp2")
 NUMBERS = tuple(range(8))
 """The documents of most batches; one of them is empty."""
 
-UNTOUCHED = OptimizerSpec(learning_rate=1e-300, max_grad_norm=None)
+UNTOUCHED = AdamWSettings(learning_rate=1e-300, max_grad_norm=None)
 """A step so small that it changes no weight."""
 
 
@@ -59,7 +59,7 @@ class BackendSubject:
         return capability in self.described({}, 1).capabilities
 
     def opened(
-        self, case: "BackendCase", model: Model | None = None, *, optimizer: OptimizerSpec | None = UNTOUCHED, **options: Any
+        self, case: "BackendCase", model: Model | None = None, *, optimizer: AdamWSettings | None = UNTOUCHED, **options: Any
     ) -> Ranks:
         """The backend on the ranks of the case; `options` are of the model."""
         sizes = case.sizes

@@ -9,8 +9,7 @@ from attrs import frozen
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.topology import Topology
-from skyrl_engine.model_facts.context_length import limited_to_model
-from skyrl_engine.training.sft.data import PreparedRun, describe_data
+from skyrl_engine.training.sft.data import PreparedRun, describe_data, limited_to_model
 
 
 @frozen
@@ -56,12 +55,12 @@ def describe_plan(prepared: PreparedRun) -> RunPlan:
         observers=tuple(_describe(selected) for selected in resolved.observers),
         model=resolved.config.model.path,
         launch=resolved.config.run.launch,
-        topology=prepared.description.topology,
-        capabilities=tuple(sorted(prepared.description.capabilities)),
+        topology=prepared.assembly.description.topology,
+        capabilities=tuple(sorted(prepared.assembly.description.capabilities)),
         required=tuple(sorted(prepared.required)),
         train=describe_data(prepared.train) or {},
         evaluation=describe_data(prepared.evaluation),
-        longest_allowed=limited_to_model(resolved.config.data, resolved.config.model).max_length,
+        longest_allowed=limited_to_model(resolved.config.data, prepared.files.facts).max_length,
         total_steps=prepared.total_steps,
         steps_per_epoch=prepared.order.steps_per_epoch,
         batch_size=prepared.order.batch_size,

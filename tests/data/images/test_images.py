@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from skyrl_engine.training.state import fingerprint
 from transformers.image_utils import load_image
 
 from skyrl_engine.config.schema import DataConfig
@@ -26,7 +27,6 @@ from skyrl_engine.data.images import processor as vision_module
 from skyrl_engine.data.preview import preview
 from skyrl_engine.errors import DataError, ImageError, UnsupportedError
 from skyrl_engine.spans import Spans
-from skyrl_engine.training.state import fingerprint
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import cut
 from skyrl_engine_collators.packed.collator import PackedCollator

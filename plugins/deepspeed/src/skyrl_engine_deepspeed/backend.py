@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from skyrl_engine.contracts import (
+    AdamWSettings,
     MicroBatch,
     ModelSpec,
     Objective,
-    OptimizerSpec,
     OptimStep,
     RankBatch,
     RankCoords,
@@ -22,14 +22,13 @@ from skyrl_engine.contracts import (
 from skyrl_engine.modeling.exporting import exported, write_pretrained
 from skyrl_engine.modeling.lora import merged_weights
 from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, score
-from skyrl_engine.modeling.optimizer import set_learning_rate
-from skyrl_engine.modeling.schedule import learning_rate
+from skyrl_engine.modeling.optimizer import use_settings
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine_deepspeed.checkpoint import TrainingState
 from skyrl_engine_deepspeed.gradients import AccumulatedGradients
 from skyrl_engine_deepspeed.loading import Loaded, load
 from skyrl_engine_deepspeed.plugin import DeepSpeedConfig
-from skyrl_engine_deepspeed.settings import refuse_unsupported
+from skyrl_engine_deepspeed.settings import clip_at, refuse_unsupported
 
 
 class DeepSpeedBackend:
@@ -46,14 +45,14 @@ class DeepSpeedBackend:
         self._config = config
         self.coords = RankCoords()
 
-    def setup(self, model: ModelSpec, optimizer: OptimizerSpec | None, environment: RankEnvironment) -> None:
+    def setup(self, model: ModelSpec, optimizer: AdamWSettings | None, environment: RankEnvironment) -> None:
         """Load, divide over all ranks, and make the optimizer. Raises ModelError, UnsupportedError."""
         self.coords = RankCoords(rank=environment.rank, dp=environment.rank)
         self._device = torch.device(environment.device)
         refuse_unsupported(self._config, model.dtype, self._device, learns=optimizer is not None)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        self._specification = optimizer
+        self._settings = optimizer
         self._dtype = model.dtype
         self._in_bfloat16: Scorer | None = None
         self._loaded = load(model, optimizer, self._config, self._device)
@@ -79,16 +78,16 @@ class DeepSpeedBackend:
             parts.append(output)
         return RankOutput.concat(parts, self.coords)
 
-    def optim_step(self) -> OptimStep:
-        """Clip, step, advance the schedule, clear the gradients.
+    def optim_step(self, settings: AdamWSettings | None = None) -> OptimStep:
+        """Clip, step with `settings` (None: those of `setup`), clear the gradients.
 
-        Raises ModelError where the gradient is not finite: then the weights, the optimizer and the schedule stay as the step before left
-        them, and the gradient is cleared.
+        Raises ModelError where the gradient is not finite: then the weights and the optimizer stay as the step before left them, and the
+        gradient is cleared.
         """
+        settings = settings or self._settings
         assert self._gradients is not None, "optim_step on a backend that was set up for scoring only"
-        assert self._specification is not None
+        assert settings is not None
         engine: Any = self._loaded.engine
-        rate = learning_rate(self._specification, self._steps_done)
         norm = 0.0
         if self._gradients.any:
             self._gradients.reduce()
@@ -97,11 +96,12 @@ class DeepSpeedBackend:
                 names = self._gradients.non_finite(self._loaded.parameters)
                 self._gradients.drop()
                 raise gradient_not_finite(self._steps_done + 1, norm, self.coords.rank, names)
-            set_learning_rate(engine.basic_optimizer, rate)
+            use_settings(engine.basic_optimizer, settings)
+            clip_at(engine, settings.max_grad_norm)
             engine.step()
             self._gradients.clear()
         self._steps_done += 1
-        return OptimStep(grad_norm=norm, learning_rate=rate)
+        return OptimStep(grad_norm=norm, learning_rate=settings.learning_rate)
 
     def save(self, directory: Path) -> None:
         """Write this rank's part of the training state. Raises CheckpointError."""

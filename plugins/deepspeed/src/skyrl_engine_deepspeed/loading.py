@@ -8,7 +8,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 
-from skyrl_engine.contracts import ComputeDtype, ModelSpec, OptimizerSpec
+from skyrl_engine.contracts import AdamWSettings, ComputeDtype, ModelSpec
 from skyrl_engine.modeling.optimizer import build_adamw
 from skyrl_engine.modeling.placement import Placed, entry, load_on_ranks, named_tensors, replace_entries
 from skyrl_engine.modeling.scorer import Scorer
@@ -31,7 +31,7 @@ class Loaded:
     engine: Any | None
 
 
-def load(spec: ModelSpec, optimizer: OptimizerSpec | None, config: DeepSpeedConfig, device: torch.device) -> Loaded:
+def load(spec: ModelSpec, optimizer: AdamWSettings | None, config: DeepSpeedConfig, device: torch.device) -> Loaded:
     """The model with equal weights on every rank, divided as `config` says. An error on one rank is raised on all of them."""
     placed = load_on_ranks(spec)
     model, scorer = placed.model, placed.scorer
@@ -45,11 +45,9 @@ def load(spec: ModelSpec, optimizer: OptimizerSpec | None, config: DeepSpeedConf
             parameter.data = _from_rank_0(placed, name, parameter, device)
         return Loaded(model, scorer, parameters, vocabulary, None)
     deepspeed = library.load(device)
-    clipping = None if optimizer is None else optimizer.max_grad_norm
-    stated = settings(config, spec.dtype, device, clipping, learns=optimizer is not None)
-    adamw = (
-        None if optimizer is None else build_adamw(parameters.values(), optimizer)
-    )  # before shapes are divided: decay goes by them
+    stated = settings(config, spec.dtype, device, learns=optimizer is not None)
+    # Before shapes are divided: decay goes by them.
+    adamw = None if optimizer is None else build_adamw(parameters.values(), optimizer)
     float32 = dict(placed.whole) if not placed.everyone_read else dict(named_tensors(model))
     if config.zero_stage == 3:
         _divide(deepspeed, scorer, stated, spec.dtype)

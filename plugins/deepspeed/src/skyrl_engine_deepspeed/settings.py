@@ -12,12 +12,10 @@ _BUCKET = 50_000_000
 """Elements that are reduced or gathered at once; the buffers for it are allocated whole."""
 
 
-def settings(
-    config: DeepSpeedConfig, dtype: ComputeDtype, device: torch.device, max_grad_norm: float | None, *, learns: bool
-) -> dict[str, Any]:
+def settings(config: DeepSpeedConfig, dtype: ComputeDtype, device: torch.device, *, learns: bool) -> dict[str, Any]:
     """The dictionary `deepspeed.initialize` takes.
 
-    One accumulation step, because micro-batches are not DeepSpeed's to count; clipping always stated, because its default clips at 1.
+    One accumulation step, because micro-batches are not DeepSpeed's to count; no clipping until a step says so, where the default clips at 1.
     Gradients accumulate and travel in float32 whatever computes.
     """
     on_cuda = device.type == "cuda"
@@ -37,7 +35,7 @@ def settings(
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": max_grad_norm or 0.0,
+        "gradient_clipping": 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -47,6 +45,13 @@ def settings(
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }
+
+
+def clip_at(engine: Any, max_grad_norm: float | None) -> None:
+    """Clip at this norm from the next step on (None: never). The engine clips at its configuration's, a ZeRO optimizer at its own."""
+    engine._config.gradient_clipping = max_grad_norm or 0.0  # noqa: SLF001 - read at every step, and set by no method
+    if hasattr(engine.optimizer, "clip_grad"):
+        engine.optimizer.clip_grad = max_grad_norm or 0.0
 
 
 def refuse_unsupported(config: DeepSpeedConfig, dtype: ComputeDtype, device: torch.device, *, learns: bool) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import (
+    AdamWSettings,
     MicroBatch,
     ModelSpec,
     Objective,
-    OptimizerSpec,
     OptimStep,
     RankBatch,
     RankCoords,
@@ -24,8 +24,7 @@ from skyrl_engine.modeling import random_states
 from skyrl_engine.modeling.exporting import exported, write_pretrained
 from skyrl_engine.modeling.lora import merged_weights
 from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, score
-from skyrl_engine.modeling.optimizer import build_adamw, set_learning_rate
-from skyrl_engine.modeling.schedule import learning_rate
+from skyrl_engine.modeling.optimizer import build_adamw, use_settings
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine_fsdp.checkpoint import TrainingState
 from skyrl_engine_fsdp.gradients import clip_gradients, full, non_finite
@@ -48,7 +47,7 @@ class FsdpBackend:
         self._config = config
         self.coords = RankCoords()
 
-    def setup(self, model: ModelSpec, optimizer: OptimizerSpec | None, environment: RankEnvironment) -> None:
+    def setup(self, model: ModelSpec, optimizer: AdamWSettings | None, environment: RankEnvironment) -> None:
         """Load, cut and shard over all ranks, and make the optimizer.
 
         Raises ModelError, and UnsupportedError for layouts that the ranks, the model or the device cannot have.
@@ -73,7 +72,7 @@ class FsdpBackend:
             random_states.reseed(environment.seed + self.coords.dp)
         self._topology, self._seed = topology, environment.seed
         self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
-        self._specification = optimizer
+        self._settings = optimizer
         self._optimizer = build_adamw(self._parameters().values(), optimizer) if optimizer is not None else None
         self._steps_done = 0
 
@@ -96,26 +95,26 @@ class FsdpBackend:
             parts.append(output)
         return RankOutput.concat(parts, self.coords)
 
-    def optim_step(self) -> OptimStep:
-        """Clip, step, advance the schedule, clear the gradients.
+    def optim_step(self, settings: AdamWSettings | None = None) -> OptimStep:
+        """Clip, step with `settings` (None: those of `setup`), clear the gradients.
 
-        Raises ModelError where the gradient is not finite: then the weights, the optimizer and the schedule stay as the step before left
-        them, and the gradient is cleared.
+        Raises ModelError where the gradient is not finite: then the weights and the optimizer stay as the step before left them, and the
+        gradient is cleared.
         """
+        settings = settings or self._settings
         assert self._optimizer is not None, "optim_step on a backend that was set up for scoring only"
-        assert self._specification is not None
+        assert settings is not None
         parameters = self._parameters()
-        norm = clip_gradients(parameters.values(), self._specification.max_grad_norm, self._device)
+        norm = clip_gradients(parameters.values(), settings.max_grad_norm, self._device)
         if not norm < float("inf"):  # also true for NaN; every rank sees the same norm and stops alike
             names = non_finite(parameters.items())
             self._optimizer.zero_grad(set_to_none=True)
             raise gradient_not_finite(self._steps_done + 1, norm, self.coords.rank, names)
-        rate = learning_rate(self._specification, self._steps_done)
-        set_learning_rate(self._optimizer, rate)
+        use_settings(self._optimizer, settings)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._steps_done += 1
-        return OptimStep(grad_norm=norm, learning_rate=rate)
+        return OptimStep(grad_norm=norm, learning_rate=settings.learning_rate)
 
     def save(self, directory: Path) -> None:
         """Write this rank's part of the training state. Raises CheckpointError."""

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import (
+    AdamWSettings,
     ModelSpec,
     Objective,
-    OptimizerSpec,
     OptimStep,
     RankBatch,
     RankCoords,
@@ -23,7 +23,6 @@ from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.loading import weight_dtype
 from skyrl_engine.modeling.micro_batch import gradient_not_finite
-from skyrl_engine.modeling.schedule import learning_rate
 from skyrl_engine_megatron import checkpoint, kernels
 from skyrl_engine_megatron.agreement import check_agreement
 from skyrl_engine_megatron.attention import DocumentAttention
@@ -59,14 +58,14 @@ class MegatronBackend:
         self._learned = []
         self._holds_groups = False
 
-    def setup(self, model: ModelSpec, optimizer: OptimizerSpec | None, environment: RankEnvironment) -> None:
+    def setup(self, model: ModelSpec, optimizer: AdamWSettings | None, environment: RankEnvironment) -> None:
         """Read, divide and place the model. Raises ModelError, or UnsupportedError for what it cannot be built or divided into."""
         topology = self._config.topology(environment.world_size)
         self.coords = topology.coords(environment.rank)
         self._device = torch.device(environment.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        self._specification = optimizer
+        self._settings = optimizer
         self._steps_done = 0
         self._source = read(model, self._config)
         groups.take(topology, self._config.virtual_pipeline)
@@ -80,7 +79,7 @@ class MegatronBackend:
             self.close()
             raise
 
-    def _place(self, model: ModelSpec, source: Source, optimizer: OptimizerSpec | None, *, replicas: int) -> None:
+    def _place(self, model: ModelSpec, source: Source, optimizer: AdamWSettings | None, *, replicas: int) -> None:
         compute = _COMPUTE[model.dtype]
         config = transformer_config(
             source.architecture,
@@ -158,28 +157,28 @@ class MegatronBackend:
         with self._runtime():
             return RankOutput.concat(self._pipeline.run(batch, objective, learn=learn), self.coords)
 
-    def optim_step(self) -> OptimStep:
-        """Sum over ranks, clip, step, advance the schedule, clear the gradients.
+    def optim_step(self, settings: AdamWSettings | None = None) -> OptimStep:
+        """Sum over ranks, clip, step with `settings` (None: those of `setup`), clear the gradients.
 
-        Raises ModelError where the gradient is not finite: then the weights, the optimizer and the schedule stay as the step before left
-        them, and the gradient is cleared.
+        Raises ModelError where the gradient is not finite: then the weights and the optimizer stay as the step before left them, and the
+        gradient is cleared.
         """
-        assert self._specification is not None, "optim_step on a backend that was set up for scoring only"
+        settings = settings or self._settings
+        assert settings is not None, "optim_step on a backend that was set up for scoring only"
         with self._runtime():
             sum_over_ranks(self._learned)
-            norm = clip(self._state, self._specification.max_grad_norm)
+            norm = clip(self._state, settings.max_grad_norm)
             if not norm < float("inf"):  # also true for NaN; every rank sees the same norm and stops alike
                 error = gradient_not_finite(self._steps_done + 1, norm, self.coords.rank, non_finite(self._state))
                 self._clear()
                 raise error
-            rate = learning_rate(self._specification, self._steps_done)
-            self._state.step(rate)
+            self._state.step(settings)
             if self._state.sharded:
                 for model in self._learned:
                     model.start_param_sync(force_sync=True)
             self._clear()
         self._steps_done += 1
-        return OptimStep(grad_norm=norm, learning_rate=rate)
+        return OptimStep(grad_norm=norm, learning_rate=settings.learning_rate)
 
     def _clear(self) -> None:
         for model in self._learned:

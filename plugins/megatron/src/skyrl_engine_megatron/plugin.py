@@ -94,6 +94,7 @@ class MegatronPlugin:
             options.topology(world_size),
             frozenset({"padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", "logits"}),
             partial(refuse_model, options),
+            means_over_step=options.router_losses,
         )
 
     @hookimpl

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 
-from skyrl_engine.contracts import OptimizerSpec
-from skyrl_engine.modeling.optimizer import build_adamw, set_learning_rate
+from skyrl_engine.contracts import AdamWSettings
+from skyrl_engine.modeling.optimizer import build_adamw, use_settings
 from skyrl_engine_megatron.library import DistributedDataParallel, parallel_state
 from skyrl_engine_megatron.names import EMBEDDING, HEAD, Entry
 
@@ -80,7 +80,7 @@ class ShardedState:
         pieces: dict[str, Piece],
         *,
         sharded: bool,
-        optimizer: OptimizerSpec | None,
+        optimizer: AdamWSettings | None,
     ) -> None:
         self.entries = entries
         self.parameters = parameters
@@ -108,10 +108,10 @@ class ShardedState:
                 state["step"] = torch.tensor(float(step), device=piece.master.device)
                 state[key] = piece.cut(self.share(entry, whole)).to(piece.master).clone()
 
-    def step(self, rate: float) -> None:
-        """One step of AdamW over this rank's pieces at the learning rate `rate`, from their summed gradients."""
+    def step(self, settings: AdamWSettings) -> None:
+        """One step of AdamW over this rank's pieces with these numbers, from their summed gradients."""
         assert self.optimizer is not None
-        set_learning_rate(self.optimizer, rate)
+        use_settings(self.optimizer, settings)
         for piece in self.pieces.values():
             piece.master.grad = piece.gradient
         self.optimizer.step()

@@ -29,7 +29,7 @@ class TokenSumNormConfig(MeanConfig):
     max_sequence_length: int | None = field(default=None, validator=optional(ge(1)))
 
 
-@reducer(negative_weights=True)
+@reducer(negative_weights=True, additive=True)
 def sum_reducer(structure: BatchStructure, _config: None) -> PerSequence:
     """The weight w itself, unchanged: the caller normalises, as with the loss functions of Tinker."""
     return _divided_by(structure, 1.0)

@@ -1,4 +1,4 @@
-"""The trainer's own part of a checkpoint: where in the run it stands. Everything else a resume needs follows from the configuration."""
+"""The SFT trainer's own part of a checkpoint: where in the run it stands. Everything else a resume needs follows from the configuration."""
 
 import hashlib
 from typing import Any
@@ -15,12 +15,13 @@ from skyrl_engine.training.sft.order import Position, SampleOrder
 
 
 @frozen
-class TrainerState:
+class SftState:
     """`step` optimizer steps are done, and `offset` samples of epoch `epoch` out of `samples`, in the order that `seed` gives.
 
     `data` is the training data's `fingerprint`.
     """
 
+    trainer: str
     step: int
     epoch: int
     offset: int
@@ -29,8 +30,8 @@ class TrainerState:
     data: str
 
     @classmethod
-    def create(cls, step: int, position: Position, order: SampleOrder, data: str) -> "TrainerState":
-        return cls(step, position.epoch, position.offset, order.samples, order.seed, data)
+    def create(cls, step: int, position: Position, order: SampleOrder, data: str) -> "SftState":
+        return cls("sft", step, position.epoch, position.offset, order.samples, order.seed, data)
 
     def document(self) -> dict[str, Any]:
         return attrs.asdict(self)
@@ -39,12 +40,17 @@ class TrainerState:
 def position_in(checkpoint: Checkpoint, order: SampleOrder, data: str) -> Position:
     """Where to go on. Raises CheckpointError when the data is not what the checkpoint was made with: the position would mean other samples."""
     try:
-        state = TrainerState(**checkpoint.document(TRAINER_DOCUMENT))
+        state = SftState(**checkpoint.document(TRAINER_DOCUMENT))
     except TypeError as error:
         raise CheckpointError(
             f"{checkpoint.path / TRAINER_DOCUMENT} is not of this engine's making ({error})",
             remedy="Resume with the engine version that wrote it",
         ) from error
+    if state.trainer != "sft":
+        raise CheckpointError(
+            f"{checkpoint.path} was written by the trainer {state.trainer}, and this run's is sft",
+            remedy="Resume with the trainer that began the run, or start a new run from an exported model",
+        )
     assert state.step == checkpoint.step, "a checkpoint's name and content disagree"
     if (state.samples, state.data) != (order.samples, data):
         raise CheckpointError(

@@ -7,8 +7,7 @@ from typing import Any, Final
 
 from skyrl_engine.config.schema import ModelConfig
 from skyrl_engine.data.images.processor import Vision, VisionInputs
-from skyrl_engine.model_facts.configuration import location_of, read_model_config
-from skyrl_engine.model_facts.vision_language import takes_images
+from skyrl_engine.model_facts.facts import ModelFacts, location_of
 
 _IMAGES: Final = "preprocessor_config.json"
 _ALL: Final = "processor_config.json"
@@ -16,15 +15,14 @@ _ALL: Final = "processor_config.json"
 _VIDEOS: Final = "video_preprocessor_config.json"
 
 
-def write_processors(model: ModelConfig, vision: Vision, directory: Path) -> None:
-    """Copy to `directory` what the directory of `model` has of them, and write the image processor as `vision` holds it: with
+def write_processors(facts: ModelFacts, vision: Vision, directory: Path) -> None:
+    """Copy to `directory` what the model's directory has of them, and write the image processor as `vision` holds it: with
     `data.shrink_images_to` applied. Nothing is written of a model that is trained on text alone by its architecture.
     """
-    config = read_model_config(model)
-    if config is None or not takes_images(config):
+    if not facts.takes_images:
         return
     for name in (_IMAGES, _ALL, _VIDEOS):
-        if (source := _found(model, name)) is not None:
+        if (source := _found(facts.model, name)) is not None:
             shutil.copyfile(source, directory / name)
     if not isinstance(vision, VisionInputs):
         return

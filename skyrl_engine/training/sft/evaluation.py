@@ -2,13 +2,13 @@
 
 from skyrl_engine.contracts.values.outputs import combine_metrics, results_of
 from skyrl_engine.data.dataset import TokenizedDataset
-from skyrl_engine.engine.step import StepDriver
+from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import DataError
 from skyrl_engine.training.sft.order import SampleOrder
 
 
-def evaluate(driver: StepDriver, dataset: TokenizedDataset, *, batch_size: int, step: int) -> dict[str, float]:
-    """Metrics of `StepDriver.evaluate` over all of `dataset`, scored in mini-batches of `batch_size` samples, in their order.
+def evaluate(engine: Engine, dataset: TokenizedDataset, *, batch_size: int) -> dict[str, float]:
+    """Give the metrics of `Engine.evaluate` over all of `dataset`, scored in mini-batches of `batch_size` samples, in their order.
 
     Samples that belong together come together, as in training.
 
@@ -20,5 +20,6 @@ def evaluate(driver: StepDriver, dataset: TokenizedDataset, *, batch_size: int, 
     parts, position = [], order.start()
     while position.epoch == 0:
         chosen, position = order.mini_batch(position)
-        parts.append(driver.evaluate(dataset.batch(chosen), step=step, per_token_outputs=False).metrics)
+        plan = engine.plan(dataset.batch(chosen))
+        parts.append(engine.evaluate(plan, per_token_outputs=False).result().metrics)
     return results_of(combine_metrics(parts))

@@ -1,0 +1,132 @@
+"""The parts of a run that know no data: plugins made, capabilities checked, ranks laid out."""
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+from attrs import frozen
+
+from skyrl_engine.config import ResolvedConfig, SelectedPlugin
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, BackendDescription, Capability, ModelSpec
+from skyrl_engine.contracts.kinds.collator import Collator
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.kinds.merger import Merger
+from skyrl_engine.contracts.kinds.reducer import Reducer
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.engine.capability import (
+    check_capabilities,
+    check_carried,
+    check_layout,
+    check_model,
+    check_reducer,
+    check_scores,
+    required_capabilities,
+)
+from skyrl_engine.engine.model_files import ModelFiles
+from skyrl_engine.model_facts.facts import ModelFacts
+from skyrl_engine.objective.parts import ObjectiveParts
+from skyrl_engine.registry.host import Owner
+from skyrl_engine.registry.part import Part
+from skyrl_engine.workers.spec import Device, WorkerSpec
+
+
+@frozen(eq=False)
+class Assembly:
+    """What the controller holds of a run before any data: its plugins at work, and how the backend lays out its ranks."""
+
+    plugins: Mapping[str, SelectedPlugin]
+    context: FactoryContext
+    collator: Part[Collator]
+    reducer: Part[Reducer]
+    merger: Part[Merger]
+    objective: ObjectiveParts
+    description: BackendDescription
+
+    @classmethod
+    def of(cls, plugins: Mapping[str, SelectedPlugin], context: FactoryContext, ranks: int) -> "Assembly":
+        """Make the controller's plugins, and describe the backend on so many ranks. Raises what the plugins raise."""
+        backend = plugins["backend"]
+        return cls(
+            plugins=plugins,
+            context=context,
+            collator=plugins["collator"].part("collator", context),
+            reducer=plugins["reducer"].part("reducer", context),
+            merger=plugins["merger"].part("merger", context),
+            objective=ObjectiveParts.made(plugins, context),
+            description=backend.loaded.describe_backend(backend.options, ranks),
+        )
+
+    def layout(
+        self,
+        *,
+        micro_batch_rows: int | None = None,
+        micro_batch_tokens: int | None = None,
+        mini_batch_size: int | None = None,
+    ) -> Layout:
+        """Cut batches into these sizes for the ranks of the run; None: all of it at once."""
+        topology = self.description.topology
+        return Layout(
+            dp=topology.dp,
+            tp=topology.tp,
+            cp=topology.cp,
+            pp=topology.pp,
+            mini_batch_size=mini_batch_size,
+            micro_batch_rows=micro_batch_rows,
+            micro_batch_tokens=micro_batch_tokens,
+        )
+
+    def worker_spec(
+        self, model: ModelSpec, optimizer: AdamWSettings | None, *, device: Device = "auto", shown: frozenset[str] = frozenset()
+    ) -> WorkerSpec:
+        """Tell every rank what it needs at its start; `shown` as in `WorkerSpec`."""
+        return WorkerSpec(
+            plugins={place: selected.lock() for place, selected in self.plugins.items()},
+            context=self.context,
+            model=attrs.evolve(model, packed_rows=self.collator.product.rows == "packed"),
+            optimizer=optimizer,
+            topology=self.description.topology,
+            device=device,
+            shown=shown,
+        )
+
+    def check(self, facts: ModelFacts) -> None:
+        """Refuse parts that do not go together, and a model that the backend does not train. Raises UnsupportedError."""
+        model = facts.model
+        for term in self.objective.losses:
+            check_reducer(term.label, term.product, self.reducer.name)
+        for label, needs in self.objective.needs.items():
+            check_scores(label, needs, value_head=model.value_head)
+        self._check_capabilities(facts, ())
+        check_layout(Owner.of(self.plugins["backend"].loaded.record), facts, self.description)
+
+    def check_data(self, facts: ModelFacts, datasets: Sequence[SampleColumns]) -> frozenset[Capability]:
+        """Refuse data that a part does not carry; returns the capabilities that the backend needs. Raises UnsupportedError."""
+        check_carried(self.collator.name, self.collator.product, datasets)
+        return self._check_capabilities(facts, datasets)
+
+    def _check_capabilities(self, facts: ModelFacts, datasets: Sequence[SampleColumns]) -> frozenset[Capability]:
+        model = facts.model
+        required = required_capabilities(
+            self.description.topology,
+            self.collator.product,
+            datasets,
+            value_head=model.value_head,
+            lora=model.lora is not None,
+        )
+        check_capabilities(self.plugins["backend"].loaded.record.name, self.description.capabilities, required)
+        return required
+
+
+def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length: int | None) -> Assembly:
+    """Make the parts of a run and refuse what cannot work together. Starts nothing and reads no data.
+
+    `max_sequence_length` in tokens, where one is configured, is for reducers. Raises UnsupportedError, ModelError for a tokenizer that cannot
+    be loaded, and what the plugins raise.
+    """
+    config = resolved.config
+    backend = resolved.plugins["backend"]
+    check_model(files.facts, backend.loaded.describe_backend(backend.options, config.run.ranks))
+    context = FactoryContext(seed=config.run.seed, pad_token_id=files.pad_token_id, max_sequence_length=max_sequence_length)
+    assembly = Assembly.of(resolved.plugins, context, config.run.ranks)
+    assembly.check(files.facts)
+    return assembly

@@ -1,0 +1,473 @@
+"""`Engine`: plan, score, learn, step, save. The one way from a batch to the ranks, under every trainer."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+from attrs import define, evolve, field, frozen
+
+from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.config.schema import OptimizerConfig
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, OptimStep
+from skyrl_engine.contracts.kinds.reducer import PerSequence, TokenWeights
+from skyrl_engine.contracts.values.buffers import ReusableJoin
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
+from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan
+from skyrl_engine.engine.assembly import Assembly, assemble
+from skyrl_engine.engine.model_files import ModelFiles
+from skyrl_engine.engine.plan import Plan
+from skyrl_engine.engine.schedule import learning_rate as scheduled_rate
+from skyrl_engine.errors import CheckpointError, ModelError, UnsupportedError
+from skyrl_engine.spans import Spans
+from skyrl_engine.workers.dispatch import PlacedShard, batch_structure, compact_weights, cut, merged, planned
+from skyrl_engine.workers.future import Future
+from skyrl_engine.workers.launch import WorkerGroup, launch_workers
+from skyrl_engine.workers.worker import Pass, RankReply, StepReply
+
+STATE_FILE: Final = "engine.json"
+"""The engine's own part of a saved state, beside that of the ranks."""
+
+CONFIGURED: Final = "configured"
+"""Stands for the configured number where None means something else."""
+
+
+@frozen(eq=False)
+class PassResult:
+    """One pass over a batch, or over a part of one.
+
+    `metrics` are the merged ones and the pass's own; they still combine with those of other passes. `output` holds the per-token outputs in
+    the order of the columns, `cpu_seconds` the CPU time by span over controller and ranks since the result before.
+    """
+
+    metrics: Mapping[str, Metric]
+    output: BatchOutput
+    cpu_seconds: Mapping[str, float]
+
+
+@define(eq=False)
+class _Accumulated:
+    """A mini-batch whose gradient is being added up, and which of its micro-batches are in it."""
+
+    plan: Plan
+    mini_batch: int
+    placed: list[PlacedShard]
+    done: set[int] = field(factory=set)
+    passes: list[Future[PassResult]] = field(factory=list)
+
+    @property
+    def missing(self) -> list[int]:
+        return sorted(set(range(self.plan.micro_batches(self.mini_batch))) - self.done)
+
+
+class Engine:
+    """A model on its ranks, and the verbs to train it: `plan`, `score`, `forward_backward`, `optim_step`, `save`, `load`, `export`.
+
+    Opened from a configuration, which says everything that a training run would be told but the data:
+
+        with Engine.open("train.toml") as engine:
+            plan = engine.plan(columns)
+            for mini_batch in range(len(plan)):
+                engine.forward_backward(plan, mini_batch)
+                engine.optim_step()
+
+    Passes and steps return a `Future`: they go to the ranks at once and in order, and `result()` waits. A failure that nobody waited for is
+    raised by the next `result()`, or by the next step. `step` counts the optimizer steps that were taken.
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        group: WorkerGroup,
+        *,
+        layout: Layout | None = None,
+        optimizer: OptimizerConfig | None = None,
+        total_steps: int | None = None,
+        files: ModelFiles | None = None,
+    ) -> None:
+        """Work on ranks that were started already; `Engine.open` starts them.
+
+        `layout` is the default cut of `plan`, `optimizer` with `total_steps` the schedule of learning rates, `files` what an export holds
+        beside weights. Raises UnsupportedError for a schedule that ends, without `total_steps`.
+        """
+        self.assembly = assembly
+        self.group = group
+        self.step = 0
+        self._layout = assembly.layout() if layout is None else layout
+        self._optimizer = OptimizerConfig() if optimizer is None else optimizer
+        self._total_steps = total_steps
+        self._files = files
+        self._spans = Spans()
+        self._join = ReusableJoin()
+        self._gradient: list[_Accumulated] = []
+        if self._optimizer.schedule != "constant" and total_steps is None:
+            raise UnsupportedError(
+                f'optimizer.schedule = "{self._optimizer.schedule}" ends at the last step, and nobody says how many there will be',
+                remedy='Give total_steps, set training.steps, or set optimizer.schedule to "constant"',
+            )
+
+    @classmethod
+    def open(cls, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, total_steps: int | None = None) -> Self:
+        """Start the ranks that a configuration asks for, with the model loaded. Use it as a context manager: leaving it ends the ranks.
+
+        `config` is a file (TOML or YAML) or a mapping of its tables; `[model]` is needed, and data need not be named. `overrides` are
+        `section.key=value`, as on the command line. `total_steps` (default: `training.steps`) is where a schedule of learning rates ends.
+        Raises ConfigError, PluginError, ModelError, UnsupportedError or WorkerError.
+        """
+        from skyrl_engine.config import load, resolve
+
+        raw = load(config if isinstance(config, Mapping) else Path(config), overrides)
+        resolved = resolve(raw, need=("model",))
+        files = ModelFiles.of(resolved.config.model)
+        data = None if "data" in resolved.absent else resolved.config.data
+        assembly = assemble(resolved, files, max_sequence_length=None if data is None else data.max_length)
+        training = resolved.config.training
+        return cls.launch(resolved, assembly, files, training.steps if total_steps is None else total_steps)
+
+    @classmethod
+    def launch(cls, resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles, total_steps: int | None) -> Self:
+        """Start the ranks of an assembly. Raises WorkerError, or the typed error that a rank's start met."""
+        config = resolved.config
+        spec = assembly.worker_spec(config.model.spec(config.run.seed), config.optimizer.settings(), device=config.run.device)
+        training = config.training
+        layout = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens)
+        group = launch_workers(spec, launch=config.run.launch, ray_address=config.run.ray_address)
+        try:
+            return cls(assembly, group, layout=layout, optimizer=config.optimizer, total_steps=total_steps, files=files)
+        except BaseException:
+            group.close()
+            raise
+
+    def plan(
+        self,
+        columns: SampleColumns,
+        *,
+        mini_batch_size: int | None = None,
+        micro_batch_rows: int | None = None,
+        micro_batch_tokens: int | None = None,
+    ) -> Plan:
+        """Cut a batch into mini-batches, ranks, micro-batches and rows, for all passes over it.
+
+        `mini_batch_size` is the number of samples of an optimizer step (None: all of them); groups are never cut. `micro_batch_rows` or
+        `micro_batch_tokens` stand for the configured size. Raises DataError for a sample that fits nowhere.
+        """
+        layout = evolve(self._layout, mini_batch_size=mini_batch_size)
+        if micro_batch_rows is not None or micro_batch_tokens is not None:
+            layout = evolve(layout, micro_batch_rows=micro_batch_rows, micro_batch_tokens=micro_batch_tokens)
+        with self._spans("plan"):
+            return Plan(columns, planned(self.assembly.collator, columns, layout))
+
+    def score(
+        self,
+        plan: Plan,
+        *,
+        scores: Iterable[str] = ("logprobs",),
+        tokens: Literal["actions", "loss"] = "actions",
+        temperature: float = 1.0,
+    ) -> Future[BatchOutput]:
+        """Score a batch with the model as it is, without a loss and without gradients.
+
+        `scores` are names of model scores: "logprobs" and "entropy" (nats), "values" of a model with a value head. `tokens` are all response
+        tokens, or those that carry loss. `temperature` divides the logits. The output has one field per score, float32.
+        """
+        wanted = frozenset(scores)
+        work = Pass("score", self.step, temperature=temperature, scores=wanted, tokens=tokens)
+        return self._forward(plan, work, needs=()).then(lambda outputs: self._merged(outputs, plan.cut))
+
+    def evaluate(self, plan: Plan, *, temperature: float = 1.0, per_token_outputs: bool = True) -> Future[PassResult]:
+        """Compute the objective of a batch without gradients.
+
+        `loss`, and each part's contribution to it, is the mean over loss weights, whatever reducer the training uses: the sum of each term
+        times its loss weight, over the sum of the loss weights, divided once however many passes are combined.
+        """
+        work = Pass("evaluate", self.step, per_token_outputs, temperature)
+        outputs = self._forward(plan, work, needs=self.assembly.objective.columns)
+        return outputs.then(lambda each: self._evaluated(each, plan))
+
+    def forward_backward(
+        self,
+        plan: Plan,
+        mini_batch: int = 0,
+        *,
+        micro_batches: tuple[int, int] | None = None,
+        temperature: float = 1.0,
+        per_token_outputs: bool = True,
+    ) -> Future[PassResult]:
+        """Differentiate the objective of one mini-batch, and add the gradient to what is accumulated on the ranks.
+
+        `micro_batches` are the first and the one behind the last of those that every rank runs now, out of `plan.micro_batches(mini_batch)`;
+        None: all that are not done. However a mini-batch is cut into calls, the gradient is the same.
+
+        Raises UnsupportedError for a micro-batch that was run already, and for another mini-batch than the one that is being accumulated:
+        weights of tokens count within their mini-batch, so gradients of two of them do not add up to anything. The exception is an additive
+        reducer, such as `sum`, on a backend without terms that are means over a step.
+        """
+        self._refuse_mixing(plan, mini_batch)
+        current = self._current(plan, mini_batch)
+        missing = current.missing if current else list(range(plan.micro_batches(mini_batch)))
+        first, last = micro_batches or ((missing[0], missing[-1] + 1) if missing else (0, 0))
+        asked = set(range(first, last))
+        if not asked or not asked <= set(missing):
+            raise UnsupportedError(
+                f"micro-batches {first} to {last - 1} of mini-batch {mini_batch} are not all left to be run, only {missing or 'none'}",
+                remedy="Run every micro-batch of a mini-batch once, then optim_step",
+            )
+        if current is None:
+            current = _Accumulated(plan, mini_batch, self._weighed(plan, mini_batch))
+            self._gradient.append(current)
+        current.done |= asked
+        work = Pass("forward_backward", self.step + 1, per_token_outputs, temperature, micro_batches=(first, last))
+        outputs = self._pass(work, current.placed)
+        learned = outputs.then(lambda each: self._learned(each, plan, plan.part(mini_batch, (first, last)), work.step))
+        current.passes.append(learned)
+        return learned
+
+    def optim_step(
+        self,
+        *,
+        learning_rate: float | None = None,
+        betas: tuple[float, float] | None = None,
+        epsilon: float | None = None,
+        weight_decay: float | None = None,
+        max_grad_norm: float | Literal["configured"] | None = CONFIGURED,
+    ) -> Future[OptimStep]:
+        """Take one step of AdamW with the accumulated gradient, and clear it.
+
+        A number that is given counts for this step; without it the configured one does, and the learning rate follows the schedule.
+        `max_grad_norm` None does not clip.
+
+        Waits for the passes before it. Raises ModelError, before the weights change, where a loss or the gradient is not finite, and
+        UnsupportedError where nothing is accumulated, or a mini-batch in part.
+        """
+        configured = self._scheduled()
+        settings = AdamWSettings(
+            learning_rate=configured.learning_rate if learning_rate is None else learning_rate,
+            betas=configured.betas if betas is None else betas,
+            epsilon=configured.epsilon if epsilon is None else epsilon,
+            weight_decay=configured.weight_decay if weight_decay is None else weight_decay,
+            max_grad_norm=configured.max_grad_norm if max_grad_norm == CONFIGURED else max_grad_norm,
+        )
+        self._refuse_incomplete()
+        for accumulated in self._gradient:
+            for one in accumulated.passes:
+                one.result()
+        return self._applied(settings)
+
+    def train(self, plan: Plan, *, staged: bool = False, temperature: float = 1.0, per_token_outputs: bool = True) -> PassResult:
+        """Take one optimizer step on every mini-batch of a plan, in order, with the configured numbers.
+
+        `loss` is the objective, the sum of weight times term; over several mini-batches sums become their mean. `staged` places the shards of
+        all mini-batches before the first step, for passes that must not wait for the controller; otherwise each mini-batch is cut and placed
+        when its turn comes. Raises ModelError, before the weights change, where the loss or the gradient of a mini-batch is not finite.
+        """
+        assert not self._gradient, "train on top of an accumulated gradient"
+        shards: Iterable[list[PlacedShard]] = (self._weighed(plan, each) for each in range(len(plan)))
+        if staged:
+            shards = list(shards)
+        outputs: list[RankOutput] = []
+        applied: list[OptimStep] = []
+        for placed in shards:
+            own = self._pass(Pass("forward_backward", self.step + 1, per_token_outputs, temperature), placed).result()
+            _refuse_not_finite(own, self.step + 1)
+            outputs += own
+            applied.append(self._applied(self._scheduled()).result())
+        output = self._merged(outputs, plan.cut)
+        count = len(plan)
+        reported = {
+            "grad_norm": Metric.mean(sum(each.grad_norm for each in applied), count),
+            "learning_rate": Metric.mean(sum(each.learning_rate for each in applied), count),
+        }
+        metrics = {**_over(output.metrics, count), **reported, **_counts(plan.columns, plan.cut)}
+        return PassResult(metrics, output, self._spans.drain())
+
+    def discard(self) -> None:
+        """Drop the accumulated gradient: a step of rate 0, which changes no weight and does not count. AdamW's moments do see it."""
+        self._gradient.clear()
+        self.group.optim_step(AdamWSettings(learning_rate=0.0, max_grad_norm=None)).result()
+
+    def gradients(self) -> dict[str, npt.NDArray[Any]]:
+        """Gather the accumulated gradient by Hugging Face parameter name, summed over ranks, before `optim_step`."""
+        return self.group.gradients()
+
+    def weights(self) -> dict[str, npt.NDArray[Any]]:
+        """Gather the weights by Hugging Face parameter name, adapters merged."""
+        return self.group.weights()
+
+    def save(self, directory: Path) -> None:
+        """Write the whole training state into an existing directory: weights, optimizer, random states, and how many steps were taken.
+
+        Raises CheckpointError.
+        """
+        self.group.save(directory)
+        (directory / STATE_FILE).write_text(json.dumps({"step": self.step}) + "\n", encoding="utf-8")
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote. Raises CheckpointError."""
+        try:
+            step = int(json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))["step"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{directory / STATE_FILE} cannot be read: {error}",
+                remedy="Load a directory that Engine.save wrote, of this version",
+            ) from error
+        self.group.load(directory)
+        self._gradient.clear()
+        self.step = step
+
+    def export(self, directory: Path) -> None:
+        """Write the model as a Hugging Face directory, tokenizer included, or its adapters as PEFT takes them. Raises ModelError."""
+        assert self._files is not None, "an engine that was made by hand knows no tokenizer to export"
+        self._files.write(self.group, directory)
+
+    def close(self) -> None:
+        """End the ranks."""
+        self.group.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if error is None:
+                self.group.settle()
+        finally:
+            self.close()
+
+    def _scheduled(self) -> AdamWSettings:
+        """The configured numbers, at the rate of the next step."""
+        rate = scheduled_rate(self._optimizer, self.step, self._total_steps or 1)
+        return evolve(self._optimizer.settings(), learning_rate=rate)
+
+    def _applied(self, settings: AdamWSettings) -> Future[OptimStep]:
+        self._gradient.clear()
+        self.step += 1
+
+        def reported(replies: list[StepReply]) -> OptimStep:
+            for reply in replies:
+                self._spans.add(reply.cpu_seconds)
+            return replies[0].step
+
+        return self.group.optim_step(settings).then(reported)
+
+    def _current(self, plan: Plan, mini_batch: int) -> _Accumulated | None:
+        """The part of the accumulated gradient that is of this mini-batch."""
+        return next((each for each in self._gradient if each.plan.cut is plan.cut and each.mini_batch == mini_batch), None)
+
+    def _refuse_mixing(self, plan: Plan, mini_batch: int) -> None:
+        if not 0 <= mini_batch < len(plan):
+            raise UnsupportedError(
+                f"the plan has {len(plan)} mini-batches, and number {mini_batch} was asked for", remedy="Count from 0"
+            )
+        if not self._gradient or self._current(plan, mini_batch) is not None:
+            return
+        reducer = self.assembly.reducer
+        if not getattr(reducer.product, "additive", False):
+            raise UnsupportedError(
+                f"{reducer.label} weighs tokens within their mini-batch, so the gradient of another mini-batch cannot be added to it",
+                remedy="Call optim_step between mini-batches, or use the reducer sum, whose weights know no batch",
+            )
+        if self.assembly.description.means_over_step:
+            raise UnsupportedError(
+                "the backend adds terms that are means over an optimizer step, so gradients of two mini-batches do not add up",
+                remedy="Call optim_step between mini-batches, or set the coefficients of those terms (of routers) to 0",
+            )
+
+    def _refuse_incomplete(self) -> None:
+        if not self._gradient:
+            raise UnsupportedError("no gradient was accumulated since the last step", remedy="Call forward_backward first")
+        for each in self._gradient:
+            if each.missing:
+                raise UnsupportedError(
+                    f"micro-batches {each.missing} of mini-batch {each.mini_batch} were not run, so the gradient is a part of one",
+                    remedy="Run them with forward_backward, or drop the gradient with discard",
+                )
+
+    def _weighed(self, plan: Plan, mini_batch: int) -> list[PlacedShard]:
+        """Shards of a mini-batch with the reducer's weights, on their way to the ranks."""
+        chosen = plan.cut.mini_batches[mini_batch]
+        with self._spans("reduce"):
+            structure = batch_structure(plan.columns, chosen, self.assembly.context.max_sequence_length, self._join)
+            weights = compact_weights(self.assembly.reducer, structure)
+        return self._placed(plan.columns, chosen, weights, self.assembly.objective.columns)
+
+    def _placed(
+        self, columns: SampleColumns, mini_batch: MiniBatchPlan, weights: TokenWeights, needs: Sequence[str]
+    ) -> list[PlacedShard]:
+        with self._spans("dispatch"):
+            return self.group.put(cut(columns, mini_batch, weights, needs, self._join))
+
+    def _forward(self, plan: Plan, work: Pass, *, needs: Sequence[str]) -> Future[list[RankOutput]]:
+        """One pass over every mini-batch, each token weighing its loss weight."""
+        passes = []
+        for mini_batch in plan.cut.mini_batches:
+            everything = PerSequence(np.ones(len(mini_batch.samples)))
+            passes.append(self._pass(work, self._placed(plan.columns, mini_batch, everything, needs)))
+        return Future(lambda: [output for each in passes for output in each.result()])
+
+    def _pass(self, work: Pass, placed: Sequence[PlacedShard]) -> Future[list[RankOutput]]:
+        def received(replies: list[RankReply]) -> list[RankOutput]:
+            for reply in replies:
+                self._spans.add(reply.cpu_seconds)
+            return [reply.output for reply in replies]
+
+        return self.group.run(work, placed).then(received)
+
+    def _merged(self, outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
+        with self._spans("merge"):
+            return merged(self.assembly.merger, outputs, plan)
+
+    def _evaluated(self, outputs: Sequence[RankOutput], plan: Plan) -> PassResult:
+        output = self._merged(outputs, plan.cut)
+        total = plan.columns.loss_weight.sum(dtype=np.float64)
+        means = {
+            name: Metric.mean(metric.value, total)
+            for name, metric in output.metrics.items()
+            if name == "loss" or name.startswith("objective/")
+        }
+        return PassResult({**output.metrics, **means, **_counts(plan.columns, plan.cut)}, output, self._spans.drain())
+
+    def _learned(self, outputs: Sequence[RankOutput], plan: Plan, part: BatchPlan, step: int) -> PassResult:
+        _refuse_not_finite(outputs, step)
+        output = self._merged(outputs, part)
+        return PassResult({**output.metrics, **_counts(plan.columns, part)}, output, self._spans.drain())
+
+
+def _refuse_not_finite(outputs: Sequence[RankOutput], step: int) -> None:
+    """A term that is NaN can still have a finite gradient."""
+    losses = [output.metrics["loss"].value for output in outputs if "loss" in output.metrics]
+    if not all(map(math.isfinite, losses)):
+        raise ModelError(
+            f"the loss of optimizer step {step} is not finite ({sum(losses)})",
+            remedy="Lower optimizer.learning_rate or inspect this step's samples and the loss; "
+            "the weights are those of the step before",
+        )
+
+
+def _over(metrics: Mapping[str, Metric], mini_batches: int) -> dict[str, Metric]:
+    """Sums over several mini-batches as their mean; what declares another reduction is combined already."""
+    return {
+        name: Metric.sum(metric.value / mini_batches) if metric.reduction == "sum" else metric for name, metric in metrics.items()
+    }
+
+
+def _counts(columns: SampleColumns, plan: BatchPlan) -> dict[str, Metric]:
+    """Count what a pass worked on: samples, real tokens, loss-carrying tokens, and the share of the dense batch that was padding."""
+    dense = plan.dense_tokens
+    samples = np.concatenate([np.zeros(0, dtype=np.int64), *(each.samples for each in plan.micro_batches)])
+    if len(samples) == len(columns):
+        tokens, carrying = len(columns.input_ids), int(np.count_nonzero(columns.loss_weight))
+    else:
+        tokens = int(np.diff(columns.token_offsets)[samples].sum())
+        running = np.concatenate([[0], np.cumsum(columns.loss_weight != 0)])
+        carrying = int((running[columns.action_offsets[samples + 1]] - running[columns.action_offsets[samples]]).sum())
+    return {
+        "samples": Metric.sum(len(samples)),
+        "tokens": Metric.sum(tokens),
+        "loss_tokens": Metric.sum(carrying),
+        "padding_share": Metric.mean(dense - tokens, dense),
+    }

@@ -1,0 +1,50 @@
+"""Facts about a model that its own configuration states, read once per run."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from attrs import define
+
+from skyrl_engine.config.schema import ModelConfig
+from skyrl_engine.model_facts.vision_language import takes_images
+
+
+@define(eq=False, slots=False)
+class ModelFacts:
+    """The model that `model` names. Its configuration is read when a fact is first asked for."""
+
+    model: ModelConfig
+
+    @cached_property
+    def config(self) -> Any | None:
+        """The transformers configuration; None where it cannot be read, which the backend reports when it loads the model."""
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(**location_of(self.model))
+        except (OSError, ValueError, KeyError):
+            return None
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of the longest sequence that the model is made for; None where its configuration does not say."""
+        length = None if self.config is None else getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return length if isinstance(length, int) and length > 0 else None
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model is loaded with its vision tower."""
+        return self.config is not None and takes_images(self.config)
+
+
+def location_of(model: ModelConfig) -> dict[str, Any]:
+    """Give the arguments of `from_pretrained` that say where the model's files are; a local directory is read without the network."""
+    folder = Path(model.path).expanduser()
+    local = folder.is_dir()
+    return {
+        "pretrained_model_name_or_path": str(folder) if local else model.path,
+        "revision": None if local else model.revision,
+        "trust_remote_code": model.trust_remote_code,
+        "local_files_only": local,
+    }

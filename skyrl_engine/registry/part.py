@@ -1,0 +1,28 @@
+"""A plugin at work in a run."""
+
+from typing import Generic, TypeVar
+
+from attrs import frozen
+
+from skyrl_engine.registry.host import Owner
+
+Product = TypeVar("Product")
+
+
+@frozen(eq=False)
+class Part(Generic[Product]):
+    """A product of a factory, who answers for it, where the configuration selects it, its name in metrics, and how much it counts.
+
+    `place` is a key of the configuration: `collator`, `loss.terms[0]`. `coefficient` multiplies the values of a term of the objective.
+    """
+
+    product: Product
+    owner: Owner
+    place: str
+    name: str
+    coefficient: float = 1.0
+
+    @property
+    def label(self) -> str:
+        """The plugin as errors name it: its kind, name, distribution and version."""
+        return self.owner.label
