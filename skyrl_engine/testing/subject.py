@@ -9,6 +9,8 @@ from attrs import field, frozen
 
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.registry.host import Owner
+from skyrl_engine.registry.part import Part
 from skyrl_engine.registry.resolve import Registry
 
 Product = TypeVar("Product")
@@ -38,6 +40,11 @@ class Subject(Generic[Product]):
     def declares(self, flag: str) -> bool:
         """Whether the product declares a capability, such as `batch_local`."""
         return bool(getattr(self.make(), flag, False))
+
+
+def part_of(product: Product, label: str, kind: str) -> Part[Product]:
+    """A bare product as a part of a run; `label` names it in errors."""
+    return Part(product, Owner(label, f"Correct it, or choose another {kind}"), kind, "under_test")
 
 
 def selected(kind: str, reference: str, options: Mapping[str, Any], base: Path | None = None) -> SelectedPlugin:

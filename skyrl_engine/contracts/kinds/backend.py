@@ -6,7 +6,7 @@ The import of this file needs no torch.
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from attrs import Factory, field, frozen
 from attrs.validators import ge, gt, in_, instance_of, lt, optional
@@ -114,7 +114,7 @@ class AdamWSettings:
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = field(default=1e-8, validator=gt(0))
     weight_decay: float = field(default=0.0, validator=ge(0))
-    max_grad_norm: float | None = field(default=1.0, validator=optional(gt(0)))
+    max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
 
 
 @frozen

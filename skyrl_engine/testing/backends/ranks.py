@@ -133,8 +133,8 @@ class HeldBackend:
         output: RankOutput = getattr(self.backend, mode)(batch, objective)
         return output, tuple(sorted(seen))
 
-    def optim_step(self) -> OptimStep:
-        return self.backend.optim_step()
+    def optim_step(self, settings: AdamWSettings | None) -> OptimStep:
+        return self.backend.optim_step(settings)
 
     def gradients(self) -> Arrays:
         return {name: tensor.numpy().copy() for name, tensor in self.backend.gradients()}
@@ -219,8 +219,8 @@ class Ranks:
         """Names of the scores that objectives were called with, in a forward_backward."""
         return [names for _, names in self._ask("run", "forward_backward", work)]
 
-    def optim_step(self) -> list[OptimStep]:
-        return self._ask("optim_step")
+    def optim_step(self, settings: AdamWSettings | None = None) -> list[OptimStep]:
+        return self._ask("optim_step", settings)
 
     def gradients(self) -> list[Arrays]:
         return self._ask("gradients")

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import evolve
 
 from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.loading import quiet_progress
@@ -133,7 +132,7 @@ def _require_equal(got: Arrays, due: Arrays, when: str, remedy: str) -> None:
 def export(subject: BackendSubject, case: BackendCase) -> None:
     with tempfile.TemporaryDirectory(prefix="skyrl-engine-export-") as name:
         directory = Path(name)
-        with subject.opened(case, optimizer=evolve(SPEC, warmup_steps=0)) as ranks:
+        with subject.opened(case, optimizer=SPEC) as ranks:
             if not right_loss(subject, case, ranks.loss(ranks.forward(case.whole()))):
                 raise Undecidable("the loss is not the right one already")
             _train(ranks, case, 2)

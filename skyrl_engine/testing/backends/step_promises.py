@@ -9,8 +9,7 @@ from torch import nn
 
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, OptimStep
 from skyrl_engine.errors import EngineError
-from skyrl_engine.modeling.optimizer import parameter_groups, set_learning_rate
-from skyrl_engine.modeling.schedule import learning_rate
+from skyrl_engine.modeling.optimizer import parameter_groups, use_settings
 from skyrl_engine.testing.backends.gradient_comparison import norm_of
 from skyrl_engine.testing.backends.ranks import Arrays, Ranks
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise
@@ -25,9 +24,6 @@ SPEC = AdamWSettings(
     epsilon=1e-2,  # of the size of gradients, so that AdamW is not blind to their scale
     weight_decay=0.1,
     max_grad_norm=None,
-    schedule="linear",
-    warmup_steps=2,
-    total_steps=5,
 )
 SMALL, LARGE = 0.5, 50.0
 """Norms of gradients: within any usual limit, and far beyond."""
@@ -36,19 +32,15 @@ SMALL, LARGE = 0.5, 50.0
 class ReferenceOptimizer:
     """torch.optim.AdamW over whole weights in this process, in float32."""
 
-    def __init__(self, weights: Arrays, spec: AdamWSettings) -> None:
-        self._spec = spec
-        self._steps = 0
+    def __init__(self, weights: Arrays) -> None:
         self.parameters = {name: nn.Parameter(torch.tensor(weight)) for name, weight in weights.items()}
-        groups = parameter_groups(self.parameters.values(), spec.weight_decay)
-        self._optimizer = torch.optim.AdamW(groups, betas=spec.betas, eps=spec.epsilon, foreach=False)
+        self._optimizer = torch.optim.AdamW(parameter_groups(self.parameters.values(), 0.0), foreach=False)
 
-    def step(self, gradients: Mapping[str, object], *, factor: float = 1.0) -> None:
+    def step(self, gradients: Mapping[str, object], settings: AdamWSettings, *, factor: float = 1.0) -> None:
         for name, parameter in self.parameters.items():
             parameter.grad = torch.tensor(gradients[name]) * factor
-        set_learning_rate(self._optimizer, learning_rate(self._spec, self._steps))
+        use_settings(self._optimizer, settings)
         self._optimizer.step()
-        self._steps += 1
 
     def weights(self) -> Arrays:
         return {name: parameter.detach().numpy().copy() for name, parameter in self.parameters.items()}
@@ -57,10 +49,6 @@ class ReferenceOptimizer:
 def _scale(subject: BackendSubject, case: BackendCase, norm: float) -> float:
     """By what the objective is multiplied to have a gradient of about this norm."""
     return norm / norm_of(subject.bench.definition(case.model, NUMBERS).gradients)
-
-
-def _reference(ranks: Ranks, spec: AdamWSettings) -> ReferenceOptimizer:
-    return ReferenceOptimizer(ranks.weights()[0], spec)
 
 
 def _gradients(ranks: Ranks, reference: ReferenceOptimizer) -> Arrays:
@@ -87,27 +75,40 @@ def _require_step(got: Arrays, due: Arrays, before: Arrays, what: str, remedy: s
         raise Broken(f"weights move x{ratio:.2f} as far as {what}: {name} ends {worst:.1e} of its way off", remedy, factor=ratio)
 
 
-@backend_promise("optim_step is a step of AdamW with the schedule's learning rate, decaying matrices only, and reports that rate")
+SETTINGS: tuple[AdamWSettings | None, ...] = (
+    None,
+    evolve(SPEC, learning_rate=2e-2),
+    evolve(SPEC, betas=(0.5, 0.9), epsilon=3e-2),
+    evolve(SPEC, learning_rate=5e-3, weight_decay=0.5),
+    None,
+)
+"""What four steps are told one after the other, and that what one was told does not outlive it; None: nothing."""
+
+
+@backend_promise(
+    "optim_step is a step of AdamW with the numbers of the call, else of setup, decaying matrices only, and reports the rate"
+)
 def step(subject: BackendSubject, case: BackendCase) -> None:
     work = case.whole(scale=_scale(subject, case, SMALL))
     with subject.opened(case, optimizer=SPEC) as ranks:
-        reference = _reference(ranks, SPEC)
-        for number in range(4):
+        reference = ReferenceOptimizer(ranks.weights()[0])
+        for number, settings in enumerate(SETTINGS):
             before = reference.weights()
+            due = settings or SPEC
             ranks.forward_backward(work)
-            reference.step(_gradients(ranks, reference))
-            applied, due = ranks.optim_step()[0], learning_rate(SPEC, number)
-            if abs(applied.learning_rate - due) > 1e-6 * due:
+            reference.step(_gradients(ranks, reference), due)
+            applied = ranks.optim_step(settings)[0]
+            if abs(applied.learning_rate - due.learning_rate) > 1e-6 * due.learning_rate:
                 raise Broken(
-                    f"step {number + 1} reports the learning rate {applied.learning_rate:g}, where the schedule says {due:g}",
-                    "Take the rate of every step from skyrl_engine.modeling.schedule, counted from 0",
+                    f"step {number + 1} reports the learning rate {applied.learning_rate:g}, where the call says {due.learning_rate:g}",
+                    "Take the numbers of every step from the settings that optim_step is given",
                 )
             _require_step(
                 ranks.weights()[0],
                 reference.weights(),
                 before,
                 f"AdamW moves them in step {number + 1}",
-                "Hand learning rate, betas, epsilon and weight decay to AdamW as they are, and step once",
+                "Hand learning rate, betas, epsilon and weight decay of the call to AdamW as they are, and step once",
             )
 
 
@@ -135,16 +136,16 @@ def gradient_norm(subject: BackendSubject, case: BackendCase) -> None:
 def clipping(subject: BackendSubject, case: BackendCase) -> None:
     work = case.whole(scale=_scale(subject, case, LARGE))
     for limit in (None, LARGE / 10):
-        # rate and decay are another promise's
-        spec = evolve(SPEC, max_grad_norm=limit, weight_decay=0.0, schedule="constant", warmup_steps=0)
-        with subject.opened(case, optimizer=spec) as ranks:
-            reference = _reference(ranks, spec)
+        # What setup says is another limit, which the call's replaces.
+        spec = evolve(SPEC, max_grad_norm=limit)
+        with subject.opened(case, optimizer=evolve(SPEC, max_grad_norm=LARGE / 20)) as ranks:
+            reference = ReferenceOptimizer(ranks.weights()[0])
             before = reference.weights()
             ranks.forward_backward(work)
             gradients = _gradients(ranks, reference)
             norm = norm_of(gradients)
-            reference.step(gradients, factor=1.0 if limit is None else min(1.0, limit / norm))
-            ranks.optim_step()
+            reference.step(gradients, spec, factor=1.0 if limit is None else min(1.0, limit / norm))
+            ranks.optim_step(spec)
             got = ranks.weights()[0]
         unclipped = "without a limit" if limit is None else f"where max_grad_norm is {limit:g}"
         _require_step(

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 from skyrl_engine.contracts.kinds.correction import Correction
 from skyrl_engine.errors import EngineError
 from skyrl_engine.objective.corrections import correct
-from skyrl_engine.objective.parts import CorrectionStep
 from skyrl_engine.objective.tokens import MicroBatchTokens
 from skyrl_engine.testing.comparison import cause_of_ratio, factor_between, same
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.process_settings import another_rank, settings_left_alone
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
-from skyrl_engine.testing.subject import Subject
+from skyrl_engine.testing.subject import Subject, part_of
 from skyrl_engine.testing.tokens import rollouts
 from skyrl_engine.testing.tokens.evaluation import SEED, STEP, Numbers, tokens_of, undeclared
 from skyrl_engine.testing.tokens.rollouts import CutBatch, FilledBatch, RelabelledBatch, ReorderedBatch, TokenBatch, WornBatch
@@ -49,7 +48,7 @@ def factors_of(label: str, correction: Correction, batch: TokenBatch, dtype: tor
         name: torch.from_numpy(batch.values[name].copy()).to(dtype) for name in ("entropy", "values") if name in correction.needs
     }
     tokens = MicroBatchTokens(scores, batch.micro_batch().samples, SEED, STEP)
-    factors, _ = correct([CorrectionStep("under_test", label, correction)], tokens, first_part=1)
+    factors, _ = correct([part_of(correction, label, "correction")], tokens, first_part=1)
     numbers: Numbers = factors.double().numpy()
     return numbers
 

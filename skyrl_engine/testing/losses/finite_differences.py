@@ -8,8 +8,9 @@ from torch.overrides import TorchFunctionMode
 
 from skyrl_engine.errors import EngineError
 from skyrl_engine.objective.objective import LossObjective
-from skyrl_engine.objective.parts import ObjectiveParts, Term
+from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.testing.promise import Undecidable
+from skyrl_engine.testing.subject import part_of
 from skyrl_engine.testing.tokens.evaluation import SEED, STEP, Listening
 from skyrl_engine.testing.tokens.rollouts import TokenBatch
 
@@ -53,7 +54,7 @@ class Recording(_StopGradients):
 
     def total(self, label: str, loss: Any, batch: TokenBatch, scores: Mapping[str, torch.Tensor], replaying: "Replaying") -> float:
         """The objective of these scores, without gradients, with every constant as it was recorded."""
-        parts = ObjectiveParts(Term("under_test", label, Listening(loss, replaying)))
+        parts = ObjectiveParts(part_of(Listening(loss, replaying), label, "loss"))
         try:
             total, _ = LossObjective(parts, SEED, STEP, per_token_outputs=False)(scores, batch.micro_batch())
         except EngineError as error:

@@ -1,6 +1,6 @@
 """The engine's workers on the ranks of a `World`: as a run drives them, without Ray, and one world for many backends in turn."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from skyrl_engine.testing.ranks.world import World
@@ -19,8 +19,9 @@ class WorldTransport:
     def put(self, shard: Shard) -> Shard:
         return shard
 
-    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]], keywords: dict[str, Any]) -> list[Any]:
-        return self._world.run(on_worker, method, list(per_rank), keywords)
+    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        answers = self._world.run(on_worker, method, list(per_rank))
+        return lambda: answers
 
     def close(self) -> None:
         self._world.run(_end)
@@ -45,11 +46,11 @@ def _start(spec: WorkerSpec) -> None:
     _workers.append(Worker(spec, rank, device_index=rank))  # all ranks of a world are on one machine
 
 
-def on_worker(method: str, per_rank: Sequence[tuple[Any, ...]], keywords: dict[str, Any]) -> Any:
+def on_worker(method: str, per_rank: Sequence[tuple[Any, ...]]) -> Any:
     """On a rank of the world: call the worker that runs there, with this rank's arguments."""
     import torch.distributed as dist
 
-    return getattr(_workers[-1], method)(*per_rank[dist.get_rank()], **keywords)
+    return getattr(_workers[-1], method)(*per_rank[dist.get_rank()])
 
 
 def _end() -> None:

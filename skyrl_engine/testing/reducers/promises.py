@@ -15,7 +15,7 @@ from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
 from skyrl_engine.testing.reducers import structures
 from skyrl_engine.testing.reducers.structures import Drawn, Recut, Relabelled, Reordered, WithEmpty
-from skyrl_engine.testing.subject import Subject
+from skyrl_engine.testing.subject import Subject, part_of
 from skyrl_engine.workers.dispatch import token_weights
 
 Weights = npt.NDArray[np.float64]
@@ -28,7 +28,7 @@ def _drawn(_subject: Subject[Any], **options: Any) -> Any:
 def _decided(subject: Subject[Any], structure: BatchStructure) -> Weights:
     """The weights as the engine takes them; a reducer that fails or returns something else decides nothing here."""
     try:
-        return token_weights(subject.label, subject.make(), structure)
+        return token_weights(part_of(subject.make(), subject.label, "reducer"), structure)
     except EngineError as error:
         raise Undecidable(error.cause) from error
 
@@ -52,7 +52,7 @@ def _require_same(one: Weights, other: Weights, when: str, cause: str, remedy: s
 @promise("It returns float64[A], contiguous and finite, also where no token carries loss", cases=_drawn)
 def finite_weights(subject: Subject[Any], case: Drawn) -> None:
     try:
-        weights = token_weights(subject.label, subject.make(), case.structure)
+        weights = token_weights(part_of(subject.make(), subject.label, "reducer"), case.structure)
     except EngineError as error:
         raise Broken(error.cause, error.remedy) from error
     if not weights.flags.c_contiguous:
@@ -123,7 +123,7 @@ def labels(subject: Subject[Any], case: Relabelled) -> None:
     )
     weights = _decided(subject, original)
     try:
-        renamed = token_weights(subject.label, subject.make(), case.relabelled)
+        renamed = token_weights(part_of(subject.make(), subject.label, "reducer"), case.relabelled)
     except EngineError as error:
         raise Broken(f"fails where labels are other numbers: {error.cause}", "Take no id for a place; see np.unique") from error
     remedy = "Number labels with np.unique(..., return_inverse=True)"
@@ -266,7 +266,7 @@ def repeatable(subject: Subject[Any], case: Drawn) -> None:
             seed_everything(seed)
             before = global_random_state()
             try:
-                made.append(token_weights(subject.label, reducer, case.structure))
+                made.append(token_weights(part_of(reducer, subject.label, "reducer"), case.structure))
             except EngineError as error:
                 raise Undecidable(error.cause) from error
             if global_random_state() != before:

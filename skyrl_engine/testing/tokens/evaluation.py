@@ -13,10 +13,12 @@ from skyrl_engine.contracts.kinds.loss import MODEL_SCORES, LossOutput, LossToke
 from skyrl_engine.contracts.values.outputs import Metric, combine_metrics
 from skyrl_engine.errors import EngineError
 from skyrl_engine.objective.objective import LossObjective
-from skyrl_engine.objective.parts import ObjectiveParts, Term
+from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.tokens import MicroBatchTokens
-from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.registry.host import blaming
+from skyrl_engine.registry.part import Part
 from skyrl_engine.testing.promise import Undecidable
+from skyrl_engine.testing.subject import part_of
 from skyrl_engine.testing.tokens.rollouts import CutBatch, TokenBatch
 
 Numbers = npt.NDArray[np.float64]
@@ -90,10 +92,11 @@ def evaluate(
     leaves = leaves_of(batch, loss, dtype, gradients=gradients)
     scores = {name: leaf * 1 for name, leaf in leaves.items()}  # as a model's: results of a computation, not leaves
     listening = Listening(loss, mode)
-    objective = LossObjective(ObjectiveParts(Term("under_test", label, listening)), SEED, STEP, per_token_outputs=False)
+    part: Part[Any] = part_of(listening, label, "loss")
+    objective = LossObjective(ObjectiveParts(part), SEED, STEP, per_token_outputs=False)
     total, output = objective(scores, batch.micro_batch())
     if total.requires_grad:
-        with blaming(Owner(label, "Correct it, or choose another loss"), "its backward pass"):
+        with blaming(part.owner, "its backward pass"):
             torch.autograd.backward(total)
     returned = as_loss_output(label, listening.heard["output"], batch.tokens)
     return Evaluation(
