@@ -1,7 +1,8 @@
 """skyrl_engine: a post-training engine for language models whose disputed parts are plugins chosen by name.
 
 This facade is what a plugin imports: `hookimpl`, the `loss`, `correction` and `reducer` decorators, the values that cross the contracts,
-and the errors. Names are imported when first used, so that `skyrl-engine --help` pays for none of them.
+and the errors; and what a program of one's own opens: `Engine`. Names are imported when first used, so that `skyrl-engine --help` pays for
+none of them.
 """
 
 from importlib import import_module
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from skyrl_engine.contracts.kinds.loss import LossOutput, LossTokens
     from skyrl_engine.contracts.kinds.reducer import BatchStructure
     from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
+    from skyrl_engine.engine.engine import Engine
     from skyrl_engine.errors import (
         CheckpointError,
         ConfigError,
@@ -41,6 +43,7 @@ __all__ = [
     "ConfigError",
     "ContractError",
     "DataError",
+    "Engine",
     "EngineError",
     "ImageError",
     "LossOutput",
@@ -71,6 +74,7 @@ _HOMES = {
     "ConfigError": "skyrl_engine.errors",
     "ContractError": "skyrl_engine.errors",
     "DataError": "skyrl_engine.errors",
+    "Engine": "skyrl_engine.engine.engine",
     "EngineError": "skyrl_engine.errors",
     "ImageError": "skyrl_engine.errors",
     "LossOutput": "skyrl_engine.contracts.kinds.loss",

@@ -92,22 +92,22 @@ class Engine:
     ) -> None:
         """Work on ranks that were started already; `Engine.open` starts them.
 
-        `layout` is the default cut of `plan`, `optimizer` with `total_steps` the schedule of learning rates, `files` what an export holds
-        beside weights. Raises UnsupportedError for a schedule that ends, without `total_steps`.
+        `layout` is the default cut of `plan`, `optimizer` with `total_steps` the numbers of steps (None: no step is taken), `files` what an
+        export holds beside weights. Raises UnsupportedError for a schedule that ends, without `total_steps`.
         """
         self.assembly = assembly
         self.group = group
         self.step = 0
         self._layout = assembly.layout() if layout is None else layout
-        self._optimizer = OptimizerConfig() if optimizer is None else optimizer
+        self._optimizer = optimizer
         self._total_steps = total_steps
         self._files = files
         self._spans = Spans()
         self._join = ReusableJoin()
         self._gradient: list[_Accumulated] = []
-        if self._optimizer.schedule != "constant" and total_steps is None:
+        if optimizer is not None and optimizer.schedule != "constant" and total_steps is None:
             raise UnsupportedError(
-                f'optimizer.schedule = "{self._optimizer.schedule}" ends at the last step, and nobody says how many there will be',
+                f'optimizer.schedule = "{optimizer.schedule}" ends at the last step, and nobody says how many there will be',
                 remedy='Give total_steps, set training.steps, or set optimizer.schedule to "constant"',
             )
 
@@ -340,6 +340,7 @@ class Engine:
 
     def _scheduled(self) -> AdamWSettings:
         """The configured numbers, at the rate of the next step."""
+        assert self._optimizer is not None, "a step of an engine that was told no optimizer"
         rate = scheduled_rate(self._optimizer, self.step, self._total_steps or 1)
         return evolve(self._optimizer.settings(), learning_rate=rate)
 

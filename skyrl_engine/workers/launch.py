@@ -60,8 +60,8 @@ class WorkerGroup:
         """From now on collator and objective are those of these locks; the model stays loaded. For proofs and comparisons."""
         self._everywhere("use", plugins)
 
-    def optim_step(self, settings: AdamWSettings) -> Future[list[StepReply]]:
-        """Apply the accumulated gradients; replies by rank."""
+    def optim_step(self, settings: AdamWSettings | None = None) -> Future[list[StepReply]]:
+        """Apply the accumulated gradients with these numbers (None: those the ranks were started with); replies by rank."""
         return self._call("optim_step", [(settings,)] * self.topology.world_size)
 
     def settle(self) -> None:

@@ -123,7 +123,7 @@ class Worker:
             shown=self._shown,
         )
 
-    def optim_step(self, settings: AdamWSettings) -> StepReply:
+    def optim_step(self, settings: AdamWSettings | None) -> StepReply:
         """Apply the accumulated gradient."""
         with self._spans("optimizer"):
             step = self._backend.optim_step(settings)

@@ -27,6 +27,9 @@ LEVELS = {name: level for level, names in enumerate(ORDER) for name in names}
 FACADE = LEVELS["hooks"]
 """The package itself offers what lies up to the hooks, so only what lies above them may import from it."""
 
+OPENED = "skyrl_engine.engine.engine.Engine"
+"""The one name beyond that, for programs: it is imported when it is first used, and the engine's own code does not use it from there."""
+
 
 def package_of(file: Path, engine: Path) -> str:
     """The part of the engine a file belongs to: "registry", or "" for the facade."""
@@ -42,7 +45,7 @@ def wrong_ways(package: str, names: set[str]) -> Iterator[str]:
         if target == package:
             continue
         if package == "":
-            allowed = bool(target) and LEVELS[target] <= FACADE
+            allowed = (bool(target) and LEVELS[target] <= FACADE) or name == OPENED
         elif target == "":
             allowed = LEVELS[package] > FACADE or name == "skyrl_engine.__version__"
         else:

@@ -33,21 +33,19 @@ from attrs import evolve, frozen
 from measuring import ranks as on_rank
 from measuring.cpu_time import machine
 from measuring.ranks import ClockedTransport
-from skyrl_engine.engine.step import StepDriver
 
 from skyrl_engine.config import SelectedPlugin, from_dict, resolve
+from skyrl_engine.config.schema import OptimizerConfig
 from skyrl_engine.contracts.kinds.backend import ComputeDtype, ModelSpec
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import BatchOutput
+from skyrl_engine.engine.assembly import Assembly
+from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import PluginNotFoundError, UnsupportedError
 from skyrl_engine.modeling.exporting import write_pretrained
-from skyrl_engine.objective.parts import ObjectiveParts
-from skyrl_engine.proof.passes import layout_of
-from skyrl_engine.proof.ranks import NO_STEP
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine.workers.launch import WorkerGroup
-from skyrl_engine.workers.spec import WorkerSpec
 
 BACKENDS: Mapping[str, Mapping[str, Any]] = {
     "fsdp": {"use": "fsdp"},
@@ -136,29 +134,21 @@ class Setting:
     logits_per_chunk: int
     directory: Path
 
-    def driver(self, backend: Mapping[str, Any], size: Size, model: Path, world: World) -> tuple[StepDriver, ClockedTransport]:
+    def engine(self, backend: Mapping[str, Any], size: Size, model: Path, world: World) -> tuple[Engine, ClockedTransport]:
         """The backend with the model on the ranks of `world`, ready to step. Raises what setting it up raises."""
         tables = {"loss": {"use": "cross_entropy"}, "collator": {"use": "packed"}, "backend": dict(backend)}
         plugins: Mapping[str, SelectedPlugin] = resolve(from_dict(tables, "benchmark"), need=()).plugins
-        selected, context = plugins["backend"], FactoryContext(seed=0, pad_token_id=0, max_sequence_length=size.longest)
-        topology = selected.loaded.describe_backend(selected.options, self.ranks).topology
-        locks = {place: each.lock() for place, each in plugins.items()}
-        spec = ModelSpec(str(model), dtype=self.dtype, packed_rows=True, logits_per_chunk=self.logits_per_chunk)
-        transport = ClockedTransport(world, WorkerSpec(locks, context, spec, STEPPING, topology, self.device))
-        driver = StepDriver(
-            group=WorkerGroup(transport, topology),
-            collator=plugins["collator"].make(context),
-            reducer=plugins["reducer"].make(context),
-            merger=plugins["merger"].make(context),
-            labels={place: str(each.loaded.record) for place, each in plugins.items()},
-            layout=layout_of(topology, micro_batch_tokens=size.micro_batch_tokens),
-            max_sequence_length=size.longest,
-            needs=ObjectiveParts.made(plugins, context).columns,
-        )
-        return driver, transport
+        context = FactoryContext(seed=0, pad_token_id=0, max_sequence_length=size.longest)
+        assembly = Assembly.of(plugins, context, self.ranks)
+        model_spec = ModelSpec(str(model), dtype=self.dtype, logits_per_chunk=self.logits_per_chunk)
+        spec = assembly.worker_spec(model_spec, STEPPING.settings(), device=self.device)
+        transport = ClockedTransport(world, spec)
+        group = WorkerGroup(transport, spec.topology)
+        layout = assembly.layout(micro_batch_tokens=size.micro_batch_tokens)
+        return Engine(assembly, group, layout=layout, optimizer=STEPPING), transport
 
 
-STEPPING = evolve(NO_STEP, max_grad_norm=1.0)
+STEPPING = OptimizerConfig(learning_rate=1e-300)
 """AdamW as it is used, clipping included, with a learning rate below what float32 can add: every step has the same weights to start from."""
 
 
@@ -171,12 +161,13 @@ class Subject:
         self._columns = batch(size)
         if setting.device == "cpu":  # what is imported and kept for good is resident too, and belongs to no model
             tiny = SIZES["tiny"]
-            driver, _ = setting.driver(BACKENDS[backend], tiny, model_of(tiny, setting.directory), world)
-            driver.train(batch(tiny), step=0)
-            driver.group.close()
+            engine, _ = setting.engine(BACKENDS[backend], tiny, model_of(tiny, setting.directory), world)
+            engine.train(engine.plan(batch(tiny)))
+            engine.close()
         self._level = world.run(on_rank.memory)
-        self._driver, self._transport = setting.driver(BACKENDS[backend], size, model_of(size, setting.directory), world)
-        self._driver.train(self._columns, step=0, per_token_outputs=False)  # kernels, and AdamW's moments
+        self.engine, self._transport = setting.engine(BACKENDS[backend], size, model_of(size, setting.directory), world)
+        # Kernels are made, and AdamW's moments.
+        self._train()
         world.run(on_rank.give_back_memory)
         world.run(on_rank.forget_peak)
 
@@ -186,12 +177,15 @@ class Subject:
         counted = range(self._setting.steps)
         for step in (-1, *counted) if self._setting.device == "cuda" else counted:
             self._transport.wall = self._transport.cpu = 0.0
-            self._driver.train(self._columns, step=0, per_token_outputs=False)
+            self._train()
             if step >= 0:
                 fastest = min(fastest, self._transport.wall if self._setting.device == "cuda" else self._transport.cpu)
         if self._setting.device == "cuda":
             self._world.run(on_rank.give_back_memory)  # others have their turn
         return fastest
+
+    def _train(self) -> None:
+        self.engine.train(self.engine.plan(self._columns), per_token_outputs=False)
 
     def peak(self) -> int | None:
         """Bytes of the rank that has taken most, since it was loaded."""
@@ -201,7 +195,7 @@ class Subject:
 
     def scored(self) -> BatchOutput:
         """Outputs of a pass whose gradient is kept."""
-        return self._driver.accumulate(self._columns, step=0)
+        return self.engine.forward_backward(self.engine.plan(self._columns)).result().output
 
     def parity(self, due: BatchOutput, gradients: Path) -> Parity:
         """How far this is from what another subject scored, and whose gradients are in that file."""

@@ -21,6 +21,7 @@ from skyrl_engine.contracts.kinds.collator import DenseBatch
 from skyrl_engine.contracts.values.buffers import ReusableJoin
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import Layout, one_sample_per_row
+from skyrl_engine.testing.subject import part_of
 from skyrl_engine.workers.dispatch import Shard, batch_structure, compact_weights, cut
 from skyrl_engine.workers.parcel import Parcel
 from skyrl_engine.workers.ray_cluster import import_ray
@@ -91,7 +92,7 @@ def hand_out(ray: Any, actors: list[Any], columns: SampleColumns) -> list[tuple[
     """Plan, weigh, cut, put, call, and wait for both."""
     plan = PaddedCollator().plan(columns.lengths, Layout(dp=RANKS, micro_batch_tokens=MICRO_BATCH_TOKENS))
     (mini_batch,) = plan.mini_batches
-    weights = compact_weights("token_mean", REDUCER, batch_structure(columns, mini_batch, None, JOIN))
+    weights = compact_weights(part_of(REDUCER, "token_mean", "reducer"), batch_structure(columns, mini_batch, None, JOIN))
     shards = cut(columns, mini_batch, weights, columns.columns, JOIN)
     placed = map(ray.put, map(Parcel.of, shards))
     return ray.get([actor.build.remote(reference) for actor, reference in zip(actors, placed, strict=True)])

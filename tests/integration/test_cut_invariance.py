@@ -13,8 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.testing.subject import part_of
 from skyrl_engine.workers.dispatch import batch_structure, cut, token_weights
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
+from skyrl_engine.workers.worker import Pass
 from skyrl_engine_collators.padded.collator import PaddedCollator
 from skyrl_engine_mergers.ordered import OrderedMerger
 from skyrl_engine_reducers.plugin import MeanConfig, token_mean
@@ -28,9 +30,9 @@ def gradients_of(group: WorkerGroup, columns, layout: Layout):
     """Loss, merged token losses in sample order, and full gradients of one mini-batch; the accumulated gradient is then consumed."""
     plan = PaddedCollator().plan(columns.lengths, layout)
     (mini_batch,) = plan.mini_batches
-    weights = token_weights("token_mean", REDUCER, batch_structure(columns, mini_batch, None))
+    weights = token_weights(part_of(REDUCER, "token_mean", "reducer"), batch_structure(columns, mini_batch, None))
     shards = group.put(cut(columns, mini_batch, weights, ()))
-    replies = group.run("forward_backward", shards, step=1, per_token_outputs=True)
+    replies = group.run(Pass("forward_backward", step=1), shards).result()
     merged = OrderedMerger().merge([reply.output for reply in replies], plan)
     return merged.metrics["loss"].result, merged, group.gradients()
 

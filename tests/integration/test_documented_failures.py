@@ -12,17 +12,17 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from skyrl_engine.engine.step import StepDriver
 
 from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.contracts.kinds.backend import ModelSpec
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import BatchOutput
 from skyrl_engine.contracts.values.plan import Layout
-from skyrl_engine.objective.parts import ObjectiveParts
+from skyrl_engine.engine.assembly import Assembly
+from skyrl_engine.engine.engine import Engine
 from skyrl_engine.proof.model import write_model
 from skyrl_engine.proof.ranks import CONTEXT, RankPool
-from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
+from skyrl_engine.proof.rollouts import recorded_rollouts
 
 LOSS_FILE = '''
 from skyrl_engine import LossOutput, Metric, loss
@@ -48,7 +48,7 @@ def selecting(tokens, config):
 '''
 
 
-class Engine:
+class Ranks:
     """One rank in this process; `run` takes a mini-batch through it and clears the gradient."""
 
     def __init__(self, pool: RankPool, folder: Path) -> None:
@@ -60,19 +60,10 @@ class Engine:
         plugins = resolve(from_dict({"loss": loss, "reducer": {"use": reducer}}, "test"), need=()).plugins
         group = self._pool.group(1, "float32")
         group.use({place: selected.lock() for place, selected in plugins.items()})
-        driver = StepDriver(
-            group=group,
-            collator=plugins["collator"].make(CONTEXT),
-            reducer=plugins["reducer"].make(CONTEXT),
-            merger=plugins["merger"].make(CONTEXT),
-            labels={place: str(selected.loaded.record) for place, selected in plugins.items()},
-            layout=Layout(**layout),
-            max_sequence_length=LONGEST,
-            needs=ObjectiveParts.made(plugins, CONTEXT).columns,
-        )
-        output = driver.accumulate(columns, step=1)
-        gradients = group.gradients()
-        group.optim_step()
+        engine = Engine(Assembly.of(plugins, CONTEXT, 1), group, layout=Layout(**layout))
+        output = engine.forward_backward(engine.plan(columns)).result().output
+        gradients = engine.gradients()
+        engine.discard()
         return output, gradients
 
     def local(self, name: str) -> dict[str, Any]:
@@ -80,20 +71,20 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     folder = tmp_path_factory.mktemp("engine")
     (folder / "losses.py").write_text(LOSS_FILE)
     write_model(folder / "model", value_head=True)
     plugins = resolve(from_dict({}, "test"), need=()).plugins
     with RankPool(ModelSpec(str(folder / "model"), value_head=True), plugins) as pool:
-        yield Engine(pool, folder)
+        yield Ranks(pool, folder)
 
 
 def worst(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
     return max(float(np.linalg.norm(got[name] - wanted[name]) / max(np.linalg.norm(wanted[name]), 1e-12)) for name in wanted)
 
 
-def test_what_is_not_a_number_under_a_zero_mask_does_not_leak(engine: Engine) -> None:
+def test_what_is_not_a_number_under_a_zero_mask_does_not_leak(engine: Ranks) -> None:
     """0 * NaN is NaN: a masked token's ratio must not be computed and then multiplied away."""
     columns = recorded_rollouts(("old_logprobs", "advantages", "ref_logprobs"))
     masked = columns.loss_weight == 0
@@ -106,7 +97,7 @@ def test_what_is_not_a_number_under_a_zero_mask_does_not_leak(engine: Engine) ->
     assert all(np.array_equal(gradients[name], clean[name]) for name in clean)
 
 
-def test_critic_kl_and_entropy_count_once_however_many_micro_batches_there_are(engine: Engine) -> None:
+def test_critic_kl_and_entropy_count_once_however_many_micro_batches_there_are(engine: Ranks) -> None:
     columns = recorded_rollouts(("old_logprobs", "advantages", "ref_logprobs", "old_values", "returns"))
     terms = [{"use": name, "coef": 0.5} for name in ("kl", "entropy", "value_clip")]
     loss = {"use": "ppo", "terms": terms}
@@ -118,7 +109,7 @@ def test_critic_kl_and_entropy_count_once_however_many_micro_batches_there_are(e
         assert cut.metrics[f"objective/{name}"].result == pytest.approx(contribution, rel=1e-5)
 
 
-def test_fractional_weights_are_not_truncated(engine: Engine) -> None:
+def test_fractional_weights_are_not_truncated(engine: Ranks) -> None:
     """Half of every weight is half the sum; and where all are fractions, whole numbers would leave nothing."""
     columns = recorded_rollouts(())
     halved = attrs.evolve(columns, loss_weight=(columns.loss_weight * 0.5).astype(np.float32))
@@ -133,7 +124,7 @@ def test_fractional_weights_are_not_truncated(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("rows", [16, 3, 1])
-def test_metrics_combine_as_they_declare_whatever_their_names_say(engine: Engine, rows: int) -> None:
+def test_metrics_combine_as_they_declare_whatever_their_names_say(engine: Ranks, rows: int) -> None:
     columns = recorded_rollouts(())
     output, _ = engine.run(columns, engine.local("measured"), micro_batch_rows=rows)
     micro_batches = -(-16 // rows)
@@ -145,7 +136,7 @@ def test_metrics_combine_as_they_declare_whatever_their_names_say(engine: Engine
     assert output.metrics["reward_max"].result <= scored / micro_batches
 
 
-def test_the_reducer_does_not_reach_into_the_selection(engine: Engine) -> None:
+def test_the_reducer_does_not_reach_into_the_selection(engine: Ranks) -> None:
     """Engines that scale advantages by 1 / length change which tokens stand out; here the same tokens are selected by every reducer."""
     columns = recorded_rollouts(("advantages",))
     selected = {
@@ -158,7 +149,7 @@ def test_the_reducer_does_not_reach_into_the_selection(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("layout", [{"micro_batch_tokens": 80}, {"micro_batch_rows": 1}, {"micro_batch_rows": 5}])
-def test_every_sample_comes_back_once_and_in_order(engine: Engine, layout: dict[str, int]) -> None:
+def test_every_sample_comes_back_once_and_in_order(engine: Ranks, layout: dict[str, int]) -> None:
     columns = recorded_rollouts(())
     expected, _ = engine.run(columns, {"use": "cross_entropy"})
     shuffled = columns.take(np.random.default_rng(2).permutation(len(columns)))

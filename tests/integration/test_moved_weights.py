@@ -33,7 +33,7 @@ def started(name: str, directory: Path) -> Backend:
     except PluginNotFoundError as error:
         pytest.skip(f"NOT PROVED HERE: {error.cause}")
     backend: Backend = chosen.make(CONTEXT)
-    spec = AdamWSettings(learning_rate=1e-2, warmup_steps=0)
+    spec = AdamWSettings(learning_rate=1e-2)
     backend.setup(ModelSpec(str(directory)), spec, RankEnvironment(0, 1, "cpu", 0))
     return backend
 

@@ -16,6 +16,7 @@ from attrs import evolve
 from skyrl_engine.contracts.kinds.collator import Collator
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.testing.subject import part_of
 from skyrl_engine.workers.dispatch import batch_structure, cut, token_weights
 from skyrl_engine.workers.spec import WorkerSpec
 from skyrl_engine.workers.worker import Worker
@@ -42,7 +43,7 @@ def losses_and_gradients(
 ) -> tuple[float, float, dict[str, np.ndarray]]:
     """Evaluation loss, training loss, and the gradient of one mini-batch."""
     (mini_batch,) = collator.plan(columns.lengths, layout).mini_batches
-    weights = token_weights("token_mean", REDUCER, batch_structure(columns, mini_batch, None))
+    weights = token_weights(part_of(REDUCER, "token_mean", "reducer"), batch_structure(columns, mini_batch, None))
     shards = list(cut(columns, mini_batch, weights, ()))
     with worker_with(spec, collator) as worker:
         evaluation, training = (

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from skyrl_engine.engine.step import StepDriver
 
 from skyrl_engine.config import from_dict, resolve
+from skyrl_engine.config.schema import OptimizerConfig
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, ModelSpec
 from skyrl_engine.contracts.values.columns import SampleColumns
-from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.engine.assembly import Assembly
+from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import PluginNotFoundError
 from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.proof.model import write_model
@@ -107,21 +108,15 @@ def check(
     )
     results: list[Any] = []
     with start(spec) as group:
-        driver = StepDriver(
-            group=group,
-            collator=plugins["collator"].make(CONTEXT),
-            reducer=plugins["reducer"].make(CONTEXT),
-            merger=plugins["merger"].make(CONTEXT),
-            labels={place: str(selected.loaded.record) for place, selected in plugins.items()},
-            layout=Layout(**sizes.sizes, micro_batch_tokens=2 * LONGEST, mini_batch_size=5),
-            max_sequence_length=LONGEST,
-            needs=(),
-        )
-        before = driver.evaluate(columns, step=0).output
-        group.save(directory)
+        assembly = Assembly.of(plugins, CONTEXT, sizes.ranks)
+        cut = assembly.layout(micro_batch_tokens=2 * LONGEST)
+        engine = Engine(assembly, group, layout=cut, optimizer=OptimizerConfig(learning_rate=1e-3))
+        plan = engine.plan(columns, mini_batch_size=5)
+        before = engine.evaluate(plan).result().output
+        engine.save(directory)
         for staged in (True, False):
-            results.append(driver.train(columns, step=1, staged=staged))
-            group.load(directory)
+            results.append(engine.train(plan, staged=staged))
+            engine.load(directory)
     for result in results:
         assert result.output.sample_ids.tolist() == columns.sample_ids.tolist()
         assert result.metrics["samples"].result == len(columns)

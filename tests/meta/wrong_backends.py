@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts import BackendDescription, Objective, OptimStep
+from skyrl_engine.contracts import AdamWSettings, BackendDescription, Objective, OptimStep
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
 
 Make = Callable[[type[Any]], type[Any]]
@@ -106,9 +106,9 @@ def _last_call_only(self: Any, original: Any, batch: Any, objective: Any) -> Any
 last_call_only = Wrong(overriding(forward_backward=_last_call_only))
 
 
-def _keeps_gradient(self: Any, original: Any) -> OptimStep:
+def _keeps_gradient(self: Any, original: Any, *settings: Any) -> OptimStep:
     kept = {name: parameter.grad for name, parameter in self._parameters().items()}
-    applied = original()
+    applied = original(*settings)
     for name, parameter in self._parameters().items():
         parameter.grad = kept[name]
     return applied
@@ -117,43 +117,53 @@ def _keeps_gradient(self: Any, original: Any) -> OptimStep:
 stale_gradient = Wrong(overriding(optim_step=_keeps_gradient))
 
 
-def _clips(self: Any, original: Any, model: Any, optimizer: Any, environment: Any) -> None:
-    limit = 1.0 if optimizer.max_grad_norm is None else min(1.0, optimizer.max_grad_norm)
-    original(model, attrs.evolve(optimizer, max_grad_norm=limit), environment)
+def _told(self: Any, settings: AdamWSettings | None, **changes: Any) -> AdamWSettings:
+    """The numbers of a call, with some of them changed."""
+    return attrs.evolve(settings or self._settings, **changes)
 
 
-def _never_clips(self: Any, original: Any, model: Any, optimizer: Any, environment: Any) -> None:
-    original(model, attrs.evolve(optimizer, max_grad_norm=None), environment)
+def _clips(self: Any, original: Any, settings: AdamWSettings | None = None) -> OptimStep:
+    limit = (settings or self._settings).max_grad_norm
+    return original(_told(self, settings, max_grad_norm=1.0 if limit is None else min(1.0, limit)))
 
 
-def _constant_rate(self: Any, original: Any, model: Any, optimizer: Any, environment: Any) -> None:
-    original(model, attrs.evolve(optimizer, schedule="constant", warmup_steps=0), environment)
+def _never_clips(self: Any, original: Any, settings: AdamWSettings | None = None) -> OptimStep:
+    return original(_told(self, settings, max_grad_norm=None))
 
 
-def _without_decay(self: Any, original: Any, model: Any, optimizer: Any, environment: Any) -> None:
-    original(model, attrs.evolve(optimizer, weight_decay=0.0), environment)
+def _deaf(self: Any, original: Any, settings: AdamWSettings | None = None) -> OptimStep:
+    return original()
 
 
-silent_clipping = Wrong(overriding(setup=_clips))
-never_clips = Wrong(overriding(setup=_never_clips))
-constant_rate = Wrong(overriding(setup=_constant_rate))
-without_decay = Wrong(overriding(setup=_without_decay))
+def _deaf_to_betas(self: Any, original: Any, settings: AdamWSettings | None = None) -> OptimStep:
+    return original(_told(self, settings, betas=self._settings.betas))
 
 
-def _norm_after_clipping(self: Any, original: Any) -> OptimStep:
-    applied = original()
-    limit = self._specification.max_grad_norm
+def _without_decay(self: Any, original: Any, settings: AdamWSettings | None = None) -> OptimStep:
+    return original(_told(self, settings, weight_decay=0.0))
+
+
+silent_clipping = Wrong(overriding(optim_step=_clips))
+never_clips = Wrong(overriding(optim_step=_never_clips))
+deaf_steps = Wrong(overriding(optim_step=_deaf))
+deaf_to_betas = Wrong(overriding(optim_step=_deaf_to_betas))
+without_decay = Wrong(overriding(optim_step=_without_decay))
+
+
+def _norm_after_clipping(self: Any, original: Any, settings: AdamWSettings | None = None) -> OptimStep:
+    applied = original(settings)
+    limit = (settings or self._settings).max_grad_norm
     return applied if limit is None else attrs.evolve(applied, grad_norm=min(applied.grad_norm, limit))
 
 
 norm_after_clipping = Wrong(overriding(optim_step=_norm_after_clipping))
 
 
-def _steps_anyway(self: Any, original: Any) -> OptimStep:
+def _steps_anyway(self: Any, original: Any, *settings: Any) -> OptimStep:
     for parameter in self._parameters().values():
         if parameter.grad is not None:
             parameter.grad.nan_to_num_(0.0)
-    return original()
+    return original(*settings)
 
 
 steps_anyway = Wrong(overriding(optim_step=_steps_anyway))
@@ -302,13 +312,7 @@ def _forgets_moments(self: Any, original: Any, directory: Any) -> None:
     self._optimizer.state.clear()
 
 
-def _forgets_steps(self: Any, original: Any, directory: Any) -> None:
-    original(directory)
-    self._steps_done = 0
-
-
 forgets_moments = Wrong(overriding(load=_forgets_moments))
-forgets_steps = Wrong(overriding(load=_forgets_steps))
 
 
 def _renamed(self: Any, original: Any) -> Iterator[tuple[str, Any]]:

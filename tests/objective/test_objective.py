@@ -10,8 +10,9 @@ from skyrl_engine.contracts.kinds.loss import FunctionLoss
 from skyrl_engine.contracts.values.ragged import Ragged
 from skyrl_engine.errors import ContractError, DataError, PluginBrokenError
 from skyrl_engine.objective.objective import LossObjective
-from skyrl_engine.objective.parts import ObjectiveParts, Term
+from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.samples import ScoredSamples
+from skyrl_engine.testing.subject import part_of
 
 
 def micro_batch(weights: list[float], **columns: list[float]) -> MicroBatch:
@@ -31,7 +32,7 @@ def micro_batch(weights: list[float], **columns: list[float]) -> MicroBatch:
 
 
 def objective(function, needs=("logprobs",), *, per_token_outputs=True, step=1) -> LossObjective:
-    main = Term("test", "test", FunctionLoss("test", function, None, needs))
+    main = part_of(FunctionLoss("test", function, None, needs), "test", "loss")
     return LossObjective(ObjectiveParts(main), seed=5, step=step, per_token_outputs=per_token_outputs)
 
 

@@ -1,6 +1,7 @@
 """Terms and corrections take the main loss's path: the same weights, the same sum, the same outputs."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,13 +9,15 @@ import torch
 
 from skyrl_engine import LossOutput, LossTokens, Metric
 from skyrl_engine.contracts.kinds.backend import MicroBatch
-from skyrl_engine.contracts.kinds.correction import FunctionCorrection
-from skyrl_engine.contracts.kinds.loss import FunctionLoss
+from skyrl_engine.contracts.kinds.correction import Correction, FunctionCorrection
+from skyrl_engine.contracts.kinds.loss import FunctionLoss, Loss
 from skyrl_engine.contracts.values.ragged import Ragged
 from skyrl_engine.errors import ContractError, DataError, PluginBrokenError
 from skyrl_engine.objective.objective import LossObjective
-from skyrl_engine.objective.parts import CorrectionStep, ObjectiveParts, Term
+from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.samples import ScoredSamples
+from skyrl_engine.registry.host import Owner
+from skyrl_engine.registry.part import Part
 
 Function = Callable[..., object]
 WEIGHTS = [0.5, 0.25, 0.125, 0.0625]
@@ -35,17 +38,19 @@ def micro_batch(**columns: list[float]) -> MicroBatch:
     return MicroBatch({}, nothing, nothing, Ragged.from_list([], np.int64), samples)
 
 
-def term(name: str, function: Function, needs: tuple[str, ...] = ("logprobs",), coefficient: float = 1.0) -> Term:
-    return Term(name, f"loss {name!r}", FunctionLoss(name, function, None, needs), coefficient)  # type: ignore[arg-type] # wrong ones are tested too
+def term(name: str, function: Function, needs: tuple[str, ...] = ("logprobs",), coefficient: float = 1.0) -> Part[Loss]:
+    product = FunctionLoss(name, function, None, needs)  # type: ignore[arg-type] # wrong ones are tested too
+    return Part(product, Owner(f"loss {name!r}", "Correct it, or choose another loss"), "loss", name, coefficient)
 
 
-def step(name: str, function: Function, needs: tuple[str, ...] = ("ratio",)) -> CorrectionStep:
-    return CorrectionStep(name, f"correction {name!r}", FunctionCorrection(name, function, None, needs))  # type: ignore[arg-type] # likewise
+def step(name: str, function: Function, needs: tuple[str, ...] = ("ratio",)) -> Part[Correction]:
+    product = FunctionCorrection(name, function, None, needs)  # type: ignore[arg-type] # likewise
+    return Part(product, Owner(f"correction {name!r}", "Correct it, or leave it out"), "loss.corrections[0]", name)
 
 
-def objective(main: Term, *others: Term | CorrectionStep) -> LossObjective:
-    terms = tuple(other for other in others if isinstance(other, Term))
-    corrections = tuple(other for other in others if isinstance(other, CorrectionStep))
+def objective(main: Part[Loss], *others: Part[Any]) -> LossObjective:
+    terms = tuple(other for other in others if isinstance(other.product, FunctionLoss))
+    corrections = tuple(other for other in others if isinstance(other.product, FunctionCorrection))
     return LossObjective(ObjectiveParts(main, terms, corrections), seed=5, step=1, per_token_outputs=True)
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from parity import Matrix, driver_of, resolved
+from parity import Matrix, engine_of, resolved
 
-from skyrl_engine.contracts.kinds.backend import AdamWSettings
+from skyrl_engine.config.schema import OptimizerConfig
 from skyrl_engine.proof.rollouts import recorded_rollouts
 
 Curves = Mapping[str, npt.NDArray[np.float64]]
@@ -31,9 +31,7 @@ RUNS = {
 }
 """The first is what the others are compared with."""
 
-OPTIMIZER = AdamWSettings(
-    learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0, schedule="cosine", warmup_steps=3, total_steps=STEPS
-)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0, schedule="cosine", warmup_steps=3)
 
 TOLERANCE = 1e-5
 """Relative to the loss, at every step. Losses are sums of a few hundred float32 terms, and agree to about 1e-6.
@@ -49,9 +47,10 @@ def measured(matrix: Matrix) -> Curves:
     plugins = resolved("cross_entropy", "packed")
     for name, (backend, layout) in RUNS.items():
         with matrix.group(backend, layout, OPTIMIZER) as group:
-            driver = driver_of(group, plugins)
-            batches = [recorded_rollouts(driver.needs, seed) for seed in range(BATCHES)]
-            steps = (driver.train(batches[step % BATCHES], step=step) for step in range(STEPS))
+            engine = engine_of(group, plugins, optimizer=OPTIMIZER, total_steps=STEPS)
+            needs = engine.assembly.objective.columns
+            plans = [engine.plan(recorded_rollouts(needs, seed)) for seed in range(BATCHES)]
+            steps = (engine.train(plans[step % BATCHES]) for step in range(STEPS))
             curves[name] = np.array([step.metrics["loss"].result for step in steps])
     return curves
 

@@ -19,18 +19,18 @@ import attrs
 import numpy as np
 import torch
 from attrs import define, frozen
-from skyrl_engine.engine.step import StepDriver
 
 from skyrl_engine.config import SelectedPlugin, from_dict, resolve
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, ModelSpec
+from skyrl_engine.config.schema import OptimizerConfig
+from skyrl_engine.contracts.kinds.backend import ModelSpec
+from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.capability import check_capabilities, required_capabilities
+from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import ConfigError, EngineError, PluginNotFoundError
 from skyrl_engine.modeling.loading import quiet_progress
-from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.proof.comparison import Measured, compare
 from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.proof.model import write_model
-from skyrl_engine.proof.passes import layout_of
 from skyrl_engine.proof.ranks import CONTEXT
 from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
 from skyrl_engine.testing.backends.bench import make_parts_differ
@@ -58,7 +58,7 @@ COLLATORS = ("padded", "packed")
 MICRO_BATCH_TOKENS = 2 * LONGEST
 
 STEPS = 2
-SGD = AdamWSettings(learning_rate=2e5, betas=(0.0, 0.0), epsilon=1e6, max_grad_norm=None)
+SGD = OptimizerConfig(learning_rate=2e5, betas=(0.0, 0.0), epsilon=1e6, max_grad_norm=None)
 """Plain SGD of rate 0.2: without memory AdamW moves a weight by learning_rate * g / (|g| + epsilon), and 1e6 + |g| is 1e6 in float32.
 
 A step of AdamW as it is used would say nothing: it divides gradients by their own size, and a wrong factor is gone.
@@ -156,7 +156,7 @@ class Matrix:
             return Entry(backend, layout, failed=str(error).strip().splitlines()[-1])
         return Entry(backend, layout, cells, seconds=time.monotonic() - started)
 
-    def group(self, backend: str, layout: str, optimizer: AdamWSettings | None = None) -> WorkerGroup:
+    def group(self, backend: str, layout: str, optimizer: OptimizerConfig | None = None) -> WorkerGroup:
         """The backend on ranks of the matrix; SGD where no optimizer is given. A context manager that leaves the ranks running."""
         spec = self._spec(backend, layout, optimizer or SGD)
         return group_on(self._world(backend, spec.topology.world_size), spec)
@@ -171,11 +171,11 @@ class Matrix:
             check_capabilities(backend, described.capabilities, required_capabilities(described.topology, made, ()))
         assert described.topology == sizes.topology, f"{backend} lays out {layout} as {described.topology}"
 
-    def _spec(self, backend: str, layout: str, optimizer: AdamWSettings) -> WorkerSpec:
+    def _spec(self, backend: str, layout: str, optimizer: OptimizerConfig) -> WorkerSpec:
         sizes = ParallelSizes.parse(layout)
         plugins = resolved("cross_entropy", "packed", {**BACKENDS[backend], **sizes.options})
         model = ModelSpec(str(self._directory / "model"), packed_rows=True)
-        return WorkerSpec(_locks(plugins), CONTEXT, model, optimizer, sizes.topology, "cpu")
+        return WorkerSpec(_locks(plugins), CONTEXT, model, optimizer.settings(), sizes.topology, "cpu")
 
     def _world(self, backend: str, size: int) -> World:
         """Ranks that have imported no other backend's library; those of another one end, because memory does not hold all."""
@@ -221,30 +221,23 @@ def _locks(plugins: Mapping[str, SelectedPlugin]) -> dict[str, dict[str, Any]]:
     return {place: selected.lock() for place, selected in plugins.items()}
 
 
-def driver_of(group: WorkerGroup, plugins: Mapping[str, SelectedPlugin]) -> StepDriver:
-    """What drives the group's steps with these plugins, as a trainer makes it."""
+def engine_of(group: WorkerGroup, plugins: Mapping[str, SelectedPlugin], **options: Any) -> Engine:
+    """An engine over ranks that have their model, with these plugins from now on."""
     group.use(_locks(plugins))
-    return StepDriver(
-        group=group,
-        collator=plugins["collator"].make(CONTEXT),
-        reducer=plugins["reducer"].make(CONTEXT),
-        merger=plugins["merger"].make(CONTEXT),
-        labels={place: str(selected.loaded.record) for place, selected in plugins.items()},
-        layout=layout_of(group.topology, micro_batch_tokens=MICRO_BATCH_TOKENS),
-        max_sequence_length=LONGEST,
-        needs=ObjectiveParts.made(plugins, CONTEXT).columns,
-    )
+    assembly = Assembly.of(plugins, CONTEXT, 1)
+    assembly = attrs.evolve(assembly, description=attrs.evolve(assembly.description, topology=group.topology))
+    return Engine(assembly, group, layout=assembly.layout(micro_batch_tokens=MICRO_BATCH_TOKENS), **options)
 
 
 def _trajectory(group: WorkerGroup, plugins: Mapping[str, SelectedPlugin], start: Mapping[str, np.ndarray]) -> Trajectory:
-    driver = driver_of(group, plugins)
-    columns = recorded_rollouts(driver.needs)
+    engine = engine_of(group, plugins, optimizer=SGD)
+    plan = engine.plan(recorded_rollouts(engine.assembly.objective.columns))
     passes = []
-    for step in range(STEPS):
-        output = driver.accumulate(columns, step=step)
+    for _ in range(STEPS):
+        output = engine.forward_backward(plan).result().output
         magnitude = float(np.abs(output.fields["token_loss"].values).mean())
-        passes.append(Measured(output.metrics["loss"].result, magnitude, group.gradients(), output))
-        group.optim_step()
+        passes.append(Measured(output.metrics["loss"].result, magnitude, engine.gradients(), output))
+        engine.optim_step().result()
     after = group.weights()
     return Trajectory(tuple(passes), {name: after[name] - weight for name, weight in start.items()})
 

@@ -18,9 +18,11 @@ from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.errors import ContractError, PluginBrokenError
 from skyrl_engine.spans import Spans
 from skyrl_engine.testing.collators.strategies import sample_columns
+from skyrl_engine.testing.subject import part_of
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import batch_structure, compact_weights, cut, token_weights
 from skyrl_engine.workers.launch import WorkerGroup
+from skyrl_engine.workers.worker import Pass
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded.collator import PaddedCollator
 
@@ -81,7 +83,7 @@ def _check_every_token(columns, collator, layout, selection):
     found = {}
     for shard in shards:
         assert set(shard.columns.columns) == {"place"}, "only what the loss needs travels"
-        for micro_batch in ShardBatch(shard, collator, "the collator", selection, Spans()):
+        for micro_batch in ShardBatch(shard, part_of(collator, "the collator", "collator"), selection, Spans()):
             assert micro_batch.step == step, "every rank knows the whole step"
             scored = micro_batch.samples
             flat = micro_batch.inputs["input_ids"].flatten()
@@ -122,7 +124,7 @@ def test_weights_in_short_are_the_same_weights(columns, dp, selection):
         [
             micro_batch.samples.weights
             for shard in cut(columns, mini_batch, weights, [])
-            for micro_batch in ShardBatch(shard, collator, "the collator", selection, Spans())
+            for micro_batch in ShardBatch(shard, part_of(collator, "the collator", "collator"), selection, Spans())
         ]
         for weights in (short, short.expand(structure))
     ]
@@ -140,12 +142,16 @@ def test_a_reducer_may_give_its_weights_in_short():
         return FunctionReducer("mine", lambda _structure, _config: PerSequence(np.asarray(divisor)), None)
 
     good = reducer([2.0, 4.0])
-    assert isinstance(compact_weights("mine", good, structure), PerSequence)
-    assert token_weights("mine", good, structure).tolist() == good.weights(structure).tolist() == [0.0, 0.5, 0.5, 0.0, 0.25]
+    assert isinstance(compact_weights(part_of(good, "mine", "reducer"), structure), PerSequence)
+    assert (
+        token_weights(part_of(good, "mine", "reducer"), structure).tolist()
+        == good.weights(structure).tolist()
+        == [0.0, 0.5, 0.5, 0.0, 0.25]
+    )
     with pytest.raises(ContractError, match="mine gave a token of sample 1 the weight nan"):
-        compact_weights("mine", reducer([2.0, 0.0]), structure)
+        compact_weights(part_of(reducer([2.0, 0.0]), "mine", "reducer"), structure)
     with pytest.raises(ContractError, match=r"mine returned divisors float64\[3\] for 2 sequences"):
-        compact_weights("mine", reducer([2.0, 4.0, 8.0]), structure)
+        compact_weights(part_of(reducer([2.0, 4.0, 8.0]), "mine", "reducer"), structure)
 
 
 @settings(deadline=None)
@@ -163,7 +169,7 @@ def test_expert_routes_and_images_reach_the_rank_of_their_sample_and_no_other(co
         assert sum(len(shard.columns.extras[name].values) for shard in shards) == view.lengths.sum(), "sent once, to one rank"
     met = []
     for shard in shards:
-        for micro_batch in ShardBatch(shard, collator, "the collator", "loss", Spans()):
+        for micro_batch in ShardBatch(shard, part_of(collator, "the collator", "collator"), "loss", Spans()):
             order = [position[sample_id] for sample_id in micro_batch.samples.sample_ids.tolist()]
             if "expert_routes" in columns.extras:  # in row order, which is the samples' order
                 captured = micro_batch.inputs["expert_routes"][~micro_batch.inputs["router_padding_mask"]].numpy()
@@ -187,8 +193,8 @@ class _Recorded:
         self.put_shards.append(pickle.loads(pickle.dumps(shard)))  # as it would travel
         return len(self.put_shards) - 1
 
-    def call(self, _method, per_rank, _keywords):
-        return [self.put_shards[reference] for _mode, reference in per_rank]
+    def call(self, _method, per_rank):
+        return lambda: [self.put_shards[reference] for _work, reference in per_rank]
 
 
 def _seen():
@@ -206,11 +212,15 @@ def test_pixels_are_sent_to_the_first_pipeline_stage_alone(collator):
     group = WorkerGroup(transport, topology)
     placed = group.put(cut(columns, mini_batch, np.ones(9), []))
     assert len(transport.put_shards) == 4, "one for the first stage and one for those behind it, whatever ranks share them"
-    for rank, shard in enumerate(group.run("forward", placed, step=1, per_token_outputs=True)):
+    for rank, shard in enumerate(group.run(Pass("evaluate"), placed).result()):
         place = topology.coords(rank)
         assert ("pixel_values" in shard.columns.extras) == (place.pp == 0)
-        first = list(ShardBatch(transport.put_shards[placed[place.dp].first], collator, "the collator", "loss", Spans()))
-        for here, there in zip(ShardBatch(shard, collator, "the collator", "loss", Spans()), first, strict=True):
+        first = list(
+            ShardBatch(transport.put_shards[placed[place.dp].first], part_of(collator, "the collator", "collator"), "loss", Spans())
+        )
+        for here, there in zip(
+            ShardBatch(shard, part_of(collator, "the collator", "collator"), "loss", Spans()), first, strict=True
+        ):
             assert here.inputs.keys() | {"pixel_values"} == there.inputs.keys()
             for name in here.inputs:
                 np.testing.assert_array_equal(here.inputs[name], there.inputs[name])
@@ -253,7 +263,7 @@ def test_a_collator_that_leaves_out_what_the_samples_have_is_named():
     (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout()).mini_batches
     (shard,) = cut(columns, mini_batch, np.ones(2), [])
     with pytest.raises(ContractError, match="collator 'forgetful' left out expert_routes, which the samples have"):
-        list(ShardBatch(shard, Forgetful(), "collator 'forgetful'", "loss", Spans()))
+        list(ShardBatch(shard, part_of(Forgetful(), "collator 'forgetful'", "collator"), "loss", Spans()))
 
 
 class _Broken:
@@ -279,7 +289,7 @@ def test_a_reducer_that_breaks_its_contract_is_named(weights, message):
     columns = SampleColumns.create(input_ids=np.arange(4), token_offsets=offsets_of([4]), action_offsets=offsets_of([3]))
     (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout()).mini_batches
     with pytest.raises(ContractError, match=message):
-        token_weights("mine", _Broken(weights), batch_structure(columns, mini_batch, None))
+        token_weights(part_of(_Broken(weights), "mine", "reducer"), batch_structure(columns, mini_batch, None))
 
 
 def test_a_reducer_that_fails_is_named_with_its_own_line():
@@ -290,6 +300,6 @@ def test_a_reducer_that_fails_is_named_with_its_own_line():
     columns = SampleColumns.from_rollouts(prompts=[[1]], responses=[[2, 3]])
     (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout()).mini_batches
     with pytest.raises(PluginBrokenError, match=r"reducer 'x' failed in weights: AttributeError: .*'masses'") as caught:
-        token_weights("reducer 'x'", Broken(), batch_structure(columns, mini_batch, None))
+        token_weights(part_of(Broken(), "reducer 'x'", "reducer"), batch_structure(columns, mini_batch, None))
     (place,) = caught.value.details
     assert place.endswith("in weights")

@@ -19,7 +19,7 @@ from skyrl_engine_deepspeed.backend import DeepSpeedBackend
 from skyrl_engine_deepspeed.gradients import AccumulatedGradients
 from skyrl_engine_deepspeed.plugin import DeepSpeedConfig
 
-OPTIMIZER = AdamWSettings(learning_rate=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, total_steps=8)
+OPTIMIZER = AdamWSettings(learning_rate=1e-2, weight_decay=0.1)
 STILL = AdamWSettings(learning_rate=1e-30, max_grad_norm=None)
 """A step that changes no weight: it only clears the gradient."""
 

@@ -20,7 +20,7 @@ from skyrl_engine_fsdp.gradients import full
 from skyrl_engine_fsdp.plugin import FsdpConfig
 
 LAYOUTS: dict[str, Callable[..., list[MicroBatch]]] = {"padded": padded, "packed": packed}
-OPTIMIZER = AdamWSettings(learning_rate=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, total_steps=8)
+OPTIMIZER = AdamWSettings(learning_rate=1e-2, weight_decay=0.1)
 
 
 def batch(rows: str, size: int, unscored: tuple[int, ...] = (), *, pictures: bool = False) -> list[MicroBatch]:

@@ -18,7 +18,7 @@ from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig
 
-OPTIMIZER = AdamWSettings(learning_rate=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, total_steps=8)
+OPTIMIZER = AdamWSettings(learning_rate=1e-2, weight_decay=0.1)
 
 
 def same(uninterrupted: tuple[Any, dict[str, np.ndarray]], resumed: tuple[Any, dict[str, np.ndarray]]) -> None:

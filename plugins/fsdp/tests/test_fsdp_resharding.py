@@ -15,7 +15,7 @@ from skyrl_engine.contracts import AdamWSettings
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.plugin import FsdpConfig
 
-OPTIMIZER = AdamWSettings(learning_rate=1e-2, epsilon=0.5, weight_decay=0.1, schedule="cosine", warmup_steps=1, total_steps=6)
+OPTIMIZER = AdamWSettings(learning_rate=1e-2, epsilon=0.5, weight_decay=0.1)
 DP = FsdpConfig()
 TP = FsdpConfig(tensor_parallel=2)
 HYBRID = FsdpConfig(replicate=2)

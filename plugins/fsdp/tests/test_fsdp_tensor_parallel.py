@@ -137,7 +137,7 @@ def test_the_norm_is_the_true_one_and_clipping_reaches_the_limit(layout: tuple[W
 
 def test_two_steps_equal_plain_adamw(layout: tuple[World, FsdpConfig], models: dict[str, str]) -> None:
     world, options = layout
-    optimizer = AdamWSettings(learning_rate=1e-2, epsilon=0.5, weight_decay=0.1, max_grad_norm=1.0, total_steps=2)
+    optimizer = AdamWSettings(learning_rate=1e-2, epsilon=0.5, weight_decay=0.1, max_grad_norm=1.0)
     history, plain = plain_adamw(models["qwen3-tied"], optimizer, (1e-2, 1e-2))
     ranks = world.run(trained, models["qwen3-tied"], optimizer, 2, options=options)
     for step, (loss, norm, rate) in enumerate(history):

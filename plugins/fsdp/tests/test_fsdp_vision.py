@@ -22,6 +22,7 @@ from skyrl_engine.testing.adapters import write_adapter
 from skyrl_engine.testing.backends.batches import Definition, WeightedObjective, definition, padded, picture_documents, worst
 from skyrl_engine.testing.pictures import IMAGE_TOKEN, write_vision_model
 from skyrl_engine.testing.ranks.world import World
+from skyrl_engine.testing.subject import part_of
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import Shard
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
@@ -180,7 +181,9 @@ def test_what_the_engines_collators_build_is_scored_as_by_transformers(
     plan = collator.plan(columns.lengths, Layout(micro_batch_rows=3) if name == "padded" else Layout())
     weights = PerSequence(np.ones(len(columns)))
     step = StepCounts(len(columns), sum(len(each.ids) for each in documents))
-    batch = ShardBatch(Shard(columns, plan.mini_batches[0].ranks[0], weights, step), collator, name, "loss", Spans())
+    batch = ShardBatch(
+        Shard(columns, plan.mini_batches[0].ranks[0], weights, step), part_of(collator, name, "collator"), "loss", Spans()
+    )
     backend, keep = start(vision["tied"]), Keep()
     backend.forward(batch, keep)
     assert sorted(keep.kept) == sorted(each.number for each in documents)

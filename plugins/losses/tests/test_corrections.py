@@ -13,9 +13,9 @@ from loss_oracles import sequences_of
 
 from skyrl_engine.contracts import FunctionCorrection, LossTokens, Ragged
 from skyrl_engine.objective.corrections import correct
-from skyrl_engine.objective.parts import CorrectionStep
 from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.objective.tokens import MicroBatchTokens
+from skyrl_engine.testing.subject import part_of
 from skyrl_engine_losses import plugin
 from skyrl_engine_losses.corrections import OutlierSequenceConfig, SequenceMaskConfig, TisConfig, TokenMaskConfig
 
@@ -149,7 +149,7 @@ def in_order(configs: Sequence[Any], *samples: Sample) -> list[float]:
         np.ones(len(old)),
     )
     tokens = MicroBatchTokens({"logprobs": torch.zeros(len(old))}, scored, seed=0, step=0)
-    steps = [CorrectionStep(str(place), str(place), made(config)) for place, config in enumerate(configs)]
+    steps = [part_of(made(config), str(place), "correction") for place, config in enumerate(configs)]
     result, _ = correct(steps, tokens, first_part=1)
     found: list[float] = result.tolist()
     return found

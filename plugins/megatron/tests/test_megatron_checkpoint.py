@@ -18,7 +18,7 @@ from skyrl_engine.testing.backends.batches import Arrays, definition, documents
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.plugin import MegatronConfig
 
-OPTIMIZER = AdamWSettings(learning_rate=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, total_steps=8)
+OPTIMIZER = AdamWSettings(learning_rate=1e-2, weight_decay=0.1)
 LAYOUTS = {
     "tp2": MegatronConfig(tensor_parallel=2),
     "cp2": MegatronConfig(context_parallel=2),
@@ -66,7 +66,7 @@ def test_another_layout_continues(pair: World, models: dict[str, str], tmp_path:
 
     An epsilon of AdamW as large as the gradients makes steps follow them; else the sign of a gradient near 0 would decide.
     """
-    smooth = AdamWSettings(learning_rate=1e-2, epsilon=1.0, weight_decay=0.1, schedule="cosine", warmup_steps=2, total_steps=8)
+    smooth = AdamWSettings(learning_rate=1e-2, epsilon=1.0, weight_decay=0.1)
     name = models["qwen3-tied"]
     chain = [LAYOUTS[layout] for layout in ("tp2", "pp2-interleaved", "dp2", "dp2-whole-optimizer", "cp2", "tp2")]
     for number, (first, second) in enumerate(pairwise(chain)):

@@ -22,9 +22,7 @@ LAYOUTS = {
     "dp2": MegatronConfig(),
     "dp2-whole-optimizer": MegatronConfig(distributed_optimizer=False),
 }
-OPTIMIZER = AdamWSettings(
-    learning_rate=1e-2, epsilon=0.5, weight_decay=0.1, max_grad_norm=1.0, schedule="linear", warmup_steps=1, total_steps=4
-)
+OPTIMIZER = AdamWSettings(learning_rate=1e-2, epsilon=0.5, weight_decay=0.1, max_grad_norm=1.0)
 """A large epsilon makes the update follow the gradient's scale, which AdamW would otherwise hide."""
 
 

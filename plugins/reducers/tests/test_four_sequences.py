@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from skyrl_engine.contracts import MiniBatchPlan, Reducer, SampleColumns, offsets_of, one_sample_per_row
+from skyrl_engine.testing.subject import part_of
 from skyrl_engine.workers.dispatch import batch_structure, token_weights
 from skyrl_engine_reducers.plugin import (
     MeanConfig,
@@ -54,7 +55,7 @@ def weights_by_sequence(
         tuple(tuple(one_sample_per_row(np.array(samples, dtype=np.int64), 16, 16) for samples in rank) for rank in ranks)
     )
     structure = batch_structure(columns_of(group_ids), mini_batch, max_sequence_length)
-    weights = token_weights("the reducer", reducer, structure)
+    weights = token_weights(part_of(reducer, "the reducer", "reducer"), structure)
     found = {}
     for k, sample in enumerate(structure.sample_ids.tolist()):
         own = weights[structure.action_offsets[k] : structure.action_offsets[k + 1]].tolist()

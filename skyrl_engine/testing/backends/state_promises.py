@@ -90,11 +90,6 @@ def save_and_load(subject: BackendSubject, case: BackendCase) -> None:
             _require_equal(ranks.weights()[0], at_save, "right after loading", "Save and load every weight in full precision")
             resumed = _train(ranks, case, 2)
     for number, ((due_step, due), (got_step, got)) in enumerate(zip(uninterrupted, resumed, strict=True), start=1):
-        if got_step.learning_rate != due_step.learning_rate:
-            raise Broken(
-                f"step {number} after loading takes the learning rate {got_step.learning_rate:g}, without a break {due_step.learning_rate:g}",
-                "Save how many steps were taken",
-            )
         if got_step.grad_norm != due_step.grad_norm:
             raise Broken(
                 f"the gradient of step {number} after loading has the norm {got_step.grad_norm!r}, without a break {due_step.grad_norm!r}",

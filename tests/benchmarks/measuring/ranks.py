@@ -8,7 +8,7 @@ import ctypes
 import gc
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +42,17 @@ class ClockedTransport(WorldTransport):
         super().__init__(world, spec)
         self.wall = self.cpu = 0.0
 
-    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]], keywords: dict[str, Any]) -> list[Any]:
-        costs: list[Cost] = self._world.run(_clocked, method, list(per_rank), keywords)
+    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        costs: list[Cost] = self._world.run(_clocked, method, list(per_rank))
         self.wall += max(cost.wall for cost in costs)
         self.cpu += sum(cost.cpu for cost in costs)
-        return [cost.value for cost in costs]
+        return lambda: [cost.value for cost in costs]
 
 
-def _clocked(method: str, per_rank: Sequence[tuple[Any, ...]], keywords: dict[str, Any]) -> Cost:
+def _clocked(method: str, per_rank: Sequence[tuple[Any, ...]]) -> Cost:
     _finish()
     wall, cpu = time.perf_counter(), time.process_time()
-    value = on_worker(method, per_rank, keywords)
+    value = on_worker(method, per_rank)
     _finish()
     return Cost(value, time.perf_counter() - wall, time.process_time() - cpu)
 
@@ -119,7 +119,7 @@ def gradient_differences(file: Path) -> dict[str, tuple[float, float]]:
 
 
 def _gradients() -> Mapping[str, np.ndarray]:
-    gradients: Mapping[str, np.ndarray] = on_worker("gradients", [()] * dist.get_world_size(), {})
+    gradients: Mapping[str, np.ndarray] = on_worker("gradients", [()] * dist.get_world_size())
     return gradients
 
 

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from skyrl_engine.training.state import fingerprint
 from transformers.image_utils import load_image
 
 from skyrl_engine.config.schema import DataConfig
@@ -27,6 +26,8 @@ from skyrl_engine.data.images import processor as vision_module
 from skyrl_engine.data.preview import preview
 from skyrl_engine.errors import DataError, ImageError, UnsupportedError
 from skyrl_engine.spans import Spans
+from skyrl_engine.testing.subject import part_of
+from skyrl_engine.training.sft.state import fingerprint
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import cut
 from skyrl_engine_collators.packed.collator import PackedCollator
@@ -135,7 +136,7 @@ def test_every_rank_builds_its_own_samples_images(load, tokenizer, vision, files
     shards = cut(columns, mini_batch, PerSequence(np.ones(len(columns))), needs=())
     seen = []
     for shard in pickle.loads(pickle.dumps(list(shards))):
-        for built in ShardBatch(shard, collator, "the collator", "loss", Spans()):
+        for built in ShardBatch(shard, part_of(collator, "the collator", "collator"), "loss", Spans()):
             ids, types = built.inputs["input_ids"], built.inputs["mm_token_type_ids"]
             assert np.array_equal(types.numpy() == 1, ids.numpy() == vision.image_token)
             pixels, grid = (

@@ -9,6 +9,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from skyrl_engine.config.schema import DataConfig, ModelConfig
 from skyrl_engine.data.images import processor as vision_module
 from skyrl_engine.data.images.processor import NoVision, VisionInputs, load_vision
+from skyrl_engine.model_facts.facts import ModelFacts
 
 DATA = DataConfig(train="rows.jsonl")
 SIZE = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
@@ -23,7 +24,7 @@ def folder(tmp_path):
 
 
 def load(folder, **settings):
-    return load_vision(ModelConfig(path=str(folder)), DataConfig(train="rows.jsonl", **settings))
+    return load_vision(ModelFacts(ModelConfig(path=str(folder))), DataConfig(train="rows.jsonl", **settings))
 
 
 def test_the_processor_over_pillow_and_the_image_token_are_those_of_the_model(folder):

@@ -120,7 +120,9 @@ def test_a_pipeline_whose_first_piece_is_too_short_is_refused_while_planning(con
 
     def planned(**sizes: int) -> int:
         ranks = {"launch": "ray", "ranks": sizes["pipeline_parallel"]}
-        return prepare(configure_images("run", tables={"run": ranks, "backend": {"use": "megatron", **sizes}})).layout.pp
+        return prepare(
+            configure_images("run", tables={"run": ranks, "backend": {"use": "megatron", **sizes}})
+        ).assembly.description.topology.pp
 
     assert planned(pipeline_parallel=2) == 2
     for sizes in ({"pipeline_parallel": 4}, {"pipeline_parallel": 2, "virtual_pipeline": 2}):

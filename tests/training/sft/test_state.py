@@ -5,30 +5,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 from attrs import evolve
-from skyrl_engine.training.state import TrainerState, fingerprint, position_in
 
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.errors import CheckpointError
 from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
 from skyrl_engine.training.sft.order import Position, SampleOrder
+from skyrl_engine.training.sft.state import SftState, fingerprint, position_in
 
 ORDER = SampleOrder(samples=10, batch_size=4, seed=3)
 
 
-def saved(directory: Path, state: TrainerState) -> Checkpoint:
+def saved(directory: Path, state: SftState) -> Checkpoint:
     return CheckpointStore(directory).save(state.step, lambda _: None, {"trainer.json": state.document()})
 
 
 def test_the_position_comes_back(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, TrainerState.create(5, Position(1, 8), ORDER, "abc"))
+    checkpoint = saved(tmp_path, SftState.create(5, Position(1, 8), ORDER, "abc"))
     assert position_in(checkpoint, ORDER, "abc") == Position(1, 8)
     # A position counts samples, so that it keeps its meaning when the batch size changes.
     assert position_in(checkpoint, evolve(ORDER, batch_size=2), "abc") == Position(1, 8)
 
 
 def test_other_data_is_refused(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, TrainerState.create(5, Position(1, 8), ORDER, "abc"))
+    checkpoint = saved(tmp_path, SftState.create(5, Position(1, 8), ORDER, "abc"))
     with pytest.raises(CheckpointError, match="the training data has changed"):
         position_in(checkpoint, ORDER, "abd")
     with pytest.raises(CheckpointError, match="10 samples then, 11 now"):

@@ -7,18 +7,21 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from skyrl_engine.engine.step import StepDriver, StepResult
 
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, ModelSpec
+from skyrl_engine.config.schema import OptimizerConfig
+from skyrl_engine.contracts.kinds.backend import ModelSpec
 from skyrl_engine.contracts.values.columns import SampleColumns
-from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.engine.assembly import Assembly
+from skyrl_engine.engine.engine import Engine, PassResult
 from skyrl_engine.errors import ModelError
 from skyrl_engine.proof.model import write_model
 from skyrl_engine.proof.ranks import CONTEXT
-from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
+from skyrl_engine.proof.rollouts import recorded_rollouts
+from skyrl_engine.testing.subject import part_of
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
-from skyrl_engine.workers.spec import WorkerSpec
+
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -30,36 +33,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def drive(model: Path) -> Iterator[Any]:
-    """`drive(mini_batch_size)`: a fresh group of one rank, AdamW, micro-batches of two rows, and what was put when."""
+    """`drive()`: a fresh engine on one rank, AdamW, micro-batches of two rows, and what was put when."""
     groups = []
 
-    def make(mini_batch_size: int | None) -> tuple[StepDriver, list[str]]:
+    def make(**settings: Any) -> tuple[Engine, list[str]]:
         plugins = resolve(from_dict({}, "test"), need=()).plugins
-        locks = {place: selected.lock() for place, selected in plugins.items()}
-        spec = WorkerSpec(locks, CONTEXT, ModelSpec(str(model)), AdamWSettings(learning_rate=1e-3), _topology(plugins), "cpu")
+        assembly = Assembly.of(plugins, CONTEXT, 1)
+        spec = assembly.worker_spec(ModelSpec(str(model)), OPTIMIZER.settings(), device="cpu")
         group = launch_workers(spec, launch="inline")
         groups.append(group)
         order: list[str] = []
-        driver = StepDriver(
-            group=_Recorded(group, order),
-            collator=plugins["collator"].make(CONTEXT),
-            reducer=plugins["reducer"].make(CONTEXT),
-            merger=plugins["merger"].make(CONTEXT),
-            labels={place: str(selected.loaded.record) for place, selected in plugins.items()},
-            layout=Layout(micro_batch_rows=2, mini_batch_size=mini_batch_size),
-            max_sequence_length=LONGEST,
-            needs=(),
+        engine = Engine(
+            attrs.evolve(assembly, **settings),
+            _Recorded(group, order),
+            layout=assembly.layout(micro_batch_rows=2),
+            optimizer=OPTIMIZER,
         )
-        return driver, order
+        return engine, order
 
     yield make
     for group in groups:
         group.close()
-
-
-def _topology(plugins: Any) -> Any:
-    backend = plugins["backend"]
-    return backend.loaded.describe_backend(backend.options, 1).topology
 
 
 class _Recorded(WorkerGroup):
@@ -73,9 +67,9 @@ class _Recorded(WorkerGroup):
         self._order.append("put")
         return super().put(*arguments)
 
-    def optim_step(self) -> Any:
+    def optim_step(self, *arguments: Any) -> Any:
         self._order.append("step")
-        return super().optim_step()
+        return super().optim_step(*arguments)
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +85,10 @@ def columns() -> SampleColumns:
 
 
 def test_both_ways_take_the_same_steps_and_return_every_sample_once(drive: Any, columns: SampleColumns) -> None:
-    results: dict[bool, StepResult] = {}
+    results: dict[bool, PassResult] = {}
     for staged in (True, False):
-        driver, order = drive(5)
-        results[staged] = driver.train(columns, step=1, staged=staged)
+        engine, order = drive()
+        results[staged] = engine.train(engine.plan(columns, mini_batch_size=5), staged=staged)
         expected = ["put"] * 3 + ["step"] * 3 if staged else ["put", "step"] * 3
         assert order == expected
     for result in results.values():
@@ -106,12 +100,10 @@ def test_both_ways_take_the_same_steps_and_return_every_sample_once(drive: Any, 
 
 def test_several_mini_batches_are_several_calls_in_one(drive: Any, columns: SampleColumns) -> None:
     """Sums become the mean over mini-batches; the steps are those of one call per mini-batch."""
-    driver, _ = drive(5)
-    together = driver.train(columns, step=1)
-    driver, _ = drive(None)
-    parts = [
-        driver.train(columns.take(range(*bounds)), step=step) for step, bounds in enumerate([(0, 5), (5, 10), (10, 11)], start=1)
-    ]
+    engine, _ = drive()
+    together = engine.train(engine.plan(columns, mini_batch_size=5))
+    engine, _ = drive()
+    parts = [engine.train(engine.plan(columns.take(range(*bounds)))) for bounds in ((0, 5), (5, 10), (10, 11))]
     losses = [part.metrics["loss"].result for part in parts]
     assert together.metrics["loss"].result == pytest.approx(np.mean(losses), rel=1e-6)
     assert together.metrics["grad_norm"].result == pytest.approx(
@@ -121,14 +113,14 @@ def test_several_mini_batches_are_several_calls_in_one(drive: Any, columns: Samp
     np.testing.assert_array_equal(together.output.fields["token_loss"].values, got)
 
 
-def test_evaluation_knows_no_mini_batches(drive: Any, columns: SampleColumns) -> None:
-    cut, whole = (drive(size)[0].evaluate(columns, step=1) for size in (5, None))
-    assert cut.metrics["loss"] == whole.metrics["loss"]
+def test_an_evaluation_over_mini_batches_is_one_mean(drive: Any, columns: SampleColumns) -> None:
+    engine, _ = drive()
+    cut, whole = (engine.evaluate(engine.plan(columns, mini_batch_size=size)).result() for size in (5, None))
+    assert cut.metrics["loss"].result == pytest.approx(whole.metrics["loss"].result, rel=1e-6)
+    assert cut.output.sample_ids.tolist() == whole.output.sample_ids.tolist()
 
 
 def test_a_mini_batch_that_is_not_finite_stops_before_its_step(drive: Any, columns: SampleColumns) -> None:
-    driver, order = drive(5)
-
     class Infinite:
         empty_sequence = "count"
         batch_local = False
@@ -136,6 +128,7 @@ def test_a_mini_batch_that_is_not_finite_stops_before_its_step(drive: Any, colum
         def weights(self, structure: Any) -> Any:
             return np.full(len(structure.loss_weight), 1e300 if 5 in structure.sample_ids else 1e-3)
 
+    engine, order = drive(reducer=part_of(Infinite(), "reducer 'infinite'", "reducer"))
     with pytest.raises(ModelError, match="the loss of optimizer step 2 is not finite"):
-        attrs.evolve(driver, reducer=Infinite()).train(columns, step=1)
+        engine.train(engine.plan(columns, mini_batch_size=5))
     assert order == ["put", "step", "put"]

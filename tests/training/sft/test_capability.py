@@ -29,7 +29,9 @@ from skyrl_engine.engine.capability import (
     required_capabilities,
 )
 from skyrl_engine.errors import PluginBrokenError, UnsupportedError
+from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.vision_language import refuse_unequal_parts
+from skyrl_engine.registry.host import Owner
 from skyrl_engine.registry.loader import load
 from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.training.sft.trainer import plan_sft
@@ -77,25 +79,26 @@ def test_a_missing_capability_is_named_with_what_to_change() -> None:
 def test_vision_language_models_are_refused_before_a_rank_starts(tmp_path: Path) -> None:
     """Where the backend in its layout does not declare 'vision' (deepspeed; tensor parallelism on fsdp), and with experts anywhere."""
 
-    def model(kind: str) -> ModelConfig:
+    def facts(kind: str) -> ModelFacts:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-        return ModelConfig(path=str(tmp_path))
+        return ModelFacts(ModelConfig(path=str(tmp_path)))
 
     with_vision = BackendDescription(Topology(), frozenset({"padded", "vision"}))
     without = BackendDescription(Topology(), frozenset({"padded", "packed"}))
-    check_model(model("qwen3_vl"), with_vision)
-    check_model(model("qwen3"), without)
-    check_model(ModelConfig(path=str(tmp_path / "nowhere")), without)  # which the ranks report
+    check_model(facts("qwen3_vl"), with_vision)
+    check_model(facts("qwen3"), without)
+    check_model(ModelFacts(ModelConfig(path=str(tmp_path / "nowhere"))), without)  # which the ranks report
     with pytest.raises(UnsupportedError, match="is a vision-language model, and the backend in this layout does not") as caught:
-        check_model(model("qwen3_vl"), without)
+        check_model(facts("qwen3_vl"), without)
     assert "fsdp without tensor parallelism" in caught.value.remedy
     with pytest.raises(UnsupportedError, match="is a mixture of experts that takes images, which is not supported"):
-        check_model(model("qwen3_vl_moe"), with_vision)
+        check_model(facts("qwen3_vl_moe"), with_vision)
 
 
 def test_a_backend_refuses_models_before_a_rank_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_key_value_heads": 2, "num_hidden_layers": 6}))
-    model = ModelConfig(path=str(tmp_path), dtype="bfloat16")
+    model = ModelFacts(ModelConfig(path=str(tmp_path), dtype="bfloat16"))
+    mine = Owner("mine", "Correct it")
 
     def described(refuse_model: Callable[[Any, ModelSpec], None]) -> BackendDescription:
         return BackendDescription(Topology(), frozenset({"padded"}), refuse_model)
@@ -106,15 +109,15 @@ def test_a_backend_refuses_models_before_a_rank_starts(tmp_path: Path) -> None:
         refuse_unequal_parts(config, spec.path, "num_of_nothing", parts=7, options="backend.none")
         refuse_unequal_parts(config, spec.path, "num_hidden_layers", parts=4, options="backend.pipeline_parallel")
 
-    check_layout("mine", model, BackendDescription(Topology(), frozenset({"padded"})))
-    check_layout("mine", ModelConfig(path=str(tmp_path / "nowhere")), described(divided))  # which the ranks report
+    check_layout(mine, model, BackendDescription(Topology(), frozenset({"padded"})))
+    check_layout(mine, ModelFacts(ModelConfig(path=str(tmp_path / "nowhere"))), described(divided))  # which the ranks report
     with pytest.raises(
         UnsupportedError, match=r"backend.pipeline_parallel = 4 does not divide num_hidden_layers = 6 of "
     ) as caught:
-        check_layout("mine", model, described(divided))
+        check_layout(mine, model, described(divided))
     assert caught.value.remedy.startswith("Set backend.pipeline_parallel to a divisor of 6")
     with pytest.raises(PluginBrokenError, match=r"mine failed in refuse_model: AttributeError"):
-        check_layout("mine", model, described(lambda config, _: config.number_of_nothing))
+        check_layout(mine, model, described(lambda config, _: config.number_of_nothing))
 
 
 @pytest.fixture

@@ -3,25 +3,26 @@
 from pathlib import Path
 
 import pytest
-from skyrl_engine.model_facts.context_length import limited_to_model
 from transformers import Qwen3Config
 
 from skyrl_engine.config.schema import DataConfig, ModelConfig
+from skyrl_engine.model_facts.facts import ModelFacts
+from skyrl_engine.training.sft.data import limited_to_model
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> ModelConfig:
+def model(tmp_path: Path) -> ModelFacts:
     Qwen3Config(max_position_embeddings=48).save_pretrained(tmp_path)
-    return ModelConfig(path=str(tmp_path))
+    return ModelFacts(ModelConfig(path=str(tmp_path)))
 
 
-def test_the_model_limits_what_the_configuration_does_not(model: ModelConfig) -> None:
+def test_the_model_limits_what_the_configuration_does_not(model: ModelFacts) -> None:
     assert limited_to_model(DataConfig(train="data"), model).max_length == 48
 
 
-def test_a_configured_limit_stands(model: ModelConfig) -> None:
+def test_a_configured_limit_stands(model: ModelFacts) -> None:
     assert limited_to_model(DataConfig(train="data", max_length=8), model).max_length == 8
 
 
 def test_a_model_that_cannot_be_read_sets_no_limit(tmp_path: Path) -> None:
-    assert limited_to_model(DataConfig(train="data"), ModelConfig(path=str(tmp_path / "missing"))).max_length is None
+    assert limited_to_model(DataConfig(train="data"), ModelFacts(ModelConfig(path=str(tmp_path / "missing")))).max_length is None
