@@ -43,31 +43,28 @@ class Calls:
     """Calls that were made and whose answers nobody has taken, oldest first. Ranks work through them in this order."""
 
     def __init__(self) -> None:
-        self._open: deque[Future[Any]] = deque()
+        self._open: deque[tuple[int, Future[Any]]] = deque()
+        self._made = 0
 
     def made(self, wait: Callable[[], Answer]) -> Future[Answer]:
         """A future of this call, which first waits for all calls before it."""
-        future: Future[Answer]
+        number = self._made
+        self._made += 1
 
         def in_turn() -> Answer:
-            self._settle_before(future)
+            self._settle_before(number)
             return wait()
 
         future = Future(in_turn)
-        self._open.append(future)
+        self._open.append((number, future))
         return future
 
     def settle(self) -> None:
         """Wait for everything that is under way. Raises the first failure that nobody has seen."""
-        while self._open:
-            future = self._open.popleft()
-            if not future.settled:
-                future.result()
+        self._settle_before(self._made)
 
-    def _settle_before(self, last: Future[Any]) -> None:
-        while self._open:
-            future = self._open.popleft()
-            if future is last:
-                return
+    def _settle_before(self, number: int) -> None:
+        while self._open and self._open[0][0] < number:
+            _, future = self._open.popleft()
             if not future.settled:
                 future.result()

@@ -1,0 +1,254 @@
+"""The public engine: one plan for all passes, gradients of one mini-batch, numbers per step, answers that may wait."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skyrl_engine import ContractError, DataError, Engine, ModelError, UnsupportedError
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.ragged import Ragged
+from skyrl_engine.errors import CheckpointError, ConfigError
+from skyrl_engine.modeling.tiny import write_model, write_tokenizer
+from skyrl_engine.proof.rollouts import recorded_rollouts
+
+Weights = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_model(directory)
+    write_tokenizer(directory, ["some words to learn from"])
+    return directory
+
+
+@pytest.fixture(scope="module")
+def columns() -> SampleColumns:
+    """Eleven samples without groups, which mini-batches would not cut, with what a policy loss reads."""
+    rollouts = recorded_rollouts(("old_logprobs", "advantages"))
+    return SampleColumns.create(
+        input_ids=rollouts.input_ids,
+        token_offsets=rollouts.token_offsets,
+        action_offsets=rollouts.action_offsets,
+        loss_weight=rollouts.loss_weight,
+        columns=rollouts.columns,
+    ).take(np.arange(11))
+
+
+@pytest.fixture
+def opened(model: Path) -> Iterator[Any]:
+    """`opened(**tables)`: an engine on one rank with micro-batches of two rows, closed with the test."""
+    engines = []
+
+    def make(**tables: Any) -> Engine:
+        base = {"model": {"path": str(model)}, "optimizer": {"learning_rate": 1e-2}, "training": {"micro_batch_rows": 2}}
+        engine = Engine.open({**base, **tables})
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def same(one: Weights, other: Weights) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_a_file_and_overrides_open_it_too(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text(f'[model]\npath = "{model}"\n[optimizer]\nschedule = "linear"\n')
+    with Engine.open(file, ["training.steps=4"]) as engine:
+        assert engine.step == 0
+    with pytest.raises(UnsupportedError, match="ends at the last step, and nobody says how many there will be"):
+        Engine.open(file)
+    with pytest.raises(ConfigError, match=r"model\.pat"):
+        Engine.open({"model": {"pat": str(model)}})
+
+
+def test_a_loop_by_hand_is_train(opened: Any, columns: SampleColumns) -> None:
+    """Weights after two mini-batches, to the last bit; parts of a mini-batch add up to it in the same order."""
+    ready, by_hand, by_parts = opened(), opened(), opened()
+    ready.train(ready.plan(columns, mini_batch_size=6))
+    for engine, cut in ((by_hand, False), (by_parts, True)):
+        plan = engine.plan(columns, mini_batch_size=6)
+        assert len(plan) == 2
+        for mini_batch in range(len(plan)):
+            if cut:
+                engine.forward_backward(plan, mini_batch, micro_batches=(0, 1))
+            engine.forward_backward(plan, mini_batch)
+            engine.optim_step()
+    assert ready.step == by_hand.step == by_parts.step == 2
+    assert same(ready.weights(), by_hand.weights())
+    assert same(ready.weights(), by_parts.weights())
+
+
+def test_every_pass_over_a_plan_sees_the_same_bits(opened: Any, columns: SampleColumns) -> None:
+    """What a score pass says, and what training says before its step, are equal: the first importance ratio is exactly 1."""
+    engine = opened(loss={"use": "ppo"})
+    for temperature in (1.0, 0.5):
+        plan = engine.plan(columns, mini_batch_size=6)
+        scored = engine.score(plan, temperature=temperature).result()
+        assert scored.fields.keys() == {"logprobs"}
+        plan = plan.with_columns({"old_logprobs": scored.on_actions("logprobs")})
+        for mini_batch in range(len(plan)):
+            trained = engine.forward_backward(plan, mini_batch, temperature=temperature).result().output
+            chosen = [scored.sample_ids.tolist().index(sample) for sample in trained.sample_ids]
+            whole = scored.on_actions("logprobs").take(chosen)
+            for row in range(len(trained.sample_ids)):
+                here = trained.scored[row]
+                np.testing.assert_array_equal(trained.fields["logprobs"][row], whole[row][here])
+            engine.discard()
+    at_one, at_half = (engine.score(plan, temperature=each).result().fields["logprobs"].values for each in (1.0, 0.5))
+    assert np.abs(at_one - at_half).max() > 0.1
+
+
+def test_a_score_pass_needs_no_loss_column_and_scores_what_it_is_asked(opened: Any, columns: SampleColumns) -> None:
+    engine = opened(loss={"use": "ppo"})
+    bare = SampleColumns.create(
+        input_ids=columns.input_ids,
+        token_offsets=columns.token_offsets,
+        action_offsets=columns.action_offsets,
+        loss_weight=columns.loss_weight,
+    )
+    plan = engine.plan(bare)
+    everything = engine.score(plan, scores=("logprobs", "entropy")).result()
+    assert everything.fields.keys() == {"logprobs", "entropy"}
+    carrying = engine.score(plan, tokens="loss").result()
+    assert len(carrying.fields["logprobs"].values) == np.count_nonzero(bare.loss_weight) < len(everything.fields["logprobs"].values)
+
+
+def test_gradients_of_two_mini_batches_are_not_mixed(opened: Any, columns: SampleColumns) -> None:
+    engine = opened()
+    plan = engine.plan(columns, mini_batch_size=6)
+    engine.forward_backward(plan, 0)
+    with pytest.raises(UnsupportedError, match="weighs tokens within their mini-batch") as caught:
+        engine.forward_backward(plan, 1)
+    assert "Call optim_step between mini-batches, or use the reducer sum" in caught.value.remedy
+    other = engine.plan(columns, mini_batch_size=6)
+    with pytest.raises(UnsupportedError, match="weighs tokens within their mini-batch"):
+        engine.forward_backward(other, 0)
+    engine.optim_step().result()
+    engine.forward_backward(plan, 1).result()
+
+
+def test_gradients_add_up_under_a_reducer_that_knows_no_batch(opened: Any, columns: SampleColumns) -> None:
+    one, two = opened(reducer={"use": "sum"}), opened(reducer={"use": "sum"})
+    plan = one.plan(columns, mini_batch_size=6)
+    for mini_batch in range(len(plan)):
+        one.forward_backward(plan, mini_batch)
+    two.forward_backward(two.plan(columns))
+    apart, whole = one.gradients(), two.gradients()
+    for name in whole:
+        np.testing.assert_allclose(apart[name], whole[name], rtol=1e-4, atol=1e-5 * float(np.abs(whole[name]).max()))
+
+
+def test_a_step_on_nothing_or_on_a_part_is_refused(opened: Any, columns: SampleColumns) -> None:
+    engine = opened()
+    before = engine.weights()
+    with pytest.raises(UnsupportedError, match="no gradient was accumulated since the last step"):
+        engine.optim_step()
+    plan = engine.plan(columns)
+    count = plan.micro_batches(0)
+    assert count > 2
+    engine.forward_backward(plan, micro_batches=(0, 1))
+    with pytest.raises(UnsupportedError, match=r"micro-batches \[1, .* of mini-batch 0 were not run"):
+        engine.optim_step()
+    for repeated in ((0, 1), (0, 2), (count, count + 1), (1, 1)):
+        with pytest.raises(UnsupportedError, match="are not all left to be run"):
+            engine.forward_backward(plan, micro_batches=repeated)
+    with pytest.raises(UnsupportedError, match="the plan has 1 mini-batches, and number 1 was asked for"):
+        engine.forward_backward(plan, 1)
+    engine.discard()
+    assert same(engine.weights(), before)
+    assert engine.step == 0
+
+
+def test_the_numbers_of_a_step_are_those_of_the_call(opened: Any, columns: SampleColumns) -> None:
+    engine = opened(optimizer={"learning_rate": 1e-2, "warmup_steps": 2, "max_grad_norm": 1e-3})
+    plan = engine.plan(columns)
+    before = engine.weights()
+    engine.forward_backward(plan)
+    assert engine.optim_step(learning_rate=0.0).result().learning_rate == 0.0
+    assert same(engine.weights(), before), "a rate of 0 moves nothing"
+    engine.forward_backward(plan)
+    assert engine.optim_step().result().learning_rate == 1e-2, "the second of two steps of warm-up"
+    for refused in ({"learning_rate": -1.0}, {"max_grad_norm": 0.0}, {"epsilon": 0.0}):
+        engine.forward_backward(plan)
+        with pytest.raises(ValueError, match=next(iter(refused))):
+            engine.optim_step(**refused)
+        engine.discard()
+    decayed, plain = opened(), opened()
+    for other, decay in ((decayed, 0.5), (plain, 0.0)):
+        other.forward_backward(plan)
+        other.optim_step(learning_rate=1e-2, weight_decay=decay, betas=(0.0, 0.0), max_grad_norm=None).result()
+    name = "model.layers.0.mlp.up_proj.weight"
+    difference = plain.weights()[name] - decayed.weights()[name]
+    np.testing.assert_allclose(difference, 1e-2 * 0.5 * before[name], atol=1e-6)
+
+
+def test_a_failure_that_nobody_waited_for_is_raised_by_the_step(opened: Any, columns: SampleColumns) -> None:
+    engine = opened(loss={"use": "ppo"})
+    before = engine.weights()
+    endless = np.full(len(columns.loss_weight), np.inf, dtype=np.float32)
+    plan = engine.plan(columns.with_columns({"advantages": endless}))
+    engine.forward_backward(plan)
+    with pytest.raises(ModelError, match="the loss of optimizer step 1 is not finite"):
+        engine.optim_step()
+    assert engine.step == 0
+    assert same(engine.weights(), before)
+
+
+def test_a_failure_of_an_earlier_call_is_raised_by_a_later_answer(opened: Any, columns: SampleColumns) -> None:
+    engine = opened()
+    plan = engine.plan(columns)
+    engine.score(plan, scores=("values",))
+    later = engine.score(plan)
+    with pytest.raises(Exception, match="values"):
+        later.result()
+    assert len(engine.score(plan).result()) == len(columns)
+
+
+def test_saved_and_loaded_it_goes_on_to_the_same_bits(opened: Any, columns: SampleColumns, tmp_path: Path) -> None:
+    engine, resumed = opened(), opened()
+    plan = engine.plan(columns)
+    engine.train(plan)
+    engine.save(tmp_path)
+    engine.train(plan)
+    resumed.load(tmp_path)
+    assert resumed.step == 1
+    resumed.train(plan)
+    assert same(engine.weights(), resumed.weights())
+    (tmp_path / "engine.json").unlink()
+    with pytest.raises(CheckpointError, match="engine.json cannot be read"):
+        resumed.load(tmp_path)
+
+
+def test_an_export_is_whole(opened: Any, tmp_path: Path) -> None:
+    engine = opened()
+    engine.export(tmp_path / "out")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in (tmp_path / "out").iterdir()}
+    with pytest.raises(ModelError, match="is not an empty directory"):
+        engine.export(tmp_path / "out")
+
+
+def test_columns_that_do_not_fit_the_plan_are_refused(opened: Any, columns: SampleColumns) -> None:
+    plan = opened().plan(columns)
+    with pytest.raises(DataError, match="'old_logprobs' has shape"):
+        plan.with_columns({"old_logprobs": np.zeros(3, dtype=np.float32)})
+    with pytest.raises(DataError, match="other numbers of response tokens than the samples"):
+        plan.with_columns({"old_logprobs": Ragged.from_list([[0.5]] * len(columns), np.float32)})
+    with pytest.raises(DataError, match="must be float32"):
+        plan.with_columns({"old_logprobs": np.zeros(len(columns.loss_weight))})
+
+
+def test_a_reducer_that_makes_no_weights_is_named(opened: Any, columns: SampleColumns, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from skyrl_engine import reducer\n@reducer()\ndef broken(structure, config):\n    return structure.loss_weight * float('nan')\n"
+    )
+    engine = opened(reducer={"use": f"{tmp_path / 'mine.py'}:broken"})
+    with pytest.raises(ContractError, match="reducer 'broken'"):
+        engine.forward_backward(engine.plan(columns))
