@@ -14,7 +14,7 @@ from megatron_tasks import save_tiny, start
 from skyrl_engine import ModelError, UnsupportedError
 from skyrl_engine.contracts import LoraSpec, ModelSpec, Topology
 from skyrl_engine_megatron import attention
-from skyrl_engine_megatron.division import Along, Division, Rows, Stacked, Whole
+from skyrl_engine_megatron.division import Along, Division, Stacked, VocabularyRows, Whole
 from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.loading import read
 from skyrl_engine_megatron.plugin import MegatronConfig, megatron
@@ -142,7 +142,7 @@ def test_a_model_that_computes_something_else_is_refused(models: dict[str, str],
 
 DIVISIONS: list[tuple[Division, list[tuple[int, ...]]]] = [
     (Whole(), [(8,)]),
-    (Rows(10), [(10, 3)]),
+    (VocabularyRows(10), [(10, 3)]),
     (Along(1), [(3, 8)]),
     (Along(0), [(4, 6, 3)]),
     (Along(1, blocks=2), [(3, 8, 2)]),

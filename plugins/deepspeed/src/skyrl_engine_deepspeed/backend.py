@@ -24,10 +24,10 @@ from skyrl_engine.modeling.lora import merged_weights
 from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, score
 from skyrl_engine.modeling.optimizer import use_settings
 from skyrl_engine.modeling.scorer import Scorer
-from skyrl_engine_deepspeed.checkpoint import TrainingState
+from skyrl_engine_deepspeed.checkpoint import ZeroState
 from skyrl_engine_deepspeed.gradients import AccumulatedGradients
 from skyrl_engine_deepspeed.loading import Loaded, load
-from skyrl_engine_deepspeed.plugin import DeepSpeedConfig
+from skyrl_engine_deepspeed.options import DeepSpeedConfig
 from skyrl_engine_deepspeed.settings import clip_at, refuse_unsupported
 
 
@@ -187,7 +187,7 @@ class DeepSpeedBackend:
         """The whole weight, float32, on every rank's CPU."""
         return self._whole(parameter).detach().float().cpu()
 
-    def _state(self) -> TrainingState:
+    def _state(self) -> ZeroState:
         persistent = self._loaded.model.state_dict(keep_vars=True)
         buffers = {name: tensor for name, tensor in self._loaded.model.named_buffers() if name in persistent}
-        return TrainingState(self._loaded.engine, self._loaded.parameters, buffers, self._device)
+        return ZeroState(self._loaded.engine, self._loaded.parameters, buffers, self._device)

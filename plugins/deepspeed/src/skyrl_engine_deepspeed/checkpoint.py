@@ -19,7 +19,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @frozen(eq=False)
-class TrainingState:
+class ZeroState:
     """What a checkpoint holds. `engine` None: scoring only, on whole weights; without an optimizer: scoring only, on divided ones."""
 
     engine: Any | None

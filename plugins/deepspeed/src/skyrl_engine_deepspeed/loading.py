@@ -14,7 +14,7 @@ from skyrl_engine.modeling.placement import Placed, entry, load_on_ranks, named_
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine_deepspeed import library
 from skyrl_engine_deepspeed.fragments import fragment
-from skyrl_engine_deepspeed.plugin import DeepSpeedConfig
+from skyrl_engine_deepspeed.options import DeepSpeedConfig
 from skyrl_engine_deepspeed.settings import settings
 
 

@@ -6,7 +6,7 @@ import torch
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import ComputeDtype
-from skyrl_engine_deepspeed.plugin import DeepSpeedConfig
+from skyrl_engine_deepspeed.options import DeepSpeedConfig
 
 _BUCKET = 50_000_000
 """Elements that are reduced or gathered at once; the buffers for it are allocated whole."""

@@ -26,11 +26,11 @@ from skyrl_engine.modeling.lora import merged_weights
 from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, score
 from skyrl_engine.modeling.optimizer import build_adamw, use_settings
 from skyrl_engine.modeling.scorer import Scorer
-from skyrl_engine_fsdp.checkpoint import TrainingState
+from skyrl_engine_fsdp.checkpoint import ShardedTrainingState
 from skyrl_engine_fsdp.gradients import clip_gradients, full, non_finite
 from skyrl_engine_fsdp.meshes import Meshes
+from skyrl_engine_fsdp.options import FsdpConfig
 from skyrl_engine_fsdp.placement import load_sharded
-from skyrl_engine_fsdp.plugin import FsdpConfig
 from skyrl_engine_fsdp.sharding import reshard
 
 
@@ -181,8 +181,8 @@ class FsdpBackend:
             if id(parameter) in scored and parameter.requires_grad
         }
 
-    def _state(self) -> TrainingState:
+    def _state(self) -> ShardedTrainingState:
         reshard(self._scorer)
         persistent = self._model.state_dict(keep_vars=True)
         buffers = {name: tensor for name, tensor in self._model.named_buffers() if name in persistent}
-        return TrainingState(self._parameters(), buffers, self._optimizer, self._device, self._topology, self._seed)
+        return ShardedTrainingState(self._parameters(), buffers, self._optimizer, self._device, self._topology, self._seed)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 @frozen(eq=False)
-class TrainingState:
+class ShardedTrainingState:
     """What a checkpoint holds, keyed by parameter names, so that nothing depends on the order of optimizer groups.
 
     `optimizer` None: scoring only, weights alone. `topology` is this run's, and `seed` the run's seed.

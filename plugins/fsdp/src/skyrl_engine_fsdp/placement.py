@@ -14,7 +14,7 @@ from skyrl_engine.modeling.placement import entry, load_on_ranks, named_tensors,
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine_fsdp.layer_styles import refuse_model
 from skyrl_engine_fsdp.meshes import Meshes
-from skyrl_engine_fsdp.plugin import FsdpConfig
+from skyrl_engine_fsdp.options import FsdpConfig
 from skyrl_engine_fsdp.sharding import shard
 from skyrl_engine_fsdp.tensor_parallel import LayerPlan, parallelize
 from skyrl_engine_fsdp.tensor_parallel_proof import prove, whole_logprobs

@@ -9,7 +9,7 @@ from skyrl_engine.contracts import ComputeDtype
 from skyrl_engine.modeling.causal_lm import all_layers, tower_layers
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine_fsdp.meshes import Meshes
-from skyrl_engine_fsdp.plugin import FsdpConfig
+from skyrl_engine_fsdp.options import FsdpConfig
 
 
 def shard(scorer: Scorer, meshes: Meshes, device: torch.device, dtype: ComputeDtype, options: FsdpConfig) -> None:

@@ -12,7 +12,7 @@ from skyrl_engine import ModelError
 from skyrl_engine.contracts import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES, ComputeDtype, MicroBatch, Ragged, RankOutput
 from skyrl_engine.modeling.images import IMAGE
 from skyrl_engine_megatron.architecture import Architecture
-from skyrl_engine_megatron.loading import Source
+from skyrl_engine_megatron.loading import ReadModel
 from skyrl_engine_megatron.pipeline import Pipeline
 
 ROWS: Final = 2
@@ -35,7 +35,7 @@ class _Keep:
 
 
 @torch.no_grad()
-def check_agreement(pipeline: Pipeline, source: Source, name: str, dtype: ComputeDtype) -> None:
+def check_agreement(pipeline: Pipeline, source: ReadModel, name: str, dtype: ComputeDtype) -> None:
     """`source.model` is transformers' own, on rank 0's CPU. Raises ModelError on all ranks: training would optimise another function."""
     asked = _asked(source.architecture)
     ids = asked.inputs["input_ids"]

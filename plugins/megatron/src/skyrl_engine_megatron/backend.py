@@ -36,10 +36,10 @@ from skyrl_engine_megatron.library import (
     own_deprecations_ignored,
     parallel_random,
 )
-from skyrl_engine_megatron.loading import Source, distribute, read
+from skyrl_engine_megatron.loading import ReadModel, distribute, read
 from skyrl_engine_megatron.names import entries, own_parameters
+from skyrl_engine_megatron.options import MegatronConfig
 from skyrl_engine_megatron.pipeline import Pipeline
-from skyrl_engine_megatron.plugin import MegatronConfig
 from skyrl_engine_megatron.router import RouterLosses
 from skyrl_engine_megatron.state import ShardedState, sharded_pieces, whole_pieces
 
@@ -79,7 +79,7 @@ class MegatronBackend:
             self.close()
             raise
 
-    def _place(self, model: ModelSpec, source: Source, optimizer: AdamWSettings | None, *, replicas: int) -> None:
+    def _place(self, model: ModelSpec, source: ReadModel, optimizer: AdamWSettings | None, *, replicas: int) -> None:
         compute = _COMPUTE[model.dtype]
         config = transformer_config(
             source.architecture,

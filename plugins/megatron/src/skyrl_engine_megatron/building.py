@@ -17,7 +17,7 @@ from skyrl_engine_megatron.library import (
     get_num_layers_to_build,
     parallel_state,
 )
-from skyrl_engine_megatron.plugin import MegatronConfig
+from skyrl_engine_megatron.options import MegatronConfig
 from skyrl_engine_megatron.vision import Vision
 from skyrl_engine_megatron.vision_decoder import DeepStackLayer, InterleavedRotary, VisionDecoder
 

@@ -30,7 +30,7 @@ class Whole:
 
 
 @frozen
-class Rows:
+class VocabularyRows:
     """Consecutive rows of one tensor of `rows` rows, filled up with zeros to what ranks can share equally."""
 
     rows: int

@@ -18,7 +18,7 @@ from skyrl_engine_megatron.attention import DocumentAttention
 from skyrl_engine_megatron.context import alignment, order_of_gathered
 from skyrl_engine_megatron.documents import Boundaries
 from skyrl_engine_megatron.library import AttnMaskType, TransformerConfig, parallel_state
-from skyrl_engine_megatron.plugin import MegatronConfig
+from skyrl_engine_megatron.options import MegatronConfig
 
 CHUNKS = (5, 1, 16, 2)
 """Of the documents compared: their lengths, in the smallest length that context-parallel ranks can share."""

@@ -8,7 +8,7 @@ from skyrl_engine.contracts import ModelSpec
 from skyrl_engine.model_facts.vision_language import refuse_short_first_piece, refuse_unequal_parts
 
 if TYPE_CHECKING:
-    from skyrl_engine_megatron.plugin import MegatronConfig
+    from skyrl_engine_megatron.options import MegatronConfig
 
 MIXTURE_FAMILY: Final = "qwen3_moe"
 """`model_type` of the models with experts in place of feed-forward layers."""

@@ -13,21 +13,21 @@ from skyrl_engine.contracts import ModelSpec
 from skyrl_engine.modeling.loading import load_causal_lm, load_config
 from skyrl_engine_megatron.architecture import Architecture, architecture_of
 from skyrl_engine_megatron.limits import refuse_model
-from skyrl_engine_megatron.plugin import MegatronConfig
+from skyrl_engine_megatron.options import MegatronConfig
 from skyrl_engine_megatron.state import ShardedState
 
 logger = logging.getLogger(__name__)
 
 
 @frozen(eq=False)
-class Source:
+class ReadModel:
     """The architecture, on every rank, and `transformers.PreTrainedModel` on rank 0's CPU."""
 
     architecture: Architecture
     model: Any | None
 
 
-def read(spec: ModelSpec, options: MegatronConfig) -> Source:
+def read(spec: ModelSpec, options: MegatronConfig) -> ReadModel:
     """Raises ModelError or UnsupportedError, on all ranks what any rank met."""
     source, error = _attempt(spec, options)
     errors: list[EngineError | None] = [None] * dist.get_world_size()
@@ -44,13 +44,13 @@ def _attempt(spec: ModelSpec, options: MegatronConfig) -> tuple[Source | None, E
         config = load_config(spec, images=True)
         refuse_model(options, config, spec)
         architecture = architecture_of(config, spec.path)
-        return Source(architecture, load_causal_lm(spec, images=True) if dist.get_rank() == 0 else None), None
+        return ReadModel(architecture, load_causal_lm(spec, images=True) if dist.get_rank() == 0 else None), None
     except EngineError as error:
         return None, error
 
 
 @torch.no_grad()
-def distribute(source: Source, state: ShardedState, device: torch.device, dtype: torch.dtype) -> None:
+def distribute(source: ReadModel, state: ShardedState, device: torch.device, dtype: torch.dtype) -> None:
     """Send every tensor of `source` from rank 0 and fill `state` with this rank's share."""
     weights: dict[str, Tensor] = {} if source.model is None else source.model.state_dict()
     for entry in state.entries:

@@ -7,8 +7,8 @@ from torch import nn
 
 from skyrl_engine_megatron.architecture import Architecture
 from skyrl_engine_megatron.decoder import Decoder
-from skyrl_engine_megatron.division import Along, Division, Rows, Stacked, Whole
-from skyrl_engine_megatron.plugin import MegatronConfig
+from skyrl_engine_megatron.division import Along, Division, Stacked, VocabularyRows, Whole
+from skyrl_engine_megatron.options import MegatronConfig
 from skyrl_engine_megatron.vision import Vision
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -41,13 +41,13 @@ def entries(architecture: Architecture, options: MegatronConfig) -> tuple[Entry,
     vocabulary = (architecture.vocabulary, architecture.hidden)
     prefix = architecture.prefix
     found = [] if architecture.vision is None else [*_tower(architecture.vision)]
-    found.append(Entry(EMBEDDING, ((prefix + "embed_tokens.weight", vocabulary),), Rows(vocabulary[0]), "embedding", 0))
+    found.append(Entry(EMBEDDING, ((prefix + "embed_tokens.weight", vocabulary),), VocabularyRows(vocabulary[0]), "embedding", 0))
     per_piece = architecture.layers // (options.pipeline_parallel * options.virtual_pipeline)
     for layer in range(architecture.layers):
         found += _layer(architecture, options, layer, stage=layer // per_piece % options.pipeline_parallel)
     found.append(Entry("decoder.final_layernorm.weight", ((prefix + "norm.weight", (architecture.hidden,)),), Whole(), "end", last))
     if not architecture.tied:
-        found.append(Entry(HEAD, (("lm_head.weight", vocabulary),), Rows(vocabulary[0]), "end", last))
+        found.append(Entry(HEAD, (("lm_head.weight", vocabulary),), VocabularyRows(vocabulary[0]), "end", last))
     return tuple(found)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from skyrl_engine import ContractError
 from skyrl_engine.contracts import Metric, StepCounts
 from skyrl_engine_megatron.library import parallel_state
-from skyrl_engine_megatron.plugin import MegatronConfig
+from skyrl_engine_megatron.options import MegatronConfig
 
 _MEASURED: Final = 3  # balance, z, load
 
