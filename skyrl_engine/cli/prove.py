@@ -14,7 +14,7 @@ from skyrl_engine.cli.options import file_argument, flags_of, load_config, overr
 if TYPE_CHECKING:
     from skyrl_engine.config import RawConfig, ResolvedConfig, SelectedPlugin
     from skyrl_engine.proof.plants import Plant
-    from skyrl_engine.proof.prover import Verdict
+    from skyrl_engine.proof.prover import CaseResult
 
 BROKEN = 1
 """Exit code: the promise does not hold, or a planted mistake went unnoticed."""
@@ -114,7 +114,7 @@ def with_default_loss(raw: "RawConfig") -> "RawConfig":
     return attrs.evolve(raw, table={**raw.table, "loss": {**_DEFAULT_LOSS, **loss}})
 
 
-def _rows(resolved: "Mapping[str, ResolvedConfig]", plant: "Plant | None", ranks: int, family: str) -> "Iterator[Verdict]":
+def _rows(resolved: "Mapping[str, ResolvedConfig]", plant: "Plant | None", ranks: int, family: str) -> "Iterator[CaseResult]":
     import tempfile
 
     from skyrl_engine.contracts.kinds.backend import ModelSpec
@@ -142,7 +142,7 @@ def _backend(reference: str, **options: object) -> "SelectedPlugin":
     return resolve(from_dict({"backend": {"use": reference, **options}}, "prove"), need=()).plugins["backend"]
 
 
-def _facts(row: "Verdict") -> dict[str, Any]:
+def _facts(row: "CaseResult") -> dict[str, Any]:
     difference = None if row.difference is None else attrs.asdict(row.difference)
     return {
         "case": row.case.name,
@@ -153,7 +153,7 @@ def _facts(row: "Verdict") -> dict[str, Any]:
     }
 
 
-def _verdict(rows: "list[Verdict]", broken: "list[Verdict]", plant: str | None) -> str:
+def _verdict(rows: "list[CaseResult]", broken: "list[CaseResult]", plant: str | None) -> str:
     declared = sum(bool(not row.holds and row.excuse) for row in rows)
     if plant is not None:
         return (

@@ -22,7 +22,7 @@ from skyrl_engine.run.progress import Progress
 if TYPE_CHECKING:
     from skyrl_engine.data.preview import Preview, SamplePreview
     from skyrl_engine.proof.backends import BackendDifference
-    from skyrl_engine.proof.prover import Verdict
+    from skyrl_engine.proof.prover import CaseResult
     from skyrl_engine.testing.promise import Verdict
     from skyrl_engine.training.sft.plan import RunPlan
 
@@ -248,7 +248,7 @@ def _marked(sample: "SamplePreview", *, coloured: bool) -> Text:
     return text
 
 
-def show_proof_row(row: "Verdict") -> None:
+def show_proof_row(row: "CaseResult") -> None:
     """One cut of a proof on a line: a mark, its name, how far it is from the reference, and why."""
     mark, style = ("ok", "green") if row.holds else ("differs", "yellow") if row.excuse else ("WRONG", "bold red")
     line = Text(f"{mark:8}", style=style)

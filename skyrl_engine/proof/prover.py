@@ -30,7 +30,7 @@ TOLERANCE: Mapping[ComputeDtype, float] = {"float32": 1e-5, "float64": 1e-10}
 
 
 @frozen
-class Verdict:
+class CaseResult:
     """One case's verdict. `difference` is None where the engine itself refused the pass; `excuse` says who declared that cuts matter."""
 
     case: Case
@@ -49,7 +49,7 @@ class Prover:
     plant: Plant | None = None
     dtype: ComputeDtype = "float32"
 
-    def rows(self, cases: Sequence[Case]) -> Iterator[Verdict]:
+    def rows(self, cases: Sequence[Case]) -> Iterator[CaseResult]:
         """One row per case, each when it is done."""
         first = next(iter(self.resolved.values()))
         parts = ObjectiveParts.made(first.plugins, CONTEXT)
@@ -70,23 +70,23 @@ class Prover:
 
     def _row(
         self, case: Case, columns: SampleColumns, parts: ObjectiveParts, reference: Measured, definition: Definition
-    ) -> Verdict:
+    ) -> CaseResult:
         cut = self._cut(case, columns, self.dtype)
         excuse = _excuse(self.resolved[case.collator], parts)
         try:
             got = self._measure(case, columns, self.dtype, self.plant)
         except EngineError as error:
-            return Verdict(case, None, holds=False, explanation=str(error), excuse=excuse)
+            return CaseResult(case, None, holds=False, explanation=str(error), excuse=excuse)
         difference = compare(got, reference)
         tolerance = TOLERANCE[self.dtype]
         ordered = difference.tokens <= 100 * tolerance * max(1.0, _largest(reference))
         if difference.within(tolerance) and ordered:
-            return Verdict(case, difference, holds=True)
+            return CaseResult(case, difference, holds=True)
         if difference.within(tolerance):
             explanation = "token losses came back under other samples"
         else:
             explanation = explain(got.gradients, definition.by_part, definition.by_sample, cut, 100 * tolerance)
-        return Verdict(case, difference, holds=False, explanation=explanation, excuse=excuse)
+        return CaseResult(case, difference, holds=False, explanation=explanation, excuse=excuse)
 
     def _cut(self, case: Case, columns: SampleColumns, dtype: ComputeDtype) -> Cut:
         chosen = _in_order(case, columns)

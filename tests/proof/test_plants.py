@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_engine.proof.cases import Case
 from skyrl_engine.proof.plants import PLANTS
-from skyrl_engine.proof.prover import Prover, Verdict
+from skyrl_engine.proof.prover import CaseResult, Prover
 
 Configure = Callable[..., Any]
 
@@ -20,10 +20,10 @@ OBJECTIVE = {"use": "ppo", "terms": [{"use": "kl", "coef": 0.1}, {"use": "entrop
 
 
 @pytest.fixture(scope="module")
-def prove(pools: Any, configure: Configure) -> Callable[..., list[Verdict]]:
+def prove(pools: Any, configure: Configure) -> Callable[..., list[CaseResult]]:
     """`prove("per_microbatch_mean", cases, loss=...)`: the rows."""
 
-    def rows(plant: str | None, cases: list[Case], **tables: object) -> list[Verdict]:
+    def rows(plant: str | None, cases: list[Case], **tables: object) -> list[CaseResult]:
         tables.setdefault("loss", OBJECTIVE)
         prover = Prover(configure(**tables), pools["qwen3"], None if plant is None else PLANTS[plant])
         return list(prover.rows(cases))
@@ -31,7 +31,7 @@ def prove(pools: Any, configure: Configure) -> Callable[..., list[Verdict]]:
     return rows
 
 
-def test_every_cut_holds_without_a_mistake(prove: Callable[..., list[Verdict]]) -> None:
+def test_every_cut_holds_without_a_mistake(prove: Callable[..., list[CaseResult]]) -> None:
     for row in prove(None, [ONE, *ROWS, PACKED, SHUFFLED]):
         assert row.holds, row
         assert row.difference is not None
@@ -40,7 +40,7 @@ def test_every_cut_holds_without_a_mistake(prove: Callable[..., list[Verdict]]) 
 
 @pytest.mark.parametrize("reducer", ["token_mean", "sequence_mean"])
 def test_means_of_micro_batches_count_as_often_as_there_are_micro_batches(
-    prove: Callable[..., list[Verdict]], reducer: str
+    prove: Callable[..., list[CaseResult]], reducer: str
 ) -> None:
     rows = prove("per_microbatch_mean", [ONE, *ROWS, PACKED], reducer={"use": reducer}, loss={"use": "cross_entropy"})
     assert [row.holds for row in rows] == [True, False, False, False], "one micro-batch is the whole batch"
@@ -48,17 +48,17 @@ def test_means_of_micro_batches_count_as_often_as_there_are_micro_batches(
         assert row.explanation.startswith(f"gradient x{count}.00 = number of micro-batches")
 
 
-def test_a_sum_has_no_denominator_to_get_wrong(prove: Callable[..., list[Verdict]]) -> None:
+def test_a_sum_has_no_denominator_to_get_wrong(prove: Callable[..., list[CaseResult]]) -> None:
     assert all(row.holds for row in prove("per_microbatch_mean", ROWS, reducer={"use": "sum"}))
 
 
-def test_a_mean_over_padding_is_named(prove: Callable[..., list[Verdict]]) -> None:
+def test_a_mean_over_padding_is_named(prove: Callable[..., list[CaseResult]]) -> None:
     for row in prove("mean_over_padding", [*ROWS, PACKED]):
         assert not row.holds
         assert row.explanation.endswith(" = 1 / padded positions per unit of loss weight")
 
 
-def test_terms_that_count_per_micro_batch_are_named_each(prove: Callable[..., list[Verdict]]) -> None:
+def test_terms_that_count_per_micro_batch_are_named_each(prove: Callable[..., list[CaseResult]]) -> None:
     rows = prove("terms_per_microbatch", [ONE, *ROWS])
     assert rows[0].holds
     for row, count in zip(rows[1:], (8, 2), strict=True):
@@ -66,13 +66,15 @@ def test_terms_that_count_per_micro_batch_are_named_each(prove: Callable[..., li
         assert row.explanation == f"term kl counts x{count}.00 {name}; term entropy counts x{count}.00 {name}"
 
 
-def test_truncated_weights_are_no_factor(prove: Callable[..., list[Verdict]]) -> None:
+def test_truncated_weights_are_no_factor(prove: Callable[..., list[CaseResult]]) -> None:
     for row in prove("truncated_weights", [ONE, PACKED]):
         assert not row.holds
         assert "is no multiple of any sample's" in row.explanation
 
 
-def test_outputs_under_other_samples_are_noticed_although_loss_and_gradient_are_right(prove: Callable[..., list[Verdict]]) -> None:
+def test_outputs_under_other_samples_are_noticed_although_loss_and_gradient_are_right(
+    prove: Callable[..., list[CaseResult]],
+) -> None:
     for row in prove("outputs_out_of_order", [ONE, PACKED, SHUFFLED]):
         assert not row.holds
         assert row.difference is not None
@@ -80,7 +82,7 @@ def test_outputs_under_other_samples_are_noticed_although_loss_and_gradient_are_
         assert row.explanation == "token losses came back under other samples"
 
 
-def test_what_declares_to_depend_on_the_cut_is_excused_and_not_hidden(prove: Callable[..., list[Verdict]]) -> None:
+def test_what_declares_to_depend_on_the_cut_is_excused_and_not_hidden(prove: Callable[..., list[CaseResult]]) -> None:
     (whole, cut) = prove(None, [ONE, ROWS[0]], reducer={"use": "token_mean_legacy"})
     assert whole.holds
     assert not cut.holds
@@ -89,7 +91,7 @@ def test_what_declares_to_depend_on_the_cut_is_excused_and_not_hidden(prove: Cal
 
 @pytest.mark.proof
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves sockets of its own to the garbage collector
-def test_mistakes_between_ranks(prove: Callable[..., list[Verdict]]) -> None:
+def test_mistakes_between_ranks(prove: Callable[..., list[CaseResult]]) -> None:
     """Two processes by Ray: right without a mistake, and a lost or an averaged rank is named."""
     cases = [Case("padded", 2, micro_batch_rows=2), Case("packed", 2, micro_batch_tokens=80, shuffled=True)]
     assert all(row.holds for row in prove(None, cases))

@@ -39,7 +39,7 @@ def read(spec: ModelSpec, options: MegatronConfig) -> ReadModel:
     return source
 
 
-def _attempt(spec: ModelSpec, options: MegatronConfig) -> tuple[Source | None, EngineError | None]:
+def _attempt(spec: ModelSpec, options: MegatronConfig) -> tuple[ReadModel | None, EngineError | None]:
     try:
         config = load_config(spec, images=True)
         refuse_model(options, config, spec)
