@@ -32,7 +32,7 @@ from skyrl_engine.workers.spec import Device, WorkerSpec
 
 @frozen(eq=False)
 class Assembly:
-    """What the controller holds of a run before any data: its plugins at work, and how the backend lays out its ranks."""
+    """The controller's share of a run before any data: its plugins at work, and the backend's layout of ranks."""
 
     plugins: Mapping[str, SelectedPlugin]
     context: FactoryContext

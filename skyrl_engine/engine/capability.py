@@ -34,7 +34,7 @@ _ACTION: dict[Capability, str] = {
 def required_capabilities(
     topology: Topology, collator: Collator, datasets: Sequence[SampleColumns], *, value_head: bool = False, lora: bool = False
 ) -> frozenset[Capability]:
-    """What a backend must be able to do for this layout, this collator's rows, this data and this model."""
+    """Collect the capabilities that this layout, this collator's rows, this data and this model ask of a backend."""
     return frozenset(_required(topology, collator, datasets, value_head=value_head, lora=lora))
 
 
@@ -56,7 +56,7 @@ def _required(
 
 
 def _carried(datasets: Sequence[SampleColumns]) -> Iterator[Carried]:
-    """What the data has beside tokens that a collator must lay over rows and a model must take."""
+    """Collect what the data has beside tokens: a collator must lay it over rows, and a model must take it."""
     present = {name for columns in datasets for name in columns.extras}
     return (capability for capability, names in CARRIED_EXTRAS.items() if names & present)
 

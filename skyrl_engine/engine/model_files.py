@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @define(eq=False, slots=False)
 class ModelFiles:
-    """What a model comes with: facts of its configuration, its tokenizer, and its image inputs or why it has none."""
+    """The files of a model beside its weights: facts of its configuration, its tokenizer, and its image inputs or why it has none."""
 
     facts: ModelFacts
     vision: Vision = field(factory=lambda: NoVision("the engine was opened without data"))

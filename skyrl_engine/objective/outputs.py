@@ -1,4 +1,4 @@
-"""From a micro-batch's tensors to its columnar outputs. The gate for per-token outputs is here and nowhere else."""
+"""Turn a micro-batch's tensors into columnar outputs. The gate for per-token outputs is here and nowhere else."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING

@@ -99,12 +99,12 @@ class BackendDifference:
 
     @property
     def forward_differs(self) -> bool:
-        """Whether a score of the model does: every gradient then does, too."""
+        """True where a score of the model differs: every gradient then does, too."""
         return any(each.relative > self.tolerance for each in self.fields if each.name in _SCORES)
 
     @property
     def first_layer(self) -> str | None:
-        """Where the difference enters. None where all parameters agree, or nothing names one layer.
+        """The layer at which the difference enters. None where all parameters agree, or nothing names one layer.
 
         In the forward pass that is what `depth` found. Gradients flow from the head to the embedding, so where they alone differ it is the
         divergent layer nearest to the head.

@@ -19,7 +19,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As a person reads it: "padded, 2 rows at a time, shuffled, 2 ranks"."""
+        """The case as a person reads it: "padded, 2 rows at a time, shuffled, 2 ranks"."""
         parts = [self.collator]
         if self.micro_batch_rows is not None:
             parts.append(f"{self.micro_batch_rows} row{'s' if self.micro_batch_rows > 1 else ''} at a time")

@@ -24,7 +24,7 @@ class Measured:
 
 @frozen
 class Difference:
-    """How far a pass is from the reference; infinitely far where a number is not finite.
+    """The distance of a pass from the reference; infinite where a number is not finite.
 
     `loss` is relative to the reference's magnitude, `gradient` the worst ||g - g'|| / ||g'|| of any parameter, `parameter` its name,
     `tokens` the largest difference of a token's loss.

@@ -63,7 +63,7 @@ class PlainModel:
         return cls(model, head, parameters | of_head if head else parameters)
 
     def scores(self, input_ids: Tensor) -> Mapping[str, Tensor]:
-        """Of one sample, int64[T]: [T - 1] each, about every token after the first, which is what the model says at the token before it."""
+        """Score one sample, int64[T]: [T - 1] each, of every token after the first, which the model scores at the token before it."""
         output = self.model(input_ids=input_ids[None], output_hidden_states=True, use_cache=False)
         logprobs = output.logits[0, :-1].log_softmax(-1)
         scores = {
@@ -166,7 +166,7 @@ class Definition:
         )
 
     def _gradients(self, total: Tensor) -> Gradients:
-        """By parameter; what no part of the objective depends on has none."""
+        """Return gradients by parameter; a parameter that no part of the objective depends on has none."""
         everything = self.token_loss.sum()
         used = torch.autograd.grad(everything, list(self.parameters.values()), retain_graph=True, allow_unused=True)
         named = {name: tensor for (name, tensor), reached in zip(self.parameters.items(), used, strict=True) if reached is not None}

@@ -42,7 +42,7 @@ class ParallelSizes:
 
     @property
     def topology(self) -> Topology:
-        """What a backend must lay the ranks out as."""
+        """The topology that a backend must lay the ranks out in."""
         return Topology(**self.sizes)
 
     @property

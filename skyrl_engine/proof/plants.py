@@ -22,7 +22,7 @@ Weights = npt.NDArray[np.float64]
 
 @frozen(eq=False)
 class Cut:
-    """How a case cut the batch: what wrong weights depend on, and what factors are explained by. Arrays are per sequence of the structure."""
+    """A case's cut of the batch: wrong weights depend on it, and factors are explained by it. Arrays are per sequence of the structure."""
 
     structure: BatchStructure
     rank: npt.NDArray[np.int64]

@@ -138,7 +138,7 @@ def _in_order(case: Case, columns: SampleColumns) -> SampleColumns:
 
 
 def _excuse(resolved: ResolvedConfig, parts: ObjectiveParts) -> str:
-    """Who declared to depend on the cut, if anybody."""
+    """Name who declared to depend on the cut, if anybody."""
     labels = [term.label for term in parts.losses if term.product.batch_local]
     reducer = resolved.plugins["reducer"]
     if reducer.make(CONTEXT).batch_local:

@@ -50,7 +50,7 @@ class RankPool:
         return self.alone if ranks == 1 and self.alone is not None else self.plugins["backend"]
 
     def topology(self, ranks: int, dtype: ComputeDtype) -> Topology:
-        """How these ranks are laid out. Raises UnsupportedError where the backend cannot lay out so many."""
+        """Describe how these ranks are laid out. Raises UnsupportedError where the backend cannot lay out so many."""
         backend = self.backend(ranks, dtype)
         return backend.loaded.describe_backend(backend.options, ranks).topology
 

@@ -1,4 +1,4 @@
-"""What may differ between the session that wrote a checkpoint and the one that resumes from it."""
+"""Compare the session that wrote a checkpoint with the one that resumes from it, and refuse what must not differ."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @frozen
 class RunDirectory:
-    """Where each part of a run lies. Nothing else in the engine spells these names."""
+    """The places of a run's parts. Nothing else in the engine spells these names."""
 
     path: Path
 
@@ -136,7 +136,7 @@ def _create_new(parent: Path, name: str) -> RunDirectory:
 
 
 def _is_written_aside(name: str) -> bool:
-    """Whether the name is one under which a crash can leave a half-written file of a run."""
+    """Tell whether a crash can leave a half-written file of a run under this name."""
     return name.startswith(".") and name.endswith(".partial")
 
 

@@ -47,7 +47,7 @@ def new_manifest(
 
 
 def plugin_facts(lock: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a plugin lock, what identifies the plugin, and its options; not the source text a lock may carry.
+    """Keep what identifies the plugin of a lock, and its options; drop the source text that a lock may carry.
 
     `sha256` is that of a local file's content, or of the Python files of the package that the plugin was imported from.
     """

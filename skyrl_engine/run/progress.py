@@ -1,4 +1,4 @@
-"""How far a run is, as plain values for whoever shows it: loss, tokens per second, time left."""
+"""The progress of a run, as plain values for whoever shows it: loss, tokens per second, time left."""
 
 from collections import deque
 from collections.abc import Callable

@@ -34,7 +34,7 @@ TRAINER_DOCUMENT = "trainer.json"
 
 @define(eq=False)
 class RunSession:
-    """What a trainer talks to while it trains. Made by `open_session`."""
+    """A trainer's hold on its run: directory, checkpoints, observers. Made by `open_session`."""
 
     directory: RunDirectory
     checkpoints: CheckpointStore

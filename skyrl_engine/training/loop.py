@@ -36,7 +36,7 @@ class StepDone:
 
 
 class StepSource(Protocol):
-    """What a trainer brings to the loop: what a step does, what an evaluation measures, and what of itself a checkpoint holds."""
+    """A trainer's part of the loop: it does a step, measures held-out data, and says what of itself a checkpoint holds."""
 
     def step(self, number: int) -> StepDone:
         """Do step `number`, counted from 1."""

@@ -1,1 +1,1 @@
-"""What runs on ranks, how ranks are launched, and what is shipped to them."""
+"""Run on ranks: launch them, ship shards to them, and call them."""

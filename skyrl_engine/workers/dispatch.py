@@ -1,4 +1,4 @@
-"""From a plan to what each data-parallel rank is sent: its own samples as columns, its micro-batches, its tokens' weights."""
+"""Turn a plan into shards, one per data-parallel rank: its own samples as columns, its micro-batches, its tokens' weights."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -41,7 +41,7 @@ class Shard:
         return self.weights[actions]
 
     def without_pixels(self) -> "Shard":
-        """What pipeline stages behind the first one need: pixels are large, and only the first looks at them. Itself where it has none."""
+        """Return the shard as pipeline stages behind the first one need it: without pixels, which are large. Itself where it has none."""
         extras = self.columns.extras
         if PIXEL_VALUES not in extras:
             return self
@@ -97,7 +97,7 @@ def planned(collator: Part[Collator], columns: SampleColumns, layout: Layout) ->
 def batch_structure(
     columns: SampleColumns, mini_batch: MiniBatchPlan, max_sequence_length: int | None, join: Join = join_fresh
 ) -> BatchStructure:
-    """What a reducer sees of a mini-batch: its samples in rank-major, micro-batch order. `join` as in `cut`."""
+    """Show a reducer its mini-batch: the samples in rank-major, micro-batch order. `join` as in `cut`."""
     samples = mini_batch.samples
     sizes = [len(micro_batch.samples) for rank in mini_batch.ranks for micro_batch in rank]
     (loss_weight,), action_offsets = take_segments([columns.loss_weight], columns.action_offsets, samples, join)

@@ -31,7 +31,7 @@ class Future(Generic[Answer]):
 
     @property
     def settled(self) -> bool:
-        """Whether somebody has waited for this answer already."""
+        """True once somebody has waited for this answer."""
         return self._wait is None
 
     def then(self, change: Callable[[Answer], Changed]) -> "Future[Changed]":

@@ -17,7 +17,7 @@ from skyrl_engine.workers.worker import Pass, RankReply, StepReply, Worker
 
 
 class Transport(Protocol):
-    """How calls reach the ranks."""
+    """A way for calls to reach the ranks."""
 
     def put(self, shard: Shard) -> Any:
         """Make a shard available to ranks; the result stands for it in `call`."""
@@ -57,7 +57,7 @@ class WorkerGroup:
         return self._call("run", [(work, shards[place.dp].at(place.pp)) for place in places])
 
     def use(self, plugins: Mapping[str, Mapping[str, Any]]) -> None:
-        """From now on collator and objective are those of these locks; the model stays loaded. For proofs and comparisons."""
+        """Use the collator and the objective of these locks from now on; the model stays loaded. For proofs and comparisons."""
         self._everywhere("use", plugins)
 
     def optim_step(self, settings: AdamWSettings | None = None) -> Future[list[StepReply]]:

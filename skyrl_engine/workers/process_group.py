@@ -13,7 +13,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 @frozen
 class Rendezvous:
-    """Where the ranks of one world meet: rank 0's host and a free port of it."""
+    """The address at which the ranks of one world meet: rank 0's host and a free port of it."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""What lives in a Ray worker process: a thin actor around one `Worker`, which hands back failures as values."""
+"""The Ray actor of one rank: thin, around one `Worker`, with failures handed back as values."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ from skyrl_engine.workers.spec import WorkerSpec
 
 @frozen
 class Failure:
-    """What a rank raised: typed errors as they are, others as text."""
+    """A failure of a rank: typed errors as they are, others as text."""
 
     error: EngineError | None
     cause: str
@@ -25,7 +25,7 @@ class Failure:
 
 @frozen
 class Place:
-    """Where an actor runs: the Ray id of its machine, that machine's address, and a port that is free there."""
+    """An actor's place: the Ray id of its machine, that machine's address, and a port that is free there."""
 
     machine: str
     host: str

@@ -82,7 +82,7 @@ def _knock(address: str) -> None:
 
 
 def rank_resources(device: Device, total: Mapping[str, float], ranks: int) -> dict[str, float]:
-    """What each rank asks Ray for: a CPU, and a GPU where `device` and the cluster's `total` resources say so.
+    """Return the resources that each rank asks Ray for: a CPU, and a GPU where `device` and the cluster's `total` resources say so.
 
     Raises UnsupportedError when the whole cluster, were it free, could not hold the ranks.
     """

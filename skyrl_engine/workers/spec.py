@@ -1,4 +1,4 @@
-"""What a rank is told at its start: plain values that pickle anywhere."""
+"""The orders of a rank at its start: plain values that pickle anywhere."""
 
 from collections.abc import Mapping
 from typing import Any, Literal

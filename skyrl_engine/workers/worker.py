@@ -1,4 +1,4 @@
-"""What runs on a rank: plugins made from their locks, the backend driven over a shard, CPU time per span. Knows nothing of Ray."""
+"""One rank at work: it makes plugins from their locks, drives the backend over a shard, and counts CPU time per span. It knows nothing of Ray."""
 
 import random
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ Mode = Literal["forward_backward", "evaluate", "score"]
 
 @frozen
 class Pass:
-    """What the ranks compute over a mini-batch, alike on all of them.
+    """The orders of one pass over a mini-batch, alike on all ranks.
 
     `forward_backward` differentiates the objective, `evaluate` computes it without gradients, `score` gives the model's `scores` alone, of the
     loss-carrying tokens or of all action tokens. `step` counts optimizer steps and seeds losses that draw random numbers. `micro_batches` are
@@ -47,7 +47,7 @@ class Pass:
 
 @frozen(eq=False)
 class RankReply:
-    """What a pass over a shard sends back: outputs, and CPU seconds by span."""
+    """The answer to a pass over a shard: outputs, and CPU seconds by span."""
 
     output: RankOutput
     cpu_seconds: dict[str, float]
@@ -55,7 +55,7 @@ class RankReply:
 
 @frozen
 class StepReply:
-    """What an optimizer step sends back."""
+    """The answer to an optimizer step."""
 
     step: OptimStep
     cpu_seconds: dict[str, float]

@@ -37,12 +37,12 @@ ComputeDtype = Literal["float64", "float32", "bfloat16"]
 
 
 def refuse_no_model(_config: Any, _model: "ModelSpec") -> None:
-    """Of a backend that takes whatever can be loaded."""
+    """Refuse nothing: the backend takes whatever can be loaded."""
 
 
 @frozen
 class BackendDescription:
-    """What the controller knows of a backend before torch is imported: how ranks are laid out, and what it declares to support.
+    """A backend as the controller knows it before torch is imported: its layout of ranks, and what it declares to support.
 
     `refuse_model` gets a model's `transformers` configuration and how it is to be trained, and raises UnsupportedError for what the backend
     does not build or its layout does not divide. Planning calls it before a rank starts, so it needs no torch; backends call it again when
@@ -84,7 +84,7 @@ class LoraSpec:
 
 @frozen
 class ModelSpec:
-    """Which model to train. `path` is a local Hugging Face directory or a hub id; `dtype` the compute precision (weights stay float32).
+    """The model to train. `path` is a local Hugging Face directory or a hub id; `dtype` the compute precision (weights stay float32).
 
     `packed_rows` announces rows of several sequences: a model that would mix them is refused when it is loaded, not at the first such row.
     `value_head` asks for a head of one value per token beside the language-model head: the score "values".
@@ -119,7 +119,7 @@ class AdamWSettings:
 
 @frozen
 class StepCounts:
-    """What one optimizer step is made of, over all its ranks, micro-batches and calls: sequences of at least one token, and their tokens.
+    """The size of one optimizer step over all its ranks, micro-batches and calls: sequences of at least one token, and their tokens.
 
     Means over a step divide by these: of terms that are born inside a model's layers, where no reducer's weight reaches them.
     """
@@ -130,7 +130,7 @@ class StepCounts:
 
 @frozen(eq=False)
 class MicroBatch:
-    """What a backend scores in one pass: model inputs, and which n positions to score against which labels.
+    """The work of one pass: model inputs, and n positions to score against their labels.
 
     `inputs` are CPU tensors for the model ([rows, width], ...); `positions` int64[n] are flat places row * width + column in them, each one
     before the token it scores; `labels` int64[n] the token ids scored there; `sequence_lengths` the true lengths per row. Scores come back in
@@ -178,14 +178,14 @@ class Objective(Protocol):
 
 @frozen
 class OptimStep:
-    """What one optimizer step reports: the norm of the summed gradient before clipping, and the learning rate that was applied."""
+    """The report of one optimizer step: the norm of the summed gradient before clipping, and the learning rate that was applied."""
 
     grad_norm: float
     learning_rate: float
 
 
 class Backend(Protocol):
-    """What `skyrl_engine_make_backend` returns. Methods are called on every rank in the same order."""
+    """The product of `skyrl_engine_make_backend`. Methods are called on every rank in the same order."""
 
     coords: RankCoords
 

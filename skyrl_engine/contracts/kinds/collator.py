@@ -34,7 +34,7 @@ CARRIED_EXTRAS: Mapping[Carried, frozenset[str]] = {
 
 @frozen(eq=False)
 class GatherIndex:
-    """Where the model scores each action token. All int64[n], one entry per action token that has a predecessor.
+    """The places at which the model scores action tokens. All int64[n], one entry per action token that has a predecessor.
 
     Entry k says: action token `actions[k]` (its place on the flat action axis of the micro-batch's samples, in the plan's order) is
     predicted at row `rows[k]`, column `columns[k]`, one before the token itself. It never points at padding or before column 0; the
@@ -78,7 +78,7 @@ class Buffers(Protocol):
 
 
 class Collator(Protocol):
-    """What `skyrl_engine_make_collator` returns.
+    """The product of `skyrl_engine_make_collator`.
 
     `rows` declares what a row may hold, which is also the capability that a backend needs for it: one sample at most ("padded"), or
     several ("packed").
@@ -111,5 +111,5 @@ class Collator(Protocol):
 
 
 def carried_by(collator: Collator) -> frozenset[Carried]:
-    """What the collator declares to lay over its rows beside tokens; nothing where it does not say."""
+    """Return what the collator declares to lay over its rows beside tokens; nothing where it does not say."""
     return frozenset(getattr(collator, "carries", ()))

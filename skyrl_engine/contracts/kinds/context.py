@@ -1,4 +1,4 @@
-"""What a factory may know of the run besides its own config."""
+"""Facts of the run that a factory is told beside its own config."""
 
 from attrs import frozen
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Correction(Protocol):
-    """What `skyrl_engine_make_correction` returns. `needs` names model scores and data columns, as a loss's does."""
+    """The product of `skyrl_engine_make_correction`. `needs` names model scores and data columns, as a loss's does."""
 
     needs: tuple[str, ...]
 

@@ -97,7 +97,7 @@ class LossOutput:
 
 
 class Loss(Protocol):
-    """What `skyrl_engine_make_loss` returns.
+    """The product of `skyrl_engine_make_loss`.
 
     `needs` names model scores (`logprobs`, `entropy`, `values`) and data columns; `reducers` the reducers that make sense for it (None: all),
     `advised_reducers` those its authors meant it for (None: all), others are used with a warning. `batch_local` says that the loss depends
@@ -132,7 +132,7 @@ class FunctionLoss:
 
 
 def as_loss_output(label: str, result: "LossOutput | torch.Tensor", count: int) -> LossOutput:
-    """What a loss returned, as a LossOutput with one value per token and metrics of its own; `label` names the loss in errors.
+    """Take what a loss returned as a LossOutput with one value per token and metrics of its own; `label` names the loss in errors.
 
     Raises ContractError for another number of values, for what is no Metric, and for a metric under a name that is the engine's.
     """

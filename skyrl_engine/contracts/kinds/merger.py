@@ -8,7 +8,7 @@ from skyrl_engine.contracts.values.plan import BatchPlan
 
 
 class Merger(Protocol):
-    """What `skyrl_engine_make_merger` returns."""
+    """The product of `skyrl_engine_make_merger`."""
 
     def merge(self, outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
         """Keep collection ranks, drop padding samples, restore the plan's sample order, reduce metrics as they declare.

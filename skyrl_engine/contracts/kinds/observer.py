@@ -1,4 +1,4 @@
-"""What observers are told."""
+"""The events that observers are told of."""
 
 from collections.abc import Mapping
 from pathlib import Path

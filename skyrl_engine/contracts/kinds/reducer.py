@@ -82,7 +82,7 @@ TokenWeights = npt.NDArray[np.float64] | PerSequence
 
 
 class Reducer(Protocol):
-    """What `skyrl_engine_make_reducer` returns.
+    """The product of `skyrl_engine_make_reducer`.
 
     `empty_sequence` says whether sequences without loss are counted in means over sequences. `batch_local` says that the weights depend
     on how the mini-batch is cut into micro-batches, by nature; of all others they must not.
@@ -116,7 +116,7 @@ class FunctionReducer:
         return given.expand(structure) if isinstance(given, PerSequence) else given
 
     def compact(self, structure: BatchStructure) -> TokenWeights:
-        """What the function returned: `weights`, in short where the function gave them so."""
+        """Return `weights`, in short where the function gave them so."""
         if not self.negative_weights:
             _refuse_negative(self.name, structure)
         return self.function(structure, self.config)

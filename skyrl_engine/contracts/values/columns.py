@@ -185,7 +185,7 @@ class SampleColumns:
 
     @property
     def lengths(self) -> SampleLengths:
-        """What the planner sees."""
+        """The lengths and ids that planning may look at."""
         return SampleLengths(
             np.diff(self.token_offsets), np.diff(self.action_offsets), self.sample_ids, self.group_ids, self.unit_ids
         )

@@ -1,4 +1,4 @@
-"""What samples carry beside tokens and numbers: routes of a mixture of experts, and images. Ragged per sample, checked once.
+"""Extras of samples beside tokens and numbers: routes of a mixture of experts, and images. Ragged per sample, checked once.
 
 Kept flat, and seen through views, so that neither choosing samples nor cutting them into shards copies megabytes.
 
@@ -44,7 +44,7 @@ def checked_extras(given: Mapping[str, Any], lengths: IntArray) -> dict[str, Rag
 
 @frozen
 class _Form:
-    """What one sample's values must be; `words` name them in messages, `axes` counts theirs, `optional` says that a sample may have none."""
+    """The form that one sample's values must have; `words` name them in messages, `axes` counts theirs, `optional` says that a sample may have none."""
 
     words: str
     kinds: str

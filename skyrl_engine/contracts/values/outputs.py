@@ -1,4 +1,4 @@
-"""What leaves a rank: flat per-token values keyed by sample id, and metrics that declare their own reduction. Nothing else."""
+"""Outputs of a rank: flat per-token values keyed by sample id, and metrics that declare their own reduction. Nothing else leaves it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal

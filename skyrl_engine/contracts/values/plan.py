@@ -1,4 +1,4 @@
-"""Who goes where: mini-batch -> data-parallel rank -> micro-batch -> row -> samples. Planned from lengths alone, on the controller."""
+"""The plan of a batch: mini-batch -> data-parallel rank -> micro-batch -> row -> samples. Made from lengths alone, on the controller."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -27,7 +27,7 @@ class SampleLengths:
 
 @frozen
 class Layout:
-    """How a training batch is cut.
+    """The sizes by which a training batch is cut.
 
     Sizes are samples (`mini_batch_size`), rows (`micro_batch_rows`) or tokens (`micro_batch_tokens`: rows x width, padding included);
     None means "all of it". `width = "batch"` gives every micro-batch the width of the whole batch, for byte-equality with `collate`.

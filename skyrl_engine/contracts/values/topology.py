@@ -1,4 +1,4 @@
-"""Where a rank stands in the parallel layout."""
+"""The place of a rank in the parallel layout."""
 
 from attrs import field, frozen
 from attrs.validators import ge
@@ -39,5 +39,5 @@ class RankCoords:
 
     @property
     def collects(self) -> bool:
-        """Whether this rank's outputs are kept: first tensor and context rank of the last pipeline stage."""
+        """True where this rank's outputs are kept: first tensor and context rank of the last pipeline stage."""
         return self.tp == 0 and self.cp == 0 and self.last_stage

@@ -76,7 +76,7 @@ class SampleOrder:
         return order[position.offset : end], after
 
     def _end(self, offset: int, ends: IntArray | None) -> int:
-        """Where the mini-batch ends that starts at `offset`."""
+        """Return the end of the mini-batch that starts at `offset`."""
         if ends is None:
             return min(offset + self.batch_size, self.samples)
         multiples = np.arange(1, self.steps_per_epoch, dtype=np.int64) * self.batch_size

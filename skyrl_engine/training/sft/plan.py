@@ -1,4 +1,4 @@
-"""What a run would do, as plain values: the answer to --dry-run."""
+"""The plan of a run as plain values: the answer to --dry-run."""
 
 from collections.abc import Mapping
 from typing import Any
