@@ -22,7 +22,7 @@ Weights = npt.NDArray[np.float64]
 
 @frozen(eq=False)
 class Cut:
-    """A case's cut of the batch: wrong weights depend on it, and factors are explained by it. Arrays are per sequence of the structure."""
+    """A case's cut of the batch, which wrong weights depend on. Arrays are per sequence of the structure."""
 
     structure: BatchStructure
     rank: npt.NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""One rank at work: it makes plugins from their locks, drives the backend over a shard, and counts CPU time per span. It knows nothing of Ray."""
+"""One rank at work: it makes plugins from their locks, drives the backend over shards, and counts CPU time. It knows nothing of Ray."""
 
 import random
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Outputs of a rank: flat per-token values keyed by sample id, and metrics that declare their own reduction. Nothing else leaves it."""
+"""Outputs of a rank: flat per-token values keyed by sample id, and metrics that declare their reduction. Nothing else leaves it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
