@@ -44,7 +44,7 @@ def checked_extras(given: Mapping[str, Any], lengths: IntArray) -> dict[str, Rag
 
 @frozen
 class _Form:
-    """The form that one sample's values must have; `words` name them in messages, `axes` counts theirs, `optional` says that a sample may have none."""
+    """The form of one sample's values; `words` name them in messages, `axes` counts theirs, `optional` says that a sample may have none."""
 
     words: str
     kinds: str

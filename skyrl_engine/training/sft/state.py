@@ -38,7 +38,10 @@ class SftState:
 
 
 def position_in(checkpoint: Checkpoint, order: SampleOrder, data: str) -> Position:
-    """Return the position to go on from. Raises CheckpointError when the data is not what the checkpoint was made with: the position would mean other samples."""
+    """Return the position to go on from.
+
+    Raises CheckpointError when the data is not what the checkpoint was made with: the position would mean other samples.
+    """
     try:
         state = SftState(**checkpoint.document(TRAINER_DOCUMENT))
     except TypeError as error:
