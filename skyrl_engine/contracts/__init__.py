@@ -28,12 +28,12 @@ if TYPE_CHECKING:
         CARRIED_EXTRAS,
         MODEL_INPUTS,
         ROUTER_PADDING_MASK,
-        Buffers,
         Carried,
         Collator,
         DenseBatch,
         GatherIndex,
         carried_by,
+        collate,
     )
     from skyrl_engine.contracts.kinds.context import FactoryContext
     from skyrl_engine.contracts.kinds.correction import Correction, FunctionCorrection
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
         StepFinished,
     )
     from skyrl_engine.contracts.kinds.reducer import BatchStructure, EmptySequence, FunctionReducer, PerSequence, Reducer
-    from skyrl_engine.contracts.values.buffers import ReusableBuffers
     from skyrl_engine.contracts.values.bundles import Bundles, inseparable
     from skyrl_engine.contracts.values.columns import SampleColumns
     from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, IMAGE_GRID, OF_IMAGES, PIXEL_VALUES, TOKEN_TYPES
@@ -101,7 +100,6 @@ __all__ = [
     "BatchOutput",
     "BatchPlan",
     "BatchStructure",
-    "Buffers",
     "Bundles",
     "Capability",
     "Carried",
@@ -141,7 +139,6 @@ __all__ = [
     "RankOutput",
     "Reducer",
     "Reduction",
-    "ReusableBuffers",
     "SampleColumns",
     "SampleLengths",
     "Sequences",
@@ -152,6 +149,7 @@ __all__ = [
     "Topology",
     "as_loss_output",
     "carried_by",
+    "collate",
     "combine_metrics",
     "inseparable",
     "offsets_of",
@@ -167,7 +165,6 @@ _HOMES = {
     "BatchOutput": "values.outputs",
     "BatchPlan": "values.plan",
     "BatchStructure": "kinds.reducer",
-    "Buffers": "kinds.collator",
     "Bundles": "values.bundles",
     "CARRIED_EXTRAS": "kinds.collator",
     "Capability": "kinds.backend",
@@ -219,7 +216,6 @@ _HOMES = {
     "RankOutput": "values.outputs",
     "Reducer": "kinds.reducer",
     "Reduction": "values.outputs",
-    "ReusableBuffers": "values.buffers",
     "SampleColumns": "values.columns",
     "SampleLengths": "values.plan",
     "Sequences": "kinds.loss",
@@ -231,6 +227,7 @@ _HOMES = {
     "Topology": "values.topology",
     "as_loss_output": "kinds.loss",
     "carried_by": "kinds.collator",
+    "collate": "kinds.collator",
     "combine_metrics": "values.outputs",
     "inseparable": "values.bundles",
     "offsets_of": "values.ragged",

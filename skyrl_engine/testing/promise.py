@@ -77,8 +77,8 @@ class Promise(Generic[Subject, Case]):
     exempt: Callable[[Subject], str | None]
     effort: float = 1.0
 
-    def hold(self, subject: Subject, *, examples: int = EXAMPLES, derandomize: bool = True) -> Finding:
-        """Hold the subject to the promise; with `derandomize` on the same cases every time."""
+    def hold(self, subject: Subject, *, examples: int = EXAMPLES, derandomize: bool = True, shrink: bool = True) -> Finding:
+        """Hold the subject to the promise; with `derandomize` on the same cases every time, with `shrink` down to the smallest that breaks it."""
         exemption = self.exempt(subject)
         if exemption is not None:
             return self._finding("not claimed", exemption)
@@ -86,7 +86,7 @@ class Promise(Generic[Subject, Case]):
 
         @settings(
             max_examples=max(1, round(examples * self.effort)),
-            phases=(Phase.generate, Phase.shrink),
+            phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
             derandomize=derandomize,
             database=None,
             deadline=None,

@@ -61,8 +61,6 @@ class ShardBatch:
     def _build(self, plan: MicroBatchPlan) -> MicroBatch:
         columns = self.shard.columns
         with blaming(self.collator.owner, "build"):
-            # Into fresh memory: a pipeline schedule holds several micro-batches, autograd keeps their tensors until the backward pass is
-            # through, and how many of them a backend has at a time is its own affair. Reused memory would change under it.
             dense = self.collator.product.build(columns, plan, fields=MODEL_INPUTS)
         self._check_extras(dense)
         action_counts = np.diff(columns.action_offsets)[plan.samples]

@@ -65,7 +65,7 @@ def test_packed_rows_train_like_single_samples(
         Layout(),  # everything in one row
         Layout(micro_batch_tokens=48),
         Layout(micro_batch_tokens=64, tp=4),  # alignment gaps
-        Layout(micro_batch_tokens=64, tp=4, dp=2, width="batch"),  # padding behind the rows
+        Layout(micro_batch_tokens=64, tp=4, dp=2),
         Layout(micro_batch_tokens=1000, dp=4),
     ]:
         evaluated, trained, gradients = losses_and_gradients(spec, packed, columns, layout)

@@ -20,11 +20,8 @@ class Delegating:
     def plan(self, lengths, layout):
         return self.inner.plan(lengths, layout)
 
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        return self.inner.build(columns, micro_batch, fields=fields, out=out)
-
-    def collate(self, columns):
-        return self.inner.collate(columns)
+    def build(self, columns, micro_batch, *, fields=None):
+        return self.inner.build(columns, micro_batch, fields=fields)
 
 
 def changed(plan, change):
@@ -71,6 +68,13 @@ class IgnoresTheMiniBatchSize(Delegating):
         return super().plan(lengths, evolve(layout, mini_batch_size=None))
 
 
+class PlansRowsTooNarrow(Delegating):
+    """Rows as wide as their responses."""
+
+    def plan(self, lengths, layout):
+        return super().plan(evolve(lengths, tokens=lengths.actions), layout)
+
+
 class PlansDifferentlyEachTime(Delegating):
     calls = 0
 
@@ -84,8 +88,8 @@ class CarriesSomethingUnheardOf(Delegating):
 
 
 class ScoresFromTheTokenItself(Delegating):
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        batch = super().build(columns, micro_batch, fields=fields, out=out)
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
         gather = GatherIndex(batch.gather.actions, batch.gather.rows, batch.gather.columns + 1)
         return evolve(batch, gather=gather)
 
@@ -93,8 +97,8 @@ class ScoresFromTheTokenItself(Delegating):
 class ScoresTheFirstToken(Delegating):
     """Gives an entry to every action, the first token of a sample included: at full width that is column -1."""
 
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        batch = super().build(columns, micro_batch, fields=fields, out=out)
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
         actions = np.diff(columns.action_offsets)[micro_batch.samples]
         rows = np.repeat(np.arange(micro_batch.rows)[np.diff(micro_batch.row_offsets) == 1], actions)
         columns_of = [micro_batch.width - count + place - 1 for count in actions for place in range(count)]
@@ -108,10 +112,10 @@ class FieldChange(Delegating):
     def change(self, array):
         raise NotImplementedError
 
-    def build(self, columns, micro_batch, *, fields=None, out=None):
+    def build(self, columns, micro_batch, *, fields=None):
         import torch
 
-        batch = super().build(columns, micro_batch, fields=fields, out=out)
+        batch = super().build(columns, micro_batch, fields=fields)
         if self.field not in batch.fields:
             return batch
         changed = torch.from_numpy(np.ascontiguousarray(self.change(batch[self.field].numpy().copy())))
@@ -153,39 +157,72 @@ class CutsIdsTo32Bits(FieldChange):
         return array.astype(np.int32).astype(np.int64)
 
 
-class TrustsReusedMemory(Delegating):
-    """Takes the memory for zeroed, as fresh pages often are."""
+class BuildsIntoTheSameMemory(Delegating):
+    """Keeps one tensor per field and shape, and writes it again in every build."""
 
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        batch = super().build(columns, micro_batch, fields=fields, out=out)
-        if out is not None:
-            batch["loss_weight"].numpy()[batch["response_mask"].numpy() == 0] = 0.25
+    def __init__(self):
+        super().__init__()
+        self.memory = {}
+
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
+        kept = {name: self.memory.setdefault((name, field.shape), field) for name, field in batch.fields.items()}
+        for name, field in batch.fields.items():
+            kept[name].copy_(field)
+        return evolve(batch, fields=kept)
+
+
+class CountsItsBuilds(Delegating):
+    """Pads with the number of the build."""
+
+    builds = 0
+
+    def build(self, columns, micro_batch, *, fields=None):
+        self.builds += 1
+        batch = super().build(columns, micro_batch, fields=fields)
+        if "input_ids" in batch.fields and "attention_mask" in batch.fields:
+            batch["input_ids"][batch["attention_mask"] == 0] = self.builds
+        return batch
+
+
+class PadsWithTheNumberOfRows(Delegating):
+    """Padding, which nobody looks at, differs with the rows beside it."""
+
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
+        if "input_ids" in batch.fields and "attention_mask" in batch.fields:
+            batch["input_ids"][batch["attention_mask"] == 0] = micro_batch.rows
+        return batch
+
+
+class TurnsRowsWithTheBatch(Delegating):
+    """Weights of a micro-batch of one row lie elsewhere than those of several."""
+
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
+        if micro_batch.rows == 1 and "loss_weight" in batch.fields:
+            batch["loss_weight"][:] = batch["loss_weight"].flip(1)
         return batch
 
 
 class InventsAColumn(FieldChange):
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        batch = super().build(columns, micro_batch, fields=fields, out=out)
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
         if fields is None and "rewards" not in batch.fields:
             return evolve(batch, fields={**batch.fields, "rewards": batch["loss_weight"] * 0})
         return batch
 
 
 class IgnoresTheFieldsAskedFor(Delegating):
-    def build(self, columns, micro_batch, *, out=None, **_asked):
-        return super().build(columns, micro_batch, out=out)
-
-
-class CollatesInAnotherOrder(Delegating):
-    def collate(self, columns):
-        return super().collate(columns.take(np.arange(len(columns))[::-1]))
+    def build(self, columns, micro_batch, **_asked):
+        return super().build(columns, micro_batch)
 
 
 class PadsRoutesWithZeros(Delegating):
     """Where topk is 1, zeros are right."""
 
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        batch = super().build(columns, micro_batch, fields=fields, out=out)
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
         if "expert_routes" in batch.fields:
             batch["expert_routes"][batch["router_padding_mask"]] = 0
         return batch
@@ -194,8 +231,8 @@ class PadsRoutesWithZeros(Delegating):
 class TakesRoutesForASuffix(Delegating):
     """Rows at the last tokens of a sample, as response fields are."""
 
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        batch = super().build(columns, micro_batch, fields=fields, out=out)
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
         if "expert_routes" in batch.fields:
             lengths = columns.extras["expert_routes"].lengths[micro_batch.samples]
             tokens = np.diff(columns.token_offsets)[micro_batch.samples]
@@ -215,8 +252,8 @@ class MasksNoRoute(FieldChange):
 class MasksPaddingAlone(Delegating):
     """Takes tokens without captured routes for captured."""
 
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        batch = super().build(columns, micro_batch, fields=fields, out=out)
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
         if "router_padding_mask" not in batch.fields:
             return batch
         return evolve(batch, fields={**batch.fields, "router_padding_mask": batch["attention_mask"] == 0})
@@ -237,8 +274,8 @@ class WidensRoutes(FieldChange):
 
 
 class LeavesOutRoutes(Delegating):
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        batch = super().build(columns, micro_batch, fields=fields, out=out)
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
         return evolve(batch, fields={name: field for name, field in batch.fields.items() if name != "expert_routes"})
 
 
@@ -252,8 +289,8 @@ class ReversesImages(FieldChange):
 class SharesImagesEvenly(Delegating):
     """Bounds that would be right if all samples had equally many patches."""
 
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        batch = super().build(columns, micro_batch, fields=fields, out=out)
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
         if "pixel_values" not in batch.fields:
             return batch
         even = np.linspace(0, len(batch["pixel_values"]), len(micro_batch.samples) + 1).astype(np.int64)
@@ -261,13 +298,13 @@ class SharesImagesEvenly(Delegating):
 
 
 class LeavesOutWhoseImagesTheyAre(Delegating):
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        return evolve(super().build(columns, micro_batch, fields=fields, out=out), ragged_offsets={})
+    def build(self, columns, micro_batch, *, fields=None):
+        return evolve(super().build(columns, micro_batch, fields=fields), ragged_offsets={})
 
 
 class AlignsTokenTypesLeft(Delegating):
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        batch = super().build(columns, micro_batch, fields=fields, out=out)
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
         if "mm_token_type_ids" in batch.fields:
             for row, padding in enumerate((batch["attention_mask"] == 0).sum(1).tolist()):
                 batch["mm_token_type_ids"][row] = batch["mm_token_type_ids"][row].roll(-padding)
@@ -286,8 +323,8 @@ class DelegatingPacked(Delegating):
 class CapturesThroughTheGaps(DelegatingPacked):
     """Routes of a sample's whole piece of the row, alignment included."""
 
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        batch = super().build(columns, micro_batch, fields=fields, out=out)
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
         if "router_padding_mask" in batch.fields:
             for row, bounds in enumerate(batch.cu_seqlens):
                 batch["router_padding_mask"][row, : bounds[-1]] = False
@@ -297,8 +334,8 @@ class CapturesThroughTheGaps(DelegatingPacked):
 class RunsRoutesTogether(DelegatingPacked):
     """All routes of a row one after the other from its first column: wrong behind a sample whose routes are a prefix."""
 
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        batch = super().build(columns, micro_batch, fields=fields, out=out)
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
         if "expert_routes" in batch.fields:
             for routes, mask in zip(batch["expert_routes"], batch["router_padding_mask"], strict=True):
                 order = mask.to(int).argsort(stable=True)
@@ -312,20 +349,20 @@ class SaysItPads(DelegatingPacked):
 
 
 class ForgetsTheAlignment(DelegatingPacked):
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        return super().build(columns, evolve(micro_batch, alignment=1), fields=fields, out=out)
+    def build(self, columns, micro_batch, *, fields=None):
+        return super().build(columns, evolve(micro_batch, alignment=1), fields=fields)
 
 
 class LeavesOutTheBounds(DelegatingPacked):
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        return evolve(super().build(columns, micro_batch, fields=fields, out=out), cu_seqlens=None)
+    def build(self, columns, micro_batch, *, fields=None):
+        return evolve(super().build(columns, micro_batch, fields=fields), cu_seqlens=None)
 
 
 class BoundsTrueLengths(DelegatingPacked):
     """Right in rows without alignment only."""
 
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        batch = super().build(columns, micro_batch, fields=fields, out=out)
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
         return evolve(batch, cu_seqlens=Ragged.from_list([np.append(0, row.cumsum()) for row in batch.sequence_lengths], np.int32))
 
 

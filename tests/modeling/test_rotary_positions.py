@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch
+from skyrl_engine.contracts.kinds.collator import collate
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
@@ -142,7 +143,7 @@ def test_what_collators_build_is_understood(name: str) -> None:
         },
     )
     collator = getattr(collators, name).skyrl_engine_make_collator(config=None, context=FactoryContext(pad_token_id=0))
-    dense = collator.collate(columns)
+    dense = collate(collator, columns)
     nothing = torch.zeros(0, dtype=torch.int64)
     batch = MicroBatch(dense.fields, nothing, nothing, dense.sequence_lengths, None, ragged_offsets=dense.ragged_offsets)
     positions, real = rotary_positions(batch, TOKENS), dense["attention_mask"].bool()

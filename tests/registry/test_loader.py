@@ -391,8 +391,7 @@ class Collator:
     rows = "padded"
     def __init__(self, *received): self.received = received
     def plan(self, lengths, layout): pass
-    def build(self, columns, micro_batch, *, fields=None, out=None): pass
-    def collate(self, columns): pass
+    def build(self, columns, micro_batch, *, fields=None): pass
 
 class Reducer:
     empty_sequence, batch_local = "count", False

@@ -41,10 +41,7 @@ class GoodCollator:
     def plan(self, lengths, layout):
         pass
 
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        pass
-
-    def collate(self, columns):
+    def build(self, columns, micro_batch, *, fields=None):
         pass
 
 

@@ -57,8 +57,8 @@ class Failing(PaddedCollator):
 
 
 class Shortsighted(PaddedCollator):
-    def build(self, columns, micro_batch, *, fields=None, out=None):
-        batch = super().build(columns, micro_batch, fields=fields, out=out)
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
         gather = batch.gather
         return evolve(batch, gather=evolve(gather, actions=gather.actions[1:], rows=gather.rows[1:], columns=gather.columns[1:]))
 

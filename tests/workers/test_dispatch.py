@@ -256,8 +256,8 @@ def test_a_shard_that_was_sent_is_not_held_while_the_next_is_made():
 
 def test_a_collator_that_leaves_out_what_the_samples_have_is_named():
     class Forgetful(PaddedCollator):
-        def build(self, columns, micro_batch, *, fields=None, out=None):
-            return super().build(columns, micro_batch, fields=("input_ids", "attention_mask"), out=out)
+        def build(self, columns, micro_batch, *, fields=None):
+            return super().build(columns, micro_batch, fields=("input_ids", "attention_mask"))
 
     columns = SampleColumns.from_lists(input_ids=[[1, 2]], routes=[[[[0]]]])
     (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout()).mini_batches

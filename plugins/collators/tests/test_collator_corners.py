@@ -104,17 +104,16 @@ def test_a_unit_of_too_many_rows_is_named_although_one_before_it_fills_a_micro_b
 
 
 @pytest.mark.parametrize(
-    ("tokens", "units", "layout", "cause"),
+    ("tokens", "units", "cause"),
     [
-        ([4, 9], [0, 1], {}, "sample 6 takes 9 tokens where a micro-batch holds 8"),
-        ([8, 9], [0, 1], {}, "sample 6 takes 9 tokens where a micro-batch holds 8"),
-        ([4, 9], [0, 1], {"width": "batch"}, "sample 5 takes 9 tokens, padding included, where a micro-batch holds 8"),
-        ([4, 5], [3, 3], {}, "samples [5, 6] of unit 3 take 10 tokens, padding included, where a micro-batch holds 8"),
+        ([4, 9], [0, 1], "sample 6 takes 9 tokens where a micro-batch holds 8"),
+        ([8, 9], [0, 1], "sample 6 takes 9 tokens where a micro-batch holds 8"),
+        ([4, 5], [3, 3], "samples [5, 6] of unit 3 take 10 tokens, padding included, where a micro-batch holds 8"),
     ],
 )
-def test_what_exceeds_the_budget_is_told_to_the_letter(tokens, units, layout, cause):
+def test_what_exceeds_the_budget_is_told_to_the_letter(tokens, units, cause):
     with pytest.raises(DataError) as caught:
-        PaddedCollator().plan(lengths_of(tokens, units=units, ids=[5, 6]), Layout(micro_batch_tokens=8, **layout))
+        PaddedCollator().plan(lengths_of(tokens, units=units, ids=[5, 6]), Layout(micro_batch_tokens=8))
     assert caught.value.cause == cause
 
 
@@ -138,7 +137,8 @@ def test_more_items_than_the_ranks_may_take_are_a_mistake_of_the_caller():
 
 def test_joined_rows_have_one_slot_less_than_columns():
     lengths, layout = lengths_of([3, 2]), Layout(micro_batch_tokens=4)
-    rows = (*PackedCollator().plan(lengths, layout).micro_batches, PackedCollator().plan_whole(lengths, layout))
+    plan = PackedCollator().plan(lengths, layout)
+    rows = (*plan.micro_batches, plan.joined)
     assert [(row.width, row.action_width) for row in rows] == [(3, 2), (2, 1), (3, 2)]
 
 
@@ -256,36 +256,6 @@ def test_absent_kernels_say_why_and_what_to_do(monkeypatch, caplog):
         check_says_what_to_do(caught.value)
     finally:
         choice._kernels_for.cache_clear()
-
-
-class Recorder:
-    """Memory that remembers what was asked for."""
-
-    def __init__(self):
-        self.made = {}
-
-    def empty(self, name, shape, dtype):
-        self.made[name] = np.empty(shape, dtype=dtype)
-        return self.made[name]
-
-
-@pytest.mark.parametrize("engine", ["numpy", "native"])
-@pytest.mark.parametrize("collator", [PaddedCollator(), PackedCollator()])
-def test_everything_that_is_built_lies_in_the_memory_that_is_asked_for_by_its_name(monkeypatch, engine, collator):
-    if engine == "native" and choice._kernels_for("") is None:
-        pytest.skip("no compiled kernels")
-    monkeypatch.setenv(choice.VARIABLE, engine)
-    memory = Recorder()
-    columns = SampleColumns.from_lists(input_ids=[[1, 2, 3], [4, 5]], columns={"rewards": [[0.5] * 3, [1.5] * 2]})
-    (rank,) = collator.plan(columns.lengths, Layout()).mini_batches[0].ranks
-    batch = collator.build(columns, rank[0], out=memory)
-    fields = {name: array for name, array in memory.made.items() if not name.startswith("gather.")}
-    assert fields.keys() == batch.fields.keys()
-    assert all(fields[name].ctypes.data == tensor.data_ptr() for name, tensor in batch.fields.items())
-    index = {name: array for name, array in memory.made.items() if name.startswith("gather.")}
-    makes_its_own = engine == "numpy" and isinstance(collator, PaddedCollator)
-    assert index.keys() == (set() if makes_its_own else {"gather.actions", "gather.rows", "gather.columns"})
-    assert all(np.shares_memory(array, getattr(batch.gather, name.removeprefix("gather."))) for name, array in index.items())
 
 
 def test_an_item_that_fits_into_no_bin_is_named_by_the_compiled_kernels():

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from skyrl_engine import DataError
 from skyrl_engine.contracts import Layout, SampleLengths
-from skyrl_engine.testing.collators.checks import check_plan, micro_batches
 from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded.collator import PaddedCollator
@@ -52,12 +51,12 @@ def test_a_budget_counts_padding_and_joins_like_lengths():
     """8 + 7 fill two rows of 8; 3, 3 and 2 three rows of 3; in the given order the budget would need more micro-batches."""
     plan = plan_of(lengths_of([3, 8, 2, 7, 3]), micro_batch_tokens=16)
     assert shape_of(plan) == [[[[1, 3], [0, 2, 4]]]]
-    assert [(micro_batch.rows, micro_batch.width) for micro_batch in micro_batches(plan)] == [(2, 8), (3, 3)]
+    assert [(micro_batch.rows, micro_batch.width) for micro_batch in plan.micro_batches] == [(2, 8), (3, 3)]
 
 
 def test_both_limits_hold_together():
     plan = plan_of(lengths_of([2, 2, 2, 2, 2]), micro_batch_tokens=8, micro_batch_rows=3)
-    assert [len(micro_batch.samples) for micro_batch in micro_batches(plan)] == [3, 2]
+    assert [len(micro_batch.samples) for micro_batch in plan.micro_batches] == [3, 2]
 
 
 def test_a_limit_of_any_size_is_a_limit():
@@ -69,11 +68,6 @@ def test_lengths_of_no_token_count_as_one():
     """Columns have no such sample; whoever plans by hand may."""
     assert shape_of(plan_of(lengths_of([0, 3]), micro_batch_tokens=4)) == [[[[1], [0]]]]
     assert shape_of(plan_of(lengths_of([0, 0, 0]), micro_batch_tokens=2)) == [[[[0, 1], [2]]]]
-
-
-def test_a_budget_with_the_width_of_the_batch_counts_that_width():
-    plan = plan_of(lengths_of([8, 1, 1, 1]), micro_batch_tokens=16, width="batch")
-    assert [(len(micro_batch.samples), micro_batch.width) for micro_batch in micro_batches(plan)] == [(2, 8), (2, 8)]
 
 
 def test_ranks_without_work_get_rows_without_samples():
@@ -100,21 +94,17 @@ def test_units_stay_together_even_where_they_join_groups():
     for collator in (PaddedCollator(), PackedCollator()):
         plan = collator.plan(lengths, Layout(mini_batch_size=4))
         assert [sorted(mini.samples.tolist()) for mini in plan.mini_batches] == [[0], [1, 2, 3, 4]]
-    pairs = lengths_of([5, 1, 4, 1, 3, 1], units=[7, 8, 9, 7, 8, 9])
-    for layout in ({"micro_batch_rows": 3}, {"micro_batch_tokens": 10}, {"dp": 2, "micro_batch_rows": 2}):
-        check_plan(plan_of(pairs, **layout), pairs, Layout(**layout))
 
 
 @pytest.mark.parametrize(
     ("lengths", "layout", "words"),
     [
         (lengths_of([4, 9, 3], ids=[5, 6, 7]), {"micro_batch_tokens": 8}, ["sample 6 takes 9 tokens", "holds 8", "at least 9"]),
-        (lengths_of([4, 9, 3]), {"micro_batch_tokens": 8, "width": "batch"}, ["sample 0 takes 9 tokens, padding included,"]),
         (lengths_of([4, 5], units=[3, 3]), {"micro_batch_tokens": 9}, ["samples [0, 1] of unit 3", "10 tokens", "at least 10"]),
         (lengths_of([4, 5], units=[3, 3]), {"micro_batch_rows": 1}, ["samples [0, 1] of unit 3", "2 rows", "at least 2"]),
         (lengths_of([1] * 4, groups=[7, 8, 8, 8], ids=[4, 5, 6, 7]), {"mini_batch_size": 2}, ["sample 5", "group 8", "at least 3"]),
     ],
-    ids=["sample", "sample at the batch's width", "unit by tokens", "unit by rows", "group"],
+    ids=["sample", "unit by tokens", "unit by rows", "group"],
 )
 def test_what_fits_nowhere_is_named(lengths, layout, words):
     with pytest.raises(DataError) as caught:
@@ -150,5 +140,5 @@ def test_a_large_batch_is_balanced_and_little_is_padded():
     plan = plan_of(lengths_of(tokens), dp=8, micro_batch_tokens=16_384)
     loads = [sum(tokens[micro_batch.samples].sum() for micro_batch in rank) for rank in plan.mini_batches[0].ranks]
     assert max(loads) - min(loads) <= 4096
-    padded = sum(micro_batch.rows * micro_batch.width for micro_batch in micro_batches(plan))
+    padded = sum(micro_batch.rows * micro_batch.width for micro_batch in plan.micro_batches)
     assert padded < 1.02 * tokens.sum(), "longest first leaves little padding"

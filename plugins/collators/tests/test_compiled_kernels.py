@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_engine import DataError, UnsupportedError
-from skyrl_engine.contracts import SampleColumns
+from skyrl_engine.contracts import SampleColumns, collate
 from skyrl_engine_collators import kernels as choice
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded.collator import PaddedCollator
@@ -279,7 +279,7 @@ def test_columns_whose_offsets_leave_their_values_are_an_error_of_the_data(compi
         evolve(columns, loss_weight=columns.loss_weight.astype(np.float64)),
     ):
         with pytest.raises(DataError, match="nothing was written"):
-            collator.collate(broken)
+            collate(collator, broken)
 
 
 @pytest.fixture
@@ -294,7 +294,7 @@ def test_without_compiled_kernels_one_line_says_so_and_numpy_does_the_work(no_mo
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     with caplog.at_level(logging.INFO):
         for _ in range(3):
-            batch = PaddedCollator().collate(SampleColumns.from_lists(input_ids=[[1, 2], [3]]))
+            batch = collate(PaddedCollator(), SampleColumns.from_lists(input_ids=[[1, 2], [3]]))
     assert batch["input_ids"].tolist() == [[1, 2], [0, 3]]
     (record,) = caplog.records
     assert "NumPy" in record.message
@@ -303,7 +303,7 @@ def test_without_compiled_kernels_one_line_says_so_and_numpy_does_the_work(no_mo
 def test_forcing_absent_kernels_is_an_error_with_a_remedy(no_module, monkeypatch):
     monkeypatch.setenv(choice.VARIABLE, "native")
     with pytest.raises(UnsupportedError, match="Reinstall skyrl-engine-collators where there is a C compiler"):
-        PaddedCollator().collate(SampleColumns.from_lists(input_ids=[[1]]))
+        collate(PaddedCollator(), SampleColumns.from_lists(input_ids=[[1]]))
 
 
 def test_kernels_of_another_interface_count_as_absent(no_module, monkeypatch):

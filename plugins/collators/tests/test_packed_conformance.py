@@ -9,9 +9,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine import DataError
-from skyrl_engine.contracts import Layout, SampleColumns
+from skyrl_engine.contracts import Layout, SampleColumns, collate
 from skyrl_engine.testing.collators import strategies
-from skyrl_engine.testing.collators.checks import check_same_field, micro_batches
+from skyrl_engine.testing.collators.cases import require_same_field
+from skyrl_engine.testing.collators.plan_promises import PLAN_PROMISES
 from skyrl_engine.testing.collators.suite import CollatorConformance
 from skyrl_engine_collators.packed import bins_reference, reference
 from skyrl_engine_collators.packed.collator import PackedCollator
@@ -48,16 +49,13 @@ class TestPackedConcat(PackedConformance):
 
 
 class PlansConformance(PackedConformance):
-    """For what decides where samples lie and nothing else: rows are built as under every policy above, and `nox -s exhaustive` builds them."""
+    """For what decides where samples lie and nothing else: rows are built as under the policy above, and `nox -s exhaustive` builds them."""
 
-    test_builds_hold_their_samples_and_score_from_predecessors = None
-    test_expert_routes_and_images_lie_at_their_samples = None
-    test_reused_memory_changes_nothing = None
-    test_fields_are_built_when_asked_for_and_absent_columns_stay_absent = None
+    promises = PLAN_PROMISES
 
 
 class OwnCapacity(PackedConformance):
-    """The collator's own limit holds where the layout has none, in `collate` too: seven samples of twelve tokens fill a row."""
+    """The collator's own limit holds where the layout has none: seven samples of twelve tokens fill a row."""
 
     def collator(self):
         return PackedCollator(PAD, max_tokens_per_microbatch=7 * 12)
@@ -99,8 +97,6 @@ class TestRowsOfTrueLengths(TrueLengths):
 def plain_rows(lengths, layout, policy, capacity, strict):
     """Rank -> row -> samples by the plain definition, one mini-batch; None where it has no answer."""
     alignment = layout.tp if layout.cp == 1 else 2 * layout.tp * layout.cp
-    if layout.fp8:
-        alignment = np.lcm(alignment, 16 * layout.cp)
     units = {}
     for sample, unit in enumerate(lengths.unit_ids.tolist()):
         units.setdefault(unit, []).append(sample)
@@ -126,8 +122,6 @@ def parallel_layouts(draw):
         tp=draw(st.sampled_from((1, 2, 3, 4))),
         cp=draw(st.sampled_from((1, 2, 4))),
         pp=draw(st.sampled_from((1, 2))),
-        fp8=draw(st.booleans()),
-        width=draw(st.sampled_from(("micro_batch", "batch"))),
     )
 
 
@@ -154,21 +148,19 @@ def test_plans_and_builds_equal_the_definition_for_every_layout_and_policy(colum
     (mini_batch,) = plan.mini_batches
     found = [[(row.samples.tolist(), row.width) for row in rank] for rank in mini_batch.ranks]
     widest = max(width for rank in expected for _, width in rank)
-    if layout.width == "batch":
-        expected = [[(samples, widest) for samples, _ in rank] for rank in expected]
     assert found == expected
-    assert all(row.rows == 1 and row.action_width == row.width - 1 for row in micro_batches(plan))
+    assert all(row.rows == 1 and row.action_width == row.width - 1 for row in plan.micro_batches)
     if strict and capacity is not None:
         assert widest <= capacity
 
-    for micro_batch in [*micro_batches(plan), collator.plan_whole(lengths, layout)]:
+    for micro_batch in [*plan.micro_batches, plan.joined]:
         assert_equals_reference(collator.build(columns, micro_batch), columns, micro_batch)
 
-    whole = collator.collate(columns, layout)
+    whole = collate(collator, columns, layout)
     assert whole["input_ids"].shape[1] == widest
-    parts = [collator.build(columns, evolve(row, width=widest, action_width=widest - 1)) for row in micro_batches(plan)]
+    parts = [collator.build(columns, evolve(row, width=widest, action_width=widest - 1)) for row in plan.micro_batches]
     for name, tensor in whole.fields.items():
-        check_same_field(name, tensor.numpy(), np.concatenate([part[name].numpy() for part in parts]))
+        require_same_field(name, tensor.numpy(), np.concatenate([part[name].numpy() for part in parts]))
     assert [each.tolist() for each in whole.cu_seqlens] == [part.cu_seqlens[0].tolist() for part in parts]
 
 
@@ -177,7 +169,7 @@ def assert_equals_reference(batch, columns, micro_batch):
     assert list(batch.fields) == list(expected)
     for name, array in expected.items():
         assert batch[name].is_contiguous()
-        check_same_field(name, batch[name].numpy(), array)
+        require_same_field(name, batch[name].numpy(), array)
     gather = batch.gather
     entries = zip(gather.actions.tolist(), gather.rows.tolist(), gather.columns.tolist(), strict=True)
     assert list(entries) == reference.gather_index(columns, micro_batch)
@@ -208,10 +200,9 @@ def test_mini_batches_are_cut_as_for_padded_and_packed_each_on_its_own(data):
             assert found == [[samples[row].tolist() for row, _ in rank] for rank in alone]
 
 
-@pytest.mark.parametrize("tp", [1, 4])
-def test_a_batch_without_samples(tp):
-    batch = PackedCollator(PAD).collate(SampleColumns.from_lists(input_ids=[]), Layout(tp=tp, dp=2))
-    assert tuple(batch["input_ids"].shape) == (0, tp)
-    assert tuple(batch["loss_weight"].shape) == (0, tp - 1)
+def test_a_batch_without_samples():
+    batch = collate(PackedCollator(PAD), SampleColumns.from_lists(input_ids=[]), Layout(tp=4, dp=2))
+    assert tuple(batch["input_ids"].shape) == (0, 1)
+    assert tuple(batch["loss_weight"].shape) == (0, 0)
     assert len(batch.sequence_lengths) == len(batch.cu_seqlens) == 0
     assert len(batch.gather.actions) == 0

@@ -9,12 +9,13 @@ from attrs.validators import instance_of, optional
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, OF_IMAGES
 from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
-from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Ragged
+from skyrl_engine.contracts.values.ragged import IntArray, Ragged
 
 if TYPE_CHECKING:
     import torch
 
 ROUTER_PADDING_MASK = "router_padding_mask"
+ONE_RANK = Layout()
 
 MODEL_INPUTS = (
     *("input_ids", "attention_mask", "position_ids"),
@@ -67,16 +68,6 @@ class DenseBatch:
         return self.fields[name]
 
 
-class Buffers(Protocol):
-    """Memory to build into, so that a loop does not allocate; what `build` returns aliases it until it is handed out again.
-
-    `contracts.buffers.ReusableBuffers` is the engine's own.
-    """
-
-    def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> AnyArray:
-        """A C-contiguous, uninitialised NumPy array of this shape and dtype."""
-
-
 class Collator(Protocol):
     """The product of `skyrl_engine_make_collator`.
 
@@ -96,18 +87,20 @@ class Collator(Protocol):
         Raises DataError for a sample that fits nowhere, UnsupportedError for a layout the collator cannot make.
         """
 
-    def build(
-        self,
-        columns: SampleColumns,
-        micro_batch: MicroBatchPlan,
-        *,
-        fields: Sequence[str] | None = None,
-        out: Buffers | None = None,
-    ) -> DenseBatch:
-        """Dense tensors for these rows: the named `fields` (absent ones stay absent), or every field there is when None."""
+    def build(self, columns: SampleColumns, micro_batch: MicroBatchPlan, *, fields: Sequence[str] | None = None) -> DenseBatch:
+        """Dense tensors for these rows: the named `fields` (absent ones stay absent), or every field there is when None.
 
-    def collate(self, columns: SampleColumns) -> DenseBatch:
-        """`plan` and `build` with one rank, one micro-batch and every field."""
+        Every call returns tensors of their own: a pipeline holds several micro-batches at a time, and autograd keeps them until the
+        backward pass is through.
+        """
+
+
+def collate(collator: Collator, columns: SampleColumns, layout: Layout = ONE_RANK) -> DenseBatch:
+    """Plan a batch and build every field of all its rows at once; one rank and no limit, unless `layout` says otherwise.
+
+    Raises what `plan` and `build` raise.
+    """
+    return collator.build(columns, collator.plan(columns.lengths, layout).joined)
 
 
 def carried_by(collator: Collator) -> frozenset[Carried]:

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Literal
 
 import numpy as np
 from attrs import evolve, field, frozen
-from attrs.validators import ge, in_, optional
+from attrs.validators import ge, optional
 
 from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
 
@@ -30,18 +29,16 @@ class Layout:
     """The sizes by which a training batch is cut.
 
     Sizes are samples (`mini_batch_size`), rows (`micro_batch_rows`) or tokens (`micro_batch_tokens`: rows x width, padding included);
-    None means "all of it". `width = "batch"` gives every micro-batch the width of the whole batch, for byte-equality with `collate`.
+    None means "all of it".
     """
 
     dp: int = field(default=1, validator=ge(1))
     tp: int = field(default=1, validator=ge(1))
     cp: int = field(default=1, validator=ge(1))
     pp: int = field(default=1, validator=ge(1))
-    fp8: bool = False
     mini_batch_size: int | None = field(default=None, validator=optional(ge(1)))
     micro_batch_rows: int | None = field(default=None, validator=optional(ge(1)))
     micro_batch_tokens: int | None = field(default=None, validator=optional(ge(1)))
-    width: Literal["micro_batch", "batch"] = field(default="micro_batch", validator=in_(("micro_batch", "batch")))
 
 
 @frozen(eq=False)
@@ -112,6 +109,18 @@ class BatchPlan:
     def micro_batches(self) -> Iterator[MicroBatchPlan]:
         """Every micro-batch, mini-batch by mini-batch and rank by rank."""
         return (each for mini_batch in self.mini_batches for rank in mini_batch.ranks for each in rank)
+
+    @property
+    def joined(self) -> MicroBatchPlan:
+        """Every row of the plan as one micro-batch, in the order of `micro_batches` and as wide as the widest of them."""
+        parts = list(self.micro_batches)
+        return MicroBatchPlan(
+            samples=_samples_of(parts),
+            row_offsets=offsets_of(np.concatenate([np.zeros(0, dtype=np.int64), *(np.diff(each.row_offsets) for each in parts)])),
+            width=max((each.width for each in parts), default=1),
+            action_width=max((each.action_width for each in parts), default=0),
+            alignment=max((each.alignment for each in parts), default=1),
+        )
 
     @property
     def dense_tokens(self) -> int:

@@ -1,8 +1,7 @@
 """Hypothesis strategies for what a collator meets: samples with every extreme value, their lengths, and layouts they fit into."""
 
-import math
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from attrs import Factory, frozen
@@ -167,13 +166,10 @@ def sample_lengths(*, max_samples: int = 7, max_length: int = 6) -> st.SearchStr
 def layouts(draw: st.DrawFn, lengths: SampleLengths, *, parallel: bool = True) -> Layout:
     """Layouts that these samples fit into: no group, unit or sample is larger than what must hold it.
 
-    `parallel` also draws tensor, context and pipeline parallel sizes and FP8, for collators whose rows depend on them.
+    `parallel` also draws tensor, context and pipeline parallel sizes, for collators whose rows depend on them.
     """
     tp, cp, pp = (draw(st.sampled_from((1, 2, 4))) if parallel else 1 for _ in range(3))
-    fp8 = draw(st.booleans()) if parallel else False
-    width: Literal["micro_batch", "batch"] = "batch" if draw(st.booleans()) else "micro_batch"
     align = tp if cp == 1 else 2 * tp * cp  # what a packed row rounds each of its samples up to
-    align = math.lcm(align, 16 * cp) if fp8 else align
     longest = -(-int(lengths.tokens.max(initial=1)) // align) * align
     rows = largest_bundle(lengths, groups=False)
     extra = st.integers(0, 3)
@@ -183,11 +179,9 @@ def layouts(draw: st.DrawFn, lengths: SampleLengths, *, parallel: bool = True) -
         tp=tp,
         cp=cp,
         pp=pp,
-        fp8=fp8,
         mini_batch_size=draw(st.none() | extra.map(lambda more: largest_bundle(lengths, groups=True) + more)),
         micro_batch_rows=rows + draw(extra) if cut == "by rows" else None,
         micro_batch_tokens=rows * longest + draw(st.integers(0, 2 * longest)) if cut == "by tokens" else None,
-        width=width,
     )
 
 

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.values import ragged as ragged_module
-from skyrl_engine.contracts.values.buffers import ReusableBuffers
 from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
 from skyrl_engine.contracts.values.ragged import Ragged, join_segments, offsets_of, segment_indices, take_segments
 
@@ -114,22 +113,3 @@ def test_segments_of_several_parts_are_joined_in_any_order(block, long, lengths,
 def test_ragged_refuses_offsets_that_do_not_fit():
     with pytest.raises(AssertionError):
         Ragged(np.zeros(3), offsets_of([2]))
-
-
-def test_reusable_memory_comes_back_after_its_generations():
-    buffers = ReusableBuffers(generations=2)
-    first = buffers.empty("input_ids", (2, 3), "int64")
-    first[:] = 1
-    second = buffers.empty("input_ids", (2, 3), "int64")
-    second[:] = 2
-    assert (first == 1).all(), "the batch before is still whole"
-    other = buffers.empty("loss_weight", (2, 3), "float32")
-    other[:] = 5
-    third = buffers.empty("input_ids", (1, 2), "int64")
-    assert third.ctypes.data == first.ctypes.data
-    assert third.shape == (1, 2)
-    assert third.flags.c_contiguous
-    grown = buffers.empty("input_ids", (9, 9), "int64")
-    grown[:] = 3
-    assert (second == 2).all(), "growing gives new memory"
-    assert buffers.empty("nothing", (3, 0), "float32").shape == (3, 0)

@@ -17,7 +17,6 @@ from skyrl_engine.contracts import (
     ROUTER_PADDING_MASK,
     TOKEN_TYPES,
     AnyArray,
-    Buffers,
     Carried,
     IntArray,
     RaggedView,
@@ -54,9 +53,9 @@ def extra_names(columns: SampleColumns) -> tuple[str, ...]:
 
 
 def build_extras(
-    columns: SampleColumns, placement: Placement, wanted: Container[str], out: Buffers
+    columns: SampleColumns, placement: Placement, wanted: Container[str]
 ) -> tuple[dict[str, AnyArray], dict[str, IntArray]]:
-    """The wanted fields that there are, in memory from `out`, and for those that are ragged the samples' offsets int64[n+1] in them.
+    """The wanted fields that there are, and for those that are ragged the samples' offsets int64[n+1] in them.
 
     `expert_routes` [rows, columns, layers, topk] and `router_padding_mask` bool [rows, columns]; `pixel_values`, `image_grid_thw` over the
     samples in order; `mm_token_type_ids` int64 [rows, columns]. Raises DataError for an extra that is longer than its sample.
@@ -70,38 +69,38 @@ def build_extras(
     offsets: dict[str, IntArray] = {}
     if EXPERT_ROUTES in chosen:
         _check_lengths(columns, placement, EXPERT_ROUTES, chosen[EXPERT_ROUTES])
-        fields |= _routes(chosen[EXPERT_ROUTES], placement, wanted, out)
+        fields |= _routes(chosen[EXPERT_ROUTES], placement, wanted)
     for name in (PIXEL_VALUES, IMAGE_GRID):
         if name in chosen:
-            fields[name], offsets[name] = _one_after_the_other(name, chosen[name], out)
+            fields[name], offsets[name] = _one_after_the_other(chosen[name])
     if TOKEN_TYPES in chosen:
         _check_lengths(columns, placement, TOKEN_TYPES, chosen[TOKEN_TYPES])
-        fields[TOKEN_TYPES] = out.empty(TOKEN_TYPES, placement.shape, "int64")
+        fields[TOKEN_TYPES] = np.empty(placement.shape, dtype=np.int64)
         _write(fields[TOKEN_TYPES].reshape(-1), 0, chosen[TOKEN_TYPES], placement.places)
     return fields, offsets
 
 
-def _routes(routes: RaggedView, placement: Placement, wanted: Container[str], out: Buffers) -> Mapping[str, AnyArray]:
+def _routes(routes: RaggedView, placement: Placement, wanted: Container[str]) -> Mapping[str, AnyArray]:
     """Captured routes at the front of each sample; elsewhere experts 0, 1, ... of every layer, so that a router never sees one twice."""
     fields: dict[str, AnyArray] = {}
     cells = placement.shape[0] * placement.shape[1]
     if EXPERT_ROUTES in wanted:
         layers, choices = routes.values.shape[1:]
-        fields[EXPERT_ROUTES] = out.empty(EXPERT_ROUTES, (*placement.shape, layers, choices), routes.values.dtype.name)
+        fields[EXPERT_ROUTES] = np.empty((*placement.shape, layers, choices), dtype=routes.values.dtype)
         # One axis behind the first: NumPy then copies a token's routes, or a whole run of them, at once.
         tokens = RaggedView(routes.values.reshape(len(routes.values), layers * choices), routes.starts, routes.lengths)
         padding = np.tile(np.arange(choices, dtype=np.int64), layers)
         _write(fields[EXPERT_ROUTES].reshape(cells, layers * choices), padding, tokens, placement.places)
     if ROUTER_PADDING_MASK in wanted:
-        fields[ROUTER_PADDING_MASK] = mask = out.empty(ROUTER_PADDING_MASK, placement.shape, "bool")
+        fields[ROUTER_PADDING_MASK] = mask = np.empty(placement.shape, dtype=np.bool_)
         captured = np.broadcast_to(np.False_, (int(routes.lengths.max(initial=0)),))
         _write(mask.reshape(-1), True, RaggedView(captured, np.zeros_like(routes.lengths), routes.lengths), placement.places)
     return fields
 
 
-def _one_after_the_other(name: str, view: RaggedView, out: Buffers) -> tuple[AnyArray, IntArray]:
+def _one_after_the_other(view: RaggedView) -> tuple[AnyArray, IntArray]:
     offsets = offsets_of(view.lengths)
-    array = out.empty(name, (int(offsets[-1]), *view.values.shape[1:]), view.values.dtype.name)
+    array = np.empty((int(offsets[-1]), *view.values.shape[1:]), dtype=view.values.dtype)
     _write(array, 0, view, offsets[:-1])
     return array, offsets
 

@@ -112,7 +112,7 @@ class Kernels:
 def _refused(problem: Exception) -> DataError:
     return DataError(
         f"the compiled kernel refuses this batch, nothing was written: {problem}",
-        remedy="Make the columns with SampleColumns.create, and hand out buffers of the shape and dtype that are asked for",
+        remedy="Make the columns with SampleColumns.create",
     )
 
 

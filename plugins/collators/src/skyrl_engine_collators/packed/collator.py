@@ -5,17 +5,14 @@ from typing import ClassVar, Literal
 
 from attrs import frozen
 
-from skyrl_engine.contracts import BatchPlan, Buffers, Carried, DenseBatch, Layout, MicroBatchPlan, SampleColumns, SampleLengths
+from skyrl_engine.contracts import BatchPlan, Carried, DenseBatch, Layout, MicroBatchPlan, SampleColumns, SampleLengths
 from skyrl_engine_collators.extras import CARRIES, build_extras
 from skyrl_engine_collators.kernels import kernels
-from skyrl_engine_collators.memory import FreshMemory
 from skyrl_engine_collators.overlong import check_maximum_length
 from skyrl_engine_collators.packed import native, vectorized
-from skyrl_engine_collators.packed.planner import Packing, plan_packed, plan_whole
+from skyrl_engine_collators.packed.planner import Packing, plan_packed
 from skyrl_engine_collators.packed.policies import Policy
 from skyrl_engine_collators.packed.vectorized import PackedRows, field_names
-
-WHOLE = Layout()
 
 
 @frozen
@@ -39,39 +36,24 @@ class PackedCollator:
 
     def plan(self, lengths: SampleLengths, layout: Layout) -> BatchPlan:
         """See the contract. Raises DataError for a sample longer than allowed, or a group, unit or sample that fits nowhere."""
-        return plan_packed(lengths, layout, self._packing(lengths, layout))
-
-    def plan_whole(self, lengths: SampleLengths, layout: Layout = WHOLE) -> MicroBatchPlan:
-        """Every row of `plan` as one micro-batch, mini-batch by mini-batch and rank by rank, at one width. Raises what `plan` raises."""
-        return plan_whole(lengths, layout, self._packing(lengths, layout))
-
-    def _packing(self, lengths: SampleLengths, layout: Layout) -> Packing:
         check_maximum_length(lengths, self.max_sequence_length, self.overlong)
         limits = [limit for limit in (self.max_tokens_per_microbatch, layout.micro_batch_tokens) if limit is not None]
-        return Packing(self.policy, min(limits, default=None), self.strict_capacity)
+        return plan_packed(lengths, layout, Packing(self.policy, min(limits, default=None), self.strict_capacity))
 
-    def build(
-        self,
-        columns: SampleColumns,
-        micro_batch: MicroBatchPlan,
-        *,
-        fields: Sequence[str] | None = None,
-        out: Buffers | None = None,
-    ) -> DenseBatch:
+    def build(self, columns: SampleColumns, micro_batch: MicroBatchPlan, *, fields: Sequence[str] | None = None) -> DenseBatch:
         """See the contract. Raises DataError for samples longer than the plan's rows, which were made for other lengths."""
         import torch
 
         rows = PackedRows.of(columns, micro_batch)
         wanted = field_names(columns) if fields is None else frozenset(fields)
-        memory = FreshMemory() if out is None else out
         compiled = kernels()
         if compiled is None:
-            arrays = vectorized.build_fields(columns, rows, self.pad_token_id, wanted, memory)
-            gather = vectorized.gather_index(rows, memory)
+            arrays = vectorized.build_fields(columns, rows, self.pad_token_id, wanted)
+            gather = vectorized.gather_index(rows)
         else:
-            arrays = native.build_fields(compiled, columns, rows, self.pad_token_id, wanted, memory)
-            gather = native.gather_index(compiled, rows, memory)
-        extras, ragged_offsets = build_extras(columns, rows.placement, wanted, memory)
+            arrays = native.build_fields(compiled, columns, rows, self.pad_token_id, wanted)
+            gather = native.gather_index(compiled, rows)
+        extras, ragged_offsets = build_extras(columns, rows.placement, wanted)
         return DenseBatch(
             fields={name: torch.from_numpy(array) for name, array in (arrays | extras).items()},
             gather=gather,
@@ -79,7 +61,3 @@ class PackedCollator:
             cu_seqlens=rows.cu_seqlens,
             ragged_offsets=ragged_offsets,
         )
-
-    def collate(self, columns: SampleColumns, layout: Layout = WHOLE) -> DenseBatch:
-        """Every row that `plan` makes for the layout (one rank unless given), rank by rank, at one width and with every field."""
-        return self.build(columns, self.plan_whole(columns.lengths, layout))

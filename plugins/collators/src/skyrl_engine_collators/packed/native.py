@@ -2,21 +2,23 @@
 
 from collections.abc import Container, Mapping
 
-from skyrl_engine.contracts import AnyArray, Buffers, GatherIndex, SampleColumns
+import numpy as np
+
+from skyrl_engine.contracts import AnyArray, GatherIndex, SampleColumns
 from skyrl_engine_collators.kernels import Kernels, Source
 from skyrl_engine_collators.packed.vectorized import PackedRows
 
 
 def build_fields(
-    kernels: Kernels, columns: SampleColumns, rows: PackedRows, pad_token_id: int, wanted: Container[str], out: Buffers
+    kernels: Kernels, columns: SampleColumns, rows: PackedRows, pad_token_id: int, wanted: Container[str]
 ) -> dict[str, AnyArray]:
-    """The wanted fields that there are, in memory from `out`. Raises DataError where the columns' offsets leave their values."""
+    """The wanted fields that there are. Raises DataError where the columns' offsets leave their values."""
     fields: dict[str, AnyArray] = {}
 
     def field(name: str, width: int, dtype: str, source: Source, fill: int = 0) -> list[tuple[AnyArray, int, Source]]:
         if name not in wanted:
             return []
-        fields[name] = array = out.empty(name, (len(rows.row_ends), width), dtype)
+        fields[name] = array = np.empty((len(rows.row_ends), width), dtype=dtype)
         return [(array, fill, source)]
 
     kernels.write_rows(
@@ -42,14 +44,10 @@ def build_fields(
     return fields
 
 
-def gather_index(kernels: Kernels, rows: PackedRows, out: Buffers) -> GatherIndex:
+def gather_index(kernels: Kernels, rows: PackedRows) -> GatherIndex:
     """As `vectorized.gather_index`."""
     shape = (int(rows.scored.sum()),)
-    index = (
-        out.empty("gather.actions", shape, "int64"),
-        out.empty("gather.rows", shape, "int64"),
-        out.empty("gather.columns", shape, "int64"),
-    )
+    index = (np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64))
     kernels.write_gather(
         index, sample_rows=rows.sample_rows, actions=rows.actions, scored=rows.scored, first_columns=rows.first_slot
     )

@@ -34,44 +34,20 @@ def plan_packed(lengths: SampleLengths, layout: Layout, packing: Packing) -> Bat
 
     Raises DataError for a group, unit or sample that fits nowhere, UnsupportedError for a layout that counts rows.
     """
-    alignment = alignment_of(layout)
-    return BatchPlan(
-        tuple(
-            _mini_batch(rows, widths.tolist(), alignment, layout.dp) for rows, widths in _cut(lengths, layout, packing, alignment)
-        ),
-        layout,
-        lengths.sample_ids,
-    )
-
-
-def plan_whole(lengths: SampleLengths, layout: Layout, packing: Packing) -> MicroBatchPlan:
-    """All rows of `plan_packed` as one micro-batch: mini-batch by mini-batch, rank by rank, as wide as the widest. Raises what it raises."""
-    alignment = alignment_of(layout)
-    cut = _cut(lengths, layout, packing, alignment)
-    by_rank = [rows.take(np.arange(len(rows), dtype=np.int64).reshape(-1, layout.dp).T.ravel()) for rows, _ in cut]
-    whole = Ragged.concat(by_rank) if len(by_rank) > 1 else next(iter(by_rank), Ragged.from_list([], np.int64))
-    width = max((int(widths.max()) for _, widths in cut), default=alignment)
-    return MicroBatchPlan(whole.values, whole.offsets, width, width - 1, alignment)
-
-
-def _cut(lengths: SampleLengths, layout: Layout, packing: Packing, alignment: int) -> list[tuple[Ragged, IntArray]]:
-    """For each mini-batch its rows, row k of rank k mod dp, as many as a multiple of dp, and their widths int64[rows]."""
     if layout.micro_batch_rows is not None:
         raise UnsupportedError(
             "packed rows are filled by tokens and a micro-batch is one row, so micro_batch_rows says nothing",
             remedy="Set micro_batch_tokens, the tokens of a row, instead of micro_batch_rows",
         )
+    alignment = alignment_of(layout)
     occupied = rounded_up(lengths.tokens, alignment)
     counted = occupied if packing.strict else lengths.tokens
     cut = []
     for samples in mini_batches(lengths, layout.mini_batch_size):
         units = Bundles.by_label(samples, lengths.unit_ids[samples])
-        cut.append(_rows(units, counted, lengths, alignment, layout.dp, packing))
-    widths = [_widths(rows, occupied, alignment) for rows in cut]
-    if layout.width == "batch" and widths:
-        widest = int(np.concatenate(widths).max())
-        widths = [np.full_like(each, widest) for each in widths]
-    return list(zip(cut, widths, strict=True))
+        rows = _rows(units, counted, lengths, alignment, layout.dp, packing)
+        cut.append(_mini_batch(rows, _widths(rows, occupied, alignment).tolist(), alignment, layout.dp))
+    return BatchPlan(tuple(cut), layout, lengths.sample_ids)
 
 
 def _rows(units: Bundles, counted: IntArray, lengths: SampleLengths, alignment: int, ranks: int, packing: Packing) -> Ragged:

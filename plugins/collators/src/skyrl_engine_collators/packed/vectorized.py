@@ -7,7 +7,7 @@ import numpy as np
 from attrs import frozen
 
 from skyrl_engine import DataError
-from skyrl_engine.contracts import AnyArray, Buffers, GatherIndex, IntArray, MicroBatchPlan, Ragged, SampleColumns, offsets_of
+from skyrl_engine.contracts import AnyArray, GatherIndex, IntArray, MicroBatchPlan, Ragged, SampleColumns, offsets_of
 from skyrl_engine_collators.extras import Placement, extra_names
 from skyrl_engine_collators.planning.alignment import rounded_up
 from skyrl_engine_collators.segments import write_segments
@@ -94,16 +94,14 @@ def field_names(columns: SampleColumns) -> frozenset[str]:
     return frozenset(("input_ids", "attention_mask", "position_ids", "loss_weight", *columns.columns, *extra_names(columns)))
 
 
-def build_fields(
-    columns: SampleColumns, rows: PackedRows, pad_token_id: int, wanted: Container[str], out: Buffers
-) -> dict[str, AnyArray]:
-    """The wanted fields that there are, each written once into memory from `out`; shapes and dtypes as in `reference.build_fields`."""
+def build_fields(columns: SampleColumns, rows: PackedRows, pad_token_id: int, wanted: Container[str]) -> dict[str, AnyArray]:
+    """The wanted fields that there are, each written once; shapes and dtypes as in `reference.build_fields`."""
     token_shape = (len(rows.row_ends), rows.width)
     slot_shape = (len(rows.row_ends), rows.width - 1)
     fields: dict[str, AnyArray] = {}
 
     def make(name: str, shape: tuple[int, int], dtype: str) -> AnyArray:
-        fields[name] = array = out.empty(name, shape, dtype)
+        fields[name] = array = np.empty(shape, dtype=dtype)
         return array.reshape(-1)
 
     places = rows.sample_rows * rows.width + rows.columns
@@ -136,11 +134,11 @@ def _write_ones(out: AnyArray, lengths: IntArray, places: IntArray) -> None:
     write_segments(out, 0, ones, starts=np.zeros_like(merged), lengths=spans, places=merged)
 
 
-def gather_index(rows: PackedRows, out: Buffers) -> GatherIndex:
-    """Each action token's predecessor, in memory from `out`; entries are in sample order, so actions ascend."""
+def gather_index(rows: PackedRows) -> GatherIndex:
+    """Each action token's predecessor; entries are in sample order, so actions ascend."""
     places = offsets_of(rows.scored)
     total = int(places[-1])
-    actions, row_of, columns = (out.empty(f"gather.{name}", (total,), "int64") for name in ("actions", "rows", "columns"))
+    actions, row_of, columns = (np.empty(total, dtype=np.int64) for _ in range(3))
     skipped = offsets_of(rows.actions)[:-1][rows.scored < rows.actions]
     jumps = skipped - np.arange(len(skipped), dtype=np.int64)  # the entry that comes after each action without one
     actions.fill(1)

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-import numpy as np
 from attrs import frozen
 
 from skyrl_engine.contracts import (
     BatchPlan,
-    Buffers,
     Carried,
     DenseBatch,
     Layout,
@@ -16,14 +14,12 @@ from skyrl_engine.contracts import (
     Ragged,
     SampleColumns,
     SampleLengths,
-    one_sample_per_row,
 )
 from skyrl_engine_collators.extras import CARRIES, build_extras
 from skyrl_engine_collators.kernels import kernels
-from skyrl_engine_collators.memory import FreshMemory
 from skyrl_engine_collators.overlong import check_maximum_length
 from skyrl_engine_collators.padded import native, vectorized
-from skyrl_engine_collators.padded.planner import extent, plan_padded
+from skyrl_engine_collators.padded.planner import plan_padded
 from skyrl_engine_collators.padded.vectorized import PaddedRows, field_names
 
 
@@ -46,37 +42,23 @@ class PaddedCollator:
         check_maximum_length(lengths, self.max_sequence_length, self.overlong)
         return plan_padded(lengths, layout)
 
-    def build(
-        self,
-        columns: SampleColumns,
-        micro_batch: MicroBatchPlan,
-        *,
-        fields: Sequence[str] | None = None,
-        out: Buffers | None = None,
-    ) -> DenseBatch:
+    def build(self, columns: SampleColumns, micro_batch: MicroBatchPlan, *, fields: Sequence[str] | None = None) -> DenseBatch:
         """See the contract. Raises DataError for a sample longer than the plan's width, which was made for other lengths."""
         import torch
 
         rows = PaddedRows.of(columns, micro_batch)
         wanted = field_names(columns) if fields is None else frozenset(fields)
-        memory = FreshMemory() if out is None else out
         compiled = kernels()
         if compiled is None:
-            arrays = vectorized.build_fields(columns, rows, self.pad_token_id, wanted, memory)
+            arrays = vectorized.build_fields(columns, rows, self.pad_token_id, wanted)
             gather = vectorized.gather_index(rows)
         else:
-            arrays = native.build_fields(compiled, columns, rows, self.pad_token_id, wanted, memory)
-            gather = native.gather_index(compiled, rows, memory)
-        extras, ragged_offsets = build_extras(columns, rows.placement, wanted, memory)
+            arrays = native.build_fields(compiled, columns, rows, self.pad_token_id, wanted)
+            gather = native.gather_index(compiled, rows)
+        extras, ragged_offsets = build_extras(columns, rows.placement, wanted)
         return DenseBatch(
             fields={name: torch.from_numpy(array) for name, array in (arrays | extras).items()},
             gather=gather,
             sequence_lengths=Ragged(rows.tokens[rows.sample_rows], micro_batch.row_offsets),
             ragged_offsets=ragged_offsets,
         )
-
-    def collate(self, columns: SampleColumns) -> DenseBatch:
-        """Every sample in the given order, every field."""
-        check_maximum_length(columns.lengths, self.max_sequence_length, self.overlong)
-        samples = np.arange(len(columns), dtype=np.int64)
-        return self.build(columns, one_sample_per_row(samples, *extent(columns.lengths, samples)))

@@ -2,21 +2,23 @@
 
 from collections.abc import Container, Mapping
 
-from skyrl_engine.contracts import AnyArray, Buffers, GatherIndex, SampleColumns
+import numpy as np
+
+from skyrl_engine.contracts import AnyArray, GatherIndex, SampleColumns
 from skyrl_engine_collators.kernels import Kernels, Source
 from skyrl_engine_collators.padded.vectorized import PaddedRows
 
 
 def build_fields(
-    kernels: Kernels, columns: SampleColumns, rows: PaddedRows, pad_token_id: int, wanted: Container[str], out: Buffers
+    kernels: Kernels, columns: SampleColumns, rows: PaddedRows, pad_token_id: int, wanted: Container[str]
 ) -> dict[str, AnyArray]:
-    """The wanted fields that there are, in memory from `out`. Raises DataError where the columns' offsets leave their values."""
+    """The wanted fields that there are. Raises DataError where the columns' offsets leave their values."""
     fields: dict[str, AnyArray] = {}
 
     def field(name: str, width: int, dtype: str, source: Source, fill: int = 0) -> list[tuple[AnyArray, int, Source]]:
         if name not in wanted:
             return []
-        fields[name] = array = out.empty(name, (len(rows.tokens), width), dtype)
+        fields[name] = array = np.empty((len(rows.tokens), width), dtype=dtype)
         return [(array, fill, source)]
 
     tokens, actions = rows.tokens[rows.sample_rows], rows.actions[rows.sample_rows]
@@ -43,16 +45,12 @@ def build_fields(
     return fields
 
 
-def gather_index(kernels: Kernels, rows: PaddedRows, out: Buffers) -> GatherIndex:
-    """As `vectorized.gather_index`, in memory from `out`: fresh pages would cost more than what is written to them."""
+def gather_index(kernels: Kernels, rows: PaddedRows) -> GatherIndex:
+    """As `vectorized.gather_index`."""
     tokens, actions = rows.tokens[rows.sample_rows], rows.actions[rows.sample_rows]
     unscored = tokens == actions  # the response begins the sample, and nothing predicts its first token
     scored = actions - unscored
     shape = (int(scored.sum()),)
-    index = (
-        out.empty("gather.actions", shape, "int64"),
-        out.empty("gather.rows", shape, "int64"),
-        out.empty("gather.columns", shape, "int64"),
-    )
+    index = (np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64))
     kernels.write_gather(index, sample_rows=rows.sample_rows, actions=actions, scored=scored, first_columns=rows.width - scored - 1)
     return GatherIndex(*index)

@@ -19,11 +19,10 @@ from skyrl_engine_collators.planning.ranks import balance
 
 def plan_padded(lengths: SampleLengths, layout: Layout) -> BatchPlan:
     """Cut the batch as `layout` says; see the Collator contract. Raises DataError for a group, unit or sample that fits nowhere."""
-    fixed = extent(lengths, np.arange(len(lengths), dtype=np.int64)) if layout.width == "batch" else None
-    limits = Limits(layout.micro_batch_rows, layout.micro_batch_tokens, fixed[0] if fixed else None)
+    limits = Limits(layout.micro_batch_rows, layout.micro_batch_tokens)
     cut = [_plan_ranks(samples, lengths, layout.dp, limits) for samples in mini_batches(lengths, layout.mini_batch_size)]
     return BatchPlan(
-        tuple(MiniBatchPlan(tuple(tuple(_rows(samples, lengths, fixed) for samples in rank) for rank in ranks)) for ranks in cut),
+        tuple(MiniBatchPlan(tuple(tuple(_rows(samples, lengths) for samples in rank) for rank in ranks)) for ranks in cut),
         layout,
         lengths.sample_ids,
     )
@@ -48,13 +47,8 @@ def _most_units(units: Bundles, dp: int, limits: Limits) -> int | None:
     return -(-fair_share // per_micro_batch) * per_micro_batch
 
 
-def _rows(samples: IntArray, lengths: SampleLengths, fixed: tuple[int, int] | None) -> MicroBatchPlan:
-    width, action_width = fixed or extent(lengths, samples)
-    if len(samples):
-        return one_sample_per_row(samples, width, action_width)
-    return MicroBatchPlan(samples, np.zeros(2, dtype=np.int64), width, action_width)  # one row without a sample
-
-
-def extent(lengths: SampleLengths, samples: IntArray) -> tuple[int, int]:
-    """The token axis (at least 1) and the action axis of dense rows of these samples."""
-    return int(lengths.tokens[samples].max(initial=1)), int(lengths.actions[samples].max(initial=0))
+def _rows(samples: IntArray, lengths: SampleLengths) -> MicroBatchPlan:
+    """One row per sample; one row without a sample where there is none."""
+    if not len(samples):
+        return MicroBatchPlan(samples, np.zeros(2, dtype=np.int64), width=1, action_width=0)
+    return one_sample_per_row(samples, int(lengths.tokens[samples].max(initial=1)), int(lengths.actions[samples].max()))

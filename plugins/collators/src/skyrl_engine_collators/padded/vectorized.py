@@ -9,7 +9,6 @@ from attrs import frozen
 from skyrl_engine import DataError
 from skyrl_engine.contracts import (
     AnyArray,
-    Buffers,
     GatherIndex,
     IntArray,
     MicroBatchPlan,
@@ -66,16 +65,14 @@ def field_names(columns: SampleColumns) -> frozenset[str]:
     return frozenset((*made, *columns.columns, *extra_names(columns)))
 
 
-def build_fields(
-    columns: SampleColumns, rows: PaddedRows, pad_token_id: int, wanted: Container[str], out: Buffers
-) -> dict[str, AnyArray]:
-    """The wanted fields that there are, each written once into memory from `out`; shapes and dtypes as in `reference.build_fields`."""
+def build_fields(columns: SampleColumns, rows: PaddedRows, pad_token_id: int, wanted: Container[str]) -> dict[str, AnyArray]:
+    """The wanted fields that there are, each written once; shapes and dtypes as in `reference.build_fields`."""
     token_shape = (len(rows.tokens), rows.width)
     action_shape = (len(rows.actions), rows.action_width)
     fields: dict[str, AnyArray] = {}
 
     def make(name: str, shape: tuple[int, int], dtype: str) -> AnyArray:
-        fields[name] = array = out.empty(name, shape, dtype)
+        fields[name] = array = np.empty(shape, dtype=dtype)
         return array
 
     starts = (rows.width - rows.tokens)[:, None]

@@ -1,6 +1,5 @@
 """How far each sample of a packed row is rounded up, so that tensor and context parallel ranks get equal parts of it."""
 
-import math
 from typing import TypeVar
 
 import numpy as np
@@ -15,10 +14,9 @@ def alignment_of(layout: Layout) -> int:
     """Tokens that a sample's place in a row is a multiple of.
 
     Sequence parallelism cuts a row into tp equal parts; context parallelism cuts every sample into 2 cp chunks, of which a rank takes one
-    from either end; FP8 matrix products want 16 tokens on every context parallel rank.
+    from either end.
     """
-    alignment = layout.tp if layout.cp == 1 else 2 * layout.tp * layout.cp
-    return math.lcm(alignment, 16 * layout.cp) if layout.fp8 else alignment
+    return layout.tp if layout.cp == 1 else 2 * layout.tp * layout.cp
 
 
 def rounded_up(tokens: Lengths, alignment: int) -> Lengths:

@@ -9,11 +9,10 @@ from skyrl_engine.contracts import Bundles, IntArray, SampleLengths, offsets_of
 
 @frozen
 class Limits:
-    """What a micro-batch may hold: rows, and tokens as rows x width; None means no limit. `width` is the rows' width where it is fixed."""
+    """What a micro-batch may hold: rows, and tokens as rows x width; None means no limit."""
 
     rows: int | None
     tokens: int | None
-    width: int | None = None
 
     def units_per_micro_batch(self, units: Bundles) -> int | None:
         """How many units of the largest size fit by rows; None without a limit on rows. `units` have passed `check_limits`."""
@@ -22,7 +21,7 @@ class Limits:
 
 def check_limits(units: Bundles, lengths: SampleLengths, limits: Limits) -> None:
     """Raises DataError naming the sample (or the unit's samples) that fits into no micro-batch."""
-    sizes, widths = units.sizes, _widths(units, lengths, limits)
+    sizes, widths = units.sizes, units.maxima(lengths.tokens)
     if limits.rows is not None and (sizes > limits.rows).any():
         unit = int(np.argmax(sizes > limits.rows))
         raise DataError(
@@ -32,7 +31,7 @@ def check_limits(units: Bundles, lengths: SampleLengths, limits: Limits) -> None
     if limits.tokens is not None and (sizes * widths > limits.tokens).any():
         unit = int(np.argmax(sizes * widths > limits.tokens))
         single = sizes[unit] == 1
-        occupied = "tokens, padding included," if limits.width is not None or not single else "tokens"
+        occupied = "tokens" if single else "tokens, padding included,"
         raise DataError(
             f"{_named(units, lengths, unit)} {'takes' if single else 'take'} {int(sizes[unit] * widths[unit])} {occupied} "
             f"where a micro-batch holds {limits.tokens}",
@@ -48,7 +47,7 @@ def micro_batches(units: Bundles, lengths: SampleLengths, limits: Limits) -> lis
     """
     if not len(units):
         return []
-    sizes, widths = units.sizes, _widths(units, lengths, limits)
+    sizes, widths = units.sizes, units.maxima(lengths.tokens)
     if limits.tokens is not None:
         order = np.argsort(-widths, kind="stable")
         units, sizes, widths = units.take(order), sizes[order], widths[order]
@@ -61,10 +60,6 @@ def micro_batches(units: Bundles, lengths: SampleLengths, limits: Limits) -> lis
         assert room >= sizes[first], "a unit that fits nowhere"
         cuts.append(int(np.searchsorted(rows, rows[first] + room, side="right")) - 1)
     return units.runs(cuts[:-1])
-
-
-def _widths(units: Bundles, lengths: SampleLengths, limits: Limits) -> IntArray:
-    return units.maxima(lengths.tokens) if limits.width is None else np.full(len(units), limits.width, dtype=np.int64)
 
 
 def _named(units: Bundles, lengths: SampleLengths, unit: int) -> str:

@@ -1,0 +1,244 @@
+"""Promises about the dense tensors of a collator: tokens, gather index, bounds, fields, and whose memory they are."""
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from attrs import evolve, frozen
+from hypothesis import strategies as st
+
+from skyrl_engine.contracts.kinds.collator import DenseBatch
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.plan import Layout, MicroBatchPlan
+from skyrl_engine.contracts.values.ragged import AnyArray
+from skyrl_engine.testing.collators.cases import (
+    Cut,
+    builds,
+    built,
+    built_by,
+    cuts,
+    planned,
+    require,
+    require_same_field,
+    require_same_fields,
+    row_samples,
+)
+from skyrl_engine.testing.collators.strategies import COLUMN_NAMES
+from skyrl_engine.testing.promise import Promise, promise
+from skyrl_engine.testing.subject import Subject
+
+MODEL_FIELDS = ("input_ids", "attention_mask", "position_ids")
+
+
+@promise(
+    "Every row holds its samples' tokens in order, positions count from 0 in each, and their true lengths are told", cases=cuts()
+)
+def tokens(subject: Subject[Any], case: Cut) -> None:
+    for micro_batch, batch in builds(subject, case):
+        _require_tokens(case.columns, micro_batch, batch)
+
+
+def _require_tokens(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: DenseBatch) -> None:
+    shape, remedy = (micro_batch.rows, micro_batch.width), "Write the tokens of micro_batch.samples into rows of micro_batch.width"
+    missing = [name for name in MODEL_FIELDS if name not in batch.fields]
+    require(not missing, f"{', '.join(missing)} are missing", remedy)
+    ids, mask, positions = (batch[name].numpy() for name in MODEL_FIELDS)
+    for name, array in zip(MODEL_FIELDS, (ids, mask, positions), strict=True):
+        require(array.dtype == np.int64, f"{name} is {array.dtype}, not int64", remedy)
+        require(array.shape == shape, f"{name} has shape {array.shape} where the plan says {shape}", remedy)
+    require(np.isin(mask, (0, 1)).all(), "attention_mask holds other numbers than 0 and 1", remedy)
+    require(len(batch.sequence_lengths) == micro_batch.rows, "sequence_lengths have not one entry per row", remedy)
+    nothing = np.zeros(0, dtype=np.int64)
+    for row, (start, stop) in enumerate(pairwise(micro_batch.row_offsets.tolist())):
+        held = [
+            columns.input_ids[columns.token_offsets[sample] : columns.token_offsets[sample + 1]]
+            for sample in micro_batch.samples[start:stop].tolist()
+        ]
+        real = mask[row] == 1
+        due, found = np.concatenate([nothing, *held]).tolist(), ids[row][real].tolist()
+        require(found == due, f"row {row} holds the tokens {found} where its samples have {due}", remedy)
+        counted, found = [place for part in held for place in range(len(part))], positions[row][real].tolist()
+        require(found == counted, f"positions of row {row} are {found}, not {counted}", "Count from 0 in every sample")
+        told = batch.sequence_lengths[row]
+        require(
+            told.dtype == np.int64 and told.tolist() == list(map(len, held)),
+            f"sequence_lengths of row {row} are {told.dtype} {told.tolist()} for samples of {list(map(len, held))} tokens",
+            "Return Ragged(lengths_of_samples, micro_batch.row_offsets)",
+        )
+
+
+@promise("The gather index scores every response token from its predecessor, in its sample's row, and no other place", cases=cuts())
+def predecessors(subject: Subject[Any], case: Cut) -> None:
+    for micro_batch, batch in builds(subject, case):
+        _require_predecessors(case.columns, micro_batch, batch)
+
+
+def _require_predecessors(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: DenseBatch) -> None:
+    ids, mask, gather = batch["input_ids"].numpy(), batch["attention_mask"].numpy(), batch.gather
+    remedy = "Give each response token with a predecessor one entry: its place on the action axis, its row, and the column before its own"
+    due = _scored(columns, micro_batch)
+    for name in ("actions", "rows", "columns"):
+        array = getattr(gather, name)
+        require(array.dtype == np.int64, f"gather.{name} is {array.dtype}, not int64", remedy)
+        require(array.shape == (len(due),), f"gather.{name} has shape {array.shape} for {len(due)} tokens to score", remedy)
+    places = list(zip(gather.actions.tolist(), gather.rows.tolist(), gather.columns.tolist(), strict=True))
+    require(len({(row, column) for _, row, column in places}) == len(places), "two response tokens are scored at one place", remedy)
+    for (place, row, column), (action, own_row, predecessor, token) in zip(places, due, strict=True):
+        entry = f"the entry for action {place} in row {row}, column {column}"
+        require((place, row) == (action, own_row), f"{entry} stands where action {action} in row {own_row} is due", remedy)
+        require(0 <= column < ids.shape[1] - 1, f"{entry} lies outside what can predict", remedy)
+        require(mask[row, column] == 1 and mask[row, column + 1] == 1, f"{entry} lies on padding", remedy)
+        require(
+            (ids[row, column], ids[row, column + 1]) == (predecessor, token),
+            f"{entry} reads {ids[row, column]} before {ids[row, column + 1]}, where {predecessor} stands before {token}",
+            remedy,
+        )
+
+
+def _scored(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[tuple[int, int, int, int]]:
+    """(action, row, predecessor, token) of every response token that has a predecessor."""
+    due, action = [], 0
+    for row, samples in enumerate(row_samples(micro_batch)):
+        for sample in samples:
+            held = columns.input_ids[columns.token_offsets[sample] : columns.token_offsets[sample + 1]].tolist()
+            actions = int(columns.action_offsets[sample + 1] - columns.action_offsets[sample])
+            for position in range(len(held) - actions, len(held)):
+                if position > 0:
+                    due.append((action, row, held[position - 1], held[position]))
+                action += 1
+    return due
+
+
+@promise("Rows of several samples have `cu_seqlens`, which bound each sample at its alignment", cases=cuts())
+def bounds(subject: Subject[Any], case: Cut) -> None:
+    for micro_batch, batch in builds(subject, case):
+        _require_bounds(case.columns, micro_batch, batch)
+
+
+def _require_bounds(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: DenseBatch) -> None:
+    remedy = "Give int32 columns in which the samples begin, and the end of the last; each on a multiple of micro_batch.alignment"
+    if batch.cu_seqlens is None:
+        require(max(map(len, row_samples(micro_batch))) <= 1, "a row of several samples has no cu_seqlens", remedy)
+        return
+    require(len(batch.cu_seqlens) == micro_batch.rows, "cu_seqlens have not one entry per row", remedy)
+    lengths, mask = np.diff(columns.token_offsets), batch["attention_mask"].numpy()
+    for row, (samples, ends) in enumerate(zip(row_samples(micro_batch), batch.cu_seqlens, strict=True)):
+        told = f"cu_seqlens of row {row} are {ends.dtype} {ends.tolist()}"
+        require(ends.dtype == np.int32 and ends.shape == (len(samples) + 1,), f"{told} for {len(samples)} samples", remedy)
+        require(ends[0] == 0 and ends[-1] <= micro_batch.width, f"{told} in a row of {micro_batch.width} columns", remedy)
+        real = np.zeros(micro_batch.width, dtype=np.int64)
+        for sample, (begin, end) in zip(samples, pairwise(ends.tolist()), strict=True):
+            require(begin + lengths[sample] <= end, f"{told} and cut sample {sample} of {lengths[sample]} tokens", remedy)
+            require(
+                (end - begin) % micro_batch.alignment == 0,
+                f"{told} where samples take multiples of {micro_batch.alignment}",
+                remedy,
+            )
+            real[begin : begin + lengths[sample]] = 1
+        require(np.array_equal(mask[row], real), f"{told}, but its tokens lie elsewhere", remedy)
+
+
+def _no_reference(subject: Subject[Any]) -> str | None:
+    return None if "reference" in subject.hooks else "there is no reference to compare with"
+
+
+EVERY = ("router_replay", "vision")
+
+
+@promise(
+    "Every field is the reference's bit for bit: value, dtype, shape and contiguity, with NaN, -0.0, denormals and ids beyond 32 bits",
+    cases=cuts(*EVERY),
+    exempt=_no_reference,
+)
+def reference(subject: Subject[Any], case: Cut) -> None:
+    for micro_batch, batch in builds(subject, case):
+        require_same_fields(batch, subject.hooks["reference"](case.columns, micro_batch), "Compare with the reference")
+
+
+@promise("A row is the same, bit for bit, whatever rows are built with it", cases=cuts(*EVERY))
+def rows_alone(subject: Subject[Any], case: Cut) -> None:
+    """Builds of micro-batches are the build of the whole plan cut into pieces, and rows of the same samples are equal in every plan."""
+    remedy = "Let a row depend on its samples, the width and the alignment alone"
+    plan = planned(subject, case)
+    one_rank = planned(subject, Cut(case.columns, Layout())).joined
+    joined = plan.joined
+    width = {name: max(getattr(each, name) for each in (joined, one_rank)) for name in ("width", "action_width")}
+    whole = built(subject, case.columns, evolve(joined, **width))
+    parts = [built(subject, case.columns, evolve(micro_batch, **width)) for micro_batch in plan.micro_batches]
+    require_same_fields(whole, {name: np.concatenate([part[name].numpy() for part in parts]) for name in parts[0].fields}, remedy)
+    if one_rank.alignment != joined.alignment:
+        return
+    other = built(subject, case.columns, evolve(one_rank, **width))
+    places = {samples: row for row, samples in enumerate(row_samples(one_rank))}
+    for row, samples in enumerate(row_samples(joined)):
+        if samples in places:
+            for name in whole.fields.keys() - whole.ragged_offsets.keys():
+                require_same_field(name, whole[name][row].numpy(), other[name][places[samples]].numpy(), remedy)
+
+
+@frozen(eq=False)
+class Asked:
+    """A cut, and which of the fields that there are to ask for: the i-th by name where bit i is set."""
+
+    cut: Cut
+    bits: int
+
+    def __str__(self) -> str:
+        return str(self.cut)
+
+    def of(self, names: Iterable[str]) -> list[str]:
+        return [name for place, name in enumerate(sorted(names)) if self.bits >> place & 1]
+
+
+def _asked(subject: Subject[Any]) -> st.SearchStrategy[Asked]:
+    return st.builds(Asked, cuts(*EVERY)(subject), st.integers(0, 2**20 - 1))
+
+
+@promise(
+    "It builds the fields that are asked for, all there are where none is named, and no column that the samples do not have",
+    cases=_asked,
+)
+def fields(subject: Subject[Any], case: Asked) -> None:
+    remedy = "Build the fields that are named and there; everything there is where fields is None"
+    columns = case.cut.columns
+    for micro_batch, everything in builds(subject, case.cut):
+        for name in COLUMN_NAMES:
+            require(
+                (name in everything.fields) == (name in columns.columns),
+                f"column {name!r} is {'left out' if name in columns.columns else 'invented'}",
+                remedy,
+            )
+        names = case.of(everything.fields)
+        some = built(subject, columns, micro_batch, fields=[*names, "a_field_nobody_has"])
+        require_same_fields(some, {name: everything[name].numpy() for name in names}, remedy)
+        require(
+            some.ragged_offsets.keys() == everything.ragged_offsets.keys() & {*names}, "ragged_offsets are of other fields", remedy
+        )
+        for name in ("actions", "rows", "columns"):
+            require_same_field(f"gather.{name}", getattr(some.gather, name), getattr(everything.gather, name), remedy)
+
+
+@promise("What it built stays as it is while it builds more, and the same rows give the same bytes again", cases=cuts(*EVERY))
+def own_memory(subject: Subject[Any], case: Cut) -> None:
+    """Pipelines hold several micro-batches at a time, and autograd keeps them until the backward pass is through."""
+    collator = subject.make()
+    plan = list(planned(subject, case).micro_batches)
+    first = [built_by(collator, subject.label, case.columns, micro_batch) for micro_batch in plan]
+    kept = [_copied(batch) for batch in first]
+    again = [_copied(built_by(collator, subject.label, case.columns, micro_batch)) for micro_batch in plan]
+    for batch, copies, anew in zip(first, kept, again, strict=True):
+        require(
+            copies.keys() == anew.keys(), "the same rows give other fields when they are built again", "Keep nothing between builds"
+        )
+        for name, array in _copied(batch).items():
+            require_same_field(f"{name}, after later builds,", array, copies[name], "Return memory of its own from every build")
+            require_same_field(f"{name}, built again,", anew[name], copies[name], "Keep nothing between builds")
+
+
+def _copied(batch: DenseBatch) -> dict[str, AnyArray]:
+    index = {f"gather.{name}": getattr(batch.gather, name) for name in ("actions", "rows", "columns")}
+    return {name: array.copy() for name, array in ({name: field.numpy() for name, field in batch.fields.items()} | index).items()}
+
+
+BUILD_PROMISES: tuple[Promise[Any, Any], ...] = (tokens, predecessors, bounds, reference, rows_alone, fields, own_memory)

@@ -1,0 +1,112 @@
+"""Samples and layouts that a collator is tried on, its plans and builds of them, and what every comparison of fields asks."""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+from hypothesis import strategies as st
+
+from skyrl_engine.contracts.kinds.collator import Collator, DenseBatch, carried_by
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan
+from skyrl_engine.contracts.values.ragged import AnyArray, IntArray
+from skyrl_engine.errors import EngineError, UnsupportedError
+from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.testing.collators import strategies
+from skyrl_engine.testing.promise import Broken, Undecidable
+from skyrl_engine.testing.subject import Subject
+
+
+@frozen(eq=False)
+class Cut:
+    """Samples, and a layout that they fit into."""
+
+    columns: SampleColumns
+    layout: Layout
+
+    def __str__(self) -> str:
+        lengths = self.columns.lengths
+        extras = f", with {', '.join(sorted(self.columns.extras))}" if self.columns.extras else ""
+        return f"samples of {_listed(lengths.tokens)} tokens, of which the last {_listed(lengths.actions)} are actions{extras}\n{self.layout}"
+
+
+def _listed(numbers: IntArray) -> str:
+    return ", ".join(map(str, numbers.tolist()))
+
+
+def cuts(*extras: str) -> Callable[[Subject[Any]], st.SearchStrategy[Cut]]:
+    """Cuts by the subject's own `layouts` where it has them; samples carry those of the named extras that the collator declares."""
+
+    def cases(subject: Subject[Any]) -> st.SearchStrategy[Cut]:
+        layouts = subject.hooks.get("layouts", strategies.layouts)
+        carries = sorted(carried_by(subject.make()) & {*extras})
+
+        @st.composite
+        def drawn(draw: st.DrawFn) -> Cut:
+            columns = draw(strategies.sample_columns(carries=carries))
+            return Cut(columns, draw(layouts(columns.lengths)))
+
+        return drawn()
+
+    return cases
+
+
+def planned(subject: Subject[Any], case: Cut) -> BatchPlan:
+    """The subject's plan of the case. Raises Broken where it has none although the samples fit the layout, which it may refuse as such."""
+    try:
+        with blaming(Owner(subject.label, "Correct it"), "plan"):
+            return subject.make().plan(case.columns.lengths, case.layout)  # type: ignore[no-any-return]
+    except UnsupportedError as refused:
+        raise Undecidable(refused.cause) from refused
+    except EngineError as failed:
+        raise Broken(failed.cause, failed.remedy) from failed
+
+
+def built(subject: Subject[Any], columns: SampleColumns, rows: MicroBatchPlan, **asked: Any) -> DenseBatch:
+    """The subject's build of these rows. Raises Broken where it fails."""
+    return built_by(subject.make(), subject.label, columns, rows, **asked)
+
+
+def built_by(collator: Collator, label: str, columns: SampleColumns, rows: MicroBatchPlan, **asked: Any) -> DenseBatch:
+    """As `built`, by a collator that exists already."""
+    try:
+        with blaming(Owner(label, "Correct it"), "build"):
+            return collator.build(columns, rows, **asked)
+    except EngineError as failed:
+        raise Broken(failed.cause, failed.remedy) from failed
+
+
+def builds(subject: Subject[Any], case: Cut) -> Iterator[tuple[MicroBatchPlan, DenseBatch]]:
+    """Every micro-batch of the subject's plan and what it builds of it."""
+    for rows in planned(subject, case).micro_batches:
+        yield rows, built(subject, case.columns, rows)
+
+
+def row_samples(micro_batch: MicroBatchPlan) -> list[tuple[int, ...]]:
+    """The samples of each row."""
+    samples = micro_batch.samples.tolist()
+    return [tuple(samples[start:stop]) for start, stop in pairwise(micro_batch.row_offsets.tolist())]
+
+
+def require(condition: Any, cause: str, remedy: str) -> None:
+    """Raise Broken unless the condition holds."""
+    if not condition:
+        raise Broken(cause, remedy)
+
+
+def require_same_field(name: str, got: AnyArray, due: AnyArray, remedy: str = "Compare the two") -> None:
+    """Raise Broken unless both are equal bit for bit: dtype, shape, C-contiguity and every byte, so that NaN and -0.0 count."""
+    require(got.dtype == due.dtype, f"{name} is {got.dtype}, not {due.dtype}", remedy)
+    require(got.shape == due.shape, f"{name} has shape {got.shape}, not {due.shape}", remedy)
+    require(got.flags.c_contiguous, f"{name} is not C-contiguous", "Return np.ascontiguousarray(field)")
+    require(got.tobytes() == np.ascontiguousarray(due).tobytes(), f"{name} is\n{got}\nnot\n{due}", remedy)
+
+
+def require_same_fields(batch: DenseBatch, due: Mapping[str, AnyArray], remedy: str = "Compare the two") -> None:
+    """Raise Broken unless the batch has these fields and no others, each the same bit for bit."""
+    require(batch.fields.keys() == due.keys(), f"fields are {sorted(batch.fields)} where {sorted(due)} are due", remedy)
+    for name, array in due.items():
+        require(batch[name].is_contiguous(), f"{name} is not contiguous", "Return np.ascontiguousarray(field)")
+        require_same_field(name, batch[name].numpy(), array, remedy)

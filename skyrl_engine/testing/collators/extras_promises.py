@@ -1,0 +1,111 @@
+"""Promises about what samples carry beside tokens: expert routes and images in dense rows."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from skyrl_engine.contracts.kinds.collator import ROUTER_PADDING_MASK, DenseBatch
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
+from skyrl_engine.contracts.values.plan import MicroBatchPlan
+from skyrl_engine.contracts.values.ragged import IntArray
+from skyrl_engine.testing.collators.cases import Cut, builds, cuts, require, require_same_field, row_samples
+from skyrl_engine.testing.promise import Promise, promise
+from skyrl_engine.testing.subject import Subject
+
+
+def _require_presence(batch: DenseBatch, columns: SampleColumns, field: str, extra: str) -> None:
+    there = field in batch.fields
+    require(
+        there == (extra in columns.extras),
+        f"{field} is {'there without' if there else 'left out with'} {extra} in the samples",
+        "Declare in carries what is laid over rows, and make its fields where samples have it",
+    )
+
+
+@promise(
+    "Captured expert routes lie at the first tokens of their sample, and masked experts 0, 1, ... everywhere else",
+    cases=cuts("router_replay"),
+)
+def expert_routes(subject: Subject[Any], case: Cut) -> None:
+    for micro_batch, batch in builds(subject, case):
+        for field in (EXPERT_ROUTES, ROUTER_PADDING_MASK):
+            _require_presence(batch, case.columns, field, EXPERT_ROUTES)
+        if EXPERT_ROUTES in case.columns.extras:
+            _require_routes(case.columns, micro_batch, batch)
+
+
+def _require_routes(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: DenseBatch) -> None:
+    captured, routes = columns.extras[EXPERT_ROUTES], batch[EXPERT_ROUTES].numpy()
+    shape = (micro_batch.rows, micro_batch.width)
+    form, due = (routes.dtype, routes.shape), (captured.values.dtype, (*shape, *captured.values.shape[1:]))
+    require(form == due, f"expert_routes is {form[0]} {form[1]}, not {due[0]} {due[1]}", "Keep the dtype of the columns")
+    padding = np.ones(shape, dtype=np.bool_)
+    for sample, row, places in _token_places(batch, columns, micro_batch):
+        mine = captured[sample]
+        padding[row, places[: len(mine)]] = False
+        require(
+            np.array_equal(routes[row, places[: len(mine)]], mine),
+            f"sample {sample} has lost the routes of its first {len(mine)} tokens",
+            "Write captured routes from the first token of the sample on",
+        )
+    remedy = "Make it False at captured routes alone"
+    require_same_field(ROUTER_PADDING_MASK, batch[ROUTER_PADDING_MASK].numpy(), padding, remedy)
+    require(
+        (routes[padding] == np.arange(routes.shape[-1])).all(),
+        "expert_routes do not hold experts 0, 1, ... where none was captured",
+        "Fill with arange(topk): a router that sees one expert twice fails",
+    )
+
+
+@promise(
+    "Patches and grids follow one another as the samples do, `ragged_offsets` say whose they are, token types lie at their tokens",
+    cases=cuts("vision"),
+)
+def images(subject: Subject[Any], case: Cut) -> None:
+    for micro_batch, batch in builds(subject, case):
+        for field in (PIXEL_VALUES, IMAGE_GRID, TOKEN_TYPES):
+            _require_presence(batch, case.columns, field, field)
+        _require_images(case.columns, micro_batch, batch)
+
+
+def _require_images(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: DenseBatch) -> None:
+    remedy = "Append what the samples have in the plan's order, and give int64 ragged_offsets of samples + 1 entries"
+    for name in (PIXEL_VALUES, IMAGE_GRID):
+        require((name in batch.ragged_offsets) == (name in batch.fields), f"ragged_offsets and fields disagree on {name}", remedy)
+        if name not in columns.extras:
+            continue
+        view, array, offsets = columns.extras[name], batch[name].numpy(), batch.ragged_offsets[name]
+        require(array.dtype == view.values.dtype, f"{name} is {array.dtype}, not {view.values.dtype}", remedy)
+        spans = offsets.dtype == np.int64 and offsets.shape == (len(micro_batch.samples) + 1,)
+        require(
+            spans and (offsets[0], offsets[-1]) == (0, len(array)),
+            f"ragged_offsets of {name} are {offsets.dtype} {offsets.tolist()} for {len(micro_batch.samples)} samples",
+            remedy,
+        )
+        for place, sample in enumerate(micro_batch.samples.tolist()):
+            found, due = array[offsets[place] : offsets[place + 1]], np.ascontiguousarray(view[sample])
+            require(found.tobytes() == due.tobytes(), f"{name} of sample {sample} are another's", remedy)
+    if TOKEN_TYPES in columns.extras:
+        due = np.zeros((micro_batch.rows, micro_batch.width), dtype=np.int64)
+        for sample, row, places in _token_places(batch, columns, micro_batch):
+            mine = columns.extras[TOKEN_TYPES][sample]
+            due[row, places[: len(mine)]] = mine
+        require_same_field(
+            TOKEN_TYPES, batch[TOKEN_TYPES].numpy(), due, "Write token types where the sample's tokens lie, 0 elsewhere"
+        )
+
+
+def _token_places(batch: DenseBatch, columns: SampleColumns, micro_batch: MicroBatchPlan) -> Iterator[tuple[int, int, IntArray]]:
+    """Every sample, its row, and the columns of its tokens, by the attention mask."""
+    lengths = np.diff(columns.token_offsets)
+    mask = batch["attention_mask"].numpy()
+    for row, samples in enumerate(row_samples(micro_batch)):
+        real, begin = np.flatnonzero(mask[row]), 0
+        for sample in samples:
+            yield sample, row, real[begin : begin + int(lengths[sample])]
+            begin += int(lengths[sample])
+
+
+EXTRAS_PROMISES: tuple[Promise[Any, Any], ...] = (expert_routes, images)

@@ -1,0 +1,145 @@
+"""Promises about a collator's plans: which samples share a row, a micro-batch, a rank and a mini-batch."""
+
+from itertools import pairwise
+from typing import Any, get_args
+
+import numpy as np
+
+from skyrl_engine.contracts.kinds.collator import Carried, carried_by
+from skyrl_engine.contracts.values.plan import BatchPlan
+from skyrl_engine.contracts.values.ragged import IntArray
+from skyrl_engine.testing.collators.cases import Cut, cuts, planned, require, row_samples
+from skyrl_engine.testing.promise import Promise, promise
+from skyrl_engine.testing.subject import Subject
+
+
+@promise("Every sample is planned exactly once, and the plan keeps the caller's sample ids", cases=cuts())
+def samples_once(subject: Subject[Any], case: Cut) -> None:
+    plan, lengths = planned(subject, case), case.columns.lengths
+    found = np.concatenate([np.zeros(0, dtype=np.int64), *(micro_batch.samples for micro_batch in plan.micro_batches)])
+    times = np.bincount(found, minlength=len(lengths))
+    wrong = np.flatnonzero(times != 1).tolist()
+    require(
+        not wrong,
+        f"sample {wrong[:1]} of {len(lengths)} is planned {times[wrong[:1]]} times",
+        "Put every position of the batch into one row",
+    )
+    require(
+        np.array_equal(plan.sample_ids, lengths.sample_ids),
+        "sample_ids are not the batch's, in its order",
+        "Pass lengths.sample_ids on",
+    )
+
+
+@promise("No mini-batch cuts a group, and no micro-batch cuts a unit", cases=cuts())
+def groups_and_units(subject: Subject[Any], case: Cut) -> None:
+    plan, lengths = planned(subject, case), case.columns.lengths
+    mini_batches = [mini_batch.samples for mini_batch in plan.mini_batches]
+    _require_whole(mini_batches, lengths.group_ids, "group", "mini-batches")
+    _require_whole([micro_batch.samples for micro_batch in plan.micro_batches], lengths.unit_ids, "unit", "micro-batches")
+
+
+def _require_whole(parts: list[IntArray], labels: IntArray, name: str, parts_name: str) -> None:
+    seen: set[int] = set()
+    for part in parts:
+        inside = set(labels[part].tolist())
+        shared = sorted(inside & seen)
+        require(
+            not shared, f"{name} {shared[:1]} is cut over {parts_name}", f"Deal out whole {name}s: contracts.Bundles, inseparable"
+        )
+        seen |= inside
+
+
+@promise("Every mini-batch has a part for each data-parallel rank, and all parts have equally many micro-batches", cases=cuts())
+def ranks_in_step(subject: Subject[Any], case: Cut) -> None:
+    remedy = "Fill up with micro-batches of one empty row"
+    for mini_batch in planned(subject, case).mini_batches:
+        require(
+            len(mini_batch.ranks) == case.layout.dp,
+            f"a mini-batch has {len(mini_batch.ranks)} parts for {case.layout.dp} data-parallel ranks",
+            remedy,
+        )
+        counts = [len(rank) for rank in mini_batch.ranks]
+        require(len(set(counts)) == 1, f"ranks have {counts} micro-batches, so some wait for ever for the others", remedy)
+
+
+@promise("Mini-batches and micro-batches stay within the layout's samples, rows and tokens", cases=cuts())
+def sizes(subject: Subject[Any], case: Cut) -> None:
+    plan, layout = planned(subject, case), case.layout
+    for mini_batch in plan.mini_batches:
+        count = len(mini_batch.samples)
+        require(
+            layout.mini_batch_size is None or count <= layout.mini_batch_size,
+            f"a mini-batch has {count} samples where {layout.mini_batch_size} are allowed",
+            "Cut by layout.mini_batch_size",
+        )
+    for micro_batch in plan.micro_batches:
+        require(
+            layout.micro_batch_rows is None or micro_batch.rows <= layout.micro_batch_rows,
+            f"a micro-batch has {micro_batch.rows} rows where {layout.micro_batch_rows} are allowed",
+            "Cut by layout.micro_batch_rows",
+        )
+        require(
+            layout.micro_batch_tokens is None or micro_batch.dense_tokens <= layout.micro_batch_tokens,
+            f"a micro-batch has {micro_batch.dense_tokens} tokens, padding included, where {layout.micro_batch_tokens} are allowed",
+            "Cut by layout.micro_batch_tokens, which counts rows x width",
+        )
+
+
+@promise(
+    "Rows are well formed: int64 offsets that rise from 0, one row and one column at least, and room for every sample", cases=cuts()
+)
+def rows(subject: Subject[Any], case: Cut) -> None:
+    tokens = case.columns.lengths.tokens
+    remedy = "Row r holds samples[row_offsets[r]:row_offsets[r + 1]], which together are no longer than width"
+    for micro_batch in planned(subject, case).micro_batches:
+        offsets = micro_batch.row_offsets
+        dtypes = {micro_batch.samples.dtype.name, offsets.dtype.name}
+        require(dtypes == {"int64"}, f"samples and row_offsets are {sorted(dtypes)}, not int64", remedy)
+        spans = len(offsets) > 0 and (offsets[0], offsets[-1]) == (0, len(micro_batch.samples)) and (np.diff(offsets) >= 0).all()
+        require(spans, f"row_offsets {offsets.tolist()} do not rise from 0 to {len(micro_batch.samples)}", remedy)
+        require(micro_batch.rows >= 1, "a micro-batch has no row", "Give it an empty one")
+        require(micro_batch.width >= 1, "a row has no column", "Give it one")
+        for start, stop in pairwise(offsets.tolist()):
+            held = int(tokens[micro_batch.samples[start:stop]].sum())
+            require(held <= micro_batch.width, f"samples of {held} tokens share a row of {micro_batch.width}", remedy)
+
+
+@promise("It keeps what it declares: `padded` rows hold one sample at most, and `carries` names capabilities", cases=cuts())
+def declarations(subject: Subject[Any], case: Cut) -> None:
+    collator = subject.make()
+    require(collator.rows in ("padded", "packed"), f"rows is {collator.rows!r}", "Declare rows as padded or packed")
+    unknown = sorted(carried_by(collator) - {*get_args(Carried)})
+    require(not unknown, f"carries names {', '.join(unknown)}", f"Declare in carries some of {', '.join(get_args(Carried))}")
+    if collator.rows == "padded":
+        for micro_batch in planned(subject, case).micro_batches:
+            most = max(map(len, row_samples(micro_batch)))
+            require(most <= 1, f"a row holds {most} samples where padded rows are declared", 'Declare rows = "packed"')
+
+
+@promise("The same lengths give the same plan", cases=cuts())
+def same_plan(subject: Subject[Any], case: Cut) -> None:
+    one, other = (_written(planned(subject, case)) for _ in range(2))
+    require(one == other, "planning the same lengths twice gives two plans", "Let plans be functions of lengths and layout alone")
+
+
+def _written(plan: BatchPlan) -> list[Any]:
+    """The plan in plain lists."""
+    return [
+        [
+            [(each.samples.tolist(), each.row_offsets.tolist(), each.width, each.action_width, each.alignment) for each in rank]
+            for rank in mini_batch.ranks
+        ]
+        for mini_batch in plan.mini_batches
+    ]
+
+
+PLAN_PROMISES: tuple[Promise[Any, Any], ...] = (
+    samples_once,
+    groups_and_units,
+    ranks_in_step,
+    sizes,
+    rows,
+    declarations,
+    same_plan,
+)
