@@ -78,7 +78,7 @@ class Promise(Generic[Subject, Case]):
     effort: float = 1.0
 
     def hold(self, subject: Subject, *, examples: int = EXAMPLES, derandomize: bool = True, shrink: bool = True) -> Finding:
-        """Hold the subject to the promise; with `derandomize` on the same cases every time, with `shrink` down to the smallest that breaks it."""
+        """Hold the subject to the promise: with `derandomize` on the same cases every time, with `shrink` down to the smallest case."""
         exemption = self.exempt(subject)
         if exemption is not None:
             return self._finding("not claimed", exemption)

@@ -1,8 +1,8 @@
-"""CPU time of collation against a peer's collators over the same samples: from Python lists, and from columns into reused memory.
+"""CPU time of collation against a peer's collators over the same samples: from Python lists, and from columns.
 
 Rounds are interleaved in one process on one thread; figures are ratios of the least CPU times. "lists in" makes columns of Python lists, plans,
 and builds every field; "columns in" plans and builds every field; "as trained" plans and builds what a training step asks for, the model's
-inputs and the gather index. The last figure is the time to write all fields over that of a plain copy of the same bytes.
+inputs and the gather index.
 Run with `nox -s bench`; `measuring/peer.py` says where the peer comes from.
 """
 
@@ -17,10 +17,9 @@ from measuring.cpu_time import interleaved, machine
 from measuring.peer import columns_of, peer_module
 
 from skyrl_engine.contracts.kinds.collator import MODEL_INPUTS
-from skyrl_engine.contracts.values.buffers import ReusableBuffers
 from skyrl_engine.contracts.values.columns import SampleColumns
-from skyrl_engine.contracts.values.plan import Layout, MicroBatchPlan, one_sample_per_row
-from skyrl_engine_collators import kernels, packed, padded
+from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine_collators import kernels
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded.collator import PaddedCollator
 
@@ -49,66 +48,32 @@ def main() -> None:
     headline = {}
     for case in CASES:
         times = measured(peer, case, engines)
-        theirs, writing, copy = times.pop("peer"), times.pop("writing"), times.pop("copy")
+        theirs = times.pop("peer")
         ratios = {name: theirs / seconds for name, seconds in times.items()}
         headline[case] = ratios.get("lists in, native", ratios["lists in, numpy"])
         listed = ", ".join(f"{name} {ratio:.1f}x" for name, ratio in ratios.items())
-        print(f"{case[0]} {case[1]} {case[2]}: peer {theirs * 1e3:.1f} ms; {listed}; writing takes {writing / copy:.2f} of a copy")
+        print(f"{case[0]} {case[1]} {case[2]}: peer {theirs * 1e3:.1f} ms; {listed}")
     of_padded, of_packed = (headline[case] for case in HEADLINE)
     print(f"headline, Python lists to dense tensors, {engines[-1]}, 1024 samples: padded {of_padded:.1f}x, packed {of_packed:.1f}x")
 
 
 def measured(peer: Any, case: tuple[str, int, str, int], engines: list[str]) -> dict[str, float]:
-    """Least CPU seconds of every way to make the batch; "writing" is by the last engine."""
+    """Least CPU seconds of every way to make the batch."""
     kind, size, lengths, capacity = case
     batch = peer.make_batch(kind, size, lengths, 0)
     collator = PackedCollator(max_tokens_per_microbatch=capacity) if kind == "packed" else PaddedCollator()
-    columns, buffers = columns_of(kind, batch), ReusableBuffers(generations=1)
-    plan = planned(collator, columns)
-    outputs = [tensor.numpy() for tensor in collator.build(columns, plan).fields.values()]
-    copies = [array.copy() for array in outputs]
+    columns, layout = columns_of(kind, batch), EIGHT_RANKS if kind == "packed" else Layout()
 
     def build(source: Callable[[], SampleColumns], fields: tuple[str, ...] | None = None) -> None:
         given = source()
-        collator.build(given, planned(collator, given), fields=fields, out=buffers)
-
-    def copy() -> None:
-        for output, kept in zip(outputs, copies, strict=True):
-            np.copyto(output, kept)
+        collator.build(given, collator.plan(given.lengths, layout).joined, fields=fields)
 
     works: dict[str, Callable[[], object]] = {"peer": peer.bound_call(peer.Case(*case), batch)}
     for engine in engines:
         works[f"lists in, {engine}"] = partial(on_engine, engine, partial(build, partial(columns_of, kind, batch)))
         works[f"columns in, {engine}"] = partial(on_engine, engine, partial(build, lambda: columns))
         works[f"as trained, {engine}"] = partial(on_engine, engine, partial(build, lambda: columns, MODEL_INPUTS))
-    works["writing"] = partial(on_engine, engines[-1], writer(collator, columns, plan, buffers))
-    return interleaved({**works, "copy": copy}, ROUNDS[size])
-
-
-def writer(
-    collator: PaddedCollator | PackedCollator, columns: SampleColumns, plan: MicroBatchPlan, buffers: ReusableBuffers
-) -> Callable[[], object]:
-    """Writes every field and nothing else, where the rows are already known."""
-    layout, rows_of = (
-        (packed, packed.vectorized.PackedRows) if collator.rows == "packed" else (padded, padded.vectorized.PaddedRows)
-    )
-    rows, names = rows_of.of(columns, plan), layout.vectorized.field_names(columns)
-
-    def write() -> object:
-        compiled = kernels.kernels()
-        if compiled is None:
-            return layout.vectorized.build_fields(columns, rows, 0, names, buffers)
-        return layout.native.build_fields(compiled, columns, rows, 0, names, buffers)
-
-    return write
-
-
-def planned(collator: PaddedCollator | PackedCollator, columns: SampleColumns) -> MicroBatchPlan:
-    """All rows in one micro-batch, as the peer makes them."""
-    if isinstance(collator, PackedCollator):
-        return collator.plan_whole(columns.lengths, EIGHT_RANKS)
-    lengths = columns.lengths
-    return one_sample_per_row(np.arange(len(columns)), int(lengths.tokens.max()), int(lengths.actions.max()))
+    return interleaved(works, ROUNDS[size])
 
 
 def on_engine(engine: str, work: Callable[[], object]) -> None:

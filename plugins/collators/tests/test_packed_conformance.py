@@ -4,12 +4,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from attrs import evolve
-from hypothesis import assume, given, settings
+from attrs import astuple, evolve
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine import DataError
-from skyrl_engine.contracts import Layout, SampleColumns, collate
+from skyrl_engine.contracts import Layout, SampleColumns, SampleLengths, collate
 from skyrl_engine.testing.collators import strategies
 from skyrl_engine.testing.collators.cases import require_same_field
 from skyrl_engine.testing.collators.plan_promises import PLAN_PROMISES
@@ -38,20 +38,20 @@ class TestPackedFirstFit(PackedConformance):
     pass
 
 
-class TestPackedBalanced(PackedConformance):
+class PlansConformance(PackedConformance):
+    """For what decides where samples lie and nothing else: rows are built as above, and the exhaustive tests build them."""
+
+    promises = PLAN_PROMISES
+
+
+class Balanced(PackedConformance):
     def collator(self):
         return PackedCollator(PAD, policy="balanced")
 
 
-class TestPackedConcat(PackedConformance):
+class Concat(PackedConformance):
     def collator(self):
         return PackedCollator(PAD, policy="concat")
-
-
-class PlansConformance(PackedConformance):
-    """For what decides where samples lie and nothing else: rows are built as under the policy above, and `nox -s exhaustive` builds them."""
-
-    promises = PLAN_PROMISES
 
 
 class OwnCapacity(PackedConformance):
@@ -76,11 +76,29 @@ class TrueLengths(PackedConformance):
         return strategies.layouts(lengths, parallel=False).map(lambda layout: evolve(layout, micro_batch_rows=None, dp=1))
 
 
+class TestPackedBalanced(Balanced, PlansConformance):
+    pass
+
+
+class TestPackedConcat(Concat, PlansConformance):
+    pass
+
+
 class TestPackedOwnCapacity(OwnCapacity, PlansConformance):
     pass
 
 
 class TestPackedTrueLengths(TrueLengths, PlansConformance):
+    pass
+
+
+@pytest.mark.exhaustive
+class TestRowsOfBalanced(Balanced):
+    pass
+
+
+@pytest.mark.exhaustive
+class TestRowsOfConcat(Concat):
     pass
 
 
@@ -125,7 +143,7 @@ def parallel_layouts(draw):
     )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(
     strategies.sample_columns(max_samples=9, carries=("router_replay", "vision")),
     parallel_layouts(),
@@ -186,15 +204,14 @@ def assert_equals_reference(batch, columns, micro_batch):
 @settings(deadline=None)
 @given(st.data())
 def test_mini_batches_are_cut_as_for_padded_and_packed_each_on_its_own(data):
-    columns = data.draw(strategies.sample_columns(max_samples=9))
-    lengths = columns.lengths
-    layout = evolve(data.draw(strategies.layouts(lengths)), micro_batch_rows=None)
-    assume(layout.mini_batch_size is not None)
+    lengths = data.draw(strategies.sample_lengths(max_samples=9))
+    size = strategies.largest_bundle(lengths, groups=True) + data.draw(st.integers(0, 3))
+    layout = evolve(data.draw(strategies.layouts(lengths)), micro_batch_rows=None, mini_batch_size=size)
     for policy in POLICIES:
         plan = PackedCollator(PAD, policy=policy).plan(lengths, layout)
         for mini_batch in plan.mini_batches:
             samples = np.sort(mini_batch.samples)
-            part = columns.take(samples).lengths
+            part = SampleLengths(*(array[samples] for array in astuple(lengths, recurse=False)))
             alone = plain_rows(part, layout, policy, layout.micro_batch_tokens, True)
             found = [[row.samples.tolist() for row in rank] for rank in mini_batch.ranks]
             assert found == [[samples[row].tolist() for row, _ in rank] for rank in alone]

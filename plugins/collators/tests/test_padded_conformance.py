@@ -78,7 +78,7 @@ def test_the_reinforcement_learning_entry_equals_its_reference_loop(lists: Sampl
     assert_same(collate(PaddedCollator(PAD), columns), expected)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(sample_lists())
 def test_the_gather_index_equals_its_reference_loop(lists: SampleLists):
     columns = lists.to_columns()

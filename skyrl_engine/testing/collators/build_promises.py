@@ -14,6 +14,7 @@ from skyrl_engine.contracts.values.plan import Layout, MicroBatchPlan
 from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.testing.collators.cases import (
     Cut,
+    Planning,
     builds,
     built,
     built_by,
@@ -160,8 +161,8 @@ def reference(subject: Subject[Any], case: Cut) -> None:
 def rows_alone(subject: Subject[Any], case: Cut) -> None:
     """Builds of micro-batches are the build of the whole plan cut into pieces, and rows of the same samples are equal in every plan."""
     remedy = "Let a row depend on its samples, the width and the alignment alone"
-    plan = planned(subject, case)
-    one_rank = planned(subject, Cut(case.columns, Layout())).joined
+    plan = planned(subject, case.planning)
+    one_rank = planned(subject, Planning(case.columns.lengths, Layout())).joined
     joined = plan.joined
     width = {name: max(getattr(each, name) for each in (joined, one_rank)) for name in ("width", "action_width")}
     whole = built(subject, case.columns, evolve(joined, **width))
@@ -223,7 +224,7 @@ def fields(subject: Subject[Any], case: Asked) -> None:
 def own_memory(subject: Subject[Any], case: Cut) -> None:
     """Pipelines hold several micro-batches at a time, and autograd keeps them until the backward pass is through."""
     collator = subject.make()
-    plan = list(planned(subject, case).micro_batches)
+    plan = list(planned(subject, case.planning).micro_batches)
     first = [built_by(collator, subject.label, case.columns, micro_batch) for micro_batch in plan]
     kept = [_copied(batch) for batch in first]
     again = [_copied(built_by(collator, subject.label, case.columns, micro_batch)) for micro_batch in plan]

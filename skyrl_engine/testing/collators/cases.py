@@ -10,13 +10,25 @@ from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.collator import Collator, DenseBatch, carried_by
 from skyrl_engine.contracts.values.columns import SampleColumns
-from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan
-from skyrl_engine.contracts.values.ragged import AnyArray, IntArray
+from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
+from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.collators import strategies
 from skyrl_engine.testing.promise import Broken, Undecidable
 from skyrl_engine.testing.subject import Subject
+
+
+@frozen(eq=False)
+class Planning:
+    """Lengths of samples, and a layout that they fit into."""
+
+    lengths: SampleLengths
+    layout: Layout
+
+    def __str__(self) -> str:
+        tokens, actions = (", ".join(map(str, numbers.tolist())) for numbers in (self.lengths.tokens, self.lengths.actions))
+        return f"samples of {tokens} tokens, of which the last {actions} are actions\n{self.layout}"
 
 
 @frozen(eq=False)
@@ -26,38 +38,51 @@ class Cut:
     columns: SampleColumns
     layout: Layout
 
+    @property
+    def planning(self) -> Planning:
+        return Planning(self.columns.lengths, self.layout)
+
     def __str__(self) -> str:
-        lengths = self.columns.lengths
-        extras = f", with {', '.join(sorted(self.columns.extras))}" if self.columns.extras else ""
-        return f"samples of {_listed(lengths.tokens)} tokens, of which the last {_listed(lengths.actions)} are actions{extras}\n{self.layout}"
+        carried = f"\nwith {', '.join(sorted(self.columns.extras))}" if self.columns.extras else ""
+        return f"{self.planning}{carried}"
 
 
-def _listed(numbers: IntArray) -> str:
-    return ", ".join(map(str, numbers.tolist()))
+def plannings(subject: Subject[Any]) -> st.SearchStrategy[Planning]:
+    """Lengths, and layouts by the subject's own `layouts` where it has them."""
+
+    @st.composite
+    def drawn(draw: st.DrawFn) -> Planning:
+        lengths = draw(strategies.sample_lengths())
+        return Planning(lengths, draw(_layouts(subject)(lengths)))
+
+    return drawn()
+
+
+def _layouts(subject: Subject[Any]) -> Callable[[SampleLengths], st.SearchStrategy[Layout]]:
+    return subject.hooks.get("layouts", strategies.layouts)
 
 
 def cuts(*extras: str) -> Callable[[Subject[Any]], st.SearchStrategy[Cut]]:
     """Cuts by the subject's own `layouts` where it has them; samples carry those of the named extras that the collator declares."""
 
     def cases(subject: Subject[Any]) -> st.SearchStrategy[Cut]:
-        layouts = subject.hooks.get("layouts", strategies.layouts)
         carries = sorted(carried_by(subject.make()) & {*extras})
 
         @st.composite
         def drawn(draw: st.DrawFn) -> Cut:
             columns = draw(strategies.sample_columns(carries=carries))
-            return Cut(columns, draw(layouts(columns.lengths)))
+            return Cut(columns, draw(_layouts(subject)(columns.lengths)))
 
         return drawn()
 
     return cases
 
 
-def planned(subject: Subject[Any], case: Cut) -> BatchPlan:
+def planned(subject: Subject[Any], case: Planning) -> BatchPlan:
     """The subject's plan of the case. Raises Broken where it has none although the samples fit the layout, which it may refuse as such."""
     try:
         with blaming(Owner(subject.label, "Correct it"), "plan"):
-            return subject.make().plan(case.columns.lengths, case.layout)  # type: ignore[no-any-return]
+            return subject.make().plan(case.lengths, case.layout)  # type: ignore[no-any-return]
     except UnsupportedError as refused:
         raise Undecidable(refused.cause) from refused
     except EngineError as failed:
@@ -80,7 +105,7 @@ def built_by(collator: Collator, label: str, columns: SampleColumns, rows: Micro
 
 def builds(subject: Subject[Any], case: Cut) -> Iterator[tuple[MicroBatchPlan, DenseBatch]]:
     """Every micro-batch of the subject's plan and what it builds of it."""
-    for rows in planned(subject, case).micro_batches:
+    for rows in planned(subject, case.planning).micro_batches:
         yield rows, built(subject, case.columns, rows)
 
 

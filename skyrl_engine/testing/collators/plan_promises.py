@@ -8,14 +8,14 @@ import numpy as np
 from skyrl_engine.contracts.kinds.collator import Carried, carried_by
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.ragged import IntArray
-from skyrl_engine.testing.collators.cases import Cut, cuts, planned, require, row_samples
+from skyrl_engine.testing.collators.cases import Planning, planned, plannings, require, row_samples
 from skyrl_engine.testing.promise import Promise, promise
 from skyrl_engine.testing.subject import Subject
 
 
-@promise("Every sample is planned exactly once, and the plan keeps the caller's sample ids", cases=cuts())
-def samples_once(subject: Subject[Any], case: Cut) -> None:
-    plan, lengths = planned(subject, case), case.columns.lengths
+@promise("Every sample is planned exactly once, and the plan keeps the caller's sample ids", cases=plannings)
+def samples_once(subject: Subject[Any], case: Planning) -> None:
+    plan, lengths = planned(subject, case), case.lengths
     found = np.concatenate([np.zeros(0, dtype=np.int64), *(micro_batch.samples for micro_batch in plan.micro_batches)])
     times = np.bincount(found, minlength=len(lengths))
     wrong = np.flatnonzero(times != 1).tolist()
@@ -31,9 +31,9 @@ def samples_once(subject: Subject[Any], case: Cut) -> None:
     )
 
 
-@promise("No mini-batch cuts a group, and no micro-batch cuts a unit", cases=cuts())
-def groups_and_units(subject: Subject[Any], case: Cut) -> None:
-    plan, lengths = planned(subject, case), case.columns.lengths
+@promise("No mini-batch cuts a group, and no micro-batch cuts a unit", cases=plannings, effort=3)
+def groups_and_units(subject: Subject[Any], case: Planning) -> None:
+    plan, lengths = planned(subject, case), case.lengths
     mini_batches = [mini_batch.samples for mini_batch in plan.mini_batches]
     _require_whole(mini_batches, lengths.group_ids, "group", "mini-batches")
     _require_whole([micro_batch.samples for micro_batch in plan.micro_batches], lengths.unit_ids, "unit", "micro-batches")
@@ -50,8 +50,8 @@ def _require_whole(parts: list[IntArray], labels: IntArray, name: str, parts_nam
         seen |= inside
 
 
-@promise("Every mini-batch has a part for each data-parallel rank, and all parts have equally many micro-batches", cases=cuts())
-def ranks_in_step(subject: Subject[Any], case: Cut) -> None:
+@promise("Every mini-batch has a part for each data-parallel rank, and all parts have equally many micro-batches", cases=plannings)
+def ranks_in_step(subject: Subject[Any], case: Planning) -> None:
     remedy = "Fill up with micro-batches of one empty row"
     for mini_batch in planned(subject, case).mini_batches:
         require(
@@ -63,8 +63,8 @@ def ranks_in_step(subject: Subject[Any], case: Cut) -> None:
         require(len(set(counts)) == 1, f"ranks have {counts} micro-batches, so some wait for ever for the others", remedy)
 
 
-@promise("Mini-batches and micro-batches stay within the layout's samples, rows and tokens", cases=cuts())
-def sizes(subject: Subject[Any], case: Cut) -> None:
+@promise("Mini-batches and micro-batches stay within the layout's samples, rows and tokens", cases=plannings)
+def sizes(subject: Subject[Any], case: Planning) -> None:
     plan, layout = planned(subject, case), case.layout
     for mini_batch in plan.mini_batches:
         count = len(mini_batch.samples)
@@ -87,10 +87,11 @@ def sizes(subject: Subject[Any], case: Cut) -> None:
 
 
 @promise(
-    "Rows are well formed: int64 offsets that rise from 0, one row and one column at least, and room for every sample", cases=cuts()
+    "Rows are well formed: int64 offsets that rise from 0, one row and one column at least, and room for every sample",
+    cases=plannings,
 )
-def rows(subject: Subject[Any], case: Cut) -> None:
-    tokens = case.columns.lengths.tokens
+def rows(subject: Subject[Any], case: Planning) -> None:
+    tokens = case.lengths.tokens
     remedy = "Row r holds samples[row_offsets[r]:row_offsets[r + 1]], which together are no longer than width"
     for micro_batch in planned(subject, case).micro_batches:
         offsets = micro_batch.row_offsets
@@ -105,8 +106,8 @@ def rows(subject: Subject[Any], case: Cut) -> None:
             require(held <= micro_batch.width, f"samples of {held} tokens share a row of {micro_batch.width}", remedy)
 
 
-@promise("It keeps what it declares: `padded` rows hold one sample at most, and `carries` names capabilities", cases=cuts())
-def declarations(subject: Subject[Any], case: Cut) -> None:
+@promise("It keeps what it declares: `padded` rows hold one sample at most, and `carries` names capabilities", cases=plannings)
+def declarations(subject: Subject[Any], case: Planning) -> None:
     collator = subject.make()
     require(collator.rows in ("padded", "packed"), f"rows is {collator.rows!r}", "Declare rows as padded or packed")
     unknown = sorted(carried_by(collator) - {*get_args(Carried)})
@@ -117,8 +118,8 @@ def declarations(subject: Subject[Any], case: Cut) -> None:
             require(most <= 1, f"a row holds {most} samples where padded rows are declared", 'Declare rows = "packed"')
 
 
-@promise("The same lengths give the same plan", cases=cuts())
-def same_plan(subject: Subject[Any], case: Cut) -> None:
+@promise("The same lengths give the same plan", cases=plannings)
+def same_plan(subject: Subject[Any], case: Planning) -> None:
     one, other = (_written(planned(subject, case)) for _ in range(2))
     require(one == other, "planning the same lengths twice gives two plans", "Let plans be functions of lengths and layout alone")
 

@@ -124,12 +124,6 @@ def sample_lists(
     def per_action(values: st.SearchStrategy[float]) -> list[list[float]]:
         return [draw(st.lists(values, min_size=len(response), max_size=len(response))) for response in responses]
 
-    def labels() -> list[int]:
-        own, pairs = list(range(count)), [number // 2 for number in range(count)]
-        apart = [number % max(count // 2, 1) for number in range(count)]  # whose partner is far off
-        some = st.sampled_from((own, pairs, apart))
-        return draw(some | st.lists(st.integers(0, max(count // 2, 1)), min_size=count, max_size=count))
-
     lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
     extras: dict[str, list[AnyArray | None]] = {}
     if "router_replay" in carries and count and draw(st.booleans()):
@@ -143,8 +137,8 @@ def sample_lists(
         loss_masks=per_action(weight),
         columns={name: per_action(numbers()) for name in names},
         sample_ids=draw(st.lists(st.integers(0, 2**40), min_size=count, max_size=count, unique=True)),
-        group_ids=labels(),
-        unit_ids=labels(),
+        group_ids=draw(labels(count)),
+        unit_ids=draw(labels(count)),
         extras=extras,
     )
 
@@ -157,9 +151,23 @@ def sample_columns(
     return lists.map(SampleLists.to_columns)
 
 
-def sample_lengths(*, max_samples: int = 7, max_length: int = 6) -> st.SearchStrategy[SampleLengths]:
+@st.composite
+def sample_lengths(draw: st.DrawFn, *, max_samples: int = 7, max_length: int = 6) -> SampleLengths:
     """What a planner sees of such samples."""
-    return sample_columns(max_samples=max_samples, max_length=max_length).map(lambda columns: columns.lengths)
+    count = draw(st.integers(1, max_samples))
+    actions = [draw(st.integers(0, max_length)) for _ in range(count)]
+    prompts = [draw(st.integers(int(of_response == 0), max_length)) for of_response in actions]
+    sample_ids = draw(st.lists(st.integers(0, 2**40), min_size=count, max_size=count, unique=True))
+    tokens = np.add(prompts, actions)
+    arrays = (tokens, actions, sample_ids, draw(labels(count)), draw(labels(count)))
+    return SampleLengths(*(np.asarray(array, dtype=np.int64) for array in arrays))
+
+
+def labels(count: int) -> st.SearchStrategy[list[int]]:
+    """Groups or units of so many samples: each on its own, in pairs, each with one far off, or any."""
+    own, pairs = list(range(count)), [number // 2 for number in range(count)]
+    apart = [number % max(count // 2, 1) for number in range(count)]
+    return st.sampled_from((own, own, pairs, apart)) | st.lists(st.integers(0, max(count // 2, 1)), min_size=count, max_size=count)
 
 
 @st.composite

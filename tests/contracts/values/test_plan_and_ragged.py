@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.values import ragged as ragged_module
-from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
+from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, MiniBatchPlan, one_sample_per_row
 from skyrl_engine.contracts.values.ragged import Ragged, join_segments, offsets_of, segment_indices, take_segments
 
 
@@ -34,7 +34,7 @@ def test_renumbering_keeps_the_rows():
     assert (local.rows, local.width, local.action_width) == (2, 4, 2)
 
 
-@pytest.mark.parametrize("changes", [{"dp": 0}, {"mini_batch_size": 0}, {"micro_batch_rows": -1}, {"width": "other"}])
+@pytest.mark.parametrize("changes", [{"dp": 0}, {"mini_batch_size": 0}, {"micro_batch_rows": -1}])
 def test_a_layout_checks_its_numbers(changes):
     with pytest.raises(ValueError):
         Layout(**changes)
@@ -113,3 +113,20 @@ def test_segments_of_several_parts_are_joined_in_any_order(block, long, lengths,
 def test_ragged_refuses_offsets_that_do_not_fit():
     with pytest.raises(AssertionError):
         Ragged(np.zeros(3), offsets_of([2]))
+
+
+def test_a_plan_joined_has_the_rows_of_its_micro_batches_in_their_order():
+    def rows(samples, offsets, width, action_width):
+        return MicroBatchPlan(np.array(samples, dtype=np.int64), np.array(offsets), width, action_width, alignment=2)
+
+    first = MiniBatchPlan(
+        ((rows([4, 1], [0, 2], 6, 5), rows([], [0, 0], 2, 1)), (rows([0], [0, 1], 8, 2), rows([5], [0, 1], 4, 3)))
+    )
+    second = MiniBatchPlan(((rows([2, 3], [0, 1, 2], 2, 7),), (rows([], [0, 0], 2, 1),)))
+    joined = BatchPlan((first, second), Layout(dp=2), np.arange(6)).joined
+    assert joined.samples.tolist() == [4, 1, 0, 5, 2, 3]
+    assert joined.row_offsets.tolist() == [0, 2, 2, 3, 4, 5, 6, 6]
+    assert (joined.width, joined.action_width, joined.alignment) == (8, 7, 2)
+    nothing = BatchPlan((), Layout(), np.arange(0)).joined
+    assert (nothing.rows, nothing.width, nothing.action_width, nothing.alignment) == (0, 1, 0, 1)
+    assert (nothing.samples.dtype, nothing.row_offsets.dtype) == (np.int64, np.int64)
