@@ -1,4 +1,4 @@
-"""What a build needs beside its inputs and outputs, counted allocation by allocation: NumPy and the kernels both report to tracemalloc."""
+"""The memory that a build needs beside its outputs, counted allocation by allocation: NumPy and the kernels both report to tracemalloc."""
 
 import tracemalloc
 

@@ -69,7 +69,7 @@ class DenseBatch:
 
 
 class Collator(Protocol):
-    """The product of `skyrl_engine_make_collator`.
+    """The product of `skyrl_engine_make_collator`: plans batches, and builds dense tensors of some of their rows.
 
     `rows` declares what a row may hold, which is also the capability that a backend needs for it: one sample at most ("padded"), or
     several ("packed").

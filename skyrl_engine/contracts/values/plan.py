@@ -26,7 +26,7 @@ class SampleLengths:
 
 @frozen
 class Layout:
-    """The sizes by which a training batch is cut.
+    """The cut of a training batch: ranks, and the sizes of mini-batches and micro-batches.
 
     Sizes are samples (`mini_batch_size`), rows (`micro_batch_rows`) or tokens (`micro_batch_tokens`: rows x width, padding included);
     None means "all of it".

@@ -153,7 +153,7 @@ def sample_columns(
 
 @st.composite
 def sample_lengths(draw: st.DrawFn, *, max_samples: int = 7, max_length: int = 6) -> SampleLengths:
-    """What a planner sees of such samples."""
+    """The lengths of such samples, which are all that a planner sees."""
     count = draw(st.integers(1, max_samples))
     actions = [draw(st.integers(0, max_length)) for _ in range(count)]
     prompts = [draw(st.integers(int(of_response == 0), max_length)) for of_response in actions]

@@ -37,7 +37,7 @@ FIELDS_OF = {
 
 @frozen(eq=False)
 class Placement:
-    """Where n samples lie in `shape` (rows, columns): `places` int64[n], ascending, is row * columns + column of each one's first token.
+    """The places of n samples in `shape` (rows, columns): `places` int64[n], ascending, is row * columns + column of each one's first token.
 
     `samples` int64[n] are their numbers in the columns.
     """

@@ -1,4 +1,4 @@
-"""What rows of expert routes and images mean, one token at a time, for any layout that says where its samples begin."""
+"""The definition of expert routes and images in rows, one token at a time, for any layout that says where its samples begin."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ from skyrl_engine.contracts import AnyArray, SampleColumns
 
 @frozen
 class PlacedExtras:
-    """What one sample carries by name, each array [length, ...], the row it lies in and the column of its first token."""
+    """The extras of one sample by name, each array [length, ...], with the sample's row and the column of its first token."""
 
     row: int
     column: int
@@ -19,12 +19,12 @@ class PlacedExtras:
 
 
 def extras_of(columns: SampleColumns, sample: int) -> dict[str, AnyArray]:
-    """What a sample of these columns carries."""
+    """Return the extras of one sample of these columns."""
     return {name: view[sample] for name, view in columns.extras.items()}
 
 
 def forms_of(columns: SampleColumns) -> dict[str, AnyArray]:
-    """Of every extra an array without entries, which has its dtype and the shape of an entry."""
+    """Return an array without entries for each extra, in its dtype and with the shape of an entry."""
     return {name: view.values[:0] for name, view in columns.extras.items()}
 
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class CompiledModule(Protocol):
-    """What `_kernels` offers; native/*.c says what each does. They raise TypeError or ValueError before anything is written."""
+    """The functions of `_kernels`, which native/*.c describe. They raise TypeError or ValueError before anything is written."""
 
     INTERFACE: int
 

@@ -10,7 +10,7 @@ from skyrl_engine.contracts import SampleLengths
 
 LOG = logging.getLogger(__name__)
 NAMED = 5
-"""How many offending samples a message lists."""
+"""The most samples that a message lists."""
 
 
 def check_maximum_length(lengths: SampleLengths, maximum: int | None, overlong: Literal["error", "warn"]) -> None:

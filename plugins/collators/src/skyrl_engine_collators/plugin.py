@@ -18,11 +18,11 @@ class PaddedConfig:
     """Options of `padded`."""
 
     pad_token_id: int | None = field(default=None, validator=optional(ge(0)))
-    """What fills the left of a row; none: the tokenizer's own padding token."""
+    """The token that fills the left of a row; none: the tokenizer's own padding token."""
     max_sequence_length: int | None = field(default=None, validator=optional(ge(1)))
     """The longest sample allowed, in tokens; none: the run's own bound, if it has one. Nothing is truncated."""
     overlong: Literal["error", "warn"] = field(default="error", validator=in_(("error", "warn")))
-    """What a longer sample is: an error, or one warning per batch."""
+    """A longer sample is an error, or one warning per batch."""
 
 
 class PaddedPlugin:
@@ -56,14 +56,14 @@ class PackedConfig:
     max_tokens_per_microbatch: int | None = field(default=None, validator=optional(ge(1)))
     """Tokens of a row; the run's `training.micro_batch_tokens` holds as well, so the smaller counts. With neither: a rank has one row."""
     strict_capacity: bool = field(default=True, validator=instance_of(bool))
-    """Whether the alignment that tensor and context parallel ranks need counts against the tokens of a row. Without it, a row may
+    """Count the alignment that tensor and context parallel ranks need against the tokens of a row. Without it, a row may
     become longer, there are no empty rows, and too few samples for the ranks are an error."""
     pad_token_id: int | None = field(default=None, validator=optional(ge(0)))
-    """What fills the rest of a row; none: the tokenizer's own padding token."""
+    """The token that fills the rest of a row; none: the tokenizer's own padding token."""
     max_sequence_length: int | None = field(default=None, validator=optional(ge(1)))
     """The longest sample allowed, in tokens; none: the run's own bound, if it has one. Nothing is truncated."""
     overlong: Literal["error", "warn"] = field(default="error", validator=in_(("error", "warn")))
-    """What a longer sample is: an error, or one warning per batch."""
+    """A longer sample is an error, or one warning per batch."""
 
 
 class PackedPlugin:

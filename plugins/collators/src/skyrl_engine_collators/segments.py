@@ -1,4 +1,4 @@
-"""Writing many pieces of a flat array into another in one pass."""
+"""Write many pieces of a flat array into another in one pass."""
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,8 @@ def write_segments(
     present = np.flatnonzero(counts)
     if not len(present):
         return
-    filler = np.broadcast_to(
-        np.asarray(fill, dtype=out.dtype), (int(gaps.max()), *out.shape[1:])
-    )  # one place, repeated by its stride
+    # One place, repeated by its stride.
+    filler = np.broadcast_to(np.asarray(fill, dtype=out.dtype), (int(gaps.max()), *out.shape[1:]))
     sources = (filler, source)
     begins, stops = begins[present], (begins + counts)[present]
     pieces = [

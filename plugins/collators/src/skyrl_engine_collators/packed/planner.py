@@ -22,7 +22,7 @@ from skyrl_engine_collators.planning.mini_batches import mini_batches
 
 @frozen
 class Packing:
-    """How rows are filled: `capacity` in tokens, of aligned lengths where it is `strict`, of true lengths otherwise."""
+    """The rules by which rows are filled: `capacity` in tokens, of aligned lengths where it is `strict`, of true lengths otherwise."""
 
     policy: Policy
     capacity: int | None

@@ -1,4 +1,4 @@
-"""What `packed` means, one token at a time. The vectorized form beside it must give the same bytes, dtypes and shapes."""
+"""The definition of `packed`, one token at a time. The vectorized form beside it must give the same bytes, dtypes and shapes."""
 
 from collections.abc import Iterator
 

@@ -15,7 +15,7 @@ from skyrl_engine_collators.segments import write_segments
 
 @frozen(eq=False)
 class PackedRows:
-    """Where n samples lie in R rows.
+    """The places of n samples in R rows.
 
     int64[n]: the sample's `samples` number, its row in `sample_rows`, the column it begins in (`columns`), its length in `tokens`.
     Of its response: `scored` tokens have a predecessor, the first of them is `first_scored` on the flat action axis of the whole columns
@@ -71,7 +71,7 @@ class PackedRows:
 
     @property
     def placement(self) -> Placement:
-        """Where the samples' tokens lie."""
+        """The places of the samples' tokens."""
         return Placement(self.samples, self.sample_rows * self.width + self.columns, (len(self.row_ends), self.width))
 
     @property

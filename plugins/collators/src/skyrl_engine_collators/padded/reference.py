@@ -1,4 +1,4 @@
-"""What `padded` means, one token at a time. The vectorized form beside it must give the same bytes, dtypes and shapes.
+"""The definition of `padded`, one token at a time. The vectorized form beside it must give the same bytes, dtypes and shapes.
 
 `build_fields` starts from columns, `from_lists` and `from_rollouts` from the Python lists that a caller had; all are plain loops.
 """

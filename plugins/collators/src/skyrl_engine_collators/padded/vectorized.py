@@ -54,7 +54,7 @@ class PaddedRows:
 
     @property
     def placement(self) -> Placement:
-        """Where the samples' tokens lie."""
+        """The places of the samples' tokens."""
         places = (self.sample_rows + 1) * self.width - self.tokens[self.sample_rows]
         return Placement(self.samples, places, (len(self.tokens), self.width))
 

@@ -1,1 +1,1 @@
-"""Deciding from lengths alone who goes into which mini-batch, rank, micro-batch and row. No torch."""
+"""Plans: from lengths alone, who goes into which mini-batch, rank, micro-batch and row. No torch."""

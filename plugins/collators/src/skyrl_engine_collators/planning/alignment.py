@@ -1,4 +1,4 @@
-"""How far each sample of a packed row is rounded up, so that tensor and context parallel ranks get equal parts of it."""
+"""The alignment of samples in a packed row: each takes a multiple of it, so that tensor and context parallel ranks get equal parts of it."""
 
 from typing import TypeVar
 

@@ -1,4 +1,4 @@
-"""Cutting one rank's samples into micro-batches by rows, by a budget of tokens (padding included), or not at all."""
+"""Cut one rank's samples into micro-batches: by rows, by a budget of tokens (padding included), or not at all."""
 
 import numpy as np
 from attrs import frozen
@@ -9,13 +9,13 @@ from skyrl_engine.contracts import Bundles, IntArray, SampleLengths, offsets_of
 
 @frozen
 class Limits:
-    """What a micro-batch may hold: rows, and tokens as rows x width; None means no limit."""
+    """The most a micro-batch may hold, in rows and in tokens (rows x width); None means no limit."""
 
     rows: int | None
     tokens: int | None
 
     def units_per_micro_batch(self, units: Bundles) -> int | None:
-        """How many units of the largest size fit by rows; None without a limit on rows. `units` have passed `check_limits`."""
+        """Return how many units of the largest size fit by rows; None without a limit on rows. `units` have passed `check_limits`."""
         return None if self.rows is None else self.rows // int(units.sizes.max())
 
 

@@ -1,4 +1,4 @@
-"""Cutting a training batch into mini-batches, one optimizer step each."""
+"""Cut a training batch into mini-batches, one optimizer step each."""
 
 import numpy as np
 

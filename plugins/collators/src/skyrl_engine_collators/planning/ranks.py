@@ -1,4 +1,4 @@
-"""Spreading work over data-parallel ranks: longest processing time first."""
+"""Spread work over data-parallel ranks: longest processing time first."""
 
 import heapq
 
