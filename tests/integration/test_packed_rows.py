@@ -19,7 +19,7 @@ from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.testing.subject import part_of
 from skyrl_engine.workers.dispatch import batch_structure, cut, token_weights
 from skyrl_engine.workers.spec import WorkerSpec
-from skyrl_engine.workers.worker import Worker
+from skyrl_engine.workers.worker import Pass, Worker
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded.collator import PaddedCollator
 from skyrl_engine_reducers.plugin import MeanConfig, token_mean
@@ -31,7 +31,7 @@ SpecFactory = Callable[..., WorkerSpec]
 @contextmanager
 def worker_with(spec: WorkerSpec, collator: Collator) -> Iterator[Worker]:
     worker = Worker(evolve(spec, model=evolve(spec.model, packed_rows=True)), 0)
-    worker._collator = collator
+    worker._collator = part_of(collator, "the collator", "collator")
     try:
         yield worker
     finally:
@@ -47,8 +47,8 @@ def losses_and_gradients(
     shards = list(cut(columns, mini_batch, weights, ()))
     with worker_with(spec, collator) as worker:
         evaluation, training = (
-            sum(worker.run(mode, shard, step=1, per_token_outputs=True).output.metrics["loss"].value for shard in shards)
-            for mode in ("forward", "forward_backward")
+            sum(worker.run(work, shard).output.metrics["loss"].value for shard in shards)
+            for work in (Pass("evaluate", step=1), Pass("forward_backward", step=1))
         )
         return evaluation, training, worker.gradients()
 
