@@ -28,14 +28,14 @@ _NATIVE = "Write the formula as skyrl_engine.loss, which returns one value per t
 
 
 @frozen
-class Finding:
+class Objection:
     """Why a function cannot be used, and what to do."""
 
     cause: str
     remedy: str
 
 
-def token_losses(call: MaskedFunction, *, batch_local: bool) -> "tuple[torch.Tensor, tuple[object, ...], Finding | None]":
+def token_losses(call: MaskedFunction, *, batch_local: bool) -> "tuple[torch.Tensor, tuple[object, ...], Objection | None]":
     """df/dmask [n], what else the function returned, and what speaks against taking it for the tokens' losses.
 
     Checks sum(mask * loss) == f(mask) at a mask of ones and, unless `batch_local`, at one of other values with zeros among them, in a
@@ -73,7 +73,7 @@ def _of_mean(call: MaskedFunction) -> "torch.Tensor | None":
     return None if gradient is None else value + _ANCHOR * gradient
 
 
-def examine(call: MaskedFunction, *, batch_local: bool) -> Finding | None:
+def examine(call: MaskedFunction, *, batch_local: bool) -> Objection | None:
     """What speaks against the function, tried in float64 on a few tokens of `call` that are moved off their values.
 
     Real values may hide a fault: with a ratio of 1 at the first step, a mean over the sequence looks like a constant.
@@ -111,31 +111,31 @@ def generic(call: MaskedFunction) -> MaskedFunction:
     return evolve(call, columns=columns, rows=rows)
 
 
-def diagnose(call: MaskedFunction) -> Finding:
+def diagnose(call: MaskedFunction) -> Objection:
     """The cause, found by experiments on the function."""
     for experiment in (_not_finite, _random, _no_derivative, _scaled, _grown, _counted):
         for finding in experiment(call):
             return finding
-    return Finding("is no sum of its mask times one value per token", _NATIVE)
+    return Objection("is no sum of its mask times one value per token", _NATIVE)
 
 
-def _not_finite(call: MaskedFunction) -> Iterator[Finding]:
+def _not_finite(call: MaskedFunction) -> Iterator[Objection]:
     if not math.isfinite(call.value(_ones(call), more_rows=1, more_columns=1)):
-        yield Finding(
+        yield Objection(
             "is not finite where a batch holds padding (mask 0, every column 0)",
             "Mask with torch.where; where it divides by the number of tokens of a row, let it sum, and use the reducer sequence_mean",
         )
 
 
-def _random(call: MaskedFunction) -> Iterator[Finding]:
+def _random(call: MaskedFunction) -> Iterator[Objection]:
     if call.value(_ones(call)) != call.value(_ones(call), seed=call.seed + 1):
-        yield Finding(
+        yield Objection(
             "draws random numbers, so its value depends on the shape of the batch",
             "Pass batch_local=True to masked_loss if that is meant; the numbers are then seeded from run, step and samples",
         )
 
 
-def _no_derivative(call: MaskedFunction) -> Iterator[Finding]:
+def _no_derivative(call: MaskedFunction) -> Iterator[Objection]:
     """The mask is not differentiated through: it is compared, made bool, or not looked at."""
     import torch
 
@@ -144,74 +144,74 @@ def _no_derivative(call: MaskedFunction) -> Iterator[Finding]:
         if _gradient(call(ones)[0], ones) is not None:
             return
     if _differ(call.value(_ones(call)), call.value(_without_some(call))):
-        yield Finding(
+        yield Objection(
             "uses its mask as bool (converted, or compared with a number), so no token's share can be read from it",
             f"Let it multiply by the mask, as in (loss * mask).sum(). Or: {_NATIVE.lower()}",
         )
     else:
-        yield Finding("does not use its mask", "Let it multiply by the mask, as in (loss * mask).sum()")
+        yield Objection("does not use its mask", "Let it multiply by the mask, as in (loss * mask).sum()")
 
 
-def _scaled(call: MaskedFunction) -> Iterator[Finding]:
+def _scaled(call: MaskedFunction) -> Iterator[Objection]:
     """Twice the mask must be twice the value."""
     ones = _ones(call)
     once, twice = call.value(ones), call.value(2 * ones)
     if call.normalised:
         if _differ(twice, 2 * once):
-            yield Finding(
+            yield Objection(
                 'is no masked mean over all tokens, which is what reduction="token_mean" undoes',
                 'Leave reduction at "sum" and let the function reduce by a sum',
             )
     elif not _differ(twice, once):
         first_row = 1 + (call.rows.row == 0).to(ones.dtype)
         if _differ(call.value(first_row), once):
-            yield Finding(
+            yield Objection(
                 "divides by its own mask (masked mean over all tokens)",
                 'Pass reduction="token_mean" to masked_loss, which undoes the division, or set the function\'s own reduction to a sum; '
                 "then choose the reducer token_mean",
             )
         else:
-            yield Finding(
+            yield Objection(
                 "divides by its own mask (masked mean of each sequence)",
                 "Set the function's own reduction to a sum, and choose the reducer sequence_mean",
             )
     elif _differ(twice, 2 * once):
         if not _curved(call):
-            yield Finding(
+            yield Objection(
                 "adds something that its mask does not multiply",
                 "Take that out of the function; further terms have a place of their own, [[loss.terms]]",
             )
         else:
-            yield Finding(f"is not linear in its mask: twice the mask gives {twice / once:.4g} times the value", _NATIVE)
+            yield Objection(f"is not linear in its mask: twice the mask gives {twice / once:.4g} times the value", _NATIVE)
     if _curved(call):
-        yield Finding(
+        yield Objection(
             "uses its mask inside the formula as well (such as a masked mean over the sequence), so that one token's mask value moves the "
             "losses of others",
             f"{_NATIVE}; tokens.sequences has sums and means over sequences",
         )
 
 
-def _grown(call: MaskedFunction) -> Iterator[Finding]:
+def _grown(call: MaskedFunction) -> Iterator[Objection]:
     """More padding must change nothing."""
     ones = _ones(call)
     here = call.value(ones)
     rows = _differ(call.value(ones, more_rows=1), here)
     columns = _differ(call.value(ones, more_columns=1), here)
     if rows and columns:
-        yield Finding("takes a mean over all positions, padding included", "Let it sum, and choose the reducer token_mean")
+        yield Objection("takes a mean over all positions, padding included", "Let it sum, and choose the reducer token_mean")
     elif rows:
-        yield Finding(
+        yield Objection(
             "uses a mean over rows (divides by their number)",
             "Let it sum over rows, and choose a reducer that averages over sequences",
         )
     elif columns:
-        yield Finding(
+        yield Objection(
             "divides by the width of the padded batch",
             "Let it sum, and choose the reducer sequence_mean_token_sum_norm with a fixed length",
         )
 
 
-def _counted(call: MaskedFunction) -> Iterator[Finding]:
+def _counted(call: MaskedFunction) -> Iterator[Objection]:
     """A token without loss must not move the losses of others."""
     import torch
 
@@ -223,12 +223,12 @@ def _counted(call: MaskedFunction) -> Iterator[Finding]:
     kept = some.detach() > 0
     rest, whole = rest.detach()[kept], whole.detach()[kept]
     if _same(rest, whole * len(kept) / len(rest)):
-        yield Finding(
+        yield Objection(
             "divides by the number of its mask's entries that are not 0",
             "Set the function's own reduction to a sum, and choose the reducer token_mean",
         )
     elif not _same(rest, whole):
-        yield Finding(
+        yield Objection(
             "gives a token another loss when other tokens carry none (a selection, a rank or a statistic of the batch)",
             "Pass batch_local=True to masked_loss if that is meant, which declares that the loss depends on how the batch is cut",
         )

@@ -1,1 +1,69 @@
-"""The conformance kit: Hypothesis strategies and abstract suites that any plugin can be held to."""
+"""The conformance kit: a suite for pytest per kind of plugin, and `verify` for programs.
+
+Tests of plugins import from here; the files behind may move between minor versions. A name is imported when it is first used, so that
+importing the package brings neither torch nor Hypothesis.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyrl_engine.testing.backends.suite import BackendConformance
+    from skyrl_engine.testing.collators.suite import CollatorConformance
+    from skyrl_engine.testing.conformance import Conformance
+    from skyrl_engine.testing.corrections.suite import CorrectionConformance
+    from skyrl_engine.testing.kit import promises_of, verify
+    from skyrl_engine.testing.losses.suite import LossConformance
+    from skyrl_engine.testing.mergers.suite import MergerConformance
+    from skyrl_engine.testing.promise import Broken, Finding, Promise, Undecidable, Verdict
+    from skyrl_engine.testing.reducers.suite import ReducerConformance
+    from skyrl_engine.testing.subject import Subject, selected
+
+__all__ = [
+    "BackendConformance",
+    "Broken",
+    "CollatorConformance",
+    "Conformance",
+    "CorrectionConformance",
+    "Finding",
+    "LossConformance",
+    "MergerConformance",
+    "Promise",
+    "ReducerConformance",
+    "Subject",
+    "Undecidable",
+    "Verdict",
+    "promises_of",
+    "selected",
+    "verify",
+]
+
+_HOMES = {
+    "BackendConformance": "backends.suite",
+    "Broken": "promise",
+    "CollatorConformance": "collators.suite",
+    "Conformance": "conformance",
+    "CorrectionConformance": "corrections.suite",
+    "Finding": "promise",
+    "LossConformance": "losses.suite",
+    "MergerConformance": "mergers.suite",
+    "Promise": "promise",
+    "ReducerConformance": "reducers.suite",
+    "Subject": "subject",
+    "Undecidable": "promise",
+    "Verdict": "promise",
+    "promises_of": "kit",
+    "selected": "subject",
+    "verify": "kit",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

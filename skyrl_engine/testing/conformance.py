@@ -1,4 +1,4 @@
-"""What the suites of all kinds share: a test per promise that the subject claims."""
+"""The base of the suites of all kinds: one test per promise that the subject claims."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -32,7 +32,7 @@ class Conformance:
         return self.subject().make()
 
     def subject(self) -> Subject[Any]:
-        """What the promises are held against."""
+        """The subject that the promises are held against."""
         more: dict[str, Any] = {
             "hooks": {name: getattr(self, name) for name in self.offers if hasattr(self, name)},
             "flags": frozenset(name for name in self.flags if getattr(self, name, False)),

@@ -1,4 +1,4 @@
-"""How an error of the engine or of a plugin reads, whatever it is about."""
+"""A check that an error of the engine or of a plugin says what to do."""
 
 from skyrl_engine.errors import EngineError
 

@@ -1,4 +1,4 @@
-"""Which promises the plugins of a kind are held to, and the verdict about one plugin."""
+"""The promises to each kind of plugin, and the verdict about one plugin."""
 
 import warnings
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What must hold of a plugin of any kind, besides its product: options that can be written down, objects that travel, a light import."""
+"""Promises of a plugin of any kind: options that can be written down, objects that can be pickled, an import without torch."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What a process shares among all that runs in it: torch's settings, and the environment that says which rank it is."""
+"""Settings that a process shares among all that runs in it: torch's settings, and the environment that says which rank it is."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What the kit holds to its promises: something that makes the product anew, and what is known of the plugin that it is of."""
+"""The subject of promises: a maker of a plugin's product, and what is known of the plugin."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ from skyrl_engine.registry.resolve import Registry
 Product = TypeVar("Product")
 
 CONTEXT = FactoryContext(seed=1, pad_token_id=0, max_sequence_length=64)
-"""What a factory is told of the run."""
+"""The run, as factories under test are told of it."""
 
 
 @frozen(eq=False)

@@ -67,7 +67,7 @@ def test_a_broken_promise_is_code_3_with_counterexample_and_cause(verify):
     outcome = verify("./mine.py:averaged")
     assert outcome.code == 3
     lines = [line.strip() for line in outcome.out.splitlines()]
-    assert "broken       A batch cut into micro-batches has the loss and the gradient of the whole (micro_batch_split)" in lines
+    assert "broken       A batch cut into micro-batches has the loss and gradient of the whole (micro_batch_split)" in lines
     assert any(line.startswith("changes x2.00 under two micro-batches: it divides by its own mask") for line in lines)
     assert any("reducer token_mean" in line for line in lines)
     assert "2 sequences of 1, 1 loss-carrying tokens" in lines

@@ -2,7 +2,7 @@
 
 from skyrl_engine.contracts.kinds.loss import Loss
 from skyrl_engine.interop import masked_loss
-from skyrl_engine.testing.losses.suite import LossConformance
+from skyrl_engine.testing import LossConformance
 
 
 def ratio_loss(log_probs, old_log_probs, advantages):

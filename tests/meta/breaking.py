@@ -3,8 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from skyrl_engine.testing.promise import Finding, Promise
-from skyrl_engine.testing.subject import Subject
+from skyrl_engine.testing import Finding, Promise, Subject
 
 FEW = 6
 """Examples of a promise that is expected to be kept."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_engine.testing.kit import promises_of
+from skyrl_engine.testing import promises_of
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/verify-a-plugin.md"

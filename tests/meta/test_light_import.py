@@ -6,8 +6,8 @@ import pytest
 
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.registry.resolve import Registry
+from skyrl_engine.testing import Subject
 from skyrl_engine.testing.plugin_promises import light_import
-from skyrl_engine.testing.subject import Subject
 
 MODULE = """{head}
 from skyrl_engine import loss

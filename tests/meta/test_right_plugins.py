@@ -7,8 +7,8 @@ import pytest
 
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.registry.resolve import Registry
+from skyrl_engine.testing import Subject
 from skyrl_engine.testing.kit import UNTESTABLE, promises_of
-from skyrl_engine.testing.subject import Subject
 
 RECORDS = [record for record in Registry.discover().records() if record.kind not in (*UNTESTABLE, "backend")]
 FEW = 4  # the distributions' own tests draw many

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from breaking import require_broken
 
+from skyrl_engine.testing import selected
 from skyrl_engine.testing.backends.bench import Bench
 from skyrl_engine.testing.backends.promises import BACKEND_PROMISES
 from skyrl_engine.testing.backends.subject import BackendSubject
-from skyrl_engine.testing.subject import selected
 
 FILE = Path(__file__).with_name("wrong_backends.py")
 

@@ -10,9 +10,8 @@ import wrong_losses as wrong
 
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.registry.record import PluginRecord
+from skyrl_engine.testing import Subject, Verdict
 from skyrl_engine.testing.losses.promises import LOSS_PROMISES
-from skyrl_engine.testing.promise import Verdict
-from skyrl_engine.testing.subject import Subject
 
 broken_by = partial(breaking.broken_by, LOSS_PROMISES, examples=30)
 
@@ -25,7 +24,7 @@ FAULTS = [
     (wrong.ReachesOverTheEnd, {"micro_batch_split", "packing", "sample_order"}, "reaches over the end of a sequence"),
     (wrong.SkipsTheFirstSequence, {"micro_batch_split", "sample_order", "padding"}, "depends on the place of a token"),
     (wrong.RemembersCalls, {"rank_split"}, "it keeps something from one call to the next"),
-    (wrong.NanBesideEmptySequences, {"padding"}, "is not finite beside a sequence without loss"),
+    (wrong.NanBesideEmptySequences, {"padding"}, "is not finite beside a sequence without tokens"),
     (wrong.FailsWithoutTokens, {"all_masked"}, "fails without a token"),
     (wrong.NanMetricWithoutTokens, {"all_masked"}, "the metric 'nothing' is NaN without a token"),
     (wrong.InfiniteAtCertainty, {"one_finite_value_per_token"}, "the loss of token 0 is -inf"),

@@ -9,8 +9,8 @@ from skyrl_engine.contracts.values.outputs import BatchOutput, Metric
 from skyrl_engine.contracts.values.ragged import Ragged
 from skyrl_engine.proof.comparison import Measured, compare
 from skyrl_engine.proof.diagnosis import Pieces, explain
+from skyrl_engine.testing import Broken
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
-from skyrl_engine.testing.promise import Broken
 
 
 def gradients(**changed: Any) -> dict[str, np.ndarray]:

@@ -7,11 +7,8 @@ import torch
 
 from skyrl_engine.contracts.kinds.loss import FunctionLoss
 from skyrl_engine.errors import ConfigError, PluginNotFoundError
-from skyrl_engine.testing.corrections.suite import CorrectionConformance
+from skyrl_engine.testing import CorrectionConformance, LossConformance, MergerConformance, ReducerConformance
 from skyrl_engine.testing.losses.promises import LOSS_PROMISES
-from skyrl_engine.testing.losses.suite import LossConformance
-from skyrl_engine.testing.mergers.suite import MergerConformance
-from skyrl_engine.testing.reducers.suite import ReducerConformance
 
 
 class TestFocal(LossConformance):
@@ -88,7 +85,7 @@ def test_a_broken_promise_fails_with_its_smallest_case():
     with pytest.raises(pytest.fail.Exception) as caught:
         Wrong().test_promise(split)
     text = str(caught.value)
-    assert text.startswith("micro_batch_split: A batch cut into micro-batches has the loss and the gradient of the whole\n")
+    assert text.startswith("micro_batch_split: A batch cut into micro-batches has the loss and gradient of the whole\n")
     assert "changes x2.00 under two micro-batches" in text
     assert "2 sequences of 1, 1 loss-carrying tokens" in text
 

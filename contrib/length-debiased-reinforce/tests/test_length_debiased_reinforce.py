@@ -8,7 +8,7 @@ import torch
 from acme_length_debiased_reinforce.plugin import LengthDebiasedConfig, length_debiased_reinforce
 from skyrl_engine import LossTokens
 from skyrl_engine.contracts import Sequences
-from skyrl_engine.testing.losses.suite import LossConformance
+from skyrl_engine.testing import LossConformance
 
 
 class TestLengthDebiasedReinforce(LossConformance):

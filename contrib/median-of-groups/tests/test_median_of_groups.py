@@ -9,7 +9,7 @@ from attrs import evolve
 from acme_median_of_groups.plugin import MedianOfGroupsConfig, median_of_groups
 from skyrl_engine import BatchStructure, DataError
 from skyrl_engine.contracts import offsets_of
-from skyrl_engine.testing.reducers.suite import ReducerConformance
+from skyrl_engine.testing import ReducerConformance
 
 
 class TestMedianOfGroups(ReducerConformance):

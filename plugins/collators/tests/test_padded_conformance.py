@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts import Layout, SampleColumns, collate
+from skyrl_engine.testing import CollatorConformance
 from skyrl_engine.testing.collators.cases import require_same_field
 from skyrl_engine.testing.collators.strategies import SampleLists, sample_lists
-from skyrl_engine.testing.collators.suite import CollatorConformance
 from skyrl_engine_collators.kernels import read_lists
 from skyrl_engine_collators.padded import reference
 from skyrl_engine_collators.padded.collator import PaddedCollator

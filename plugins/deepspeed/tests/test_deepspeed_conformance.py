@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from skyrl_engine.testing.backends.suite import BackendConformance
+from skyrl_engine.testing import BackendConformance
 
 pytestmark = pytest.mark.proof
 

@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_engine.testing.conformance import Conformance
-from skyrl_engine.testing.corrections.suite import CorrectionConformance
-from skyrl_engine.testing.losses.suite import LossConformance
+from skyrl_engine.testing import Conformance, CorrectionConformance, LossConformance
 from skyrl_engine_losses import plugin
 
 KINDS: dict[str, type[Conformance]] = {"loss": LossConformance, "correction": CorrectionConformance}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from skyrl_engine.testing.backends.suite import BackendConformance
+from skyrl_engine.testing import BackendConformance
 
 pytestmark = pytest.mark.proof
 

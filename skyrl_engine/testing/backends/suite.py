@@ -1,6 +1,6 @@
 """The backend contract as an executable suite.
 
-    class TestMine(BackendConformance):
+    class TestMyBackend(BackendConformance):
         plugin = "acme-backends:mine"
         layouts = ("dp1", "dp2", "tp2")
 

@@ -1,7 +1,7 @@
-"""The contract of corrections as an executable suite; used as `testing.loss` is.
+"""A pytest suite of the promises to corrections; used as `LossConformance` is.
 
-class TestMine(CorrectionConformance):
-    plugin = "acme-losses:mine"
+class TestMyCorrection(CorrectionConformance):
+plugin = "acme-losses:mine"
 """
 
 from skyrl_engine.contracts.kinds.correction import Correction

@@ -1,4 +1,4 @@
-"""What must hold of every loss: its gradient is that of its values, in every precision, and scales as declared."""
+"""Promises of a loss about its numbers: the gradient is that of its values, in every precision, and both scale as declared."""
 
 from contextlib import suppress
 from typing import Any
@@ -8,17 +8,16 @@ import torch
 from attrs import frozen
 from hypothesis import strategies as st
 
-from skyrl_engine.testing.comparison import (
-    same,
-    same_evaluation,
-)
-from skyrl_engine.testing.losses.cases import decided_evaluation, needs_of, ordinary, unless_random
+from skyrl_engine.testing.comparison import same
+from skyrl_engine.testing.losses.evaluation import leaves_of
 from skyrl_engine.testing.losses.finite_differences import Recording, Replaying
+from skyrl_engine.testing.losses.kind import LOSS
 from skyrl_engine.testing.losses.lossy_casts import LossyCasts
-from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
+from skyrl_engine.testing.promise import Broken, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import rollouts
-from skyrl_engine.testing.tokens.evaluation import Evaluation, leaves_of
+from skyrl_engine.testing.tokens.evaluation import Evaluation, same_evaluation
+from skyrl_engine.testing.tokens.kind import needs_of, ordinary
 from skyrl_engine.testing.tokens.rollouts import TokenBatch
 
 
@@ -34,7 +33,7 @@ def _surrogate(subject: Subject[Any]) -> str | None:
 )
 def gradient(subject: Subject[Any], batch: TokenBatch) -> None:
     recording = Recording()
-    base = decided_evaluation(subject, batch, mode=recording)
+    base = LOSS.decided(subject, batch, mode=recording)
     if base.dtype != torch.float64:
         raise Undecidable("the loss does not compute in float64")
     scale = 1.0 + max(float(np.abs(each).max(initial=0)) for each in base.gradients.values())
@@ -46,7 +45,7 @@ def gradient(subject: Subject[Any], batch: TokenBatch) -> None:
             low, high = min(left, right) - _SLACK * scale, max(left, right) + _SLACK * scale
             got = float(gradients[place])
             if not low <= got <= high:  # at a kink any slope between the two sides will do
-                unless_random(subject, batch)
+                LOSS.unless_random(subject, batch)
                 if left == right == 0:
                     raise Broken(
                         f"has the gradient {got:.6g} by {name} at token {place} although its values do not move: something is rounded",
@@ -82,7 +81,7 @@ def _of_every_precision(subject: Subject[Any]) -> st.SearchStrategy[TokenBatch]:
 )
 def precision(subject: Subject[Any], batch: TokenBatch) -> None:
     casts = LossyCasts()
-    exact = decided_evaluation(subject, batch, mode=casts)
+    exact = LOSS.decided(subject, batch, mode=casts)
     if casts.cause is not None:
         raise Broken(casts.cause, "Leave dtypes as they come, or cast to the dtype of tokens.logprobs")
     if batch.lengths.max(initial=0) >= rollouts.LONG:
@@ -94,23 +93,23 @@ def precision(subject: Subject[Any], batch: TokenBatch) -> None:
             _require_precision(
                 subject,
                 drifted,
-                decided_evaluation(subject, drifted),
+                LOSS.decided(subject, drifted),
                 f" where other policies' log-probabilities are {_FAR:g} lower",
             )
 
 
 def _require_precision(subject: Subject[Any], batch: TokenBatch, exact: Evaluation, where: str) -> None:
-    single = decided_evaluation(subject, batch, dtype=torch.float32)
+    single = LOSS.decided(subject, batch, dtype=torch.float32)
     for got, due in ((exact.dtype, torch.float64), (single.dtype, torch.float32)):
         if got != due:
             raise Broken(f"returns {got} for {due} scores", "Leave the dtype as it comes; the engine hands out float32")
     if exact.drew:
         return  # other random numbers are drawn in other dtypes, so values cannot be compared
     if not same_evaluation(exact, single, relative=1e-4, absolute=1e-4 * max(1.0, exact.largest / _CANCELLING)):
-        unless_random(subject, batch)
-        worst = int(np.argmax(np.abs(exact.token_loss - single.token_loss)))
+        LOSS.unless_random(subject, batch)
+        worst = int(np.argmax(np.abs(exact.per_token - single.per_token)))
         raise Broken(
-            f"loses precision: token {worst} has {single.token_loss[worst]:.6g} in float32 and {exact.token_loss[worst]:.6g} in "
+            f"loses precision: token {worst} has {single.per_token[worst]:.6g} in float32 and {exact.per_token[worst]:.6g} in "
             f"float64{where}",
             "Cast nothing to half precision, subtract logarithms before exp(), and let no bound depend on the dtype",
         )
@@ -151,18 +150,11 @@ def _not_homogeneous(subject: Subject[Any]) -> str | None:
 )
 def homogeneous(subject: Subject[Any], case: Scaled) -> None:
     advantages = case.batch.values["advantages"] * np.float32(case.factor)
-    one, other = decided_evaluation(subject, case.batch), decided_evaluation(subject, case.batch.with_values(advantages=advantages))
-    if not same(case.factor * one.token_loss, other.token_loss):
-        place = int(np.argmax(~np.isclose(case.factor * one.token_loss, other.token_loss)))
+    one, other = LOSS.decided(subject, case.batch), LOSS.decided(subject, case.batch.with_values(advantages=advantages))
+    if not same(case.factor * one.per_token, other.per_token):
+        place = int(np.argmax(~np.isclose(case.factor * one.per_token, other.per_token)))
         raise Broken(
-            f"declares homogeneous, and advantages times {case.factor:g} take the loss of token {place} from {one.token_loss[place]:.6g} "
-            f"to {other.token_loss[place]:.6g}",
+            f"declares homogeneous, and advantages times {case.factor:g} take the loss of token {place} from {one.per_token[place]:.6g} "
+            f"to {other.per_token[place]:.6g}",
             "Declare homogeneous = False",
         )
-
-
-NUMBER_PROMISES: tuple[Promise[Any, Any], ...] = (
-    gradient,
-    precision,
-    homogeneous,
-)

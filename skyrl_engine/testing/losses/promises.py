@@ -1,19 +1,42 @@
-"""What must hold of every loss."""
+"""Promises of every loss, in the order in which they are held."""
 
 from typing import Any
 
-from skyrl_engine.testing.losses.conduct_promises import CONDUCT_PROMISES, FIRST_PROMISES
-from skyrl_engine.testing.losses.cut_promises import CUT_PROMISES
-from skyrl_engine.testing.losses.number_promises import NUMBER_PROMISES
-from skyrl_engine.testing.losses.value_promises import VALUE_PROMISES
+from skyrl_engine.testing.losses.kind import LOSS
+from skyrl_engine.testing.losses.number_promises import gradient, homogeneous, precision
+from skyrl_engine.testing.losses.value_promises import (
+    differentiable,
+    learns,
+    memory,
+    metrics,
+    one_finite_value_per_token,
+    oracle,
+)
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.promise import Promise
+from skyrl_engine.testing.tokens import promises as shared
 
 LOSS_PROMISES: tuple[Promise[Any, Any], ...] = (
-    *FIRST_PROMISES,
-    *VALUE_PROMISES,
-    *CUT_PROMISES,
-    *NUMBER_PROMISES,
-    *CONDUCT_PROMISES,
+    shared.process_settings.of(LOSS),  # first: once set they are set
+    shared.replicas.of(LOSS),  # soon: what wears off after some calls is seen while it lasts
+    shared.needs.of(LOSS),
+    one_finite_value_per_token,
+    differentiable,
+    learns,
+    oracle,
+    shared.all_masked.of(LOSS),
+    shared.micro_batch_split.of(LOSS),
+    shared.rank_split.of(LOSS),
+    shared.sample_order.of(LOSS),
+    shared.labels.of(LOSS),
+    shared.padding.of(LOSS),
+    shared.packing.of(LOSS),
+    metrics,
+    gradient,
+    precision,
+    homogeneous,
+    shared.global_random_numbers.of(LOSS),
+    shared.inputs_unchanged.of(LOSS),
+    memory,
     *PLUGIN_PROMISES,
 )

@@ -1,6 +1,6 @@
-"""The loss contract as an executable suite.
+"""A pytest suite of the promises to losses.
 
-    class TestMine(LossConformance):
+    class TestMyLoss(LossConformance):
         plugin = "acme-losses:mine"
         options = {"gamma": 3.0}
 

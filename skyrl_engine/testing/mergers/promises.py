@@ -1,4 +1,4 @@
-"""What must hold of every merger: merge(split(x)) == x, one thing at a time, and no sample is lost, doubled or invented in silence."""
+"""Promises of every merger: merge(split(x)) == x, one thing at a time, and no sample is lost, doubled or invented in silence."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What mergers meet: a batch's outputs, split over mini-batches, ranks and micro-batches as the engine's backends would return them."""
+"""Splits for mergers: a batch's outputs, split over mini-batches, ranks and micro-batches as the engine's backends would return them."""
 
 from collections.abc import Iterable
 

@@ -1,7 +1,7 @@
-"""The merger contract as an executable suite; used as `testing.loss` is.
+"""A pytest suite of the promises to mergers; used as `LossConformance` is.
 
-class TestMine(MergerConformance):
-    plugin = "acme-mergers:mine"
+class TestMyMerger(MergerConformance):
+plugin = "acme-mergers:mine"
 """
 
 from skyrl_engine.contracts.kinds.merger import Merger

@@ -1,4 +1,4 @@
-"""What must hold of every reducer, as far as its declarations go: `batch_local`, `empty_sequence` and `negative_weights`."""
+"""Promises of every reducer, as far as its declarations go: `batch_local`, `empty_sequence` and `negative_weights`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from attrs import evolve
 from skyrl_engine.contracts.kinds.reducer import BatchStructure
 from skyrl_engine.errors import DataError, EngineError
 from skyrl_engine.registry.host import Owner, blaming
-from skyrl_engine.testing.comparison import factor_between, same
+from skyrl_engine.testing.comparison import factor_between, require_same, same, times
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
@@ -34,16 +34,7 @@ def _decided(subject: Subject[Any], structure: BatchStructure) -> Weights:
 
 
 def _require_same(one: Weights, other: Weights, when: str, cause: str, remedy: str) -> None:
-    if same(one, other, relative=1e-12, absolute=1e-15):
-        return
-    factor = factor_between(one, other)
-    place = int(np.argmax(~np.isclose(one, other, rtol=1e-12, atol=1e-15)))
-    how = (
-        f"the weight of token {place} changes from {one[place]:.6g} to {other[place]:.6g}"
-        if factor is None
-        else f"changes x{factor:.2f}"
-    )
-    raise Broken(f"{how} {when}: {cause}", remedy, factor=factor)
+    require_same("weight", one, other, when, cause, remedy, relative=1e-12, absolute=1e-15)
 
 
 # --- what it returns ---------------------------------------------------------------------------------------------------------------
@@ -153,9 +144,8 @@ def scale(subject: Subject[Any], case: Drawn) -> None:
     due = weights if mean else weights / 2
     if not same(halved, due, relative=1e-6):
         factor = factor_between(due, halved)
-        by = "" if factor is None else f" x{factor:.2f}"
         raise Broken(
-            f"changes{by} under uniform weights of .5, where a {'mean' if mean else 'sum'} "
+            f"changes{times(factor)} under uniform weights of .5, where a {'mean' if mean else 'sum'} "
             f"{'does not' if mean else 'is halved'}: a sum of weights is rounded, or kept from falling below 1",
             "Divide by structure.mass in float64, guarded by np.where(mass == 0, 1, mass)",
             factor=factor,

@@ -1,4 +1,4 @@
-"""What reducers meet: the counts of mini-batches, with fractional weights, empty sequences, groups, micro-batches."""
+"""Structures for reducers: the counts of mini-batches, with fractional weights, empty sequences, groups, micro-batches."""
 
 import numpy as np
 import numpy.typing as npt

@@ -1,6 +1,6 @@
-"""The reducer contract as an executable suite; used as `testing.loss` is.
+"""A pytest suite of the promises to reducers; used as `LossConformance` is.
 
-    class TestMine(ReducerConformance):
+    class TestMyReducer(ReducerConformance):
         plugin = "acme-reducers:mine"
 
 Add `oracle(self, structure)`, which returns the weights due, to be held to a definition of your own.

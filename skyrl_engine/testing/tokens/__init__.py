@@ -1,1 +1,1 @@
-"""Batches of loss-carrying tokens, and losses and corrections run on them."""
+"""Promises that losses and corrections share: both give one number per loss-carrying token."""

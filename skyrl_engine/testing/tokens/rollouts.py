@@ -1,4 +1,4 @@
-"""What losses and corrections meet: loss-carrying tokens of several sequences as a rollout leaves them, and ways to cut them.
+"""Batches for losses and corrections: loss-carrying tokens of several sequences as a rollout leaves them, and ways to cut them.
 
 Values are exact in float32; log-probabilities differ from token to token, so that nothing ties by accident.
 """

@@ -1,0 +1,33 @@
+"""Evaluation of a correction by the engine's own way of applying one, which checks its factors."""
+
+from typing import Any
+
+import torch
+
+from skyrl_engine.contracts.kinds.loss import MODEL_SCORES, LossTokens
+from skyrl_engine.objective.corrections import correct
+from skyrl_engine.objective.tokens import MicroBatchTokens
+from skyrl_engine.testing.subject import part_of
+from skyrl_engine.testing.tokens.evaluation import SEED, STEP, Evaluation, Listening, numbers_of
+from skyrl_engine.testing.tokens.rollouts import TokenBatch
+
+
+def evaluate(label: str, correction: Any, batch: TokenBatch, *, dtype: torch.dtype = torch.float64) -> Evaluation:
+    """Apply this correction alone to the batch as one micro-batch; `total` is the sum of its factors, which have no gradients.
+
+    Raises EngineError where the correction fails or returns what the engine refuses.
+    """
+    listening = Listening(correction)
+    factors, _ = correct([part_of(listening, label, "correction")], _tokens(batch, dtype), first_part=1)
+    heard = listening.heard
+    return Evaluation("factor", numbers_of(factors), factors.sum().item(), {}, {}, heard["output"].dtype, heard.get("drew", False))
+
+
+def given_to(label: str, correction: Any, batch: TokenBatch) -> LossTokens:
+    """The batch as the correction is given it: nothing left out yet, nothing differentiable."""
+    return _tokens(batch, torch.float64).kept(label, tuple(correction.needs), 0, torch.ones(batch.tokens, dtype=torch.bool))
+
+
+def _tokens(batch: TokenBatch, dtype: torch.dtype) -> MicroBatchTokens:
+    scores = {name: torch.from_numpy(batch.values[name].copy()).to(dtype) for name in MODEL_SCORES if name in batch.values}
+    return MicroBatchTokens(scores, batch.micro_batch().samples, SEED, STEP)

@@ -1,0 +1,55 @@
+"""Evaluation of a loss by the engine's own objective, alone in it."""
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from skyrl_engine.contracts.kinds.loss import MODEL_SCORES, as_loss_output
+from skyrl_engine.objective.objective import LossObjective
+from skyrl_engine.objective.parts import ObjectiveParts
+from skyrl_engine.registry.host import blaming
+from skyrl_engine.registry.part import Part
+from skyrl_engine.testing.subject import part_of
+from skyrl_engine.testing.tokens.evaluation import SEED, STEP, Evaluation, Listening, numbers_of
+from skyrl_engine.testing.tokens.rollouts import TokenBatch
+
+
+def evaluate(
+    label: str,
+    loss: Any,
+    batch: TokenBatch,
+    *,
+    dtype: torch.dtype = torch.float64,
+    mode: TorchFunctionMode | None = None,
+    gradients: bool = True,
+) -> Evaluation:
+    """Run the engine's objective with this loss alone on the batch as one micro-batch.
+
+    Raises EngineError where the loss fails or returns what the engine refuses.
+    """
+    leaves = leaves_of(batch, loss, dtype, gradients=gradients)
+    scores = {name: leaf * 1 for name, leaf in leaves.items()}  # as a model's: results of a computation, not leaves
+    listening = Listening(loss, mode)
+    part: Part[Any] = part_of(listening, label, "loss")
+    objective = LossObjective(ObjectiveParts(part), SEED, STEP, per_token_outputs=False)
+    total, output = objective(scores, batch.micro_batch())
+    if total.requires_grad:
+        with blaming(part.owner, "its backward pass"):
+            torch.autograd.backward(total)
+    returned = as_loss_output(label, listening.heard["output"], batch.tokens)
+    return Evaluation(
+        "loss",
+        numbers_of(returned.token_loss),
+        total.item(),
+        {name: numbers_of(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) for name, leaf in leaves.items()},
+        {name: metric for name, metric in output.metrics.items() if name in returned.metrics},
+        returned.token_loss.dtype,
+        listening.heard.get("drew", False),
+    )
+
+
+def leaves_of(batch: TokenBatch, loss: Any, dtype: torch.dtype, *, gradients: bool = True) -> dict[str, torch.Tensor]:
+    """The model's scores that the loss reads, and log-probabilities always, as tensors to differentiate by."""
+    names = [name for name in MODEL_SCORES if name == "logprobs" or name in loss.needs]
+    return {name: torch.from_numpy(batch.values[name].copy()).to(dtype).requires_grad_(gradients) for name in names}

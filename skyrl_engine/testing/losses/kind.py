@@ -1,0 +1,32 @@
+"""Losses as a kind of plugin that gives a number per token."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from skyrl_engine.testing.losses.evaluation import evaluate
+from skyrl_engine.testing.subject import Subject
+from skyrl_engine.testing.tokens import rollouts
+from skyrl_engine.testing.tokens.kind import TokenKind, needs_of
+from skyrl_engine.testing.tokens.rollouts import TokenBatch
+
+
+def batch_local(subject: Subject[Any]) -> str | None:
+    """Why a subject does not claim what is said about cuts."""
+    return "the loss declares batch_local: it depends on the cut by nature" if subject.declares("batch_local") else None
+
+
+LOSS = TokenKind(
+    evaluate,
+    noun="loss",
+    results="loss and gradient",
+    products="losses",
+    remedy="Return plain values per token and use the reducer token_mean, or another, which knows the counts of the whole batch",
+    batch_local=batch_local,
+    unless="; where it depends on the cut by nature, declare batch_local = True",
+)
+
+
+def some_long(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
+    """Batches of which some have more tokens than fit a byte."""
+    return rollouts.batches(needs_of(subject), long=True)

@@ -1,0 +1,109 @@
+"""Losses and corrections as one kind of plugin to the promises that they share: a number per token, how to get it, what to call it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from attrs import frozen
+from hypothesis import strategies as st
+
+from skyrl_engine.errors import EngineError
+from skyrl_engine.testing.promise import Promise, Undecidable, claimed
+from skyrl_engine.testing.subject import Subject
+from skyrl_engine.testing.tokens import rollouts
+from skyrl_engine.testing.tokens.evaluation import Evaluation, same_evaluation
+from skyrl_engine.testing.tokens.rollouts import CutBatch, TokenBatch
+
+
+@frozen(eq=False)
+class TokenKind:
+    """A kind of plugin that gives one number per token.
+
+    `evaluate(label, product, batch, dtype=...)` runs it as the engine does. `results` names what it gives for a batch, `products` several
+    plugins, `remedy` what to do about a number that depends on the cut. `batch_local` says why a subject does not claim promises about
+    cuts, and `unless`, which ends remedies, how to declare it.
+    """
+
+    evaluate: Callable[..., Evaluation]
+    noun: str
+    results: str
+    products: str
+    remedy: str
+    batch_local: Callable[[Subject[Any]], str | None] = claimed
+    unless: str = ""
+
+    def evaluated(self, subject: Subject[Any], batch: TokenBatch, **options: Any) -> Evaluation:
+        """A new product of the subject on the batch. Raises EngineError."""
+        return self.evaluate(subject.label, subject.make(), batch, **options)
+
+    def decided(self, subject: Subject[Any], batch: TokenBatch, product: Any = None, **options: Any) -> Evaluation:
+        """Evaluate for a promise that is about other things than failing; `product` is a new one unless given.
+
+        Raises Undecidable where the product fails or is not finite.
+        """
+        try:
+            made = self.evaluate(subject.label, subject.make() if product is None else product, batch, **options)
+        except EngineError as error:
+            raise Undecidable(error.cause) from error
+        if not made.finite:
+            raise Undecidable(f"the {self.noun} is not finite")
+        return made
+
+    def unless_random(self, subject: Subject[Any], batch: TokenBatch) -> None:
+        """Raise Undecidable where the same batch is answered differently: differing numbers say nothing then; `replicas` is about that."""
+        if not same_evaluation(self.decided(subject, batch), self.decided(subject, batch)):
+            raise Undecidable(f"the {self.noun} of the same batch is another every time")
+
+
+@frozen(eq=False)
+class SharedPromise:
+    """A promise of every `TokenKind`. `sentence` is filled in with the kind's words; `about_cuts`: batch-local plugins do not claim it."""
+
+    check: Callable[[TokenKind, Subject[Any], Any], None]
+    sentence: str
+    cases: Callable[[Subject[Any]], "st.SearchStrategy[Any]"]
+    about_cuts: bool
+    effort: float
+
+    def of(self, kind: TokenKind) -> Promise[Subject[Any], Any]:
+        """The promise as plugins of this kind are held to it."""
+        return Promise(
+            self.check.__name__,
+            self.sentence.format(results=kind.results, products=kind.products, noun=kind.noun),
+            partial(self.check, kind),
+            self.cases,
+            kind.batch_local if self.about_cuts else claimed,
+            self.effort,
+        )
+
+
+def shared_promise(
+    sentence: str, *, cases: Callable[[Subject[Any]], "st.SearchStrategy[Any]"], about_cuts: bool = False, effort: float = 1.0
+) -> Callable[[Callable[[TokenKind, Subject[Any], Any], None]], SharedPromise]:
+    """Make a shared promise of its check; the function's name is the promise's."""
+
+    def decorate(check: Callable[[TokenKind, Subject[Any], Any], None]) -> SharedPromise:
+        return SharedPromise(check, sentence, cases, about_cuts, effort)
+
+    return decorate
+
+
+def needs_of(subject: Subject[Any]) -> tuple[str, ...]:
+    """What the product declares to read."""
+    return tuple(subject.make().needs)
+
+
+def ordinary(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
+    """Batches as training meets them."""
+    return rollouts.batches(needs_of(subject))
+
+
+def anything(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
+    """Batches that also hold probabilities of 1, near 0, and far from another policy's."""
+    ranges: tuple[rollouts.Range, ...] = ("ordinary", "extreme")
+    return st.sampled_from(ranges).flatmap(lambda range_: rollouts.batches(needs_of(subject), range_=range_))
+
+
+def cuts(subject: Subject[Any]) -> "st.SearchStrategy[CutBatch]":
+    """Batches cut into micro-batches."""
+    return rollouts.cut_batches(needs_of(subject))

@@ -1,0 +1,285 @@
+"""Promises that losses and corrections share: no cut, order, name or neighbour changes a token's number, and nothing else is touched.
+
+Numbers are compared after the engine's own use of them, in float64: per token, their total, and its gradient by every score of the model.
+"""
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import evolve
+
+from skyrl_engine.errors import EngineError
+from skyrl_engine.testing.comparison import cause_of_ratio, constant_within, same
+from skyrl_engine.testing.process_settings import another_rank, settings_left_alone
+from skyrl_engine.testing.promise import Broken, Undecidable
+from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
+from skyrl_engine.testing.subject import Subject
+from skyrl_engine.testing.tokens import rollouts
+from skyrl_engine.testing.tokens.evaluation import Evaluation, joined, require_same_evaluation, same_evaluation, undeclared
+from skyrl_engine.testing.tokens.kind import TokenKind, anything, cuts, needs_of, ordinary, shared_promise
+from skyrl_engine.testing.tokens.rollouts import CutBatch, FilledBatch, RelabelledBatch, ReorderedBatch, TokenBatch, WornBatch
+
+WITHIN_SEQUENCES = "Take means and differences within a sequence (tokens.sequences)"
+
+
+@shared_promise("It leaves torch's settings as they are", cases=ordinary, effort=0.1)
+def process_settings(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
+    with settings_left_alone(), suppress(Undecidable):
+        kind.decided(subject, batch)
+
+
+@shared_promise("Replicas of one micro-batch get the same numbers, random ones included", cases=ordinary)
+def replicas(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
+    with restored_random_state():
+        seed_everything(7)
+        one = kind.decided(subject, batch)
+        seed_everything(7)
+        with another_rank():
+            other = kind.decided(subject, batch)
+    require_same_evaluation(
+        one,
+        other,
+        "between two replicas",
+        "it draws from a source of its own, counts its calls, or asks which rank it is on",
+        "Make it a function of its tokens; draw from tokens.generator, which replicas share",
+        relative=0,
+        absolute=0,
+    )
+
+
+@shared_promise("It answers every batch, of which it reads only what it declares in needs", cases=anything)
+def needs(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
+    try:
+        kind.evaluated(subject, batch, dtype=torch.float32)
+    except EngineError as error:
+        if undeclared(error):
+            raise Broken(f"reads what it does not declare: {error.__cause__}", "Add the name to its needs") from error
+        if refuses_what_was_returned(error):
+            raise Undecidable(error.cause) from error
+        raise Broken(error.cause, error.remedy) from error
+
+
+def refuses_what_was_returned(error: EngineError) -> bool:
+    """Whether the engine refused the product's numbers, rather than that the product failed."""
+    return "returned" in error.cause
+
+
+@shared_promise(
+    "A micro-batch without any loss-carrying token adds nothing and breaks nothing",
+    cases=lambda subject: rollouts.masked_batches(needs_of(subject)),
+)
+def all_masked(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
+    try:
+        made = kind.evaluated(subject, batch, dtype=torch.float32)
+    except EngineError as error:
+        kind.decided(subject, rollouts.one_token(needs_of(subject)))  # what fails with a token as well is another promise's
+        raise Broken(f"fails without a token: {error.cause}", "Let it return an empty tensor for n = 0") from error
+    if made.total != 0:
+        raise Broken(f"the {kind.noun} of no token is {made.total}", "Return an empty tensor for n = 0")
+    for name, metric in made.metrics.items():
+        if math.isnan(metric.value) or math.isnan(metric.count):
+            raise Broken(
+                f"the metric {name!r} is NaN without a token, and stays so in the sum over all micro-batches",
+                "Report a mean as its sum and its count (Metric.mean(values.sum(), len(values)))",
+            )
+
+
+@shared_promise("A batch cut into micro-batches has the {results} of the whole", cases=cuts, about_cuts=True)
+def micro_batch_split(kind: TokenKind, subject: Subject[Any], case: CutBatch) -> None:
+    whole = kind.decided(subject, case.batch)
+    parts = joined(case, [kind.decided(subject, case.batch.take(part)) for part in case.parts])
+    if same_evaluation(whole, parts):
+        return
+    kind.unless_random(subject, case.batch)
+    count = {2: "two", 3: "three"}[len(case.parts)]
+    require_same_evaluation(
+        whole, parts, f"under {count} micro-batches", _cause_of_cut(case, whole, parts), kind.remedy + kind.unless
+    )
+
+
+def _cause_of_cut(case: CutBatch, whole: Evaluation, parts: Evaluation) -> str:
+    batch = case.batch
+    own_tokens, own_sequences, part_of = (np.zeros(batch.tokens) for _ in range(3))
+    for number, part in enumerate(case.parts):
+        at = batch.places(part)
+        own_tokens[at], own_sequences[at], part_of[at] = len(at), len(part), number
+    candidates = {
+        "it divides by its own mask, the number of tokens in its micro-batch": batch.tokens / own_tokens,
+        "it divides by the number of sequences in its micro-batch": len(batch) / own_sequences,
+        "it multiplies by the number of tokens in its micro-batch": own_tokens / batch.tokens,
+        "it multiplies by the number of sequences in its micro-batch": own_sequences / len(batch),
+    }
+    cause = cause_of_ratio(whole.per_token, parts.per_token, candidates)
+    if cause is None and constant_within(parts.per_token - whole.per_token, part_of.astype(np.int64)):
+        cause = "it subtracts or adds something that it takes over its micro-batch"
+    return cause or "it depends on which samples share its micro-batch"
+
+
+@shared_promise(
+    "It remembers nothing between micro-batches: the ranks that compute them have {products} of their own",
+    cases=lambda subject: rollouts.worn_batches(needs_of(subject)),
+)
+def rank_split(kind: TokenKind, subject: Subject[Any], worn: WornBatch) -> None:
+    case = worn.cut
+    one_rank = subject.make()
+    for call in range(worn.calls):
+        kind.decided(subject, case.batch.take(case.parts[call % len(case.parts)]), one_rank)
+    together = joined(case, [kind.decided(subject, case.batch.take(part), one_rank) for part in case.parts])
+    apart = joined(case, [kind.decided(subject, case.batch.take(part)) for part in case.parts])
+    if not same_evaluation(together, apart):
+        kind.unless_random(subject, case.batch)
+    require_same_evaluation(
+        together,
+        apart,
+        f"where {len(case.parts)} ranks compute what one rank did",
+        "it keeps something from one call to the next",
+        "Make it a function of its tokens; what lasts longer belongs into a column of the data",
+    )
+
+
+@shared_promise(
+    "The order of the samples changes nothing",
+    cases=lambda subject: rollouts.reordered_batches(needs_of(subject)),
+    about_cuts=True,
+)
+def sample_order(kind: TokenKind, subject: Subject[Any], case: ReorderedBatch) -> None:
+    whole = kind.decided(subject, case.batch)
+    moved = joined(CutBatch(case.batch, (case.order,)), [kind.decided(subject, case.batch.take(case.order))])
+    if not same_evaluation(whole, moved):
+        kind.unless_random(subject, case.batch)
+    require_same_evaluation(
+        whole,
+        moved,
+        "in another order of samples",
+        "it depends on the place of a token among the n",
+        kind.remedy + kind.unless,
+    )
+
+
+@shared_promise(
+    "What groups and units are called changes nothing",
+    cases=lambda subject: rollouts.relabelled_batches(needs_of(subject)),
+)
+def labels(kind: TokenKind, subject: Subject[Any], case: RelabelledBatch) -> None:
+    plain = kind.decided(subject, case.batch)
+    remedy = "Number labels with torch.unique(..., return_inverse=True), and take no id for a place"
+    try:
+        renamed = kind.evaluated(subject, case.relabelled)
+    except EngineError as error:
+        raise Broken(f"fails where labels are other numbers: {error.cause}", remedy) from error
+    if not same_evaluation(plain, renamed):
+        kind.unless_random(subject, case.batch)
+    require_same_evaluation(plain, renamed, "with other labels", "it takes an id for a number", remedy)
+
+
+@shared_promise(
+    "Sequences without loss-carrying tokens, and the empty micro-batches that fill up ranks, change nothing",
+    cases=lambda subject: rollouts.filled_batches(needs_of(subject)),
+    about_cuts=True,
+)
+def padding(kind: TokenKind, subject: Subject[Any], case: FilledBatch) -> None:
+    whole = kind.decided(subject, case.batch)
+    try:
+        filled = kind.evaluated(subject, case.filled)
+    except EngineError as error:
+        raise Broken(f"fails beside a sequence without tokens: {error.cause}", "Allow sequences.counts to hold 0") from error
+    if not filled.finite:
+        raise Broken(
+            "is not finite beside a sequence without tokens: it divides by their number",
+            "Use tokens.sequences.mean, or clamp counts to 1",
+        )
+    if not same_evaluation(whole, filled):
+        kind.unless_random(subject, case.batch)
+    count = np.full(case.batch.tokens, len(case.batch) / case.total)
+    cause = cause_of_ratio(whole.per_token, filled.per_token, {"it divides by the number of sequences, empty ones included": count})
+    require_same_evaluation(
+        whole,
+        filled,
+        "beside sequences without tokens",
+        cause or "it takes something over sequences, empty ones included",
+        kind.remedy + kind.unless,
+    )
+
+
+@shared_promise(
+    "Neighbours in a row do not reach each other: no sequence's {results} depend on another's values", cases=cuts, about_cuts=True
+)
+def packing(kind: TokenKind, subject: Subject[Any], case: CutBatch) -> None:
+    mine = case.batch.places(case.parts[0])
+    weights = np.zeros_like(case.batch.weights)
+    weights[mine] = case.batch.weights[mine]
+    alone = evolve(case.batch, weights=weights)
+    others = np.setdiff1d(np.arange(case.batch.tokens), mine)
+    changed = alone.with_values(**{name: _shifted(values, others) for name, values in alone.values.items()})
+    before, after = kind.decided(subject, alone), kind.decided(subject, changed)
+    if not same(before.per_token[mine], after.per_token[mine]):
+        kind.unless_random(subject, case.batch)
+        place = mine[np.argmax(~np.isclose(before.per_token[mine], after.per_token[mine]))]
+        raise Broken(
+            f"the {kind.noun} of token {place} changes from {before.per_token[place]:.6g} to {after.per_token[place]:.6g} with the values "
+            "of other sequences: it takes something over the whole micro-batch, or reaches over the end of a sequence",
+            WITHIN_SEQUENCES + kind.unless,
+        )
+    for name, gradient in before.gradients.items():
+        if gradient[others].any():
+            raise Broken(f"the {kind.noun} of a sequence has a gradient by the {name} of another", WITHIN_SEQUENCES + kind.unless)
+
+
+def _shifted(values: rollouts.FloatArray, places: Any) -> rollouts.FloatArray:
+    """The values with others at these places; log-probabilities stay below 0."""
+    changed = values.copy()
+    changed[places] = values[places] * np.float32(0.5) - np.float32(0.125)
+    return changed
+
+
+@shared_promise("It leaves the global random state alone, and does not depend on it", cases=ordinary)
+def global_random_numbers(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
+    with restored_random_state():
+        made = []
+        for seed in (1, 2, 1):
+            seed_everything(seed)
+            before = global_random_state()
+            made.append(kind.decided(subject, batch))
+            if global_random_state() != before:
+                raise Broken("draws from the global random state, which differs from rank to rank", "Draw from tokens.generator")
+    one, other, again = made
+    if same_evaluation(one, again) and not same_evaluation(one, other):
+        raise Broken("depends on the global random state", "Draw from tokens.generator")
+
+
+@shared_promise("It does not change what it is given", cases=ordinary)
+def inputs_unchanged(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
+    copying = _Copying(subject.make())
+    kind.decided(subject, batch, copying, dtype=torch.float32)
+    for name, (before, after, written) in copying.given.items():
+        if written or not torch.equal(before, after):
+            raise Broken(
+                f"changes {name} in place, which other parts of the objective read too", "Work on a copy: x * y, not x.mul_(y)"
+            )
+
+
+class _Copying:
+    """The product, with copies of what it was given beside what it left behind."""
+
+    def __init__(self, product: Any) -> None:
+        self.product = product
+        self.given: Mapping[str, tuple[torch.Tensor, torch.Tensor, bool]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.product, name)
+
+    def __call__(self, tokens: Any) -> Any:
+        sequences = {f"sequences.{name}": getattr(tokens.sequences, name) for name in ("index", "counts", "unit_ids", "group_ids")}
+        tensors = {**tokens.needs, **sequences}
+        copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        versions = {name: tensor._version for name, tensor in tensors.items()}  # noqa: SLF001 - counts writes, which the same values hide
+        result = self.product(tokens)
+        self.given = {
+            name: (copies[name], tensor.detach(), tensor._version != versions[name])  # noqa: SLF001 - as above
+            for name, tensor in tensors.items()
+        }
+        return result
