@@ -35,7 +35,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import PreTrainedTokenizerFast
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    from skyrl_engine.testing.pictures import write_vision_model
+    from skyrl_engine.modeling.tiny import write_vision_model
 
     folder = tmp_path_factory.mktemp("seeing")
     write_vision_model(folder / "model")

@@ -272,8 +272,8 @@ def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, 
     import tempfile
 
     from skyrl_engine.contracts.kinds.backend import ModelSpec
+    from skyrl_engine.modeling.tiny import write_model
     from skyrl_engine.objective.parts import ObjectiveParts
-    from skyrl_engine.proof.model import write_model
     from skyrl_engine.proof.ranks import CONTEXT
     from skyrl_engine.proof.rollouts import recorded_rollouts
 

@@ -118,9 +118,9 @@ def _rows(resolved: "Mapping[str, ResolvedConfig]", plant: "Plant | None", ranks
     import tempfile
 
     from skyrl_engine.contracts.kinds.backend import ModelSpec
+    from skyrl_engine.modeling.tiny import write_model
     from skyrl_engine.objective.parts import ObjectiveParts
     from skyrl_engine.proof.cases import cases
-    from skyrl_engine.proof.model import write_model
     from skyrl_engine.proof.prover import Prover
     from skyrl_engine.proof.ranks import CONTEXT, RankPool
 

@@ -12,7 +12,8 @@ from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, ComputeDtype, ModelSpec
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.values.topology import Topology
-from skyrl_engine.proof.rollouts import LONGEST, PAD_TOKEN_ID
+from skyrl_engine.modeling.tiny import PAD_TOKEN_ID
+from skyrl_engine.proof.rollouts import LONGEST
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
 from skyrl_engine.workers.spec import WorkerSpec
 

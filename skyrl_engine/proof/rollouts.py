@@ -7,9 +7,8 @@ import numpy.typing as npt
 
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import offsets_of
+from skyrl_engine.modeling.tiny import VOCABULARY
 
-VOCABULARY = 128
-PAD_TOKEN_ID = 0
 LONGEST = 40
 """Tokens of the longest sample."""
 

@@ -15,7 +15,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.engine import Engine, PassResult
 from skyrl_engine.errors import ModelError
-from skyrl_engine.proof.model import write_model
+from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.proof.ranks import CONTEXT
 from skyrl_engine.proof.rollouts import recorded_rollouts
 from skyrl_engine.testing.subject import part_of

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, ModelSpec
@@ -14,6 +12,7 @@ from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.contracts.values.topology import Topology
+from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.workers.spec import WorkerSpec
 
 VOCABULARY = 96
@@ -22,19 +21,11 @@ VOCABULARY = 96
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories of a tied Qwen3 and an untied Llama, two layers each."""
-    sizes = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-    }  # fmt: skip
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "max_position_embeddings": 64}
     directory = tmp_path_factory.mktemp("models")
-    torch.manual_seed(0)
-    made = {
-        "qwen3": Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True)),
-        "llama": LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)),
-    }
-    for name, model in made.items():
-        model.save_pretrained(directory / name)
-    return {name: directory / name for name in made}
+    for family in ("qwen3", "llama"):
+        write_model(directory / family, family, **sizes)
+    return {family: directory / family for family in ("qwen3", "llama")}
 
 
 @pytest.fixture(scope="session")

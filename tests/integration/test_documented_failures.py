@@ -20,7 +20,7 @@ from skyrl_engine.contracts.values.outputs import BatchOutput
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.engine import Engine
-from skyrl_engine.proof.model import write_model
+from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.proof.ranks import CONTEXT, RankPool
 from skyrl_engine.proof.rollouts import recorded_rollouts
 

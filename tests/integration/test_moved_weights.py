@@ -14,9 +14,8 @@ import pytest
 from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, ModelSpec, RankEnvironment
 from skyrl_engine.errors import PluginNotFoundError
-from skyrl_engine.proof.model import Family, write_model
+from skyrl_engine.modeling.tiny import VOCABULARY, Family, write_model
 from skyrl_engine.proof.ranks import CONTEXT
-from skyrl_engine.proof.rollouts import VOCABULARY
 from skyrl_engine.testing.backends.batches import WeightedObjective, definition, documents, padded
 from skyrl_engine.testing.ranks.world import alone
 

@@ -17,8 +17,8 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import PluginNotFoundError
+from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.proof.layouts import ParallelSizes
-from skyrl_engine.proof.model import write_model
 from skyrl_engine.proof.ranks import CONTEXT
 from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
 from skyrl_engine.testing.ranks.world import World

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pytest
 
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, ModelSpec, RankEnvironment
-from skyrl_engine.proof.rollouts import VOCABULARY
+from skyrl_engine.modeling.tiny import VOCABULARY, write_vision_model
 from skyrl_engine.testing.backends.batches import WeightedObjective, packed, padded, picture_documents, worst
-from skyrl_engine.testing.pictures import Variant, write_vision_model
+from skyrl_engine.testing.pictures import Variant
 from skyrl_engine.testing.ranks.world import alone
 
 CASES: Sequence[tuple[Variant, Any]] = (("own", padded), ("own", packed), ("negated", padded))

@@ -389,7 +389,7 @@ def _black(micro_batch: Any) -> Any:
 
 def _text_in_the_place_of_images(micro_batch: Any) -> Any:
     """Where nothing is known of images, image tokens are words."""
-    from skyrl_engine.testing.pictures import IMAGE_TOKEN
+    from skyrl_engine.modeling.tiny import IMAGE_TOKEN
 
     ids = micro_batch.inputs["input_ids"]
     text = {name: micro_batch.inputs[name] for name in ("attention_mask", "position_ids")}

@@ -18,7 +18,7 @@ from skyrl_engine.errors import EngineError, ModelError, UnsupportedError
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.loading import load_config, load_scorer, load_skeleton
 from skyrl_engine.modeling.lora import merged_weights, trained
-from skyrl_engine.proof.model import write_model
+from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.testing.adapters import with_adapter, write_adapter
 
 LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]

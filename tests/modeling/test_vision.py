@@ -16,10 +16,9 @@ from skyrl_engine.modeling.loading import load_causal_lm, load_config, load_scor
 from skyrl_engine.modeling.model_inputs import model_inputs
 from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine.modeling.tiny import IMAGE_TOKEN, VOCABULARY, write_vision_model
 from skyrl_engine.modeling.vision import ImageDecoder, language_part
-from skyrl_engine.proof.rollouts import VOCABULARY
 from skyrl_engine.testing.backends.batches import padded, picture_documents
-from skyrl_engine.testing.pictures import IMAGE_TOKEN, write_vision_model
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_engine.config import ResolvedConfig, from_dict, resolve
 from skyrl_engine.contracts.kinds.backend import ModelSpec
-from skyrl_engine.proof.model import Family, write_model
+from skyrl_engine.modeling.tiny import Family, write_model
 from skyrl_engine.proof.ranks import RankPool
 
 Configure = Callable[..., dict[str, ResolvedConfig]]

@@ -28,9 +28,9 @@ from skyrl_engine.engine.capability import check_capabilities, required_capabili
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import ConfigError, EngineError, PluginNotFoundError
 from skyrl_engine.modeling.loading import quiet_progress
+from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.proof.comparison import Measured, compare
 from skyrl_engine.proof.layouts import ParallelSizes
-from skyrl_engine.proof.model import write_model
 from skyrl_engine.proof.ranks import CONTEXT
 from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
 from skyrl_engine.testing.backends.bench import make_parts_differ

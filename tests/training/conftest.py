@@ -6,13 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_engine.config import ResolvedConfig, from_dict, resolve
+from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 
 SAMPLES = 23
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.2,  # draws random numbers, which a resume must draw again
+    "tie_word_embeddings": False,
+}
 
 Table = dict[str, Any]
 Configure = Callable[..., ResolvedConfig]
@@ -25,34 +34,9 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": f"{first} + {second} =", "completion": f" {first + second}"} for first in range(6) for second in range(6)]
     (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:SAMPLES]))
     (directory / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[SAMPLES:]))
-    save_model(directory / "model", [row["prompt"] + row["completion"] for row in rows])
+    tokenizer = write_tokenizer(directory / "model", [row["prompt"] + row["completion"] for row in rows])
+    write_model(directory / "model", tokenizer=tokenizer, **SIZES)
     return directory
-
-
-def save_model(directory: Path, texts: list[str]) -> None:
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    special = ["<unk>", "<pad>", "<end>"]
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=64, special_tokens=special, show_progress=False))
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<end>")
-    wrapped.save_pretrained(directory)
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(wrapped),
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            max_position_embeddings=64,
-            attention_dropout=0.2,  # draws random numbers, which a resume must draw again
-            pad_token_id=wrapped.pad_token_id,
-            eos_token_id=wrapped.eos_token_id,
-        )
-    )
-    model.save_pretrained(directory)
 
 
 @pytest.fixture

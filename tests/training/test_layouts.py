@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer
 
 from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.training.export import export_checkpoint
 from skyrl_engine.training.sft.trainer import run_sft
@@ -31,12 +32,8 @@ def model(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("layouts") / "model"
     tokenizer = AutoTokenizer.from_pretrained(material / "model")
     tokenizer.save_pretrained(directory)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = Qwen3Config(vocab_size=32, head_dim=8, tie_word_embeddings=True, **sizes, **special)
-    assert len(tokenizer) <= config.vocab_size
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    assert len(tokenizer) <= 32
+    write_model(directory, tokenizer=tokenizer, vocab_size=32, hidden_size=32, intermediate_size=64, head_dim=8)
     return directory
 
 

@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelSpec, RankEnvironment
 from skyrl_engine.modeling.exporting import write_pretrained
-from skyrl_engine.proof.model import write_model
-from skyrl_engine.proof.rollouts import VOCABULARY
+from skyrl_engine.modeling.tiny import VOCABULARY, write_model
 from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents, packed, padded
 from skyrl_engine_deepspeed.backend import DeepSpeedBackend
 from skyrl_engine_deepspeed.gradients import AccumulatedGradients

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from deepspeed_tasks import OPTIMIZER, STILL, arrays, batch, train
 
 from skyrl_engine.contracts import AdamWSettings, ModelSpec, RankEnvironment
-from skyrl_engine.proof.rollouts import VOCABULARY
+from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.backends.batches import WeightedObjective, definition, documents, worst
 from skyrl_engine_deepspeed.backend import DeepSpeedBackend
 from skyrl_engine_deepspeed.plugin import DeepSpeedConfig

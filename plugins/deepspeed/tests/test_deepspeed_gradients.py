@@ -13,7 +13,7 @@ import torch
 from deepspeed_tasks import gradients_of, precision, reached_late, scored
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.proof.rollouts import VOCABULARY
+from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.backends.batches import Definition, definition, documents, worst
 from skyrl_engine.testing.ranks.world import World
 

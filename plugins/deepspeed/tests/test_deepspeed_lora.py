@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine.contracts import LoraSpec
-from skyrl_engine.proof.rollouts import VOCABULARY
+from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.adapters import with_adapter, write_adapter
 from skyrl_engine.testing.backends.batches import Definition, definition, documents, worst
 from skyrl_engine.testing.ranks.world import World

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import filesystem
 
 from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelSpec, RankEnvironment
 from skyrl_engine.modeling.lora import trained
-from skyrl_engine.proof.rollouts import VOCABULARY as PROOF_VOCABULARY
+from skyrl_engine.modeling.tiny import VOCABULARY as PROOF_VOCABULARY
 from skyrl_engine.testing.backends.batches import WeightedObjective, documents, packed, padded, picture_documents
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.gradients import full

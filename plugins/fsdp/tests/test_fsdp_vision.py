@@ -16,11 +16,10 @@ from fsdp_tasks import outcome_with, start
 from transformers import AutoModelForImageTextToText
 
 from skyrl_engine.contracts import FactoryContext, Layout, LoraSpec, MicroBatch, PerSequence, RankOutput, SampleColumns, StepCounts
-from skyrl_engine.proof.rollouts import VOCABULARY
+from skyrl_engine.modeling.tiny import IMAGE_TOKEN, VOCABULARY, write_vision_model
 from skyrl_engine.spans import Spans
 from skyrl_engine.testing.adapters import write_adapter
 from skyrl_engine.testing.backends.batches import Definition, WeightedObjective, definition, padded, picture_documents, worst
-from skyrl_engine.testing.pictures import IMAGE_TOKEN, write_vision_model
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine.testing.subject import part_of
 from skyrl_engine.workers.batch import ShardBatch

@@ -10,7 +10,7 @@ from attrs import frozen
 from megatron_tasks import ROWS, arrays, own, start
 
 from skyrl_engine.contracts import AdamWSettings, MicroBatch, RankOutput
-from skyrl_engine.proof.rollouts import VOCABULARY
+from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, picture_documents, without_pixels
 from skyrl_engine.testing.pictures import Variant
 from skyrl_engine_megatron.backend import MegatronBackend

@@ -22,8 +22,8 @@ from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 from skyrl_engine import ModelError, UnsupportedError
 from skyrl_engine.contracts import AdamWSettings, ModelSpec, RankOutput
 from skyrl_engine.modeling.loading import quiet_progress
+from skyrl_engine.modeling.tiny import write_vision_model
 from skyrl_engine.testing.backends.batches import Arrays, Definition, WeightedObjective, definition, packed, worst
-from skyrl_engine.testing.pictures import write_vision_model
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.architecture import architecture_of
 from skyrl_engine_megatron.library import TransformerLayer

@@ -16,8 +16,9 @@ from skyrl_engine.contracts.values.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN
 from skyrl_engine.contracts.values.outputs import Metric, RankOutput
 from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
 from skyrl_engine.modeling.loading import quiet_progress
+from skyrl_engine.modeling.tiny import IMAGE_TOKEN
 from skyrl_engine.testing.adapters import with_adapter
-from skyrl_engine.testing.pictures import IMAGE_TOKEN, Pictures, Variant, with_pictures
+from skyrl_engine.testing.pictures import Pictures, Variant, with_pictures
 
 Arrays = dict[str, npt.NDArray[Any]]
 

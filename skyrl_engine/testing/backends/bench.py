@@ -14,11 +14,10 @@ from attrs import define
 
 from skyrl_engine.errors import WorkerError
 from skyrl_engine.modeling.loading import quiet_progress
-from skyrl_engine.proof.model import Family, write_model
-from skyrl_engine.proof.rollouts import VOCABULARY
+from skyrl_engine.modeling.tiny import VOCABULARY, Family, write_model, write_vision_model
 from skyrl_engine.testing.backends.batches import Definition, definition, documents, picture_documents
 from skyrl_engine.testing.backends.ranks import Answer, Opening, RankFailed, Ranks, on_rank
-from skyrl_engine.testing.pictures import Variant, write_vision_model
+from skyrl_engine.testing.pictures import Variant
 from skyrl_engine.testing.ranks.world import World
 
 Model = Literal["qwen3", "llama", "dropout", "critic", "vision"]

@@ -14,7 +14,7 @@ from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, ModelSp
 from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
 from skyrl_engine.contracts.values.topology import RankCoords, Topology
 from skyrl_engine.errors import EngineError
-from skyrl_engine.proof.rollouts import VOCABULARY
+from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.subject import CONTEXT
 
 Arrays = dict[str, npt.NDArray[Any]]

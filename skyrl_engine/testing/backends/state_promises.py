@@ -156,7 +156,7 @@ def export(subject: BackendSubject, case: BackendCase) -> None:
 def _exported_scores(directory: Path) -> Any:
     import torch
 
-    from skyrl_engine.proof.rollouts import VOCABULARY
+    from skyrl_engine.modeling.tiny import VOCABULARY
     from skyrl_engine.testing.backends.batches import definition, documents
 
     try:
