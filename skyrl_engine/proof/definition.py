@@ -7,8 +7,7 @@ is given, and the conformance kit is about them.
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,6 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from skyrl_engine.contracts.kinds.backend import ModelSpec
 from skyrl_engine.contracts.kinds.loss import as_loss_output
 from skyrl_engine.contracts.kinds.reducer import BatchStructure, Reducer
 from skyrl_engine.contracts.values.columns import SampleColumns
@@ -28,56 +26,12 @@ from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.objective.tokens import MicroBatchTokens
 from skyrl_engine.proof.comparison import Gradients, Measured
 from skyrl_engine.proof.diagnosis import Pieces
+from skyrl_engine.proof.plain_model import PlainModel
 from skyrl_engine.registry.host import blaming
 
 
 @frozen(eq=False)
-class PlainModel:
-    """A causal language model as transformers makes it, and a critic's head where there is one; `parameters` by their stored names."""
-
-    model: Any
-    head: tuple[Tensor, Tensor] | None
-    parameters: Mapping[str, Tensor]
-
-    @classmethod
-    def load(cls, spec: ModelSpec) -> Self:
-        """The model in a local directory, in float64."""
-        from safetensors.torch import load_file
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        stored: dict[str, Tensor] = {}
-        for file in sorted(Path(spec.path).glob("*.safetensors")):
-            stored |= load_file(file)
-        of_head: dict[str, Tensor] = {
-            name: stored.pop(name).double().requires_grad_() for name in ("score.weight", "score.bias") if name in stored
-        }
-        with torch.random.fork_rng(devices=()):
-            config = AutoConfig.from_pretrained(spec.path)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa")
-        left = model.load_state_dict(stored, strict=False)
-        model.tie_weights()
-        assert not left.unexpected_keys, left.unexpected_keys
-        assert not left.missing_keys or config.tie_word_embeddings, left.missing_keys
-        head = (of_head["score.weight"], of_head["score.bias"]) if spec.value_head else None
-        parameters: dict[str, Tensor] = dict(model.named_parameters())
-        return cls(model, head, parameters | of_head if head else parameters)
-
-    def scores(self, input_ids: Tensor) -> Mapping[str, Tensor]:
-        """Score one sample, int64[T]: [T - 1] each, of every token after the first, which the model scores at the token before it."""
-        output = self.model(input_ids=input_ids[None], output_hidden_states=True, use_cache=False)
-        logprobs = output.logits[0, :-1].log_softmax(-1)
-        scores = {
-            "logprobs": torch.stack([logprobs[place, token] for place, token in enumerate(input_ids[1:].tolist())]),
-            "entropy": -(logprobs.exp() * logprobs).sum(-1),
-        }
-        if self.head is not None:
-            weight, bias = self.head
-            scores["values"] = output.hidden_states[-1][0, :-1] @ weight[0] + bias
-        return scores
-
-
-@frozen(eq=False)
-class Definition:
+class BatchDefinition:
     """A batch by definition.
 
     `values` are the parts of the objective by name, [n] over the scored tokens, coefficient and factor included; `weights` float64[n];

@@ -29,8 +29,8 @@ class Pieces:
 
     def fit(self, gradients: Gradients) -> tuple[Factors, float]:
         """The factor of every piece, and the part of `gradients` that no factors explain, relative. Pieces without gradient get 1."""
-        wanted = _flat(gradients)
-        matrix = np.stack([_flat(piece) for piece in self.gradients])
+        wanted = flat(gradients)
+        matrix = np.stack([flat(piece) for piece in self.gradients])
         carrying = np.linalg.norm(matrix, axis=1) > 0
         factors = np.ones(len(matrix))
         factors[carrying] = np.linalg.lstsq(matrix[carrying].T, wanted, rcond=None)[0]
@@ -86,5 +86,6 @@ def _alike(factors: Factors) -> bool:
     return bool(np.ptp(factors) <= EXACT * max(1.0, float(np.abs(factors).max(initial=0.0))))
 
 
-def _flat(gradients: Gradients) -> npt.NDArray[np.float64]:
+def flat(gradients: Gradients) -> npt.NDArray[np.float64]:
+    """All parameters' gradients in one row, by the order of their names."""
     return np.concatenate([gradients[name].astype(np.float64).ravel() for name in sorted(gradients)])

@@ -17,9 +17,10 @@ from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.proof.cases import Case
 from skyrl_engine.proof.comparison import Difference, Measured, compare
-from skyrl_engine.proof.definition import Definition, PlainModel
+from skyrl_engine.proof.definition import BatchDefinition
 from skyrl_engine.proof.diagnosis import explain
 from skyrl_engine.proof.passes import STEP, measure
+from skyrl_engine.proof.plain_model import PlainModel
 from skyrl_engine.proof.plants import Cut, PlannedCollator, Plant, PlantedMerger, PlantedReducer
 from skyrl_engine.proof.ranks import CONTEXT, RankPool
 from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
@@ -57,8 +58,8 @@ class Prover:
             check_reducer(term.label, term.product, first.plugins["reducer"].loaded.record.name)
         columns = recorded_rollouts(parts.columns)
         reducer: Reducer = first.plugins["reducer"].make(CONTEXT)
-        model = PlainModel.load(self.ranks.model)
-        definition = Definition.of(model, columns, parts, reducer, longest=LONGEST, seed=CONTEXT.seed, step=STEP)
+        model = PlainModel.load(self.ranks.model.path, value_head=self.ranks.model.value_head)
+        definition = BatchDefinition.of(model, columns, parts, reducer, longest=LONGEST, seed=CONTEXT.seed, step=STEP)
         reference = definition.measured
         if not any(gradient.any() for gradient in reference.gradients.values()):
             raise UnsupportedError(
@@ -69,7 +70,7 @@ class Prover:
             yield self._row(case, columns, parts, reference, definition)
 
     def _row(
-        self, case: Case, columns: SampleColumns, parts: ObjectiveParts, reference: Measured, definition: Definition
+        self, case: Case, columns: SampleColumns, parts: ObjectiveParts, reference: Measured, definition: BatchDefinition
     ) -> CaseResult:
         cut = self._cut(case, columns, self.dtype)
         excuse = _excuse(self.resolved[case.collator], parts)

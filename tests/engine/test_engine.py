@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 
 from skyrl_engine import ContractError, DataError, Engine, ModelError, UnsupportedError
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import Ragged
 from skyrl_engine.errors import CheckpointError, ConfigError
+from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine.proof.rollouts import recorded_rollouts
 
 Weights = dict[str, np.ndarray]

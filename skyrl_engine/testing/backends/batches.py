@@ -1,22 +1,22 @@
 """Batches to try a backend with, an objective over them, and the plain definition of what it must give: one process, whole logits, autograd."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from attrs import evolve, frozen
-from safetensors.torch import load_file
 from torch import Tensor
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch
 from skyrl_engine.contracts.values.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
 from skyrl_engine.contracts.values.outputs import Metric, RankOutput
 from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
-from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.modeling.tiny import IMAGE_TOKEN
+from skyrl_engine.proof.comparison import relative_difference
+from skyrl_engine.proof.plain_model import PlainModel
 from skyrl_engine.testing.adapters import with_adapter
 from skyrl_engine.testing.pictures import Pictures, Variant, with_pictures
 
@@ -210,42 +210,28 @@ def definition(
     needs: Iterable[str] = ("logprobs", "entropy"),
     adapter: str | None = None,
 ) -> Definition:
-    """`WeightedObjective` the plain way: transformers' own model, one document at a time without padding, whole logits.
+    """`WeightedObjective` of the plain model, one document at a time.
 
     `adapter` is a directory of PEFT's, whose adapters PEFT puts into the model and alone get gradients, beside a value head.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    kind = AutoModelForCausalLM if chosen[0].pictures is None else AutoModelForImageTextToText
-    with quiet_progress():
-        # With loading information, because transformers reports the value head as an unexpected weight otherwise.
-        model: Any = kind.from_pretrained(directory, dtype=dtype, output_loading_info=True)[0]
-    if adapter is not None:
-        model = with_adapter(model, adapter)
-    parameters = dict(model.named_parameters())
-    if "values" in needs:
-        stored = load_file(Path(directory) / "model.safetensors")
-        parameters |= {name: stored[name].to(dtype).requires_grad_() for name in ("score.weight", "score.bias")}
+    model = PlainModel.load(
+        directory,
+        dtype=dtype,
+        value_head="values" in needs,
+        images=chosen[0].pictures is not None,
+        adapt=None if adapter is None else partial(with_adapter, adapter=adapter),
+    )
     total = torch.zeros((), dtype=dtype)
     kept: dict[str, dict[int, npt.NDArray[Any]]] = {need: {} for need in needs}
     for document in chosen:
         if len(document.ids) < 2:
             continue
-        made = model(input_ids=document.ids[None], use_cache=False, output_hidden_states=True, **_pictures(document))
-        logits = made.logits[0, :-1] / temperature
-        logprobs = logits.log_softmax(-1)
-        scores = {
-            "logits": logits.gather(-1, document.ids[1:, None])[:, 0],
-            "logprobs": logprobs.gather(-1, document.ids[1:, None])[:, 0],
-            "entropy": -(logprobs.exp() * logprobs).sum(-1),
-        }
-        if "values" in needs:
-            scores["values"] = made.hidden_states[-1][0, :-1] @ parameters["score.weight"][0] + parameters["score.bias"]
+        scores = model.scores(document.ids, temperature=temperature, **_pictures(document))
         for need in needs:
             total = total + (document.weights[1:].to(dtype) * TERMS[need](scores[need])).sum()
             kept[need][document.number] = scores[need].detach().numpy()[document.weights[1:].numpy() != 0]
     torch.autograd.backward(total)
-    gradients = {name: parameter.grad.numpy() for name, parameter in parameters.items() if parameter.grad is not None}
+    gradients = {name: parameter.grad.numpy() for name, parameter in model.parameters.items() if parameter.grad is not None}
     return Definition(total.item(), gradients, kept)
 
 
@@ -258,13 +244,6 @@ def _pictures(document: Document) -> dict[str, Tensor]:
 
 
 def worst(gradients: Mapping[str, npt.NDArray[Any]], reference: Mapping[str, npt.NDArray[Any]]) -> float:
-    """The largest per-parameter ||g - g'|| / ||g'||. Raises AssertionError where the parameters are not the same."""
+    """The largest per-parameter ||g - g'|| / ||g'||, infinite where a number is not finite. Raises AssertionError where parameters differ."""
     assert gradients.keys() == reference.keys(), sorted(gradients.keys() ^ reference.keys())
-    return float(
-        np.max(  # unlike Python's, it is NaN where one of them is
-            [
-                np.linalg.norm(gradients[name].astype(np.float64) - true) / np.linalg.norm(true.astype(np.float64))
-                for name, true in reference.items()
-            ]
-        )
-    )
+    return max(relative_difference(gradients[name], true) for name, true in reference.items())

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl_engine.proof.comparison import relative_difference
-from skyrl_engine.proof.diagnosis import EXACT, Pieces, in_words
+from skyrl_engine.proof.diagnosis import EXACT, Pieces, flat, in_words
 from skyrl_engine.testing.backends.ranks import Arrays
 from skyrl_engine.testing.promise import Broken, Undecidable
 
@@ -16,7 +16,7 @@ TOLERANCE = 1e-5
 
 def norm_of(gradients: Mapping[str, npt.NDArray[np.floating]]) -> float:
     """The 2-norm over all parameters, in float64."""
-    return float(np.linalg.norm(_flat(gradients)))
+    return float(np.linalg.norm(flat(gradients)))
 
 
 def total(*parts: Arrays) -> Arrays:
@@ -45,9 +45,9 @@ def require_same_gradients(
             raise Broken(f"the gradient of {name} has the shape {got[name].shape}, the parameter {wanted.shape}", remedy)
         if not np.isfinite(got[name]).all():
             raise Broken(f"the gradient of {name} is not finite", remedy)
-    flat, wanted = _flat(got), _flat(due)
-    factor = float(flat @ wanted / (wanted @ wanted))
-    if np.linalg.norm(flat - factor * wanted) <= EXACT * np.linalg.norm(flat):
+    ours, wanted = flat(got), flat(due)
+    factor = float(ours @ wanted / (wanted @ wanted))
+    if np.linalg.norm(ours - factor * wanted) <= EXACT * np.linalg.norm(ours):
         raise Broken(f"the gradient is {in_words(factor, facts)} {when}", remedy, factor=factor)
     if pieces is not None and (lost := _lost(got, pieces)):
         raise Broken(f"{' and '.join(lost)} {'counts' if len(lost) == 1 else 'count'} for nothing in the gradient {when}", remedy)
@@ -62,7 +62,3 @@ def _lost(got: Arrays, pieces: Mapping[str, Arrays]) -> Sequence[str]:
     names = list(pieces)
     factors, residue = Pieces(names, list(pieces.values()), np.ones(len(names))).fit(got)
     return [name for name, factor in zip(names, factors, strict=True) if abs(factor) < EXACT] if residue < EXACT else []
-
-
-def _flat(gradients: Mapping[str, npt.NDArray[np.floating]]) -> npt.NDArray[np.float64]:
-    return np.concatenate([gradients[name].astype(np.float64).ravel() for name in sorted(gradients)])

@@ -1,0 +1,76 @@
+"""The model by definition: as transformers makes it, one sequence at a time without padding, whole logits.
+
+Nothing of the engine runs in here. What passes through the engine are compared with, in proofs and in the conformance kit, is made of it.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from skyrl_engine.modeling.loading import quiet_progress
+
+HEAD = ("score.weight", "score.bias")
+"""The value head's parameters, as they are stored beside the model's own."""
+
+
+@frozen(eq=False)
+class PlainModel:
+    """A model of transformers' own, and a critic's head where there is one; `parameters` by their stored names."""
+
+    model: Any
+    head: tuple[Tensor, Tensor] | None
+    parameters: Mapping[str, Tensor]
+
+    @classmethod
+    def load(
+        cls,
+        directory: str,
+        *,
+        dtype: torch.dtype = torch.float64,
+        value_head: bool = False,
+        images: bool = False,
+        adapt: Callable[[Any], Any] | None = None,
+    ) -> Self:
+        """Load the model in a local directory, one that takes images with `images`; `adapt` may put adapters into it."""
+        from safetensors.torch import load_file
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+        kind: Any = AutoModelForImageTextToText if images else AutoModelForCausalLM
+        with quiet_progress():
+            # With loading information, because transformers reports the value head as an unexpected weight otherwise.
+            model, information = kind.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+        assert not information["missing_keys"], information["missing_keys"]
+        assert set(information["unexpected_keys"]) <= set(HEAD), information["unexpected_keys"]
+        if adapt is not None:
+            model = adapt(model)
+        parameters: dict[str, Tensor] = dict(model.named_parameters())
+        if not value_head:
+            return cls(model, None, parameters)
+        stored: dict[str, Tensor] = {}
+        for file in sorted(Path(directory).glob("*.safetensors")):
+            stored |= load_file(file)
+        weight, bias = (stored[name].to(dtype).requires_grad_() for name in HEAD)
+        return cls(model, (weight, bias), parameters | dict(zip(HEAD, (weight, bias), strict=True)))
+
+    def scores(self, input_ids: Tensor, *, temperature: float = 1.0, **images: Tensor) -> Mapping[str, Tensor]:
+        """The scores of one sequence int64[T], [T - 1] each: about every token after the first, which the model gives at the token before.
+
+        `images` are what the model takes of pictures beside token ids.
+        """
+        output = self.model(input_ids=input_ids[None], output_hidden_states=True, use_cache=False, **images)
+        logits = output.logits[0, :-1] / temperature
+        logprobs = logits.log_softmax(-1)
+        tokens = input_ids[1:, None]
+        scores = {
+            "logits": logits.gather(-1, tokens)[:, 0],
+            "logprobs": logprobs.gather(-1, tokens)[:, 0],
+            "entropy": -(logprobs.exp() * logprobs).sum(-1),
+        }
+        if self.head is not None:
+            weight, bias = self.head
+            scores["values"] = output.hidden_states[-1][0, :-1] @ weight[0] + bias
+        return scores
