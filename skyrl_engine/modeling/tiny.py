@@ -100,9 +100,9 @@ def write_vision_model(directory: Path, *, tied: bool = True, levels: Sequence[i
 
 
 def write_tokenizer(
-    directory: Path, texts: Iterable[str], *, size: int = 64, template: str | None = None
+    directory: Path, texts: Iterable[str], *, size: int = 64, template: str | None = None, padding: str | None = PADDING
 ) -> "PreTrainedTokenizerFast":
-    """Write a byte-level tokenizer of at most `size` tokens, trained on the texts, with `<pad>`, and `<end>` at the end of a reply."""
+    """Write a byte-level tokenizer of at most `size` tokens, trained on the texts: `END` ends a reply, `padding` None leaves it without one."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -110,7 +110,7 @@ def write_tokenizer(
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[UNKNOWN, PADDING, END], show_progress=False)
     trained.train_from_iterator(texts, trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=trained, unk_token=UNKNOWN, pad_token=PADDING, eos_token=END)
+    made = PreTrainedTokenizerFast(tokenizer_object=trained, unk_token=UNKNOWN, pad_token=padding, eos_token=END)
     made.chat_template = template
     made.save_pretrained(directory)
     return made

@@ -7,12 +7,13 @@ import pytest
 from skyrl_engine.config.schema import ModelConfig
 from skyrl_engine.errors import ModelError
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
+from skyrl_engine.modeling.tiny import END, write_tokenizer
 
 
 @pytest.fixture
-def saved(tmp_path, make_tokenizer):
+def saved(tmp_path):
     folder = tmp_path / "model"
-    make_tokenizer("chatml", pad=False).save_pretrained(folder)
+    write_tokenizer(folder, ["one text"], template="<|im_start|>{{ messages[0].content }}", padding=None)
     return folder
 
 
@@ -20,7 +21,7 @@ def test_a_local_directory_without_a_padding_token(saved, caplog, monkeypatch):
     monkeypatch.setattr("socket.socket", None)
     with caplog.at_level(logging.INFO, logger="skyrl_engine"):
         tokenizer = load_tokenizer(ModelConfig(path=str(saved)))
-    assert tokenizer.pad_token == tokenizer.eos_token == "<|end|>"
+    assert tokenizer.pad_token == tokenizer.eos_token == END
     assert "has no padding token" in caplog.text
     assert "im_start" in tokenizer.chat_template
 
