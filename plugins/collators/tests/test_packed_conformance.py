@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from skyrl_engine import DataError
 from skyrl_engine.contracts import Layout, SampleColumns, SampleLengths, collate
+from skyrl_engine.testing import CollatorConformance
 from skyrl_engine.testing.collators import strategies
 from skyrl_engine.testing.collators.cases import require_same_field
 from skyrl_engine.testing.collators.plan_promises import PLAN_PROMISES
-from skyrl_engine.testing import CollatorConformance
 from skyrl_engine_collators.packed import bins_reference, reference
 from skyrl_engine_collators.packed.collator import PackedCollator
 
