@@ -18,6 +18,7 @@ import skyrl_engine
 from skyrl_engine.errors import EngineError, PluginBrokenError
 from skyrl_engine.hooks import spec
 from skyrl_engine.hooks.markers import PROJECT
+from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.record import PluginRecord
 
 PAGE = "docs/reference/hooks.md"
@@ -34,9 +35,14 @@ class Owner:
 
     @classmethod
     def of(cls, record: PluginRecord) -> "Owner":
-        if record.source == "file":
-            return cls(str(record), f"Correct {record.path}")
-        return cls(str(record), f"Upgrade {record.distribution}, or choose another {record.kind}")
+        """The owner of a recorded plugin: a local file can be corrected, a distribution upgraded."""
+        action = f"Correct {record.path}" if record.source == "file" else f"Upgrade {record.distribution}"
+        return cls(str(record), f"{action}, or {KINDS[record.kind].alternative}")
+
+    @classmethod
+    def named(cls, label: str, kind: str) -> "Owner":
+        """The owner of a product of this kind that came from no recorded plugin, such as one a test makes."""
+        return cls(label, f"Correct it, or {KINDS[kind].alternative}")
 
 
 @frozen(eq=False)

@@ -25,13 +25,19 @@ class Kind:
 
     `hooks` are those its plugins must implement, the factory first. `contract` is "module:Protocol" of the product, as text so that naming
     a kind imports nothing; None where any object with hook implementations will do. `late` are attributes of the contract that a product
-    has only once it was set up. `page` is its place in the documentation, under docs/.
+    has only once it was set up. `instead` is what to do about a plugin that fails, where it is not to choose another.
     """
 
     name: str
     hooks: tuple[str, ...]
     contract: str | None
     late: frozenset[str] = frozenset()
+    instead: str | None = None
+
+    @property
+    def alternative(self) -> str:
+        """What to do when one plugin of this kind fails, beside correcting it: "choose another loss"."""
+        return self.instead or f"choose another {self.name}"
 
     @property
     def group(self) -> str:
@@ -55,7 +61,12 @@ class Kind:
 _ROWS = (
     Kind("collator", ("skyrl_engine_make_collator",), "skyrl_engine.contracts.kinds.collator:Collator"),
     Kind("loss", ("skyrl_engine_make_loss",), "skyrl_engine.contracts.kinds.loss:Loss"),
-    Kind("correction", ("skyrl_engine_make_correction",), "skyrl_engine.contracts.kinds.correction:Correction"),
+    Kind(
+        "correction",
+        ("skyrl_engine_make_correction",),
+        "skyrl_engine.contracts.kinds.correction:Correction",
+        instead="leave it out",
+    ),
     Kind("reducer", ("skyrl_engine_make_reducer",), "skyrl_engine.contracts.kinds.reducer:Reducer"),
     Kind(
         "backend",
@@ -64,7 +75,7 @@ _ROWS = (
         late=frozenset({"coords"}),
     ),
     Kind("merger", ("skyrl_engine_make_merger",), "skyrl_engine.contracts.kinds.merger:Merger"),
-    Kind("observer", ("skyrl_engine_make_observer",), None),
+    Kind("observer", ("skyrl_engine_make_observer",), None, instead="take it out of run.observers"),
 )
 
 KINDS: Mapping[str, Kind] = MappingProxyType({kind.name: kind for kind in _ROWS})

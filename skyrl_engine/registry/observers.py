@@ -78,4 +78,4 @@ def check_observer(observer: object, owner: Owner) -> None:
 
 def _owner(observer: object, name: str | None) -> Owner:
     kind = type(observer)
-    return Owner(name or f"observer {kind.__module__}.{kind.__qualname__}", "Correct it, or take it out of run.observers")
+    return Owner.named(name or f"observer {kind.__module__}.{kind.__qualname__}", "observer")

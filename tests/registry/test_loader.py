@@ -300,7 +300,7 @@ def test_a_local_file_that_fails_is_named_by_path_hash_and_line(site, tmp_path: 
             load(record)
     assert f"{tmp_path}/my_loss.py (sha256 {record.sha256[:12]})" in caught.value.cause
     assert caught.value.details == (f"{tmp_path}/my_loss.py, line 2, in <module>",)
-    assert caught.value.remedy == f"Correct {tmp_path}/my_loss.py"
+    assert caught.value.remedy == f"Correct {tmp_path}/my_loss.py, or choose another loss"
 
 
 def test_an_edited_file_is_another_plugin_and_both_stay_what_they_were(site, tmp_path: Path) -> None:
