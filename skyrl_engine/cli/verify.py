@@ -111,17 +111,9 @@ def _record(registry: "Registry", text: str) -> "PluginRecord":
 
 def _kind_in_file(registry: "Registry", text: str) -> str:
     """The kind of what a local file defines, by the factory hook that it implements."""
-    from skyrl_engine.registry.host import PluginHost
-    from skyrl_engine.registry.kinds import KINDS
-    from skyrl_engine.registry.loader import load
+    from skyrl_engine.registry.loader import kinds_made
 
-    host = PluginHost()
-    try:
-        load(registry.resolve("loss", text, base=Path.cwd()), host=host)
-    except PluginBrokenError:
-        if not host.registrations:
-            raise
-    made = [kind.name for kind in KINDS.values() if kind.factory_hook in host.registrations[0].hooks]
+    made = kinds_made(registry.resolve("loss", text, base=Path.cwd()))
     if len(made) == 1:
         return made[0]
     if made:

@@ -5,14 +5,14 @@ import importlib
 import inspect
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pluggy
-from attrs import field, frozen
+from attrs import frozen
 
 import skyrl_engine
 from skyrl_engine.errors import EngineError, PluginBrokenError
@@ -45,35 +45,23 @@ class Owner:
         return cls(label, f"Correct it, or {KINDS[kind].alternative}")
 
 
-@frozen(eq=False)
-class Registration:
-    """A registered object: its owner and the hooks it implements."""
-
-    plugin: object
-    owner: Owner
-    hooks: frozenset[str]
-    _holder: object = field(repr=False)
-
-
 class PluginHost:
     """A plugin manager that knows every hook of the engine."""
 
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(spec)
-        self._registrations: list[Registration] = []
+        self._registered: list[tuple[Owner, _Holder]] = []
 
     @property
     def hook(self) -> Any:
         """Pluggy's relay: `host.hook.skyrl_engine_step_finished(event=...)` calls every registered object that implements the hook."""
         return self._manager.hook
 
-    @property
-    def registrations(self) -> tuple[Registration, ...]:
-        return tuple(self._registrations)
+    def register(self, plugin: object, owner: Owner) -> frozenset[str]:
+        """Register an object's hook implementations, all checked against the specification, and return the names of its hooks.
 
-    def register(self, plugin: object, owner: Owner) -> Registration:
-        """Register an object's hook implementations, all checked against the specification; a refused object leaves no trace.
+        A refused object leaves no trace.
 
         Raises PluginBrokenError for an unknown hook, an argument that the hook does not offer, and a class in place of an instance.
         """
@@ -85,9 +73,9 @@ class PluginHost:
         implementations = dict(_implementations(self._manager, plugin, owner))
         # pluggy keeps plugins in sets and compares them by value, which attrs classes do not stand; a holder is only itself.
         holder = _Holder({name: function for name, (_, function) in implementations.items()})
-        registration = Registration(plugin, owner, frozenset(hook for hook, _ in implementations.values()), holder)
-        self._check_names(registration)
-        name = f"{owner.label} #{len(self._registrations)}"
+        hooks = frozenset(hook for hook, _ in implementations.values())
+        self._check_names(hooks, owner)
+        name = f"{owner.label} #{len(self._registered)}"
         try:
             self._manager.register(holder, name=name)
             self._manager.check_pending()
@@ -100,21 +88,24 @@ class PluginHost:
         except Exception:  # whatever it is, nothing half registered stays behind
             self._manager.unregister(name=name)
             raise
-        self._registrations.append(registration)
-        return registration
+        self._registered.append((owner, holder))
+        return hooks
 
-    def call(self, registration: Registration, hook: str, **arguments: Any) -> Any:
-        """Call a hook of exactly one registered object."""
-        others = [other._holder for other in self._registrations if other is not registration]  # noqa: SLF001 - two halves of one thing
-        return self._manager.subset_hook_caller(hook, others)(**arguments)
+    def each(self, hook: str) -> Iterator[tuple[Owner, Any]]:
+        """Call a hook of one registered object after the other, in the order of registration: whose it is, and what it gave."""
+        holders = [holder for _, holder in self._registered]
+        for owner, holder in self._registered:
+            others = [other for other in holders if other is not holder]
+            for given in self._manager.subset_hook_caller(hook, others)():
+                yield owner, given
 
-    def _check_names(self, registration: Registration) -> None:
+    def _check_names(self, hooks: Iterable[str], owner: Owner) -> None:
         """Pluggy's check_pending refuses unknown hooks too, but only after registration and without saying what was meant."""
-        for hook in sorted(registration.hooks):
+        for hook in sorted(hooks):
             if not hasattr(self._manager.hook, hook):
                 close = difflib.get_close_matches(hook, [name for name in vars(self._manager.hook) if name[0] != "_"], n=1)
                 raise PluginBrokenError(
-                    f"{registration.owner.label} implements the unknown hook {hook}",
+                    f"{owner.label} implements the unknown hook {hook}",
                     remedy=f"Did you mean {close[0]}?" if close else f"Choose one of those in {PAGE}",
                 )
 

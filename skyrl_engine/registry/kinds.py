@@ -1,9 +1,15 @@
-"""The kinds of plugin, one row each. A kind is an entry-point group, a factory hook, a contract and a page; nothing is hidden elsewhere."""
+"""The kinds of plugin, one row each: a row names everything that the engine, its command line and its kit know of a kind.
+
+A new kind is a row here, a file in `contracts/kinds/`, its hooks in `hooks/spec.py` and `docs/reference/hooks.md`, a suite, a scaffold and
+a how-to page. A row names objects as text, "module:name", so that naming a kind imports nothing; `imported` reads such a text.
+"""
 
 from collections.abc import Mapping
+from importlib import import_module
 from types import MappingProxyType
+from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 CONFIG_SCHEMA_HOOK = "skyrl_engine_config_schema"
 DESCRIBE_BACKEND_HOOK = "skyrl_engine_describe_backend"
@@ -16,27 +22,61 @@ OBSERVER_HOOKS = (
     "skyrl_engine_session_finished",
     "skyrl_engine_manifest_extra",
 )
-"""What the product of an observer's factory may implement; at least one of them."""
+
+_PLUGIN_TABLE = "skyrl_engine.config.schema.tables:PluginTable"
 
 
 @frozen
 class Kind:
-    """One kind of plugin.
-
-    `hooks` are those its plugins must implement, the factory first. `contract` is "module:Protocol" of the product, as text so that naming
-    a kind imports nothing; None where any object with hook implementations will do. `late` are attributes of the contract that a product
-    has only once it was set up. `instead` is what to do about a plugin that fails, where it is not to choose another.
-    """
+    """One kind of plugin."""
 
     name: str
+
     hooks: tuple[str, ...]
-    contract: str | None
-    late: frozenset[str] = frozenset()
-    instead: str | None = None
+    """Hooks that its plugins must implement, the factory first."""
+
+    contract: str | None = None
+    """Protocol of the product; None where any object will do that implements one of `product_hooks`."""
+
+    late: frozenset[str] = field(default=frozenset(), kw_only=True)
+    """Attributes of the contract that a product has only once it was set up."""
+
+    values: str | None = field(default=None, kw_only=True)
+    """Function from a product to what is wrong with the values it declares, sentence by sentence."""
+
+    product_hooks: tuple[str, ...] = field(default=(), kw_only=True)
+    """Hooks that the product itself may implement, at least one of them."""
+
+    table: str | None = field(default=None, kw_only=True)
+    """Class of the configuration table, named after the kind, that selects a plugin; None where something else selects it."""
+
+    default: str | None = field(default=None, kw_only=True)
+    """Plugin that is selected where nobody says which; every kind with a table has one."""
+
+    option: bool = field(default=False, kw_only=True)
+    """Commands that train have an option, named after the kind, that selects a plugin."""
+
+    suite: str | None = field(default=None, kw_only=True)
+    """Promises that plugins of this kind are held to; without them `no_suite` says why."""
+
+    no_suite: str = field(default="", kw_only=True)
+
+    scaffold: str | None = field(default=None, kw_only=True)
+    """What `plugins new` makes a plugin of this kind from; without it `no_scaffold` says why, and `start_from` what to do."""
+
+    no_scaffold: str = field(default="", kw_only=True)
+
+    start_from: str = field(default="", kw_only=True)
+
+    first_party: Mapping[str, tuple[str, ...]] = field(factory=dict, kw_only=True)
+    """Plugins of this kind that the project publishes, by distribution."""
+
+    instead: str | None = field(default=None, kw_only=True)
+    """What to do about a plugin that fails, where it is not to choose another."""
 
     @property
     def alternative(self) -> str:
-        """What to do when one plugin of this kind fails, beside correcting it: "choose another loss"."""
+        """What to do about a plugin that fails, beside correcting it: "choose another loss"."""
         return self.instead or f"choose another {self.name}"
 
     @property
@@ -50,6 +90,7 @@ class Kind:
 
     @property
     def page(self) -> str:
+        """The kind's place in the documentation, under docs/."""
         return f"reference/hooks.md#{self.factory_hook}"
 
     @property
@@ -58,24 +99,132 @@ class Kind:
         return f"{'an' if self.name[0] in 'aeiou' else 'a'} {self.name}"
 
 
+def imported(text: str) -> Any:
+    """The object that a row names as "module:name"."""
+    module, _, name = text.partition(":")
+    return getattr(import_module(module), name)
+
+
 _ROWS = (
-    Kind("collator", ("skyrl_engine_make_collator",), "skyrl_engine.contracts.kinds.collator:Collator"),
-    Kind("loss", ("skyrl_engine_make_loss",), "skyrl_engine.contracts.kinds.loss:Loss"),
+    Kind(
+        "collator",
+        ("skyrl_engine_make_collator",),
+        "skyrl_engine.contracts.kinds.collator:Collator",
+        values="skyrl_engine.registry.values:of_collator",
+        table=_PLUGIN_TABLE,
+        default="padded",
+        option=True,
+        suite="skyrl_engine.testing.collator_promises:COLLATOR_PROMISES",
+        scaffold="skyrl_engine.cli.scaffold.examples:COLLATOR",
+        first_party={"skyrl-engine-collators": ("padded", "trajectory", "packed")},
+    ),
+    Kind(
+        "loss",
+        ("skyrl_engine_make_loss",),
+        "skyrl_engine.contracts.kinds.loss:Loss",
+        values="skyrl_engine.registry.values:of_loss",
+        table="skyrl_engine.config.schema.tables:LossTable",
+        default="cross_entropy",
+        option=True,
+        suite="skyrl_engine.testing.loss_promises:LOSS_PROMISES",
+        scaffold="skyrl_engine.cli.scaffold.examples:LOSS",
+        first_party={
+            "skyrl-engine-losses": (
+                "cross_entropy",
+                "ppo",
+                "ppo_dual_clip",
+                "gspo",
+                "gmpo",
+                "cispo",
+                "rollout_is",
+                "dppo",
+                "sapo",
+                "clip_cov",
+                "kl_cov",
+                "reinforce",
+                "importance_sampling",
+                "dro",
+                "value_clip",
+                "kl",
+                "entropy",
+            )
+        },
+    ),
     Kind(
         "correction",
         ("skyrl_engine_make_correction",),
         "skyrl_engine.contracts.kinds.correction:Correction",
+        values="skyrl_engine.registry.values:of_correction",
+        suite="skyrl_engine.testing.correction_promises:CORRECTION_PROMISES",
+        scaffold="skyrl_engine.cli.scaffold.examples:CORRECTION",
+        first_party={"skyrl-engine-losses": ("outlier_sequence", "token_mask", "tis", "sequence_mask")},
         instead="leave it out",
     ),
-    Kind("reducer", ("skyrl_engine_make_reducer",), "skyrl_engine.contracts.kinds.reducer:Reducer"),
+    Kind(
+        "reducer",
+        ("skyrl_engine_make_reducer",),
+        "skyrl_engine.contracts.kinds.reducer:Reducer",
+        values="skyrl_engine.registry.values:of_reducer",
+        table=_PLUGIN_TABLE,
+        default="token_mean",
+        option=True,
+        suite="skyrl_engine.testing.reducer_promises:REDUCER_PROMISES",
+        scaffold="skyrl_engine.cli.scaffold.examples:REDUCER",
+        first_party={
+            "skyrl-engine-reducers": (
+                "sum",
+                "token_mean",
+                "token_mean_legacy",
+                "sequence_mean",
+                "sequence_mean_token_sum_norm",
+                "group_mean",
+                "prompt_mean",
+            )
+        },
+    ),
     Kind(
         "backend",
         ("skyrl_engine_make_backend", DESCRIBE_BACKEND_HOOK),
         "skyrl_engine.contracts.kinds.backend:Backend",
         late=frozenset({"coords"}),
+        table=_PLUGIN_TABLE,
+        default="fsdp",
+        option=True,
+        suite="skyrl_engine.testing.backend_promises:BACKEND_PROMISES",
+        no_scaffold=(
+            "it holds a model, its parallel layout, its optimizer and its checkpoints, and a few generated lines of that would only look "
+            "like one"
+        ),
+        start_from="a copy of plugins/fsdp, which is small because skyrl_engine.modeling does what backends share",
+        first_party={
+            "skyrl-engine-deepspeed": ("deepspeed",),
+            "skyrl-engine-fsdp": ("fsdp",),
+            "skyrl-engine-megatron": ("megatron",),
+        },
     ),
-    Kind("merger", ("skyrl_engine_make_merger",), "skyrl_engine.contracts.kinds.merger:Merger"),
-    Kind("observer", ("skyrl_engine_make_observer",), None, instead="take it out of run.observers"),
+    Kind(
+        "merger",
+        ("skyrl_engine_make_merger",),
+        "skyrl_engine.contracts.kinds.merger:Merger",
+        table=_PLUGIN_TABLE,
+        default="ordered",
+        option=True,
+        suite="skyrl_engine.testing.merger_promises:MERGER_PROMISES",
+        scaffold="skyrl_engine.cli.scaffold.examples:MERGER",
+        first_party={"skyrl-engine-mergers": ("ordered", "list")},
+    ),
+    Kind(
+        "observer",
+        ("skyrl_engine_make_observer",),
+        product_hooks=OBSERVER_HOOKS,
+        no_suite="an observer may do whatever it likes with what it is told, so nothing is promised that could be checked",
+        scaffold="skyrl_engine.cli.scaffold.examples:OBSERVER",
+        first_party={"skyrl-engine": ("metrics_jsonl",)},
+        instead="take it out of run.observers",
+    ),
 )
 
 KINDS: Mapping[str, Kind] = MappingProxyType({kind.name: kind for kind in _ROWS})
+
+TABLES: Mapping[str, Kind] = MappingProxyType({kind.name: kind for kind in _ROWS if kind.table is not None})
+"""Kinds that a configuration table of their name selects."""

@@ -2,14 +2,14 @@
 
 import difflib
 from importlib import metadata
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
 from skyrl_engine.errors import ContractError, PluginBrokenError, PluginNotFoundError
 from skyrl_engine.hooks import decorators
 from skyrl_engine.registry.compat import check_requirements, installed_distribution
-from skyrl_engine.registry.host import Owner, PluginHost, Registration, blaming
+from skyrl_engine.registry.host import Owner, PluginHost, blaming
 from skyrl_engine.registry.kinds import CONFIG_SCHEMA_HOOK, KINDS
 from skyrl_engine.registry.known import install_command
 from skyrl_engine.registry.loaded import LoadedPlugin
@@ -19,21 +19,32 @@ from skyrl_engine.registry.record import PluginRecord
 __all__ = ["LoadedPlugin", "load"]
 
 
-def load(record: PluginRecord, *, host: PluginHost | None = None) -> LoadedPlugin:
-    """Verify, import and register the plugin of a record; `host` (None: one of its own) holds plugins that shall share a manager.
+def load(record: PluginRecord) -> LoadedPlugin:
+    """Verify, import and register the plugin of a record.
 
     Raises PluginNotFoundError when it is not installed here, PluginIncompatibleError when the version installed here is another than the
     record's, or metadata excludes this engine or this environment, PluginBrokenError when importing or registering fails, and
     ContractError when its schema is no attrs class.
     """
+    host = PluginHost()
+    plugin, hooks = _registered(record, host)
+    for hook in KINDS[record.kind].hooks:
+        if hook not in hooks:
+            raise _lacking(record, hooks, hook)
+    return LoadedPlugin(record, _schema(record, host), plugin, host)
+
+
+def kinds_made(record: PluginRecord) -> list[str]:
+    """The kinds whose factory hooks the plugin of a record implements, whatever kind the record names. Raises as `load` does."""
+    _, hooks = _registered(record, PluginHost())
+    return [kind.name for kind in KINDS.values() if kind.factory_hook in hooks]
+
+
+def _registered(record: PluginRecord, host: PluginHost) -> tuple[object, frozenset[str]]:
+    """The imported object, and the names of the hooks it implements."""
     owner = Owner.of(record)
     plugin = _from_file(record, owner) if record.source == "file" else _from_distribution(record, owner)
-    host = host or PluginHost()
-    registration = host.register(plugin, owner)
-    for hook in KINDS[record.kind].hooks:
-        if hook not in registration.hooks:
-            raise _lacking(record, registration, hook)
-    return LoadedPlugin(record, _schema(host, registration), registration, host)
+    return plugin, host.register(plugin, owner)
 
 
 def _from_distribution(record: PluginRecord, owner: Owner) -> Any:
@@ -58,8 +69,8 @@ def _from_file(record: PluginRecord, owner: Owner) -> Any:
         ) from None
 
 
-def _lacking(record: PluginRecord, registration: Registration, hook: str) -> PluginBrokenError:
-    made = [name.rpartition("_")[2] for name in sorted(registration.hooks) if name.startswith("skyrl_engine_make_")]
+def _lacking(record: PluginRecord, hooks: frozenset[str], hook: str) -> PluginBrokenError:
+    made = [name.rpartition("_")[2] for name in sorted(hooks) if name.startswith("skyrl_engine_make_")]
     if made:
         remedy = f"Set it as {made[0]}"
     elif hasattr(decorators, record.kind):
@@ -69,13 +80,11 @@ def _lacking(record: PluginRecord, registration: Registration, hook: str) -> Plu
     return PluginBrokenError(f"{record} does not implement {hook}", remedy=remedy)
 
 
-def _schema(host: PluginHost, registration: Registration) -> type[Any] | None:
-    if CONFIG_SCHEMA_HOOK not in registration.hooks:
-        return None
-    schema = host.call(registration, CONFIG_SCHEMA_HOOK)
+def _schema(record: PluginRecord, host: PluginHost) -> type[Any] | None:
+    schema: Any = host.hook.skyrl_engine_config_schema()
     if schema is not None and not (isinstance(schema, type) and attrs.has(schema)):
         raise ContractError(
-            f"{CONFIG_SCHEMA_HOOK} of {registration.owner.label} returned {schema!r}",
+            f"{CONFIG_SCHEMA_HOOK} of {record} returned {schema!r}",
             remedy="Return an attrs class, or None where there are no options",
         )
-    return schema
+    return cast("type[Any] | None", schema)

@@ -5,8 +5,11 @@ from typing import Any
 
 from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
 from skyrl_engine.errors import ContractError
-from skyrl_engine.registry.host import Owner, PluginHost, Registration
-from skyrl_engine.registry.kinds import OBSERVER_HOOKS
+from skyrl_engine.registry.host import Owner, PluginHost
+from skyrl_engine.registry.kinds import KINDS
+from skyrl_engine.registry.product import check_hooks
+
+KIND = KINDS["observer"]
 
 
 class ObserverBus:
@@ -25,8 +28,8 @@ class ObserverBus:
 
         Raises ContractError when it implements no observer hook, PluginBrokenError when one does not fit.
         """
-        owner = _owner(observer, name)
-        check_observer(observer, owner)
+        owner = Owner.named(name or _name_of(observer), KIND.name)
+        check_hooks(KIND, observer, owner)
         self._host.register(observer, owner)
 
     def session_started(self, event: SessionStarted) -> None:
@@ -47,35 +50,23 @@ class ObserverBus:
     def manifest_extra(self) -> dict[str, Any]:
         """All observers' facts for the manifest. Raises ContractError when one returns no dict, or two give one key different values."""
         extra: dict[str, Any] = {}
-        givers: dict[str, Registration] = {}
-        for registration in self._host.registrations:
-            for facts in self._host.call(registration, "skyrl_engine_manifest_extra"):
-                if not isinstance(facts, dict):
+        givers: dict[str, Owner] = {}
+        for owner, facts in self._host.each("skyrl_engine_manifest_extra"):
+            if not isinstance(facts, dict):
+                raise ContractError(
+                    f"skyrl_engine_manifest_extra of {owner.label} returned {type(facts).__name__}",
+                    remedy="Return a dict of JSON-serialisable facts",
+                )
+            for key, value in facts.items():
+                if key in extra and extra[key] != value:
                     raise ContractError(
-                        f"skyrl_engine_manifest_extra of {registration.owner.label} returned {type(facts).__name__}",
-                        remedy="Return a dict of JSON-serialisable facts",
+                        f"{givers[key].label} and {owner.label} both add {key!r} to the run manifest",
+                        remedy="Take one of them out of run.observers",
                     )
-                for key, value in facts.items():
-                    if key in extra and extra[key] != value:
-                        raise ContractError(
-                            f"{givers[key].owner.label} and {registration.owner.label} both add {key!r} to the run manifest",
-                            remedy="Take one of them out of run.observers",
-                        )
-                    extra[key] = value
-                    givers[key] = registration
+                extra[key] = value
+                givers[key] = owner
         return extra
 
 
-def check_observer(observer: object, owner: Owner) -> None:
-    """Raise ContractError when an object implements no observer hook, PluginBrokenError when one of its hooks does not fit."""
-    hooks = PluginHost().register(observer, owner).hooks
-    if not hooks & set(OBSERVER_HOOKS):
-        raise ContractError(
-            f"{owner.label}: {type(observer).__name__} implements no observer hook",
-            remedy=f"Implement one of {', '.join(OBSERVER_HOOKS)}",
-        )
-
-
-def _owner(observer: object, name: str | None) -> Owner:
-    kind = type(observer)
-    return Owner.named(name or f"observer {kind.__module__}.{kind.__qualname__}", "observer")
+def _name_of(observer: object) -> str:
+    return f"observer {type(observer).__module__}.{type(observer).__qualname__}"

@@ -11,9 +11,6 @@ from attrs.validators import in_
 
 from skyrl_engine.errors import PluginBrokenError
 
-Source = Literal["distribution", "file"]
-
-
 @frozen
 class PluginRecord:
     """One plugin of one kind.
@@ -26,7 +23,7 @@ class PluginRecord:
     kind: str
     name: str
     target: str
-    source: Source = field(default="distribution", validator=in_(("distribution", "file")))
+    source: Literal["distribution", "file"] = field(default="distribution", validator=in_(("distribution", "file")))
     distribution: str | None = None
     version: str | None = None
     engine_requirement: str | None = None

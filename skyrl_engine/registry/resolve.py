@@ -15,7 +15,7 @@ from skyrl_engine.registry.discovery import UnreadableDistribution, discover
 from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.known import install_command
 from skyrl_engine.registry.record import PluginRecord
-from skyrl_engine.registry.reference import Reference, parse
+from skyrl_engine.registry.reference import PluginReference, parse
 from skyrl_engine.registry.selection import Selection
 from skyrl_engine.registry.suggest import missing_file, missing_plugin
 
@@ -94,7 +94,7 @@ def _several(claims: Sequence[PluginRecord]) -> PluginAmbiguousError | PluginBro
     )
 
 
-def _of_file(kind: str, wanted: Reference, path: Path) -> PluginRecord:
+def _of_file(kind: str, wanted: PluginReference, path: Path) -> PluginRecord:
     try:
         content = path.read_bytes()
     except (FileNotFoundError, IsADirectoryError):

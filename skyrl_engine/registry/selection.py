@@ -8,7 +8,7 @@ from skyrl_engine.errors import ConfigError, PluginNotFoundError, Problem
 from skyrl_engine.registry.discovery import normalise
 from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.record import PluginRecord
-from skyrl_engine.registry.reference import Reference, parse
+from skyrl_engine.registry.reference import PluginReference, parse
 
 
 @frozen
@@ -19,14 +19,14 @@ class Selection:
     distribution offers, `./file.py:name` a local file's.
     """
 
-    block: tuple[Reference, ...]
+    block: tuple[PluginReference, ...]
     pins: Mapping[tuple[str, str], str]
 
     @classmethod
     def of(cls, block: Sequence[str], pin: Mapping[str, str]) -> "Selection":
         """From the configuration's `plugins.block` and `plugins.pin` ("kind:name" -> distribution). Raises ConfigError."""
         problems: list[Problem] = []
-        blocked: list[Reference] = []
+        blocked: list[PluginReference] = []
         pins: dict[tuple[str, str], str] = {}
         for entry in block:
             try:
@@ -53,7 +53,7 @@ class Selection:
         return next((reference.text for reference in self.block if _covers(reference, record)), None)
 
 
-def _covers(reference: Reference, record: PluginRecord) -> bool:
+def _covers(reference: PluginReference, record: PluginRecord) -> bool:
     if reference.distribution is not None and reference.distribution != record.distribution:
         return False
     if reference.path is not None and reference.path != record.path:

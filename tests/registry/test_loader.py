@@ -16,8 +16,7 @@ from skyrl_engine.errors import (
     PluginNotFoundError,
     UnsupportedError,
 )
-from skyrl_engine.registry.host import PluginHost
-from skyrl_engine.registry.loader import load
+from skyrl_engine.registry.loader import kinds_made, load
 from skyrl_engine.registry.record import PluginRecord
 from skyrl_engine.registry.resolve import Registry
 
@@ -125,15 +124,19 @@ one, other = Both(), Both()
 """
 
 
-def test_a_shared_host_addresses_exactly_one_plugin(install) -> None:
+def test_plugins_of_one_module_that_compare_equal_are_kept_apart(install) -> None:
     points = {"merger": {"one": "two_kinds:one", "other": "two_kinds:other"}, "observer": {"watch": "two_kinds:one"}}
     install("two-kinds", entry_points=points, modules={"two_kinds.py": TWO_KINDS})
-    host = PluginHost()
-    one, other = load(resolve("one", "merger"), host=host), load(resolve("other", "merger"), host=host)
-    watch = load(resolve("watch", "observer"), host=host)
+    one, other = load(resolve("one", "merger")), load(resolve("other", "merger"))
+    watch = load(resolve("watch", "observer"))
     assert one.make(None, FactoryContext(seed=3)).seed == 3
     assert (one.plugin.made, other.plugin.made) == (1, 0)
     assert watch.make(None, FactoryContext()) is one.plugin
+
+
+def test_the_kinds_that_an_object_makes(install) -> None:
+    install("two-kinds", entry_points={"merger": {"one": "two_kinds:one"}}, modules={"two_kinds.py": TWO_KINDS})
+    assert kinds_made(resolve("one", "merger")) == ["merger", "observer"]
 
 
 def test_a_class_in_place_of_an_instance_is_refused(install) -> None:
@@ -228,16 +231,6 @@ def test_a_broken_plugin_that_nobody_requested_harms_nobody(install_loss, instal
     install("sound-loss", entry_points={"loss": {"sound": "sound_loss:focal"}}, modules={"sound_loss.py": FOCAL})
     is_focal(load(resolve("sound")))
     assert "broken_loss.plugin" not in sys.modules
-
-
-def test_a_refused_plugin_leaves_a_shared_host_usable(install_loss, install) -> None:
-    host = PluginHost()
-    for number, flaw in enumerate(("unknown hook", "unknown argument")):
-        install_loss(f"broken-loss-{number}", source=BROKEN[flaw][0], loss=f"broken{number}")
-        with pytest.raises(PluginBrokenError):
-            load(resolve(f"broken{number}"), host=host)
-    install("sound-loss", entry_points={"loss": {"sound": "sound_loss:focal"}}, modules={"sound_loss.py": FOCAL})
-    is_focal(load(resolve("sound"), host=host))
 
 
 @pytest.mark.parametrize("schema", ["dict", "object()", "type('Plain', (), {})"])

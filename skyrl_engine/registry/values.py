@@ -1,0 +1,43 @@
+"""Checks of the values that products declare beside their methods: one function per kind, from the product to sentences."""
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from skyrl_engine.contracts.kinds.reducer import EmptySequence
+
+
+def of_collator(product: Any) -> Iterator[str]:
+    if hasattr(product, "rows") and product.rows not in ("padded", "packed"):
+        yield f"rows must be 'padded' or 'packed', is {product.rows!r}"
+
+
+def of_correction(product: Any) -> Iterator[str]:
+    if hasattr(product, "needs") and not _names(product.needs):
+        yield f"needs must be a tuple of names, is {product.needs!r}"
+
+
+def of_loss(product: Any) -> Iterator[str]:
+    yield from of_correction(product)
+    for name in ("reducers", "advised_reducers"):
+        value = getattr(product, name, None)
+        if not (value is None or _names(value)):
+            yield f"{name} must be None or a tuple of names, is {value!r}"
+    yield from _flags(product, "batch_local", "homogeneous")
+
+
+def of_reducer(product: Any) -> Iterator[str]:
+    allowed = get_args(EmptySequence)
+    if hasattr(product, "empty_sequence") and product.empty_sequence not in allowed:
+        yield f"empty_sequence must be one of {', '.join(map(repr, allowed))}, is {product.empty_sequence!r}"
+    yield from _flags(product, "batch_local")
+
+
+def _flags(product: Any, *names: str) -> Iterator[str]:
+    for name in names:
+        value = getattr(product, name, False)
+        if not isinstance(value, bool):
+            yield f"{name} must be True or False, is {value!r}"
+
+
+def _names(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value)
