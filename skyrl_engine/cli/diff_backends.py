@@ -11,7 +11,7 @@ import click
 
 from skyrl_engine.cli.command import EngineCommand
 from skyrl_engine.cli.json_output import measured_json
-from skyrl_engine.cli.options import file_argument, load_config, overrides_argument
+from skyrl_engine.cli.options import file_argument, flags_of, load_config, overrides_argument, plugin_options_without
 from skyrl_engine.cli.prove import BROKEN, with_default_loss
 
 if TYPE_CHECKING:
@@ -46,9 +46,7 @@ def _number_from_zero(_context: click.Context, _parameter: click.Parameter, valu
 @click.option("--b", "second", required=True, metavar="BACKEND", help="The backend it is compared with.")
 @click.option("--layout-a", default="dp1", show_default=True, metavar="LAYOUT", help="Parallel sizes of the first, such as dp2.")
 @click.option("--layout", default="dp1", show_default=True, metavar="LAYOUT", help="Parallel sizes of the second, such as tp2xpp2.")
-@click.option("--loss", metavar="REFERENCE", help="The loss plugin.")
-@click.option("--reducer", metavar="REFERENCE", help="The reducer plugin.")
-@click.option("--collator", metavar="REFERENCE", help="The collator plugin.")
+@plugin_options_without("backend")
 @click.option(
     "--micro-batch-tokens", type=click.IntRange(min=1), metavar="TOKENS", help="Tokens of a micro-batch, over what CONFIG says."
 )
@@ -89,7 +87,7 @@ def diff_backends(
     """
     from skyrl_engine.cli import render
 
-    flags = {f"{kind}.use": given[kind] for kind in ("loss", "reducer", "collator") if given[kind] is not None}
+    flags = flags_of(given)
     if micro_batch_tokens is not None:
         flags["training.micro_batch_tokens"] = micro_batch_tokens
     raw = load_config(file, overrides, flags)

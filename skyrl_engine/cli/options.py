@@ -6,22 +6,37 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from skyrl_engine.registry.kinds import KINDS
+
 if TYPE_CHECKING:
     from skyrl_engine.config import RawConfig
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-PLUGIN_KINDS = ("collator", "loss", "reducer", "backend", "merger")
 OVERRIDES = "[section.key=value ...]"
 
 
 def plugin_options(function: Function) -> Function:
-    """`--collator`, `--loss`, `--reducer`, `--backend`, `--merger`: references of plugins."""
-    for kind in reversed(PLUGIN_KINDS):
-        function = click.option(
-            f"--{kind}", metavar="REFERENCE", help=f"The {kind} plugin: name, distribution:name or ./file.py:name."
-        )(function)
-    return function
+    """An option for each kind of plugin that has one, such as `--loss`: a reference."""
+    return plugin_options_without()(function)
+
+
+def plugin_options_without(*left_out: str) -> Callable[[Function], Function]:
+    """`plugin_options` without those of these kinds."""
+
+    def decorate(function: Function) -> Function:
+        for kind in reversed(_kinds()):
+            if kind not in left_out:
+                function = click.option(
+                    f"--{kind}", metavar="REFERENCE", help=f"The {kind} plugin: name, distribution:name or ./file.py:name."
+                )(function)
+        return function
+
+    return decorate
+
+
+def _kinds() -> list[str]:
+    return [kind.name for kind in KINDS.values() if kind.option]
 
 
 def overrides_argument(function: Function) -> Function:
@@ -35,7 +50,7 @@ def file_argument(*, required: bool) -> Callable[[Function], Function]:
 
 def flags_of(choices: Mapping[str, Any]) -> dict[str, Any]:
     """Plugin options as the keys of the configuration they set."""
-    return {f"{kind}.use": choices[kind] for kind in PLUGIN_KINDS if choices.get(kind) is not None}
+    return {f"{kind}.use": choices[kind] for kind in _kinds() if choices.get(kind) is not None}
 
 
 def load_config(file: Path | None, overrides: Sequence[str], flags: Mapping[str, Any] | None = None) -> "RawConfig":

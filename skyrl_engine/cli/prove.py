@@ -10,6 +10,7 @@ import click
 from skyrl_engine.cli.command import EngineCommand, current_settings
 from skyrl_engine.cli.json_output import measured_json
 from skyrl_engine.cli.options import file_argument, flags_of, load_config, overrides_argument, plugin_options
+from skyrl_engine.registry.kinds import TABLES
 
 if TYPE_CHECKING:
     from skyrl_engine.config import RawConfig, ResolvedConfig, SelectedPlugin
@@ -96,7 +97,7 @@ def _by_collator(raw: "RawConfig") -> "Iterator[tuple[str, ResolvedConfig]]":
     """The configuration with `padded`, with `packed`, and with its own collator where that is another one."""
     from skyrl_engine.config import resolve
 
-    table = {name: value for name, value in raw.table.items() if name in ("loss", "reducer", "backend", "merger", "plugins")}
+    table = {name: value for name, value in raw.table.items() if name == "plugins" or name in TABLES.keys() - {"collator"}}
     plain = with_default_loss(attrs.evolve(raw, table=table))
     own = raw.table.get("collator", {})
     if not isinstance(own, Mapping):

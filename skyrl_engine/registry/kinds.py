@@ -114,7 +114,7 @@ _ROWS = (
         table=_PLUGIN_TABLE,
         default="padded",
         option=True,
-        suite="skyrl_engine.testing.collator_promises:COLLATOR_PROMISES",
+        suite="skyrl_engine.testing.collators.promises:COLLATOR_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:COLLATOR",
         first_party={"skyrl-engine-collators": ("padded", "trajectory", "packed")},
     ),
@@ -126,7 +126,7 @@ _ROWS = (
         table="skyrl_engine.config.schema.tables:LossTable",
         default="cross_entropy",
         option=True,
-        suite="skyrl_engine.testing.loss_promises:LOSS_PROMISES",
+        suite="skyrl_engine.testing.losses.promises:LOSS_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:LOSS",
         first_party={
             "skyrl-engine-losses": (
@@ -155,7 +155,7 @@ _ROWS = (
         ("skyrl_engine_make_correction",),
         "skyrl_engine.contracts.kinds.correction:Correction",
         values="skyrl_engine.registry.values:of_correction",
-        suite="skyrl_engine.testing.correction_promises:CORRECTION_PROMISES",
+        suite="skyrl_engine.testing.corrections.promises:CORRECTION_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:CORRECTION",
         first_party={"skyrl-engine-losses": ("outlier_sequence", "token_mask", "tis", "sequence_mask")},
         instead="leave it out",
@@ -168,7 +168,7 @@ _ROWS = (
         table=_PLUGIN_TABLE,
         default="token_mean",
         option=True,
-        suite="skyrl_engine.testing.reducer_promises:REDUCER_PROMISES",
+        suite="skyrl_engine.testing.reducers.promises:REDUCER_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:REDUCER",
         first_party={
             "skyrl-engine-reducers": (
@@ -190,7 +190,7 @@ _ROWS = (
         table=_PLUGIN_TABLE,
         default="fsdp",
         option=True,
-        suite="skyrl_engine.testing.backend_promises:BACKEND_PROMISES",
+        suite="skyrl_engine.testing.backends.promises:BACKEND_PROMISES",
         no_scaffold=(
             "it holds a model, its parallel layout, its optimizer and its checkpoints, and a few generated lines of that would only look "
             "like one"
@@ -209,7 +209,7 @@ _ROWS = (
         table=_PLUGIN_TABLE,
         default="ordered",
         option=True,
-        suite="skyrl_engine.testing.merger_promises:MERGER_PROMISES",
+        suite="skyrl_engine.testing.mergers.promises:MERGER_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:MERGER",
         first_party={"skyrl-engine-mergers": ("ordered", "list")},
     ),

@@ -11,6 +11,7 @@ from attrs.validators import in_
 
 from skyrl_engine.errors import PluginBrokenError
 
+
 @frozen
 class PluginRecord:
     """One plugin of one kind.

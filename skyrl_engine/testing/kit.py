@@ -8,22 +8,20 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.registry.kinds import KINDS, imported
 
 if TYPE_CHECKING:
     from skyrl_engine.testing.promise import Promise, Verdict
 
-UNTESTABLE = {
-    "observer": "an observer may do whatever it likes with what it is told, so nothing is promised that could be checked",
-}
-"""Kinds without a suite, and why."""
-
 
 def promises_of(kind: str) -> "tuple[Promise[Any, Any], ...]":
     """The promises of a kind. Raises UnsupportedError for a kind that has none, and where Hypothesis or torch is missing."""
-    if kind in UNTESTABLE:
+    row = KINDS[kind]
+    if row.suite is None:
+        verifiable = [each.name for each in KINDS.values() if each.suite is not None]
         raise UnsupportedError(
-            f"plugins of the kind {kind!r} cannot be verified: {UNTESTABLE[kind]}",
-            remedy="Verify a collator, loss, correction, reducer, merger or backend",
+            f"plugins of the kind {kind!r} cannot be verified: {row.no_suite}",
+            remedy=f"Verify a plugin of another kind: {', '.join(verifiable)}",
         )
     for module, extra in (("hypothesis", "testing"), ("torch", "train")):
         if find_spec(module) is None:
@@ -31,32 +29,8 @@ def promises_of(kind: str) -> "tuple[Promise[Any, Any], ...]":
                 f"verifying plugins needs {module}, which is not installed",
                 remedy=f'Install it: python -m pip install "skyrl-engine[{extra}]"',
             )
-    match kind:
-        case "collator":
-            from skyrl_engine.testing.collators.promises import COLLATOR_PROMISES
-
-            return COLLATOR_PROMISES
-        case "loss":
-            from skyrl_engine.testing.losses.promises import LOSS_PROMISES
-
-            return LOSS_PROMISES
-        case "correction":
-            from skyrl_engine.testing.corrections.promises import CORRECTION_PROMISES
-
-            return CORRECTION_PROMISES
-        case "reducer":
-            from skyrl_engine.testing.reducers.promises import REDUCER_PROMISES
-
-            return REDUCER_PROMISES
-        case "merger":
-            from skyrl_engine.testing.mergers.promises import MERGER_PROMISES
-
-            return MERGER_PROMISES
-        case "backend":
-            from skyrl_engine.testing.backends.promises import BACKEND_PROMISES
-
-            return BACKEND_PROMISES
-    raise AssertionError(f"there is no kind {kind!r}")
+    promises: tuple[Promise[Any, Any], ...] = imported(row.suite)
+    return promises
 
 
 def verify(plugin: SelectedPlugin, *, examples: int | None = None, layouts: Sequence[str] = ()) -> "Verdict":

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.testing import promises_of
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 
@@ -16,7 +17,7 @@ def listed(heading):
     return [line for line in section.splitlines() if line.startswith("| `")]
 
 
-@pytest.mark.parametrize("kind", ["loss", "correction", "reducer", "merger", "collator", "backend"])
+@pytest.mark.parametrize("kind", [kind.name for kind in KINDS.values() if kind.suite])
 def test_promises_of_a_kind(kind):
     due = [f"| `{each.name}` | {each.sentence} |" for each in promises_of(kind) if each.name not in OF_ALL]
     assert listed(kind.capitalize()) == due

@@ -78,7 +78,7 @@ def demo(model: str, output: Path | None, steps: int | None) -> int:
         # on matrices this small, threads that wait for each other cost more than they bring, many times so on a busy machine
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     from skyrl_engine.cli import render
-    from skyrl_engine.cli.demo.recipe import recipe
+    from skyrl_engine.cli.demo.choice import recipe
     from skyrl_engine.cli.run import conclude
     from skyrl_engine.cli.training import train
     from skyrl_engine.config import Option, load, resolve

@@ -69,14 +69,3 @@ def split_held_out(exchanges: Sequence[Exchange], held_out: int, seed: int) -> t
     unique = list({exchange.question.casefold(): exchange for exchange in reversed(exchanges)}.values())
     random.Random(seed).shuffle(unique)  # noqa: S311 - a reproducible split, no secret
     return unique[held_out:], unique[:held_out]
-
-
-def recipe(name: str) -> Recipe:
-    """The demo of this name; a demo's module is imported when it is chosen."""
-    if name == "tiny":
-        from skyrl_engine.cli.demo.tiny import TinyRecipe
-
-        return TinyRecipe()
-    from skyrl_engine.cli.demo.smollm2 import SmolLM2Recipe
-
-    return SmolLM2Recipe()

@@ -31,7 +31,7 @@ def new_plugin(
     It can be installed, listed, verified and used as it is; then change its formula into yours.
     """
     from skyrl_engine.cli.scaffold.distribution import LICENSES, Details, write_distribution
-    from skyrl_engine.cli.scaffold.kinds import recipe_of
+    from skyrl_engine.cli.scaffold.examples import scaffold_of
     from skyrl_engine.cli.scaffold.names import names_for, refuse_taken
     from skyrl_engine.registry.kinds import KINDS
 
@@ -41,7 +41,7 @@ def new_plugin(
         raise click.UsageError(
             f"There is no text for the license {license_name!r}. {did_you_mean(license_name, LICENSES, 'licenses')}"
         )
-    recipe_of(kind)
+    scaffold_of(KINDS[kind])
     names = names_for(kind, name, distribution)
     refuse_taken(names)
     target = directory if directory is not None else Path(names.distribution)

@@ -14,8 +14,9 @@ from attrs import frozen
 from packaging.version import Version
 
 from skyrl_engine import UnsupportedError, __version__
-from skyrl_engine.cli.scaffold.kinds import Recipe, recipe_of
+from skyrl_engine.cli.scaffold.examples import Scaffold, scaffold_of
 from skyrl_engine.cli.scaffold.names import Names
+from skyrl_engine.registry.kinds import KINDS
 
 LICENSES = ("Apache-2.0", "MIT", "BSD-3-Clause")
 _ENDING = ".in"
@@ -36,10 +37,10 @@ def write_distribution(names: Names, details: Details, target: Path) -> list[Pat
     Nothing is left behind when something fails. Raises UnsupportedError where `target` exists or cannot be written, or the kind has no
     template.
     """
-    recipe = recipe_of(names.kind)
+    scaffold = scaffold_of(KINDS[names.kind])
     if target.exists() or target.is_symlink():
         raise UnsupportedError(f"{target} already exists", remedy="Choose another place with --directory, or remove it")
-    texts = _texts(names, details, recipe)
+    texts = _texts(names, details, scaffold)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -60,9 +61,9 @@ def write_distribution(names: Names, details: Details, target: Path) -> list[Pat
     return [Path(name) for name in texts]
 
 
-def _texts(names: Names, details: Details, recipe: Recipe) -> dict[str, str]:
+def _texts(names: Names, details: Details, scaffold: Scaffold) -> dict[str, str]:
     """Every file of the distribution by its place in it."""
-    values = _values(names, details, recipe)
+    values = _values(names, details, scaffold)
     templates = files("skyrl_engine.cli.scaffold") / "templates"
     texts = {
         Template(place).substitute(values): _filled(template, values)
@@ -76,11 +77,11 @@ def _texts(names: Names, details: Details, recipe: Recipe) -> dict[str, str]:
     return dict(sorted(texts.items()))
 
 
-def _values(names: Names, details: Details, recipe: Recipe) -> dict[str, str]:
+def _values(names: Names, details: Details, scaffold: Scaffold) -> dict[str, str]:
     version = Version(__version__)
     engines = f">={version.major}.{version.minor},<{version.major}.{version.minor + 1}"
-    runtime = "" if recipe.runtime is None else f'\n[project.optional-dependencies]\nruntime = ["{recipe.runtime}"]\n'
-    tests = [f"skyrl-engine[testing]{engines}", *([] if recipe.runtime is None else [recipe.runtime])]
+    runtime = "" if scaffold.runtime is None else f'\n[project.optional-dependencies]\nruntime = ["{scaffold.runtime}"]\n'
+    tests = [f"skyrl-engine[testing]{engines}", *([] if scaffold.runtime is None else [scaffold.runtime])]
     return {
         "name": names.plugin,
         "title": names.title,
@@ -88,8 +89,8 @@ def _values(names: Names, details: Details, recipe: Recipe) -> dict[str, str]:
         "distribution": names.distribution,
         "package": names.package,
         "engines": engines,
-        "description": recipe.description,
-        "use_quoted": shlex.join(Template(word).substitute(name=names.plugin) for word in recipe.use),
+        "description": scaffold.description,
+        "use_quoted": shlex.join(Template(word).substitute(name=names.plugin) for word in scaffold.use),
         "runtime": runtime or "\n[project.optional-dependencies]\n",
         "tests": ", ".join(f'"{each}"' for each in tests),
         "author": details.author,

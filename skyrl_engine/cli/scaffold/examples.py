@@ -1,0 +1,42 @@
+"""The example that `plugins new` writes for each kind that has one, beside its texts in templates/."""
+
+from typing import cast
+
+from attrs import frozen
+
+from skyrl_engine import UnsupportedError
+from skyrl_engine.registry.kinds import Kind, imported
+
+TORCH = "torch>=2.6"
+
+
+@frozen
+class Scaffold:
+    """`description` is one line about the example; `runtime` what it needs besides the engine; `use` chooses it, after `run CONFIG`."""
+
+    description: str
+    use: tuple[str, ...]
+    runtime: str | None = None
+
+
+LOSS = Scaffold(
+    "Generalised cross-entropy, a loss that forgives wrong labels, for skyrl-engine", ("--loss", "${name}", "loss.q=0.5"), TORCH
+)
+CORRECTION = Scaffold(
+    "A correction for skyrl-engine that drops tokens the model finds hopeless", ('loss.corrections=[{ use = "${name}" }]',), TORCH
+)
+REDUCER = Scaffold("A reducer for skyrl-engine between the mean over tokens and the mean over sequences", ("--reducer", "${name}"))
+MERGER = Scaffold("A merger for skyrl-engine that restores the caller's order of samples", ("--merger", "${name}"))
+COLLATOR = Scaffold("A collator for skyrl-engine: one sample per row, widths rounded up", ("--collator", "${name}"), TORCH)
+OBSERVER = Scaffold(
+    "An observer for skyrl-engine that writes steps into a CSV file", ('run.observers=["metrics_jsonl", "${name}"]',)
+)
+
+
+def scaffold_of(kind: Kind) -> Scaffold:
+    """The scaffold of a kind that has one. Raises UnsupportedError for one that no few lines make."""
+    if kind.scaffold is None:
+        raise UnsupportedError(
+            f"there is no template for {kind.with_article}: {kind.no_scaffold}", remedy=f"Start from {kind.start_from}"
+        )
+    return cast("Scaffold", imported(kind.scaffold))
