@@ -15,6 +15,7 @@ from skyrl_engine.config.schema import (
 )
 from skyrl_engine.config.wording import did_you_mean
 from skyrl_engine.errors import Problem
+from skyrl_engine.registry.kinds import KINDS
 
 
 def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> list[Problem]:
@@ -102,8 +103,6 @@ def _checkpoint(
 def _kind_names(key: str, names: "Mapping[str, str] | tuple[str, ...]") -> Iterator[tuple[str, str, str]]:
     if not names:
         return
-    from skyrl_engine.registry.kinds import KINDS
-
     for name in names:
         kind, colon, rest = name.partition(":")
         if not colon or not rest or kind not in KINDS:

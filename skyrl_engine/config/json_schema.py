@@ -12,7 +12,9 @@ import attrs
 from skyrl_engine.config.converter import NONE_WORD
 from skyrl_engine.config.report import key_meanings
 from skyrl_engine.config.schema import EngineConfig, PluginTable
-from skyrl_engine.config.structure import PLUGIN_TABLES, own_keys, plain, plugin_lists
+from skyrl_engine.config.sections import Section, sections
+from skyrl_engine.config.structure import own_keys, plain, plugin_lists
+from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS, Trainer, owners_of
 from skyrl_engine.config.wording import bounds
 
 if TYPE_CHECKING:
@@ -24,13 +26,36 @@ _BOUNDS = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "excl
 
 def config_schema(plugins: "Sequence[LoadedPlugin]" = ()) -> dict[str, Any]:
     """JSON Schema of a configuration file. With `plugins`, a table that selects one of them admits that plugin's options only."""
-    schema = table_schema(EngineConfig)
-    schema["properties"]["observers"] = {"type": "object", "additionalProperties": {"type": "object"}}
-    for kind in PLUGIN_TABLES:
-        default = attrs.fields_dict(EngineConfig)[kind].default
-        assert isinstance(default, PluginTable), f"EngineConfig.{kind} has no default plugin"
-        schema["properties"][kind] = _plugin_table(type(default), kind, plugins, default.use)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "skyrl_engine configuration", **schema}
+    known = sections()
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "skyrl_engine configuration",
+        "type": "object",
+        "properties": {name: _section(section, plugins) for name, section in known.items()},
+        "additionalProperties": False,
+        "required": [name for name, section in known.items() if section.required and not owners_of(name)],
+        "allOf": [_of_trainer(trainer, known) for trainer in TRAINERS.values()],
+    }
+
+
+def _section(section: Section, plugins: "Sequence[LoadedPlugin]") -> dict[str, Any]:
+    if section.name == "trainer":
+        return {"enum": list(TRAINERS), "description": key_meanings(EngineConfig)["trainer"], **_default(section.default)}
+    if section.name == "observers":
+        return {"type": "object", "additionalProperties": {"type": "object"}}
+    if section.kind is not None:
+        return _plugin_table(section.schema, section.kind.name, plugins, section.kind.default)
+    return {**table_schema(section.schema), **({} if section.required else _default(section.default))}
+
+
+def _of_trainer(trainer: Trainer, known: Mapping[str, Section]) -> dict[str, Any]:
+    """The tables that a configuration with this trainer needs, and those it cannot have."""
+    chosen: dict[str, Any] = {"properties": {"trainer": {"const": trainer.name}}}
+    if trainer.name != DEFAULT_TRAINER:
+        chosen["required"] = ["trainer"]
+    required = [name for name, section in known.items() if section.required and trainer.name in owners_of(name)]
+    foreign = [name for name, section in known.items() if not section.belongs_to(trainer)]
+    return {"if": chosen, "then": {"required": required, "properties": dict.fromkeys(foreign, False)}}
 
 
 def table_schema(schema: type[Any]) -> dict[str, Any]:

@@ -12,9 +12,11 @@ import attrs
 import tomli_w
 
 from skyrl_engine.config.converter import NONE_WORD
-from skyrl_engine.config.schema import PLACE, EngineConfig, PluginTable
+from skyrl_engine.config.schema import PLACE, EngineConfig
+from skyrl_engine.config.sections import sections
 from skyrl_engine.config.structure import plugin_lists
-from skyrl_engine.config.wording import bounds_in_words, expected, shown
+from skyrl_engine.config.trainers import TRAINERS, owners_of
+from skyrl_engine.config.wording import bounds_in_words, choices, expected, shown
 
 
 def to_toml(table: Mapping[str, Any]) -> str:
@@ -83,22 +85,25 @@ _PLUGIN_TABLE = """\
 def configuration_reference() -> str:
     """The text of `docs/reference/configuration.md`: every table and key with type, default and meaning."""
     parts = [_INTRODUCTION]
-    for attribute in attrs.fields(attrs.resolve_types(EngineConfig)):
-        parts.append(f"\n## [{attribute.name}]\n\n")
-        kind: Any = attribute.type
-        if attrs.has(kind) and issubclass(kind, PluginTable):
-            assert isinstance(attribute.default, PluginTable)
-            parts.append(_PLUGIN_TABLE.format(table=attribute.name, use=attribute.default.use))
-            use = ("use", "text", shown(attribute.default.use), f"The {attribute.name}.")
-            parts.append(_table([use, *(row for row in _rows(kind) if row[0] not in ("use", "options"))]))
-            for key, listed in plugin_lists(kind).items():
-                parts.append(f"\n### [[{attribute.name}.{key}]]\n\n{inspect.getdoc(listed.schema)}\n\n")
-                parts.append(_table([row for row in _rows(listed.schema) if row[0] != "options"]))
-        elif attrs.has(kind):
-            parts.append(f"{inspect.getdoc(kind)}\n\n")
-            parts.append(_table(_rows(kind)))
-            for key, inner in _tables_inside(kind):
-                parts.append(f"\n### [{attribute.name}.{key}]\n\n{inspect.getdoc(inner)}\n\n")
+    for name, section in sections().items():
+        schema = section.schema
+        parts.append("\n## trainer\n\n" if name == "trainer" else f"\n## [{name}]\n\n")
+        if name == "trainer":
+            meaning = key_meanings(EngineConfig)[name]
+            parts.append(_table([(name, f"one of {choices(TRAINERS)}", shown(section.default), meaning)]))
+        elif section.kind is not None:
+            use = shown(section.kind.default)
+            parts.append(_PLUGIN_TABLE.format(table=name, use=section.kind.default))
+            parts.append(_table([("use", "text", use, f"The {name}."), *_rows_without(schema, "use", "options")]))
+            for key, listed in plugin_lists(schema).items():
+                parts.append(f"\n### [[{name}.{key}]]\n\n{inspect.getdoc(listed.schema)}\n\n")
+                parts.append(_table(_rows_without(listed.schema, "options")))
+        elif attrs.has(schema):
+            whose = "".join(f" A table of trainer `{trainer}`." for trainer in owners_of(name))
+            parts.append(f"{inspect.getdoc(schema)}{whose}\n\n")
+            parts.append(_table(_rows(schema)))
+            for key, inner in _tables_inside(schema):
+                parts.append(f"\n### [{name}.{key}]\n\n{inspect.getdoc(inner)}\n\n")
                 parts.append(_table(_rows(inner)))
         else:
             parts.append("One table for each observer that `run.observers` names and that takes options: `[observers.NAME]`.\n")
@@ -112,6 +117,10 @@ def _rows(schema: type[Any]) -> Iterator[tuple[str, str, str, str]]:
         if attribute.metadata.get(PLACE):
             meaning += " (place)"
         yield attribute.alias or attribute.name, _bounded_kind(attribute), default_text(attribute), meaning
+
+
+def _rows_without(schema: type[Any], *keys: str) -> list[tuple[str, str, str, str]]:
+    return [row for row in _rows(schema) if row[0] not in keys]
 
 
 def _tables_inside(schema: type[Any]) -> Iterator[tuple[str, type[Any]]]:

@@ -1,7 +1,7 @@
 """A checked configuration with its plugins: selected, loaded, and their options structured by their own schemas."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -10,11 +10,12 @@ from attrs import frozen
 from skyrl_engine.config.reading.origins import DEFAULT, KeyPath, Origin, dotted, nearest
 from skyrl_engine.config.reading.sources import RawConfig, from_dict
 from skyrl_engine.config.schema import EngineConfig, PluginsConfig, PluginTable, RunConfig
-from skyrl_engine.config.structure import PLUGIN_TABLES, complete_origins, own_keys, plain, plugin_lists, structure, structure_table
+from skyrl_engine.config.structure import complete_origins, own_keys, plain, plugin_lists, structure, structure_table
 from skyrl_engine.config.wording import did_you_mean
 from skyrl_engine.contracts.kinds.backend import PARALLEL_SIZES
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.errors import ConfigError, ContractError, PluginError, Problem
+from skyrl_engine.registry.kinds import TABLES
 
 if TYPE_CHECKING:
     from skyrl_engine.registry.loader import LoadedPlugin
@@ -83,8 +84,6 @@ class SelectedPlugin:
 class ResolvedConfig:
     """What a run is made of. `plugins` by their place in the configuration: by kind, and `loss.terms[0]`, `loss.corrections[0]` and on;
     `origins` has an entry for every key of `as_dict()`.
-
-    `absent` names tables (`model`, `data`) that the command does not need and nobody gave; they are not to be read.
     """
 
     config: EngineConfig
@@ -92,11 +91,10 @@ class ResolvedConfig:
     plugins: Mapping[str, SelectedPlugin]
     observers: tuple[SelectedPlugin, ...]
     origins: Mapping[str, Origin]
-    absent: frozenset[str] = frozenset()
 
     def as_dict(self) -> dict[str, Any]:
         """The whole configuration, defaults and plugin options included, in plain values; `from_dict` reads it back."""
-        return _as_dict(self.config, self.plugins, self.observers, self.absent)
+        return _as_dict(self.config, self.plugins, self.observers)
 
     def to_toml(self) -> str:
         """`as_dict()` as TOML that `load` reads back to the same configuration."""
@@ -105,8 +103,8 @@ class ResolvedConfig:
         return to_toml(self.as_dict())
 
 
-def resolve(raw: RawConfig, *, need: Sequence[str] = ("model", "data")) -> ResolvedConfig:
-    """Check everything, select and load the plugins, structure their options.
+def resolve(raw: RawConfig, *, need: Collection[str] | None = None) -> ResolvedConfig:
+    """Check everything, select and load the plugins, structure their options; `need` as in `structure`.
 
     Raises ConfigError with every mistake found (those of plugin selection included) or, when all else is right, the plugin's own PluginError.
     """
@@ -132,13 +130,13 @@ def resolve(raw: RawConfig, *, need: Sequence[str] = ("model", "data")) -> Resol
     plugin_errors += observer_errors
     _raise(problems, plugin_errors, raw)
     config = structured.config()
-    resolved = _as_dict(config, plugins, observers, structured.absent)
-    return ResolvedConfig(config, registry, plugins, observers, complete_origins(resolved, raw.origins, DEFAULT), structured.absent)
+    resolved = _as_dict(config, plugins, observers)
+    return ResolvedConfig(config, registry, plugins, observers, complete_origins(resolved, raw.origins, DEFAULT))
 
 
 def _plugin_tables(sections: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, PluginTable]]:
     """Every table that selects a plugin: its place, the plugin's kind, the table."""
-    for kind in PLUGIN_TABLES:
+    for kind in TABLES:
         if isinstance(table := sections.get(kind), PluginTable):
             yield (kind,), kind, table
             for key, listed in plugin_lists(type(table)).items():
@@ -271,12 +269,10 @@ def _as_problems(errors: Sequence[tuple[KeyPath, PluginError]], raw: RawConfig) 
         yield Problem(f"{nearest(raw.origins, path)}: {dotted(path)}", error.cause, error.remedy)
 
 
-def _as_dict(
-    config: EngineConfig, plugins: Mapping[str, SelectedPlugin], observers: Sequence[SelectedPlugin], absent: frozenset[str]
-) -> dict[str, Any]:
-    table = {key: value for key, value in plain(config).items() if key not in absent}
-    for path, _, selected_table in _plugin_tables({kind: getattr(config, kind) for kind in PLUGIN_TABLES}):
-        place = table
+def _as_dict(config: EngineConfig, plugins: Mapping[str, SelectedPlugin], observers: Sequence[SelectedPlugin]) -> dict[str, Any]:
+    table: dict[str, Any] = plain(config)
+    for path, _, selected_table in _plugin_tables(config.selected):
+        place: Any = table
         for part in path[:-1]:
             place = place[part]
         own = {key: value for key, value in place[path[-1]].items() if key in own_keys(type(selected_table))}

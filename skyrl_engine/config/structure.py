@@ -1,7 +1,7 @@
 """Raw tables to the schema's classes, all mistakes at once, each with the file and line (or the option) that made it."""
 
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import attrs
@@ -12,60 +12,108 @@ from skyrl_engine.config.converter import refusals, strict_converter, unknown_ke
 from skyrl_engine.config.reading.origins import KeyPath, Origin, dotted, leaves, nearest
 from skyrl_engine.config.reading.places import absolute_place, with_absolute_places
 from skyrl_engine.config.reading.sources import RawConfig
-from skyrl_engine.config.schema import KIND, EngineConfig, PluginTable, TrainingConfig
-from skyrl_engine.config.wording import RefusedError, wrong_kind
+from skyrl_engine.config.schema import KIND, AbsentTable, EngineConfig, PluginTable, TrainingConfig
+from skyrl_engine.config.sections import Section, sections
+from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS, Trainer, owners_of
+from skyrl_engine.config.wording import RefusedError, choices, did_you_mean, shown, wrong_kind
 from skyrl_engine.errors import ConfigError, Problem
-
-PLUGIN_TABLES = ("collator", "loss", "reducer", "backend", "merger")
-"""Tables of EngineConfig that select one plugin each; every name is also the plugin's kind."""
+from skyrl_engine.registry.kinds import KINDS, TABLES, Kind
 
 
 @frozen
 class Structured:
-    """What could be structured: `sections` by table name, `problems` with the rest, `absent` tables that nobody needs and nobody gave."""
+    """What could be structured: `sections` by their key on top, `problems` with the rest. A section that a run does not have is left out."""
 
     sections: Mapping[str, Any]
     problems: tuple[Problem, ...]
-    absent: frozenset[str]
 
     def config(self) -> EngineConfig:
-        """The whole configuration; raises ConfigError with every problem. An absent table holds a stand-in nobody may read."""
+        """The whole configuration. Raises ConfigError with every problem."""
         if self.problems:
             raise ConfigError(self.problems)
-        kinds = _section_kinds()
-        stand_ins = {name: kinds[name](**dict.fromkeys(_required(kinds[name]), "absent")) for name in self.absent}
-        return EngineConfig(**{**self.sections, **stand_ins})
+        selected = {name: self.sections[name] for name in TABLES if name in self.sections}
+        names = [attribute.name for attribute in attrs.fields(EngineConfig) if attribute.name != "selected"]
+        return EngineConfig(selected=selected, **{name: self.sections.get(name, AbsentTable(name)) for name in names})
 
 
-def structure(raw: RawConfig, need: Sequence[str] = ("model", "data")) -> Structured:
-    """Check every table on its own, then tables against each other. `need` names those of `model` and `data` that must be given."""
-    sections: dict[str, Any] = {}
-    problems = list(raw.problems)
-    absent = set()
-    fields = {attribute.name: attribute for attribute in attrs.fields(EngineConfig)}
-    problems += [_problem(raw, (key,), unknown_key(key, fields)) for key in raw.table if key not in fields]
-    for name, kind in _section_kinds().items():
-        if name not in raw.table and fields[name].default is attrs.NOTHING and name not in need:
-            absent.add(name)
+def structure(raw: RawConfig, need: Collection[str] | None = None) -> Structured:
+    """Check every table on its own, then tables against each other.
+
+    `need` names those required tables that must be given; None: all that the engine and the chosen trainer require.
+    """
+    known = sections()
+    trainer, problems = _trainer(raw)
+    problems = [*raw.problems, *problems]
+    problems += [_unknown(raw, key, known, trainer) for key in raw.table if key not in known]
+    made: dict[str, Any] = {} if trainer is None else {"trainer": trainer.name}
+    for name, section in known.items():
+        if name == "trainer":
+            continue
+        if trainer is not None and not section.belongs_to(trainer):
+            problems += [_foreign(raw, name, trainer, section.kind)] if name in raw.table else []
+            continue
+        demanded = trainer is not None if need is None else name in need
+        if section.required and name not in raw.table and not demanded:
             continue
         table = raw.table.get(name, {})
-        section: Any
-        if name in PLUGIN_TABLES:
-            default = fields[name].default
-            assert isinstance(default, PluginTable), f"EngineConfig.{name} has no default plugin"
-            section, found = _plugin_table(raw, kind, table, (name,), default.use)
+        structured: Any
+        if section.kind is not None:
+            structured, found = _plugin_table(raw, section.schema, table, (name,), section.kind.default)
+            found += [] if trainer is None else _foreign_lists(raw, section, table, trainer)
         elif name == "observers":
-            section, found = _observers(raw, table)
+            structured, found = _observers(raw, table)
         else:
-            section, found = structure_table(kind, table, (name,), raw)
+            structured, found = structure_table(section.schema, table, (name,), raw)
         problems += found
-        if section is not None:
-            sections[name] = section
-    training = sections.get("training")
+        if structured is not None:
+            made[name] = structured
+    training = made.get("training")
     if isinstance(training, TrainingConfig) and training.steps is None and training.epochs is None:
-        sections["training"] = attrs.evolve(training, epochs=1.0)
-    problems += cross_checks(sections, raw.origins)
-    return Structured(sections, tuple(problems), frozenset(absent))
+        made["training"] = attrs.evolve(training, epochs=1.0)
+    problems += cross_checks(made, raw.origins)
+    return Structured(made, tuple(problems))
+
+
+def _trainer(raw: RawConfig) -> tuple[Trainer | None, list[Problem]]:
+    """The chosen trainer, or None and the problem with what was chosen; each table is then checked whosever it is."""
+    chosen = raw.table.get("trainer", DEFAULT_TRAINER)
+    if isinstance(chosen, str) and chosen in TRAINERS:
+        return TRAINERS[chosen], []
+    if not isinstance(chosen, str):
+        return None, [_problem(raw, ("trainer",), wrong_kind(chosen, str))]
+    remedy = did_you_mean(chosen, list(TRAINERS)) or f"Choose one of {choices(TRAINERS)}"
+    return None, [_problem(raw, ("trainer",), RefusedError(f"there is no trainer {shown(chosen)}", remedy))]
+
+
+def _unknown(raw: RawConfig, key: str, known: Collection[str], trainer: Trainer | None) -> Problem:
+    if trainer is not None and owners_of(key):
+        return _foreign(raw, key, trainer, None)
+    return _problem(raw, (key,), unknown_key(key, known))
+
+
+def _foreign(raw: RawConfig, name: str, trainer: Trainer, kind: Kind | None) -> Problem:
+    """A table that this run's trainer does not have."""
+    if kind is not None:
+        cause = f"[{name}] selects {kind.with_article}, and this run's trainer {trainer.name} uses none"
+        return _problem(raw, (name,), RefusedError(cause, "Remove it, or choose another trainer"))
+    owners = owners_of(name)
+    whose = f"trainer {owners[0]}" if len(owners) == 1 else f"the trainers {' and '.join(owners)}"
+    cause = f"[{name}] is a table of {whose}, and this run's trainer is {trainer.name}"
+    return _problem(raw, (name,), RefusedError(cause, f"Remove it, or set trainer = {shown(owners[0])}"))
+
+
+def _foreign_lists(raw: RawConfig, section: Section, table: Any, trainer: Trainer) -> list[Problem]:
+    """Lists in a plugin's table that select plugins of a kind which this run's trainer does not use."""
+    given = table if isinstance(table, Mapping) else {}
+    return [
+        _problem(
+            raw,
+            (section.name, key),
+            RefusedError(f"selects {KINDS[listed.kind].with_article}, and trainer {trainer.name} uses none", "Remove it"),
+        )
+        for key, listed in plugin_lists(section.schema).items()
+        if given.get(key) and listed.kind not in trainer.kinds
+    ]
 
 
 def structure_table(schema: type[Any], table: Any, path: KeyPath, raw: RawConfig) -> tuple[Any, list[Problem]]:
@@ -92,8 +140,8 @@ def _home(key: str | int) -> str | None:
     """The one key of that name in any table of the schema: what somebody meant who wrote it into the wrong table."""
     homes = [
         f"{name}.{key}"
-        for name, kind in _section_kinds().items()
-        if name not in PLUGIN_TABLES and attrs.has(kind) and key in attrs.fields_dict(kind)
+        for name, section in sections().items()
+        if section.kind is None and attrs.has(section.schema) and key in attrs.fields_dict(section.schema)
     ]
     return homes[0] if len(homes) == 1 else None
 
@@ -169,19 +217,13 @@ def _observers(raw: RawConfig, table: Any) -> tuple[Mapping[str, Mapping[str, An
     return (None if problems else found), problems
 
 
-def _section_kinds() -> dict[str, Any]:
-    return {attribute.name: attribute.type for attribute in attrs.fields(attrs.resolve_types(EngineConfig))}
-
-
-def _required(schema: type[Any]) -> list[str]:
-    return [attribute.name for attribute in attrs.fields(schema) if attribute.default is attrs.NOTHING]
-
-
 def plain(value: Any) -> Any:
     """An attrs instance, or anything a schema holds, as plain tables, lists and scalars that JSON and `load` read."""
     if isinstance(value, PluginTable):
         own = {key: plain(getattr(value, key)) for key in own_keys(type(value))}
         return {**{key: item for key, item in own.items() if item != []}, **plain(value.options)}
+    if isinstance(value, EngineConfig):
+        return _plain_config(value)
     if attrs.has(type(value)):
         return {(a.alias or a.name): plain(getattr(value, a.name)) for a in attrs.fields(type(value)) if a.init}
     if isinstance(value, Mapping):
@@ -193,6 +235,18 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return plain(value.value) if hasattr(value, "value") else str(value)
+
+
+def _plain_config(config: EngineConfig) -> dict[str, Any]:
+    """The tables as they stand in a file: those that select plugins among the others, absent ones nowhere."""
+    table: dict[str, Any] = {}
+    for attribute in attrs.fields(EngineConfig):
+        value = getattr(config, attribute.name)
+        if attribute.name == "selected":
+            table |= plain(value)
+        elif not isinstance(value, AbsentTable):
+            table[attribute.name] = plain(value)
+    return table
 
 
 def complete_origins(table: Mapping[str, Any], given: Mapping[str, Origin], default: Origin) -> dict[str, Origin]:

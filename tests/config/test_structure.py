@@ -1,5 +1,6 @@
 """Raw tables to the schema: all mistakes at once with file and key, defaults, places, and the way back."""
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,10 @@ from skyrl_engine.config.reading.origins import DEFAULT
 from skyrl_engine.config.reading.sources import RawConfig, load
 from skyrl_engine.config.reading.toml import read_toml
 from skyrl_engine.config.report import to_toml
-from skyrl_engine.config.schema import EngineConfig, LoraConfig, LossTable, PluginTable, TermTable, TrainingConfig
+from skyrl_engine.config.schema import AbsentTable, EngineConfig, LoraConfig, LossTable, PluginTable, TermTable, TrainingConfig
 from skyrl_engine.config.structure import complete_origins, plain, structure
 from skyrl_engine.errors import ConfigError
+from skyrl_engine.registry.kinds import TABLES, imported
 
 NEEDED = ("model.path=m", "data.train=d")
 
@@ -32,9 +34,7 @@ def config(*overrides: str) -> EngineConfig:
 def test_defaults_are_complete() -> None:
     made = config()
     assert made.training == TrainingConfig(epochs=1.0)
-    assert [table.use for table in (made.collator, made.loss, made.reducer, made.backend, made.merger)] == [
-        "padded", "cross_entropy", "token_mean", "fsdp", "ordered",
-    ]  # fmt: skip
+    assert {kind: table.use for kind, table in made.selected.items()} == {kind: row.default for kind, row in TABLES.items()}
 
 
 def test_all_mistakes_of_a_file_at_once_with_line_and_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_mistakes_in_nested_lists_name_their_line(tmp_path: Path, monkeypatch: p
         ("observers.a=3", ("command line: observers.a: must be a table, is 3. "
          "Write the references in run.observers, and options in [observers.NAME]")),
         ("batch_size=3", "command line: batch_size: is not a known key. Did you mean training.batch_size?"),
-        ("every=3", ("command line: every: is not a known key. The keys here are model, data, run, plugins, collator, loss, reducer, "
+        ("every=3", ("command line: every: is not a known key. The keys here are trainer, model, data, run, plugins, collator, loss, reducer, "
          "backend, merger, observers, optimizer, training, evaluation, checkpoint")),
         ("plugins.pin.x=3", "command line: plugins.pin.x: must be text, is 3. Put it in quotes"),
     ],
@@ -102,16 +102,16 @@ def test_tables_that_are_none(override: str, problem: str) -> None:
 
 def test_a_plugin_table_keeps_its_options_and_may_leave_use_out() -> None:
     made = config("backend.mixed=true", "loss={use = 'focal', gamma = 2, use_kl = {coef = 1}}")
-    assert made.backend == PluginTable("fsdp", {"mixed": True})
-    assert made.loss == LossTable("focal", {"gamma": 2, "use_kl": {"coef": 1}})
+    assert made.selected["backend"] == PluginTable("fsdp", {"mixed": True})
+    assert made.selected["loss"] == LossTable("focal", {"gamma": 2, "use_kl": {"coef": 1}})
 
 
 def test_terms_and_corrections_are_plugin_tables_of_their_own() -> None:
     terms = "terms = [{use = 'kl', coef = 0.001, estimator = 'k3'}, {use = 'entropy', coef = -1}]"
     made = config(f"loss={{use = 'ppo', clip_low = 0.1, {terms}, corrections = [{{use = 'tis', high = 2.0}}]}}")
-    assert made.loss.options == {"clip_low": 0.1}
-    assert made.loss.terms == (TermTable("kl", {"estimator": "k3"}, coef=0.001), TermTable("entropy", coef=-1))
-    assert made.loss.corrections == (PluginTable("tis", {"high": 2.0}),)
+    assert made.selected["loss"].options == {"clip_low": 0.1}
+    assert made.selected["loss"].terms == (TermTable("kl", {"estimator": "k3"}, coef=0.001), TermTable("entropy", coef=-1))
+    assert made.selected["loss"].corrections == (PluginTable("tis", {"high": 2.0}),)
 
 
 @pytest.mark.parametrize(
@@ -130,12 +130,19 @@ def test_terms_and_corrections_that_are_none(value: str, problem: str) -> None:
 
 
 def test_tables_a_command_does_not_need_may_be_absent() -> None:
-    structured = structure(load(None, ["run.seed=3"]), need=())
-    assert structured.absent == {"model", "data"}
-    assert structured.config().run.seed == 3
-    assert structure(load(None, ["model.path=m"]), need=("model",)).absent == {"data"}
+    made = structure(load(None, ["run.seed=3"]), need=()).config()
+    assert made.run.seed == 3
+    assert made.model == AbsentTable("model")
+    assert made.data == AbsentTable("data")
+    assert structure(load(None, ["model.path=m"]), need=("model",)).config().model.path == "m"
     given = structure(load(None, ["data.train=3"]), need=())
     assert [problem.where for problem in given.problems] == ["command line: data.train"]
+
+
+def test_reading_an_absent_table_is_a_mistake_that_names_it() -> None:
+    made = copy.deepcopy(structure(load(None, []), need=()).config())
+    with pytest.raises(AssertionError, match=r"data\.max_length is read, and this run has no table \[data\]"):
+        _ = made.data.max_length
 
 
 def test_none_means_no_value() -> None:
@@ -169,7 +176,7 @@ every = 3
     assert made.data.train == f"{tmp_path}/configs/../data/train.jsonl"
     assert made.data.eval == f"{tmp_path}/eval.jsonl"
     assert made.data.cache == "cache"
-    assert made.loss.use == f"{tmp_path}/configs/my_loss.py:focal"
+    assert made.selected["loss"].use == f"{tmp_path}/configs/my_loss.py:focal"
     assert made.run.observers == ("metrics_jsonl", f"{tmp_path}/configs/watch.py:watch")
     assert list(made.observers) == [f"{tmp_path}/configs/watch.py:watch"]
 
@@ -218,6 +225,10 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
     if kind is LossTable:
         terms = st.builds(TermTable, _texts, _options, coef=st.floats(0.1, 2.0))
         return st.builds(LossTable, _texts, _options, _few(terms), _few(_values(PluginTable)))
+    if kind is EngineConfig:
+        fields = [each for each in attrs.fields(attrs.resolve_types(kind)) if each.name not in ("trainer", "selected")]
+        selected = st.fixed_dictionaries({name: _values(imported(row.table or "")) for name, row in TABLES.items()})
+        return st.builds(kind, selected=selected, **{each.name: _values(each.type) for each in fields})
     if attrs.has(kind):
         fields = attrs.fields(attrs.resolve_types(kind))
         return st.builds(kind, **{attribute.name: _values(attribute.type) for attribute in fields})
@@ -236,8 +247,8 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
 def test_any_configuration_written_as_toml_reads_back_equal(made: EngineConfig) -> None:
     """Tables one by one: combinations that the cross-checks refuse are not what is tested."""
     table, _ = read_toml(to_toml(plain(made)), "x.toml")
-    sections = structure(RawConfig(table, {})).sections
-    read = EngineConfig(**sections)
+    structured = structure(RawConfig(table, {}))
+    read = attrs.evolve(structured, problems=()).config()
     if made.training.steps is None and made.training.epochs is None:
         made = attrs.evolve(made, training=attrs.evolve(made.training, epochs=1.0))
     assert read == made

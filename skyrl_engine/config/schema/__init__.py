@@ -4,6 +4,7 @@ Plugin tables (`[loss]`, `[backend]`, ...) hold `use`, a plugin reference, and b
 schema validates. The text under each key is its meaning in `docs/reference/configuration.md`.
 """
 
+from skyrl_engine.config.schema.absent import AbsentTable
 from skyrl_engine.config.schema.checkpoint import CheckpointConfig
 from skyrl_engine.config.schema.data import DataConfig, DataFormat
 from skyrl_engine.config.schema.engine import EngineConfig
@@ -19,6 +20,7 @@ from skyrl_engine.config.schema.training import TrainingConfig
 __all__ = [
     "KIND",
     "PLACE",
+    "AbsentTable",
     "CheckpointConfig",
     "DataConfig",
     "DataFormat",

@@ -12,23 +12,26 @@ from skyrl_engine.config.schema.model import ModelConfig
 from skyrl_engine.config.schema.optimizer import OptimizerConfig
 from skyrl_engine.config.schema.plugins import PluginsConfig
 from skyrl_engine.config.schema.run import RunConfig
-from skyrl_engine.config.schema.tables import LossTable, PluginTable
+from skyrl_engine.config.schema.tables import PluginTable
 from skyrl_engine.config.schema.training import TrainingConfig
+from skyrl_engine.config.trainers import DEFAULT_TRAINER
 
 
-@frozen
+@frozen(kw_only=True)
 class EngineConfig:
-    """A whole configuration file."""
+    """A whole configuration file. A table that this run does not have is an `AbsentTable`, which cannot be read.
+
+    `selected` are the tables that select one plugin each, by kind; in a file they stand among the others: `[loss]`, `[backend]`.
+    """
+
+    trainer: str = DEFAULT_TRAINER
+    """The trainer of the run; it decides which tables the configuration may have."""
 
     model: ModelConfig
     data: DataConfig
     run: RunConfig = RunConfig()
     plugins: PluginsConfig = PluginsConfig()
-    collator: PluginTable = PluginTable("padded")
-    loss: LossTable = LossTable("cross_entropy")
-    reducer: PluginTable = PluginTable("token_mean")
-    backend: PluginTable = PluginTable("fsdp")
-    merger: PluginTable = PluginTable("ordered")
+    selected: Mapping[str, PluginTable]
     observers: Mapping[str, Mapping[str, Any]] = Factory(dict)
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig(epochs=1.0)

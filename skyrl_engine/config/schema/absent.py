@@ -1,0 +1,20 @@
+"""A stand-in for a table that a run does not have."""
+
+from typing import Any
+
+from attrs import frozen
+
+
+@frozen
+class AbsentTable:
+    """Stands where a table would: nobody gave it and the command does not need it, or it belongs to another trainer.
+
+    Reading a key of it is a mistake of the engine.
+    """
+
+    name: str
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("__"):
+            raise AttributeError(key)
+        raise AssertionError(f"{self.name}.{key} is read, and this run has no table [{self.name}]")

@@ -1,0 +1,45 @@
+"""The keys on top of a configuration, in their order: the trainer, the engine's tables, one per kind that a table selects, the trainers'."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from attrs import frozen
+
+from skyrl_engine.config.schema import EngineConfig
+from skyrl_engine.config.trainers import Trainer, owners_of
+from skyrl_engine.registry.kinds import TABLES, Kind, imported
+
+
+@frozen
+class Section:
+    """One key on top: its type, its value where nobody gives it (`attrs.NOTHING`: somebody must), and the kind it selects a plugin of."""
+
+    name: str
+    schema: Any
+    default: Any
+    kind: Kind | None = None
+
+    @property
+    def required(self) -> bool:
+        return self.default is attrs.NOTHING
+
+    def belongs_to(self, trainer: Trainer) -> bool:
+        """The trainer uses the kind, or owns the table, or the table is the engine's."""
+        if self.kind is not None:
+            return self.kind.name in trainer.kinds
+        owners = owners_of(self.name)
+        return not owners or trainer.name in owners
+
+
+def sections() -> Mapping[str, Section]:
+    """Every key on top of a configuration, by name."""
+    found: dict[str, Section] = {}
+    for attribute in attrs.fields(attrs.resolve_types(EngineConfig)):
+        if attribute.name == "selected":
+            for name, kind in TABLES.items():
+                schema = imported(kind.table or "")
+                found[name] = Section(name, schema, schema(kind.default), kind)
+        else:
+            found[attribute.name] = Section(attribute.name, attribute.type, attribute.default)
+    return found

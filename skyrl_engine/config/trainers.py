@@ -1,0 +1,36 @@
+"""The trainers, one row each: which tables of the configuration are theirs, and which kinds of plugin they use.
+
+Every other table is the engine's, and every run may have it.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from attrs import frozen
+
+DEFAULT_TRAINER = "sft"
+
+
+@frozen
+class Trainer:
+    """One trainer, by the name that `trainer = "..."` chooses. `tables` are keys of EngineConfig; several trainers may share one."""
+
+    name: str
+    tables: tuple[str, ...]
+    kinds: tuple[str, ...]
+
+
+_ROWS = (
+    Trainer(
+        DEFAULT_TRAINER,
+        tables=("data", "training", "evaluation", "checkpoint"),
+        kinds=("collator", "loss", "correction", "reducer", "backend", "merger", "observer"),
+    ),
+)
+
+TRAINERS: Mapping[str, Trainer] = MappingProxyType({trainer.name: trainer for trainer in _ROWS})
+
+
+def owners_of(table: str) -> list[str]:
+    """The trainers that a table belongs to; none for a table of the engine."""
+    return [trainer.name for trainer in TRAINERS.values() if table in trainer.tables]

@@ -1,0 +1,119 @@
+"""`trainer = "..."` decides which tables a configuration has and which kinds of plugin a run uses."""
+
+import jsonschema
+import pytest
+
+from skyrl_engine.config import config_schema, from_dict, load, resolve, trainers
+from skyrl_engine.config.schema import AbsentTable
+from skyrl_engine.config.sections import sections
+from skyrl_engine.config.structure import structure
+from skyrl_engine.config.trainers import TRAINERS, Trainer
+from skyrl_engine.errors import ConfigError
+from skyrl_engine.registry.kinds import KINDS, TABLES
+
+NEEDED = ("model.path=m", "data.train=d")
+SCORING = ("collator", "backend", "merger", "loss")
+
+
+@pytest.fixture
+def scoring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second trainer: it shares `checkpoint` with sft, has a table of its own, and uses neither reducers nor corrections."""
+    planted = {**TRAINERS, "scoring": Trainer("scoring", ("scoring", "checkpoint"), SCORING)}
+    for module in ("trainers", "structure", "json_schema"):
+        monkeypatch.setattr(f"skyrl_engine.config.{module}.TRAINERS", planted)
+
+
+def problems(*overrides: str) -> list[str]:
+    return [str(problem) for problem in structure(load(None, list(overrides))).problems]
+
+
+def test_sft_trains_unless_something_else_is_said() -> None:
+    made = resolve(load(None, NEEDED))
+    assert made.config.trainer == "sft"
+    assert next(iter(made.as_dict().items())) == ("trainer", "sft")
+    assert str(made.origins["trainer"]) == "default"
+    assert made.to_toml().startswith('trainer = "sft"\n')
+    assert str(resolve(load(None, ["trainer=sft", *NEEDED])).origins["trainer"]) == "command line"
+
+
+def test_an_unknown_trainer_is_refused_with_what_may_have_been_meant() -> None:
+    assert problems("trainer=stf", *NEEDED) == ['command line: trainer: there is no trainer "stf". Did you mean "sft"?']
+    assert problems("trainer=pretraining") == ['command line: trainer: there is no trainer "pretraining". Choose one of "sft"'], (
+        "tables that an unknown trainer may need are not asked for"
+    )
+    assert problems("trainer=3") == ["command line: trainer: must be text, is 3. Put it in quotes"]
+    assert problems("trainer={use = 'sft'}") == ["command line: trainer: must be text, is a table. Put it in quotes"]
+
+
+@pytest.mark.usefixtures("scoring")
+def test_a_table_of_another_trainer_is_refused_by_name() -> None:
+    assert problems("scoring.top=3", *NEEDED) == [
+        (
+            "command line: scoring: [scoring] is a table of trainer scoring, and this run's trainer is sft. "
+            'Remove it, or set trainer = "scoring"'
+        )
+    ]
+    assert problems("trainer=scoring", *NEEDED) == [
+        'command line: data: [data] is a table of trainer sft, and this run\'s trainer is scoring. Remove it, or set trainer = "sft"'
+    ]
+    assert problems("trainer=scoring", "model.path=m", "checkpoint.keep=3") == [], "both trainers have it"
+
+
+@pytest.mark.usefixtures("scoring")
+def test_a_table_of_several_other_trainers_names_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = {**trainers.TRAINERS, "bare": Trainer("bare", (), ())}
+    for module in ("trainers", "structure"):
+        monkeypatch.setattr(f"skyrl_engine.config.{module}.TRAINERS", planted)
+    assert problems("trainer=bare", "model.path=m", "checkpoint.keep=3") == [
+        (
+            "command line: checkpoint: [checkpoint] is a table of the trainers sft and scoring, and this run's trainer is bare. "
+            'Remove it, or set trainer = "sft"'
+        )
+    ]
+
+
+@pytest.mark.usefixtures("scoring")
+def test_kinds_that_a_trainer_does_not_use_are_neither_loaded_nor_accepted() -> None:
+    made = resolve(load(None, ["trainer=scoring", "model.path=m"]))
+    assert set(made.plugins) == set(SCORING)
+    assert made.config.data == AbsentTable("data")
+    assert not {"data", "training", "evaluation", "reducer"} & made.as_dict().keys()
+    assert resolve(from_dict(made.as_dict(), "run.json")).as_dict() == made.as_dict()
+    assert problems("trainer=scoring", "model.path=m", "reducer.use=sum", "loss.corrections=[{use = 'tis'}]") == [
+        "command line: loss.corrections: selects a correction, and trainer scoring uses none. Remove it",
+        (
+            "command line: reducer: [reducer] selects a reducer, and this run's trainer scoring uses none. "
+            "Remove it, or choose another trainer"
+        ),
+    ]
+
+
+@pytest.mark.usefixtures("scoring")
+def test_the_json_schema_agrees() -> None:
+    schema = config_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    model, data = {"model": {"path": "m"}}, {"data": {"train": "d"}}
+    for table in (
+        {**model, **data},
+        {**model, **data, "trainer": "sft"},
+        {**model, "trainer": "scoring"},
+        model,
+        {**model, "trainer": "sft"},
+        {**model, **data, "trainer": "scoring"},
+        {**model, "trainer": "scoring", "reducer": {"use": "sum"}},
+        {**model, **data, "trainer": "stf"},
+    ):
+        assert validator.is_valid(table) == (structure(from_dict(table, "x")).problems == ()), table
+
+
+def test_every_trainer_names_tables_and_kinds_that_exist() -> None:
+    for name, trainer in TRAINERS.items():
+        assert name == trainer.name
+        assert set(trainer.tables) <= set(sections()) - set(TABLES)
+        assert set(trainer.kinds) <= set(KINDS)
+
+
+def test_a_required_table_of_the_trainer_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"data\.train"):
+        resolve(load(None, ["model.path=m"]))
