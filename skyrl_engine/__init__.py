@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from skyrl_engine.hooks.decorators import correction, loss, reducer
     from skyrl_engine.hooks.markers import hookimpl
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BatchOutput",

@@ -5,6 +5,7 @@ checkpoints/
 - step-00000010/: whole by construction, for it got this name after everything in it was on the disk
   - state/: the backend's own files
   - trainer.json, config.json, plugins.lock: documents of the trainer
+  - engine.json: the version of the engine that wrote it
   - files.json: size and SHA-256 of every file above
 - .step-00000020.partial: being written, or left over from a crash (removed at the next start)
 """
@@ -19,13 +20,19 @@ from typing import Any
 
 from attrs import frozen
 
+from skyrl_engine import __version__
 from skyrl_engine.errors import CheckpointError, EngineError
+from skyrl_engine.registry.discovery import ENGINE
+from skyrl_engine.registry.known import install_command
 from skyrl_engine.run.durable import sync, sync_tree, write_durably
 from skyrl_engine.run.listing import first_damage, list_files
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\.step-\d{8,}\.(partial|replaced)|\.latest\.partial")
 _LISTING = "files.json"
+_ENGINE = "engine.json"
+_BEFORE_IT_WAS_WRITTEN = "0.1"
+"""The version of checkpoints that do not name theirs."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +50,10 @@ class Checkpoint:
         return self.path / "state"
 
     def verify(self) -> None:
-        """Compare every file with the listing. Raises CheckpointError naming the first that differs."""
+        """Compare every file with the listing, and the engine's version with this one.
+
+        Raises CheckpointError naming the first file that differs, or a version whose checkpoints this engine does not read.
+        """
         try:
             listing = json.loads((self.path / _LISTING).read_text())
             damage = first_damage(self.path, listing)
@@ -51,6 +61,7 @@ class Checkpoint:
             damage = f"{_LISTING} cannot be read ({error})"
         if damage:
             raise self._damaged(damage)
+        self._refuse_other_engine()
 
     def document(self, name: str) -> Any:
         """A JSON document that was saved with the state. Raises CheckpointError when it cannot be read."""
@@ -58,6 +69,17 @@ class Checkpoint:
             return json.loads((self.path / name).read_text())
         except (OSError, ValueError) as error:
             raise self._damaged(f"{name} cannot be read ({error})") from error
+
+    def _refuse_other_engine(self) -> None:
+        version = self.document(_ENGINE)["version"] if (self.path / _ENGINE).exists() else _BEFORE_IT_WAS_WRITTEN
+        if _series(version) == _series(__version__):
+            return
+        series, following = _series(version), _series(version, 1)
+        command = install_command(f"{ENGINE}>={series},<{following}")
+        raise CheckpointError(
+            f"the checkpoint {self.path} was written by {ENGINE} {series}, and this is {__version__}, which does not read it",
+            remedy=f"Resume or export it with the version that wrote it ({command}), or start a new run from its exported model",
+        )
 
     def _damaged(self, damage: str) -> CheckpointError:
         others = [other.path.name for other in CheckpointStore(self.path.parent).all() if other.step != self.step]
@@ -138,7 +160,7 @@ class CheckpointStore:
             shutil.rmtree(partial)
         (partial / "state").mkdir(parents=True)
         write_state(partial / "state")
-        for name, content in documents.items():
+        for name, content in {**documents, _ENGINE: {"version": __version__}}.items():
             (partial / name).write_text(json.dumps(content, indent=2) + "\n")
         (partial / _LISTING).write_text(json.dumps(list_files(partial), indent=2) + "\n")
         sync_tree(partial)
@@ -172,6 +194,12 @@ class CheckpointStore:
             remedy="Free space there or make it writable, then resume the run with checkpoint.resume = true",
             details=error.details if isinstance(error, EngineError) else (),
         )
+
+
+def _series(version: str, further: int = 0) -> str:
+    """The versions whose checkpoints each other's engines read: "0.2" for 0.2.1; `further` counts on from there."""
+    major, minor = version.split(".")[:2]
+    return f"{major}.{int(minor) + further}"
 
 
 def _remove(path: Path) -> None:

@@ -53,6 +53,15 @@ def refuse_changed_plugins(before: Mapping[str, Lock], after: Mapping[str, Lock]
     return allowed
 
 
+def refuse_other_trainer(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Compare the trainers of two configurations. Raises CheckpointError: what one trainer saves, another cannot go on from."""
+    if before["trainer"] != after["trainer"]:
+        raise CheckpointError(
+            f"the checkpoint is one of trainer {before['trainer']}, and this run's trainer is {after['trainer']}",
+            remedy=f'Set trainer = "{before["trainer"]}", or start a new run from an exported model',
+        )
+
+
 def changed_config(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
     """Keys on which the results may depend and whose values differ, in the order of `after`."""
     old, new = dict(_leaves(before)), dict(_leaves(after))

@@ -17,7 +17,7 @@ from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFin
 from skyrl_engine.errors import EngineError
 from skyrl_engine.registry.observers import ObserverBus
 from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
-from skyrl_engine.run.continuation import changed_config, refuse_changed_plugins
+from skyrl_engine.run.continuation import changed_config, refuse_changed_plugins, refuse_other_trainer
 from skyrl_engine.run.directory import RunDirectory, open_run_directory
 from skyrl_engine.run.durable import write_durably
 from skyrl_engine.run.environment import describe_environment
@@ -172,11 +172,13 @@ def _open(
 
 
 def _compare(checkpoint: Checkpoint, resolved: ResolvedConfig) -> list[str]:
-    """Refuse other plugins; warn of other configuration. Returns what differs, in sentences."""
+    """Refuse other plugins and another trainer; warn of other configuration. Returns what differs, in sentences."""
     before = checkpoint.document(PLUGINS_DOCUMENT)
     after = {kind: selected.lock() for kind, selected in resolved.plugins.items()}
     allowed = refuse_changed_plugins(before, after, allow_changed=resolved.config.checkpoint.allow_changed)
-    changes = [str(change) for change in changed_config(checkpoint.document(CONFIG_DOCUMENT), resolved.as_dict())]
+    config, present = checkpoint.document(CONFIG_DOCUMENT), resolved.as_dict()
+    refuse_other_trainer(config, present)
+    changes = [str(change) for change in changed_config(config, present)]
     for change in [*allowed, *changes]:
         logger.warning("differs from the checkpoint, so the run no longer equals an uninterrupted one: %s", change)
     return [*allowed, *changes]

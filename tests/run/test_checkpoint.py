@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_engine import __version__
 from skyrl_engine.errors import CheckpointError, WorkerError
 from skyrl_engine.run.checkpoint import CheckpointStore
+from skyrl_engine.run.listing import list_files
 
 
 def state_of(step: int) -> Callable[[Path], None]:
@@ -243,5 +245,36 @@ def test_the_listing_names_every_file(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1)
     listing = json.loads((store.at(1).path / "files.json").read_text())
-    assert set(listing) == {"state/shard/rank0.bin", "trainer.json"}
+    assert set(listing) == {"state/shard/rank0.bin", "trainer.json", "engine.json"}
     assert listing["state/shard/rank0.bin"]["bytes"] == 5000
+
+
+@pytest.mark.parametrize(
+    ("recorded", "series", "asked"),
+    [(None, "0.1", ">=0.1,<0.2"), ({"version": "0.1.7"}, "0.1", ">=0.1,<0.2"), ({"version": "7.9.0rc1"}, "7.9", ">=7.9,<7.10")],
+)
+def test_a_checkpoint_of_another_engine_is_refused_with_the_one_that_reads_it(
+    tmp_path: Path, recorded: dict[str, str] | None, series: str, asked: str
+) -> None:
+    """Versions before 0.2 wrote no engine.json."""
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    checkpoint = store.at(1)
+    (checkpoint.path / "engine.json").unlink()
+    if recorded is not None:
+        (checkpoint.path / "engine.json").write_text(json.dumps(recorded))
+    (checkpoint.path / "files.json").unlink()
+    (checkpoint.path / "files.json").write_text(json.dumps(list_files(checkpoint.path)))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.verify()
+    assert caught.value.cause == (
+        f"the checkpoint {checkpoint.path} was written by skyrl-engine {series}, and this is {__version__}, which does not read it"
+    )
+    assert f'pip install "skyrl-engine{asked}"' in caught.value.remedy
+
+
+def test_a_checkpoint_of_a_patch_release_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    monkeypatch.setattr("skyrl_engine.run.checkpoint.__version__", f"{__version__.rpartition('.')[0]}.99")
+    store.at(1).verify()

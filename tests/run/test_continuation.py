@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from skyrl_engine.errors import CheckpointError
-from skyrl_engine.run.continuation import changed_config, refuse_changed_plugins
+from skyrl_engine.run.continuation import changed_config, refuse_changed_plugins, refuse_other_trainer
 
 
 def lock(name: str, version: str | None = "0.1.0", distribution: str | None = "acme", sha256: str | None = None) -> dict[str, Any]:
@@ -70,3 +70,10 @@ def test_changed_configuration_is_listed_and_what_changes_no_number_is_not() -> 
     }
     assert [str(change) for change in changed_config(before, after)] == ["run.seed: 0 -> 1", "loss.gamma: None -> 2.0"]
     assert [change.key for change in changed_config(after, before)] == ["run.seed", "loss.gamma"]
+
+
+def test_another_trainer_cannot_go_on() -> None:
+    refuse_other_trainer({"trainer": "sft"}, {"trainer": "sft"})
+    with pytest.raises(CheckpointError, match="one of trainer sft, and this run's trainer is rl") as caught:
+        refuse_other_trainer({"trainer": "sft"}, {"trainer": "rl"})
+    assert caught.value.remedy.startswith('Set trainer = "sft"')
