@@ -146,7 +146,7 @@ def _default(default: Any) -> dict[str, Any]:
 
 
 def _add_bounds(entry: dict[str, Any], validator: Any) -> None:
-    """What attrs' own number and length validators say, into a number's or a text's entry, or the one behind `optional`."""
+    """Write the bounds of attrs' own number and length validators into a number's or a text's entry, or the one behind `optional`."""
     inner = entry["anyOf"][0] if "anyOf" in entry else entry
     if inner.get("type") in ("integer", "number"):
         inner.update({_BOUNDS[sign]: bound for sign, bound in bounds(validator)})

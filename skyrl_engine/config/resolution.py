@@ -82,7 +82,7 @@ class SelectedPlugin:
 
 @frozen
 class ResolvedConfig:
-    """What a run is made of. `plugins` by their place in the configuration: by kind, and `loss.terms[0]`, `loss.corrections[0]` and on;
+    """A configuration ready to run. `plugins` by their place in the configuration: by kind, and `loss.terms[0]`, `loss.corrections[0]` and on;
     `origins` has an entry for every key of `as_dict()`.
     """
 

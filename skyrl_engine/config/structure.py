@@ -22,7 +22,7 @@ from skyrl_engine.registry.kinds import KINDS, TABLES, Kind
 
 @frozen
 class Structured:
-    """What could be structured: `sections` by their key on top, `problems` with the rest. A section that a run does not have is left out."""
+    """Sections of a configuration by their key on top, and `problems` with the rest. A section that a run does not have is left out."""
 
     sections: Mapping[str, Any]
     problems: tuple[Problem, ...]

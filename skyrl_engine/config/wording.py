@@ -60,7 +60,7 @@ _SCALARS: Mapping[Any, tuple[str, str]] = {
 
 
 def expected(kind: Any) -> str:
-    """What a type means to somebody who writes a configuration: "a whole number", `one of "a", "b"`, "a list of numbers, or none"."""
+    """Say in words which values a type takes: "a whole number", `one of "a", "b"`, "a list of numbers, or none"."""
     if kind in _SCALARS:
         return _SCALARS[kind][0]
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -120,7 +120,7 @@ def bounds_in_words(validator: Any) -> str:
 
 
 def plain_refusal(error: Exception) -> RefusedError:
-    """What a validator of an attrs class raised, in plain words; a message this file does not know is kept."""
+    """Put what a validator of an attrs class raised into plain words; a message this file does not know is kept."""
     if isinstance(error, RefusedError):
         return error
     message = str(error.args[0]) if error.args else type(error).__name__

@@ -23,12 +23,12 @@ from skyrl_engine.registry.record import PluginRecord
 
 PAGE = "docs/reference/hooks.md"
 _ON_THE_WAY = (f"{Path(skyrl_engine.__file__).parent}{os.sep}", f"{Path(importlib.__file__).parent}{os.sep}", "<")
-"""What files (or generated code) stand between the engine's call and the plugin's own code in a traceback."""
+"""Beginnings of file names, and of generated code, that stand between the engine's call and the plugin's own code in a traceback."""
 
 
 @frozen
 class Owner:
-    """Who answers for plugin code: how an error names it, and what to do about it."""
+    """Who answers for plugin code: `label` names it in errors, `remedy` says what to do about it."""
 
     label: str
     remedy: str

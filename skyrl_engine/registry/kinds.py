@@ -62,7 +62,7 @@ class Kind:
     no_suite: str = field(default="", kw_only=True)
 
     scaffold: str | None = field(default=None, kw_only=True)
-    """What `plugins new` makes a plugin of this kind from; without it `no_scaffold` says why, and `start_from` what to do."""
+    """Example that `plugins new` writes; without it `no_scaffold` says why, and `start_from` what to begin with."""
 
     no_scaffold: str = field(default="", kw_only=True)
 
@@ -72,11 +72,11 @@ class Kind:
     """Plugins of this kind that the project publishes, by distribution."""
 
     instead: str | None = field(default=None, kw_only=True)
-    """What to do about a plugin that fails, where it is not to choose another."""
+    """Remedy for a plugin that fails, where it is not to choose another."""
 
     @property
     def alternative(self) -> str:
-        """What to do about a plugin that fails, beside correcting it: "choose another loss"."""
+        """The remedy for a plugin that fails, beside correcting it: "choose another loss"."""
         return self.instead or f"choose another {self.name}"
 
     @property

@@ -37,7 +37,10 @@ class LoadedPlugin:
         return product
 
     def describe_backend(self, config: object | None, world_size: int) -> BackendDescription:
-        """How the backend lays out `world_size` ranks, and what it supports. Raises as `make` does; UnsupportedError is the plugin's own."""
+        """Ask the backend to lay out `world_size` ranks and to declare its capabilities.
+
+        Raises as `make` does; UnsupportedError is the plugin's own.
+        """
         assert self.record.kind == "backend", f"{self.record} is no backend"
         description = self._host.hook.skyrl_engine_describe_backend(config=config, world_size=world_size)
         if not isinstance(description, BackendDescription):

@@ -1,4 +1,4 @@
-"""What is known of a plugin without importing it, and enough to find the identical plugin again in another process."""
+"""Records of plugins: facts known without an import, enough to find the identical plugin again in another process."""
 
 import hashlib
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ class PluginRecord:
 
     @property
     def origin(self) -> str:
-        """Where it comes from: "acme-losses 2.0.0", or path and hash of a local file."""
+        """The distribution and version, "acme-losses 2.0.0", or path and hash of a local file."""
         if self.source == "file":
             return f"{self.path} (sha256 {(self.sha256 or '')[:12]})"
         return f"{self.distribution} {self.version}"

@@ -1,4 +1,4 @@
-"""What a user writes to mean a plugin: `ppo`, `acme-losses:ppo`, `./my_loss.py:my_loss`."""
+"""References, the texts by which a user names a plugin: `ppo`, `acme-losses:ppo`, `./my_loss.py:my_loss`."""
 
 import os
 import re

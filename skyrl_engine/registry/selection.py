@@ -1,4 +1,4 @@
-"""What a configuration blocks and pins."""
+"""The plugins that a configuration blocks and pins."""
 
 from collections.abc import Mapping, Sequence
 

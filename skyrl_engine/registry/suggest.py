@@ -1,4 +1,4 @@
-"""What may have been meant by a reference that means nothing here, and the one action that helps."""
+"""Errors for references that name no plugin here: the likely meaning, and the one action that helps."""
 
 import difflib
 from collections.abc import Sequence

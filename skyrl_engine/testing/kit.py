@@ -1,4 +1,4 @@
-"""The promises to each kind of plugin, and the verdict about one plugin."""
+"""The promises that plugins of a kind are held to, and the verdict about one plugin."""
 
 import warnings
 from collections.abc import Iterator, Sequence

@@ -25,7 +25,7 @@ _ENDING = ".in"
 
 @frozen
 class Details:
-    """What a person may choose beside the names."""
+    """Choices of the author beside the names."""
 
     author: str
     license: str

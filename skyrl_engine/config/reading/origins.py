@@ -15,7 +15,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 @frozen
 class Origin:
-    """Where a value came from. `label` is what a person reads: "train.toml", "command line", "--loss", "default".
+    """The source of a value. `label` is what a person reads: "train.toml", "command line", "--loss", "default".
 
     `line` counts from 1 where the source has lines; `folder` is what `./` and `../` in the value are relative to.
     """

@@ -52,7 +52,7 @@ def _key_path(key: str) -> KeyPath | None:
 
 
 def _toml_value(text: str) -> tuple[bool, Any]:
-    """Whether the whole text is one TOML value (a comment or a second line is none of it), and that value."""
+    """Read the text as one TOML value: True and the value, or False where it is more (a comment, a second line) or less than that."""
     try:
         listed = tomllib.loads(f"value = [{text}]")
         alone = tomllib.loads(f"value = {text}")

@@ -1,4 +1,4 @@
-"""Where a configuration comes from: a file, `section.key=value` overrides, and options of a command. Read, merged, not yet checked.
+"""Sources of a configuration: a file, `section.key=value` overrides, and options of a command. Read, merged, not yet checked.
 
 Overrides replace what the file says, options replace both; every value remembers where it came from.
 """
@@ -38,7 +38,7 @@ class RawConfig:
 
     @property
     def label(self) -> str:
-        """What to call this configuration where no line can be named."""
+        """The name of this configuration where no line can be named."""
         return str(self.path) if self.path is not None else "command line"
 
 

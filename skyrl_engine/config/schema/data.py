@@ -1,4 +1,4 @@
-"""`[data]`: what to train on."""
+"""`[data]`: the data to train and to evaluate on."""
 
 from typing import Literal, get_args
 
@@ -12,7 +12,7 @@ DataFormat = Literal["auto", "tokens", "rollouts", "messages", "prompt_completio
 
 @frozen
 class DataConfig:
-    """What to train on."""
+    """The data to train and to evaluate on."""
 
     train: str = field(validator=min_len(1), metadata={PLACE: True})
     """A file (JSONL, Parquet, Arrow), a folder or a hub id."""
@@ -45,10 +45,10 @@ class DataConfig:
     """Longest sample in tokens; none: as long as the model allows."""
 
     overlong: Literal["drop", "truncate", "error"] = field(default="error", validator=in_(("drop", "truncate", "error")))
-    """What happens to a sample longer than `max_length`."""
+    """Fate of a sample longer than `max_length`."""
 
     bad_images: Literal["error", "drop"] = field(default="error", validator=in_(("error", "drop")))
-    """What happens to a sample with an image that is missing, damaged or too large, or whose images do not match their places."""
+    """Fate of a sample with an image that is missing, damaged or too large, or whose images do not match their places."""
 
     max_image_pixels: int = field(default=2**26, validator=ge(1))
     """Largest image that is read, width times height; files that unpack into gigabytes are refused whatever it says."""

@@ -10,7 +10,7 @@ from skyrl_engine.config.schema.metadata import PLACE
 
 @frozen
 class RunConfig:
-    """Where a run is written and where it runs."""
+    """The folder that a run writes, and the ranks that it runs on."""
 
     directory: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
     """Folder that holds everything the run writes; none: a new folder under `runs/`."""
@@ -25,7 +25,7 @@ class RunConfig:
     """Processes that train together; more than one needs `launch = "ray"`."""
 
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", validator=in_(("auto", "cpu", "cuda")))
-    """Where ranks compute; `auto`: on CUDA devices where torch sees any."""
+    """Device of every rank; `auto`: on CUDA devices where torch sees any."""
 
     ray_address: str | None = field(default=None, validator=optional(min_len(1)))
     """Address of a running Ray cluster; none: start one on this machine."""

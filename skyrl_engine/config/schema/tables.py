@@ -24,7 +24,7 @@ class TermTable(PluginTable):
     """A further term of the objective: a loss, and how much it counts."""
 
     coef: float = field(kw_only=True)
-    """What the term's values are multiplied by."""
+    """Coefficient that multiplies the term's values."""
 
 
 @frozen

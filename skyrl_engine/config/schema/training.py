@@ -8,7 +8,7 @@ from skyrl_engine.contracts.values.plan import Layout
 
 @frozen
 class TrainingConfig:
-    """How long to train and how a batch is cut."""
+    """The length of a training, and how each batch is cut."""
 
     steps: int | None = field(default=None, validator=optional(ge(1)))
     """Optimizer steps to train; give this or `epochs`."""
