@@ -5,7 +5,7 @@ checkpoints/
 - step-00000010/: whole by construction, for it got this name after everything in it was on the disk
   - state/: the backend's own files
   - trainer.json, config.json, plugins.lock: documents of the trainer
-  - engine.json: the version of the engine that wrote it
+  - version.json: the version of the engine that wrote it
   - files.json: size and SHA-256 of every file above
 - .step-00000020.partial: being written, or left over from a crash (removed at the next start)
 """
@@ -30,7 +30,7 @@ from skyrl_engine.run.listing import first_damage, list_files
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\.step-\d{8,}\.(partial|replaced)|\.latest\.partial")
 _LISTING = "files.json"
-_ENGINE = "engine.json"
+_VERSION = "version.json"
 _BEFORE_IT_WAS_WRITTEN = "0.1"
 """The version of checkpoints that do not name theirs."""
 
@@ -71,7 +71,7 @@ class Checkpoint:
             raise self._damaged(f"{name} cannot be read ({error})") from error
 
     def _refuse_other_engine(self) -> None:
-        version = self.document(_ENGINE)["version"] if (self.path / _ENGINE).exists() else _BEFORE_IT_WAS_WRITTEN
+        version = self.document(_VERSION)["engine"] if (self.path / _VERSION).exists() else _BEFORE_IT_WAS_WRITTEN
         if _series(version) == _series(__version__):
             return
         series, following = _series(version), _series(version, 1)
@@ -160,7 +160,7 @@ class CheckpointStore:
             shutil.rmtree(partial)
         (partial / "state").mkdir(parents=True)
         write_state(partial / "state")
-        for name, content in {**documents, _ENGINE: {"version": __version__}}.items():
+        for name, content in {**documents, _VERSION: {"engine": __version__}}.items():
             (partial / name).write_text(json.dumps(content, indent=2) + "\n")
         (partial / _LISTING).write_text(json.dumps(list_files(partial), indent=2) + "\n")
         sync_tree(partial)

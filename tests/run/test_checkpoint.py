@@ -245,24 +245,24 @@ def test_the_listing_names_every_file(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1)
     listing = json.loads((store.at(1).path / "files.json").read_text())
-    assert set(listing) == {"state/shard/rank0.bin", "trainer.json", "engine.json"}
+    assert set(listing) == {"state/shard/rank0.bin", "trainer.json", "version.json"}
     assert listing["state/shard/rank0.bin"]["bytes"] == 5000
 
 
 @pytest.mark.parametrize(
     ("recorded", "series", "asked"),
-    [(None, "0.1", ">=0.1,<0.2"), ({"version": "0.1.7"}, "0.1", ">=0.1,<0.2"), ({"version": "7.9.0rc1"}, "7.9", ">=7.9,<7.10")],
+    [(None, "0.1", ">=0.1,<0.2"), ({"engine": "0.1.7"}, "0.1", ">=0.1,<0.2"), ({"engine": "7.9.0rc1"}, "7.9", ">=7.9,<7.10")],
 )
 def test_a_checkpoint_of_another_engine_is_refused_with_the_one_that_reads_it(
     tmp_path: Path, recorded: dict[str, str] | None, series: str, asked: str
 ) -> None:
-    """Versions before 0.2 wrote no engine.json."""
+    """Versions before 0.2 wrote no version.json."""
     store = CheckpointStore(tmp_path)
     save(store, 1)
     checkpoint = store.at(1)
-    (checkpoint.path / "engine.json").unlink()
+    (checkpoint.path / "version.json").unlink()
     if recorded is not None:
-        (checkpoint.path / "engine.json").write_text(json.dumps(recorded))
+        (checkpoint.path / "version.json").write_text(json.dumps(recorded))
     (checkpoint.path / "files.json").unlink()
     (checkpoint.path / "files.json").write_text(json.dumps(list_files(checkpoint.path)))
     with pytest.raises(CheckpointError) as caught:
