@@ -13,7 +13,10 @@ DEFAULT_TRAINER = "sft"
 
 @frozen
 class Trainer:
-    """One trainer, by the name that `trainer = "..."` chooses. `tables` are keys of EngineConfig; several trainers may share one."""
+    """One trainer, by the name that `trainer = "..."` chooses. `tables` are keys of EngineConfig; several trainers may share one.
+
+    `kinds` are the kinds of plugin it uses; observers are every run's and stand in no row.
+    """
 
     name: str
     tables: tuple[str, ...]
@@ -24,7 +27,7 @@ _ROWS = (
     Trainer(
         DEFAULT_TRAINER,
         tables=("data", "training", "evaluation", "checkpoint"),
-        kinds=("collator", "loss", "correction", "reducer", "backend", "merger", "observer"),
+        kinds=("collator", "loss", "correction", "reducer", "backend", "merger"),
     ),
 )
 
