@@ -1,0 +1,54 @@
+"""An owner says who answers for plugin code, and what to do about it; registering says what a plugin implements."""
+
+from pathlib import Path
+
+import pytest
+
+from skyrl_engine import hookimpl
+from skyrl_engine.errors import PluginBrokenError
+from skyrl_engine.registry.host import Owner, PluginHost, blaming
+from skyrl_engine.registry.record import PluginRecord
+
+OF_A_DISTRIBUTION = PluginRecord("loss", "focal", "acme:focal", distribution="acme-losses", version="2.0.0")
+OF_A_FILE = PluginRecord.of_file("loss", Path("my_loss.py"), "focal", b"")
+
+
+@pytest.mark.parametrize(
+    ("owner", "remedy"),
+    [
+        (Owner.of(OF_A_DISTRIBUTION), "Upgrade acme-losses, or choose another loss"),
+        (Owner.of(OF_A_FILE), "Correct my_loss.py, or choose another loss"),
+        (Owner.named("loss 'x'", "loss"), "Correct it, or choose another loss"),
+        (Owner.named("correction 'x'", "correction"), "Correct it, or leave it out"),
+        (Owner.named("observer 'x'", "observer"), "Correct it, or take it out of run.observers"),
+    ],
+)
+def test_the_remedy_is_built_from_the_kind(owner: Owner, remedy: str) -> None:
+    with pytest.raises(PluginBrokenError) as caught, blaming(owner, "its call"):
+        raise ValueError("no")
+    assert caught.value.cause == f"{owner.label} failed in its call: ValueError: no"
+    assert caught.value.remedy == remedy
+
+
+class Watcher:
+    @hookimpl
+    def skyrl_engine_manifest_extra(self) -> dict[str, int]:
+        return {"seen": id(self)}
+
+
+class Misspelt:
+    @hookimpl
+    def skyrl_engine_step_finshed(self, event: object) -> None: ...
+
+
+def test_a_host_tells_whose_answer_is_whose_and_forgets_what_it_refused() -> None:
+    host, first, second = PluginHost(), Watcher(), Watcher()
+    owners = [Owner(name, "Correct it") for name in ("first", "second")]
+    assert host.register(first, owners[0]) == {"skyrl_engine_manifest_extra"}
+    with pytest.raises(PluginBrokenError, match=r"misspelt implements the unknown hook .*Did you mean skyrl_engine_step_finished"):
+        host.register(Misspelt(), Owner("misspelt", "Correct it"))
+    host.register(second, owners[1])
+    assert list(host.each("skyrl_engine_manifest_extra")) == [
+        (owners[0], {"seen": id(first)}),
+        (owners[1], {"seen": id(second)}),
+    ]
