@@ -241,11 +241,10 @@ def _plain_config(config: EngineConfig) -> dict[str, Any]:
     """The tables as they stand in a file: those that select plugins among the others, absent ones nowhere."""
     table: dict[str, Any] = {}
     for attribute in attrs.fields(EngineConfig):
-        value = getattr(config, attribute.name)
         if attribute.name == "selected":
-            table |= plain(value)
-        elif not isinstance(value, AbsentTable):
-            table[attribute.name] = plain(value)
+            table |= plain(config.selected)
+        elif config.has(attribute.name):
+            table[attribute.name] = plain(getattr(config, attribute.name))
     return table
 
 

@@ -124,7 +124,7 @@ class Engine:
         raw = load(config if isinstance(config, Mapping) else Path(config), overrides)
         resolved = resolve(raw, need=("model",))
         files = ModelFiles.of(resolved.config.model)
-        data = None if "data" in resolved.absent else resolved.config.data
+        data = resolved.config.data if resolved.config.has("data") else None
         assembly = assemble(resolved, files, max_sequence_length=None if data is None else data.max_length)
         training = resolved.config.training
         return cls.launch(resolved, assembly, files, training.steps if total_steps is None else total_steps)

@@ -44,7 +44,7 @@ class Subject(Generic[Product]):
 
 def part_of(product: Product, label: str, kind: str) -> Part[Product]:
     """A bare product as a part of a run; `label` names it in errors."""
-    return Part(product, Owner(label, f"Correct it, or choose another {kind}"), kind, "under_test")
+    return Part(product, Owner.named(label, kind), kind, "under_test")
 
 
 def selected(kind: str, reference: str, options: Mapping[str, Any], base: Path | None = None) -> SelectedPlugin:

@@ -134,6 +134,8 @@ def test_tables_a_command_does_not_need_may_be_absent() -> None:
     assert made.run.seed == 3
     assert made.model == AbsentTable("model")
     assert made.data == AbsentTable("data")
+    assert not made.has("data")
+    assert made.has("training")
     assert structure(load(None, ["model.path=m"]), need=("model",)).config().model.path == "m"
     given = structure(load(None, ["data.train=3"]), need=())
     assert [problem.where for problem in given.problems] == ["command line: data.train"]

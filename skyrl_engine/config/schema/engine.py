@@ -5,6 +5,7 @@ from typing import Any
 
 from attrs import Factory, frozen
 
+from skyrl_engine.config.schema.absent import AbsentTable
 from skyrl_engine.config.schema.checkpoint import CheckpointConfig
 from skyrl_engine.config.schema.data import DataConfig
 from skyrl_engine.config.schema.evaluation import EvaluationConfig
@@ -37,3 +38,7 @@ class EngineConfig:
     training: TrainingConfig = TrainingConfig(epochs=1.0)
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    def has(self, table: str) -> bool:
+        """Say if this run has a table and its keys can be read."""
+        return not isinstance(getattr(self, table), AbsentTable)
