@@ -117,19 +117,18 @@ class RunSession:
 def open_session(
     resolved: ResolvedConfig,
     *,
-    trainer: str,
     observers: Sequence[object] = (),
     resume: bool | None = None,
 ) -> Iterator[RunSession]:
     """Open the run directory and everything in it; close it well or, with the failure recorded everywhere, not well.
 
-    `trainer` and the model name a run directory that the configuration does not name. `observers` are registered beside those of the
+    The trainer and the model name a run directory that the configuration does not name. `observers` are registered beside those of the
     configuration; `resume` overrides `checkpoint.resume`. Raises ConfigError for a directory that must not be used, CheckpointError for a
     checkpoint that cannot be resumed from. What the body raises is logged with its traceback, told to observers as one line, and raised again.
     """
     config = resolved.config
     resumes = config.checkpoint.resume if resume is None else resume
-    directory = open_run_directory(config.run.directory, name=f"{trainer}-{Path(config.model.path).name}", resume=resumes)
+    directory = open_run_directory(config.run.directory, name=f"{config.trainer}-{Path(config.model.path).name}", resume=resumes)
     with directory.owned(), logging_to(directory.log):
         session: RunSession | None = None
         try:

@@ -40,12 +40,12 @@ def micro_batch(**columns: list[float]) -> MicroBatch:
 
 def term(name: str, function: Function, needs: tuple[str, ...] = ("logprobs",), coefficient: float = 1.0) -> Part[Loss]:
     product = FunctionLoss(name, function, None, needs)  # type: ignore[arg-type] # wrong ones are tested too
-    return Part(product, Owner(f"loss {name!r}", "Correct it, or choose another loss"), "loss", name, coefficient)
+    return Part(product, Owner.named(f"loss {name!r}", "loss"), "loss", name, coefficient)
 
 
 def step(name: str, function: Function, needs: tuple[str, ...] = ("ratio",)) -> Part[Correction]:
     product = FunctionCorrection(name, function, None, needs)  # type: ignore[arg-type] # likewise
-    return Part(product, Owner(f"correction {name!r}", "Correct it, or leave it out"), "loss.corrections[0]", name)
+    return Part(product, Owner.named(f"correction {name!r}", "correction"), "loss.corrections[0]", name)
 
 
 def objective(main: Part[Loss], *others: Part[Any]) -> LossObjective:

@@ -81,7 +81,7 @@ def cuts(*extras: str) -> Callable[[Subject[Any]], st.SearchStrategy[Cut]]:
 def planned(subject: Subject[Any], case: Planning) -> BatchPlan:
     """The subject's plan of the case. Raises Broken where it has none although the samples fit the layout, which it may refuse as such."""
     try:
-        with blaming(Owner(subject.label, "Correct it"), "plan"):
+        with blaming(Owner.named(subject.label, "collator"), "plan"):
             return subject.make().plan(case.lengths, case.layout)  # type: ignore[no-any-return]
     except UnsupportedError as refused:
         raise Undecidable(refused.cause) from refused
@@ -97,7 +97,7 @@ def built(subject: Subject[Any], columns: SampleColumns, rows: MicroBatchPlan, *
 def built_by(collator: Collator, label: str, columns: SampleColumns, rows: MicroBatchPlan, **asked: Any) -> DenseBatch:
     """As `built`, by a collator that exists already."""
     try:
-        with blaming(Owner(label, "Correct it"), "build"):
+        with blaming(Owner.named(label, "collator"), "build"):
             return collator.build(columns, rows, **asked)
     except EngineError as failed:
         raise Broken(failed.cause, failed.remedy) from failed

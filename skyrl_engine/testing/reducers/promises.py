@@ -210,7 +210,7 @@ def negative_weights(subject: Subject[Any], case: Drawn) -> None:
     reducer = subject.make()
     takes = bool(getattr(reducer, "negative_weights", False))
     try:
-        with blaming(Owner(subject.label, "Correct it"), "weights"):
+        with blaming(Owner.named(subject.label, "reducer"), "weights"):
             weights = reducer.weights(evolve(case.structure, loss_weight=weight))
     except DataError:
         if takes:

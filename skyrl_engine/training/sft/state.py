@@ -49,11 +49,6 @@ def position_in(checkpoint: Checkpoint, order: SampleOrder, data: str) -> Positi
             f"{checkpoint.path / TRAINER_DOCUMENT} is not of this engine's making ({error})",
             remedy="Resume with the engine version that wrote it",
         ) from error
-    if state.trainer != "sft":
-        raise CheckpointError(
-            f"{checkpoint.path} was written by the trainer {state.trainer}, and this run's is sft",
-            remedy="Resume with the trainer that began the run, or start a new run from an exported model",
-        )
     assert state.step == checkpoint.step, "a checkpoint's name and content disagree"
     if (state.samples, state.data) != (order.samples, data):
         raise CheckpointError(

@@ -18,8 +18,6 @@ from skyrl_engine.training.sft.order import Position
 from skyrl_engine.training.sft.plan import RunPlan, describe_plan
 from skyrl_engine.training.sft.state import SftState, fingerprint, position_in
 
-TRAINER = "sft"
-
 
 def plan_sft(resolved: ResolvedConfig, *, progress: DataProgress | None = None) -> RunPlan:
     """Do everything up to starting ranks, and say what the run would do. Writes no run directory."""
@@ -39,7 +37,7 @@ def run_sft(
     Whatever goes wrong ends the ranks, is recorded in the run directory, and is raised again.
     """
     config = resolved.config
-    with open_session(resolved, trainer=TRAINER, observers=observers, resume=resume) as session:
+    with open_session(resolved, observers=observers, resume=resume) as session:
         prepared = prepare(resolved, progress)
         checkpoint = session.resumed_from
         data = fingerprint(prepared.train.columns)
