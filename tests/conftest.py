@@ -8,6 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from skyrl_engine.testing.ranks.world import preload
+
+preload("skyrl_engine_fsdp.backend", "skyrl_engine_deepspeed.backend", "skyrl_engine_megatron.backend")
+
 TEMPLATE = """\
 {%- for message in messages -%}{{ '<|im_start|>' + message.role + ' ' }}
 {%- if message.content is string -%}{{ message.content }}{%- else -%}{%- for part in message.content -%}

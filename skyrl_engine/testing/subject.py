@@ -1,6 +1,8 @@
 """The subject of promises: a maker of a plugin's product, and what is known of the plugin."""
 
+import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -49,5 +51,11 @@ def part_of(product: Product, label: str, kind: str) -> Part[Product]:
 
 def selected(kind: str, reference: str, options: Mapping[str, Any], base: Path | None = None) -> SelectedPlugin:
     """The plugin that a reference means, with these options. Raises as selecting it for a run would."""
-    record = Registry.discover().resolve(kind, reference, base=base)
+    record = _installed(tuple(sys.path)).resolve(kind, reference, base=base)
     return SelectedPlugin.of(record, dict(options), "options")
+
+
+@cache
+def _installed(_search_path: tuple[str, ...]) -> Registry:
+    """Reads once what is installed: metadata of some hundred distributions, which a suite would read for each of its tests."""
+    return Registry.discover()

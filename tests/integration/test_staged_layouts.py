@@ -34,7 +34,7 @@ QUADS = [
     ("megatron", "tp2xdp2"),
     ("megatron", "pp2xdp2"),
 ]
-BY_RAY = [("fsdp", "dp2"), pytest.param("megatron", "tp2xpp2", marks=pytest.mark.exhaustive)]
+BY_RAY = [("fsdp", "dp2"), pytest.param("megatron", "tp2xpp2", marks=pytest.mark.nightly)]
 
 
 @pytest.fixture(scope="module")

@@ -86,12 +86,13 @@ of_every_fault = pytest.mark.parametrize(("name", "promises", "words", "layout")
 
 
 @pytest.mark.proof
+@pytest.mark.of_sources("skyrl_engine/testing", "skyrl_engine/modeling", "plugins/fsdp/src", "tests/meta/wrong_backends.py")
 @of_every_fault
 def test_a_wrong_backend_breaks_its_promises(bench, name, promises, words, layout):
     require_broken(broken_by(bench, name, layout, promises), promises, words)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @of_every_fault
 def test_a_wrong_backend_breaks_no_other_promise(bench, name, promises, words, layout):
     if name == "once_a_process":

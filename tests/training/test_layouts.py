@@ -52,7 +52,7 @@ def curve(directory: Path) -> np.ndarray:
     return np.array([[step["loss"], step["grad_norm"]] for step in steps])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_tensor_parallel_ranks_give_the_curve_of_one(configure: Configure, model: Path, tmp_path: Path) -> None:
     """And their checkpoint becomes the same model on one rank as they wrote at the end."""
     alone = curve(trained(configure, model, "alone"))

@@ -17,7 +17,10 @@ import pytest
 
 from skyrl_engine_collators import kernels
 
-pytestmark = pytest.mark.proof
+pytestmark = [
+    pytest.mark.proof,
+    pytest.mark.of_sources("plugins/collators/native", "plugins/collators/tests", "plugins/collators/hatch_build.py"),
+]
 
 PROJECT = Path(__file__).parent.parent
 MUTANTS = tomllib.loads((PROJECT / "tests" / "kernel_mutants.toml").read_text())["mutant"]

@@ -92,22 +92,22 @@ class TestPackedTrueLengths(TrueLengths, PlansConformance):
     pass
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 class TestRowsOfBalanced(Balanced):
     pass
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 class TestRowsOfConcat(Concat):
     pass
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 class TestRowsOfOwnCapacity(OwnCapacity):
     pass
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 class TestRowsOfTrueLengths(TrueLengths):
     pass
 

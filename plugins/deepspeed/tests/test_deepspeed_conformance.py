@@ -29,13 +29,13 @@ class OfStage(BackendConformance):
         """The module's."""
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 class TestStage0(OfStage):
     options: ClassVar[Mapping[str, Any]] = {"zero_stage": 0}
     layouts = ("dp2",)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 class TestStage1(OfStage):
     options: ClassVar[Mapping[str, Any]] = {"zero_stage": 1}
     layouts = ("dp2",)

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # ranks are spawned processes and must import the tests' tasks by name
+sys.path.insert(0, str(Path(__file__).parent))  # ranks are processes of their own and must import the tests' tasks by name
 
 from fsdp_rows import add_head, save_tiny
 
-from skyrl_engine.testing.ranks.world import World, alone
+from skyrl_engine.testing.ranks.world import World, alone, preload
+
+preload("skyrl_engine_fsdp.backend")
 
 
 @pytest.fixture(scope="session")

@@ -14,5 +14,5 @@ def now(values: Iterable[Any], *chosen: Any) -> list[Any]:
 
 
 def rarely(*values: Any) -> Any:
-    """Parameters of a case that `nox -s exhaustive` runs."""
-    return pytest.param(*values, marks=pytest.mark.exhaustive)
+    """Parameters of a case that `nox -s nightly` runs."""
+    return pytest.param(*values, marks=pytest.mark.nightly)

@@ -12,7 +12,7 @@ class TestMegatron(BackendConformance):
     layouts = ("dp2", "pp2")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 class TestDivided(BackendConformance):
     plugin = "skyrl-engine-megatron:megatron"
     layouts = ("dp1", "tp2", "tp2xpp2")

@@ -1,14 +1,21 @@
-"""Ranks for tests: spawned processes in one process group, kept for many tasks, because starting them costs seconds."""
+"""Ranks for tests: processes in one process group, kept for many tasks.
+
+On the CPU they are forked from a server that has imported what they need: a rank starts in hundredths of a second, where importing torch,
+transformers and a backend would cost each of them five to eight.
+"""
 
 import contextlib
 import gc
 import multiprocessing
+import os
 import socket
+import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,6 +26,28 @@ if TYPE_CHECKING:
 
 GRACE_SECONDS = 5.0
 """After the first failure of a rank, how long to listen to the others."""
+
+_preloaded = [
+    "torch.distributed.fsdp",
+    "transformers.modeling_utils",
+    "skyrl_engine.workers.worker",
+    "skyrl_engine.testing.backend_ranks",
+]
+"""Modules that the server of ranks imports when it starts."""
+
+
+def preload(*modules: str) -> None:
+    """Let ranks start with these modules imported, where they are installed; to be called before the first world of this process."""
+    _preloaded.extend(module for module in modules if module not in _preloaded)
+
+
+def _context(device: "Device") -> BaseContext:
+    """CUDA does not survive a fork after libraries asked for it while being imported; such ranks are spawned and import for themselves."""
+    if device == "cuda" or sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_preloaded)
+    return context
 
 
 class World:
@@ -31,13 +60,13 @@ class World:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
+        context = _context(device)
         self._timeout = timeout
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, size, port, device), daemon=True)
+            process = context.Process(target=_serve, args=(there, rank, size, port, device, dict(os.environ)), daemon=True)  # type: ignore[attr-defined] # typeshed gives Process to the contexts, not to their base
             process.start()
             self._pipes.append(here)
             self._processes.append(process)
@@ -116,7 +145,10 @@ def alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int, device: "Device") -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, device: "Device", environment: Mapping[str, str]) -> None:
+    """Answer tasks until there is none. `environment` is the asking process'; the server's is of the time when that started."""
+    os.environ.clear()
+    os.environ.update(environment)
     import torch
 
     from skyrl_engine.workers.process_group import Rendezvous, join, leave, pick_device

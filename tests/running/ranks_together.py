@@ -1,0 +1,18 @@
+"""Where `--dist loadgroup` runs a test: all that start ranks on one worker, which keeps them; the others by file, with its fixtures."""
+
+from pathlib import PurePosixPath
+
+import pytest
+
+OF_MANY_RANKS = (
+    "tests/integration", "tests/training", "tests/workers", "tests/proof", "plugins/deepspeed", "plugins/fsdp", "plugins/megatron",
+)  # fmt: skip
+"""Folders whose tests start processes that wait for each other. Two such folders at once would only wait longer, in twice the memory."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        file = PurePosixPath(item.nodeid.partition("::")[0])
+        together = any(file.is_relative_to(folder) for folder in OF_MANY_RANKS)
+        item.add_marker(pytest.mark.xdist_group("ranks" if together else str(file)))

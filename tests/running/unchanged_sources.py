@@ -1,0 +1,69 @@
+"""Tests of tests, marked `of_sources("folder", "file", ...)`: run again when one of those has changed since they passed, and every night.
+
+What passed with which sources is kept under .cache, so a fresh clone runs them once.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+KEPT = Path(".cache") / "unchanged-sources"
+
+
+def fingerprint(root: Path, places: Iterable[str]) -> str:
+    """Hash of the sources in these files and folders, by path and content."""
+    state = hashlib.sha256()
+    for place in sorted(places):
+        found = [root / place] if (root / place).is_file() else sorted((root / place).rglob("*"))
+        files = [path for path in found if path.suffix in {".py", ".c", ".h", ".toml"}]
+        assert files, f"of_sources names {place}, which holds no sources"
+        for path in files:
+            state.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return state.hexdigest()
+
+
+class UnchangedSources:
+    """Leaves out what passed with these sources, and keeps what passes."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._root = config.rootpath
+        self._known: dict[tuple[str, ...], str] = {}
+
+    def _record(self, item: pytest.Item) -> Path | None:
+        mark = item.get_closest_marker("of_sources")
+        if mark is None:
+            return None
+        places = (item.nodeid.partition("::")[0], *mark.args)
+        if places not in self._known:
+            self._known[places] = fingerprint(self._root, places)
+        name = hashlib.sha256(item.nodeid.encode()).hexdigest()[:20]
+        return self._root / KEPT / f"{name}-{self._known[places][:20]}"
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        if config.getoption("every_source"):
+            return
+        kept = [item for item in items if (record := self._record(item)) is not None and record.exists()]
+        if kept:
+            config.hook.pytest_deselected(items=kept)
+            items[:] = [item for item in items if item not in set(kept)]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> object:
+        report = yield
+        record = self._record(item)
+        if report.when == "call" and report.passed and record is not None:
+            record.parent.mkdir(parents=True, exist_ok=True)
+            for older in record.parent.glob(f"{record.name.partition('-')[0]}-*"):
+                older.unlink()
+            record.touch()
+        return report
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-source", action="store_true", help="run tests marked of_sources whether their sources changed or not")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(UnchangedSources(config))
