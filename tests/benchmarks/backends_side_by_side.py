@@ -265,7 +265,7 @@ def measured(setting: Setting, size: Size, backends: Sequence[str], *, one_at_a_
     model_of(size, setting.directory)
     say("the reference: fsdp on one rank in float32")
     gradients = setting.directory / "gradients.safetensors"
-    with World(1, timeout=PATIENCE_SECONDS, device=setting.device) as world:
+    with World(1, timeout=PATIENCE_SECONDS, device=setting.device, measured=True) as world:
         alone = evolve(setting, dtype="float32", ranks=1)
         subject = Subject("fsdp", alone, size, world)
         due = subject.scored()
@@ -276,7 +276,7 @@ def measured(setting: Setting, size: Size, backends: Sequence[str], *, one_at_a_
             subjects: dict[str, Subject] = {}
             for backend in together:
                 refusal = ""
-                world = stack.enter_context(World(setting.ranks, timeout=PATIENCE_SECONDS, device=setting.device))
+                world = stack.enter_context(World(setting.ranks, timeout=PATIENCE_SECONDS, device=setting.device, measured=True))
                 started = time.monotonic()
                 try:
                     subjects[backend] = Subject(backend, setting, size, world)

@@ -3,7 +3,7 @@
 What one rank does: tests/training/test_staged.py; mergers by themselves: plugins/mergers/tests.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +35,6 @@ QUADS = [
     ("megatron", "pp2xdp2"),
 ]
 BY_RAY = [("fsdp", "dp2"), pytest.param("megatron", "tp2xpp2", marks=pytest.mark.nightly)]
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2) as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def quad() -> Iterator[World]:
-    with World(4) as world:
-        yield world
 
 
 @pytest.fixture(scope="module")

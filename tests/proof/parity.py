@@ -34,7 +34,7 @@ from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.proof.ranks import CONTEXT
 from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
 from skyrl_engine.testing.backends.bench import make_parts_differ
-from skyrl_engine.testing.ranks.world import World
+from skyrl_engine.testing.ranks.world import kept
 from skyrl_engine.testing.ranks.world_transport import group_on
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
 from skyrl_engine.workers.spec import WorkerSpec
@@ -114,10 +114,9 @@ class Trajectory:
 
 @define(eq=False)
 class Matrix:
-    """A context manager: worlds are started once per backend's library and size, for all of its layouts."""
+    """A context manager; all backends and layouts follow one another on the ranks that this process keeps."""
 
     _stack: ExitStack = attrs.field(factory=ExitStack, init=False)
-    _worlds: dict[tuple[str, int], World] = attrs.field(factory=dict, init=False)
     _reference: dict[tuple[str, str], Trajectory] = attrs.field(factory=dict, init=False)
     _directory: Path = attrs.field(init=False)
 
@@ -159,7 +158,7 @@ class Matrix:
     def group(self, backend: str, layout: str, optimizer: OptimizerConfig | None = None) -> WorkerGroup:
         """The backend on ranks of the matrix; SGD where no optimizer is given. A context manager that leaves the ranks running."""
         spec = self._spec(backend, layout, optimizer or SGD)
-        return group_on(self._world(backend, spec.topology.world_size), spec)
+        return group_on(kept(spec.topology.world_size), spec)
 
     def _plan(self, backend: str, layout: str) -> None:
         """Check what a run checks while planning."""
@@ -176,20 +175,6 @@ class Matrix:
         plugins = resolved("cross_entropy", "packed", {**BACKENDS[backend], **sizes.options})
         model = ModelSpec(str(self._directory / "model"), packed_rows=True)
         return WorkerSpec(_locks(plugins), CONTEXT, model, optimizer.settings(), sizes.topology, "cpu")
-
-    def _world(self, backend: str, size: int) -> World:
-        """Ranks that have imported no other backend's library; those of another one end, because memory does not hold all."""
-        key = (_library(backend), size)
-        if any(library != key[0] for library, _ in self._worlds):
-            self._end_worlds()
-        if key not in self._worlds:
-            self._worlds[key] = self._stack.enter_context(World(size, timeout=300.0))
-        return self._worlds[key]
-
-    def _end_worlds(self) -> None:
-        for world in self._worlds.values():
-            world.close()
-        self._worlds.clear()
 
     def _cells(self, group: WorkerGroup) -> Iterator[tuple[tuple[str, str], Trajectory]]:
         """All losses and collators on ranks that keep their model; weights go back to where they were after each."""

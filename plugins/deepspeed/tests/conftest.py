@@ -1,4 +1,4 @@
-"""Worlds of ranks for this folder's tests, and the tiny models they train."""
+"""The tiny models that this folder's tests train, and what its ranks import before they start."""
 
 import gc
 import sys
@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks are processes of their o
 
 from deepspeed_tasks import save_models
 
-from skyrl_engine.testing.ranks.world import World, alone, preload
+from skyrl_engine.testing.ranks.world import preload
 
 preload("skyrl_engine_deepspeed.backend")
 
@@ -29,17 +29,3 @@ def _quick_collections() -> Iterator[None]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Directories of tiny models by name."""
     return save_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="session")
-def pair() -> Iterator[World]:
-    """Two ranks in processes of their own."""
-    with World(2, timeout=240) as world:  # the first task imports DeepSpeed: seconds, minutes on a machine that is busy
-        yield world
-
-
-@pytest.fixture(name="alone", scope="module")
-def one_rank() -> Iterator[None]:
-    """This process as a world of one rank."""
-    with alone():
-        yield

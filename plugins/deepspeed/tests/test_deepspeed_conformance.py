@@ -1,6 +1,6 @@
 """Every promise of the backend contract, for every ZeRO stage on two ranks, and for stage 3 on one; no parameter is kept whole between uses."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
@@ -10,23 +10,11 @@ from skyrl_engine.testing import BackendConformance
 pytestmark = pytest.mark.proof
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _ranks() -> Iterator[None]:
-    """One bench for all stages: importing DeepSpeed takes a rank seconds."""
-    with BackendConformance.bench:
-        yield
-
-
 class OfStage(BackendConformance):
     """The promises of one stage."""
 
     plugin = "deepspeed"
     examples = 4
-
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def _bench(cls) -> None:
-        """The module's."""
 
 
 @pytest.mark.nightly

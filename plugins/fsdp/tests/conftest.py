@@ -1,7 +1,6 @@
-"""Worlds of ranks for this folder's tests, and the tiny models they train."""
+"""The tiny models that this folder's tests train, and what its ranks import before they start."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks are processes of their o
 
 from fsdp_rows import add_head, save_tiny
 
-from skyrl_engine.testing.ranks.world import World, alone, preload
+from skyrl_engine.testing.ranks.world import preload
 
 preload("skyrl_engine_fsdp.backend")
 
@@ -40,24 +39,3 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     made["critic"] = add_head(made["llama-untied"], root / "critic")
     made["critic-tied"] = add_head(made["qwen3-tied"], root / "critic-tied")
     return {**made, "dropout": save_tiny(root / "dropout", "qwen3", tied=True, attention_dropout=0.2)}
-
-
-@pytest.fixture(scope="session")
-def pair() -> Iterator[World]:
-    """Two ranks in processes of their own."""
-    with World(2) as world:
-        yield world
-
-
-@pytest.fixture(scope="session")
-def quad() -> Iterator[World]:
-    """Four of them."""
-    with World(4) as world:
-        yield world
-
-
-@pytest.fixture(name="alone", scope="module")
-def one_rank() -> Iterator[None]:
-    """This process as a world of one rank."""
-    with alone():
-        yield

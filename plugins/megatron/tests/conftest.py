@@ -1,7 +1,6 @@
-"""Worlds of ranks for this folder's tests, and the tiny models they train."""
+"""The tiny models that this folder's tests train, and what its ranks import before they start."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks are processes of their o
 
 from megatron_tasks import save_tiny
 
-from skyrl_engine.testing.ranks.world import World, alone, preload
+from skyrl_engine.testing.ranks.world import preload
 
 preload("skyrl_engine_megatron.backend")
 
@@ -46,24 +45,3 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Directories of tiny models by name."""
     root = tmp_path_factory.mktemp("models")
     return {name: save_tiny(root / name, family, tied=tied, **options) for name, (family, tied, options) in FAMILIES.items()}
-
-
-@pytest.fixture(scope="package")
-def pair() -> Iterator[World]:
-    """Two ranks in processes of their own, for all modules of this folder."""
-    with World(2) as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def quad() -> Iterator[World]:
-    """Four ranks in processes of their own."""
-    with World(4, timeout=240.0) as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def single() -> Iterator[None]:
-    """This process as a world of one rank."""
-    with alone():
-        yield

@@ -52,7 +52,7 @@ def test_bfloat16_continues_from_unrounded_weights(pair: World, models: dict[str
         assert not np.array_equal(torch.from_numpy(matrix).bfloat16().float().numpy(), matrix)
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("before", now([0, 2], 0))
 def test_one_rank_continues_bit_for_bit(models: dict[str, str], tmp_path: Path, before: int) -> None:
     """Also from a checkpoint made before the first step, when AdamW has no state yet."""
@@ -60,7 +60,7 @@ def test_one_rank_continues_bit_for_bit(models: dict[str, str], tmp_path: Path, 
 
 
 @pytest.mark.proof
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_another_layout_continues(pair: World, models: dict[str, str], tmp_path: Path) -> None:
     """From tensor-parallel over pipeline, data-parallel and back, and to one rank: the same training, in another order of sums.
 
@@ -88,7 +88,7 @@ def close(expected: list[Any], ranks: list[Any]) -> None:
             np.testing.assert_allclose(reached[name], weight, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("dtype", now(["float32", "bfloat16"], "bfloat16"))
 def test_scoring_alone_takes_the_weights_of_any_layout(pair: World, models: dict[str, str], tmp_path: Path, dtype: str) -> None:
     """What an export on one rank needs: the weights as they are kept, whatever precision computes."""
@@ -100,7 +100,7 @@ def test_scoring_alone_takes_the_weights_of_any_layout(pair: World, models: dict
         np.testing.assert_array_equal(loaded[name], weight, err_msg=name)
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_unusable_checkpoints_are_named(models: dict[str, str], tmp_path: Path) -> None:
     continued(models["qwen3-tied"], MegatronConfig(), OPTIMIZER, tmp_path, before=1, after=0)
     with pytest.raises(CheckpointError, match=r"of another model: lm_head.weight is not the same in both"):
@@ -113,7 +113,7 @@ def test_unusable_checkpoints_are_named(models: dict[str, str], tmp_path: Path) 
         weights_of(models["qwen3-tied"], tmp_path)
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_a_full_disk_is_a_checkpoint_error(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -147,7 +147,7 @@ def test_the_export_is_what_was_trained(pair: World, models: dict[str, str], tmp
                 np.testing.assert_allclose(output.fields["logprobs"][place], expected, atol=1e-4)
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_an_export_that_cannot_be_written_is_a_model_error(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +159,7 @@ def test_an_export_that_cannot_be_written_is_a_model_error(
         exported(models["qwen3-tied"], MegatronConfig(), tmp_path)
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_a_model_follows_another_in_one_process(models: dict[str, str]) -> None:
     set_up(models["qwen3-tied"], MegatronConfig())
     set_up(models["llama-untied"], MegatronConfig())

@@ -54,7 +54,7 @@ def test_ranks_score_every_position_once_at_its_own_token(
         assert torch.equal(predicted_from[:, 1], whole.position_ids[0, whole.positions])
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_a_loss_of_sequences_does_not_notice_shared_ones(pair: World, models: dict[str, str]) -> None:
     """A ratio per sequence, as GSPO has: a rank that saw its own tokens alone would have another mean, and another gradient everywhere.
 

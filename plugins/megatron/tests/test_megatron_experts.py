@@ -63,7 +63,7 @@ def test_recomputed_activations_change_nothing(pair: World, models: dict[str, st
     assert all(worst(case.gradients, truth.gradients) <= 1e-5 for (case,) in ranks)
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_weights_that_do_not_add_up_to_one(tmp_path: Path) -> None:
     sizes = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     directory = save_tiny(tmp_path, "qwen3_moe", tied=True, norm_topk_prob=False, **sizes)
@@ -108,7 +108,7 @@ def test_experts_that_cannot_be_divided_are_refused(
         refuse_model(MegatronConfig(**options), config, ModelSpec("the model"))
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_experts_in_float64_are_refused(models: dict[str, str]) -> None:
     with pytest.raises(UnsupportedError, match="is a mixture of experts, which transformers does not compute in float64"):
         start(models["qwen3-moe"], dtype="float64")

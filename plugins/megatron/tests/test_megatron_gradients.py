@@ -76,7 +76,7 @@ def in_order(kept: list[RankOutput], true: Definition, *, tolerance: float) -> N
             np.testing.assert_allclose(logprobs, expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", now([*NAMES, "qwen2-untied", "llama3-rope"], "qwen3-tied", "llama3-rope"))
 def test_one_rank(models: dict[str, str], truth: dict[str, Definition], name: str) -> None:
     agree([passed(models[name], MegatronConfig(), CUTS)], truth[name])
@@ -166,7 +166,7 @@ def test_a_model_for_scoring_alone(pair: World, models: dict[str, str], truth: d
     in_order([output for output in outputs if output.coords.collects], truth["qwen3-tied"], tolerance=1e-4)
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_gradients_and_weights_that_were_handed_out_stay(models: dict[str, str]) -> None:
     """On the CPU a whole tensor may be the accumulated gradient itself, which the next step clears."""
     backend = start(models["qwen3-tied"])

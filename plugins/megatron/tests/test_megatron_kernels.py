@@ -24,7 +24,7 @@ from skyrl_engine_megatron.plugin import MegatronConfig
 CASES = [Case("padded", 3, calls=2), Case("packed", 3)]
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-moe"])
 def test_one_rank_has_the_gradient_of_the_definition(models: dict[str, str], name: str) -> None:
     dtype = torch.float32 if name == "qwen3-moe" else torch.float64  # transformers computes experts in nothing finer
@@ -45,7 +45,7 @@ def test_two_ranks_have_it_too(pair: World, models: dict[str, str], options: Meg
             assert worst(result.gradients, true.gradients) <= 1e-5
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("base", [Leaking, WrongGradient, Raising])
 def test_wrong_kernels_that_were_asked_for_end_the_run(models: dict[str, str], base: type) -> None:
     said = refused(models["qwen3-tied"], MegatronConfig(), base)
@@ -65,7 +65,7 @@ def test_a_rank_that_cannot_keeps_nobody_waiting(pair: World, models: dict[str, 
         assert "by inf on rank 1 (RuntimeError: no kernel image is available)" in said
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_wrong_kernels_that_happen_to_be_there_are_not_used(models: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert attending(models["qwen3-tied"], MegatronConfig(), Leaking) == "DocumentAttention"
@@ -84,7 +84,7 @@ def choice(attention: Any, device: str, *, bf16: bool = True) -> Any:
     return kernels.chosen(MegatronConfig(attention=attention), Precision(bf16=bf16), torch.device(device))
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_who_attends_where(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine is not installed here, and as if it were."""
     believed = object()

@@ -100,14 +100,14 @@ def test_models_that_cannot_be_divided_are_refused(models: dict[str, str], optio
         refuse_model(MegatronConfig(**options), AutoConfig.from_pretrained(models["qwen3-tied"]), ModelSpec("the model"))
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_adapters_are_refused(models: dict[str, str]) -> None:
     assert "lora" not in megatron.skyrl_engine_describe_backend(None, 1).capabilities
     with pytest.raises(UnsupportedError, match="the megatron backend trains no adapters"):
         read(ModelSpec(models["qwen3-tied"], lora=LoraSpec()), MegatronConfig())
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("family", "options", "what"),
     [
@@ -131,7 +131,7 @@ def test_models_that_would_lose_something_are_refused(tmp_path: Path, family: st
     assert caught.value.remedy == "Use the fsdp backend, or another model"
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_a_model_that_computes_something_else_is_refused(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a configuration hides, a wrong log-probability shows when the model is loaded."""
     right = attention._attend

@@ -54,7 +54,7 @@ def agree(ranks: Sequence[Sequence[Routed]], truth: Truth) -> None:
             assert reported(found) == pytest.approx(truth.metrics, rel=1e-5)
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_one_rank(models: dict[str, str], truth: Truth) -> None:
     agree([routed(models["qwen3-moe"], MegatronConfig(**COEFFICIENTS), ALONE)], truth)
 
@@ -64,7 +64,7 @@ def test_two_ranks(pair: World, models: dict[str, str], truth: Truth, layout: st
     agree(pair.run(routed, models["qwen3-moe"], PAIRS[layout], [Case("padded", 1, scale=0.0), ALONE[-1]]), truth)
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_they_are_added_to_the_objective(models: dict[str, str], truth: Truth, objective: Definition) -> None:
     (case,) = routed(models["qwen3-moe"], MegatronConfig(**COEFFICIENTS), [Case("packed")])
     both = {name: true + truth.gradients.get(name, 0) for name, true in objective.gradients.items()}
@@ -73,12 +73,12 @@ def test_they_are_added_to_the_objective(models: dict[str, str], truth: Truth, o
     assert case.metrics["loss"].value == pytest.approx(objective.loss, rel=1e-5)
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_recomputed_activations_change_nothing(models: dict[str, str], truth: Truth) -> None:
     agree([routed(models["qwen3-moe"], MegatronConfig(**COEFFICIENTS), [ALONE[-1]], activation_checkpointing=True)], truth)
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("chosen", "left"), [("balance", "z"), ("z", "balance")])
 def test_one_without_the_other(models: dict[str, str], chosen: str, left: str) -> None:
     coefficients = {"balance": 0.0, "z": 0.0, chosen: 1.0}
@@ -90,14 +90,14 @@ def test_one_without_the_other(models: dict[str, str], chosen: str, left: str) -
     assert f"router_{left}" not in case.metrics
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_without_coefficients_nothing_is_added_or_reported(models: dict[str, str], objective: Definition) -> None:
     (case,) = routed(models["qwen3-moe"], MegatronConfig(), [Case("packed")])
     assert worst(case.gradients, objective.gradients) <= 1e-5
     assert case.metrics.keys() == {"loss"}
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_means_over_each_call_would_be_caught(models: dict[str, str], truth: Truth) -> None:
     """Two means, of one half each, add up to about twice the whole's."""
     everything = documents(VOCABULARY)
@@ -108,7 +108,7 @@ def test_means_over_each_call_would_be_caught(models: dict[str, str], truth: Tru
     assert 0.5 < worst(gradients, truth.gradients) < 2
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_a_step_of_unknown_size_is_refused(models: dict[str, str]) -> None:
     with (
         closing(start(models["qwen3-moe"], options=MegatronConfig(**COEFFICIENTS))) as model,

@@ -88,7 +88,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(pair: World, models: dict
         assert history == expected
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_tokens_outside_of_the_vocabulary_are_refused(models: dict[str, str]) -> None:
     backend = start(models["qwen3-tied"])
     batch = padded(documents(VOCABULARY), 8)
@@ -98,7 +98,7 @@ def test_tokens_outside_of_the_vocabulary_are_refused(models: dict[str, str]) ->
     backend.close()
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_scores_that_are_not_computed_are_refused(models: dict[str, str]) -> None:
     backend = start(models["qwen3-tied"])
     with pytest.raises(UnsupportedError, match="needs values, which the megatron backend does not compute"):
@@ -106,7 +106,7 @@ def test_scores_that_are_not_computed_are_refused(models: dict[str, str]) -> Non
     backend.close()
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_two_models_share_the_groups_of_a_process(models: dict[str, str]) -> None:
     first, second = start(models["qwen3-tied"]), start(models["llama-untied"])
     first.close()

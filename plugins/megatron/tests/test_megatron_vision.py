@@ -100,7 +100,7 @@ def right(outputs: Sequence[RankOutput], true: Definition) -> None:
         np.testing.assert_allclose(found[number], expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", now(["tied", "untied", "one-level"], "untied"))
 def test_one_rank(seeing: dict[str, str], truth: Callable[[str, str], Definition], name: str) -> None:
     agree([seen(seeing[name], ONE, MIXED)], MIXED, lambda kind: truth(name, kind))
@@ -149,7 +149,7 @@ def in_blocks(self: InterleavedRotary, position_ids: torch.Tensor, mrope_section
     return torch.cat([*own, *own], -1).transpose(0, 1)[:, :, None].contiguous()
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("owner", "wrong"), [(DeepStackLayer, without_deep_features), (InterleavedRotary, in_blocks)])
 def test_another_way_to_see_is_another_model(
     seeing: dict[str, str], monkeypatch: pytest.MonkeyPatch, owner: type, wrong: Callable[..., Any]
@@ -189,7 +189,7 @@ def test_two_ranks_continue_bit_for_bit(pair: World, seeing: dict[str, str], tmp
 
 
 @pytest.mark.proof
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_one_rank_continues_what_four_began(quad: World, seeing: dict[str, str], tmp_path: Path) -> None:
     """The tower included, which only the first stage holds."""
     (expected, _), *_ = quad.run(continued, seeing["tied"], QUADS["tp2xpp2"], SMOOTH, tmp_path)
@@ -259,7 +259,7 @@ def test_experts_that_see_are_refused() -> None:
         refuse_model(MegatronConfig(), config, ModelSpec("the model"))
 
 
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("alone")
 def test_images_are_not_taken_by_a_model_that_does_not_see(models: dict[str, str]) -> None:
     with closing(start(models["qwen3-tied"])) as backend, pytest.raises(UnsupportedError, match="rows carry image_grid_thw"):
         backend.forward(packed(pictures("mixed"), 1), WeightedObjective())

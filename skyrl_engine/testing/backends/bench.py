@@ -1,4 +1,4 @@
-"""What backends are tried on: ranks that are started once, models that are written once, and what is right for them by definition."""
+"""What backends are tried on: models that are written once, and what is right for them by definition."""
 
 import json
 import tempfile
@@ -18,21 +18,17 @@ from skyrl_engine.modeling.tiny import VOCABULARY, Family, write_model, write_vi
 from skyrl_engine.testing.backends.batches import Definition, definition, documents, picture_documents
 from skyrl_engine.testing.backends.ranks import Answer, Opening, RankFailed, Ranks, on_rank
 from skyrl_engine.testing.pictures import Variant
-from skyrl_engine.testing.ranks.world import World
+from skyrl_engine.testing.ranks.world import kept
 
 Model = Literal["qwen3", "llama", "dropout", "critic", "vision"]
 """A tied Qwen3, an untied Llama, a Qwen3 that draws random numbers in training, one with a value head, and a Qwen3-VL, which takes pictures."""
 
-PATIENCE_SECONDS = 180.0
-"""How long a rank may take to answer one call: a second is much for these models, but the first call imports torch on a busy machine."""
-
 
 @define(eq=False)
 class Bench:
-    """A context manager; leaving it ends the ranks and removes the models. Backends follow one another on the same ranks."""
+    """A context manager; leaving it removes the models. Backends follow one another on the ranks that this process keeps."""
 
     _stack: ExitStack = attrs.field(factory=ExitStack, init=False)
-    _worlds: dict[int, World] = attrs.field(factory=dict, init=False)
     _models: dict[str, str] = attrs.field(factory=dict, init=False)
     _definitions: dict[Any, Definition] = attrs.field(factory=dict, init=False)
 
@@ -41,9 +37,6 @@ class Bench:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         on_rank("close")
-        for world in self._worlds.values():
-            world.close()
-        self._worlds.clear()
         self._models.clear()
         self._stack.close()
 
@@ -53,12 +46,9 @@ class Bench:
         return Ranks(lambda *call: [on_rank(*call)] if size == 1 else self._everywhere(size, *call), opening)
 
     def _everywhere(self, size: int, *call: Any) -> list[Answer]:
-        if size not in self._worlds:
-            self._worlds[size] = World(size, timeout=PATIENCE_SECONDS)
         try:
-            return self._worlds[size].run(on_rank, *call)
+            return kept(size).run(on_rank, *call)
         except WorkerError as error:  # dead, or waiting for something that never comes
-            self._worlds.pop(size).close()
             raise RankFailed(error.cause) from error
 
     def model(self, name: Model) -> str:

@@ -23,7 +23,7 @@ class BackendConformance(Conformance):
     """Subclass, name it `Test...`, and set `plugin`; `layouts` are the parallel sizes that the backend claims.
 
     A size is written as in `skyrl-engine diff-backends`, "tp2xpp2", and given to the backend by the options tensor_parallel,
-    pipeline_parallel and context_parallel. Ranks are started once per world size for all promises of the class.
+    pipeline_parallel and context_parallel. Ranks are started once per world size for all suites of a session.
     """
 
     kind = "backend"
@@ -31,7 +31,7 @@ class BackendConformance(Conformance):
     layouts: ClassVar[tuple[str, ...]] = LAYOUTS
     bench: ClassVar[Bench] = Bench()
 
-    @pytest.fixture(scope="class", autouse=True)
+    @pytest.fixture(scope="session", autouse=True)
     @classmethod
     def _bench(cls) -> Iterator[None]:
         with cls.bench:

@@ -1,1 +1,1 @@
-"""Ranks for tests: processes in one process group."""
+"""Ranks for tests: processes in one process group, one way to start them and to call them."""

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,57 +27,70 @@ if TYPE_CHECKING:
 GRACE_SECONDS = 5.0
 """After the first failure of a rank, how long to listen to the others."""
 
+PATIENCE_SECONDS = 240.0
+"""How long ranks may take over one task: seconds are much, but the first task may import a library on a machine that is busy."""
+
 _preloaded = [
     "torch.distributed.fsdp",
     "transformers.modeling_utils",
     "skyrl_engine.workers.worker",
-    "skyrl_engine.testing.backend_ranks",
+    "skyrl_engine.testing.backends.ranks",
 ]
-"""Modules that the server of ranks imports when it starts."""
+_kept: "dict[int, World]" = {}
 
 
 def preload(*modules: str) -> None:
-    """Let ranks start with these modules imported, where they are installed; to be called before the first world of this process."""
+    """Let ranks start with these modules imported, where they are installed; to be called before the first ranks of this process."""
     _preloaded.extend(module for module in modules if module not in _preloaded)
 
 
-def _context(device: "Device") -> BaseContext:
-    """CUDA does not survive a fork after libraries asked for it while being imported; such ranks are spawned and import for themselves."""
-    if device == "cuda" or sys.platform != "linux":
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_preloaded)
-    return context
+def kept(size: int) -> "World":
+    """The ranks that everything in this process shares: suites, backends and tests of several folders, one after another."""
+    return _kept.setdefault(size, World(size))
 
 
 class World:
     """`size` ranks; `run` calls a function, importable by name, on all of them at once. A context manager; leaving it ends them.
 
-    On `device` "cuda" each rank has the CUDA device of its number, and the group is the one that a run has there.
+    Ranks start with the first call, and after a failure that leaves them of no use others start with the next. On `device` "cuda" each rank
+    has the CUDA device of its number, and the group is the one that a run has there. Ranks that are `measured` share no memory.
     """
 
-    def __init__(self, size: int, *, timeout: float = 120.0, device: "Device" = "cpu") -> None:
+    def __init__(self, size: int, *, timeout: float = PATIENCE_SECONDS, device: "Device" = "cpu", measured: bool = False) -> None:
+        self._size = size
+        self._timeout = timeout
+        self._device = device
+        self._forked = device != "cuda" and not measured and sys.platform == "linux"
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+
+    def _start(self) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context = _context(device)
-        self._timeout = timeout
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(size):
+        # CUDA does not survive a fork after libraries have asked for it while they were imported: such ranks are spawned.
+        context = multiprocessing.get_context("forkserver" if self._forked else "spawn")
+        if self._forked:
+            context.set_forkserver_preload(_preloaded)
+        for rank in range(self._size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, size, port, device, dict(os.environ)), daemon=True)  # type: ignore[attr-defined] # typeshed gives Process to the contexts, not to their base
+            settled = (rank, self._size, port, self._device, dict(os.environ))
+            process = context.Process(target=_serve, args=(there, *settled), daemon=True)  # type: ignore[attr-defined] # typeshed gives Process to the contexts, not to their base
             process.start()
+            there.close()
             self._pipes.append(here)
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
         """Results by rank. A rank's EngineError is raised here as it was, anything else fails with its traceback.
 
-        Raises WorkerError where a rank died or did not answer in time; then the world is of no more use.
+        Raises WorkerError where a rank died or did not answer in time.
         """
+        if not self._pipes:
+            self._start()
         for pipe in self._pipes:
-            pipe.send((function, arguments, keywords))
+            with contextlib.suppress(OSError):  # of a rank that died since it last answered: it is heard of below
+                pipe.send((function, arguments, keywords))
         replies: dict[int, tuple[str, Any]] = {}
         deadline = time.monotonic() + self._timeout
         while len(replies) < len(self._pipes):
@@ -90,6 +103,9 @@ class World:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             if not ready:
                 break
+        silent = [rank for rank in range(self._size) if rank not in replies]
+        if silent or any(kind == "death" for kind, _ in replies.values()):
+            self._end(patience=0.0)
         for _, (kind, value) in sorted(replies.items()):
             if kind == "engine error":
                 raise value
@@ -97,7 +113,7 @@ class World:
             if kind == "death":
                 raise WorkerError(f"rank {rank} died", rank=rank, remedy="Look for what the process wrote before")
             assert kind == "result", value
-        if silent := [rank for rank in range(len(self._pipes)) if rank not in replies]:
+        if silent:
             raise WorkerError(
                 f"rank {silent[0]} did not answer within {self._timeout:.0f} seconds",
                 rank=silent[0],
@@ -106,17 +122,21 @@ class World:
         return [value for _, (_, value) in sorted(replies.items())]
 
     def close(self) -> None:
-        """End the ranks, whatever state they are in."""
+        """End the ranks, whatever state they are in. A later call starts others."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # of a rank that died
                 pipe.send(None)
+        self._end(patience=GRACE_SECONDS)
+
+    def _end(self, *, patience: float) -> None:
         for process in self._processes:
-            process.join(GRACE_SECONDS)
+            process.join(patience)
             if process.is_alive():
                 process.kill()
                 process.join()
         for pipe in self._pipes:
             pipe.close()
+        self._pipes, self._processes = [], []
 
     def __enter__(self) -> Self:
         return self
