@@ -26,15 +26,22 @@ from skyrl_engine.testing.ranks.world_transport import group_on
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
 from skyrl_engine.workers.spec import WorkerSpec
 
-PAIRS = [("fsdp", "dp2"), ("fsdp", "tp2"), ("megatron", "tp2"), ("megatron", "pp2"), ("megatron", "cp2"), ("deepspeed", "dp2")]
+
+def rarely(backend: str, layout: str) -> Any:
+    return pytest.param(backend, layout, marks=pytest.mark.nightly)
+
+
+PAIRS = [
+    ("fsdp", "dp2"), ("megatron", "pp2"), ("megatron", "cp2"), ("deepspeed", "dp2"), rarely("fsdp", "tp2"), rarely("megatron", "tp2"),
+]  # fmt: skip
 QUADS = [
-    ("fsdp", "tp2xdp2"),
-    ("deepspeed", "dp4"),
     ("megatron", "tp2xpp2"),
-    ("megatron", "tp2xdp2"),
-    ("megatron", "pp2xdp2"),
+    rarely("fsdp", "tp2xdp2"),
+    rarely("deepspeed", "dp4"),
+    rarely("megatron", "tp2xdp2"),
+    rarely("megatron", "pp2xdp2"),
 ]
-BY_RAY = [("fsdp", "dp2"), pytest.param("megatron", "tp2xpp2", marks=pytest.mark.nightly)]
+BY_RAY = [("fsdp", "dp2"), rarely("megatron", "tp2xpp2")]
 
 
 @pytest.fixture(scope="module")

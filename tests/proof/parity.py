@@ -9,7 +9,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -55,6 +55,12 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "gspo, sequence_mean": {"loss": {"use": "gspo"}, "reducer": {"use": "sequence_mean"}},
 }
 COLLATORS = ("padded", "packed")
+
+Key = tuple[str, str]
+"""A loss and a collator."""
+
+EVERY: Sequence[Key] = [(loss, collator) for loss in LOSSES for collator in COLLATORS]
+
 MICRO_BATCH_TOKENS = 2 * LONGEST
 
 STEPS = 2
@@ -94,7 +100,7 @@ class Entry:
 
     backend: str
     layout: str
-    cells: Mapping[tuple[str, str], Cell] = attrs.Factory(dict)
+    cells: Mapping[Key, Cell] = attrs.Factory(dict)
     refused: str = ""
     failed: str = ""
     seconds: float = 0.0
@@ -117,7 +123,7 @@ class Matrix:
     """A context manager; all backends and layouts follow one another on the ranks that this process keeps."""
 
     _stack: ExitStack = attrs.field(factory=ExitStack, init=False)
-    _reference: dict[tuple[str, str], Trajectory] = attrs.field(factory=dict, init=False)
+    _reference: dict[Key, Trajectory] = attrs.field(factory=dict, init=False)
     _directory: Path = attrs.field(init=False)
 
     def __enter__(self) -> Self:
@@ -127,7 +133,7 @@ class Matrix:
             write_model(self._directory / "model", "qwen3")
         make_parts_differ(self._directory / "model")
         with launch_workers(self._spec("fsdp", "dp1", SGD), launch="inline") as group:
-            self._reference = dict(self._cells(group))
+            self._reference = dict(self._cells(group, EVERY))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -139,8 +145,8 @@ class Matrix:
             for layout in LAYOUTS:
                 yield self.entry(backend, layout)
 
-    def entry(self, backend: str, layout: str) -> Entry:
-        """Raises PluginNotFoundError where the backend is not installed."""
+    def entry(self, backend: str, layout: str, keys: Collection[Key] = EVERY) -> Entry:
+        """Cells of these losses and collators. Raises PluginNotFoundError where the backend is not installed."""
         try:
             self._plan(backend, layout)
         except PluginNotFoundError:
@@ -150,7 +156,7 @@ class Matrix:
         started = time.monotonic()
         try:
             with self.group(backend, layout) as group:
-                cells = {key: _difference(got, self._reference[key]) for key, got in self._cells(group)}
+                cells = {key: _difference(got, self._reference[key]) for key, got in self._cells(group, keys)}
         except (EngineError, AssertionError) as error:  # a rank's traceback comes as an AssertionError
             return Entry(backend, layout, failed=str(error).strip().splitlines()[-1])
         return Entry(backend, layout, cells, seconds=time.monotonic() - started)
@@ -176,15 +182,14 @@ class Matrix:
         model = ModelSpec(str(self._directory / "model"), packed_rows=True)
         return WorkerSpec(_locks(plugins), CONTEXT, model, optimizer.settings(), sizes.topology, "cpu")
 
-    def _cells(self, group: WorkerGroup) -> Iterator[tuple[tuple[str, str], Trajectory]]:
-        """All losses and collators on ranks that keep their model; weights go back to where they were after each."""
+    def _cells(self, group: WorkerGroup, keys: Collection[Key]) -> Iterator[tuple[Key, Trajectory]]:
+        """Losses and collators on ranks that keep their model; weights go back to where they were after each."""
         with tempfile.TemporaryDirectory(dir=self._directory) as name:
             group.save(Path(name))
             start = group.weights()
-            for loss in LOSSES:
-                for collator in COLLATORS:
-                    yield (loss, collator), _trajectory(group, resolved(loss, collator), start)
-                    group.load(Path(name))
+            for key in keys:
+                yield key, _trajectory(group, resolved(*key), start)
+                group.load(Path(name))
 
 
 def _refusal(error: EngineError) -> str:
@@ -246,7 +251,7 @@ def _difference(got: Trajectory, due: Trajectory) -> Cell:
 
 def table(entries: list[Entry]) -> str:
     """Markdown: a row per backend and layout that runs, then what is refused and why."""
-    heads = [f"{loss}, {collator}" for loss in LOSSES for collator in COLLATORS]
+    heads = [f"{loss}, {collator}" for loss, collator in EVERY]
     lines = [
         f"| backend | layout | {' | '.join(heads)} | loss | log-probability | weights after {STEPS} steps |",
         f"|---|---|{'---|' * (len(heads) + 3)}",
@@ -254,9 +259,9 @@ def table(entries: list[Entry]) -> str:
     for entry in entries:
         if not entry.cells:
             continue
-        cells = list(entry.cells.values())
-        gradients = " | ".join(f"{max(each.gradient, each.second_gradient):.1e}" for each in cells)
-        others = " | ".join(f"{max(values):.1e}" for values in _columns(cells))
+        worst = {key: f"{max(cell.gradient, cell.second_gradient):.1e}" for key, cell in entry.cells.items()}
+        gradients = " | ".join(worst.get(key, "") for key in EVERY)
+        others = " | ".join(f"{max(values):.1e}" for values in _columns(list(entry.cells.values())))
         lines.append(f"| {entry.backend} | {ParallelSizes.parse(entry.layout)} | {gradients} | {others} |")
     refused: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
@@ -276,8 +281,8 @@ def page(entries: list[Entry]) -> str:
     return f"""# Backend parity
 
 Every backend on every layout, against one process that computes the same in float32 (FSDP on one rank). Written by `nox -s parity`, which
-runs each of them in real processes; `nox -s proofs` holds them to the limits below. Bfloat16, speed and memory are
-[another page](backends-side-by-side.md).
+runs each of them in real processes; `nox -s nightly` holds them to the limits below, `nox -s proofs` two columns of every row. Bfloat16, speed
+and memory are [another page](backends-side-by-side.md).
 
 The batch: 16 rollouts of {LONGEST} tokens at most, with an empty response, masked tokens and fractional weights, in micro-batches of
 {MICRO_BATCH_TOKENS} tokens. The model: a tied two-layer Qwen3 whose norms and matrices are far from their first values.

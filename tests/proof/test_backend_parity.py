@@ -1,7 +1,7 @@
 """Every backend on every layout computes what one float32 process computes, or refuses while planning; see parity.py for what is measured."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,11 +9,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import loss_curves
-from parity import BACKENDS, COLLATORS, LAYOUTS, LOSSES, Entry, Matrix, table
+from parity import BACKENDS, EVERY, LAYOUTS, LOSSES, Entry, Key, Matrix, table
 
 from skyrl_engine.errors import PluginNotFoundError
 
-pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 RUNS = {
     "fsdp": ("dp1", "dp2", "tp2", "tp2xdp2"),
@@ -39,10 +39,32 @@ def entries(pytestconfig: pytest.Config) -> Iterator[list[Entry]]:
         reporter.write_line("\n" + table(measured))
 
 
-@pytest.mark.parametrize(("backend", "layout"), [(backend, layout) for backend in BACKENDS for layout in LAYOUTS])
+OF_BACKENDS = pytest.mark.parametrize(("backend", "layout"), [(backend, layout) for backend in BACKENDS for layout in LAYOUTS])
+
+
+def some(backend: str, layout: str) -> list[Key]:
+    """A loss over padded rows and another one over packed rows; layouts take turns, so that every library has all six."""
+    turn = list(BACKENDS).index(backend) + LAYOUTS.index(layout)
+    losses = list(LOSSES)
+    return [(losses[turn % 3], "padded"), (losses[(turn + 1) % 3], "packed")]
+
+
+@pytest.mark.proof
+@OF_BACKENDS
 def test_a_backend_on_a_layout(matrix: Matrix, entries: list[Entry], backend: str, layout: str) -> None:
+    check(matrix, entries, backend, layout, some(backend, layout))
+
+
+@pytest.mark.nightly
+@OF_BACKENDS
+def test_every_loss_and_collator_on_a_layout(matrix: Matrix, entries: list[Entry], backend: str, layout: str) -> None:
+    if layout in RUNS[backend]:
+        check(matrix, entries, backend, layout, EVERY)
+
+
+def check(matrix: Matrix, entries: list[Entry], backend: str, layout: str, keys: Sequence[Key]) -> None:
     try:
-        entry = matrix.entry(backend, layout)
+        entry = matrix.entry(backend, layout, keys)
     except PluginNotFoundError as error:
         pytest.skip(f"{backend} is not installed: {error.cause}")
     entries.append(entry)
@@ -52,11 +74,19 @@ def test_a_backend_on_a_layout(matrix: Matrix, entries: list[Entry], backend: st
         return
     assert not entry.refused, entry.refused
     assert not entry.failed, entry.failed
-    assert set(entry.cells) == {(loss, collator) for loss in LOSSES for collator in COLLATORS}
+    assert set(entry.cells) == set(keys)
     wrong = {key: cell for key, cell in entry.cells.items() if not cell.agrees}
     assert not wrong, f"{entry.name}: {wrong}"
 
 
+def test_turns_reach_every_loss_and_collator() -> None:
+    assert {key for layout in RUNS["megatron"] for key in some("megatron", layout)} == set(EVERY)
+    assert {
+        key for backend in BACKENDS for layout in RUNS[backend] if backend.startswith("deepspeed") for key in some(backend, layout)
+    } == set(EVERY)
+
+
+@pytest.mark.nightly
 def test_thirty_steps_are_the_same_on_all_backends(matrix: Matrix) -> None:
     for name, (backend, layout) in loss_curves.RUNS.items():
         assert layout in RUNS[backend], name

@@ -90,9 +90,9 @@ def test_what_declares_to_depend_on_the_cut_is_excused_and_not_hidden(prove: Cal
 
 
 @pytest.mark.proof
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves sockets of its own to the garbage collector
+@pytest.mark.usefixtures("without_ray")
 def test_mistakes_between_ranks(prove: Callable[..., list[CaseResult]]) -> None:
-    """Two processes by Ray: right without a mistake, and a lost or an averaged rank is named."""
+    """Two processes: right without a mistake, and a lost or an averaged rank is named."""
     cases = [Case("padded", 2, micro_batch_rows=2), Case("packed", 2, micro_batch_tokens=80, shuffled=True)]
     assert all(row.holds for row in prove(None, cases))
     for row in prove("mean_over_ranks", cases):

@@ -26,7 +26,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves sockets of its own to the garbage collector
 ]
 
-BACKENDS = [record.reference for record in discover().records if record.kind == "backend"]
+BACKENDS = [
+    pytest.param(record.reference, marks=() if record.name == "fsdp" else pytest.mark.nightly)
+    for record in discover().records
+    if record.kind == "backend"
+]
+"""How a rank dies is Ray's and the engine's matter; that a backend resumes to the bit is also promised by its suite."""
 
 SOON = 30.0
 """Seconds from the death of a rank to the end of the run."""

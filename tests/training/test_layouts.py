@@ -1,4 +1,4 @@
-"""One configuration, other layouts of ranks: one loss curve, through the engine and Ray; and a run that changes its layout on the way."""
+"""One configuration, other layouts of ranks: one loss curve, through the engine; and a run that changes its layout on the way."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ Configure = Callable[..., ResolvedConfig]
 
 pytestmark = [
     pytest.mark.proof,
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves sockets of its own to the garbage collector
+    pytest.mark.usefixtures("without_ray"),
 ]
 
 TWO = {"launch": "ray", "ranks": 2}

@@ -29,6 +29,7 @@ class TestStage1(OfStage):
     layouts = ("dp2",)
 
 
+@pytest.mark.nightly
 class TestStage2(OfStage):
     options: ClassVar[Mapping[str, Any]] = {"zero_stage": 2}
     layouts = ("dp2",)

@@ -46,7 +46,7 @@ def run(request: pytest.FixtureRequest):
     ],
     ids=["1 to dp2", "dp2 to 1", "dp2 to tp2", "tp2 to 1", "tp2 to dp2 x tp2", "dp2 x tp2 to 2 replicas of 2"],
 )
-@pytest.mark.parametrize("name", ["llama-untied", pytest.param("qwen3-tied", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("name", ["llama-untied", pytest.param("qwen3-tied", marks=pytest.mark.nightly)])
 def test_another_layout_goes_on(
     run, models: dict[str, str], tmp_path: Path, name: str, ranks: int, options: FsdpConfig, later_ranks: int, later: FsdpConfig
 ) -> None:

@@ -17,7 +17,7 @@ from skyrl_engine.config import ResolvedConfig, from_dict, resolve
 from skyrl_engine.training.export import export_checkpoint
 from skyrl_engine.training.sft.trainer import run_sft
 
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves sockets of its own to the garbage collector
+pytestmark = pytest.mark.usefixtures("without_ray")
 
 
 @pytest.fixture(scope="module")

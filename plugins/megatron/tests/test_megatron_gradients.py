@@ -133,7 +133,7 @@ def test_micro_batches_without_scored_tokens_take_part(pair: World, models: dict
 
 @pytest.mark.proof
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "dp2"])
+@pytest.mark.parametrize("layout", now(["tp2", "pp2", "cp2", "dp2"], "pp2"))
 def test_other_precisions(
     pair: World, models: dict[str, str], truth: dict[str, Definition], layout: str, dtype: ComputeDtype
 ) -> None:

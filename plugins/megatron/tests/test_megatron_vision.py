@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron_selection import now
+from megatron_selection import now, rarely
 from megatron_tasks import start
 from megatron_vision import KINDS, Case, Seen, continued, exported, pictures, resumed, scores_of, seen, trained
 from transformers import AutoConfig, Qwen3VLForConditionalGeneration
@@ -114,13 +114,13 @@ def test_two_ranks(pair: World, seeing: dict[str, str], truth: Callable[[str, st
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("layout", QUADS)
+@pytest.mark.parametrize("layout", now(QUADS, "tp2xpp2"))
 def test_four_ranks(quad: World, seeing: dict[str, str], truth: Callable[[str, str], Definition], layout: str) -> None:
     agree(quad.run(seen, seeing["tied"], QUADS[layout], CASES), CASES, lambda kind: truth("tied", kind))
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("layout", now(["tp2", "pp2"], "pp2"))
 def test_recomputed_activations_change_nothing(
     pair: World, seeing: dict[str, str], truth: Callable[[str, str], Definition], layout: str
 ) -> None:
@@ -161,7 +161,7 @@ def test_another_way_to_see_is_another_model(
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("layout", now(["tp2", "pp2"], "pp2"))
 def test_images_matter_and_so_does_whose_they_are(pair: World, seeing: dict[str, str], layout: str) -> None:
     """Negated pixels move the scores of both samples that have an image; so do the images of one another."""
     for before, *others in pair.run(scores_of, seeing["tied"], PAIRS[layout], "one image", ["own", "negated", "swapped"]):
@@ -171,7 +171,7 @@ def test_images_matter_and_so_does_whose_they_are(pair: World, seeing: dict[str,
                     assert np.abs(after.fields["logprobs"][place] - before.fields["logprobs"][place]).max() > 1e-2
 
 
-@pytest.mark.proof
+@pytest.mark.nightly
 def test_steps_of_a_pipeline_lower_the_loss(pair: World, seeing: dict[str, str]) -> None:
     histories = pair.run(trained, seeing["tied"], PAIRS["pp2"], AdamWSettings(learning_rate=1e-2), 5)
     losses = np.sum([[loss for loss, _ in history] for history in histories], 0)
@@ -200,7 +200,7 @@ def test_one_rank_continues_what_four_began(quad: World, seeing: dict[str, str],
         np.testing.assert_allclose(weights[name], weight, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize(("name", "layout"), [pytest.param("tied", "tp2", marks=pytest.mark.proof), ("untied", "pp2")])
+@pytest.mark.parametrize(("name", "layout"), [rarely("tied", "tp2"), ("untied", "pp2")])
 def test_the_export_is_what_was_trained(pair: World, seeing: dict[str, str], tmp_path: Path, name: str, layout: str) -> None:
     """Weights bit for bit, the tower's too, and transformers' log-probabilities are the backend's."""
     ranks = pair.run(exported, seeing[name], PAIRS[layout], tmp_path)

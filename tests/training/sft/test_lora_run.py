@@ -58,8 +58,8 @@ def test_a_run_learns_adapters_resumes_exactly_and_leaves_them_for_peft(
 
 
 @pytest.mark.proof
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves sockets of its own to the garbage collector
-def test_two_ranks_by_ray_learn_the_adapters_of_one(configure: Configure, material: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("without_ray")
+def test_two_ranks_learn_the_adapters_of_one(configure: Configure, material: Path, tmp_path: Path) -> None:
     """The same losses and gradient norms, and the same adapters to rounding; without dropout, of which two ranks draw other masks."""
     directory = tmp_path / "model"
     shutil.copytree(material / "model", directory)

@@ -1,0 +1,78 @@
+"""Every first-party loss under every first-party reducer, at the objective: a batch in parts has the loss and the gradient of the whole.
+
+What a model adds to it is held for each loss and each reducer, not for each pair: tests/proof/test_every_loss_and_reducer.py.
+"""
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+
+from skyrl_engine.contracts.kinds.reducer import BatchStructure
+from skyrl_engine.contracts.values.ragged import offsets_of
+from skyrl_engine.registry.resolve import Registry
+from skyrl_engine.testing.subject import CONTEXT, selected
+from skyrl_engine.testing.tokens.evaluation import evaluate, joined
+from skyrl_engine.testing.tokens.rollouts import CutBatch, TokenBatch, varied
+
+PARTS = ((0, 3), (5, 1, 4), (2,))
+
+
+def first_party(kind: str) -> list[str]:
+    records = Registry.discover().records(kind)
+    return [record.name for record in records if str(record.distribution).startswith("skyrl-engine")]
+
+
+def weighted(batch: TokenBatch, reducer: str) -> TokenBatch:
+    """The batch with this reducer's weights. Sequences are of different lengths, and their tokens of different weight."""
+    micro_batch = np.zeros(len(batch), np.int64)
+    for number, part in enumerate(PARTS):
+        micro_batch[list(part)] = number
+    weight = np.linspace(0.5, 1.5, batch.tokens, dtype=np.float32)
+    structure = BatchStructure(
+        weight, offsets_of(batch.lengths), batch.group_ids, batch.unit_ids, micro_batch, CONTEXT.max_sequence_length
+    )
+    return evolve(batch, weights=selected("reducer", reducer, {}).make(CONTEXT).weights(structure))
+
+
+def shortened(batch: TokenBatch) -> TokenBatch:
+    """Sequences of 4, 3, 2, 1, 4 and 3 tokens."""
+    lengths = batch.lengths - np.arange(len(batch)) % 4
+    kept = np.concatenate(
+        [np.arange(first, first + length) for first, length in zip(4 * np.arange(len(batch)), lengths, strict=True)]
+    )
+    values = {name: each[kept] for name, each in batch.values.items()}
+    return evolve(batch, lengths=lengths, values=values, weights=batch.weights[kept])
+
+
+@pytest.mark.parametrize("reducer", first_party("reducer"))
+@pytest.mark.parametrize("name", first_party("loss"))
+def test_parts_add_up_to_the_whole(name: str, reducer: str) -> None:
+    loss = selected("loss", name, {}).make(CONTEXT)
+    if loss.reducers is not None and reducer not in loss.reducers:
+        return
+    batch = weighted(shortened(varied(loss.needs)), reducer)
+    whole = evaluate(name, loss, batch)
+    assert whole.total == pytest.approx((batch.weights * whole.token_loss).sum(), rel=1e-12)
+    assert any(gradient.any() for gradient in whole.gradients.values())
+    if loss.batch_local:
+        return
+    parts = joined(CutBatch(batch, PARTS), [evaluate(name, loss, batch.take(part)) for part in PARTS])
+    assert parts.total == pytest.approx(whole.total, rel=1e-12)
+    for score, gradient in whole.gradients.items():
+        np.testing.assert_allclose(parts.gradients[score], gradient, rtol=1e-12, atol=0)
+
+
+def test_a_mean_of_its_own_would_be_noticed() -> None:
+    class Mean:
+        needs = ("logprobs",)
+        reducers = None
+
+        def __call__(self, tokens: object) -> torch.Tensor:
+            values = -tokens.logprobs  # type: ignore[attr-defined]
+            return values / len(values)
+
+    batch = weighted(shortened(varied(("logprobs",))), "sum")
+    whole = evaluate("mean", Mean(), batch)
+    parts = joined(CutBatch(batch, PARTS), [evaluate("mean", Mean(), batch.take(part)) for part in PARTS])
+    assert parts.total != pytest.approx(whole.total, rel=1e-2)
