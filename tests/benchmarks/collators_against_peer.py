@@ -3,7 +3,7 @@
 Rounds are interleaved in one process on one thread; figures are ratios of the least CPU times. "lists in" makes columns of Python lists, plans,
 and builds every field; "columns in" plans and builds every field; "as trained" plans and builds what a training step asks for, the model's
 inputs and the gather index.
-Run with `nox -s bench`; `measuring/peer.py` says where the peer comes from.
+Run with `nox -s peers`; `measuring/peer.py` says where the peer comes from.
 """
 
 import os
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measuring.bars import beside
 from measuring.cpu_time import interleaved, machine
 from measuring.peer import columns_of, peer_module
 
@@ -33,6 +34,8 @@ CASES = (
     ("packed", 16384, "short", 8192),
 )
 HEADLINE = (("padded", 1024, "short", 0), ("packed", 1024, "short", 2048))
+BARS = {"padded": 1.6, "packed": 4.0}
+"""Of the headline: plugins/collators/README.md."""
 ROUNDS = {1024: 9, 16384: 5}
 EIGHT_RANKS = Layout(dp=8)
 
@@ -54,7 +57,11 @@ def main() -> None:
         listed = ", ".join(f"{name} {ratio:.1f}x" for name, ratio in ratios.items())
         print(f"{case[0]} {case[1]} {case[2]}: peer {theirs * 1e3:.1f} ms; {listed}")
     of_padded, of_packed = (headline[case] for case in HEADLINE)
-    print(f"headline, Python lists to dense tensors, {engines[-1]}, 1024 samples: padded {of_padded:.1f}x, packed {of_packed:.1f}x")
+    print(
+        f"headline, Python lists to dense tensors, {engines[-1]}, 1024 samples: "
+        f"padded {of_padded:.1f}x {beside(of_padded, at_least=BARS['padded'])}, "
+        f"packed {of_packed:.1f}x {beside(of_packed, at_least=BARS['packed'])}"
+    )
 
 
 def measured(peer: Any, case: tuple[str, int, str, int], engines: list[str]) -> dict[str, float]:

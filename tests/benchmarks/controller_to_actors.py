@@ -5,7 +5,7 @@ per data-parallel rank, put each, and have two actors build every field of their
 spends on it until both have answered, once every page of the object store was in use before: the first use of a page costs up to ten times
 the copying, and a run pays it once; so the store is a small one here. The other way: the dense batch is made on the controller and pickled,
 once by the peer's collator from the lists it takes, and once by our own from the same columns. CPU time of this process with all its
-threads, rounds interleaved, the least of each. Run with `nox -s bench`; `measuring/peer.py` says where the peer comes from.
+threads, rounds interleaved, the least of each. Run with `nox -s peers`; `measuring/peer.py` says where the peer comes from.
 """
 
 import pickle
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measuring.bars import beside
 from measuring.cpu_time import interleaved, machine
 from measuring.peer import columns_of, peer_module
 
@@ -33,6 +34,8 @@ REDUCER = token_mean.skyrl_engine_make_reducer(MeanConfig())
 CASE = ("trajectory", 1024, "long")
 RANKS, ROUNDS, FIRST_STEPS = 2, 7, 20
 STORE_BYTES = 200_000_000
+BAR = 20.0
+"""How many times less than the peer: plugins/collators/README.md."""
 MICRO_BATCH_TOKENS = 65_536
 
 
@@ -83,8 +86,10 @@ def main() -> None:
     )
     ours = times.pop("ours")
     for name, seconds in times.items():
+        bar = beside(seconds / ours, at_least=BAR) if name == "the peer" else ""
         print(
-            f"controller CPU {ours * 1e3:.1f} ms against {seconds * 1e3:.1f} ms to build by {name} and pickle: {seconds / ours:.1f}x less"
+            f"controller CPU {ours * 1e3:.1f} ms against {seconds * 1e3:.1f} ms to build by {name} and pickle: "
+            f"{seconds / ours:.1f}x less {bar}"
         )
 
 

@@ -7,6 +7,7 @@ in one process; the figure is the ratio of the least CPU times. Run with `nox -s
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from measuring.bars import beside
 from measuring.cpu_time import interleaved, machine
 
 from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
@@ -18,6 +19,8 @@ from skyrl_engine_mergers.ordered import OrderedMerger
 
 RANKS, SAMPLES, ROUNDS = 1024, 64, 7
 TOKENS = (0, 16, 256, 1024)
+MOST = 5.0
+"""How many times what concatenating costs: plugins/mergers/tests/test_merging_cost.py."""
 MERGERS = {"ordered": OrderedMerger(), "list": ListMerger()}
 
 
@@ -79,7 +82,7 @@ def main() -> None:
             merging, concatenating = least["merging"], least["concatenating"]
             print(
                 f"{name}, {tokens} tokens: {merging * 1e3:.0f} ms, concatenating {concatenating * 1e3:.0f} ms, "
-                f"{merging / concatenating:.1f} times more"
+                f"{merging / concatenating:.1f} times more {beside(merging / concatenating, at_most=MOST)}"
             )
 
 

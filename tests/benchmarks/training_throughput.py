@@ -10,7 +10,7 @@ The same 10M-parameter Qwen3 learns the same chats in the same order, by
 
 All take AdamW (fused), clip to the same norm and average the loss over the mini-batch's loss-carrying tokens. Rounds are interleaved in one
 process. A run's figure is its CPU time from the end of its first step to the end of its last: loading and warming up do not count; data,
-optimizer and bookkeeping do. Run with `nox -s bench`; about three minutes.
+optimizer and bookkeeping do. Run with `nox -s peers`; about three minutes.
 """
 
 import gc
@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import transformers
 from attrs import define, frozen
+from measuring.bars import beside
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import (
@@ -52,6 +53,8 @@ from skyrl_engine.training.sft.trainer import run_sft
 ROUNDS, STEPS, BATCH = 3, 5, 8
 SHORTEST, LONGEST = 36, 503
 VOCABULARY = 8192
+BAR = 1.0
+"""As many tokens as the fastest of them."""
 LEARNING_RATE, MAX_NORM = 1e-3, 1.0
 
 
@@ -250,7 +253,8 @@ def report(samples: Sequence[dict[str, list[int]]], courses: dict[str, list[Cour
         losses = np.array([each.losses for each in courses[run]])
         apart = np.abs(losses / reference - 1).max()
         print(
-            f"{run}: {rate:.0f}; the engine makes {engine_rate / rate:.2f} times as many; loss curves differ by at most {apart:.1e}"
+            f"{run}: {rate:.0f}; the engine makes {engine_rate / rate:.2f} times as many {beside(engine_rate / rate, at_least=BAR)}; "
+            f"loss curves differ by at most {apart:.1e}"
         )
 
 

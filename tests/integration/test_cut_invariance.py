@@ -5,8 +5,6 @@ parentheses, so any cut gives the same gradient but for rounding: <= 1e-5 relati
 packed rows (test_packed_rows.py), and layouts beyond data parallelism, which have no implementation here yet.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -20,8 +18,6 @@ from skyrl_engine.workers.worker import Pass
 from skyrl_engine_collators.padded.collator import PaddedCollator
 from skyrl_engine_mergers.ordered import OrderedMerger
 from skyrl_engine_reducers.plugin import MeanConfig, token_mean
-
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves sockets of its own to the garbage collector
 
 REDUCER = token_mean.skyrl_engine_make_reducer(MeanConfig())
 
@@ -82,17 +78,7 @@ def test_one_rank_any_micro_batch_size(family, models, columns, worker_spec, dty
         assert worst(gradients, expected) <= tolerance, layout
 
 
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    """One local Ray for the module; groups come and go in it."""
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
-def test_two_ranks_by_ray(family, models, columns, worker_spec, ray_cluster):
+def test_two_ranks(family, models, columns, worker_spec, without_ray):
     """Two processes with gloo between them, micro-batches of 1 and 8 rows, against the float64 definition and against one rank."""
     loss, expected = reference(models[family], columns)
     with launch_workers(worker_spec(models[family], 1), launch="inline") as group:

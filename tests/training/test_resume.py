@@ -82,7 +82,7 @@ def test_two_uninterrupted_runs_are_equal(configure: Configure, reference: Path)
     assert_same_run(run_sft(configure(**SETTINGS)).directory, reference)
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 5, 6, 9, 10])
+@pytest.mark.parametrize("step", [1, 3, 5, 10, *(pytest.param(step, marks=pytest.mark.nightly) for step in (2, 6, 9))])
 def test_a_failure_after_any_step_and_a_resume_equal_an_uninterrupted_run(configure: Configure, reference: Path, step: int) -> None:
     """Checkpoints are at 3, 6 and 9, epochs end at 3, 6 and 9, evaluations are at 0, 5 and 10."""
     resolved = configure(**SETTINGS)

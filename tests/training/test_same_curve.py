@@ -1,4 +1,4 @@
-"""One loss curve, however the work is cut: micro-batches of 1 or 8 rows, one rank inline, or two ranks."""
+"""One loss curve, however the work is cut: micro-batches of 1 or 8 rows, one rank inline, two ranks by Ray."""
 
 import json
 import shutil
@@ -11,8 +11,8 @@ from skyrl_engine.training.sft.trainer import run_sft
 
 
 @pytest.mark.proof
-@pytest.mark.usefixtures("without_ray")
-def test_inline_and_two_ranks_and_any_micro_batch_give_one_curve(material: Path, tmp_path: Path, configure):
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves sockets of its own to the garbage collector
+def test_inline_and_ray_and_any_micro_batch_give_one_curve(material: Path, tmp_path: Path, configure):
     """Ten AdamW steps with clipping, a schedule and a ragged last mini-batch per epoch.
 
     Gradients of different cuts agree to about 1e-7; AdamW's division by the root of the second moment magnifies that where a gradient is
@@ -26,7 +26,6 @@ def test_inline_and_two_ranks_and_any_micro_batch_give_one_curve(material: Path,
     cuts = {
         "one row": ({"micro_batch_rows": 1}, {}),
         "eight rows": ({"micro_batch_rows": 8}, {}),
-        "two ranks, one row": ({"micro_batch_rows": 1}, {"launch": "ray", "ranks": 2}),
         "two ranks, eight rows": ({"micro_batch_rows": 8}, {"launch": "ray", "ranks": 2}),
     }
     curves = {}

@@ -24,8 +24,11 @@ NAMES = ("qwen3-tied", "qwen3-untied", "llama-tied", "llama-untied")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"activation_checkpointing": True}, {"options": FsdpConfig(reshard_after_forward=False)}],
-    ids=["plain", "activation-checkpointing", "keep-gathered"],
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.nightly),
+        pytest.param({"activation_checkpointing": True}, id="activation-checkpointing"),
+        pytest.param({"options": FsdpConfig(reshard_after_forward=False)}, id="keep-gathered"),
+    ],
 )
 def test_two_ranks_equal_one_plain_process(pair: World, models: dict[str, str], name: str, options: dict[str, Any]) -> None:
     expected, reference = definition(models[name], rows())

@@ -38,7 +38,13 @@ def test_packing_is_declared() -> None:
     assert "packed" in fsdp.skyrl_engine_describe_backend(config=None, world_size=2).capabilities
 
 
-@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=["plain", "activation-checkpointing"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.nightly),
+        pytest.param({"activation_checkpointing": True}, id="activation-checkpointing"),
+    ],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_equal_one_plain_process(pair: World, models: dict[str, str], name: str, options: dict[str, Any]) -> None:
     expected, reference = definition(models[name], rows())

@@ -37,14 +37,13 @@ def run(request: pytest.FixtureRequest):
 @pytest.mark.parametrize(
     ("ranks", "options", "later_ranks", "later"),
     [
-        (1, DP, 2, DP),
-        (2, DP, 1, DP),
-        (2, DP, 2, TP),
-        (2, TP, 1, DP),
-        (2, TP, 4, TP),
-        (4, TP, 4, HYBRID),
+        pytest.param(1, DP, 2, DP, id="1 to dp2", marks=pytest.mark.nightly),
+        pytest.param(2, DP, 1, DP, id="dp2 to 1"),
+        pytest.param(2, DP, 2, TP, id="dp2 to tp2"),
+        pytest.param(2, TP, 1, DP, id="tp2 to 1", marks=pytest.mark.nightly),
+        pytest.param(2, TP, 4, TP, id="tp2 to dp2 x tp2", marks=pytest.mark.nightly),
+        pytest.param(4, TP, 4, HYBRID, id="dp2 x tp2 to 2 replicas of 2"),
     ],
-    ids=["1 to dp2", "dp2 to 1", "dp2 to tp2", "tp2 to 1", "tp2 to dp2 x tp2", "dp2 x tp2 to 2 replicas of 2"],
 )
 @pytest.mark.parametrize("name", ["llama-untied", pytest.param("qwen3-tied", marks=pytest.mark.nightly)])
 def test_another_layout_goes_on(

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from merging import MERGERS, TOKENS, costs, outputs_of
+from merging import MERGERS, MOST, TOKENS, costs, outputs_of
 
 MOST_ROUNDS = 20
 
@@ -20,7 +20,7 @@ def test_merging_costs_a_small_multiple_of_concatenating(name: str, tokens: int)
     assert merged.metrics == whole.metrics
     del merged, whole
     least = costs(
-        MERGERS[name], outputs, plan, rounds=MOST_ROUNDS, enough=lambda least: least["merging"] <= 5 * least["concatenating"]
+        MERGERS[name], outputs, plan, rounds=MOST_ROUNDS, enough=lambda least: least["merging"] <= MOST * least["concatenating"]
     )
     print(f"{tokens} tokens: {least['merging'] / least['concatenating']:.1f} times")
-    assert least["merging"] <= 5 * least["concatenating"]
+    assert least["merging"] <= MOST * least["concatenating"]
