@@ -37,3 +37,10 @@ class TestStage2(OfStage):
 
 class TestStage3(OfStage):
     options: ClassVar[Mapping[str, Any]] = {"zero_stage": 3, "persistence_threshold": 0}
+    layouts = ("dp2",)
+
+
+@pytest.mark.nightly
+class TestStage3Alone(OfStage):
+    options: ClassVar[Mapping[str, Any]] = {"zero_stage": 3, "persistence_threshold": 0}
+    layouts = ("dp1",)
