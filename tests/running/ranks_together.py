@@ -10,9 +10,15 @@ OF_MANY_RANKS = (
 """Folders whose tests start processes that wait for each other. Two such folders at once would only wait longer, in twice the memory."""
 
 
+def together(item: pytest.Item) -> bool:
+    file = PurePosixPath(item.nodeid.partition("::")[0])
+    return any(file.is_relative_to(folder) for folder in OF_MANY_RANKS)
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not hasattr(config, "workerinput"):
+        return
+    items.sort(key=lambda item: not together(item))  # they take longest, so that one worker begins with them
     for item in items:
-        file = PurePosixPath(item.nodeid.partition("::")[0])
-        together = any(file.is_relative_to(folder) for folder in OF_MANY_RANKS)
-        item.add_marker(pytest.mark.xdist_group("ranks" if together else str(file)))
+        item.add_marker(pytest.mark.xdist_group("ranks" if together(item) else item.nodeid.partition("::")[0]))

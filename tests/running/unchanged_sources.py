@@ -4,11 +4,12 @@ What passed with which sources is kept under .cache, so a fresh clone runs them 
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+RECORD = pytest.StashKey[Path]()
 KEPT = Path(".cache") / "unchanged-sources"
 
 
@@ -41,18 +42,23 @@ class UnchangedSources:
         name = hashlib.sha256(item.nodeid.encode()).hexdigest()[:20]
         return self._root / KEPT / f"{name}-{self._known[places][:20]}"
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        if config.getoption("every_source"):
-            return
-        kept = [item for item in items if (record := self._record(item)) is not None and record.exists()]
-        if kept:
-            config.hook.pytest_deselected(items=kept)
-            items[:] = [item for item in items if item not in set(kept)]
+        resting = []
+        for item in items:
+            record = self._record(item)  # here, before xdist adds the group to the item's name
+            if record is not None:
+                item.stash[RECORD] = record
+                if record.exists() and not config.getoption("every_source"):
+                    resting.append(item)
+        if resting:
+            config.hook.pytest_deselected(items=resting)
+            items[:] = [item for item in items if item not in set(resting)]
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> object:
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
         report = yield
-        record = self._record(item)
+        record = item.stash.get(RECORD, None)
         if report.when == "call" and report.passed and record is not None:
             record.parent.mkdir(parents=True, exist_ok=True)
             for older in record.parent.glob(f"{record.name.partition('-')[0]}-*"):

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from deepspeed_tasks import OPTIMIZER, arrays, batch, start, train
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from skyrl_engine import DataError, UnsupportedError
 from skyrl_engine.contracts import AdamWSettings, ModelSpec, RankEnvironment, Topology
@@ -101,17 +99,15 @@ def test_what_deepspeed_cannot_do_is_refused_before_anything_is_loaded(
 def test_on_cuda_offload_is_configured_with_pinned_memory() -> None:
     config = DeepSpeedConfig(offload_optimizer=True, offload_parameters=True)
     refuse_unsupported(config, "bfloat16", torch.device("cuda:0"), learns=True)
-    zero = engine_settings(config, "bfloat16", torch.device("cuda:0"), 1.0, learns=True)["zero_optimization"]
+    zero = engine_settings(config, "bfloat16", torch.device("cuda:0"), learns=True)["zero_optimization"]
     assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "pin_memory": True}
 
 
-@settings(max_examples=20, deadline=None)
-@given(limit=st.one_of(st.none(), st.floats(1e-3, 1e3)), stage=st.sampled_from([0, 1, 2, 3]))
-def test_clipping_is_always_written_out(limit: float | None, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_clipping_is_written_out(stage: int) -> None:
     """DeepSpeed's own default clips at a norm of 1."""
     config = DeepSpeedConfig(zero_stage=stage)  # type: ignore[arg-type] # drawn from what it takes
-    written = engine_settings(config, "float32", torch.device("cpu"), limit, learns=True)["gradient_clipping"]
-    assert written == (0.0 if limit is None else limit)
+    assert engine_settings(config, "float32", torch.device("cpu"), learns=True)["gradient_clipping"] == 0.0
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -123,7 +123,7 @@ def test_three_steps_equal_plain_adamw(pair: World, models: dict[str, str]) -> N
     """A large epsilon makes the update follow the gradient's scale, which AdamW would otherwise hide."""
     optimizer = AdamWSettings(learning_rate=1e-2, epsilon=0.5, weight_decay=0.1, max_grad_norm=1.0)
     (history, weights), (other, same) = pair.run(trained, models["qwen3-untied"], optimizer, 3)
-    expected, plain = plain_adamw(models["qwen3-untied"], optimizer, (1e-2, 1e-2, 1e-2 * 2 / 3))
+    expected, plain = plain_adamw(models["qwen3-untied"], optimizer, (1e-2, 1e-2, 1e-2))
     for (loss, norm, rate), (second_loss, _, _), (true_loss, true_norm, true_rate) in zip(history, other, expected, strict=True):
         assert loss + second_loss == pytest.approx(true_loss, rel=1e-5)
         assert norm == pytest.approx(true_norm, rel=1e-4)
