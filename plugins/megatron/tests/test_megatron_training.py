@@ -33,7 +33,7 @@ def plain_adamw(directory: str, steps: int) -> tuple[list[tuple[float, float, fl
     rest = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     plain = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], eps=0.5)
     history = []
-    for rate in (1e-2, 1e-2, 1e-2 * 2 / 3)[:steps]:
+    for rate in [1e-2] * steps:
         total = torch.zeros(())
         for document in documents(VOCABULARY):
             if len(document.ids):
