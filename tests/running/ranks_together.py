@@ -15,10 +15,11 @@ def together(item: pytest.Item) -> bool:
     return any(file.is_relative_to(folder) for folder in OF_MANY_RANKS)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.xdist_group("ranks" if together(item) else item.nodeid.partition("::")[0]))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not hasattr(config, "workerinput"):
-        return
-    items.sort(key=lambda item: not together(item))  # they take longest, so that one worker begins with them
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("ranks" if together(item) else item.nodeid.partition("::")[0]))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not together(item))  # they take longest, so that one worker begins with them
