@@ -23,7 +23,7 @@ MUTMUT = "mutmut==3.8.1"
 QUICK = "not proof and not example and not nightly"
 PROOFS = "proof and not nightly"
 SLOWEST = ("--durations", "20")
-TWO_AT_A_TIME = ("--numprocesses", "2", "--dist", "loadgroup", *SLOWEST)
+TWO_AT_A_TIME = ("--numprocesses", "2", "--dist", "loadfile", *SLOWEST)
 """One worker has all tests of several ranks, one file after the other; the other worker the rest. See tests/running/ranks_together.py."""
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

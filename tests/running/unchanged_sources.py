@@ -46,7 +46,7 @@ class UnchangedSources:
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         resting = []
         for item in items:
-            record = self._record(item)  # here, before xdist adds the group to the item's name
+            record = self._record(item)
             if record is not None:
                 item.stash[RECORD] = record
                 if record.exists() and not config.getoption("every_source"):

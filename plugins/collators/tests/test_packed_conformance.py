@@ -39,7 +39,7 @@ class TestPackedFirstFit(PackedConformance):
 
 
 class PlansConformance(PackedConformance):
-    """Promises about plans alone, for options that change nothing else: rows are built as above, and the exhaustive tests build them."""
+    """Promises about plans alone, for options that change nothing else: rows are built as above, and the nightly tests build them."""
 
     promises = PLAN_PROMISES
 
