@@ -11,8 +11,9 @@ from attrs import evolve
 from skyrl_engine.contracts.kinds.reducer import BatchStructure
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.registry.resolve import Registry
+from skyrl_engine.testing.losses.evaluation import evaluate
 from skyrl_engine.testing.subject import CONTEXT, selected
-from skyrl_engine.testing.tokens.evaluation import evaluate, joined
+from skyrl_engine.testing.tokens.evaluation import joined
 from skyrl_engine.testing.tokens.rollouts import CutBatch, TokenBatch, varied
 
 PARTS = ((0, 3), (5, 1, 4), (2,))

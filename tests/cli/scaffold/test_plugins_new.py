@@ -58,7 +58,9 @@ def test_it_is_a_distribution_in_good_order(made):
 @pytest.mark.parametrize("made", WRITTEN, indirect=True)
 def test_it_is_typed(made):
     """Strictly, as its own settings ask. That it installs, is listed, verified, passes its own tests and trains: tests/outsider."""
-    cache = ROOT / ".cache" / "mypy-of-scaffolds"  # one for all kinds and runs: most of the time goes into the types of what they import
+    cache = (
+        ROOT / ".cache" / "mypy-of-scaffolds"
+    )  # one for all kinds and runs: most of the time goes into the types of what they import
     run("mypy", "--cache-dir", str(cache), folder=made)
 
 
