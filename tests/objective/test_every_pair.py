@@ -54,7 +54,7 @@ def test_parts_add_up_to_the_whole(name: str, reducer: str) -> None:
         return
     batch = weighted(shortened(varied(loss.needs)), reducer)
     whole = evaluate(name, loss, batch)
-    assert whole.total == pytest.approx((batch.weights * whole.token_loss).sum(), rel=1e-12)
+    assert whole.total == pytest.approx((batch.weights * whole.per_token).sum(), rel=1e-12)
     assert any(gradient.any() for gradient in whole.gradients.values())
     if loss.batch_local:
         return
