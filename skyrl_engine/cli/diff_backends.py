@@ -16,13 +16,14 @@ from skyrl_engine.cli.prove import BROKEN, with_default_loss
 
 if TYPE_CHECKING:
     from skyrl_engine.config import RawConfig, ResolvedConfig
-    from skyrl_engine.contracts.kinds.backend import BackendDescription, ModelSpec
+    from skyrl_engine.contracts.kinds.backend import BackendDescription
     from skyrl_engine.contracts.kinds.context import FactoryContext
     from skyrl_engine.contracts.values.columns import SampleColumns
+    from skyrl_engine.contracts.values.model import ModelConfig
     from skyrl_engine.proof.backends import BackendDifference, Side
     from skyrl_engine.proof.layouts import ParallelSizes
 
-    _Material = AbstractContextManager[tuple[ResolvedConfig, ModelSpec, SampleColumns, FactoryContext]]
+    _Material = AbstractContextManager[tuple[ResolvedConfig, ModelConfig, SampleColumns, FactoryContext]]
 
 
 def _number_from_zero(_context: click.Context, _parameter: click.Parameter, value: float) -> float:
@@ -154,7 +155,7 @@ class _Comparison:
 
         with tempfile.TemporaryDirectory(prefix="skyrl-engine-diff-") as directory:
 
-            def cut_short(model: "ModelSpec") -> "ModelSpec":
+            def cut_short(model: "ModelConfig") -> "ModelConfig":
                 if not any(Path(directory).iterdir()):
                     write_first_layers(model, layers, Path(directory))
                 return attrs.evolve(model, path=directory, revision=None, lora=None)
@@ -188,7 +189,7 @@ class _Comparison:
     def _material(self, side: str) -> "_Material":
         return _material(_with_backend(self.raw, side, self.names[side], self.layouts[side]), self.family)
 
-    def _difference(self, changed: "Callable[[ModelSpec], ModelSpec]") -> "BackendDifference":
+    def _difference(self, changed: "Callable[[ModelConfig], ModelConfig]") -> "BackendDifference":
         from skyrl_engine.proof.backends import difference, facts_of
 
         sides, counts = {}, {}
@@ -212,7 +213,7 @@ class _Pass:
 
 
 def _side(
-    resolved: "ResolvedConfig", model: "ModelSpec", columns: "SampleColumns", context: "FactoryContext", layout: "ParallelSizes"
+    resolved: "ResolvedConfig", model: "ModelConfig", columns: "SampleColumns", context: "FactoryContext", layout: "ParallelSizes"
 ) -> _Pass:
     from skyrl_engine.engine.assembly import Assembly
     from skyrl_engine.proof.backends import Side
@@ -255,7 +256,7 @@ def _with_backend(raw: "RawConfig", side: str, backend: str, layout: "ParallelSi
 
 
 @contextmanager
-def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, ModelSpec, SampleColumns, FactoryContext]]":
+def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, ModelConfig, SampleColumns, FactoryContext]]":
     """What a pass needs: of the run that the file describes, or rollouts and a model made here."""
     from skyrl_engine.config import resolve
 
@@ -265,11 +266,11 @@ def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, 
         prepared = prepare(resolve(raw))
         config = prepared.resolved.config
         chosen, _ = prepared.order.mini_batch(prepared.order.start())
-        yield prepared.resolved, config.model.spec(config.run.seed), prepared.train.batch(chosen), prepared.assembly.context
+        yield prepared.resolved, config.model, prepared.train.batch(chosen), prepared.assembly.context
         return
     import tempfile
 
-    from skyrl_engine.contracts.kinds.backend import ModelSpec
+    from skyrl_engine.contracts.values.model import ModelConfig
     from skyrl_engine.modeling.tiny import write_model
     from skyrl_engine.objective.parts import ObjectiveParts
     from skyrl_engine.proof.ranks import CONTEXT
@@ -281,7 +282,7 @@ def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, 
         parts = ObjectiveParts.made(resolved.plugins, CONTEXT)
         value_head = "values" in parts.scores
         write_model(Path(directory), "llama" if family == "llama" else "qwen3", value_head=value_head)
-        yield resolved, ModelSpec(directory, value_head=value_head), recorded_rollouts(parts.columns), CONTEXT
+        yield resolved, ModelConfig(directory, value_head=value_head), recorded_rollouts(parts.columns), CONTEXT
 
 
 def _facts(found: "BackendDifference") -> dict[str, Any]:

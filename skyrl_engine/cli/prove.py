@@ -118,7 +118,7 @@ def with_default_loss(raw: "RawConfig") -> "RawConfig":
 def _rows(resolved: "Mapping[str, ResolvedConfig]", plant: "Plant | None", ranks: int, family: str) -> "Iterator[CaseResult]":
     import tempfile
 
-    from skyrl_engine.contracts.kinds.backend import ModelSpec
+    from skyrl_engine.contracts.values.model import ModelConfig
     from skyrl_engine.modeling.tiny import write_model
     from skyrl_engine.objective.parts import ObjectiveParts
     from skyrl_engine.proof.cases import cases
@@ -131,7 +131,7 @@ def _rows(resolved: "Mapping[str, ResolvedConfig]", plant: "Plant | None", ranks
     padding, packing = ([name for name, rows in layouts.items() if rows == wanted] for wanted in ("padded", "packed"))
     with tempfile.TemporaryDirectory(prefix="skyrl-engine-prove-") as directory:
         write_model(Path(directory), "llama" if family == "llama" else "qwen3", value_head=value_head)
-        model = ModelSpec(directory, value_head=value_head)
+        model = ModelConfig(directory, value_head=value_head)
         with RankPool(model, plugins, alone=plugins["backend"].on_one_rank(), reference=_backend("fsdp")) as pool:
             yield from Prover(resolved, pool, plant).rows(list(cases(padding, packing, ranks)))
 

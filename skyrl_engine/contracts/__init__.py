@@ -14,10 +14,7 @@ if TYPE_CHECKING:
         Backend,
         BackendDescription,
         Capability,
-        ComputeDtype,
-        LoraSpec,
         MicroBatch,
-        ModelSpec,
         Objective,
         OptimStep,
         RankBatch,
@@ -59,6 +56,7 @@ if TYPE_CHECKING:
     from skyrl_engine.contracts.values.columns import SampleColumns
     from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, IMAGE_GRID, OF_IMAGES, PIXEL_VALUES, TOKEN_TYPES
     from skyrl_engine.contracts.values.ingest import ListReader
+    from skyrl_engine.contracts.values.model import ComputeDtype, LoraConfig, ModelConfig
     from skyrl_engine.contracts.values.outputs import (
         ENGINE_METRICS,
         PADDING_SAMPLE,
@@ -118,7 +116,7 @@ __all__ = [
     "IntArray",
     "Layout",
     "ListReader",
-    "LoraSpec",
+    "LoraConfig",
     "Loss",
     "LossOutput",
     "LossTokens",
@@ -127,7 +125,7 @@ __all__ = [
     "MicroBatch",
     "MicroBatchPlan",
     "MiniBatchPlan",
-    "ModelSpec",
+    "ModelConfig",
     "Objective",
     "OptimStep",
     "PerSequence",
@@ -171,7 +169,7 @@ _HOMES = {
     "Carried": "kinds.collator",
     "CheckpointSaved": "kinds.observer",
     "Collator": "kinds.collator",
-    "ComputeDtype": "kinds.backend",
+    "ComputeDtype": "values.model",
     "Correction": "kinds.correction",
     "DenseBatch": "kinds.collator",
     "ENGINE_METRICS": "values.outputs",
@@ -187,7 +185,7 @@ _HOMES = {
     "IntArray": "values.ragged",
     "Layout": "values.plan",
     "ListReader": "values.ingest",
-    "LoraSpec": "kinds.backend",
+    "LoraConfig": "values.model",
     "Loss": "kinds.loss",
     "LossOutput": "kinds.loss",
     "LossTokens": "kinds.loss",
@@ -198,7 +196,7 @@ _HOMES = {
     "MicroBatch": "kinds.backend",
     "MicroBatchPlan": "values.plan",
     "MiniBatchPlan": "values.plan",
-    "ModelSpec": "kinds.backend",
+    "ModelConfig": "values.model",
     "OF_IMAGES": "values.extras",
     "Objective": "kinds.backend",
     "OptimStep": "kinds.backend",

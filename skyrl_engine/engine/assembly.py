@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 
-import attrs
 from attrs import frozen
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, BackendDescription, Capability, ModelSpec
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, BackendDescription, Capability
 from skyrl_engine.contracts.kinds.collator import Collator
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.merger import Merger
 from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.capability import (
     check_capabilities,
@@ -76,17 +76,18 @@ class Assembly:
         )
 
     def worker_spec(
-        self, model: ModelSpec, optimizer: AdamWSettings | None, *, device: Device = "auto", shown: frozenset[str] = frozenset()
+        self, model: ModelConfig, optimizer: AdamWSettings | None, *, device: Device = "auto", shown: frozenset[str] = frozenset()
     ) -> WorkerSpec:
         """Tell every rank what it needs at its start; `shown` as in `WorkerSpec`."""
         return WorkerSpec(
             plugins={place: selected.lock() for place, selected in self.plugins.items()},
             context=self.context,
-            model=attrs.evolve(model, packed_rows=self.collator.product.rows == "packed"),
+            model=model,
             optimizer=optimizer,
             topology=self.description.topology,
             device=device,
             shown=shown,
+            packed_rows=self.collator.product.rows == "packed",
         )
 
     def check(self, facts: ModelFacts) -> None:

@@ -92,7 +92,7 @@ def check_layout(owner: Owner, facts: ModelFacts, described: BackendDescription)
     """Raises UnsupportedError for a model that the backend of `owner` does not build, or that its layout does not divide."""
     if facts.config is not None:
         with blaming(owner, "refuse_model"):
-            described.refuse_model(facts.config, facts.model.spec(seed=0))
+            described.refuse_model(facts.config, facts.model)
 
 
 def vision_of(facts: ModelFacts, vision: Vision) -> Vision:

@@ -133,7 +133,7 @@ class Engine:
     def launch(cls, resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles, total_steps: int | None) -> Self:
         """Start the ranks of an assembly. Raises WorkerError, or the typed error that a rank's start met."""
         config = resolved.config
-        spec = assembly.worker_spec(config.model.spec(config.run.seed), config.optimizer.settings(), device=config.run.device)
+        spec = assembly.worker_spec(config.model, config.optimizer.settings(), device=config.run.device)
         training = config.training
         layout = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens)
         group = launch_workers(spec, launch=config.run.launch, ray_address=config.run.ray_address)

@@ -5,14 +5,14 @@ from typing import Any
 
 import attrs
 
-from skyrl_engine.contracts.kinds.backend import ModelSpec
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.modeling.causal_lm import split_causal_lm, transformer_layers
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.loading import load_scorer, load_skeleton
 from skyrl_engine.modeling.vision import language_part
 
 
-def layer_names(spec: ModelSpec) -> list[str]:
+def layer_names(spec: ModelConfig) -> list[str]:
     """The decoder's layers by their names in the model, such as `model.layers.0`, in order. Raises ModelError."""
     model, _ = load_skeleton(_plain(spec), images=True)
     name, layers = _listed(model)
@@ -27,7 +27,7 @@ def shorten(config: Any, layers: int) -> None:
     text.num_hidden_layers = layers
 
 
-def write_first_layers(spec: ModelSpec, layers: int, directory: Path) -> None:
+def write_first_layers(spec: ModelConfig, layers: int, directory: Path) -> None:
     """Write the model without the decoder's layers behind the first `layers` as a Hugging Face directory; the head comes right behind them.
 
     Raises what loading and writing a model raise.
@@ -39,8 +39,8 @@ def write_first_layers(spec: ModelSpec, layers: int, directory: Path) -> None:
     write_pretrained(model, directory)
 
 
-def _plain(spec: ModelSpec) -> ModelSpec:
-    return attrs.evolve(spec, lora=None, packed_rows=False, dtype="float32")
+def _plain(spec: ModelConfig) -> ModelConfig:
+    return attrs.evolve(spec, lora=None, dtype="float32")
 
 
 def _listed(model: Any) -> tuple[str, Any]:

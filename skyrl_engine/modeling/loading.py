@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from skyrl_engine.contracts.kinds.backend import ComputeDtype, ModelSpec
+from skyrl_engine.contracts.values.model import ComputeDtype, ModelConfig
 from skyrl_engine.errors import ModelError
 from skyrl_engine.model_facts.vision_language import refuse_vision_language, takes_images
 from skyrl_engine.modeling.causal_lm import split_causal_lm
@@ -30,27 +30,25 @@ def weight_dtype(compute: ComputeDtype) -> torch.dtype:
     return torch.float64 if compute == "float64" else torch.float32
 
 
-def load_scorer(spec: ModelSpec, *, images: bool = False) -> tuple[Any, Scorer]:
+def load_scorer(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tuple[Any, Scorer]:
     """The whole model on CPU, in training mode, and the scorer over its own modules, proved equal to the model's forward.
 
     It attends by segments where it can (`scorer.segment_support`). `images`: the caller gives vision-language models their images
-    (`scorer.images` says how they take them). Raises ModelError, and UnsupportedError for packed rows that it cannot learn from and for a
-    vision-language model without `images`.
+    (`scorer.images` says how they take them). `seed` draws new adapters. Raises ModelError, and UnsupportedError for a vision-language model
+    without `images`.
     """
     model = load_causal_lm(spec, images=images)
-    scorer = _scorer(spec, model)
+    scorer = _scorer(spec, model, seed)
     if scorer.value_head is not None and not load_value_head(scorer.value_head, spec, _source(spec)):
         logger.info("%s holds no value head; it starts at zero", spec.path)
     if spec.lora is not None and spec.lora.path is not None:
         load_adapters(model, spec)
     check_parity(model, scorer, name=spec.path)
     scorer.segment_support = adopt_segment_attention(model, scorer.decoder, name=spec.path)
-    if spec.packed_rows:
-        scorer.refuse_packed_rows_unless_supported()
     return _ready(spec, model, scorer)
 
 
-def load_skeleton(spec: ModelSpec, *, images: bool = False) -> tuple[Any, Scorer]:
+def load_skeleton(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tuple[Any, Scorer]:
     """The same without values: every parameter and buffer on the meta device, for a backend that fills them from another rank.
 
     Raises ModelError for a configuration that cannot be used; the proof against the model's own forward is left to the rank with values.
@@ -60,7 +58,7 @@ def load_skeleton(spec: ModelSpec, *, images: bool = False) -> tuple[Any, Scorer
         model = _auto_class(config).from_config(
             config, trust_remote_code=spec.trust_remote_code, dtype=weight_dtype(spec.dtype), **_experts(spec)
         )
-    return _ready(spec, model, _scorer(spec, model))
+    return _ready(spec, model, _scorer(spec, model, seed))
 
 
 def adopt_like(model: Any, scorer: Scorer, support: SegmentSupport) -> None:
@@ -70,18 +68,18 @@ def adopt_like(model: Any, scorer: Scorer, support: SegmentSupport) -> None:
     scorer.segment_support = support
 
 
-def _scorer(spec: ModelSpec, model: Any) -> Scorer:
+def _scorer(spec: ModelConfig, model: Any, seed: int) -> Scorer:
     """The scorer over the model's modules; a value head becomes one of them, and adapters become parts of them."""
     parts = split_causal_lm(model)
     if spec.lora is not None:
-        add_adapters(model, language_part(parts.decoder), spec)
+        add_adapters(model, language_part(parts.decoder), spec, seed)
     value_head: ValueHead | None = None
     if spec.value_head:
         value_head = add_value_head(model, parts.head.in_features, name=spec.path)
     return Scorer(parts, logits_per_chunk=spec.logits_per_chunk, value_head=value_head)
 
 
-def _ready(spec: ModelSpec, model: Any, scorer: Scorer) -> tuple[Any, Scorer]:
+def _ready(spec: ModelConfig, model: Any, scorer: Scorer) -> tuple[Any, Scorer]:
     if spec.lora is not None and spec.dtype == "bfloat16":
         freeze_in(model, torch.bfloat16)
     if spec.activation_checkpointing:
@@ -90,12 +88,12 @@ def _ready(spec: ModelSpec, model: Any, scorer: Scorer) -> tuple[Any, Scorer]:
     return model, scorer
 
 
-def _experts(spec: ModelSpec) -> dict[str, str]:
+def _experts(spec: ModelConfig) -> dict[str, str]:
     """Torch's grouped matrix product, the default for mixtures of experts, knows no float64."""
     return {"experts_implementation": "eager"} if spec.dtype == "float64" else {}
 
 
-def load_causal_lm(spec: ModelSpec, *, images: bool = False) -> Any:
+def load_causal_lm(spec: ModelConfig, *, images: bool = False) -> Any:
     """`transformers.PreTrainedModel` on CPU in `weight_dtype`, with its vision tower where it has one and the caller takes `images`.
 
     Raises ModelError when it is not a complete causal or vision-language model, and UnsupportedError as `load_config`.
@@ -143,7 +141,7 @@ def enable_activation_checkpointing(model: Any, name: str) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
-def load_config(spec: ModelSpec, *, images: bool = False) -> Any:
+def load_config(spec: ModelConfig, *, images: bool = False) -> Any:
     """`transformers.PretrainedConfig` of a model that can be trained; of a vision-language one only if the caller takes `images`.
 
     Raises ModelError where it cannot be read or is of another kind, and UnsupportedError for vision-language models that are not supported.
@@ -191,7 +189,7 @@ def load_config(spec: ModelSpec, *, images: bool = False) -> Any:
     return config
 
 
-def _source(spec: ModelSpec) -> str:
+def _source(spec: ModelConfig) -> str:
     """What transformers loads from: the local directory where there is one, else a hub id."""
     local = Path(spec.path).expanduser()
     return str(local) if local.is_dir() else spec.path

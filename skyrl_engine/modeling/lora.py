@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from skyrl_engine.contracts.kinds.backend import LoraSpec, ModelSpec
+from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
 
@@ -34,10 +34,10 @@ _PLAIN: Final = _WITHOUT_EFFECT | {
 """Settings of an existing adapter that may have any value; another one than the default of the rest makes it more than B A."""
 
 
-def add_adapters(model: Any, decoder: nn.Module, spec: ModelSpec) -> None:
+def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -> None:
     """Give linear layers of `decoder`, a part of `model`, adapters, in place, and freeze everything else.
 
-    Their values depend on `spec.lora.seed` alone, and no random state moves; on the meta device there are none. Raises ModelError for targets
+    Their values depend on `seed` alone, and no random state moves; on the meta device there are none. Raises ModelError for targets
     that are not there and for an existing adapter that cannot be used, UnsupportedError without PEFT.
     """
     assert spec.lora is not None
@@ -46,7 +46,7 @@ def add_adapters(model: Any, decoder: nn.Module, spec: ModelSpec) -> None:
     linear = {name: module for name, module in model.named_modules() if id(module) in inside and _is_linear(module)}
     config = _drawn(spec, spec.lora, linear, peft) if spec.lora.path is None else _existing(spec, spec.lora, spec.lora.path, peft)
     with torch.random.fork_rng(devices=()), next(model.parameters()).device:
-        torch.default_generator.manual_seed(spec.lora.seed)
+        torch.default_generator.manual_seed(seed)
         try:
             peft.inject_adapter_in_model(config, model, ADAPTER)
         except ValueError as error:
@@ -81,7 +81,7 @@ def freeze_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def load_adapters(model: nn.Module, spec: ModelSpec) -> None:
+def load_adapters(model: nn.Module, spec: ModelConfig) -> None:
     """Fill adapters, and a value head that was trained with them, from the files at `spec.lora.path`. Raises ModelError."""
     assert spec.lora is not None
     assert spec.lora.path is not None
@@ -156,7 +156,7 @@ def merged_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) ->
         yield f"{owner}.{kind}" if base else name, value
 
 
-def _drawn(spec: ModelSpec, lora: LoraSpec, linear: Mapping[str, nn.Module], peft: Any) -> Any:
+def _drawn(spec: ModelConfig, lora: LoraConfig, linear: Mapping[str, nn.Module], peft: Any) -> Any:
     """PEFT's configuration of new adapters. Raises ModelError for targets that no linear layer matches."""
     names = sorted({name.rpartition(".")[2] for name in linear})
     targets = names
@@ -180,7 +180,7 @@ def _drawn(spec: ModelSpec, lora: LoraSpec, linear: Mapping[str, nn.Module], pef
     )
 
 
-def _existing(spec: ModelSpec, lora: LoraSpec, path: str, peft: Any) -> Any:
+def _existing(spec: ModelConfig, lora: LoraConfig, path: str, peft: Any) -> Any:
     """PEFT's configuration of the adapter at `path`, to be trained on. Raises ModelError where it is no plain one, or not the one asked for."""
     config = _read(path, peft.PeftConfig.from_pretrained)
     if not isinstance(config, peft.LoraConfig):
@@ -199,7 +199,7 @@ def _existing(spec: ModelSpec, lora: LoraSpec, path: str, peft: Any) -> Any:
         )
     targets = config.target_modules if isinstance(config.target_modules, str) else set(config.target_modules)
     wanted = lora.targets if lora.targets == "all-linear" else set(lora.targets)
-    usual = LoraSpec()
+    usual = LoraConfig()
     for key, asked, default, has in (
         ("rank", lora.rank, usual.rank, config.r),
         ("alpha", lora.alpha, usual.alpha, config.lora_alpha),

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 
-from skyrl_engine.contracts.kinds.backend import ModelSpec
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.loading import adopt_like, load_scorer, load_skeleton
 from skyrl_engine.modeling.scorer import Scorer
@@ -31,13 +31,13 @@ class Placed:
     everyone_read: bool
 
 
-def load_on_ranks(spec: ModelSpec, *, images: bool = False) -> Placed:
+def load_on_ranks(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> Placed:
     """Load on rank 0, and shapes alone on the others where that is enough. An error on one rank is raised on all of them.
 
-    `images`: the caller gives vision-language models their images.
+    `images`: the caller gives vision-language models their images. `seed` draws new adapters.
     """
     reads = dist.get_rank() == 0
-    model, scorer, report = _attempt(spec, reads=reads, images=images)
+    model, scorer, report = _attempt(spec, reads=reads, images=images, seed=seed)
     reports: list[EngineError | _Loaded] = [report] * dist.get_world_size()
     dist.all_gather_object(reports, report)
     loaded = []
@@ -48,7 +48,7 @@ def load_on_ranks(spec: ModelSpec, *, images: bool = False) -> Placed:
     everyone_reads = any(one.cannot_be_filled for one in loaded)
     if everyone_reads and not reads:
         logger.info("%s keeps tensors that are neither parameters nor buffers: every rank reads its weights", spec.path)
-        model, scorer = load_scorer(spec, images=images)
+        model, scorer = load_scorer(spec, images=images, seed=seed)
     elif not reads:
         adopt_like(model, scorer, loaded[0].segment_support)
     whole = {} if everyone_reads or not reads else dict(named_tensors(model))
@@ -86,13 +86,13 @@ class _Loaded:
     segment_support: SegmentSupport
 
 
-def _attempt(spec: ModelSpec, *, reads: bool, images: bool) -> tuple[Any, Any, EngineError | _Loaded]:
+def _attempt(spec: ModelConfig, *, reads: bool, images: bool, seed: int) -> tuple[Any, Any, EngineError | _Loaded]:
     """Model, scorer, and what the other ranks must know of them, or an error."""
     try:
         if reads:
-            model, scorer = load_scorer(spec, images=images)
+            model, scorer = load_scorer(spec, images=images, seed=seed)
             return model, scorer, _Loaded(cannot_be_filled=False, segment_support=scorer.segment_support)
-        model, scorer = load_skeleton(spec, images=images)
+        model, scorer = load_skeleton(spec, images=images, seed=seed)
     except EngineError as error:
         return None, None, error
     return model, scorer, _Loaded(_keeps_loose_tensors(model), scorer.segment_support)

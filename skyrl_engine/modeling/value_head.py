@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from skyrl_engine.contracts.kinds.backend import ModelSpec
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import ModelError
 
 NAME = "score"
@@ -50,7 +50,7 @@ def add_value_head(model: Any, features: int, *, name: str) -> ValueHead:
 
 
 @torch.no_grad()
-def load_value_head(head: ValueHead, spec: ModelSpec, source: str) -> bool:
+def load_value_head(head: ValueHead, spec: ModelConfig, source: str) -> bool:
     """Fill the head from the checkpoint; False where the checkpoint holds none. A head without bias (a reward model's) gets the bias 0.
 
     Raises ModelError for a head that gives other than one value per token.
@@ -71,7 +71,7 @@ def load_value_head(head: ValueHead, spec: ModelSpec, source: str) -> bool:
     return True
 
 
-def _stored(spec: ModelSpec, source: str) -> dict[str, Tensor]:
+def _stored(spec: ModelConfig, source: str) -> dict[str, Tensor]:
     """The head's tensors by name in the checkpoint's files."""
     from transformers.utils.hub import cached_file
 

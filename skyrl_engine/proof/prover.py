@@ -7,9 +7,9 @@ import numpy as np
 from attrs import define, frozen
 
 from skyrl_engine.config import ResolvedConfig
-from skyrl_engine.contracts.kinds.backend import ComputeDtype
 from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.model import ComputeDtype
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.capability import check_reducer

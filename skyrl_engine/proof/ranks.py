@@ -9,8 +9,9 @@ import attrs
 from attrs import define
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, ComputeDtype, ModelSpec
+from skyrl_engine.contracts.kinds.backend import AdamWSettings
 from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.values.model import ComputeDtype, ModelConfig
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.modeling.tiny import PAD_TOKEN_ID
 from skyrl_engine.proof.rollouts import LONGEST
@@ -25,10 +26,10 @@ class RankPool:
     """Groups of ranks with one model. `plugins` are those of any run: every pass chooses its own collator and objective.
 
     `alone` is the backend for a single rank where the one in `plugins` divides the world, `reference` the one of float64 passes; None: the
-    backend in `plugins`. `packed_rows` as in `ModelSpec`; `shown` are model scores that outputs hold beside those that the losses read.
+    backend in `plugins`. `packed_rows` as in `RankEnvironment`; `shown` are model scores that outputs hold beside those that the losses read.
     """
 
-    model: ModelSpec
+    model: ModelConfig
     plugins: Mapping[str, SelectedPlugin]
     alone: SelectedPlugin | None = None
     reference: SelectedPlugin | None = None
@@ -60,8 +61,10 @@ class RankPool:
         if (ranks, dtype) not in self._groups:
             plugins = {**self.plugins, "backend": self.backend(ranks, dtype)}
             locks: dict[str, dict[str, Any]] = {place: selected.lock() for place, selected in plugins.items()}
-            model = attrs.evolve(self.model, dtype=dtype, packed_rows=self.packed_rows)
-            spec = WorkerSpec(locks, self.context, model, AdamWSettings(), self.topology(ranks, dtype), "cpu", self.shown)
+            model = attrs.evolve(self.model, dtype=dtype)
+            spec = WorkerSpec(
+                locks, self.context, model, AdamWSettings(), self.topology(ranks, dtype), "cpu", self.shown, self.packed_rows
+            )
             group = launch_workers(spec, launch="inline" if ranks == 1 else "ray")
             self._groups[ranks, dtype] = self._stack.enter_context(group)
         return self._groups[ranks, dtype]

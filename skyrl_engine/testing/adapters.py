@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from skyrl_engine.contracts.kinds.backend import LoraSpec, ModelSpec
+from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.loading import load_scorer
 
@@ -18,7 +18,7 @@ def write_adapter(model: str, target: Path, *, value_head: bool = False, layers:
 
     `layers`: those that get adapters, all by default. With `value_head` the model's own is beside them, as it is.
     """
-    made, _ = load_scorer(ModelSpec(model, value_head=value_head, lora=LoraSpec(rank=4, alpha=8)), images=True)
+    made, _ = load_scorer(ModelConfig(model, value_head=value_head, lora=LoraConfig(rank=4, alpha=8)), images=True)
     write_pretrained(made, target)
     path = target / "adapter_model.safetensors"
     draw = torch.Generator().manual_seed(3)

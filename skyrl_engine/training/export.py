@@ -39,7 +39,7 @@ def export_checkpoint(run_directory: Path, output: Path, step: int | None = None
     spec = WorkerSpec(
         plugins={**locks, "backend": backend.lock()},
         context=FactoryContext(seed=config["run"]["seed"], pad_token_id=files.pad_token_id),
-        model=model.spec(config["run"]["seed"]),
+        model=model,
         optimizer=None,
         topology=backend.loaded.describe_backend(backend.options, 1).topology,
         device="cpu",

@@ -5,8 +5,9 @@ from typing import Any, Literal
 
 from attrs import frozen
 
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, ModelSpec
+from skyrl_engine.contracts.kinds.backend import AdamWSettings
 from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.topology import Topology
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -16,13 +17,14 @@ Device = Literal["auto", "cpu", "cuda"]
 class WorkerSpec:
     """`plugins` are locks of the selected plugins by their place in the configuration; a rank loads the same plugins, or refuses.
 
-    `shown` are model scores that per-token outputs hold beside those that the losses read.
+    `shown` are model scores that per-token outputs hold beside those that the losses read. `packed_rows` as in `RankEnvironment`.
     """
 
     plugins: Mapping[str, Mapping[str, Any]]
     context: FactoryContext
-    model: ModelSpec
+    model: ModelConfig
     optimizer: AdamWSettings | None
     topology: Topology
     device: Device = "auto"
     shown: frozenset[str] = frozenset()
+    packed_rows: bool = False

@@ -83,7 +83,7 @@ class Worker:
         self.use(spec.plugins)
         backend = SelectedPlugin.from_lock(spec.plugins["backend"])
         self._backend: Backend = backend.make(spec.context)
-        environment = RankEnvironment(rank, spec.topology.world_size, device, spec.context.seed)
+        environment = RankEnvironment(rank, spec.topology.world_size, device, spec.context.seed, spec.packed_rows)
         self._backend.setup(spec.model, spec.optimizer, environment)
         if self._backend.coords != (described := spec.topology.coords(rank)):
             raise ContractError(

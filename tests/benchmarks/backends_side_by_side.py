@@ -36,9 +36,9 @@ from measuring.ranks import ClockedTransport
 
 from skyrl_engine.config import SelectedPlugin, from_dict, resolve
 from skyrl_engine.config.schema import OptimizerConfig
-from skyrl_engine.contracts.kinds.backend import ComputeDtype, ModelSpec
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.model import ComputeDtype, ModelConfig
 from skyrl_engine.contracts.values.outputs import BatchOutput
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.engine import Engine
@@ -140,7 +140,7 @@ class Setting:
         plugins: Mapping[str, SelectedPlugin] = resolve(from_dict(tables, "benchmark"), need=()).plugins
         context = FactoryContext(seed=0, pad_token_id=0, max_sequence_length=size.longest)
         assembly = Assembly.of(plugins, context, self.ranks)
-        model_spec = ModelSpec(str(model), dtype=self.dtype, logits_per_chunk=self.logits_per_chunk)
+        model_spec = ModelConfig(str(model), dtype=self.dtype, logits_per_chunk=self.logits_per_chunk)
         spec = assembly.worker_spec(model_spec, STEPPING.settings(), device=self.device)
         transport = ClockedTransport(world, spec)
         group = WorkerGroup(transport, spec.topology)
@@ -379,7 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--backends", nargs="+", choices=list(BACKENDS), default=list(BACKENDS), help="speeds are ratios to the first"
     )
     parser.add_argument(
-        "--logits-per-chunk", type=int, default=ModelSpec("").logits_per_chunk, help="as model.logits_per_chunk of a run"
+        "--logits-per-chunk", type=int, default=ModelConfig("unused").logits_per_chunk, help="as model.logits_per_chunk of a run"
     )
     parser.add_argument(
         "--one-at-a-time", action="store_true", help="end each backend before the next, where memory does not hold all"

@@ -10,8 +10,8 @@ import pytest
 
 from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.config.schema import OptimizerConfig
-from skyrl_engine.contracts.kinds.backend import ModelSpec
 from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.engine import Engine, PassResult
 from skyrl_engine.errors import ModelError
@@ -39,7 +39,7 @@ def drive(model: Path) -> Iterator[Any]:
     def make(**settings: Any) -> tuple[Engine, list[str]]:
         plugins = resolve(from_dict({}, "test"), need=()).plugins
         assembly = Assembly.of(plugins, CONTEXT, 1)
-        spec = assembly.worker_spec(ModelSpec(str(model)), OPTIMIZER.settings(), device="cpu")
+        spec = assembly.worker_spec(ModelConfig(str(model)), OPTIMIZER.settings(), device="cpu")
         group = launch_workers(spec, launch="inline")
         groups.append(group)
         order: list[str] = []

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, ModelSpec
+from skyrl_engine.contracts.kinds.backend import AdamWSettings
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.modeling.tiny import write_model
@@ -54,7 +55,7 @@ def worker_spec() -> Callable[..., WorkerSpec]:
         return WorkerSpec(
             plugins={kind: resolved.plugins[kind].lock() for kind in ("collator", "loss", "backend")},
             context=FactoryContext(seed=1),
-            model=ModelSpec(str(model), dtype=dtype),
+            model=ModelConfig(str(model), dtype=dtype),
             optimizer=AdamWSettings(learning_rate=1e-3),
             topology=Topology(dp=ranks),
             device="cpu",

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.contracts.kinds.backend import ModelSpec
 from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.outputs import BatchOutput
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.assembly import Assembly
@@ -76,7 +76,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     (folder / "losses.py").write_text(LOSS_FILE)
     write_model(folder / "model", value_head=True)
     plugins = resolve(from_dict({}, "test"), need=()).plugins
-    with RankPool(ModelSpec(str(folder / "model"), value_head=True), plugins) as pool:
+    with RankPool(ModelConfig(str(folder / "model"), value_head=True), plugins) as pool:
         yield Ranks(pool, folder)
 
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, ModelSpec, RankEnvironment
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, RankEnvironment
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import PluginNotFoundError
 from skyrl_engine.modeling.tiny import VOCABULARY, Family, write_model
 from skyrl_engine.proof.ranks import CONTEXT
@@ -33,7 +34,7 @@ def started(name: str, directory: Path) -> Backend:
         pytest.skip(f"NOT PROVED HERE: {error.cause}")
     backend: Backend = chosen.make(CONTEXT)
     spec = AdamWSettings(learning_rate=1e-2)
-    backend.setup(ModelSpec(str(directory)), spec, RankEnvironment(0, 1, "cpu", 0))
+    backend.setup(ModelConfig(str(directory)), spec, RankEnvironment(0, 1, "cpu", 0))
     return backend
 
 

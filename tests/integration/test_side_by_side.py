@@ -12,7 +12,7 @@ from backends_side_by_side import BACKENDS, SIZES, TOLERANCES, Measured, Parity,
 from measuring import ranks as on_rank
 from safetensors.numpy import load_file, save_file
 
-from skyrl_engine.contracts.kinds.backend import ComputeDtype
+from skyrl_engine.contracts.values.model import ComputeDtype
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.testing.ranks.world import alone
 

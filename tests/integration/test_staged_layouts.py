@@ -12,8 +12,9 @@ import pytest
 
 from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.config.schema import OptimizerConfig
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, ModelSpec
+from skyrl_engine.contracts.kinds.backend import AdamWSettings
 from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import PluginNotFoundError
@@ -99,7 +100,7 @@ def check(
         pytest.skip(f"NOT PROVED HERE: {error.cause}")
     locks = {place: selected.lock() for place, selected in plugins.items()}
     spec = WorkerSpec(
-        locks, CONTEXT, ModelSpec(str(model), packed_rows=True), AdamWSettings(learning_rate=1e-3), sizes.topology, "cpu"
+        locks, CONTEXT, ModelConfig(str(model)), AdamWSettings(learning_rate=1e-3), sizes.topology, "cpu", packed_rows=True
     )
     results: list[Any] = []
     with start(spec) as group:

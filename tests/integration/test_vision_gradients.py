@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, ModelSpec, RankEnvironment
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, RankEnvironment
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.modeling.tiny import VOCABULARY, write_vision_model
 from skyrl_engine.testing.backends.batches import WeightedObjective, packed, padded, picture_documents, worst
 from skyrl_engine.testing.pictures import Variant
@@ -26,7 +27,7 @@ CASES: Sequence[tuple[Variant, Any]] = (("own", padded), ("own", packed), ("nega
 
 def gradients(backend: Backend, model: Path, variant: Variant, rows: Any) -> dict[str, npt.NDArray[np.float32]]:
     with closing(backend):
-        backend.setup(ModelSpec(str(model), packed_rows=rows is packed), AdamWSettings(), RankEnvironment(0, 1, "cpu", 0))
+        backend.setup(ModelConfig(str(model)), AdamWSettings(), RankEnvironment(0, 1, "cpu", 0, packed_rows=rows is packed))
         backend.forward_backward(rows(picture_documents(VOCABULARY, variant), 3), WeightedObjective())
         return {name: gradient.numpy().copy() for name, gradient in backend.gradients()}
 

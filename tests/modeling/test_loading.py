@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, LlamaForCausalLM, T5Config
 
-from skyrl_engine.contracts.kinds.backend import ComputeDtype, ModelSpec
+from skyrl_engine.contracts.values.model import ComputeDtype, ModelConfig
 from skyrl_engine.errors import ModelError
 from skyrl_engine.modeling.loading import load_causal_lm, load_scorer
 
@@ -29,7 +29,7 @@ def saved(tmp_path: Path) -> Path:
     ("compute", "weights"), [("float32", torch.float32), ("bfloat16", torch.float32), ("float64", torch.float64)]
 )
 def test_weights_are_kept_in_full_precision(saved: Path, compute: ComputeDtype, weights: torch.dtype) -> None:
-    model, scorer = load_scorer(ModelSpec(str(saved), dtype=compute))
+    model, scorer = load_scorer(ModelConfig(str(saved), dtype=compute))
     assert {parameter.dtype for parameter in model.parameters()} == {weights}
     assert scorer.training
     published = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.bfloat16)
@@ -39,13 +39,13 @@ def test_weights_are_kept_in_full_precision(saved: Path, compute: ComputeDtype, 
 
 def test_activation_checkpointing_is_on_when_asked(saved: Path) -> None:
     for wanted in (False, True):
-        model, _ = load_scorer(ModelSpec(str(saved), activation_checkpointing=wanted))
+        model, _ = load_scorer(ModelConfig(str(saved), activation_checkpointing=wanted))
         assert model.model.layers[0].gradient_checkpointing is wanted
 
 
 def refused(path: Path | str, match: str, **options: bool) -> ModelError:
     with pytest.raises(ModelError, match=match) as caught:
-        load_causal_lm(ModelSpec(str(path), **options))
+        load_causal_lm(ModelConfig(str(path), **options))
     assert caught.value.exit_code == 4
     assert not caught.value.cause.endswith(".")
     return caught.value
@@ -121,4 +121,4 @@ def test_a_head_behind_a_transform_is_refused(tmp_path: Path) -> None:
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="computes logits that differ from its decoder and head"):
-        load_scorer(ModelSpec(str(tmp_path)))
+        load_scorer(ModelConfig(str(tmp_path)))

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import IA3Config, LoraConfig
+from peft import IA3Config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from skyrl_engine.contracts.kinds.backend import LoraSpec, ModelSpec
+from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.errors import EngineError, ModelError, UnsupportedError
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.loading import load_config, load_scorer, load_skeleton
@@ -46,7 +46,7 @@ def layers_of(model: Any) -> set[str]:
     return {name.partition(".lora_")[0].removeprefix("model.layers.") for name in trained(model)}
 
 
-def refusal(spec: ModelSpec) -> tuple[str, str]:
+def refusal(spec: ModelConfig) -> tuple[str, str]:
     with pytest.raises(EngineError) as caught:
         load_scorer(spec)
     return caught.value.cause, caught.value.remedy
@@ -58,17 +58,17 @@ def change(adapter: Path, **settings: Any) -> None:
 
 
 def test_all_linear_layers_of_the_decoder_or_those_that_are_named(base: str) -> None:
-    everything, _ = load_scorer(ModelSpec(base, lora=LoraSpec()))
+    everything, _ = load_scorer(ModelConfig(base, lora=LoraConfig()))
     assert {name.rpartition(".")[2] for name in layers_of(everything)} == set(LINEAR)
     assert everything.peft_config["default"].target_modules == set(LINEAR)
-    some, _ = load_scorer(ModelSpec(base, lora=LoraSpec(targets=("1.self_attn.q_proj", "gate_proj"))))
+    some, _ = load_scorer(ModelConfig(base, lora=LoraConfig(targets=("1.self_attn.q_proj", "gate_proj"))))
     assert layers_of(some) == {"1.self_attn.q_proj", "0.mlp.gate_proj", "1.mlp.gate_proj"}
     assert not any(parameter.requires_grad for name, parameter in some.named_parameters() if ".lora_" not in name)
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "c_attn"), ("lm_head",), ("embed_tokens",), ("proj",)])
 def test_targets_that_are_no_linear_layer_are_refused_with_those_that_are(base: str, targets: tuple[str, ...]) -> None:
-    cause, remedy = refusal(ModelSpec(base, lora=LoraSpec(targets=targets)))
+    cause, remedy = refusal(ModelConfig(base, lora=LoraConfig(targets=targets)))
     assert cause == f"model.lora.targets names {targets[-1]!r}, which no linear layer of {base}'s decoder is called"
     assert remedy == f'Choose among {", ".join(LINEAR)}, or write model.lora.targets = "all-linear"'
 
@@ -76,13 +76,13 @@ def test_targets_that_are_no_linear_layer_are_refused_with_those_that_are(base: 
 def test_without_peft_the_remedy_installs_it(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UnsupportedError) as caught:
-        load_scorer(ModelSpec(base, lora=LoraSpec()))
+        load_scorer(ModelConfig(base, lora=LoraConfig()))
     assert caught.value.summary == 'model.lora needs the package peft, which is not installed. Run pip install "skyrl-engine[lora]"'
-    load_scorer(ModelSpec(base))
+    load_scorer(ModelConfig(base))
 
 
 def test_a_skeleton_has_the_same_parameters_and_no_values(base: str) -> None:
-    spec = ModelSpec(base, lora=LoraSpec(), dtype="bfloat16", value_head=True)
+    spec = ModelConfig(base, lora=LoraConfig(), dtype="bfloat16", value_head=True)
     (whole, _), (skeleton, _) = load_scorer(spec), load_skeleton(spec)
     assert {name: (each.shape, each.dtype) for name, each in whole.named_parameters()} == {
         name: (each.shape, each.dtype) for name, each in skeleton.named_parameters()
@@ -98,7 +98,7 @@ def test_transposed_layers_are_merged_as_peft_merges_them(tmp_path: Path) -> Non
     torch.manual_seed(0)
     GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=32, vocab_size=64)).save_pretrained(tmp_path / "base")
     adapter = write_adapter(str(tmp_path / "base"), tmp_path / "adapter")
-    model, _ = load_scorer(ModelSpec(str(tmp_path / "base"), lora=LoraSpec(path=adapter)))
+    model, _ = load_scorer(ModelConfig(str(tmp_path / "base"), lora=LoraConfig(path=adapter)))
     assert {name.rpartition(".")[2] for name in layers_of(model)} == {"c_attn", "c_fc", "c_proj"}
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     merged = dict(merged_weights(model, lambda parameter: parameter.detach()))
@@ -112,15 +112,15 @@ def test_transposed_layers_are_merged_as_peft_merges_them(tmp_path: Path) -> Non
 
 
 def test_an_existing_adapter_brings_its_own_numbers(base: str, adapter: Path, tmp_path: Path) -> None:
-    asked = LoraSpec(path=str(adapter), rank=4, alpha=8, targets=tuple(LINEAR), dropout=0.25)
-    model, _ = load_scorer(ModelSpec(base, lora=asked))
+    asked = LoraConfig(path=str(adapter), rank=4, alpha=8, targets=tuple(LINEAR), dropout=0.25)
+    model, _ = load_scorer(ModelConfig(base, lora=asked))
     assert model.peft_config["default"].lora_dropout == 0.25
     write_pretrained(model, tmp_path / "again")
     stored, again = (load_file(path / "adapter_model.safetensors") for path in (adapter, tmp_path / "again"))
     assert stored.keys() == again.keys()
     assert all(torch.equal(stored[name], again[name]) for name in stored)
     for key, wrong, has in (("rank", 16, "4"), ("alpha", 32, "8"), ("targets", ("q_proj",), ", ".join(LINEAR))):
-        cause, remedy = refusal(ModelSpec(base, lora=LoraSpec(**{"path": str(adapter), key: wrong})))
+        cause, remedy = refusal(ModelConfig(base, lora=LoraConfig(**{"path": str(adapter), key: wrong})))
         assert cause == f"model.lora.{key} differs from that of the adapter {adapter}, which is {has}"
         assert remedy == f"Remove model.lora.{key}: an existing adapter brings its own"
 
@@ -135,21 +135,23 @@ def test_an_existing_adapter_brings_its_own_numbers(base: str, adapter: Path, tm
 )
 def test_what_is_more_than_two_matrices_is_refused(base: str, adapter: Path, settings: dict[str, Any], names: str) -> None:
     change(adapter, **settings)
-    cause, _ = refusal(ModelSpec(base, lora=LoraSpec(path=str(adapter))))
+    cause, _ = refusal(ModelConfig(base, lora=LoraConfig(path=str(adapter))))
     assert cause == f"the adapter {adapter} sets {names}, which is more than two matrices per linear layer"
 
 
 def test_adapters_of_another_kind_or_model_are_refused(base: str, adapter: Path, tmp_path: Path) -> None:
     IA3Config(target_modules=["q_proj"], feedforward_modules=[]).save_pretrained(tmp_path / "other")
-    cause, _ = refusal(ModelSpec(base, lora=LoraSpec(path=str(tmp_path / "other"))))
+    cause, _ = refusal(ModelConfig(base, lora=LoraConfig(path=str(tmp_path / "other"))))
     assert cause == f"the adapter {tmp_path / 'other'} is of the kind IA3"
     change(adapter, target_modules=["c_attn"])
-    assert refusal(ModelSpec(base, lora=LoraSpec(path=str(adapter))))[0].startswith(f"the adapter {adapter} does not fit {base}: ")
+    assert refusal(ModelConfig(base, lora=LoraConfig(path=str(adapter))))[0].startswith(
+        f"the adapter {adapter} does not fit {base}: "
+    )
     write_model(tmp_path / "untied", "llama")
     change(adapter, target_modules=["q_proj", "embed_tokens"])
-    cause, _ = refusal(ModelSpec(str(tmp_path / "untied"), lora=LoraSpec(path=str(adapter))))
+    cause, _ = refusal(ModelConfig(str(tmp_path / "untied"), lora=LoraConfig(path=str(adapter))))
     assert cause == f"the adapter {adapter} changes model.embed_tokens, which is no linear layer of the decoder"
-    cause, remedy = refusal(ModelSpec(base, lora=LoraSpec(path=str(tmp_path / "nowhere"))))
+    cause, remedy = refusal(ModelConfig(base, lora=LoraConfig(path=str(tmp_path / "nowhere"))))
     assert cause.startswith(f"the adapter {tmp_path / 'nowhere'} cannot be read: ")
     assert "adapter_config.json" in remedy
 
@@ -160,7 +162,7 @@ def test_tensors_that_are_missing_or_left_over_are_refused(base: str, adapter: P
     name = min(stored)
     own = name.removeprefix("base_model.model.").replace("lora_A", "lora_A.default")
     shape = list(stored[name].shape)
-    spec = ModelSpec(base, lora=LoraSpec(path=str(adapter)))
+    spec = ModelConfig(base, lora=LoraConfig(path=str(adapter)))
     for changed, found in (
         ({each: stored[each] for each in stored if each != name}, "nothing"),
         ({**stored, name: stored[name][:, 1:].contiguous()}, f"shape [{shape[0]}, {shape[1] - 1}]"),
@@ -176,14 +178,14 @@ def test_tensors_that_are_missing_or_left_over_are_refused(base: str, adapter: P
 
 def test_a_model_path_that_is_an_adapter_says_where_it_belongs(adapter: Path) -> None:
     with pytest.raises(ModelError) as caught:
-        load_config(ModelSpec(str(adapter)))
+        load_config(ModelConfig(str(adapter)))
     assert caught.value.remedy == "Set model.path to the adapter's base model and model.lora.path to this directory"
 
 
 def test_the_file_names_its_base_model_and_layers_alike_in_every_process(base: str, adapter: Path) -> None:
-    config = LoraConfig.from_pretrained(str(adapter))
+    config = peft.LoraConfig.from_pretrained(str(adapter))
     assert (config.base_model_name_or_path, config.task_type, config.r, config.lora_alpha) == (base, "CAUSAL_LM", 4, 8)
     assert json.loads((adapter / "adapter_config.json").read_text())["target_modules"] == LINEAR
     assert np.isclose(
-        load_scorer(ModelSpec(base, lora=LoraSpec(path=str(adapter))))[0].model.layers[0].mlp.up_proj.scaling["default"], 2
+        load_scorer(ModelConfig(base, lora=LoraConfig(path=str(adapter))))[0].model.layers[0].mlp.up_proj.scaling["default"], 2
     )

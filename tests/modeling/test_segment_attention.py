@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl_engine.contracts.kinds.backend import ModelSpec
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.modeling.causal_lm import split_causal_lm
 from skyrl_engine.modeling.loading import enable_activation_checkpointing, load_scorer
@@ -266,7 +266,8 @@ def test_a_pass_that_loses_a_layer_is_an_error() -> None:
 def test_an_export_keeps_no_trace(tmp_path: Path) -> None:
     model = tiny("qwen3")
     model.save_pretrained(tmp_path / "before")
-    loaded, scorer = load_scorer(ModelSpec(str(tmp_path / "before"), packed_rows=True))
+    loaded, scorer = load_scorer(ModelConfig(str(tmp_path / "before")))
+    scorer.refuse_packed_rows_unless_supported()
     assert scorer.segment_support.layers == LAYERS
     assert loaded.config._attn_implementation == NAME
     loaded.save_pretrained(tmp_path / "after")
@@ -278,9 +279,9 @@ def test_an_export_keeps_no_trace(tmp_path: Path) -> None:
 
 def test_announced_packed_rows_are_refused_at_load(tmp_path: Path) -> None:
     tiny("stablelm").save_pretrained(tmp_path)
-    load_scorer(ModelSpec(str(tmp_path)))
+    load_scorer(ModelConfig(str(tmp_path)))
     with pytest.raises(UnsupportedError, match="StableLmModel cannot be trained on packed rows"):
-        load_scorer(ModelSpec(str(tmp_path), packed_rows=True))
+        load_scorer(ModelConfig(str(tmp_path)))[1].refuse_packed_rows_unless_supported()
 
 
 def attend(*, tokens: int = 6, mask: Tensor | None = None, **options: Any) -> Tensor:

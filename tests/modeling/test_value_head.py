@@ -15,7 +15,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from skyrl_engine.contracts.kinds.backend import ComputeDtype, ModelSpec
+from skyrl_engine.contracts.values.model import ComputeDtype, ModelConfig
 from skyrl_engine.errors import ModelError
 from skyrl_engine.modeling.loading import load_scorer, load_skeleton
 
@@ -54,11 +54,11 @@ def scores(scorer: Any, *needs: str) -> dict[str, torch.Tensor]:
 
 def test_a_head_that_the_checkpoint_lacks_is_zero_and_said(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        _, scorer = load_scorer(ModelSpec(str(saved), value_head=True))
+        _, scorer = load_scorer(ModelConfig(str(saved), value_head=True))
     assert scores(scorer, "values")["values"].tolist() == [0, 0, 0]
     assert "holds no value head; it starts at zero" in caplog.text
     assert scorer.computes == {"logits", "logprobs", "entropy", "values"}
-    assert load_scorer(ModelSpec(str(saved)))[1].computes == {"logits", "logprobs", "entropy"}
+    assert load_scorer(ModelConfig(str(saved)))[1].computes == {"logits", "logprobs", "entropy"}
 
 
 @pytest.mark.parametrize("bias", [torch.tensor([0.5]), None], ids=["critic", "reward model"])
@@ -70,7 +70,7 @@ def test_a_head_of_the_checkpoint_scores_as_it_says(
     weight = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1))
     with_head(saved, weight, bias)
     with caplog.at_level(logging.WARNING):
-        model, scorer = load_scorer(ModelSpec(str(saved), value_head=True, dtype=compute))
+        model, scorer = load_scorer(ModelConfig(str(saved), value_head=True, dtype=compute))
     assert not [record for record in caplog.records if record.name.startswith("skyrl_engine")], "nothing is left unused"
     plain = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float64 if compute == "float64" else torch.float32)
     hidden = plain.model(IDS)[0].flatten(0, 1)[POSITIONS]
@@ -85,7 +85,7 @@ def test_values_of_a_lower_precision_are_not_rounded_to_it(saved: Path) -> None:
     """Hidden states and weights in bfloat16, as a backend gathers them; the product in float32."""
     weight = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1))
     with_head(saved, weight, torch.tensor([100.0]))
-    _, scorer = load_scorer(ModelSpec(str(saved), value_head=True))
+    _, scorer = load_scorer(ModelConfig(str(saved), value_head=True))
     scorer.bfloat16()
     values = scores(scorer, "values")["values"]
     assert values.dtype == torch.float32
@@ -93,7 +93,7 @@ def test_values_of_a_lower_precision_are_not_rounded_to_it(saved: Path) -> None:
 
 
 def test_values_alone_compute_nothing_of_the_vocabulary(saved: Path) -> None:
-    _, scorer = load_scorer(ModelSpec(str(saved), value_head=True))
+    _, scorer = load_scorer(ModelConfig(str(saved), value_head=True))
     scorer.head.register_forward_pre_hook(lambda *_: pytest.fail("the language-model head ran"))
     alone = scores(scorer, "values")
     assert alone.keys() == {"values"}
@@ -102,7 +102,7 @@ def test_values_alone_compute_nothing_of_the_vocabulary(saved: Path) -> None:
 
 
 def test_no_position_gives_a_differentiable_nothing(saved: Path) -> None:
-    _, scorer = load_scorer(ModelSpec(str(saved), value_head=True))
+    _, scorer = load_scorer(ModelConfig(str(saved), value_head=True))
     nothing = torch.zeros(0, dtype=torch.int64)
     result = scorer({"input_ids": IDS}, nothing, nothing, needs=("logprobs", "values"))
     assert {name: list(values.shape) for name, values in result.items()} == {"logprobs": [0], "values": [0]}
@@ -113,7 +113,7 @@ def test_no_position_gives_a_differentiable_nothing(saved: Path) -> None:
 def test_gradients_equal_the_plain_way_in_float64(saved: Path) -> None:
     """Against the model's own hidden states and whole logits. The norms inside compute in float32, alike on both sides."""
     with_head(saved, torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1)), torch.tensor([0.5]))
-    model, scorer = load_scorer(ModelSpec(str(saved), value_head=True, dtype="float64"))
+    model, scorer = load_scorer(ModelConfig(str(saved), value_head=True, dtype="float64"))
     result = scores(scorer, "logprobs", "values")
     torch.autograd.backward((result["values"] ** 2 - 0.1 * result["logprobs"]).sum())
     plain = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float64)
@@ -128,13 +128,13 @@ def test_gradients_equal_the_plain_way_in_float64(saved: Path) -> None:
 
 def test_what_is_saved_loads_as_causal_model_critic_and_again(saved: Path, tmp_path: Path) -> None:
     """The same directory serves generation, transformers' own token classification, and this engine."""
-    model, scorer = load_scorer(ModelSpec(str(saved), value_head=True))
+    model, scorer = load_scorer(ModelConfig(str(saved), value_head=True))
     with torch.no_grad():
         model.score.weight.normal_(generator=torch.Generator().manual_seed(2))
         model.score.bias.fill_(0.25)
     model.save_pretrained(tmp_path / "out")
     expected = scores(scorer, "logprobs", "values")
-    _, again = load_scorer(ModelSpec(str(tmp_path / "out"), value_head=True))
+    _, again = load_scorer(ModelConfig(str(tmp_path / "out"), value_head=True))
     for name, values in scores(again, "logprobs", "values").items():
         assert torch.equal(values, expected[name]), name
     causal = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -151,7 +151,7 @@ def test_a_critic_that_transformers_saved_is_read(tmp_path: Path, saved: Path) -
         torch.manual_seed(3)
         critic = kind.from_config(tied)
         critic.save_pretrained(tmp_path / kind.__name__)
-        model, _ = load_scorer(ModelSpec(str(tmp_path / kind.__name__), value_head=True))
+        model, _ = load_scorer(ModelConfig(str(tmp_path / kind.__name__), value_head=True))
         assert torch.equal(model.score.weight, critic.score.weight)
         assert torch.equal(model.score.bias, critic.score.bias if bias else torch.zeros(1))
 
@@ -161,7 +161,7 @@ def test_a_pickled_head_is_read_too(saved: Path) -> None:
     weights = {**load_file(saved / "model.safetensors"), "score.weight": weight, "score.bias": torch.ones(1)}
     torch.save(weights, saved / "pytorch_model.bin")
     (saved / "model.safetensors").unlink()
-    model, _ = load_scorer(ModelSpec(str(saved), value_head=True))
+    model, _ = load_scorer(ModelConfig(str(saved), value_head=True))
     assert torch.equal(model.score.weight, weight)
     assert model.score.bias.item() == 1
 
@@ -169,10 +169,10 @@ def test_a_pickled_head_is_read_too(saved: Path) -> None:
 def test_a_head_of_several_labels_is_refused(saved: Path) -> None:
     with_head(saved, torch.zeros(3, HIDDEN), torch.zeros(3))
     with pytest.raises(ModelError, match=r"score\.(weight|bias) of .* has shape \[3.*, a value head has \[1"):
-        load_scorer(ModelSpec(str(saved), value_head=True))
+        load_scorer(ModelConfig(str(saved), value_head=True))
 
 
 def test_a_skeleton_has_the_head_without_values(saved: Path) -> None:
-    model, scorer = load_skeleton(ModelSpec(str(saved), value_head=True))
+    model, scorer = load_skeleton(ModelConfig(str(saved), value_head=True))
     assert model.get_parameter("score.weight").is_meta
     assert scorer.value_head is model.score

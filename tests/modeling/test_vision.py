@@ -9,7 +9,8 @@ import pytest
 import torch
 from attrs import evolve
 
-from skyrl_engine.contracts.kinds.backend import LoraSpec, MicroBatch, ModelSpec
+from skyrl_engine.contracts.kinds.backend import MicroBatch
+from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.errors import ContractError, DataError, ModelError, UnsupportedError
 from skyrl_engine.modeling.causal_lm import all_layers, split_causal_lm, transformer_layers
 from skyrl_engine.modeling.loading import load_causal_lm, load_config, load_scorer, load_skeleton
@@ -29,7 +30,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(directory: Path, **options: Any) -> tuple[Any, Scorer]:
-    return load_scorer(ModelSpec(str(directory), **options), images=True)
+    return load_scorer(ModelConfig(str(directory), **options), images=True)
 
 
 def batch(*numbers: int) -> MicroBatch:
@@ -44,18 +45,18 @@ def test_it_is_loaded_with_its_tower(directory: Path) -> None:
     assert {id(each) for each in scorer.parameters()} == {id(each) for each in model.parameters()}
     assert scorer.segment_support.layers == len(transformer_layers(language_part(scorer.decoder))) == 4
     assert len(all_layers(scorer.decoder)) == 4 + 3
-    skeleton, empty = load_skeleton(ModelSpec(str(directory)), images=True)
+    skeleton, empty = load_skeleton(ModelConfig(str(directory)), images=True)
     assert empty.images == scorer.images
     assert [name for name, _ in skeleton.named_parameters()] == [name for name, _ in model.named_parameters()]
 
 
 def test_adapters_leave_the_tower_alone(directory: Path) -> None:
-    model, _ = load(directory, lora=LoraSpec())
+    model, _ = load(directory, lora=LoraConfig())
     trained = [name for name, each in model.named_parameters() if each.requires_grad]
     assert len(trained) == 2 * 4 * 7
     assert all(".language_model.layers." in name for name in trained)
     with pytest.raises(ModelError, match=r"targets names 'qkv', which no linear layer of .* decoder is called"):
-        load(directory, lora=LoraSpec(targets=("qkv",)))
+        load(directory, lora=LoraConfig(targets=("qkv",)))
 
 
 def gradients(model: Any, scorer: Scorer, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -92,7 +93,7 @@ def test_with_an_image_every_parameter_learns(directory: Path) -> None:
 
 def test_parity_notices_positions_and_images_of_its_own(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof at load could not fail if the probe's image moved nothing."""
-    model = load_causal_lm(ModelSpec(str(directory)), images=True)
+    model = load_causal_lm(ModelConfig(str(directory)), images=True)
     scorer = Scorer(split_causal_lm(model), logits_per_chunk=10**4)
     check_parity(model, scorer, name="right")
     with monkeypatch.context() as patch:
@@ -152,7 +153,7 @@ def test_pixels_must_not_be_left_out(directory: Path) -> None:
 def test_a_backend_that_gives_no_images_refuses_the_model(directory: Path) -> None:
     for refused in (load_scorer, load_skeleton):
         with pytest.raises(UnsupportedError, match=r"is a vision-language model, and the backend .* does not declare 'vision'"):
-            refused(ModelSpec(str(directory)))
+            refused(ModelConfig(str(directory)))
 
 
 @pytest.mark.parametrize(
@@ -167,5 +168,5 @@ def test_other_vision_language_models_are_refused(directory: Path, tmp_path: Pat
     (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind}))
     for images in (True, False):
         with pytest.raises(UnsupportedError, match=what) as caught:
-            load_config(ModelSpec(str(tmp_path / kind)), images=images)
+            load_config(ModelConfig(str(tmp_path / kind)), images=images)
         assert "supported: qwen3_vl" in caught.value.cause

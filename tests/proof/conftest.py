@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from skyrl_engine.config import ResolvedConfig, from_dict, resolve
-from skyrl_engine.contracts.kinds.backend import ModelSpec
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.modeling.tiny import Family, write_model
 from skyrl_engine.proof.ranks import RankPool
 
@@ -28,7 +28,7 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RankPo
     made = {}
     for family in FAMILIES:
         write_model(directory / family, family, value_head=True)
-        made[family] = RankPool(ModelSpec(str(directory / family), value_head=True), configured()["padded"].plugins)
+        made[family] = RankPool(ModelConfig(str(directory / family), value_head=True), configured()["padded"].plugins)
     with made["qwen3"], made["llama"]:
         yield made
 

@@ -22,7 +22,7 @@ from attrs import define, frozen
 
 from skyrl_engine.config import SelectedPlugin, from_dict, resolve
 from skyrl_engine.config.schema import OptimizerConfig
-from skyrl_engine.contracts.kinds.backend import ModelSpec
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.capability import check_capabilities, required_capabilities
 from skyrl_engine.engine.engine import Engine
@@ -179,8 +179,8 @@ class Matrix:
     def _spec(self, backend: str, layout: str, optimizer: OptimizerConfig) -> WorkerSpec:
         sizes = ParallelSizes.parse(layout)
         plugins = resolved("cross_entropy", "packed", {**BACKENDS[backend], **sizes.options})
-        model = ModelSpec(str(self._directory / "model"), packed_rows=True)
-        return WorkerSpec(_locks(plugins), CONTEXT, model, optimizer.settings(), sizes.topology, "cpu")
+        model = ModelConfig(str(self._directory / "model"))
+        return WorkerSpec(_locks(plugins), CONTEXT, model, optimizer.settings(), sizes.topology, "cpu", packed_rows=True)
 
     def _cells(self, group: WorkerGroup, keys: Collection[Key]) -> Iterator[tuple[Key, Trajectory]]:
         """Losses and collators on ranks that keep their model; weights go back to where they were after each."""

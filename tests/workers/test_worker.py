@@ -4,8 +4,8 @@ import pytest
 import torch.distributed as dist
 
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.contracts.kinds.backend import ModelSpec
 from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.errors import ContractError, ModelError
 from skyrl_engine.workers.spec import WorkerSpec
@@ -50,7 +50,7 @@ def spec_with(backend: str) -> WorkerSpec:
     table = {"model": {"path": "./missing"}, "data": {"train": "unused.jsonl"}, "backend": {"use": backend}}
     resolved = resolve(from_dict(table, "test"))
     locks = {kind: resolved.plugins[kind].lock() for kind in ("collator", "loss", "backend")}
-    return WorkerSpec(locks, FactoryContext(), ModelSpec("./missing"), None, Topology(), "cpu")
+    return WorkerSpec(locks, FactoryContext(), ModelConfig("./missing"), None, Topology(), "cpu")
 
 
 def test_a_failed_start_leaves_the_process_group():

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelSpec, RankEnvironment
+from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, RankEnvironment
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.tiny import VOCABULARY, write_model
 from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents, packed, padded
@@ -46,12 +46,18 @@ def save_models(root: Path) -> dict[str, str]:
 
 
 def start(
-    directory: str, stage: int = 3, optimizer: AdamWSettings | None = STILL, *, threshold: int = 0, **model: Any
+    directory: str,
+    stage: int = 3,
+    optimizer: AdamWSettings | None = STILL,
+    *,
+    threshold: int = 0,
+    packed_rows: bool = False,
+    **model: Any,
 ) -> DeepSpeedBackend:
     """A backend over the default process group. Chunks of five positions; unless said otherwise no parameter is kept whole."""
     backend = DeepSpeedBackend(DeepSpeedConfig(zero_stage=stage, persistence_threshold=threshold))  # type: ignore[arg-type] # checked by attrs
-    environment = RankEnvironment(dist.get_rank(), dist.get_world_size(), "cpu", 0)
-    backend.setup(ModelSpec(directory, **{"logits_per_chunk": 5 * VOCABULARY, **model}), optimizer, environment)
+    environment = RankEnvironment(dist.get_rank(), dist.get_world_size(), "cpu", 0, packed_rows)
+    backend.setup(ModelConfig(directory, **{"logits_per_chunk": 5 * VOCABULARY, **model}), optimizer, environment)
     return backend
 
 

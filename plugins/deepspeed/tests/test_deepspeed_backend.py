@@ -11,7 +11,7 @@ import torch
 from deepspeed_tasks import OPTIMIZER, arrays, batch, start, train
 
 from skyrl_engine import DataError, UnsupportedError
-from skyrl_engine.contracts import AdamWSettings, ModelSpec, RankEnvironment, Topology
+from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankEnvironment, Topology
 from skyrl_engine.testing.backends.batches import WeightedObjective
 from skyrl_engine.workers.process_group import pick_device
 from skyrl_engine_deepspeed import library
@@ -91,7 +91,7 @@ def test_what_deepspeed_cannot_do_is_refused_before_anything_is_loaded(
 ) -> None:
     backend = DeepSpeedBackend(DeepSpeedConfig(**options))  # type: ignore[arg-type] # options of every type
     with pytest.raises(UnsupportedError, match=cause) as caught:
-        backend.setup(ModelSpec("nowhere", dtype=dtype), AdamWSettings(), RankEnvironment(0, 1, "cpu", 0))  # type: ignore[arg-type] # as above
+        backend.setup(ModelConfig("nowhere", dtype=dtype), AdamWSettings(), RankEnvironment(0, 1, "cpu", 0))  # type: ignore[arg-type] # as above
     assert remedy in caught.value.remedy
     backend.close()
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from deepspeed_tasks import OPTIMIZER, STILL, arrays, batch, train
 
-from skyrl_engine.contracts import AdamWSettings, ModelSpec, RankEnvironment
+from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankEnvironment
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.backends.batches import WeightedObjective, definition, documents, worst
 from skyrl_engine_deepspeed.backend import DeepSpeedBackend
@@ -31,7 +31,7 @@ def _world() -> Any:
 
 def started(directory: str, config: DeepSpeedConfig, optimizer: AdamWSettings = STILL, **model: Any) -> DeepSpeedBackend:
     backend = DeepSpeedBackend(config)
-    backend.setup(ModelSpec(directory, **model), optimizer, RankEnvironment(0, 1, "cuda:0", 0))
+    backend.setup(ModelConfig(directory, **model), optimizer, RankEnvironment(0, 1, "cuda:0", 0))
     return backend
 
 

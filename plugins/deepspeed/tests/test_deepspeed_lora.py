@@ -14,7 +14,7 @@ from deepspeed_tasks import arrays, continued, exported, gradients_of, save_afte
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.contracts import LoraSpec
+from skyrl_engine.contracts import LoraConfig
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.adapters import with_adapter, write_adapter
 from skyrl_engine.testing.backends.batches import Definition, definition, documents, worst
@@ -51,7 +51,7 @@ def check(ranks: Any, due: Definition, tolerance: float) -> None:
 def test_two_ranks_equal_plain_peft(
     pair: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition], name: str, rows: str, stage: int
 ) -> None:
-    check(pair.run(gradients_of, models[name], stage, rows=rows, lora=LoraSpec(path=adapters[name])), due[name], 1e-5)
+    check(pair.run(gradients_of, models[name], stage, rows=rows, lora=LoraConfig(path=adapters[name])), due[name], 1e-5)
 
 
 @pytest.mark.usefixtures("alone")
@@ -59,7 +59,7 @@ def test_two_ranks_equal_plain_peft(
 def test_one_rank_equals_plain_peft(
     models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition], stage: int
 ) -> None:
-    lora = LoraSpec(path=adapters["qwen3"])
+    lora = LoraConfig(path=adapters["qwen3"])
     check([gradients_of(models["qwen3"], stage, lora=lora, activation_checkpointing=True)], due["qwen3"], 1e-5)
 
 
@@ -67,14 +67,14 @@ def test_one_rank_equals_plain_peft(
 def test_bfloat16_stays_within_its_precision(
     pair: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition], stage: int
 ) -> None:
-    ranks = pair.run(gradients_of, models["llama"], stage, sizes=(2,), lora=LoraSpec(path=adapters["llama"]), dtype="bfloat16")
+    ranks = pair.run(gradients_of, models["llama"], stage, sizes=(2,), lora=LoraConfig(path=adapters["llama"]), dtype="bfloat16")
     check(ranks, due["llama"], 5e-2)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_value_head_learns_beside_the_adapters(pair: World, models: dict[str, str], adapters: dict[str, str], stage: int) -> None:
     """Where no loss reads the values its gradient is zero."""
-    lora = LoraSpec(path=adapters["critic"])
+    lora = LoraConfig(path=adapters["critic"])
     plain = definition(models["critic"], documents(VOCABULARY), adapter=adapters["critic"]).gradients
     for ranks in pair.run(gradients_of, models["critic"], stage, sizes=(2,), value_head=True, lora=lora):
         found = ranks[0][1]
@@ -88,7 +88,7 @@ def test_a_value_head_learns_beside_the_adapters(pair: World, models: dict[str, 
 )
 def test_resumed_equals_uninterrupted(pair: World, models: dict[str, str], tmp_path: Path, stage: int, later: int) -> None:
     """With dropout, so that random states count too; in another stage as well, to float32's rounding."""
-    lora = LoraSpec(rank=4, dropout=0.3, targets=("q_proj", "down_proj"))
+    lora = LoraConfig(rank=4, dropout=0.3, targets=("q_proj", "down_proj"))
     for uninterrupted, resumed in pair.run(
         continued, models["qwen3"], stage, tmp_path, before=2, after=2, later_stage=later, lora=lora
     ):
@@ -103,7 +103,7 @@ def test_resumed_equals_uninterrupted(pair: World, models: dict[str, str], tmp_p
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_export_is_what_peft_loads(pair: World, models: dict[str, str], tmp_path: Path, stage: int) -> None:
-    lora = LoraSpec(rank=4, alpha=32, targets=("q_proj", "o_proj"))
+    lora = LoraConfig(rank=4, alpha=32, targets=("q_proj", "o_proj"))
     merged = pair.run(exported, models["llama"], stage, tmp_path, lora=lora)[1]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     base = AutoModelForCausalLM.from_pretrained(models["llama"])
@@ -122,7 +122,7 @@ def test_the_export_is_what_peft_loads(pair: World, models: dict[str, str], tmp_
 @pytest.mark.usefixtures("alone")
 def test_one_rank_that_only_scores_exports_what_two_have_saved(pair: World, models: dict[str, str], tmp_path: Path) -> None:
     """As `skyrl-engine export` does."""
-    lora = LoraSpec(rank=4)
+    lora = LoraConfig(rank=4)
     trained = pair.run(save_after_a_step, models["llama"], 2, tmp_path, lora=lora)[0]
     backend = start(models["llama"], 3, None, lora=lora)
     backend.load(tmp_path)
@@ -137,13 +137,13 @@ def test_ranks_that_only_score_divide_adapters_too(
     pair: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition]
 ) -> None:
     """As for a reference model."""
-    parts = pair.run(scored, models["llama"], lora=LoraSpec(path=adapters["llama"]))
+    parts = pair.run(scored, models["llama"], lora=LoraConfig(path=adapters["llama"]))
     assert sum(loss for loss, _ in parts) == pytest.approx(due["llama"].loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("lora", [LoraSpec(rank=4), None], ids=["adapters", "all weights"])
+@pytest.mark.parametrize("lora", [LoraConfig(rank=4), None], ids=["adapters", "all weights"])
 def test_ranks_that_only_score_read_a_checkpoint(
-    pair: World, models: dict[str, str], tmp_path: Path, lora: LoraSpec | None
+    pair: World, models: dict[str, str], tmp_path: Path, lora: LoraConfig | None
 ) -> None:
     """They hold one part of every weight each; it was written in other parts."""
     trained = pair.run(save_after_a_step, models["llama"], 2, tmp_path, lora=lora)[0]

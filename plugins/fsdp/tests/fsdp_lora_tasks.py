@@ -11,7 +11,7 @@ from fsdp_rows import VOCABULARY, Arrays
 from fsdp_tasks import arrays, start
 from torch.distributed.checkpoint import filesystem
 
-from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelSpec, RankEnvironment
+from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, RankEnvironment
 from skyrl_engine.modeling.lora import trained
 from skyrl_engine.modeling.tiny import VOCABULARY as PROOF_VOCABULARY
 from skyrl_engine.testing.backends.batches import WeightedObjective, documents, packed, padded, picture_documents
@@ -118,7 +118,7 @@ def exported(directory: str, target: Path, *, pictures: bool = False, **model: A
 def exported_alone(directory: str, checkpoint: Path, target: Path, **model: Any) -> Arrays:
     """As `skyrl-engine export` does: one rank that only scores reads the checkpoint."""
     backend = FsdpBackend(FsdpConfig())
-    backend.setup(ModelSpec(directory, **model), None, RankEnvironment(dist.get_rank(), dist.get_world_size(), "cpu", 0))
+    backend.setup(ModelConfig(directory, **model), None, RankEnvironment(dist.get_rank(), dist.get_world_size(), "cpu", 0))
     backend.load(checkpoint)
     backend.export(target)
     found = adapters(backend)

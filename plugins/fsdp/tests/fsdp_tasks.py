@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine import EngineError
-from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelSpec, RankEnvironment, RankOutput
+from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, RankEnvironment, RankOutput
 from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import Score
 from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
@@ -23,12 +23,20 @@ from skyrl_engine_fsdp.plugin import FsdpConfig
 
 
 def start(
-    directory: str, optimizer: AdamWSettings | None = None, *, options: FsdpConfig | None = None, **model: Any
+    directory: str,
+    optimizer: AdamWSettings | None = None,
+    *,
+    options: FsdpConfig | None = None,
+    packed_rows: bool = False,
+    seed: int = 0,
+    **model: Any,
 ) -> FsdpBackend:
     """A backend over the default process group."""
     backend = FsdpBackend(options or FsdpConfig())
-    environment = RankEnvironment(dist.get_rank(), dist.get_world_size(), "cpu", 0)
-    backend.setup(ModelSpec(directory, **{"logits_per_chunk": 5 * VOCABULARY, **model}), optimizer or AdamWSettings(), environment)
+    environment = RankEnvironment(dist.get_rank(), dist.get_world_size(), "cpu", seed, packed_rows)
+    backend.setup(
+        ModelConfig(directory, **{"logits_per_chunk": 5 * VOCABULARY, **model}), optimizer or AdamWSettings(), environment
+    )
     return backend
 
 
@@ -334,11 +342,11 @@ def placed(directory: str, *, loose: bool) -> tuple[bool, list[str], Arrays, Arr
     read: list[str] = []
     whole, skeleton = placement.load_scorer, placement.load_skeleton
 
-    def load_scorer(spec: ModelSpec, **options: Any) -> Any:
+    def load_scorer(spec: ModelConfig, **options: Any) -> Any:
         read.append(spec.path)
         return whole(spec, **options)
 
-    def load_skeleton(spec: ModelSpec, **options: Any) -> Any:
+    def load_skeleton(spec: ModelConfig, **options: Any) -> Any:
         model, scorer = skeleton(spec, **options)
         if loose:
             scorer.decoder.remembered = torch.zeros(3, device="meta")

@@ -154,10 +154,10 @@ def test_tokens_outside_the_vocabulary_are_named(models: dict[str, str], token: 
 
 
 def test_scoring_only_needs_no_optimizer(models: dict[str, str]) -> None:
-    from fsdp_tasks import FsdpBackend, ModelSpec, RankEnvironment
+    from fsdp_tasks import FsdpBackend, ModelConfig, RankEnvironment
 
     backend = FsdpBackend(FsdpConfig())
-    backend.setup(ModelSpec(models["qwen3-tied"]), None, RankEnvironment(0, 1, "cpu", 0))
+    backend.setup(ModelConfig(models["qwen3-tied"]), None, RankEnvironment(0, 1, "cpu", 0))
     assert np.isfinite(backend.forward(cut(rows(), 8), Weighted()).metrics["loss"].value)
     backend.close()
     backend.close()

@@ -13,7 +13,7 @@ from fsdp_tasks import continued, exported, load_elsewhere, save_only, start, tr
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine import CheckpointError, ModelError
-from skyrl_engine.contracts import AdamWSettings, ModelSpec, RankEnvironment
+from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankEnvironment
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig
@@ -60,7 +60,7 @@ def test_scoring_alone_takes_the_weights_of_any_number_of_ranks(pair: World, mod
     """What an export on one rank needs. The two ranks took one AdamW step, which moves no weight by much more than the learning rate, 1e-5."""
     pair.run(save_only, models["qwen3-tied"], tmp_path)
     backend = FsdpBackend(FsdpConfig())
-    backend.setup(ModelSpec(models["qwen3-tied"]), None, RankEnvironment(0, 1, "cpu", 0))
+    backend.setup(ModelConfig(models["qwen3-tied"]), None, RankEnvironment(0, 1, "cpu", 0))
     before = {name: tensor.clone() for name, tensor in backend.weights()}
     with torch.no_grad():
         for parameter in backend._model.parameters():

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine import UnsupportedError
-from skyrl_engine.contracts import AdamWSettings, ModelSpec
+from skyrl_engine.contracts import AdamWSettings, ModelConfig
 from skyrl_engine.modeling.loading import load_scorer
 from skyrl_engine.testing.backends.batches import worst
 from skyrl_engine.testing.ranks.world import World
@@ -71,7 +71,7 @@ def test_resumed_equals_uninterrupted_and_the_export_holds_the_head(pair: World,
     assert not np.array_equal(weights["score.weight"], load_file(Path(models["critic"]) / "model.safetensors")["score.weight"])
     causal = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert dict(causal.named_parameters()).keys() == weights.keys() - {"score.weight", "score.bias"}
-    model, _ = load_scorer(ModelSpec(str(tmp_path / "out"), value_head=True))
+    model, _ = load_scorer(ModelConfig(str(tmp_path / "out"), value_head=True))
     for name, parameter in model.named_parameters():
         np.testing.assert_array_equal(parameter.detach().numpy(), weights[name], err_msg=name)
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from fsdp_rows import Weighted, cut, definition, pack, rows
 from fsdp_tasks import arrays
 
-from skyrl_engine.contracts import AdamWSettings, ComputeDtype, MicroBatch, ModelSpec, RankEnvironment
+from skyrl_engine.contracts import AdamWSettings, ComputeDtype, MicroBatch, ModelConfig, RankEnvironment
 from skyrl_engine.testing.backends.batches import worst
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig
@@ -32,7 +32,7 @@ def test_one_device_equals_a_plain_process(
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0"))
     try:
         backend = FsdpBackend(options)
-        spec = ModelSpec(models[name], dtype=dtype, activation_checkpointing=True)
+        spec = ModelConfig(models[name], dtype=dtype, activation_checkpointing=True)
         backend.setup(spec, AdamWSettings(), RankEnvironment(0, 1, "cuda:0", 0))
         backend.forward_backward(layout(rows(), 2), Weighted())
         _, reference = definition(models[name], rows())

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from fsdp_lora_tasks import continued, drawn, exported, exported_alone, gradients_of, kept_in, saved
 from fsdp_rows import VOCABULARY
 from fsdp_tasks import outcome_with
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.contracts import LoraSpec
+from skyrl_engine.contracts import LoraConfig
 from skyrl_engine.testing.adapters import with_adapter, write_adapter
 from skyrl_engine.testing.backends.batches import Definition, definition, documents, worst
 from skyrl_engine.testing.ranks.world import World
@@ -64,7 +65,7 @@ def check(ranks: Any, due: Definition, tolerance: float) -> None:
 def test_two_ranks_equal_plain_peft(
     pair: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition], name: str, rows: str, options: Any
 ) -> None:
-    lora = LoraSpec(path=adapters[name])
+    lora = LoraConfig(path=adapters[name])
     check(pair.run(gradients_of, models[name], rows=rows, sizes=(1, 3), lora=lora, **options), due[name], 1e-5)
 
 
@@ -74,7 +75,7 @@ def test_copies_of_shards_equal_plain_peft(
 ) -> None:
     """Two copies of two shards; in bfloat16 frozen weights and adapters share a unit in two precisions."""
     name, copies = "llama-untied", FsdpConfig(replicate=2)
-    lora = LoraSpec(path=adapters[name])
+    lora = LoraConfig(path=adapters[name])
     check(quad.run(gradients_of, models[name], rows="packed", sizes=(2,), lora=lora, options=copies), due[name], 1e-5)
     check(quad.run(gradients_of, models[name], sizes=(2,), lora=lora, options=copies, dtype="bfloat16"), due[name], 5e-2)
 
@@ -84,7 +85,7 @@ def test_copies_of_shards_equal_plain_peft(
 def test_one_rank_equals_plain_peft(
     models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition], name: str, rows: str
 ) -> None:
-    lora = LoraSpec(path=adapters[name])
+    lora = LoraConfig(path=adapters[name])
     check([gradients_of(models[name], rows=rows, sizes=(2, 8), lora=lora)], due[name], 1e-5)
     check([gradients_of(models[name], rows=rows, sizes=(3,), lora=lora, dtype="float64")], due[name], 1e-10)
 
@@ -92,7 +93,7 @@ def test_one_rank_equals_plain_peft(
 def test_bfloat16_keeps_adapters_in_float32_and_what_is_frozen_in_bfloat16(
     pair: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition]
 ) -> None:
-    name, lora = "llama-untied", LoraSpec(path=adapters["llama-untied"])
+    name, lora = "llama-untied", LoraConfig(path=adapters["llama-untied"])
     check(pair.run(gradients_of, models[name], sizes=(2,), lora=lora, dtype="bfloat16"), due[name], 5e-2)
     assert pair.run(kept_in, models[name], lora=lora, dtype="bfloat16") == [({torch.bfloat16}, {torch.float32})] * 2
     assert pair.run(kept_in, models[name], lora=lora) == [({torch.float32}, {torch.float32})] * 2
@@ -106,32 +107,35 @@ def test_layers_without_adapters_and_ranks_without_scored_tokens_take_part(
     unscored = (1, 3, 5, 7)
     reference = definition(models["llama-untied"], documents(VOCABULARY, unscored=unscored), adapter=adapter)
     assert {name.partition(".self_attn")[0].partition(".mlp")[0] for name in reference.gradients} == {"model.layers.1"}
-    ranks = pair.run(gradients_of, models["llama-untied"], sizes=(1, 4), unscored=unscored, lora=LoraSpec(path=adapter))
+    ranks = pair.run(gradients_of, models["llama-untied"], sizes=(1, 4), unscored=unscored, lora=LoraConfig(path=adapter))
     check(ranks, reference, 1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks transformers for it
 def test_new_adapters_are_those_of_peft_on_every_rank(pair: World, models: dict[str, str]) -> None:
-    lora = LoraSpec(rank=4, targets=("q_proj", "up_proj"), seed=11)
+    lora = LoraConfig(rank=4, targets=("q_proj", "up_proj"))
     plain = AutoModelForCausalLM.from_pretrained(models["qwen3-tied"])
     torch.manual_seed(11)
-    plain = get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj", "up_proj"])).base_model.model
+    plain = get_peft_model(plain, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"])).base_model.model
     expected = {name: each.detach().numpy() for name, each in plain.named_parameters() if each.requires_grad}
-    made = pair.run(drawn, models["qwen3-tied"], lora=lora)
+    made = pair.run(drawn, models["qwen3-tied"], lora=lora, seed=11)
     for found, following in made:
         assert found.keys() == expected.keys()
         for name, values in expected.items():
             np.testing.assert_array_equal(found[name], values, err_msg=name)
             assert bool(values.any()) == (".lora_A." in name)
         assert following == pair.run(drawn, models["qwen3-tied"])[0][1], "making adapters moved the random state"
-    others = pair.run(drawn, models["qwen3-tied"], lora=LoraSpec(rank=4, targets=("q_proj", "up_proj"), seed=12))[0][0]
+    others = pair.run(drawn, models["qwen3-tied"], lora=lora, seed=12)[0][0]
     assert not any(np.array_equal(others[name], values) for name, values in expected.items() if ".lora_A." in name)
 
 
 @pytest.mark.usefixtures("alone")
 def test_one_rank_draws_the_same(pair: World, models: dict[str, str]) -> None:
-    lora = LoraSpec(seed=3)
-    (two, _), (one, _) = pair.run(drawn, models["llama-untied"], lora=lora)[1], drawn(models["llama-untied"], lora=lora)
+    lora = LoraConfig()
+    (two, _), (one, _) = (
+        pair.run(drawn, models["llama-untied"], lora=lora, seed=3)[1],
+        drawn(models["llama-untied"], lora=lora, seed=3),
+    )
     assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in one} == ALL_BUT_HEAD
     for name, values in one.items():
         np.testing.assert_array_equal(values, two[name], err_msg=name)
@@ -139,7 +143,7 @@ def test_one_rank_draws_the_same(pair: World, models: dict[str, str]) -> None:
 
 def test_resumed_equals_uninterrupted_and_holds_adapters_alone(pair: World, models: dict[str, str], tmp_path: Path) -> None:
     """With dropout, so that random states count too."""
-    lora = LoraSpec(rank=4, dropout=0.3, targets=("q_proj", "down_proj"))
+    lora = LoraConfig(rank=4, dropout=0.3, targets=("q_proj", "down_proj"))
     for uninterrupted, resumed, entries, optimized in pair.run(continued, models["qwen3-tied"], tmp_path, lora=lora):
         assert uninterrupted[0] == resumed[0]
         for name, values in uninterrupted[1].items():
@@ -151,7 +155,7 @@ def test_resumed_equals_uninterrupted_and_holds_adapters_alone(pair: World, mode
 
 def test_the_export_is_what_peft_loads_and_the_next_run_starts_from(pair: World, models: dict[str, str], tmp_path: Path) -> None:
     name, before = "llama-untied", dict(AutoModelForCausalLM.from_pretrained(models["llama-untied"]).named_parameters())
-    lora = LoraSpec(rank=4, alpha=32, targets=("q_proj", "o_proj"))
+    lora = LoraConfig(rank=4, alpha=32, targets=("q_proj", "o_proj"))
     ranks = pair.run(exported, models[name], tmp_path, lora=lora)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     by_peft = definition(models[name], documents(VOCABULARY), dtype=torch.float32, adapter=str(tmp_path))
@@ -170,7 +174,7 @@ def test_the_export_is_what_peft_loads_and_the_next_run_starts_from(pair: World,
         if ".lora_" not in each:
             merged = ranks[1][0][each.replace(".base_layer.", ".")]
             np.testing.assert_allclose(merged, parameter.detach().numpy(), rtol=1e-6, atol=1e-7, err_msg=each)
-    again = pair.run(drawn, models[name], lora=LoraSpec(path=str(tmp_path)))
+    again = pair.run(drawn, models[name], lora=LoraConfig(path=str(tmp_path)))
     for (found, _), (_, _, adapters) in zip(again, ranks, strict=True):
         assert found.keys() == adapters.keys()
         for each, values in adapters.items():
@@ -179,7 +183,7 @@ def test_the_export_is_what_peft_loads_and_the_next_run_starts_from(pair: World,
 
 @pytest.mark.usefixtures("alone")
 def test_one_rank_that_only_scores_exports_what_two_have_saved(pair: World, models: dict[str, str], tmp_path: Path) -> None:
-    lora = LoraSpec(rank=4)
+    lora = LoraConfig(rank=4)
     adapters = pair.run(saved, models["qwen3-tied"], tmp_path, lora=lora)[0]
     found = exported_alone(models["qwen3-tied"], tmp_path, tmp_path / "out", lora=lora)
     for name, values in adapters.items():
@@ -192,7 +196,7 @@ def test_a_value_head_learns_beside_the_adapters(pair: World, models: dict[str, 
     write_adapter(models["critic"], tmp_path, value_head=True)
     needs = ("logprobs", "values")
     reference = definition(models["critic"], documents(VOCABULARY), adapter=str(tmp_path), needs=needs)
-    lora = LoraSpec(path=str(tmp_path))
+    lora = LoraConfig(path=str(tmp_path))
     ranks = pair.run(gradients_of, models["critic"], sizes=(1, 4), needs=needs, value_head=True, lora=lora)
     assert {"score.weight", "score.bias"} < reference.gradients.keys()
     check(ranks, reference, 1e-5)
@@ -202,7 +206,7 @@ def test_tensor_parallel_ranks_refuse_adapters(pair: World, models: dict[str, st
     options = FsdpConfig(tensor_parallel=2)
     assert "lora" not in fsdp.skyrl_engine_describe_backend(options, 2).capabilities
     assert "lora" in fsdp.skyrl_engine_describe_backend(FsdpConfig(), 2).capabilities
-    said = pair.run(outcome_with, models["qwen3-tied"], options, lora=LoraSpec())
+    said = pair.run(outcome_with, models["qwen3-tied"], options, lora=LoraConfig())
     assert (
         said
         == ["the fsdp backend trains no adapters under tensor parallelism. Set backend.tensor_parallel = 1, or remove model.lora"]

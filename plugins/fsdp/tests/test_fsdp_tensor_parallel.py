@@ -27,7 +27,7 @@ from fsdp_tasks import (
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine import UnsupportedError
-from skyrl_engine.contracts import AdamWSettings, ModelSpec, RankEnvironment, Topology
+from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankEnvironment, Topology
 from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import asked_of_head
 from skyrl_engine.testing.backends.batches import worst
@@ -250,6 +250,6 @@ def test_cpu_offload_is_refused_on_cpu(models: dict[str, str]) -> None:
 def test_a_model_that_was_offloaded_is_exported_on_cpu(models: dict[str, str], tmp_path: Path) -> None:
     """Scoring only: one process on the CPU writes the model of a run on GPUs."""
     backend = FsdpBackend(FsdpConfig(cpu_offload=True))
-    backend.setup(ModelSpec(models["qwen3-tied"]), None, RankEnvironment(0, 1, "cpu", 0))
+    backend.setup(ModelConfig(models["qwen3-tied"]), None, RankEnvironment(0, 1, "cpu", 0))
     backend.export(tmp_path)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "qwen3"

@@ -15,7 +15,16 @@ from fsdp_lora_tasks import continued, exported, gradients_of
 from fsdp_tasks import outcome_with, start
 from transformers import AutoModelForImageTextToText
 
-from skyrl_engine.contracts import FactoryContext, Layout, LoraSpec, MicroBatch, PerSequence, RankOutput, SampleColumns, StepCounts
+from skyrl_engine.contracts import (
+    FactoryContext,
+    Layout,
+    LoraConfig,
+    MicroBatch,
+    PerSequence,
+    RankOutput,
+    SampleColumns,
+    StepCounts,
+)
 from skyrl_engine.modeling.tiny import IMAGE_TOKEN, VOCABULARY, write_vision_model
 from skyrl_engine.spans import Spans
 from skyrl_engine.testing.adapters import write_adapter
@@ -101,7 +110,7 @@ def test_adapters_are_of_the_language_model_alone(
 ) -> None:
     """The tower is frozen, and runs forward alone; ranks without an image pass it all the same."""
     assert all(".language_model." in name for name in due["adapter"].gradients)
-    lora = LoraSpec(path=vision["adapter"])
+    lora = LoraConfig(path=vision["adapter"])
     check(pair.run(gradients_of, vision["tied"], rows=rows, sizes=(1, 4), pictures=True, lora=lora), due["adapter"])
 
 

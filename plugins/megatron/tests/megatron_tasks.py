@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from skyrl_engine import ModelError
-from skyrl_engine.contracts import AdamWSettings, ModelSpec, RankEnvironment, RankOutput
+from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankEnvironment, RankOutput
 from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents, packed, padded
 from skyrl_engine_megatron import pipeline
 from skyrl_engine_megatron.backend import MegatronBackend
@@ -64,7 +64,7 @@ def start(
     """A backend over the default process group."""
     backend = MegatronBackend(options or MegatronConfig())
     environment = RankEnvironment(dist.get_rank(), dist.get_world_size(), "cpu", 0)
-    spec = ModelSpec(directory, **{"logits_per_chunk": 5 * VOCABULARY, **model})
+    spec = ModelConfig(directory, **{"logits_per_chunk": 5 * VOCABULARY, **model})
     backend.setup(spec, (optimizer or AdamWSettings()) if learns else None, environment)
     return backend
 

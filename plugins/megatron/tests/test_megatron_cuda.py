@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron_tasks import ROWS, VOCABULARY, arrays
 
-from skyrl_engine.contracts import AdamWSettings, ComputeDtype, ModelSpec, RankEnvironment
+from skyrl_engine.contracts import AdamWSettings, ComputeDtype, ModelConfig, RankEnvironment
 from skyrl_engine.testing.backends.batches import Arrays, WeightedObjective, definition, documents, worst
 from skyrl_engine_megatron.backend import MegatronBackend
 from skyrl_engine_megatron.plugin import MegatronConfig
@@ -51,7 +51,7 @@ def passed_on_device(directory: str, rows: str, dtype: ComputeDtype, options: Me
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0"))
     try:
         backend = MegatronBackend(options)
-        spec = ModelSpec(directory, dtype=dtype, activation_checkpointing=True)
+        spec = ModelConfig(directory, dtype=dtype, activation_checkpointing=True)
         backend.setup(spec, AdamWSettings(), RankEnvironment(0, 1, "cuda:0", 0))
         backend.forward_backward(ROWS[rows](documents(VOCABULARY), 2), WeightedObjective())
         gradients = arrays(backend.gradients())

@@ -14,7 +14,7 @@ from megatron_tasks import VOCABULARY, Case, passed, resumed, save_tiny, saved, 
 from transformers import AutoConfig
 
 from skyrl_engine import UnsupportedError
-from skyrl_engine.contracts import AdamWSettings, ModelSpec
+from skyrl_engine.contracts import AdamWSettings, ModelConfig
 from skyrl_engine.testing.backends.batches import Definition, definition, documents, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.limits import refuse_model
@@ -105,7 +105,7 @@ def test_experts_that_cannot_be_divided_are_refused(
 ) -> None:
     config = AutoConfig.from_pretrained(models["qwen3-moe"], **sizes)
     with pytest.raises(UnsupportedError, match=what):
-        refuse_model(MegatronConfig(**options), config, ModelSpec("the model"))
+        refuse_model(MegatronConfig(**options), config, ModelConfig("the model"))
 
 
 @pytest.mark.usefixtures("alone")

@@ -14,7 +14,7 @@ from megatron_kernels import AsDocumented, Halves, Leaking, OnOneRank, Raising, 
 from megatron_tasks import VOCABULARY, Case
 
 from skyrl_engine import UnsupportedError
-from skyrl_engine.contracts import ModelSpec
+from skyrl_engine.contracts import ModelConfig
 from skyrl_engine.testing.backends.batches import definition, documents, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron import kernels
@@ -128,8 +128,8 @@ def test_other_precisions_are_refused_while_planning(models: dict[str, str]) -> 
     from skyrl_engine_megatron.limits import refuse_model
 
     options = MegatronConfig(attention="transformer_engine")
-    spec = ModelSpec(models["qwen3-tied"], dtype="float32")
+    spec = ModelConfig(models["qwen3-tied"], dtype="float32")
     with pytest.raises(UnsupportedError, match=r'"transformer_engine" computes in bfloat16, and model\.dtype is float32'):
         refuse_model(options, load_config(spec, images=True), spec)
-    spec = ModelSpec(models["qwen3-tied"], dtype="bfloat16")
+    spec = ModelConfig(models["qwen3-tied"], dtype="bfloat16")
     refuse_model(options, load_config(spec, images=True), spec)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_tasks import save_tiny, start
 
 from skyrl_engine import ModelError, UnsupportedError
-from skyrl_engine.contracts import LoraSpec, ModelSpec, Topology
+from skyrl_engine.contracts import LoraConfig, ModelConfig, Topology
 from skyrl_engine_megatron import attention
 from skyrl_engine_megatron.division import Along, Division, Stacked, VocabularyRows, Whole
 from skyrl_engine_megatron.limits import refuse_model
@@ -29,7 +29,7 @@ ON_EITHER_DEVICE = """
 import sys
 from unittest.mock import patch
 import torch
-from skyrl_engine.contracts import ModelSpec, RankEnvironment
+from skyrl_engine.contracts import ModelConfig, RankEnvironment
 from skyrl_engine.testing.ranks.world import alone
 from skyrl_engine.workers.process_group import pick_device
 from skyrl_engine_megatron import backend
@@ -40,7 +40,7 @@ def place(self, *_, **__):
 
 def set_up():
     environment = RankEnvironment(0, 1, pick_device("auto", 0), 0)
-    backend.MegatronBackend(MegatronConfig()).setup(ModelSpec("no model"), None, environment)
+    backend.MegatronBackend(MegatronConfig()).setup(ModelConfig("no model"), None, environment)
 
 placed = []
 read = patch.object(backend, "read", lambda *_: None)
@@ -97,14 +97,14 @@ def test_models_that_cannot_be_divided_are_refused(models: dict[str, str], optio
     from transformers import AutoConfig
 
     with pytest.raises(UnsupportedError, match=f"{what}.* the model"):
-        refuse_model(MegatronConfig(**options), AutoConfig.from_pretrained(models["qwen3-tied"]), ModelSpec("the model"))
+        refuse_model(MegatronConfig(**options), AutoConfig.from_pretrained(models["qwen3-tied"]), ModelConfig("the model"))
 
 
 @pytest.mark.usefixtures("alone")
 def test_adapters_are_refused(models: dict[str, str]) -> None:
     assert "lora" not in megatron.skyrl_engine_describe_backend(None, 1).capabilities
     with pytest.raises(UnsupportedError, match="the megatron backend trains no adapters"):
-        read(ModelSpec(models["qwen3-tied"], lora=LoraSpec()), MegatronConfig())
+        read(ModelConfig(models["qwen3-tied"], lora=LoraConfig()), MegatronConfig())
 
 
 @pytest.mark.usefixtures("alone")

@@ -15,7 +15,7 @@ from megatron_tasks import VOCABULARY, Case, start
 from transformers import AutoConfig
 
 from skyrl_engine import ContractError, UnsupportedError
-from skyrl_engine.contracts import ModelSpec
+from skyrl_engine.contracts import ModelConfig
 from skyrl_engine.testing.backends.batches import Definition, WeightedObjective, definition, documents, padded, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.limits import refuse_model
@@ -121,7 +121,7 @@ def test_a_step_of_unknown_size_is_refused(models: dict[str, str]) -> None:
 def test_models_without_experts_are_refused(models: dict[str, str], name: str) -> None:
     config = AutoConfig.from_pretrained(models["qwen3-tied"])
     with pytest.raises(UnsupportedError, match=f"{name} = 0.5, and the model has no experts"):
-        refuse_model(MegatronConfig(**{name: 0.5}), config, ModelSpec("the model"))
+        refuse_model(MegatronConfig(**{name: 0.5}), config, ModelConfig("the model"))
 
 
 @pytest.mark.parametrize("name", COEFFICIENTS)

@@ -20,7 +20,7 @@ from megatron_vision import KINDS, Case, Seen, continued, exported, pictures, re
 from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
 from skyrl_engine import ModelError, UnsupportedError
-from skyrl_engine.contracts import AdamWSettings, ModelSpec, RankOutput
+from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankOutput
 from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.modeling.tiny import write_vision_model
 from skyrl_engine.testing.backends.batches import Arrays, Definition, WeightedObjective, definition, packed, worst
@@ -243,7 +243,7 @@ def test_what_cannot_be_is_refused(seeing: dict[str, str], change: dict[str, Any
     for name, value in change.items():
         setattr(config.text_config, name, value)
     with pytest.raises(UnsupportedError, match=message):
-        refuse_model(MegatronConfig(**options), config, ModelSpec("the model"))
+        refuse_model(MegatronConfig(**options), config, ModelConfig("the model"))
 
 
 def test_features_that_do_not_fit_are_refused(seeing: dict[str, str]) -> None:
@@ -256,7 +256,7 @@ def test_features_that_do_not_fit_are_refused(seeing: dict[str, str]) -> None:
 def test_experts_that_see_are_refused() -> None:
     config = AutoConfig.for_model("qwen3_vl_moe")
     with pytest.raises(UnsupportedError, match=r"is a qwen3_vl_moe model; the megatron backend knows .*, qwen3_vl"):
-        refuse_model(MegatronConfig(), config, ModelSpec("the model"))
+        refuse_model(MegatronConfig(), config, ModelConfig("the model"))
 
 
 @pytest.mark.usefixtures("alone")

@@ -9,13 +9,13 @@ from skyrl_engine.config.schema.checkpoint import CheckpointConfig
 from skyrl_engine.config.schema.data import DataConfig, DataFormat
 from skyrl_engine.config.schema.engine import EngineConfig
 from skyrl_engine.config.schema.evaluation import EvaluationConfig
-from skyrl_engine.config.schema.metadata import KIND, PLACE
-from skyrl_engine.config.schema.model import LoraConfig, ModelConfig
+from skyrl_engine.config.schema.metadata import KIND
 from skyrl_engine.config.schema.optimizer import OptimizerConfig
 from skyrl_engine.config.schema.plugins import PluginsConfig
 from skyrl_engine.config.schema.run import RunConfig
 from skyrl_engine.config.schema.tables import LossTable, PluginTable, TermTable
 from skyrl_engine.config.schema.training import TrainingConfig
+from skyrl_engine.contracts.values.model import PLACE, LoraConfig, ModelConfig
 
 __all__ = [
     "KIND",

@@ -9,13 +9,13 @@ from skyrl_engine.config.schema.absent import AbsentTable
 from skyrl_engine.config.schema.checkpoint import CheckpointConfig
 from skyrl_engine.config.schema.data import DataConfig
 from skyrl_engine.config.schema.evaluation import EvaluationConfig
-from skyrl_engine.config.schema.model import ModelConfig
 from skyrl_engine.config.schema.optimizer import OptimizerConfig
 from skyrl_engine.config.schema.plugins import PluginsConfig
 from skyrl_engine.config.schema.run import RunConfig
 from skyrl_engine.config.schema.tables import PluginTable
 from skyrl_engine.config.schema.training import TrainingConfig
 from skyrl_engine.config.trainers import DEFAULT_TRAINER
+from skyrl_engine.contracts.values.model import ModelConfig
 
 
 @frozen(kw_only=True)

@@ -5,7 +5,7 @@ from typing import Literal
 from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, in_, lt, min_len, optional
 
-from skyrl_engine.config.schema.metadata import PLACE
+from skyrl_engine.contracts.values.model import PLACE
 
 
 @frozen

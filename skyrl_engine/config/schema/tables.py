@@ -6,7 +6,8 @@ from typing import Any
 from attrs import Factory, field, frozen
 from attrs.validators import min_len
 
-from skyrl_engine.config.schema.metadata import KIND, PLACE
+from skyrl_engine.config.schema.metadata import KIND
+from skyrl_engine.contracts.values.model import PLACE
 
 
 @frozen

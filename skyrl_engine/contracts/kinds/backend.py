@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from attrs import Factory, field, frozen
-from attrs.validators import ge, gt, in_, instance_of, lt, optional
+from attrs.validators import ge, gt, instance_of, optional
 
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.outputs import RankOutput
 from skyrl_engine.contracts.values.ragged import IntArray, Ragged
 from skyrl_engine.contracts.values.topology import RankCoords, Topology
@@ -33,10 +34,8 @@ Capability = Literal[
 PARALLEL_SIZES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "virtual_pipeline", "replicate")
 """Options by which backends divide the world among parallel dimensions, under these names in all of them; one rank alone has none."""
 
-ComputeDtype = Literal["float64", "float32", "bfloat16"]
 
-
-def refuse_no_model(_config: Any, _model: "ModelSpec") -> None:
+def refuse_no_model(_config: Any, _model: ModelConfig) -> None:
     """Refuse nothing: the backend takes whatever can be loaded."""
 
 
@@ -52,54 +51,22 @@ class BackendDescription:
 
     topology: Topology
     capabilities: frozenset[Capability]
-    refuse_model: Callable[[Any, "ModelSpec"], None] = refuse_no_model
+    refuse_model: Callable[[Any, ModelConfig], None] = refuse_no_model
     means_over_step: bool = False
 
 
 @frozen
 class RankEnvironment:
-    """One process of the world, its device ("cpu", "cuda:3") and the run's seed. The process group is already initialised."""
+    """One process of the world, its device ("cpu", "cuda:3") and the run's seed. The process group is already initialised.
+
+    `packed_rows` announces rows of several sequences: a model that would mix them is refused when it is loaded, not at the first such row.
+    """
 
     rank: int
     world_size: int
     device: str
     seed: int
-
-
-@frozen
-class LoraSpec:
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) that are trained in the place of the model's weights.
-
-    `targets` names linear layers of the decoder as PEFT does: "q_proj" is every layer of that name. `path` is a directory or hub id with
-    adapters to train on; what is not the default here must then agree with theirs. New ones are drawn from `seed`, equally on every rank.
-    """
-
-    rank: int = field(default=8, validator=ge(1))
-    alpha: int = field(default=16, validator=ge(1))
-    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    dropout: float = field(default=0.0, validator=[ge(0.0), lt(1.0)])
-    path: str | None = None
-    seed: int = 0
-
-
-@frozen
-class ModelSpec:
-    """The model to train. `path` is a local Hugging Face directory or a hub id; `dtype` the compute precision (weights stay float32).
-
-    `packed_rows` announces rows of several sequences: a model that would mix them is refused when it is loaded, not at the first such row.
-    `value_head` asks for a head of one value per token beside the language-model head: the score "values".
-    With `lora` adapters are trained, and a value head; all other weights are frozen, and checkpoints and exports leave them out.
-    """
-
-    path: str
-    revision: str | None = None
-    dtype: ComputeDtype = field(default="float32", validator=in_(("float64", "float32", "bfloat16")))
-    activation_checkpointing: bool = False
-    trust_remote_code: bool = False
-    logits_per_chunk: int = field(default=2**22, validator=ge(1))
     packed_rows: bool = False
-    value_head: bool = False
-    lora: LoraSpec | None = None
 
 
 @frozen
@@ -189,7 +156,7 @@ class Backend(Protocol):
 
     coords: RankCoords
 
-    def setup(self, model: ModelSpec, optimizer: AdamWSettings | None, environment: RankEnvironment) -> None:
+    def setup(self, model: ModelConfig, optimizer: AdamWSettings | None, environment: RankEnvironment) -> None:
         """Load the model onto this rank and make it trainable (`optimizer` None: scoring only). Raises ModelError."""
 
     def forward(self, batch: RankBatch, objective: Objective) -> RankOutput:

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from attrs import evolve, frozen
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, ModelSpec, OptimStep, RankEnvironment
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, OptimStep, RankEnvironment
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
 from skyrl_engine.contracts.values.topology import RankCoords, Topology
 from skyrl_engine.errors import EngineError
@@ -30,9 +31,10 @@ class Opening:
 
     lock: Mapping[str, Any]
     topology: Topology
-    model: ModelSpec
+    model: ModelConfig
     optimizer: AdamWSettings | None
     device: str
+    packed_rows: bool = False
 
 
 @frozen
@@ -84,7 +86,9 @@ class HeldBackend:
         self._backend: Backend | None = None
         try:
             self._backend = SelectedPlugin.from_lock(opening.lock).make(CONTEXT)
-            self._backend.setup(opening.model, opening.optimizer, RankEnvironment(rank, size, opening.device, SEED))
+            self._backend.setup(
+                opening.model, opening.optimizer, RankEnvironment(rank, size, opening.device, SEED, opening.packed_rows)
+            )
         except BaseException:
             self.close()
             raise

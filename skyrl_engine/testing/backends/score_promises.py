@@ -228,7 +228,7 @@ def undeclared_packed_rows(subject: BackendSubject, case: BackendCase) -> None:
     if not right_loss(subject, case, got):
         raise Broken(
             "takes packed rows, which it does not declare, and lets documents see each other",
-            "Raise UnsupportedError in setup where model.packed_rows is set",
+            "Raise UnsupportedError in setup where environment.packed_rows is set",
         )
 
 

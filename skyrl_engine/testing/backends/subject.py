@@ -8,8 +8,9 @@ from attrs import evolve, field, frozen
 from hypothesis import strategies as st
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, BackendDescription, Capability, ModelSpec
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, BackendDescription, Capability
 from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import EngineError
 from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.testing.backends.bench import Bench, Model
@@ -59,13 +60,19 @@ class BackendSubject:
         return capability in self.described({}, 1).capabilities
 
     def opened(
-        self, case: "BackendCase", model: Model | None = None, *, optimizer: AdamWSettings | None = UNTOUCHED, **options: Any
+        self,
+        case: "BackendCase",
+        model: Model | None = None,
+        *,
+        optimizer: AdamWSettings | None = UNTOUCHED,
+        packed_rows: bool = False,
+        **options: Any,
     ) -> Ranks:
-        """The backend on the ranks of the case; `options` are of the model."""
+        """Open the backend on the ranks of the case; `options` are of the model."""
         sizes = case.sizes
-        spec = ModelSpec(self.bench.model(model or case.model), **options)
+        spec = ModelConfig(self.bench.model(model or case.model), **options)
         lock = self.with_options(sizes.options).lock()
-        return self.bench.ranks(Opening(lock, sizes.topology, spec, optimizer, self.device))
+        return self.bench.ranks(Opening(lock, sizes.topology, spec, optimizer, self.device, packed_rows))
 
 
 @frozen

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.config.schema import ModelConfig
-from skyrl_engine.contracts.kinds.backend import BackendDescription, ModelSpec
+from skyrl_engine.contracts.kinds.backend import BackendDescription
 from skyrl_engine.contracts.kinds.collator import Collator
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.loss import FunctionLoss
@@ -100,10 +100,10 @@ def test_a_backend_refuses_models_before_a_rank_starts(tmp_path: Path) -> None:
     model = ModelFacts(ModelConfig(path=str(tmp_path), dtype="bfloat16"))
     mine = Owner.named("mine", "backend")
 
-    def described(refuse_model: Callable[[Any, ModelSpec], None]) -> BackendDescription:
+    def described(refuse_model: Callable[[Any, ModelConfig], None]) -> BackendDescription:
         return BackendDescription(Topology(), frozenset({"padded"}), refuse_model)
 
-    def divided(config: Any, spec: ModelSpec) -> None:
+    def divided(config: Any, spec: ModelConfig) -> None:
         assert spec.dtype == "bfloat16"
         refuse_unequal_parts(config, spec.path, "num_key_value_heads", parts=2, options="backend.tensor_parallel")
         refuse_unequal_parts(config, spec.path, "num_of_nothing", parts=7, options="backend.none")

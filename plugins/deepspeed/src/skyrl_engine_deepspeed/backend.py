@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from skyrl_engine.contracts import (
     AdamWSettings,
     MicroBatch,
-    ModelSpec,
+    ModelConfig,
     Objective,
     OptimStep,
     RankBatch,
@@ -45,7 +45,7 @@ class DeepSpeedBackend:
         self._config = config
         self.coords = RankCoords()
 
-    def setup(self, model: ModelSpec, optimizer: AdamWSettings | None, environment: RankEnvironment) -> None:
+    def setup(self, model: ModelConfig, optimizer: AdamWSettings | None, environment: RankEnvironment) -> None:
         """Load, divide over all ranks, and make the optimizer. Raises ModelError, UnsupportedError."""
         self.coords = RankCoords(rank=environment.rank, dp=environment.rank)
         self._device = torch.device(environment.device)
@@ -55,7 +55,9 @@ class DeepSpeedBackend:
         self._settings = optimizer
         self._dtype = model.dtype
         self._in_bfloat16: Scorer | None = None
-        self._loaded = load(model, optimizer, self._config, self._device)
+        self._loaded = load(model, optimizer, self._config, self._device, environment.seed)
+        if environment.packed_rows:
+            self._loaded.scorer.refuse_packed_rows_unless_supported()
         self._gradients = AccumulatedGradients(self._loaded.engine) if optimizer is not None else None
         self._steps_done = 0
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 
-from skyrl_engine.contracts import AdamWSettings, ComputeDtype, ModelSpec
+from skyrl_engine.contracts import AdamWSettings, ComputeDtype, ModelConfig
 from skyrl_engine.modeling.optimizer import build_adamw
 from skyrl_engine.modeling.placement import Placed, entry, load_on_ranks, named_tensors, replace_entries
 from skyrl_engine.modeling.scorer import Scorer
@@ -31,9 +31,9 @@ class Loaded:
     engine: Any | None
 
 
-def load(spec: ModelSpec, optimizer: AdamWSettings | None, config: DeepSpeedConfig, device: torch.device) -> Loaded:
+def load(spec: ModelConfig, optimizer: AdamWSettings | None, config: DeepSpeedConfig, device: torch.device, seed: int) -> Loaded:
     """The model with equal weights on every rank, divided as `config` says. An error on one rank is raised on all of them."""
-    placed = load_on_ranks(spec)
+    placed = load_on_ranks(spec, seed=seed)
     model, scorer = placed.model, placed.scorer
     _give_memory(placed)
     _send_buffers(placed, device)

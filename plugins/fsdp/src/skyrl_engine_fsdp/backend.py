@@ -12,7 +12,7 @@ from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import (
     AdamWSettings,
     MicroBatch,
-    ModelSpec,
+    ModelConfig,
     Objective,
     OptimStep,
     RankBatch,
@@ -47,7 +47,7 @@ class FsdpBackend:
         self._config = config
         self.coords = RankCoords()
 
-    def setup(self, model: ModelSpec, optimizer: AdamWSettings | None, environment: RankEnvironment) -> None:
+    def setup(self, model: ModelConfig, optimizer: AdamWSettings | None, environment: RankEnvironment) -> None:
         """Load, cut and shard over all ranks, and make the optimizer.
 
         Raises ModelError, and UnsupportedError for layouts that the ranks, the model or the device cannot have.
@@ -67,7 +67,9 @@ class FsdpBackend:
                 self._config, cpu_offload=False
             )  # the model of a run on GPUs is exported: nothing to offload
         meshes = Meshes.of(topology, replicate=self._config.replicate, device=self._device)
-        self._model, self._scorer = load_sharded(model, meshes, self._device, self._config)
+        self._model, self._scorer = load_sharded(model, meshes, self._device, self._config, environment.seed)
+        if environment.packed_rows:
+            self._scorer.refuse_packed_rows_unless_supported()
         if topology.tp > 1:  # tensor-parallel ranks drop the same hidden numbers, as one rank would
             random_states.reseed(environment.seed + self.coords.dp)
         self._topology, self._seed = topology, environment.seed

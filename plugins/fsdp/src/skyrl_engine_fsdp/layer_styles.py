@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from skyrl_engine import UnsupportedError
-from skyrl_engine.contracts import ModelSpec
+from skyrl_engine.contracts import ModelConfig
 from skyrl_engine.model_facts.vision_language import refuse_unequal_parts
 
 COLUMNS, ROWS, LOCAL_HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -20,7 +20,7 @@ def styles_of(config: Any) -> Mapping[str, str]:
     return dict(getattr(config.get_text_config(decoder=True), "base_model_tp_plan", None) or {})
 
 
-def refuse_model(ranks: int, config: Any, model: ModelSpec) -> None:
+def refuse_model(ranks: int, config: Any, model: ModelConfig) -> None:
     """Raises UnsupportedError for a model that `ranks`, more than one, cannot share: adapters, no plan, unknown styles, unequal parts."""
     if model.lora is not None:
         raise UnsupportedError(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from skyrl_engine.contracts import ModelSpec
+from skyrl_engine.contracts import ModelConfig
 from skyrl_engine.modeling.loading import load_config
 from skyrl_engine.modeling.placement import entry, load_on_ranks, named_tensors, replace_entries
 from skyrl_engine.modeling.scorer import Scorer
@@ -20,7 +20,7 @@ from skyrl_engine_fsdp.tensor_parallel import LayerPlan, parallelize
 from skyrl_engine_fsdp.tensor_parallel_proof import prove, whole_logprobs
 
 
-def load_sharded(spec: ModelSpec, meshes: Meshes, device: torch.device, options: FsdpConfig) -> tuple[Any, Scorer]:
+def load_sharded(spec: ModelConfig, meshes: Meshes, device: torch.device, options: FsdpConfig, seed: int) -> tuple[Any, Scorer]:
     """The model and its scorer, cut and sharded over the ranks, with equal weights everywhere. An error on one rank is raised on all."""
     whole = meshes.topology.tp == 1
     plan = None
@@ -28,7 +28,7 @@ def load_sharded(spec: ModelSpec, meshes: Meshes, device: torch.device, options:
         config = load_config(spec)
         refuse_model(meshes.topology.tp, config, spec)
         plan = LayerPlan.of(config)
-    placed = load_on_ranks(spec, images=whole)
+    placed = load_on_ranks(spec, images=whole, seed=seed)
     expected = None
     if plan is not None and meshes.tensor is not None:
         if dist.get_rank() == 0:

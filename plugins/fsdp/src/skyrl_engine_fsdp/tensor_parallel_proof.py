@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from skyrl_engine import ModelError
-from skyrl_engine.contracts import ComputeDtype, ModelSpec
+from skyrl_engine.contracts import ComputeDtype, ModelConfig
 from skyrl_engine.modeling.parity import Probe
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine_fsdp.gradients import local
@@ -33,7 +33,9 @@ def whole_logprobs(model: Any, scorer: Scorer) -> Tensor:
         model.train(training)
 
 
-def prove(model: Any, scorer: Scorer, mesh: DeviceMesh, device: torch.device, spec: ModelSpec, *, expected: Tensor | None) -> None:
+def prove(
+    model: Any, scorer: Scorer, mesh: DeviceMesh, device: torch.device, spec: ModelConfig, *, expected: Tensor | None
+) -> None:
     """Raises ModelError, on all ranks alike, where the cut model differs from the whole one or its ranks learn different things.
 
     `expected` is `whole_logprobs` where this rank has them. Plans say how modules are cut, and may forget whose gradients are to be summed:

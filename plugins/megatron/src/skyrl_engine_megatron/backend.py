@@ -11,7 +11,7 @@ from torch import Tensor
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import (
     AdamWSettings,
-    ModelSpec,
+    ModelConfig,
     Objective,
     OptimStep,
     RankBatch,
@@ -58,7 +58,7 @@ class MegatronBackend:
         self._learned = []
         self._holds_groups = False
 
-    def setup(self, model: ModelSpec, optimizer: AdamWSettings | None, environment: RankEnvironment) -> None:
+    def setup(self, model: ModelConfig, optimizer: AdamWSettings | None, environment: RankEnvironment) -> None:
         """Read, divide and place the model. Raises ModelError, or UnsupportedError for what it cannot be built or divided into."""
         topology = self._config.topology(environment.world_size)
         self.coords = topology.coords(environment.rank)
@@ -79,7 +79,7 @@ class MegatronBackend:
             self.close()
             raise
 
-    def _place(self, model: ModelSpec, source: ReadModel, optimizer: AdamWSettings | None, *, replicas: int) -> None:
+    def _place(self, model: ModelConfig, source: ReadModel, optimizer: AdamWSettings | None, *, replicas: int) -> None:
         compute = _COMPUTE[model.dtype]
         config = transformer_config(
             source.architecture,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from skyrl_engine import UnsupportedError
-from skyrl_engine.contracts import ModelSpec
+from skyrl_engine.contracts import ModelConfig
 from skyrl_engine.model_facts.vision_language import refuse_short_first_piece, refuse_unequal_parts
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _ROPE_TYPES: Final = ("default", "linear", "llama3")
 _CHOOSE: Final = "Use the fsdp backend, or another model"
 
 
-def refuse_model(options: "MegatronConfig", config: Any, model: ModelSpec) -> None:
+def refuse_model(options: "MegatronConfig", config: Any, model: ModelConfig) -> None:
     """Raises UnsupportedError for a `transformers.PretrainedConfig` that cannot be built without loss, or not be divided as `options` say."""
     if config.model_type not in FAMILIES:
         raise UnsupportedError(
@@ -60,7 +60,7 @@ def _refuse_layout(options: "MegatronConfig", config: Any, name: str) -> None:
     refuse_short_first_piece(config, name, pieces=pieces)
 
 
-def _refuse_experts(options: "MegatronConfig", config: Any, model: ModelSpec) -> None:
+def _refuse_experts(options: "MegatronConfig", config: Any, model: ModelConfig) -> None:
     """Raises UnsupportedError for options of experts where there are none, and for experts in float64."""
     if config.model_type == MIXTURE_FAMILY:
         if model.dtype == "float64":

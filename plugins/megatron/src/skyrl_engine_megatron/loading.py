@@ -9,7 +9,7 @@ from attrs import frozen
 from torch import Tensor
 
 from skyrl_engine import EngineError
-from skyrl_engine.contracts import ModelSpec
+from skyrl_engine.contracts import ModelConfig
 from skyrl_engine.modeling.loading import load_causal_lm, load_config
 from skyrl_engine_megatron.architecture import Architecture, architecture_of
 from skyrl_engine_megatron.limits import refuse_model
@@ -27,7 +27,7 @@ class ReadModel:
     model: Any | None
 
 
-def read(spec: ModelSpec, options: MegatronConfig) -> ReadModel:
+def read(spec: ModelConfig, options: MegatronConfig) -> ReadModel:
     """Raises ModelError or UnsupportedError, on all ranks what any rank met."""
     source, error = _attempt(spec, options)
     errors: list[EngineError | None] = [None] * dist.get_world_size()
@@ -39,7 +39,7 @@ def read(spec: ModelSpec, options: MegatronConfig) -> ReadModel:
     return source
 
 
-def _attempt(spec: ModelSpec, options: MegatronConfig) -> tuple[ReadModel | None, EngineError | None]:
+def _attempt(spec: ModelConfig, options: MegatronConfig) -> tuple[ReadModel | None, EngineError | None]:
     try:
         config = load_config(spec, images=True)
         refuse_model(options, config, spec)

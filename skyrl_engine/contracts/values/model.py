@@ -1,18 +1,22 @@
-"""`[model]` and `[model.lora]`: the model to train and how it computes."""
+"""The model of a run, as the tables `[model]` and `[model.lora]` and as backends are given it."""
 
 from typing import Literal
 
-import attrs
 from attrs import field, frozen
 from attrs.validators import ge, in_, lt, min_len, optional
 
-from skyrl_engine.config.schema.metadata import PLACE
-from skyrl_engine.contracts.kinds.backend import ComputeDtype, LoraSpec, ModelSpec
+PLACE = "skyrl_engine.place"
+"""Key of a field's metadata: its text may name a place, so `./` and `../` in it are relative to the file that says so."""
+
+ComputeDtype = Literal["float64", "float32", "bfloat16"]
 
 
 @frozen
 class LoraConfig:
-    """Low-rank adapters (LoRA) that are trained in the place of the model's weights; without this table all weights are."""
+    """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) that are trained in the place of the model's weights.
+
+    Without this table all weights are trained. New adapters are drawn from the run's seed, equally on every rank.
+    """
 
     rank: int = field(default=8, validator=ge(1))
     """Rank of the two matrices beside each layer."""
@@ -32,7 +36,10 @@ class LoraConfig:
 
 @frozen
 class ModelConfig:
-    """The model to train and how it computes."""
+    """The model to train and how it computes.
+
+    With `lora`, adapters and a value head are trained; all other weights are frozen, and checkpoints and exports leave them out.
+    """
 
     path: str = field(validator=min_len(1), metadata={PLACE: True})
     """A local Hugging Face directory or a hub id."""
@@ -63,16 +70,3 @@ class ModelConfig:
 
     lora: LoraConfig | None = None
     """Train low-rank adapters: the table `[model.lora]`. None: all weights."""
-
-    def spec(self, seed: int) -> ModelSpec:
-        """`seed` is the run's."""
-        return ModelSpec(
-            path=self.path,
-            revision=self.revision,
-            dtype=self.dtype,
-            activation_checkpointing=self.activation_checkpointing,
-            trust_remote_code=self.trust_remote_code,
-            logits_per_chunk=self.logits_per_chunk,
-            value_head=self.value_head,
-            lora=None if self.lora is None else LoraSpec(**attrs.asdict(self.lora), seed=seed),
-        )
