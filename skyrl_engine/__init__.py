@@ -5,8 +5,9 @@ and the errors; and what a program of one's own opens: `Engine`. Names are impor
 none of them.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from skyrl_engine.lazy import lazily
 
 if TYPE_CHECKING:
     from skyrl_engine.contracts.kinds.loss import LossOutput, LossTokens
@@ -98,11 +99,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    return value
+__getattr__ = lazily(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

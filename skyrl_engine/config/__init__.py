@@ -3,8 +3,9 @@
 Names are imported when first used: reading a schema needs no cattrs.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from skyrl_engine.lazy import lazily
 
 if TYPE_CHECKING:
     from skyrl_engine.config.json_schema import config_schema
@@ -27,8 +28,4 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
+__getattr__ = lazily(__name__, _HOMES)

@@ -4,8 +4,9 @@ Authors of plugins import from here; the files behind may move between minor ver
 here imports torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from skyrl_engine.lazy import lazily
 
 if TYPE_CHECKING:
     from skyrl_engine.contracts.kinds.backend import (
@@ -235,11 +236,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
+__getattr__ = lazily(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

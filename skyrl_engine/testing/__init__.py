@@ -4,8 +4,9 @@ Tests of plugins import from here; the files behind may move between minor versi
 importing the package brings neither torch nor Hypothesis.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from skyrl_engine.lazy import lazily
 
 if TYPE_CHECKING:
     from skyrl_engine.testing.backends.suite import BackendConformance
@@ -58,11 +59,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
+__getattr__ = lazily(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 Imports = Callable[..., set[str]]
 
 ORDER = (
-    ("errors", "spans"),
+    ("errors", "spans", "lazy"),
     ("contracts",),
     ("hooks",),
     ("registry", "interop"),

@@ -34,7 +34,7 @@ class Scan:
     rows: int
 
 
-class Part(ABC):
+class DatasetPart(ABC):
     """One file, or one ready-made dataset, of a source."""
 
     @property
@@ -55,7 +55,7 @@ class Part(ABC):
         """The same of row `index` alone, without reading those before it. Raises DataError where the format does not allow that."""
 
 
-class FilePart(Part):
+class FilePart(DatasetPart):
     """A part that is a file of its own."""
 
     path: Path
@@ -243,7 +243,7 @@ class ArrowFile(FilePart):
 
 
 @frozen(eq=False)
-class LoadedDataset(Part):
+class LoadedDataset(DatasetPart):
     """A split of a Hugging Face dataset. `digest` stands for its content, `folder` is where it was saved, if it was."""
 
     name: str

@@ -6,14 +6,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from skyrl_engine.data.sources.files import ArrowFile, JsonArray, JsonLines, LoadedDataset, ParquetFile, Part
+from skyrl_engine.data.sources.files import ArrowFile, DatasetPart, JsonArray, JsonLines, LoadedDataset, ParquetFile
 from skyrl_engine.data.sources.rows import Source
 from skyrl_engine.errors import DataError
 
 _SPLIT_WORDS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation")
 
 
-def _json_part(path: Path) -> Part:
+def _json_part(path: Path) -> DatasetPart:
     """`.json` is in use for arrays and for lines; the first character tells."""
     with path.open("rb") as file:
         while (character := file.read(1)).isspace():
@@ -21,7 +21,7 @@ def _json_part(path: Path) -> Part:
     return JsonArray(path) if character == b"[" else JsonLines(path)
 
 
-_PARTS: Mapping[str, Callable[[Path], Part]] = {
+_PARTS: Mapping[str, Callable[[Path], DatasetPart]] = {
     ".jsonl": JsonLines,
     ".ndjson": JsonLines,
     ".jsonl.gz": JsonLines,
@@ -57,7 +57,7 @@ def open_source(location: str, *, split: str, subset: str | None = None) -> Sour
     return Source(location, [_load_from_hub(location, split=split, subset=subset)])
 
 
-def _part(path: Path) -> Part:
+def _part(path: Path) -> DatasetPart:
     kind = _kind(path)
     if kind is None:
         raise DataError(f"{path} is not in a format that can be read", remedy=f"Use a file that ends in one of {', '.join(_PARTS)}")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from attrs import field, frozen
 
 from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
-from skyrl_engine.data.sources.files import Part, Scan, parsed
+from skyrl_engine.data.sources.files import DatasetPart, Scan, parsed
 from skyrl_engine.errors import DataError
 
 BoolArray = npt.NDArray[np.bool_]
@@ -52,7 +52,7 @@ class Source:
     """A dataset split: its parts in order. `name` is what the user called it."""
 
     name: str
-    parts: Sequence[Part]
+    parts: Sequence[DatasetPart]
     _scans: list[Scan] = field(factory=list, init=False)
 
     def scan(self) -> Sequence[Scan]:

@@ -3,14 +3,14 @@
 from attrs import evolve
 
 from skyrl_engine.testing.backends.gradient_comparison import norm_of, require_same_gradients, total
-from skyrl_engine.testing.backends.ranks import Arrays, Pass
+from skyrl_engine.testing.backends.ranks import Arrays, PassOrder
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, right_loss
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable
 
 FIRST, SECOND = NUMBERS[::2], NUMBERS[1::2]
 
 
-def _gradient(subject: BackendSubject, case: BackendCase, *calls: Pass) -> Arrays:
+def _gradient(subject: BackendSubject, case: BackendCase, *calls: PassOrder) -> Arrays:
     """Rank 0's view of the gradient after these calls, in a backend of its own."""
     with subject.opened(case) as ranks:
         for each in calls:
@@ -72,7 +72,7 @@ def ranks_add_up(subject: BackendSubject, case: BackendCase) -> None:
 def micro_batches_add_up(subject: BackendSubject, case: BackendCase) -> None:
     cut = case.cut(micro_batches=3)
     require_same_gradients(
-        _gradient(subject, case, Pass(cut)),
+        _gradient(subject, case, PassOrder(cut)),
         _gradient_of_right_loss(subject, case),
         "of the same samples in one micro-batch, where they come in three",
         "Divide by no number of micro-batches, and let no schedule do so",
@@ -81,14 +81,14 @@ def micro_batches_add_up(subject: BackendSubject, case: BackendCase) -> None:
     )
 
 
-def _alone(case: BackendCase, chosen: int) -> Pass:
+def _alone(case: BackendCase, chosen: int) -> PassOrder:
     """Only one of the three micro-batches of every rank."""
-    return Pass(tuple((micro_batches[chosen],) for micro_batches in case.cut(micro_batches=3)))
+    return PassOrder(tuple((micro_batches[chosen],) for micro_batches in case.cut(micro_batches=3)))
 
 
 @backend_promise("Gradients are summed over calls of forward_backward before a step")
 def calls_add_up(subject: BackendSubject, case: BackendCase) -> None:
-    calls = [Pass(case.cut(numbers)) for numbers in (FIRST, SECOND)]
+    calls = [PassOrder(case.cut(numbers)) for numbers in (FIRST, SECOND)]
     alone = [_gradient(subject, case, call) for call in calls]
     require_same_gradients(
         _gradient(subject, case, *calls),
@@ -123,7 +123,7 @@ def nothing_left_over(subject: BackendSubject, case: BackendCase) -> None:
 def unscored_micro_batch(subject: BackendSubject, case: BackendCase) -> None:
     """Where a rank, or a micro-batch of the only one, has none; by linearity: with the first half scored plus with the second is both."""
     micro_batches = 1 if case.sizes.topology.dp > 1 else 2
-    halves = Pass(case.cut(micro_batches=micro_batches))
+    halves = PassOrder(case.cut(micro_batches=micro_batches))
     places = [numbers for rank in halves.cut for numbers in rank]
     unscored = [evolve(halves, unscored=tuple(n for other in places if other is not place for n in other)) for place in places]
     require_same_gradients(

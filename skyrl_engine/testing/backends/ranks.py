@@ -38,7 +38,7 @@ class Opening:
 
 
 @frozen
-class Pass:
+class PassOrder:
     """One call of forward or forward_backward. Documents in `unscored` carry no loss; `pictures` None: they are text, else they have these.
 
     The rest are the objective's, see WeightedObjective.
@@ -101,7 +101,7 @@ class HeldBackend:
     def coords(self) -> RankCoords:
         return self.backend.coords
 
-    def run(self, mode: str, work: Pass) -> tuple[RankOutput, tuple[str, ...]]:
+    def run(self, mode: str, work: PassOrder) -> tuple[RankOutput, tuple[str, ...]]:
         """The output, and the names of the scores that the objective was given."""
         from skyrl_engine.testing.backends.batches import (
             EMPTY,
@@ -213,13 +213,13 @@ class Ranks:
     def coords(self) -> list[RankCoords]:
         return self._ask("coords")
 
-    def forward(self, work: Pass) -> list[RankOutput]:
+    def forward(self, work: PassOrder) -> list[RankOutput]:
         return [output for output, _ in self._ask("run", "forward", work)]
 
-    def forward_backward(self, work: Pass) -> list[RankOutput]:
+    def forward_backward(self, work: PassOrder) -> list[RankOutput]:
         return [output for output, _ in self._ask("run", "forward_backward", work)]
 
-    def scores_given(self, work: Pass) -> list[tuple[str, ...]]:
+    def scores_given(self, work: PassOrder) -> list[tuple[str, ...]]:
         """Names of the scores that objectives were called with, in a forward_backward."""
         return [names for _, names in self._ask("run", "forward_backward", work)]
 

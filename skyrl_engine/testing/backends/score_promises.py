@@ -10,7 +10,7 @@ from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.backends.batches import Definition
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
-from skyrl_engine.testing.backends.ranks import Arrays, Pass, Ranks
+from skyrl_engine.testing.backends.ranks import Arrays, PassOrder, Ranks
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, right_loss
 from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable
@@ -25,7 +25,7 @@ SCORES = 2e-5
 def scores(subject: BackendSubject, case: BackendCase) -> None:
     with subject.opened(case) as ranks:
         for micro_batches in (1, 3):
-            got = ranks.loss(ranks.forward(Pass(case.cut(micro_batches=micro_batches))))
+            got = ranks.loss(ranks.forward(PassOrder(case.cut(micro_batches=micro_batches))))
             _require_loss(subject, case, got, f"with {micro_batches} micro-batches on each rank")
 
 
@@ -46,7 +46,7 @@ def outputs(subject: BackendSubject, case: BackendCase) -> None:
     due = subject.bench.definition(case.model, NUMBERS).scores
     with subject.opened(case) as ranks:
         for mode in (ranks.forward, ranks.forward_backward):
-            returned = mode(Pass(cut))
+            returned = mode(PassOrder(cut))
             if not right_loss(subject, case, ranks.loss(returned)):
                 raise Undecidable("the loss is not the right one already")
             for output in _collected(ranks, returned):

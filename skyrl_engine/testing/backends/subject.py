@@ -14,7 +14,7 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import EngineError
 from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.testing.backends.bench import Bench, Model
-from skyrl_engine.testing.backends.ranks import Cut, Opening, Pass, RankFailed, Ranks
+from skyrl_engine.testing.backends.ranks import Cut, Opening, PassOrder, RankFailed, Ranks
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, claimed, promise
 
 LAYOUTS = ("dp1", "dp2")
@@ -92,9 +92,9 @@ class BackendCase:
         shares = (dealt[rank::ranks] for rank in range(ranks))
         return tuple(tuple(share[each::micro_batches] for each in range(micro_batches)) for share in shares)
 
-    def whole(self, **options: Any) -> Pass:
+    def whole(self, **options: Any) -> PassOrder:
         """All documents, one micro-batch a rank."""
-        return Pass(self.cut(), **options)
+        return PassOrder(self.cut(), **options)
 
     def __str__(self) -> str:
         return f"{self.sizes}, {self.model}"

@@ -7,7 +7,7 @@ import numpy as np
 
 from skyrl_engine.errors import DataError, EngineError
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
-from skyrl_engine.testing.backends.ranks import Cut, Pass, Ranks
+from skyrl_engine.testing.backends.ranks import Cut, PassOrder, Ranks
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise
 from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine.testing.pictures import Variant
@@ -56,7 +56,7 @@ def _rows(subject: BackendSubject) -> Iterator[Any]:
         yield "packed"
 
 
-def _logprobs(ranks: Ranks, work: Pass) -> dict[int, np.ndarray]:
+def _logprobs(ranks: Ranks, work: PassOrder) -> dict[int, np.ndarray]:
     """Log-probabilities of scored tokens, by document."""
     found: dict[int, np.ndarray] = {}
     for rank, output in enumerate(ranks.forward(work)):
@@ -81,7 +81,7 @@ def images(subject: BackendSubject, case: BackendCase) -> None:
     for rows in _rows(subject):
         with subject.opened(case, packed_rows=rows == "packed") as ranks:
             for when, cut in _cuts(case):
-                got = _logprobs(ranks, Pass(cut, rows=rows, pictures="own"))
+                got = _logprobs(ranks, PassOrder(cut, rows=rows, pictures="own"))
                 for number, values in due.items():
                     if number not in got:
                         raise Undecidable(f"sample {number} does not come back at all")
@@ -133,7 +133,7 @@ def image_gradients(subject: BackendSubject, case: BackendCase) -> None:
         together, apart = _cuts(case)
         when, cut = apart if rows == "padded" else together
         with subject.opened(case, packed_rows=rows == "packed") as ranks:
-            ranks.forward_backward(Pass(cut, rows=rows, pictures="own"))
+            ranks.forward_backward(PassOrder(cut, rows=rows, pictures="own"))
             gradients = ranks.gradients()[0]
         try:
             require_same_gradients(

@@ -13,7 +13,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import Layout, MicroBatchPlan
 from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.testing.collators.cases import (
-    Cut,
+    CutCase,
     Planning,
     builds,
     built,
@@ -35,7 +35,7 @@ MODEL_FIELDS = ("input_ids", "attention_mask", "position_ids")
 @promise(
     "Every row holds its samples' tokens in order, positions count from 0 in each, and their true lengths are told", cases=cuts()
 )
-def tokens(subject: Subject[Any], case: Cut) -> None:
+def tokens(subject: Subject[Any], case: CutCase) -> None:
     for micro_batch, batch in builds(subject, case):
         _require_tokens(case.columns, micro_batch, batch)
 
@@ -70,7 +70,7 @@ def _require_tokens(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: 
 
 
 @promise("The gather index scores every response token from its predecessor, in its sample's row, and no other place", cases=cuts())
-def predecessors(subject: Subject[Any], case: Cut) -> None:
+def predecessors(subject: Subject[Any], case: CutCase) -> None:
     for micro_batch, batch in builds(subject, case):
         _require_predecessors(case.columns, micro_batch, batch)
 
@@ -112,7 +112,7 @@ def _scored(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[tuple[i
 
 
 @promise("Rows of several samples have `cu_seqlens`, which bound each sample at its alignment", cases=cuts())
-def bounds(subject: Subject[Any], case: Cut) -> None:
+def bounds(subject: Subject[Any], case: CutCase) -> None:
     for micro_batch, batch in builds(subject, case):
         _require_bounds(case.columns, micro_batch, batch)
 
@@ -152,13 +152,13 @@ EVERY = ("router_replay", "vision")
     cases=cuts(*EVERY),
     exempt=_no_reference,
 )
-def reference(subject: Subject[Any], case: Cut) -> None:
+def reference(subject: Subject[Any], case: CutCase) -> None:
     for micro_batch, batch in builds(subject, case):
         require_same_fields(batch, subject.hooks["reference"](case.columns, micro_batch), "Compare with the reference")
 
 
 @promise("A row is the same, bit for bit, whatever rows are built with it", cases=cuts(*EVERY))
-def rows_alone(subject: Subject[Any], case: Cut) -> None:
+def rows_alone(subject: Subject[Any], case: CutCase) -> None:
     """Builds of micro-batches are the build of the whole plan cut into pieces, and rows of the same samples are equal in every plan."""
     remedy = "Let a row depend on its samples, the width and the alignment alone"
     plan = planned(subject, case.planning)
@@ -182,7 +182,7 @@ def rows_alone(subject: Subject[Any], case: Cut) -> None:
 class Asked:
     """A cut, and which of the fields that there are to ask for: the i-th by name where bit i is set."""
 
-    cut: Cut
+    cut: CutCase
     bits: int
 
     def __str__(self) -> str:
@@ -221,7 +221,7 @@ def fields(subject: Subject[Any], case: Asked) -> None:
 
 
 @promise("What it built stays as it is while it builds more, and the same rows give the same bytes again", cases=cuts(*EVERY))
-def own_memory(subject: Subject[Any], case: Cut) -> None:
+def own_memory(subject: Subject[Any], case: CutCase) -> None:
     """Pipelines hold several micro-batches at a time, and autograd keeps them until the backward pass is through."""
     collator = subject.make()
     plan = list(planned(subject, case.planning).micro_batches)

@@ -32,7 +32,7 @@ class Planning:
 
 
 @frozen(eq=False)
-class Cut:
+class CutCase:
     """Samples, and a layout that they fit into."""
 
     columns: SampleColumns
@@ -62,16 +62,16 @@ def _layouts(subject: Subject[Any]) -> Callable[[SampleLengths], st.SearchStrate
     return subject.hooks.get("layouts", strategies.layouts)
 
 
-def cuts(*extras: str) -> Callable[[Subject[Any]], st.SearchStrategy[Cut]]:
+def cuts(*extras: str) -> Callable[[Subject[Any]], st.SearchStrategy[CutCase]]:
     """Cuts by the subject's own `layouts` where it has them; samples carry those of the named extras that the collator declares."""
 
-    def cases(subject: Subject[Any]) -> st.SearchStrategy[Cut]:
+    def cases(subject: Subject[Any]) -> st.SearchStrategy[CutCase]:
         carries = sorted(carried_by(subject.make()) & {*extras})
 
         @st.composite
-        def drawn(draw: st.DrawFn) -> Cut:
+        def drawn(draw: st.DrawFn) -> CutCase:
             columns = draw(strategies.sample_columns(carries=carries))
-            return Cut(columns, draw(_layouts(subject)(columns.lengths)))
+            return CutCase(columns, draw(_layouts(subject)(columns.lengths)))
 
         return drawn()
 
@@ -103,7 +103,7 @@ def built_by(collator: Collator, label: str, columns: SampleColumns, rows: Micro
         raise Broken(failed.cause, failed.remedy) from failed
 
 
-def builds(subject: Subject[Any], case: Cut) -> Iterator[tuple[MicroBatchPlan, DenseBatch]]:
+def builds(subject: Subject[Any], case: CutCase) -> Iterator[tuple[MicroBatchPlan, DenseBatch]]:
     """Every micro-batch of the subject's plan and what it builds of it."""
     for rows in planned(subject, case.planning).micro_batches:
         yield rows, built(subject, case.columns, rows)

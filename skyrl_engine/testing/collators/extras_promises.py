@@ -10,7 +10,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
 from skyrl_engine.contracts.values.plan import MicroBatchPlan
 from skyrl_engine.contracts.values.ragged import IntArray
-from skyrl_engine.testing.collators.cases import Cut, builds, cuts, require, require_same_field, row_samples
+from skyrl_engine.testing.collators.cases import CutCase, builds, cuts, require, require_same_field, row_samples
 from skyrl_engine.testing.promise import Promise, promise
 from skyrl_engine.testing.subject import Subject
 
@@ -28,7 +28,7 @@ def _require_presence(batch: DenseBatch, columns: SampleColumns, field: str, ext
     "Captured expert routes lie at the first tokens of their sample, and masked experts 0, 1, ... everywhere else",
     cases=cuts("router_replay"),
 )
-def expert_routes(subject: Subject[Any], case: Cut) -> None:
+def expert_routes(subject: Subject[Any], case: CutCase) -> None:
     for micro_batch, batch in builds(subject, case):
         for field in (EXPERT_ROUTES, ROUTER_PADDING_MASK):
             _require_presence(batch, case.columns, field, EXPERT_ROUTES)
@@ -63,7 +63,7 @@ def _require_routes(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: 
     "Patches and grids follow one another as the samples do, `ragged_offsets` say whose they are, token types lie at their tokens",
     cases=cuts("vision"),
 )
-def images(subject: Subject[Any], case: Cut) -> None:
+def images(subject: Subject[Any], case: CutCase) -> None:
     for micro_batch, batch in builds(subject, case):
         for field in (PIXEL_VALUES, IMAGE_GRID, TOKEN_TYPES):
             _require_presence(batch, case.columns, field, field)

@@ -7,7 +7,7 @@ import pytest
 from skyrl_engine.contracts.kinds.backend import MicroBatch
 from skyrl_engine.contracts.values.outputs import RankOutput
 from skyrl_engine.contracts.values.topology import RankCoords
-from skyrl_engine.testing.backends.ranks import HeldBackend, Pass
+from skyrl_engine.testing.backends.ranks import HeldBackend, PassOrder
 
 
 class Keeping:
@@ -22,7 +22,7 @@ class Keeping:
 def test_pixels_go_to_the_first_stage_alone(stage: int) -> None:
     held, keeping = HeldBackend.__new__(HeldBackend), Keeping()
     held._coords, held._backend = RankCoords(pp=stage), keeping  # type: ignore[assignment]
-    held.run("forward", Pass((((0, 1), (2,)),), pictures="own"))
+    held.run("forward", PassOrder((((0, 1), (2,)),), pictures="own"))
     images = {"image_grid_thw"} if stage else {"image_grid_thw", "pixel_values"}
     assert len(keeping.batch) == 2
     for micro_batch in keeping.batch:
