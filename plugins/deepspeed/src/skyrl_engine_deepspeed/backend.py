@@ -34,7 +34,7 @@ from skyrl_engine_deepspeed.settings import clip_at, refuse_unsupported
 class DeepSpeedBackend:
     """`contracts.backend.Backend` over `deepspeed.initialize`. The default process group must exist before `setup`.
 
-    A backend that only scores has nothing to divide before stage 3: it keeps the plain model, and does without DeepSpeed.
+    A backend that only scores has nothing to divide below stage 3: it keeps the plain model and does not use DeepSpeed.
     """
 
     coords: RankCoords
@@ -46,7 +46,7 @@ class DeepSpeedBackend:
         self.coords = RankCoords()
 
     def setup(self, model: ModelConfig, optimizer: AdamWSettings | None, environment: RankEnvironment) -> None:
-        """Load, divide over all ranks, and make the optimizer. Raises ModelError, UnsupportedError."""
+        """Load the model, divide it over all ranks and make the optimizer. Raises ModelError, UnsupportedError."""
         self.coords = RankCoords(rank=environment.rank, dp=environment.rank)
         self._device = torch.device(environment.device)
         refuse_unsupported(self._config, model.dtype, self._device, learns=optimizer is not None)
@@ -69,7 +69,7 @@ class DeepSpeedBackend:
         return RankOutput.concat(parts, self.coords)
 
     def forward_backward(self, batch: RankBatch, objective: Objective) -> RankOutput:
-        """Score, differentiate and accumulate; the sum over ranks is complete when a step needs it."""
+        """Score, differentiate and accumulate gradients on this rank; `optim_step` and `gradients` sum them over ranks."""
         assert self._gradients is not None, "forward_backward on a backend that was set up for scoring only"
         self._loaded.scorer.train()
         parts = []
@@ -83,8 +83,8 @@ class DeepSpeedBackend:
     def optim_step(self, settings: AdamWSettings | None = None) -> OptimStep:
         """Clip, step with `settings` (None: those of `setup`), clear the gradients.
 
-        Raises ModelError where the gradient is not finite: then the weights and the optimizer stay as the step before left them, and the
-        gradient is cleared.
+        Raises ModelError if the gradient is not finite: weights and optimizer then stay as the previous step left them, and the gradient
+        is cleared.
         """
         settings = settings or self._settings
         assert self._gradients is not None, "optim_step on a backend that was set up for scoring only"
@@ -110,7 +110,7 @@ class DeepSpeedBackend:
         self._state().save(directory, self._steps_done)
 
     def load(self, directory: Path) -> None:
-        """Restore exactly what `save` wrote, on as many ranks. Raises CheckpointError."""
+        """Restore exactly what `save` wrote on the same number of ranks. Raises CheckpointError."""
         self._steps_done = self._state().load(directory)
         self._in_bfloat16 = None
         if self._gradients is not None:
@@ -120,7 +120,8 @@ class DeepSpeedBackend:
         """Write float32 weights and configuration for `transformers`, or adapters for `peft`; rank 0 writes. Raises ModelError."""
         writes = self.coords.rank == 0
         model = self._loaded.model
-        whole: dict[int, Tensor] = {}  # a parameter that several names share is gathered once
+        # by the tensor's id: a parameter that several names share is gathered once
+        whole: dict[int, Tensor] = {}
         weights: dict[str, Tensor] = {}
         for name, tensor in exported(model).items():
             if id(tensor) not in whole:
@@ -131,11 +132,11 @@ class DeepSpeedBackend:
             write_pretrained(model, directory, weights)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights by name, one at a time, on CPU; a weight that is tied appears once, under its first name."""
+        """Yield full weights by name, one at a time, on the CPU; a tied weight appears once, under its first name."""
         yield from merged_weights(self._loaded.model, self._on_cpu)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Full accumulated gradients by name, one at a time, on CPU; zero where nothing has reached a parameter."""
+        """Yield full accumulated gradients by name, one at a time, on the CPU; zeros for a parameter that no gradient has reached."""
         if self._gradients is not None:
             yield from self._gradients.whole(self._loaded.parameters)
 
@@ -164,7 +165,7 @@ class DeepSpeedBackend:
         )
 
     def _plain_scorer(self) -> Scorer:
-        """The model that only scores; in bfloat16 a copy computes, so that an export keeps the weights as they were read."""
+        """Return the scorer of a backend without an engine; for bfloat16 a rounded copy, so that an export keeps the weights as read."""
         if self._dtype != "bfloat16":
             return self._loaded.scorer
         if self._in_bfloat16 is None:
@@ -174,7 +175,7 @@ class DeepSpeedBackend:
         return self._in_bfloat16
 
     def _whole(self, parameter: nn.Parameter) -> Tensor:
-        """The weight as it is kept, on every rank: float32, or what computes where it is not trained."""
+        """Return the whole weight on every rank: the float32 copy of a trained parameter, else the weight in the compute precision."""
         if self._loaded.engine is None or self._config.zero_stage == 0:
             return parameter
         import deepspeed
@@ -186,7 +187,7 @@ class DeepSpeedBackend:
             return parameter.detach().clone()
 
     def _on_cpu(self, parameter: nn.Parameter) -> Tensor:
-        """The whole weight, float32, on every rank's CPU."""
+        """Return the whole weight in float32 on every rank's CPU."""
         return self._whole(parameter).detach().float().cpu()
 
     def _state(self) -> ZeroState:

@@ -1,4 +1,7 @@
-"""Exact training state: every rank writes the parts of parameters that it owns, by name; any ZeRO stage and number of ranks can read them."""
+"""Exact training state: every rank writes, by name, the parts of parameters that its optimizer owns.
+
+Weights can be read under any ZeRO stage on any number of ranks; training continues on the same number of ranks only.
+"""
 
 import os
 import pickle
@@ -20,7 +23,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @frozen(eq=False)
 class ZeroState:
-    """What a checkpoint holds. `engine` None: scoring only, on whole weights; without an optimizer: scoring only, on divided ones."""
+    """The state that a checkpoint holds: weights, buffers, AdamW's moments and random states.
+
+    `engine` is None for a backend that scores with whole weights; an engine without an optimizer scores with divided weights.
+    """
 
     engine: Any | None
     parameters: Mapping[str, nn.Parameter]
@@ -50,10 +56,10 @@ class ZeroState:
             ) from error
 
     def load(self, directory: Path) -> int:
-        """Restore weights, moments and random states in place; returns how many optimizer steps had been taken.
+        """Restore weights, moments and random states in place and return the number of optimizer steps taken.
 
-        For scoring only, which continues nothing, it takes the weights alone and any number of ranks may have written them.
-        Raises CheckpointError, on all ranks if on one.
+        A backend that only scores restores the weights alone, whatever number of ranks wrote them. Raises CheckpointError on all ranks
+        if one rank fails.
         """
         steps_done, problem = 0, None
         try:
@@ -96,14 +102,15 @@ class ZeroState:
         return self.engine is not None and self.engine.basic_optimizer is not None
 
     def _updates(self) -> int:
-        """How often AdamW has stepped; its own counter, from which bias correction follows."""
+        """Return AdamW's own step counter, which its bias correction uses."""
         assert self.engine is not None, "a backend that only scores has no state to save"
         states = [moments(self.engine, flat) for flat in flats(self.engine)]
         return int(states[0]["step"]) if states and states[0] else 0
 
     def _parts(self) -> Iterator[tuple[str, dict[str, Any]]]:
         if self.engine is None or (self.engine.zero_optimization_stage() == 0 and dist.get_rank() > 0):
-            return  # replicated: one copy is enough
+            # replicated: rank 0's copy is enough
+            return
         for name, own in fragments(self.engine, self.parameters):
             state = moments(self.engine, own.key)
             kept = {"weight": own.weight, **{each: own.within(state[each]) for each in _MOMENTS if each in state}}
@@ -119,11 +126,13 @@ class ZeroState:
                 saved.copy(name, "weight", 0, parameter.view(-1))
             return
         if not self._learns:
-            self.engine.empty_partition_cache()  # whole copies that are kept between uses are of before
+            # gathered copies that DeepSpeed keeps between uses hold the old weights
+            self.engine.empty_partition_cache()
             for name, parameter in self.parameters.items():
-                own: Any = parameter.ds_tensor  # type: ignore[attr-defined] # DeepSpeed's attributes: the rank's part, and the whole's size
+                # DeepSpeed's attributes: this rank's part, and the number of elements of the whole; the last ranks' parts are padded
+                own: Any = parameter.ds_tensor  # type: ignore[attr-defined]
                 start = dist.get_rank() * own.numel()
-                size = max(0, min(own.numel(), parameter.ds_numel - start))  # type: ignore[attr-defined] # as above; the last parts are padded
+                size = max(0, min(own.numel(), parameter.ds_numel - start))  # type: ignore[attr-defined]
                 saved.copy(name, "weight", start, own.view(-1).narrow(0, 0, size))
             return
         _prepare_moments(self.engine, int(saved.states[0]["updates"]))
@@ -163,7 +172,7 @@ class _Saved:
             )
 
     def copy(self, name: str, kind: str, start: int, into: Tensor) -> None:
-        """Fill `into` [size], which is elements `start` and following of a flattened parameter. Raises ValueError where some are missing."""
+        """Fill `into` [size] with elements start, start + 1, ... of a flattened parameter. Raises ValueError if some were not saved."""
         stop, filled = start + into.numel(), 0
         for part in self.parts(name):
             values: Tensor = part[kind]
@@ -176,7 +185,7 @@ class _Saved:
 
 
 def _prepare_moments(engine: Any, updates: int) -> None:
-    """AdamW's state as it is after so many updates, of zeros, for the checkpoint to fill."""
+    """Give AdamW the state that it has after `updates` steps, with moments of zeros for the checkpoint to fill."""
     states = engine.basic_optimizer.state
     for flat in flats(engine):
         if not updates:
@@ -190,8 +199,8 @@ def _prepare_moments(engine: Any, updates: int) -> None:
 
 
 def _shape(parameter: Any) -> torch.Size:
-    """Of the whole parameter."""
-    return getattr(parameter, "ds_shape", parameter.shape)  # type: ignore[no-any-return] # DeepSpeed's attribute under stage 3
+    """Return the shape of the whole parameter; stage 3 leaves it in DeepSpeed's attribute."""
+    return getattr(parameter, "ds_shape", parameter.shape)  # type: ignore[no-any-return] # the attribute is untyped
 
 
 def _file(directory: Path, rank: int) -> Path:

@@ -1,18 +1,18 @@
-"""What DeepSpeed needs to run without CUDA. Imported on CPU ranks alone."""
+"""Settings that let DeepSpeed run without CUDA. Only ranks on the CPU import this module."""
 
 import os
 import types
 
 
 def choose_cpu() -> None:
-    """Before the first import: DeepSpeed takes its accelerator from the environment, once per process."""
+    """Choose the CPU accelerator; call it before DeepSpeed's first import, which reads the environment once per process."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["DS_BUILD_OPS"] = "0"
 
 
 def forgo_compiled_operations(ops: types.ModuleType) -> None:
-    """After the import of `deepspeed.ops`: no operation counts as compatible.
+    """Mark every compiled operation as incompatible; call it after the import of `deepspeed.ops`.
 
-    Else DeepSpeed probes compilers, and compiles a shared-memory collective for some two minutes; gloo does what that does.
+    Otherwise DeepSpeed probes compilers and spends about two minutes on compiling a shared-memory collective that gloo replaces.
     """
     ops.__dict__["__compatible_ops__"] = {}

@@ -1,8 +1,8 @@
 """Accumulated gradients under ZeRO: summed over ranks when a step needs them, read whole at any time, dropped without a step.
 
-DeepSpeed would finish a gradient in the backward pass of the last micro-batch before a step. Nobody knows which that is: several calls may
-accumulate. So every backward pass is declared not to be the last, and `reduce` does what the last one would have done. The loss is
-multiplied by the world size, which undoes DeepSpeed's mean over ranks.
+DeepSpeed finishes the gradient in the backward pass of the last micro-batch before a step. Here that pass is not known beforehand, because
+several calls may accumulate. So every backward pass is declared not to be the last, and `reduce` does what the last one would have done. The
+loss is multiplied by the world size, which undoes DeepSpeed's mean over ranks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from skyrl_engine_deepspeed.fragments import flats
 
 
 class AccumulatedGradients:
-    """The gradients of one engine. `any` tells whether a backward pass has run since the last step."""
+    """The gradients of one engine. `any` is true once a backward pass has run since the last step."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -27,12 +27,12 @@ class AccumulatedGradients:
         engine.set_gradient_accumulation_boundary(False)
 
     def backward(self, total: Tensor) -> None:
-        """Differentiate a micro-batch's part of the objective, and add the result to what is there."""
+        """Differentiate a micro-batch's part of the objective and add the result to the accumulated gradient."""
         self.any = True
         self._engine.backward(total * dist.get_world_size())
 
     def reduce(self) -> None:
-        """Complete the sum over ranks, which the optimizer's step will read."""
+        """Complete the sum over ranks that the optimizer's step reads."""
         self._engine.set_gradient_accumulation_boundary(True)
         if self._stage < 2:
             self._engine.allreduce_gradients()
@@ -40,7 +40,7 @@ class AccumulatedGradients:
             self._zero.finalize_gradient_accumulation_boundary()
 
     def norm(self) -> float:
-        """The 2-norm of the reduced gradient, equal on all ranks; not finite if any element is not."""
+        """Return the 2-norm of the reduced gradient, equal on all ranks; it is not finite if any element is not."""
         squares = (
             torch.stack([torch.linalg.vector_norm(part, dtype=torch.float32) for part in self._parts()]).double().square().sum()
         )
@@ -50,7 +50,7 @@ class AccumulatedGradients:
         return float(squares.sqrt())
 
     def non_finite(self, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-        """Names of parameters whose reduced gradient is not finite."""
+        """Return the names of parameters whose reduced gradient is not finite."""
         from deepspeed.utils import safe_get_full_grad
 
         return [name for name, parameter in parameters.items() if not torch.isfinite(safe_get_full_grad(parameter)).all()]
@@ -58,21 +58,22 @@ class AccumulatedGradients:
     def drop(self) -> None:
         """Forget a reduced gradient that is not finite."""
         if self._stage:
-            self._engine.step()  # DeepSpeed looks for itself, and clears what it will not apply
+            # DeepSpeed checks the gradient itself, and clears it instead of applying it
+            self._engine.step()
             assert not self._engine.was_step_applied(), "DeepSpeed applied a gradient that is not finite"
         self.clear()
 
     def clear(self) -> None:
-        """Nothing is accumulated any more: after a step, and after `drop`."""
+        """Forget what has accumulated; called after a step and by `drop`."""
         self._engine.zero_grad()
         if self._stage == 3:
-            # a parameter that the next step's first backward pass does not reach would be added to this step's gradient
+            # otherwise a parameter that the next step's first backward pass does not reach would keep this step's gradient
             self._zero.grad_partitions_flat_buffer.zero_()
         self._engine.set_gradient_accumulation_boundary(False)
         self.any = False
 
     def whole(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
-        """Gradients summed over ranks by name, one at a time, on CPU, before `reduce`; what is accumulated stays as it is."""
+        """Yield gradients by name, summed over ranks, one at a time, on the CPU, before `reduce`; accumulation can go on afterwards."""
         if not self.any:
             return
         with self._readable():
@@ -95,7 +96,7 @@ class AccumulatedGradients:
 
     @staticmethod
     def _local(parameter: Any) -> Tensor | None:
-        """What this rank has accumulated and not yet reduced: stages 0 and 1 keep it in one of three places."""
+        """Return the gradient that this rank has accumulated and not yet reduced; stages 0 and 1 keep it in one of three attributes."""
         for place in ("_hp_grad", "grad_accum", "grad"):
             if (kept := getattr(parameter, place, None)) is not None:
                 return kept  # type: ignore[no-any-return] # DeepSpeed's attributes
@@ -103,7 +104,10 @@ class AccumulatedGradients:
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        """Stages 2 and 3 lay sums out for reading, or bring them to host memory, only as a step would; afterwards they go on accumulating."""
+        """Make accumulated gradients readable inside this context, and let accumulation go on afterwards.
+
+        Stages 2 and 3 make their sums readable (under offloading, in host memory) only when they finish a step's gradient.
+        """
         if self._stage < 2:
             yield
             return
@@ -118,7 +122,7 @@ class AccumulatedGradients:
             self._engine.set_gradient_accumulation_boundary(False)
 
     def _parts(self) -> list[Tensor]:
-        """Disjoint parts of the reduced gradient; on stage 0 every rank has all of it."""
+        """Return this rank's disjoint parts of the reduced gradient; under stage 0 every rank holds all of it."""
         if self._stage == 0:
             return [parameter.grad for parameter in flats(self._engine) if parameter.grad is not None]
         if hasattr(self._zero, "fp32_groups_gradient_flat_partition"):  # stage 1 in bfloat16

@@ -1,4 +1,4 @@
-"""DeepSpeed, imported where it is first needed: quiet, on the rank's own device, inside the process group that is there."""
+"""Import DeepSpeed when it is first needed: without its output, on the rank's own device, in the existing process group."""
 
 import contextlib
 import io
@@ -14,15 +14,19 @@ import torch.distributed as dist
 from skyrl_engine import UnsupportedError
 
 _EXPECTED = ("untested optimizer", "OVERFLOW!")
-"""Parts of warnings about what this backend does on purpose, and tests."""
+"""Parts of warnings about things that this backend does on purpose and tests."""
 
 _joined: list[Any] = []
-"""The default process group that DeepSpeed's own groups were last made from."""
+"""The default process group from which DeepSpeed's own groups were last made, if any were."""
 
 
 def load(device: torch.device) -> Any:
-    """The module `deepspeed`, ready for engines on `device`. Raises UnsupportedError where the process uses it on another kind of device."""
-    os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed reads its device's number from here
+    """Return the module `deepspeed`, ready for engines on `device`.
+
+    Raises UnsupportedError if this process has used DeepSpeed on another kind of device.
+    """
+    # DeepSpeed reads its device's number from here
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
     if device.type == "cpu":
         from skyrl_engine_deepspeed import cpu
 
@@ -45,7 +49,7 @@ def load(device: torch.device) -> Any:
 
 
 def initialize(deepspeed: Any, **arguments: Any) -> Any:
-    """The engine that `deepspeed.initialize` makes; what it prints goes to its log at the level DEBUG."""
+    """Return the engine that `deepspeed.initialize` makes; its printed lines go to DeepSpeed's log at the level DEBUG."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), _deaf_to_deprecations():
         engine, *_ = deepspeed.initialize(**arguments, dist_init_required=False)
@@ -56,7 +60,7 @@ def initialize(deepspeed: Any, **arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def _deaf_to_deprecations() -> Iterator[None]:
-    """What DeepSpeed imports, also while it makes an engine, concerns nobody who runs this."""
+    """Hide deprecation warnings about DeepSpeed's own imports, some of which happen while it makes an engine."""
     with warnings.catch_warnings():
         for category in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
@@ -64,7 +68,7 @@ def _deaf_to_deprecations() -> Iterator[None]:
 
 
 def _follow_process_group(deepspeed: Any) -> None:
-    """DeepSpeed keeps a copy of the world's group for good; after another world began, the copy leads nowhere."""
+    """Let DeepSpeed forget a default process group that no longer exists: it never replaces its copy by itself."""
     world = dist.group.WORLD
     if _joined and _joined[0] is not world:
         deepspeed.utils.groups._release_process_group_references()  # noqa: SLF001 - what its own destroy_process_group calls
@@ -72,7 +76,7 @@ def _follow_process_group(deepspeed: Any) -> None:
 
 
 def _send_logs_to_root(logger: logging.Logger) -> None:
-    """Its own handler prints every record to standard output, where results are."""
+    """Send DeepSpeed's log records to the root logger; its own handler would print them among results on standard output."""
     logger.handlers.clear()
     logger.propagate = True
     if not logger.filters:
@@ -80,7 +84,7 @@ def _send_logs_to_root(logger: logging.Logger) -> None:
 
 
 def _call_by_new_names(backend: Any) -> None:
-    """Since 2.13 torch warns at every call of two collectives by the names that DeepSpeed 0.19 knows."""
+    """Let DeepSpeed 0.19 call two collectives by their new names: torch 2.13 and later warn at every call by the old ones."""
     for held, name in (("all_gather_function", "all_gather_single"), ("reduce_scatter_function", "reduce_scatter_single")):
         if hasattr(dist, name):
             setattr(backend, held, getattr(dist, name))

@@ -1,4 +1,4 @@
-"""From a model on rank 0's CPU to a DeepSpeed engine on every rank, or, for scoring alone, to plain copies of the model."""
+"""Move a model from rank 0's CPU into a DeepSpeed engine on every rank or, for scoring alone, into plain copies of the model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,9 @@ from skyrl_engine_deepspeed.settings import settings
 
 @frozen(eq=False)
 class Loaded:
-    """`parameters` are those of the scorer that are trained, by their Hugging Face names, tied ones once. `vocabulary` counts input
+    """A model on this rank, its scorer, and the DeepSpeed engine that wraps the scorer.
+
+    `parameters` are the scorer's trained parameters by their Hugging Face names, tied ones once. `vocabulary` is the number of input
     embeddings. `engine` is None where nothing is divided or learned.
     """
 
@@ -32,7 +34,7 @@ class Loaded:
 
 
 def load(spec: ModelConfig, optimizer: AdamWSettings | None, config: DeepSpeedConfig, device: torch.device, seed: int) -> Loaded:
-    """The model with equal weights on every rank, divided as `config` says. An error on one rank is raised on all of them."""
+    """Load the model with equal weights on every rank, divided as `config` says. An error on one rank is raised on all of them."""
     placed = load_on_ranks(spec, seed=seed)
     model, scorer = placed.model, placed.scorer
     _give_memory(placed)
@@ -46,7 +48,7 @@ def load(spec: ModelConfig, optimizer: AdamWSettings | None, config: DeepSpeedCo
         return Loaded(model, scorer, parameters, vocabulary, None)
     deepspeed = library.load(device)
     stated = settings(config, spec.dtype, device, learns=optimizer is not None)
-    # Before shapes are divided: decay goes by them.
+    # before parameters are divided: weight decay depends on their shapes
     adamw = None if optimizer is None else build_adamw(parameters.values(), optimizer)
     float32 = dict(placed.whole) if not placed.everyone_read else dict(named_tensors(model))
     if config.zero_stage == 3:
@@ -58,13 +60,13 @@ def load(spec: ModelConfig, optimizer: AdamWSettings | None, config: DeepSpeedCo
 
 
 def scored_parameters(model: nn.Module, scorer: Scorer) -> dict[str, nn.Parameter]:
-    """Parameters by their Hugging Face names: those of decoder and heads, tied ones once."""
+    """Return the parameters of decoder and heads by their Hugging Face names, tied ones once."""
     scored = {id(parameter) for parameter in scorer.parameters()}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in scored}
 
 
 def _give_memory(placed: Placed) -> None:
-    """Real tensors in place of shapes; memory of the host that nobody writes to is not taken."""
+    """Replace meta tensors by uninitialised ones; the operating system takes host memory only once it is written to."""
     if placed.everyone_read or dist.get_rank() == 0:
         return
     replacements: dict[int, Tensor] = {}
@@ -77,13 +79,13 @@ def _give_memory(placed: Placed) -> None:
 
 
 def _send_buffers(placed: Placed, device: torch.device) -> None:
-    """DeepSpeed sends parameters from rank 0 to all, and leaves buffers where they are."""
+    """Send buffers from rank 0 to all ranks: DeepSpeed does so for parameters only."""
     for name, buffer in placed.model.named_buffers():
         buffer.data = _from_rank_0(placed, name, buffer, device)
 
 
 def _from_rank_0(placed: Placed, name: str, own: Tensor, device: torch.device) -> Tensor:
-    """The values of a parameter or buffer on `device`, as rank 0 read them."""
+    """Return the values that rank 0 read for a parameter or buffer, on `device`."""
     values = (placed.whole[name] if placed.whole else own.detach()).to(device)
     if not placed.everyone_read:
         dist.broadcast(values, src=0)
@@ -91,9 +93,9 @@ def _from_rank_0(placed: Placed, name: str, own: Tensor, device: torch.device) -
 
 
 def _divide(deepspeed: Any, scorer: Scorer, stated: dict[str, Any], dtype: ComputeDtype) -> None:
-    """Divide parameter by parameter: at no time is more than one of them whole on the device.
+    """Divide parameter by parameter, so that never more than one is whole on the device.
 
-    The head's weight belongs to a module that is never called, only read; DeepSpeed must be told who reads it.
+    The head's linear layer is read and never called, so DeepSpeed must be told which module uses its weight.
     """
     if dtype == "bfloat16":
         for parameter in scorer.parameters():
@@ -107,7 +109,7 @@ def _divide(deepspeed: Any, scorer: Scorer, stated: dict[str, Any], dtype: Compu
 def _restore_precision(
     engine: Any, parameters: Mapping[str, nn.Parameter], float32: Mapping[str, Tensor], placed: Placed, device: torch.device
 ) -> None:
-    """DeepSpeed made its float32 weights of bfloat16 ones; give them back what was read."""
+    """Overwrite DeepSpeed's float32 weights, which it made from bfloat16 ones, with the values as they were read."""
     for name, parameter in parameters.items():
         shape = getattr(parameter, "ds_shape", parameter.shape)
         values = float32[name].to(device) if name in float32 else torch.empty(shape, dtype=torch.float32, device=device)

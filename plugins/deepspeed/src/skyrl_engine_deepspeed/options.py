@@ -1,4 +1,4 @@
-"""Options of the `deepspeed` backend, and what they cannot be together. Imports no torch."""
+"""Options of the `deepspeed` backend, and the combinations that are refused. Imports no torch."""
 
 from typing import Literal
 
@@ -14,20 +14,20 @@ class DeepSpeedConfig:
     """Options of the DeepSpeed backend."""
 
     zero_stage: Literal[0, 1, 2, 3] = field(default=3, validator=in_((0, 1, 2, 3)))
-    """What is divided among ranks (Rajbhandari et al. 2020, arXiv 1910.02054): 0 nothing, 1 optimizer state, 2 gradients too,
-    3 weights too."""
+    """ZeRO stage (Rajbhandari et al. 2020, arXiv 1910.02054): ranks divide 0: nothing; 1: optimizer state; 2: gradients as well;
+    3: weights as well."""
 
     offload_optimizer: bool = False
-    """Keep optimizer state and float32 weights in host memory and step there; CUDA, stages 1 to 3."""
+    """Keep optimizer state and float32 weights in host memory, and update them on the CPU. Needs CUDA and stage 1, 2 or 3."""
 
     offload_parameters: bool = False
-    """Keep each rank's part of the weights in host memory between uses; CUDA, stage 3."""
+    """Keep each rank's part of the weights in host memory while no layer computes with it. Needs CUDA and stage 3."""
 
     persistence_threshold: int = field(default=100_000, validator=ge(0))
-    """Stage 3 keeps parameters of at most so many elements whole on every rank (fewer gathers), 0: none."""
+    """Stage 3 keeps parameters of at most this many elements whole on every rank, which saves gathering them; 0: it divides all."""
 
     def refuse_contradictions(self) -> None:
-        """Raises UnsupportedError for an offload of what this stage does not divide."""
+        """Raises UnsupportedError if something is offloaded that this ZeRO stage does not divide."""
         for option, stages in (("offload_optimizer", (1, 2, 3)), ("offload_parameters", (3,))):
             if getattr(self, option) and self.zero_stage not in stages:
                 raise UnsupportedError(
@@ -36,7 +36,7 @@ class DeepSpeedConfig:
                 )
 
     def refuse_precision(self, dtype: ComputeDtype, *, learns: bool) -> None:
-        """Raises UnsupportedError for a precision that DeepSpeed would lose on the way, at this stage."""
+        """Raises UnsupportedError if DeepSpeed would round weights or gradients below the precision of `dtype` at this stage."""
         if dtype == "float64":
             raise UnsupportedError(
                 "DeepSpeed keeps weights and sums gradients in float32 at most, float64 would be rounded on the way",

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration for one engine, every value that matters written out, and the combinations it cannot do."""
+"""DeepSpeed's configuration for one engine, with every value that matters written out, and the combinations that are refused."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from skyrl_engine.contracts import ComputeDtype
 from skyrl_engine_deepspeed.options import DeepSpeedConfig
 
 _BUCKET = 50_000_000
-"""Elements that are reduced or gathered at once; the buffers for it are allocated whole."""
+"""Elements that are reduced or gathered at once; buffers of this size are allocated."""
 
 
 def settings(config: DeepSpeedConfig, dtype: ComputeDtype, device: torch.device, *, learns: bool) -> dict[str, Any]:
-    """The dictionary `deepspeed.initialize` takes.
+    """Return the configuration for `deepspeed.initialize`.
 
-    One accumulation step, because micro-batches are not DeepSpeed's to count; no clipping until a step says so, where the default clips at 1.
-    Gradients accumulate and travel in float32 whatever computes.
+    It has one accumulation step, because DeepSpeed is not to count micro-batches, and no clipping (DeepSpeed's default clips at 1): each step
+    sets its own. Gradients are accumulated and communicated in float32, whatever precision computes.
     """
     on_cuda = device.type == "cuda"
     zero: dict[str, Any] = {
@@ -48,14 +48,17 @@ def settings(config: DeepSpeedConfig, dtype: ComputeDtype, device: torch.device,
 
 
 def clip_at(engine: Any, max_grad_norm: float | None) -> None:
-    """Clip at this norm from the next step on (None: never). The engine clips at its configuration's, a ZeRO optimizer at its own."""
-    engine._config.gradient_clipping = max_grad_norm or 0.0  # noqa: SLF001 - read at every step, and set by no method
+    """Clip at this norm from the next step on (None: never).
+
+    The engine reads the norm from its configuration, a ZeRO optimizer from its own attribute; both are set.
+    """
+    engine._config.gradient_clipping = max_grad_norm or 0.0  # noqa: SLF001 - DeepSpeed reads it at every step and has no method to set it
     if hasattr(engine.optimizer, "clip_grad"):
         engine.optimizer.clip_grad = max_grad_norm or 0.0
 
 
 def refuse_unsupported(config: DeepSpeedConfig, dtype: ComputeDtype, device: torch.device, *, learns: bool) -> None:
-    """Raises UnsupportedError, with the option to change, for what DeepSpeed cannot do or does not do exactly."""
+    """Raises UnsupportedError for settings that DeepSpeed cannot follow, or follows with a loss of precision."""
     config.refuse_contradictions()
     config.refuse_precision(dtype, learns=learns)
     for option in ("offload_optimizer", "offload_parameters"):

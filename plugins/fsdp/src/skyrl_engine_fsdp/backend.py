@@ -38,7 +38,8 @@ class FsdpBackend:
     """`contracts.backend.Backend` over `fully_shard`. The default process group must exist before `setup`."""
 
     coords: RankCoords
-    _model: Any  # transformers.PreTrainedModel; it and the scorer share their modules
+    # a transformers.PreTrainedModel that shares its modules with the scorer
+    _model: Any
     _scorer: Scorer
     _optimizer: torch.optim.AdamW | None
     _device: torch.device
@@ -48,9 +49,9 @@ class FsdpBackend:
         self.coords = RankCoords()
 
     def setup(self, model: ModelConfig, optimizer: AdamWSettings | None, environment: RankEnvironment) -> None:
-        """Load, cut and shard over all ranks, and make the optimizer.
+        """Load the model, divide it over tensor-parallel ranks, shard it over data-parallel ranks, and make the optimizer.
 
-        Raises ModelError, and UnsupportedError for layouts that the ranks, the model or the device cannot have.
+        Raises ModelError, and UnsupportedError for a layout that the number of ranks, the model or the device does not allow.
         """
         topology = self._config.topology(environment.world_size)
         self.coords = topology.coords(environment.rank)
@@ -63,14 +64,14 @@ class FsdpBackend:
                     "backend.cpu_offload keeps in host memory what a GPU computes with, and this rank computes on the CPU",
                     remedy="Set backend.cpu_offload = false, or run on CUDA devices",
                 )
-            self._config = attrs.evolve(
-                self._config, cpu_offload=False
-            )  # the model of a run on GPUs is exported: nothing to offload
+            # a run on GPUs is being exported on CPUs: there is nothing to offload
+            self._config = attrs.evolve(self._config, cpu_offload=False)
         meshes = Meshes.of(topology, replicate=self._config.replicate, device=self._device)
         self._model, self._scorer = load_sharded(model, meshes, self._device, self._config, environment.seed)
         if environment.packed_rows:
             self._scorer.refuse_packed_rows_unless_supported()
-        if topology.tp > 1:  # tensor-parallel ranks drop the same hidden numbers, as one rank would
+        # tensor-parallel ranks of one sample must draw equal dropout masks
+        if topology.tp > 1:
             random_states.reseed(environment.seed + self.coords.dp)
         self._topology, self._seed = topology, environment.seed
         self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
@@ -87,7 +88,7 @@ class FsdpBackend:
         return RankOutput.concat(parts, self.coords)
 
     def forward_backward(self, batch: RankBatch, objective: Objective) -> RankOutput:
-        """Score, differentiate and accumulate; every micro-batch's gradient is summed over ranks at once, so any cut adds up alike."""
+        """Score, differentiate and accumulate gradients; each micro-batch's gradient is summed over ranks in its backward pass."""
         self._scorer.train()
         parts = []
         for micro_batch in batch:
@@ -100,15 +101,16 @@ class FsdpBackend:
     def optim_step(self, settings: AdamWSettings | None = None) -> OptimStep:
         """Clip, step with `settings` (None: those of `setup`), clear the gradients.
 
-        Raises ModelError where the gradient is not finite: then the weights and the optimizer stay as the step before left them, and the
-        gradient is cleared.
+        Raises ModelError if the gradient is not finite: weights and optimizer then stay as the previous step left them, and the gradient
+        is cleared.
         """
         settings = settings or self._settings
         assert self._optimizer is not None, "optim_step on a backend that was set up for scoring only"
         assert settings is not None
         parameters = self._parameters()
         norm = clip_gradients(parameters.values(), settings.max_grad_norm, self._device)
-        if not norm < float("inf"):  # also true for NaN; every rank sees the same norm and stops alike
+        # also true for NaN; every rank sees the same norm, so all ranks raise
+        if not norm < float("inf"):
             names = non_finite(parameters.items())
             self._optimizer.zero_grad(set_to_none=True)
             raise gradient_not_finite(self._steps_done + 1, norm, self.coords.rank, names)
@@ -123,14 +125,14 @@ class FsdpBackend:
         self._state().save(directory, self._steps_done)
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote on any layout of ranks; exactly, random states included, on the same. Raises CheckpointError."""
+        """Restore what `save` wrote on any layout of ranks; random states only if the layout is the same. Raises CheckpointError."""
         reshard(self._scorer)
         self._steps_done = self._state().load(directory)
 
     def export(self, directory: Path) -> None:
-        """Write weights (as they are kept: float32, or float64) and configuration for `transformers`; rank 0 writes. Raises ModelError.
+        """Write weights (in the precision they are kept in, float32 or float64) and configuration for `transformers`, on rank 0.
 
-        Of a model with adapters it writes those, for `peft`.
+        A model with adapters is written as its adapters alone, for `peft`. Raises ModelError.
         """
         reshard(self._scorer)
         writes = self.coords.rank == 0
@@ -138,19 +140,20 @@ class FsdpBackend:
         first_names: dict[int, str] = {}
         for name, tensor in exported(self._model).items():
             first = first_names.setdefault(id(tensor), name)
-            whole = full(tensor.detach()).cpu() if first == name else None  # tied weights are one tensor, which is written once
+            # tied weights are one tensor, which is gathered once
+            whole = full(tensor.detach()).cpu() if first == name else None
             if writes:
                 weights[name] = weights[first] if whole is None else whole
         if writes:
             write_pretrained(self._model, directory, weights)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights by name, one at a time, on CPU; a weight that is tied appears once, under its first name."""
+        """Yield full weights by name, one at a time, on the CPU; a tied weight appears once, under its first name."""
         reshard(self._scorer)
         yield from merged_weights(self._model, lambda parameter: full(parameter.detach()).cpu())
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Full accumulated gradients by name, one at a time, on CPU; parameters without one are left out."""
+        """Yield full accumulated gradients by name, one at a time, on the CPU; parameters without a gradient are left out."""
         for name, parameter in self._parameters().items():
             if parameter.grad is not None:
                 yield name, full(parameter.grad).cpu()
@@ -175,7 +178,7 @@ class FsdpBackend:
         )
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """Trainable parameters by their Hugging Face names: those of decoder and head, tied ones once."""
+        """Return the trainable parameters of decoder and heads by their Hugging Face names, tied ones once."""
         scored = {id(parameter) for parameter in self._scorer.parameters()}
         return {
             name: parameter

@@ -1,6 +1,6 @@
-"""Training state through torch.distributed.checkpoint: every rank writes its own shards; random states beside them, one file per rank.
+"""Training state through torch.distributed.checkpoint: every rank writes its shards, and its random states in a file of their own.
 
-Any layout of ranks can read what another wrote. It is exact on the layout that wrote it.
+Any layout of ranks can read it. Resuming is exact, random states included, on the layout that wrote it.
 """
 
 import logging
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 @frozen(eq=False)
 class ShardedTrainingState:
-    """What a checkpoint holds, keyed by parameter names, so that nothing depends on the order of optimizer groups.
+    """The state that a checkpoint holds, keyed by parameter names, so that nothing depends on the order of optimizer groups.
 
-    `optimizer` None: scoring only, weights alone. `topology` is this run's, and `seed` the run's seed.
+    `optimizer` is None for a backend that only scores, whose checkpoints hold weights alone. `topology` and `seed` are this run's.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -67,10 +67,10 @@ class ShardedTrainingState:
             ) from error
 
     def load(self, directory: Path) -> int:
-        """Restore weights, moments and random states in place; returns how many optimizer steps had been taken.
+        """Restore weights, moments and random states in place and return the number of optimizer steps taken.
 
-        Weights and moments are found for any layout of ranks. Random states belong to ranks: where another layout wrote them they start
-        anew, from the run's seed, the step and the data-parallel rank. For scoring only, which continues nothing, it takes the weights alone.
+        Weights and moments can be read on any layout of ranks. Random states belong to ranks: if another layout wrote the checkpoint, they
+        are seeded anew from the run's seed, the step and the data-parallel rank. A backend that only scores restores the weights alone.
         Raises CheckpointError.
         """
         rank = dist.get_rank()
@@ -91,7 +91,7 @@ class ShardedTrainingState:
         return int(facts["steps_done"])
 
     def _layout(self) -> Tensor:
-        """Sizes that random states depend on, int64[2]: data-parallel and tensor-parallel ranks."""
+        """Return the sizes that random states depend on, int64[2]: data-parallel and tensor-parallel ranks."""
         return torch.tensor([self.topology.dp, self.topology.tp])
 
     def _continue_random_states(self, directory: Path, rank: int, layout: Tensor, steps_done: int) -> None:
@@ -110,7 +110,7 @@ class ShardedTrainingState:
         random_states.reseed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] % 2**63))
 
     def _prepare_moments(self, saved: set[str]) -> None:
-        """Make AdamW's state for every parameter that had one when the checkpoint was written, for loading to fill."""
+        """Make AdamW's state of zeros for every parameter that has one in the checkpoint, so that loading can fill it."""
         if self.optimizer is None:
             return
         self.optimizer.state.clear()
@@ -138,7 +138,7 @@ def _random_file(directory: Path, rank: int) -> Path:
 
 
 def _reason(error: BaseException) -> str:
-    """The first underlying cause in a few words; DCP wraps the causes of all ranks, with their tracebacks."""
+    """Return the first underlying cause in a few words; torch's exception wraps the causes of all ranks, with their tracebacks."""
     if isinstance(error, api.CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     lines = str(error).strip().splitlines()

@@ -1,4 +1,4 @@
-"""The global gradient norm over gradients that ranks share in different ways, and clipping to it."""
+"""The global norm of gradients, some sharded over ranks and some replicated, and clipping by it."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank (a collective for a sharded one), on the device the ranks communicate on."""
+    """Return the whole tensor on every rank (a collective if it is sharded), on the device that the ranks communicate on."""
     if not isinstance(tensor, DTensor):
         return tensor
     tensor = tensor.to(tensor.device_mesh.device_type)
     assert isinstance(tensor, DTensor)
-    # Dimension by dimension: FSDP cut what tensor parallelism had cut before, and comes first in the mesh. Asked for all at once, DTensor does
-    # the same and warns of it.
+    # Gathered one mesh dimension at a time: FSDP sharded what tensor parallelism had sharded before it, and comes first in the mesh. DTensor
+    # would do the same if asked for all dimensions at once, with a warning.
     for dimension in range(tensor.device_mesh.ndim):
         placements = [Replicate()] * (dimension + 1) + list(tensor.placements[dimension + 1 :])
         tensor = tensor.redistribute(placements=placements)
@@ -26,11 +26,11 @@ def full(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, device: torch.device) -> float:
-    """Scale gradients in place so that their global 2-norm is at most `max_norm`; returns the norm before that, equal on all ranks.
+    """Scale gradients in place so that their global 2-norm is at most `max_norm`, and return the norm before scaling.
 
-    Every rank adds the squares of what it holds, divided by how many ranks hold the same, and one sum over all ranks on `device` makes the
-    norm: it is the same number everywhere, and not finite everywhere as soon as it is on one rank. `max_norm` None never scales. A norm
-    that is not finite scales nothing.
+    Every rank sums the squares of the shards it holds, each divided by the number of ranks that hold the same shard; one sum over all ranks
+    on `device` gives the squared norm. So the norm is the same number on all ranks, and not finite on all if it is not finite on one.
+    Nothing is scaled if `max_norm` is None or the norm is not finite.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     by_pieces: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -45,7 +45,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, d
     value = total.sqrt().item()
     if max_norm is not None and max_norm < value < float("inf"):
         by_mesh: defaultdict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
-        for parameter in trained:  # one call takes tensors of one mesh alone
+        # torch's function takes tensors of a single mesh per call
+        for parameter in trained:
             by_mesh[parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None].append(parameter)
         for group in by_mesh.values():
             torch.nn.utils.clip_grads_with_norm_(group, max_norm, total.sqrt(), foreach=True)
@@ -53,7 +54,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, d
 
 
 def non_finite(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
-    """Names of parameters whose gradient is not finite in this rank's shard."""
+    """Return the names of parameters whose gradient is not finite in this rank's shard."""
     return [
         name
         for name, parameter in named_parameters
@@ -62,12 +63,12 @@ def non_finite(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """Return the part of the tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def pieces(tensor: Tensor) -> int:
-    """How many pieces it is cut into; every piece is held by so many-th part of the ranks."""
+    """Return the number n of pieces that the tensor is cut into; each piece is held by 1/n of the ranks."""
     if not isinstance(tensor, DTensor):
         return 1
     assert not any(placement.is_partial() for placement in tensor.placements), "a gradient that is still to be summed"

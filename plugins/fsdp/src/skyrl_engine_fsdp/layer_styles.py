@@ -1,4 +1,7 @@
-"""How transformers plans to cut a model's layers, and which models tensor-parallel ranks cannot share. Imports no torch: planning asks too."""
+"""Styles of transformers' tensor-parallel plans, and the models that the fsdp backend refuses to divide.
+
+Imports no torch, because the controller uses it while it plans.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -8,20 +11,20 @@ from skyrl_engine.contracts import ModelConfig
 from skyrl_engine.model_facts.vision_language import refuse_unequal_parts
 
 COLUMNS, ROWS, LOCAL_HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
-"""Styles of transformers' plans: a linear layer cut along its outputs, one along its inputs, and weights that every rank has whole and applies
-to its own heads alone (Qwen3 normalises queries and keys so): their gradient is the sum of what the ranks' heads give."""
+"""Styles of transformers' plans: a linear layer divided along its outputs; one divided along its inputs; weights that every rank holds whole
+and applies to its own heads only, such as Qwen3's norms of queries and keys, whose gradient is the sum over ranks."""
 
 _DIVIDED: Final = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-"""Sizes of a decoder that tensor-parallel ranks share equally."""
+"""Sizes of a decoder that the number of tensor-parallel ranks must divide."""
 
 
 def styles_of(config: Any) -> Mapping[str, str]:
-    """The style of each module by a pattern such as "layers.*.mlp.up_proj", from a `transformers.PretrainedConfig`; empty without a plan."""
+    """Return the plan of a `transformers.PretrainedConfig`: a style by module pattern such as "layers.*.mlp.up_proj"; empty without a plan."""
     return dict(getattr(config.get_text_config(decoder=True), "base_model_tp_plan", None) or {})
 
 
 def refuse_model(ranks: int, config: Any, model: ModelConfig) -> None:
-    """Raises UnsupportedError for a model that `ranks`, more than one, cannot share: adapters, no plan, unknown styles, unequal parts."""
+    """Raises UnsupportedError for a model that `ranks` (2 or more) cannot share: adapters, no plan, unknown styles, unequal parts."""
     if model.lora is not None:
         raise UnsupportedError(
             "the fsdp backend trains no adapters under tensor parallelism",
@@ -41,5 +44,5 @@ def refuse_model(ranks: int, config: Any, model: ModelConfig) -> None:
 
 
 def cannot_be_cut(cause: str) -> UnsupportedError:
-    """With the remedies that every such model has."""
+    """Return the error for a model that cannot be divided, with the remedies that always apply."""
     return UnsupportedError(cause, remedy="Set backend.tensor_parallel = 1, or choose another model or backend")

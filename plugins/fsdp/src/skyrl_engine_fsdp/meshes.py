@@ -9,7 +9,10 @@ from skyrl_engine.contracts import Topology
 
 @frozen(eq=False)
 class Meshes:
-    """`data` is what FSDP shards over: one dimension, or replicas x shards. `tensor` None: no tensor parallelism."""
+    """The device meshes of a layout: `data`, over which FSDP shards, and `tensor`, or None without tensor parallelism.
+
+    `data` has one dimension, or two (replicas, shards) under hybrid sharding.
+    """
 
     topology: Topology
     replicate: int
@@ -18,7 +21,7 @@ class Meshes:
 
     @classmethod
     def of(cls, topology: Topology, *, replicate: int, device: torch.device) -> "Meshes":
-        """Every rank calls it: process groups are made."""
+        """Make the meshes and their process groups; every rank must call it."""
         data = {"replicate": replicate} if replicate > 1 else {}
         data["shard"] = topology.dp // replicate
         sizes = {**data, "tensor": topology.tp} if topology.tp > 1 else data

@@ -9,24 +9,26 @@ from skyrl_engine.contracts import Topology
 
 @frozen
 class FsdpConfig:
-    """Options of the FSDP2 backend. Ranks that `tensor_parallel` leaves over are data-parallel."""
+    """Options of the FSDP2 backend. The number of data-parallel ranks is `run.ranks` divided by `tensor_parallel`."""
 
     tensor_parallel: int = field(default=1, validator=ge(1))
-    """Ranks that share every layer: attention heads, feed-forward columns and the vocabulary. All of them score the same samples."""
+    """Number of ranks that share every layer: each holds a part of the attention heads, the feed-forward columns and the vocabulary. They
+    score the same samples."""
 
     replicate: int = field(default=1, validator=ge(1))
-    """Copies of the sharded model (hybrid sharding): weights are gathered inside a group of dp / replicate ranks, gradients are summed over
-    all. Choose it so that a group fits the fast network."""
+    """Number of copies of the sharded model (hybrid sharding): each group of dp / replicate ranks holds one and gathers its weights inside
+    the group; gradients are summed over all groups. Choose it so that a group lies within the fast network."""
 
     reshard_after_forward: bool = True
-    """Free each layer's gathered weights after its forward and gather them again in backward (less memory), or keep them until
-    backward (less communication)."""
+    """true: free each layer's gathered weights after its forward pass and gather them again for backward (less memory); false: keep them
+    until backward (less communication)."""
 
     cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory and step there; layers visit the GPU to compute. CUDA only."""
+    """Keep weights, gradients and optimizer state in host memory and update them on the CPU; layers are copied to the GPU to compute. Needs
+    CUDA."""
 
     def topology(self, world_size: int) -> Topology:
-        """The layout of `world_size` ranks. Raises UnsupportedError where the sizes do not divide them."""
+        """Return the layout of `world_size` ranks. Raises UnsupportedError if the sizes do not divide it."""
         dp, rest = divmod(world_size, self.tensor_parallel)
         if rest:
             raise UnsupportedError(

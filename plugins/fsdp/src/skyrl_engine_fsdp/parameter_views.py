@@ -1,4 +1,4 @@
-"""Parameters that a module sees through a function while it runs."""
+"""Let a module compute with a function of its parameters while it runs."""
 
 from collections.abc import Callable
 
@@ -8,16 +8,17 @@ View = Callable[[Tensor], Tensor]
 
 
 def view_parameters(module: nn.Module, view: View) -> None:
-    """In every forward pass, let `module` compute with `view` of its own parameters in their places.
+    """In every forward pass, let `module` compute with `view(parameter)` in the place of each of its own parameters.
 
-    FSDP has put gathered parameters in place when a module runs, and takes its own names and gradients from those: they stay what they are,
-    and so do state dicts. A gradient hook of a sharded parameter would come after the sum over ranks, and too late.
+    When a module runs, FSDP has put gathered parameters in place and reads names and gradients from them; they stay registered, and state
+    dicts do not change. A gradient hook on a sharded parameter would run too late, after the sum over ranks.
     """
     names = [name for name, _ in module.named_parameters(recurse=False)]
 
     def hide(_module: nn.Module, _inputs: object) -> None:
         for name in names:
-            vars(module)[name] = view(getattr(module, name))  # found before what nn.Module registers
+            # an instance attribute is found before the parameter that nn.Module registers
+            vars(module)[name] = view(getattr(module, name))
 
     def show(_module: nn.Module, _inputs: object, _output: object) -> None:
         for name in names:

@@ -1,4 +1,4 @@
-"""Weights onto ranks: every rank keeps its part of what rank 0 read."""
+"""Place a model on ranks: rank 0 reads the weights, and every rank keeps its part of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,10 @@ from skyrl_engine_fsdp.tensor_parallel_proof import prove, whole_logprobs
 
 
 def load_sharded(spec: ModelConfig, meshes: Meshes, device: torch.device, options: FsdpConfig, seed: int) -> tuple[Any, Scorer]:
-    """The model and its scorer, cut and sharded over the ranks, with equal weights everywhere. An error on one rank is raised on all."""
+    """Return the model and its scorer, divided over tensor-parallel ranks and sharded over data-parallel ranks.
+
+    An error on one rank is raised on all of them.
+    """
     whole = meshes.topology.tp == 1
     plan = None
     if not whole:
@@ -44,22 +47,24 @@ def load_sharded(spec: ModelConfig, meshes: Meshes, device: torch.device, option
 
 @torch.no_grad()
 def _fill(model: nn.Module, whole: Mapping[str, Tensor], device: torch.device, *, offloaded: bool) -> None:
-    """Send every tensor from rank 0, which has them `whole`, and keep this rank's part of it. Tied tensors stay tied.
+    """Send every tensor of `whole` from rank 0 and keep this rank's part of it. Tied tensors stay tied.
 
-    Parts of parameters that are `offloaded` stay in host memory.
+    With `offloaded`, the parts of parameters stay in host memory.
     """
     filled: dict[int, Tensor] = {}
     for name, _ in named_tensors(model):
         place = entry(model, name)
         values = whole[name].to(device) if whole else torch.empty(place.shape, dtype=place.dtype, device=device)
         dist.broadcast(values, src=0)
-        if not place.is_meta:  # rank 0: sharding has kept its part
+        # rank 0: sharding has kept its part
+        if not place.is_meta:
             continue
         part = values
         if isinstance(place, DTensor):
             part = kept = torch.empty_like(place, device="cpu" if offloaded else device)
             mine = distribute_tensor(values, place.device_mesh, place.placements, src_data_rank=None)
             assert isinstance(kept, DTensor)
-            kept.to_local().copy_(mine.to_local())  # copied: a view would keep the whole tensor alive
+            # copied, because a view would keep the whole tensor alive
+            kept.to_local().copy_(mine.to_local())
         filled[id(place)] = nn.Parameter(part, requires_grad=place.requires_grad) if isinstance(place, nn.Parameter) else part
     replace_entries(model, filled)

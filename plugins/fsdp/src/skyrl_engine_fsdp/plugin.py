@@ -20,7 +20,7 @@ class FsdpPlugin:
     def skyrl_engine_describe_backend(self, config: FsdpConfig | None, world_size: int) -> BackendDescription:
         topology = (config or FsdpConfig()).topology(world_size)
         capabilities: frozenset[Capability] = frozenset({"padded", "packed", "value_head", "tensor_parallel", "logits"})
-        # plans of tensor parallelism say how a text decoder's linear layers are cut, and nothing of adapters and vision towers
+        # transformers' tensor-parallel plans cut the linear layers of a text decoder; they say nothing about adapters and vision towers
         if topology.tp == 1:
             return BackendDescription(topology, capabilities | {"lora", "vision"})
         return BackendDescription(topology, capabilities, partial(refuse_model, topology.tp))

@@ -1,4 +1,4 @@
-"""Sums over tensor-parallel ranks, in one direction of a pass each."""
+"""Sums over tensor-parallel ranks: one in the forward pass, one in the backward pass."""
 
 from typing import Any
 
@@ -8,17 +8,18 @@ from torch import Tensor
 
 
 def sum_forward(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of the ranks' tensors; what flows back is each rank's, as all of them go on with the same sum."""
+    """Sum over ranks in the forward pass; the gradient passes through unchanged, because all ranks compute on with the same sum."""
     return _SumForward.apply(tensor, group)  # type: ignore[no-any-return, no-untyped-call] # torch leaves both untyped
 
 
 def sum_backward(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tensor, which all ranks have alike and each uses its own way; what flows back is the sum of theirs."""
+    """Return the tensor, equal on all ranks, and sum its gradients over ranks in the backward pass, because each rank uses it differently."""
     return _SumBackward.apply(tensor, group)  # type: ignore[no-any-return, no-untyped-call] # torch leaves both untyped
 
 
 def _sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = tensor.clone(memory_format=torch.contiguous_format)  # others may still read what came in
+    # cloned, because autograd may still read the input
+    total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 

@@ -1,4 +1,4 @@
-"""FSDP2 over a scorer: every layer a unit, the root another, gradients summed over ranks and never averaged."""
+"""FSDP2 over a scorer: each layer is a unit, the root is another, and gradients are summed over ranks, never averaged."""
 
 from dataclasses import replace
 
@@ -13,13 +13,13 @@ from skyrl_engine_fsdp.options import FsdpConfig
 
 
 def shard(scorer: Scorer, meshes: Meshes, device: torch.device, dtype: ComputeDtype, options: FsdpConfig) -> None:
-    """Shard `scorer` in place over the data-parallel ranks and move it to `device`. Tensor parallelism comes before it.
+    """Shard `scorer` in place over the data-parallel ranks and move it to `device`. Tensor parallelism must be applied first.
 
-    One rank that computes in the weights' own precision has nothing to shard, cast or offload: it keeps the plain module, which spares the
-    copies of all weights and gradients that FSDP2 makes even then.
+    A single rank that computes in the weights' own precision has nothing to shard, cast or offload: it keeps the plain module and saves the
+    copies of all weights and gradients that FSDP2 would make.
 
-    bfloat16 computes in bfloat16 and keeps weights, their gradients and the sums over ranks in float32. The head stays in the root's unit: as
-    a unit of its own it would be gathered per call, and ranks that differ in calls would wait for each other for ever.
+    With bfloat16, layers compute in bfloat16, and weights, gradients and the sums over ranks are float32. The head stays in the root's unit:
+    as a unit of its own it would be gathered at each call, and ranks that call it a different number of times would deadlock.
     """
     if meshes.topology.world_size == 1 and dtype != "bfloat16" and not options.cpu_offload:
         scorer.to(device)
@@ -28,29 +28,30 @@ def shard(scorer: Scorer, meshes: Meshes, device: torch.device, dtype: ComputeDt
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
-    # a tower is given angles in float32, to turn by in float32; its hidden states come from the root in the precision that computes
-    seeing = {id(layer) for layer in tower_layers(scorer.decoder)}
+    # a vision tower's layers take rotary angles, which must stay float32; the root has already cast the hidden states
+    tower = {id(layer) for layer in tower_layers(scorer.decoder)}
     for layer in all_layers(scorer.decoder):
         fully_shard(
             layer,
             mesh=meshes.data,
             reshard_after_forward=options.reshard_after_forward,
-            mp_policy=replace(policy, cast_forward_inputs=False) if id(layer) in seeing else policy,
+            mp_policy=replace(policy, cast_forward_inputs=False) if id(layer) in tower else policy,
             offload_policy=offload,
         )
-    # the root's backward comes right after its forward, so gathering its weights again would only cost
+    # the root's backward pass follows right after its forward pass: resharding in between would only gather the weights twice
     fully_shard(scorer, mesh=meshes.data, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
-    for module in units(scorer):  # neither setter reaches nested units, and gloo knows no scaled sum: both are needed on each
+    # neither setter reaches nested units; the second is needed because gloo has no scaled sum
+    for module in units(scorer):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
 def units(scorer: Scorer) -> list[FSDPModule]:
-    """Every module that `shard` made a unit of."""
+    """Return every module that `shard` made an FSDP unit."""
     return [module for module in scorer.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(scorer: Scorer) -> None:
-    """Free all gathered weights. After a forward without backward the root still holds them, and they would go stale."""
+    """Free all gathered weights: after a forward pass without backward the root still holds them, and a step would not update them."""
     for module in units(scorer):
         module.reshard()

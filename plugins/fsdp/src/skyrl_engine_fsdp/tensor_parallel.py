@@ -1,4 +1,4 @@
-"""Tensor parallelism by DTensor: transformers' own plan of a model's layers, and embedding and head cut along the vocabulary."""
+"""Tensor parallelism by DTensor: layers are divided by transformers' own plan, embedding and head along the vocabulary."""
 
 import re
 from collections.abc import Mapping
@@ -18,17 +18,17 @@ from skyrl_engine_fsdp.vocabulary import divide_vocabulary
 
 @frozen
 class LayerPlan:
-    """How a model's layers are cut: the style of each module, by a pattern such as "layers.*.mlp.up_proj"."""
+    """A tensor-parallel plan: the style by which each module is divided, by a pattern such as "layers.*.mlp.up_proj"."""
 
     styles: Mapping[str, str]
 
     @classmethod
     def of(cls, config: Any) -> "LayerPlan":
-        """The plan that transformers has for a configuration, one that `layer_styles.refuse_model` lets pass."""
+        """Return transformers' plan for a configuration that `layer_styles.refuse_model` has accepted."""
         return cls(styles_of(config))
 
     def modules(self, decoder: nn.Module, ranks: int) -> dict[str, str]:
-        """The style of every module of `decoder` that the plan cuts, by its name. Raises UnsupportedError for what cannot be cut so."""
+        """Return the style of every module of `decoder` that the plan divides, by name. Raises UnsupportedError if one cannot be divided."""
         patterns = {re.compile(re.escape(pattern).replace(r"\*", r"\d+")): style for pattern, style in self.styles.items()}
         found: dict[str, str] = {}
         for name, module in decoder.named_modules():
@@ -48,7 +48,7 @@ class LayerPlan:
 
 
 def parallelize(model: Any, scorer: Scorer, plan: LayerPlan, mesh: DeviceMesh) -> None:
-    """Cut the layers by `plan`, embedding and head along the vocabulary, in place: every rank keeps its part of the values it has."""
+    """Divide, in place, the layers by `plan` and embedding and head along the vocabulary; every rank keeps its part of the values it has."""
     styles = plan.modules(scorer.decoder, mesh.size())
     linear: dict[str, ParallelStyle] = {
         name: ColwiseParallel() if style == COLUMNS else RowwiseParallel() for name, style in styles.items() if style != LOCAL_HEADS

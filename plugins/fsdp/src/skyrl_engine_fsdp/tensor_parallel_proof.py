@@ -1,4 +1,4 @@
-"""One proof at load that a model was cut rightly: its ranks together say what the whole model says, and agree on what they learn."""
+"""A check at load that a model was divided correctly: its ranks give the whole model's log-probabilities, and equal shared gradients."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -23,7 +23,7 @@ AGREEMENT: Final = 1e-3
 
 
 def whole_logprobs(model: Any, scorer: Scorer) -> Tensor:
-    """What a whole model on CPU says of a few tokens, for `prove` to compare with."""
+    """Return the log-probabilities of a few tokens under the whole model on the CPU, for `prove` to compare with."""
     training = model.training
     model.eval()
     try:
@@ -33,19 +33,18 @@ def whole_logprobs(model: Any, scorer: Scorer) -> Tensor:
         model.train(training)
 
 
-def prove(
-    model: Any, scorer: Scorer, mesh: DeviceMesh, device: torch.device, spec: ModelConfig, *, expected: Tensor | None
-) -> None:
-    """Raises ModelError, on all ranks alike, where the cut model differs from the whole one or its ranks learn different things.
+def prove(model: Any, scorer: Scorer, mesh: DeviceMesh, device: torch.device, spec: ModelConfig, *, expected: Tensor | None) -> None:
+    """Raises ModelError, on all ranks, if the divided model computes something else than the whole one or shared gradients differ.
 
-    `expected` is `whole_logprobs` where this rank has them. Plans say how modules are cut, and may forget whose gradients are to be summed:
-    parameters that the ranks of `mesh` hold in common must get one gradient, or their copies would drift apart in training.
+    `expected` holds `whole_logprobs` on the rank that computed them. A plan says how modules are divided, and may omit that a gradient must
+    be summed; parameters that all ranks of `mesh` hold must get equal gradients, or their copies drift apart in training.
     """
     model.eval()
     logprobs = Probe.of(model, scorer.decoder, device).logprobs(scorer)
     torch.autograd.backward(logprobs.sum())
     problem = _difference(logprobs.detach().cpu(), expected, TOLERANCE[spec.dtype])
-    apart = [name for name, difference in _disagreements(model, mesh) if not difference <= AGREEMENT]  # also true for NaN
+    # "not <=", so that NaN counts as a disagreement
+    apart = [name for name, difference in _disagreements(model, mesh) if not difference <= AGREEMENT]
     if problem is None and apart:
         problem = f"its ranks get different gradients for {apart[0]}, which they share"
     for parameter in model.parameters():
@@ -69,7 +68,7 @@ def _difference(logprobs: Tensor, expected: Tensor | None, tolerance: float) -> 
 
 
 def _disagreements(model: Any, mesh: DeviceMesh) -> Iterator[tuple[str, float]]:
-    """For every parameter that the ranks of `mesh` hold in common, how far its gradient here is from their mean, relative to that."""
+    """Yield, for each parameter that all ranks of `mesh` hold, the distance of this rank's gradient from the ranks' mean, relative to it."""
     for name, parameter in model.named_parameters():
         if parameter.grad is None or _is_cut(parameter.grad, mesh):
             continue
@@ -82,7 +81,7 @@ def _disagreements(model: Any, mesh: DeviceMesh) -> Iterator[tuple[str, float]]:
 
 
 def _is_cut(gradient: Tensor, mesh: DeviceMesh) -> bool:
-    """Whether the ranks of `mesh`, always the last dimension of a parameter's own, hold different parts of it."""
+    """Return True if the ranks of `mesh`, the last dimension of the gradient's own mesh, hold different parts of the gradient."""
     if not isinstance(gradient, DTensor) or mesh.mesh_dim_names is None:
         return False
     names = gradient.device_mesh.mesh_dim_names or ()

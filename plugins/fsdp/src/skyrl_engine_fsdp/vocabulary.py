@@ -1,4 +1,4 @@
-"""Embedding and head cut along the vocabulary: every tensor-parallel rank has the rows of its own tokens."""
+"""Embedding and head divided along the vocabulary: each tensor-parallel rank holds the rows of its part of the tokens."""
 
 from typing import Any
 
@@ -15,7 +15,10 @@ from skyrl_engine_fsdp.rank_sums import sum_backward, sum_forward
 
 
 def divide_vocabulary(model: Any, scorer: Scorer, mesh: DeviceMesh) -> None:
-    """Cut the rows of the model's embedding and head, in place; tied ones stay tied. One that does not divide stays whole on every rank."""
+    """Divide the rows of the model's embedding and head, in place; tied ones stay tied.
+
+    One whose number of rows the ranks do not divide stays whole on every rank.
+    """
     embedding, head = model.get_input_embeddings(), scorer.head.linear
     divided: dict[int, nn.Parameter] = {}
     for module in (embedding, head):
@@ -33,12 +36,13 @@ def divide_vocabulary(model: Any, scorer: Scorer, mesh: DeviceMesh) -> None:
 
 
 def _look_up_own_tokens(embedding: nn.Module, mesh: DeviceMesh) -> None:
-    """Make the embedding look up this rank's tokens, 0 for others, and sum over ranks."""
+    """Make the embedding look up this rank's tokens, give zeros for all others, and sum over ranks."""
     assert isinstance(embedding, nn.Embedding)
     group, rows = mesh.get_group(), embedding.num_embeddings // mesh.size()
     first = mesh.get_local_rank() * rows
     foreign: list[Tensor] = []
-    if embedding.padding_idx is not None:  # the row that never learns from lookups, as this rank counts
+    # the row that gets no gradient from lookups, numbered among this rank's rows
+    if embedding.padding_idx is not None:
         here = embedding.padding_idx - first
         embedding.padding_idx = here if 0 <= here < rows else None
 
@@ -56,7 +60,7 @@ def _look_up_own_tokens(embedding: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class VocabularyParallelHead(ChunkedHead):
-    """The chunked head over this rank's part of the vocabulary; a chunk has as many logits here as one of a whole head."""
+    """The chunked head over this rank's part of the vocabulary; its chunks have as many logits per rank as those of a whole head."""
 
     def __init__(self, whole: ChunkedHead, mesh: DeviceMesh) -> None:
         nn.Module.__init__(self)
@@ -66,14 +70,15 @@ class VocabularyParallelHead(ChunkedHead):
         self.first = mesh.get_local_rank() * (whole.linear.out_features // mesh.size())
 
     def forward(self, hidden_NH: Tensor, labels_N: Tensor, temperature: float, asked: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """As `ChunkedHead.forward`; scores are equal on all tensor-parallel ranks, and so is what flows back to `hidden_NH`."""
+        """Return what `ChunkedHead.forward` returns; scores and the gradient of `hidden_NH` are equal on all tensor-parallel ranks."""
         score = VocabularyParallelScore(self.group, self.first, self.rule, temperature, asked)
-        hidden_NH = sum_backward(hidden_NH, self.group)  # every part of the vocabulary adds to what flows back
+        # every part of the vocabulary contributes to the gradient of the hidden states
+        hidden_NH = sum_backward(hidden_NH, self.group)
         bias_V = None if self.linear.bias is None else _local(self.linear.bias)
         return chunked_scores(hidden_NH, _local(self.linear.weight), bias_V, labels_N, score, self.positions_per_chunk)
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """This rank's part, differentiable."""
+    """Return this rank's part of the parameter, differentiably."""
     assert isinstance(parameter, DTensor)
     return parameter.to_local()
