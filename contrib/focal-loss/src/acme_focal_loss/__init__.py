@@ -1,1 +1,1 @@
-"""Focal cross-entropy for skyrl-engine, published the way an outsider would."""
+"""Focal cross-entropy for skyrl-engine, packaged as a third party would package it."""

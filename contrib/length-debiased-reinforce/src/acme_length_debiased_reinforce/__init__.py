@@ -1,1 +1,1 @@
-"""REINFORCE whose sequences are weighed by a power of their length, for skyrl-engine."""
+"""REINFORCE with sequences weighted by a power of their length, for skyrl-engine."""

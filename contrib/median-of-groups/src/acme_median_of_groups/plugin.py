@@ -12,15 +12,15 @@ from skyrl_engine.contracts import EmptySequence
 @define
 class MedianOfGroupsConfig:
     empty_sequence: EmptySequence = field(default="count", validator=in_(("count", "skip")))
-    """Whether responses without a loss-carrying token are counted among a group's responses, and groups of only such among the groups."""
+    """A response without a loss-carrying token, and a group of only such responses: `count` it among responses and groups, or `skip` it."""
 
 
 @reducer(config=MedianOfGroupsConfig)
 def median_of_groups(structure: BatchStructure, config: MedianOfGroupsConfig) -> npt.NDArray[np.float64]:
-    """float64[A]: w / (G n_g M_g), for the loss weight w, G groups, n_g responses of the token's group, and the median M_g of their masses.
+    """The weight w / (G n_g M_g), float64[A]: loss weight w, G groups, n_g responses in the token's group, M_g the median of their masses.
 
-    A mass is the sum of a response's loss weights, its length where weights are 1; the median is over responses that have any. Raises
-    DataError where the data has no group ids.
+    The mass of a response is the sum of its loss weights, which is its length where weights are 1. The median is over responses with a
+    mass above 0. Raises DataError where the data has no group ids.
     """
     if not structure.grouped:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Entry points of this distribution. Importing this module costs attrs and pluggy, nothing else; torch arrives with the first build."""
+"""Entry points of this distribution. Importing this module imports attrs and pluggy alone; making a collator imports the rest."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -18,15 +18,15 @@ class PaddedConfig:
     """Options of `padded`."""
 
     pad_token_id: int | None = field(default=None, validator=optional(ge(0)))
-    """The token that fills the left of a row; none: the tokenizer's own padding token."""
+    """Token that fills a row on the left; none: the tokenizer's own padding token."""
     max_sequence_length: int | None = field(default=None, validator=optional(ge(1)))
-    """The longest sample allowed, in tokens; none: the run's own bound, if it has one. Nothing is truncated."""
+    """The longest sample allowed, in tokens; none: the run's `data.max_length`, if it is set. No sample is truncated."""
     overlong: Literal["error", "warn"] = field(default="error", validator=in_(("error", "warn")))
-    """A longer sample is an error, or one warning per batch."""
+    """A sample longer than that: `error` refuses the batch, `warn` collates it and warns once per batch."""
 
 
 class PaddedPlugin:
-    """One sample per row, padded on the left: for SFT and RL batches, which differ only in the columns they carry."""
+    """One sample per row, padded on the left, for SFT and RL batches, which differ only in the columns they carry."""
 
     @hookimpl
     def skyrl_engine_config_schema(self) -> type[PaddedConfig]:
@@ -51,23 +51,24 @@ class PackedConfig:
     """Options of `packed`."""
 
     policy: Literal["ffd", "balanced", "concat"] = field(default="ffd", validator=in_(("ffd", "balanced", "concat")))
-    """Which samples share a row: `ffd` (first-fit decreasing) makes the fewest rows; `balanced` makes as many of equal length, where they
-    hold the samples that way; `concat` keeps the order."""
+    """The way that samples are packed into rows: `ffd` (first-fit decreasing) needs few rows; `balanced` needs as many and evens out their
+    lengths, if the samples fit so; `concat` keeps the samples' order."""
     max_tokens_per_microbatch: int | None = field(default=None, validator=optional(ge(1)))
-    """Tokens of a row; the run's `training.micro_batch_tokens` holds as well, so the smaller counts. With neither: a rank has one row."""
+    """Largest number of tokens in a row. If the run sets `training.micro_batch_tokens` too, the smaller applies; with neither, a rank has
+    one row."""
     strict_capacity: bool = field(default=True, validator=instance_of(bool))
-    """Count the alignment that tensor and context parallel ranks need against the tokens of a row. Without it, a row may
-    become longer, there are no empty rows, and too few samples for the ranks are an error."""
+    """true: the padding that tensor- and context-parallel ranks need counts as tokens of a row. false: a row may become longer by it, there
+    are no empty rows, and fewer samples than ranks are an error."""
     pad_token_id: int | None = field(default=None, validator=optional(ge(0)))
-    """The token that fills the rest of a row; none: the tokenizer's own padding token."""
+    """Token that fills the rest of a row; none: the tokenizer's own padding token."""
     max_sequence_length: int | None = field(default=None, validator=optional(ge(1)))
-    """The longest sample allowed, in tokens; none: the run's own bound, if it has one. Nothing is truncated."""
+    """The longest sample allowed, in tokens; none: the run's `data.max_length`, if it is set. No sample is truncated."""
     overlong: Literal["error", "warn"] = field(default="error", validator=in_(("error", "warn")))
-    """A longer sample is an error, or one warning per batch."""
+    """A sample longer than that: `error` refuses the batch, `warn` collates it and warns once per batch."""
 
 
 class PackedPlugin:
-    """Several samples per row, one after the other: for SFT and RL batches, which differ only in the columns they carry."""
+    """Several samples per row, one after another, for SFT and RL batches, which differ only in the columns they carry."""
 
     @hookimpl
     def skyrl_engine_config_schema(self) -> type[PackedConfig]:

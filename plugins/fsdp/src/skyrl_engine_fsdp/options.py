@@ -1,4 +1,4 @@
-"""Options of the `fsdp` backend, and how they lay out ranks. Imports no torch."""
+"""Options of the `fsdp` backend, and the layout of ranks that follows from them. Imports no torch."""
 
 from attrs import field, frozen
 from attrs.validators import ge

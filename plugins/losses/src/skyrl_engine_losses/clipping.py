@@ -1,4 +1,4 @@
-"""Proximal policy optimization: what a token gains from moving the ratio past its clipping range is cut off."""
+"""Proximal policy optimization: a token's loss gains nothing when the ratio moves beyond its clipping range."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
 """Corrections of the gap between the sampler and the old policy, by rho = exp(clamp(log old - log rollout, -20, 20)).
 
-Meant in this order: `outlier_sequence`, `token_mask`, `tis`, `sequence_mask`. Bounds belong to the range that is kept.
+Use them in this order: `outlier_sequence`, `token_mask`, `tis`, `sequence_mask`. A ratio equal to a bound is inside the range.
 """
 
 from typing import TYPE_CHECKING, Literal
@@ -54,13 +54,13 @@ class TokenMaskConfig:
 
 @frozen
 class TisConfig:
-    """The ratio that is multiplied in, and where it is truncated."""
+    """The ratio that multiplies the loss, and the value at which it is truncated."""
 
     ratio: Literal["token", "sequence"] = field(default="token", validator=in_(("token", "sequence")))
-    """Each `token`'s own ratio, or at every token the product over its `sequence`."""
+    """`token`: each token's own ratio; `sequence`: at every token, the product of the ratios of its sequence."""
 
     high: float | None = field(default=None, validator=optional(gt(0.0)))
-    """The factor is at most this; none: 2 with `token`, 5 with `sequence`."""
+    """Largest ratio: larger ones are truncated to it; none: 2 with `token`, 5 with `sequence`."""
 
     @property
     def limit(self) -> float:
@@ -72,7 +72,7 @@ class SequenceMaskConfig:
     """The range in which a sequence's ratio must lie."""
 
     mean: Literal["geometric", "product"] = field(default="geometric", validator=in_(("geometric", "product")))
-    """How a sequence's ratio comes of its tokens': their `geometric` mean, or their `product`."""
+    """The ratio of a sequence: the `geometric` mean or the `product` of its tokens' ratios."""
 
     low: float | None = field(default=None, validator=optional(ge(0.0)))
     """Smallest ratio; none: 0.99 with `geometric`, 0.5 with `product`."""

@@ -1,7 +1,7 @@
-"""Losses that treat the tokens apart whose log-probability and advantage vary together: they are what lowers the entropy.
+"""Losses that hold back tokens of large covariance of log-probability and advantage, because these tokens lower the entropy.
 
-Cui et al. 2025, arXiv:2505.22617. cov = (A - mean A) (log p - mean log p), means over the micro-batch's loss-carrying tokens, so these losses
-depend by nature on how the batch is cut (`batch_local`).
+Cui et al. 2025, arXiv:2505.22617. cov = (A - mean A) (log p - mean log p), with means over the micro-batch's loss-carrying tokens. So these
+losses depend on how the batch is divided into micro-batches (`batch_local`).
 """
 
 from typing import TYPE_CHECKING
@@ -22,16 +22,16 @@ _SHARE = and_(ge(0.0), le(1.0))
 
 @frozen
 class ClipCovConfig(ClipConfig):
-    """The clipping range of the ratio, and the tokens that are silenced."""
+    """The clipping range of the ratio, and the tokens whose loss is set to 0."""
 
     fraction: float = field(default=2e-4, validator=_SHARE)
-    """Share of a micro-batch's tokens that are silenced; at least one token is."""
+    """Share of a micro-batch's tokens whose loss is set to 0; at least one token, if any qualifies."""
 
     lower: float = 1.0
-    """Only tokens of larger covariance are silenced."""
+    """Only tokens whose covariance is larger than this qualify."""
 
     upper: float = field(default=5.0)
-    """Only tokens of smaller covariance are silenced."""
+    """Only tokens whose covariance is smaller than this qualify."""
 
     @upper.validator
     def _above_lower(self, _attribute: object, value: float) -> None:
@@ -41,13 +41,13 @@ class ClipCovConfig(ClipConfig):
 
 @frozen
 class KlCovConfig:
-    """The tokens that are held back, and how strongly."""
+    """The tokens that are penalised, and the weight of their penalty."""
 
     fraction: float = field(default=0.2, validator=and_(gt(0.0), le(1.0)))
-    """Share of a micro-batch's tokens, those of largest covariance, that are held back; at least one token is."""
+    """Share of a micro-batch's tokens that are penalised, those of largest covariance; at least one token."""
 
     coef: float = field(default=1.0, validator=ge(0.0))
-    """Weight of their penalty |log p - log old|."""
+    """Weight of the penalty |log p - log old|."""
 
 
 def covariance(tokens: LossTokens) -> "torch.Tensor":
@@ -58,7 +58,7 @@ def covariance(tokens: LossTokens) -> "torch.Tensor":
 
 @loss(needs=_NEEDS, config=ClipCovConfig, batch_local=True)
 def clip_cov(tokens: LossTokens, config: ClipCovConfig) -> LossOutput:
-    """`ppo`, [n], and 0 at max(int(fraction n), 1) random tokens with lower < cov < upper that clipping has not silenced already."""
+    """`ppo`, [n], and 0 at max(int(fraction n), 1) random tokens with lower < cov < upper at which clipping took no effect."""
     ratio = probability_ratio(tokens.logprobs, tokens.old_logprobs)
     token_loss, clipped = clipped_loss(ratio, tokens.advantages, config)
     cov = covariance(tokens)
@@ -78,7 +78,7 @@ def clip_cov(tokens: LossTokens, config: ClipCovConfig) -> LossOutput:
 
 @loss(needs=_NEEDS, config=KlCovConfig, batch_local=True)
 def kl_cov(tokens: LossTokens, config: KlCovConfig) -> LossOutput:
-    """-A r, [n], plus coef |log p - log old| at the max(1, int(fraction n)) tokens of largest cov; of equal ones the first."""
+    """-A r, [n], plus coef |log p - log old| at the max(1, int(fraction n)) tokens of largest cov; ties go to the first."""
     ratio = probability_ratio(tokens.logprobs, tokens.old_logprobs)
     cov = covariance(tokens)
     held = cov.argsort(descending=True, stable=True)[: max(1, int(config.fraction * len(cov)))]

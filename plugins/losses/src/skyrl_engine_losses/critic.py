@@ -9,10 +9,10 @@ from skyrl_engine_losses.ratio import fraction
 
 @frozen
 class ValueClipConfig:
-    """How far a value may move within a step."""
+    """The range around the old value within which a value may move."""
 
     clip: float = field(default=0.2, validator=gt(0.0))
-    """Distance from the old value, in units of return, beyond which a value gains nothing by moving."""
+    """Distance from the old value, in units of the return, beyond which moving a value no longer lowers the loss."""
 
 
 @loss(needs=("values", "old_values", "returns"), config=ValueClipConfig)

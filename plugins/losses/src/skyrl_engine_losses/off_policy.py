@@ -1,4 +1,4 @@
-"""Losses for tokens of another policy that neither clip nor mask."""
+"""Losses for tokens that another policy sampled, without clipping or masking."""
 
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ _NEEDS = ("logprobs", "old_logprobs", "advantages")
 
 @frozen
 class DroConfig:
-    """How strongly the policy is held to the old one."""
+    """The strength of the penalty that holds the policy to the old one."""
 
     beta: float = field(default=0.05, validator=ge(0.0))
     """Weight of half the squared log-ratio."""
@@ -26,8 +26,8 @@ class DroConfig:
 def importance_sampling(tokens: LossTokens, _config: None) -> LossOutput:
     """-(p / old) A, [n]: the policy gradient of tokens that the old policy sampled, exact however large the ratio.
 
-    Only what the number format cannot hold is cut, with room for the advantage: the log-ratio at 80 nats in float32, 700 in float64. An
-    infinite ratio would turn into NaN, in the gradient of the whole batch, where a correction drops its token or its advantage is 0.
+    The log-ratio is clamped only where the number format would overflow, with room for the advantage: at 80 nats in float32, 700 in float64.
+    An infinite ratio times a weight or an advantage of 0 would be NaN, in the gradient of the whole batch.
     """
     difference = tokens.logprobs - tokens.old_logprobs
     ratio = difference.clamp(max=80.0 if difference.element_size() == 4 else 700.0).exp()

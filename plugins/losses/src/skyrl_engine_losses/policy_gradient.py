@@ -1,4 +1,4 @@
-"""Policy gradients: -w A log p, where w corrects for the policy that sampled and carries no gradient."""
+"""Policy gradients: -w A log p, where the weight w corrects for the policy that sampled the tokens and carries no gradient."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @frozen
 class CispoConfig:
-    """The clipping range of the weight, and the policy that it is taken against."""
+    """The clipping range of the weight, and the policy in its denominator."""
 
     clip_low: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
     """The weight is at least 1 - `clip_low`."""
@@ -56,7 +56,7 @@ def cispo(tokens: LossTokens, config: CispoConfig) -> LossOutput:
 def rollout_is(tokens: LossTokens, config: ClipConfig) -> LossOutput:
     """-sg(q if 1 - clip_low < q < 1 + clip_high else 0) A log p, [n], with q the ratio to the sampler's own policy.
 
-    Double-sided importance sampling of GLM-5 (2026, arXiv:2602.15763): needs no old policy, and tokens too far from the sampler are silent.
+    Double-sided importance sampling of GLM-5 (2026, arXiv:2602.15763): it needs no old policy, and tokens far from the sampler have no loss.
     """
     ratio = probability_ratio(tokens.logprobs.detach(), tokens.rollout_logprobs)
     inside = (ratio > 1 - config.clip_low) & (ratio < 1 + config.clip_high)

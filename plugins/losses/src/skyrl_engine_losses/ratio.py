@@ -1,7 +1,7 @@
-"""The ratio of two policies' probabilities of a token, and what is reported about it.
+"""The ratio of two policies' probabilities of a token, and the metrics that report it.
 
-Log-ratios are clamped to +-20 before the exponential, so that one token the policies disagree about wildly gives a large number (4.9e8)
-and no gradient, instead of an infinity that takes the whole batch with it.
+Log-ratios are clamped to +-20 before the exponential, so that a token on which the policies disagree extremely gives a large number (4.9e8)
+without a gradient, instead of an infinity that would spoil the whole batch.
 """
 
 from typing import TYPE_CHECKING, Literal
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 LOG_RATIO_LIMIT = 20.0
-"""In nats, on either side."""
+"""Limit of a log-ratio in nats, on either side."""
 
 Anchor = Literal["old", "rollout"]
 """The policy a ratio is taken against: `old`, frozen when the step began, or `rollout`, the sampler's own."""

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     import torch
 
 _LIMIT = 10.0
-"""Of the estimator k3, in nats, on either side."""
+"""Limit of the estimator k3 in nats, on either side."""
 
 
 @frozen
 class KlConfig:
-    """How the divergence is estimated from one token."""
+    """The estimator of the divergence at one token."""
 
     estimator: Literal["k1", "abs", "k2", "k3"] = field(default="k3", validator=in_(("k1", "abs", "k2", "k3")))
     """With d = log p - log ref: `k1` is d, `abs` |d|, `k2` d^2 / 2 and `k3` exp(-d) + d - 1, which is never negative."""
@@ -27,7 +27,7 @@ class KlConfig:
 def kl(tokens: LossTokens, config: KlConfig) -> LossOutput:
     """An estimate of KL(policy || reference) at each token, [n] in nats: Schulman 2020, http://joschu.net/blog/kl-approx.html.
 
-    `k3` clamps the exponent to +-20 and its value to +-10, where its gradient ends.
+    `k3` clamps its exponent to +-20 and its value to +-10; beyond these limits its gradient is 0.
     """
     estimate = _ESTIMATORS[config.estimator](tokens.logprobs - tokens.ref_logprobs)
     return LossOutput(estimate, {"reference_kl": Metric.mean(estimate.detach().sum().item(), len(estimate))})

@@ -9,7 +9,7 @@ from skyrl_engine_losses.ratio import LOG_RATIO_LIMIT, approximate_kl, fraction
 
 _NEEDS = ("logprobs", "old_logprobs", "advantages")
 _LOG_LIMIT = 10.0
-"""Of GSPO's sequence ratio, in nats, above."""
+"""Upper limit of the logarithm of GSPO's sequence ratio, in nats."""
 
 
 @frozen
@@ -45,8 +45,8 @@ def gmpo(tokens: LossTokens, config: LogClipConfig) -> LossOutput:
     """-A exp(mean over the sequence of c), [n], with c the token's log-ratio clipped on the side to which A pulls it.
 
     Zhao et al. 2025, arXiv:2507.20673: c = s min(s d, s clamp(d, -clip_low, clip_high)), d = log p - log old, s = sign A; the objective is the
-    geometric mean of clipped ratios times A, one value per sequence, here repeated at its tokens. The mean is cut at 20 nats: where A < 0
-    nothing else bounds it from above.
+    geometric mean of clipped ratios times A, one value per sequence, here repeated at its tokens. The mean is clamped at 20 nats from above,
+    because nothing else bounds it where A < 0.
     """
     advantages, sequences = tokens.advantages, tokens.sequences
     sign = advantages.sign()

@@ -1,4 +1,4 @@
-"""Other ways than clipping to keep a token near the policy that sampled it: a mask by divergence, a soft gate of the ratio."""
+"""Alternatives to clipping that keep a token near the policy that sampled it: a mask by divergence, a soft gate of the ratio."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 @frozen
 class DppoConfig:
-    """How far a token's probability may move, and from which policy."""
+    """The distance that a token's probability may move, and the policy that it is measured from."""
 
     kind: Literal["tv", "kl"] = field(default="tv", validator=in_(("tv", "kl")))
-    """Divergence of "this token or another": `tv`, the difference of probabilities, or `kl`, in nats."""
+    """Divergence of the two outcomes "this token" and "any other": `tv`, the absolute difference of the token's probabilities, or `kl`, in
+    nats."""
 
     delta_low: float = field(default=0.2, validator=ge(0.0))
     """Divergence beyond which a token of negative advantage that became less probable is masked."""
@@ -26,7 +27,8 @@ class DppoConfig:
     """Divergence beyond which a token of positive advantage that became more probable is masked."""
 
     anchor: Anchor = field(default="old", validator=in_(("old", "rollout")))
-    """The policy it is measured from: the `old` policy of this step, or the `rollout` policy that sampled the tokens."""
+    """The policy that divergence and ratio are taken against: the `old` policy of this step, or the `rollout` policy that sampled the
+    tokens."""
 
     @property
     def column(self) -> str:
@@ -35,13 +37,13 @@ class DppoConfig:
 
 @frozen
 class SapoConfig:
-    """How sharply the gate closes on either side."""
+    """The sharpness of the gate for either sign of the advantage."""
 
     tau_pos: float = field(default=1.0, validator=gt(0.0))
     """Temperature of the gate where the advantage is positive."""
 
     tau_neg: float = field(default=1.05, validator=gt(0.0))
-    """Temperature of the gate where it is not; the larger it is, the sooner the gate closes."""
+    """Temperature of the gate where the advantage is 0 or negative. A larger temperature closes the gate at a smaller distance from ratio 1."""
 
 
 @loss(needs=lambda config: ("logprobs", config.column, "advantages"), config=DppoConfig, homogeneous=True)

@@ -1,4 +1,4 @@
-"""One cheap proof at load: the divided model says of a few tokens what transformers' own model says."""
+"""A cheap check at load: the divided model gives a few tokens the log-probabilities that transformers' own model gives them."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -18,12 +18,12 @@ from skyrl_engine_megatron.pipeline import Pipeline
 ROWS: Final = 2
 WIDTH: Final = 6
 TOLERANCE: Final[Mapping[ComputeDtype, float]] = {"float64": 1e-5, "float32": 1e-4, "bfloat16": 1e-1}
-"""Relative to 1 + |logprob|. transformers normalises in float32 whatever it computes in, so float64 is no closer; bfloat16 rounds to 8 bits
-in every layer, and a weight in the wrong place would show as 1 and more."""
+"""Largest difference relative to 1 + |logprob|. transformers normalises in float32 in every precision, so float64 agrees no better; bfloat16
+rounds to 8 bits in every layer. A misplaced weight gives a difference of 1 or more."""
 
 
 class _Keep:
-    """An objective that keeps log-probabilities and adds nothing up."""
+    """An objective that keeps the log-probabilities and produces no output."""
 
     needs = frozenset({"logprobs"})
     temperature = 1.0
@@ -36,7 +36,7 @@ class _Keep:
 
 @torch.no_grad()
 def check_agreement(pipeline: Pipeline, source: ReadModel, name: str, dtype: ComputeDtype) -> None:
-    """`source.model` is transformers' own, on rank 0's CPU. Raises ModelError on all ranks: training would optimise another function."""
+    """Raises ModelError, on all ranks, if `pipeline` disagrees with `source.model`, transformers' own model on rank 0's CPU."""
     asked = _asked(source.architecture)
     ids = asked.inputs["input_ids"]
     expected = torch.zeros(len(asked.labels), dtype=torch.float64)
@@ -62,7 +62,7 @@ def check_agreement(pipeline: Pipeline, source: ReadModel, name: str, dtype: Com
 
 
 def _asked(architecture: Architecture) -> MicroBatch:
-    """Rows of random tokens, and where the model sees with a random image of two by three tokens among them, which are all scored."""
+    """Return rows of random tokens, all scored; for a vision-language model, each row holds a random image of two by three tokens."""
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, architecture.vocabulary, (ROWS, WIDTH), generator=draw)
     images, offsets = {}, {}

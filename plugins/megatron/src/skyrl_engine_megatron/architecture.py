@@ -1,4 +1,4 @@
-"""From a Hugging Face configuration to the facts that a Megatron model is built of."""
+"""The architecture of a Megatron model, read from a Hugging Face configuration."""
 
 from typing import Any
 
@@ -13,9 +13,10 @@ from skyrl_engine_megatron.vision import Vision
 
 @frozen
 class Mixture:
-    """`count` experts of gated SiLU feed-forward, of which every token goes through `chosen`, weighted by the router's probabilities.
+    """A mixture of `count` experts, gated SiLU feed-forward networks of width `feed_forward`.
 
-    `normalized`: the weights of a token's chosen experts add up to 1.
+    Each token passes through `chosen` of them, weighted by the router's probabilities; if `normalized`, a token's weights are scaled to sum
+    to 1.
     """
 
     count: int
@@ -29,8 +30,8 @@ class Architecture:
     """A decoder: pre-norm RMSNorm, rotary positions, grouped-query attention, gated SiLU feed-forward, or a mixture of such
     experts, in every layer.
 
-    `inverse_frequencies` float32[head_size / 2] are those of the rotary positions, scaling included. `padding` is the token whose embedding
-    transformers never learns from being read. `prefix` begins the decoder's names in Hugging Face's model.
+    `inverse_frequencies` float32[head_size / 2] are those of the rotary positions, with their scaling. `padding` is the token whose embedding
+    gets no gradient from lookups in transformers. `prefix` begins the names of the decoder's parameters in Hugging Face's model.
     """
 
     layers: int
@@ -55,14 +56,14 @@ class Architecture:
         return "model." if self.vision is None else "model.language_model."
 
     def padded_vocabulary(self, tensor_parallel: int) -> int:
-        """The vocabulary filled up to what tensor-parallel ranks can share equally."""
+        """Return the vocabulary size rounded up to a multiple of the tensor-parallel ranks."""
         return -(-self.vocabulary // tensor_parallel) * tensor_parallel
 
 
 def architecture_of(config: Any, name: str) -> Architecture:
-    """The architecture that a `transformers.PretrainedConfig` describes, one that `limits.refuse_model` lets pass.
+    """Return the architecture of a `transformers.PretrainedConfig` that `limits.refuse_model` has accepted.
 
-    Raises ModelError where its numbers contradict each other.
+    Raises ModelError if its numbers contradict each other.
     """
     text = config.get_text_config(decoder=True)
     if text.num_attention_heads % text.num_key_value_heads:
@@ -97,7 +98,7 @@ def _mixture(config: Any) -> Mixture | None:
 
 
 def _inverse_frequencies(config: Any) -> Tensor:
-    """As transformers computes them, so that every kind of scaling it knows and does not change on the way is right."""
+    """Return the inverse frequencies that transformers computes, so that every static kind of scaling it supports is right."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     with torch.device("cpu"):

@@ -1,6 +1,6 @@
-"""Attention document by document, by torch's scaled dot-product attention: the same on CPU and CUDA, without flash-attn or Transformer Engine.
+"""Attention document by document with torch's scaled dot-product attention, on CPU and CUDA, without flash-attn or Transformer Engine.
 
-megatron-core's own attention outside of Transformer Engine knows no documents and would keep scores of tokens x tokens.
+megatron-core's own attention outside of Transformer Engine does not support documents, and would store scores of tokens x tokens.
 """
 
 from typing import Any
@@ -14,16 +14,16 @@ from skyrl_engine_megatron.library import MegatronModule, TransformerConfig, par
 
 
 class DocumentAttention(MegatronModule):  # type: ignore[misc] # megatron-core is untyped
-    """megatron-core's `core_attention` for rows of documents. Causal, without dropout; heads are this rank's."""
+    """A `core_attention` of megatron-core for rows of documents: causal, without dropout, over this rank's heads."""
 
     def __init__(self, config: TransformerConfig, *_: Any, **__: Any) -> None:
-        """The further arguments of a `core_attention` (layer, mask type, groups) choose what this one has no choice of."""
+        """Ignore the further arguments of a `core_attention` (layer, mask type, groups): this class has nothing to choose."""
         super().__init__(config=config)
 
     def forward(
         self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, _mask: None = None, *, packed_seq_params: Boundaries, **_: Any
     ) -> Tensor:
-        """[tokens, heads x d]; `key_TGD` and `value_TGD` have fewer heads where queries share them."""
+        """Return [tokens, heads x d]; `key_TGD` and `value_TGD` have fewer heads if several queries share one."""
         lengths = list(packed_seq_params.lengths)
         if packed_seq_params.order is None:
             documents = zip(*(torch.split(each, lengths) for each in (query_THD, key_TGD, value_TGD)), strict=True)
@@ -42,11 +42,12 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc] # megatron-core i
 
 
 def _attend(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
-    """One document: [tokens, heads, d]. Where there are fewer queries than keys, they are those of the last tokens."""
+    """Attend within one document: [tokens, heads, d]. If there are fewer queries than keys, they belong to the last tokens."""
     query, key, value = (each.transpose(0, 1)[None] for each in (query_THD, key_TGD, value_TGD))
     queries, keys = len(query_THD), len(key_TGD)
     mask = None
-    if queries < keys:  # is_causal would take them for the first tokens
+    # is_causal would align fewer queries with the first tokens
+    if queries < keys:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]

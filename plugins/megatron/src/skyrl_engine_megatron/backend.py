@@ -121,11 +121,12 @@ class MegatronBackend:
         distribute(source, self._state, self._device, weight_dtype(model.dtype))
         check_agreement(self._pipeline, source, model.path, model.dtype)
         if source.model is not None:
-            source.model.to("meta")  # what is left of it says how to export
+            # without its weights it is kept as the template for exports
+            source.model.to("meta")
 
     @contextmanager
     def _runtime(self) -> Iterator[None]:
-        """What megatron-core needs around it. Where there is no CUDA device, that is a stand-in for what it takes of one."""
+        """Run megatron-core inside this context: without its own deprecation warnings, and with stand-ins for CUDA on a CPU rank."""
         with own_deprecations_ignored():
             if self._device.type == "cuda":
                 yield
@@ -141,7 +142,7 @@ class MegatronBackend:
         return self._run(batch, objective, learn=False)
 
     def forward_backward(self, batch: RankBatch, objective: Objective) -> RankOutput:
-        """Score, differentiate and accumulate on this rank; ranks add up when somebody asks."""
+        """Score, differentiate and accumulate gradients on this rank; `optim_step` and `gradients` sum them over ranks."""
         assert self._learned, "forward_backward on a backend that was set up for scoring only"
         return self._run(batch, objective, learn=True)
 
@@ -160,15 +161,16 @@ class MegatronBackend:
     def optim_step(self, settings: AdamWSettings | None = None) -> OptimStep:
         """Sum over ranks, clip, step with `settings` (None: those of `setup`), clear the gradients.
 
-        Raises ModelError where the gradient is not finite: then the weights and the optimizer stay as the step before left them, and the
-        gradient is cleared.
+        Raises ModelError if the gradient is not finite: weights and optimizer then stay as the previous step left them, and the gradient
+        is cleared.
         """
         settings = settings or self._settings
         assert settings is not None, "optim_step on a backend that was set up for scoring only"
         with self._runtime():
             sum_over_ranks(self._learned)
             norm = clip(self._state, settings.max_grad_norm)
-            if not norm < float("inf"):  # also true for NaN; every rank sees the same norm and stops alike
+            # also true for NaN; every rank sees the same norm, so all ranks raise
+            if not norm < float("inf"):
                 error = gradient_not_finite(self._steps_done + 1, norm, self.coords.rank, non_finite(self._state))
                 self._clear()
                 raise error
@@ -185,33 +187,33 @@ class MegatronBackend:
             model.zero_grad_buffer()
 
     def save(self, directory: Path) -> None:
-        """Write this stage's part of the training state. Raises CheckpointError."""
+        """Write the training state of this rank's pipeline stage. Raises CheckpointError."""
         checkpoint.save(self._state, directory, self.coords, self._steps_done)
 
     def load(self, directory: Path) -> None:
-        """Restore exactly what `save` wrote, on ranks laid out in any way. Raises CheckpointError."""
+        """Restore exactly what `save` wrote under any layout of ranks. Raises CheckpointError."""
         self._steps_done = checkpoint.load(self._state, directory, self.coords)
 
     def export(self, directory: Path) -> None:
-        """Write weights (as they are kept: float32, or float64) and configuration for `transformers`; rank 0 writes. Raises ModelError."""
+        """Write weights (in the precision they are kept in) and configuration for `transformers`, on rank 0. Raises ModelError."""
         weights = {name: tensor for name, tensor in self.weights() if self._source.model is not None}
         if self._source.model is None:
             return
         write_pretrained(self._source.model, directory, weights)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights under their Hugging Face names, one at a time, on CPU; a weight that is tied appears once, under its first name."""
+        """Yield full weights by Hugging Face name, one at a time, on the CPU; a tied weight appears once, under its first name."""
         yield from self._state.everywhere(lambda piece: piece.master)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Full accumulated gradients by name, one at a time, on CPU. What has been accumulated stays as it is: sums are made on a copy."""
+        """Yield full accumulated gradients by name, one at a time, on the CPU. Accumulation can go on: it is restored after the sums."""
         with kept_gradients(self._learned):
             with self._runtime():
                 sum_over_ranks(self._learned)
             yield from self._state.everywhere(lambda piece: piece.gradient)
 
     def close(self) -> None:
-        """Free model and optimizer, and megatron-core's process groups with the last model of the process."""
+        """Free model and optimizer and, with the last model of the process, megatron-core's process groups."""
         self._learned = []
         for name in ("_models", "_pipeline", "_state", "_source"):
             self.__dict__.pop(name, None)

@@ -1,4 +1,4 @@
-"""A rank's pieces of the model: which decoder, of which layers, with which rotary positions."""
+"""Build a rank's pieces of the model: decoder class, layers and rotary positions."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -23,7 +23,10 @@ from skyrl_engine_megatron.vision_decoder import DeepStackLayer, InterleavedRota
 
 
 class Norm(torch.nn.RMSNorm):
-    """RMSNorm of hidden states. Under sequence parallelism each rank sees its share of the tokens alone; the mark makes gradients add up."""
+    """RMSNorm of hidden states.
+
+    Under sequence parallelism each rank normalises its share of the tokens only; the mark on the weight makes megatron-core sum gradients.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, device=_device(config), dtype=config.params_dtype)
@@ -31,7 +34,7 @@ class Norm(torch.nn.RMSNorm):
 
 
 class HeadNorm(torch.nn.RMSNorm):
-    """RMSNorm of this rank's query or key heads; megatron-core adds the gradients of tensor-parallel ranks up, by the module's name."""
+    """RMSNorm of this rank's query or key heads; megatron-core sums its gradients over tensor-parallel ranks, by the module's name."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, device=_device(config), dtype=config.params_dtype)
@@ -42,7 +45,7 @@ def _device(config: TransformerConfig) -> torch.device:
 
 
 def build(architecture: Architecture, config: TransformerConfig, options: MegatronConfig, attention: Any) -> list[Decoder]:
-    """This rank's pieces of the model, with weights of no meaning yet; several where stages are interleaved.
+    """Return this rank's pieces of the model with uninitialised weights: one, or `virtual_pipeline` of them.
 
     `attention` is the class of the layers' `core_attention`.
     """
@@ -68,7 +71,8 @@ def build(architecture: Architecture, config: TransformerConfig, options: Megatr
             decoder.embedding.register_forward_hook(partial(_without_learning, architecture.padding), with_kwargs=True)
         frequencies = architecture.inverse_frequencies.to(_device(config)).clone()
         if vision is None:
-            decoder.rotary_pos_emb.inv_freq = frequencies  # not a registered buffer
+            # not a registered buffer, so that a lower precision does not round it
+            decoder.rotary_pos_emb.inv_freq = frequencies
         else:
             decoder.rotary_pos_emb = InterleavedRotary(frequencies)
             decoder.visual = _tower(vision, config) if first else None
@@ -84,9 +88,10 @@ def _tower(vision: Vision, config: TransformerConfig) -> torch.nn.Module:
 def _without_learning(
     padding: int, _embedding: torch.nn.Module, _args: tuple[()], arguments: Mapping[str, Any], output_T1H: Tensor
 ) -> Tensor:
-    """The embedding's output, whose gradient does not reach the padding token: what `padding_idx` does in transformers' models.
+    """Return the embedding's output without a gradient at padding tokens, as `padding_idx` does in transformers' models.
 
-    It matters where padding is a token of the data too, such as the end of a text. Sequence-parallel ranks hold their share of the tokens.
+    It matters if the padding token occurs in the data too, such as an end-of-text token. Under sequence parallelism the output covers this
+    rank's share of the tokens.
     """
     learns_T11 = (arguments["input_ids"] != padding).T[..., None]
     if len(learns_T11) != len(output_T1H):
@@ -98,7 +103,7 @@ def _without_learning(
 def _layers(
     architecture: Architecture, config: TransformerConfig, options: MegatronConfig, core_attention: Any, piece: int | None
 ) -> TransformerBlockSubmodules:
-    """megatron-core's own layer, with norms that know sequence parallelism and attention that knows documents."""
+    """Return megatron-core's own layers, with norms that support sequence parallelism and attention that supports documents."""
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     if architecture.vision is not None:
         layer.module = DeepStackLayer
@@ -108,7 +113,8 @@ def _layers(
         layer.module = RoutedLayer
         layer.submodules.mlp = mixture_of(architecture.mixture, whole_experts=options.whole_experts)
     else:
-        layer.submodules.mlp.params = {**layer.submodules.mlp.params, "ffn_hidden_size": config.ffn_hidden_size}  # else it warns
+        # megatron-core warns without it
+        layer.submodules.mlp.params = {**layer.submodules.mlp.params, "ffn_hidden_size": config.ffn_hidden_size}
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = core_attention
     if config.qk_layernorm:
@@ -120,7 +126,7 @@ def _layers(
 def transformer_config(
     architecture: Architecture, options: MegatronConfig, dtype: torch.dtype, *, recompute: bool, cpu: bool
 ) -> TransformerConfig:
-    """megatron-core's configuration. Losses and gradients are sums: `calculate_per_token_loss` takes its averages out."""
+    """Return megatron-core's configuration. Losses and gradients are sums: `calculate_per_token_loss` turns its averages off."""
     interleaved = options.virtual_pipeline > 1
     return TransformerConfig(
         num_layers=architecture.layers,
@@ -147,10 +153,11 @@ def transformer_config(
         sequence_parallel=options.sequence_parallel and options.tensor_parallel > 1,
         pipeline_dtype=dtype,
         mrope_section=None if architecture.vision is None else list(architecture.vision.sections),
-        # Interleaved, two stages are each other's next and previous one. Their two messages at a time go through two groups then, and the
-        # lengths of rows, which would go through one, must be known beforehand.
+        # In the interleaved schedule each of two stages is both the next and the previous stage of the other, so their messages need two
+        # process groups. The exchange of row lengths would use one, so lengths must be known beforehand.
         variable_seq_lengths=options.pipeline_parallel > 1 and not interleaved,
-        moe_token_dispatcher_type="alltoall",  # noqa: S106 - no password. The default refuses rows of different lengths, also without experts
+        # the default refuses rows of different lengths, even without experts
+        moe_token_dispatcher_type="alltoall",  # noqa: S106 - no password
         batch_p2p_comm=not cpu and not interleaved,
         deallocate_pipeline_outputs=True,
         calculate_per_token_loss=True,

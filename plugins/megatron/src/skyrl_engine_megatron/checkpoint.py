@@ -1,7 +1,7 @@
-"""Training state under Hugging Face's names, whole tensors, one file per part of the model: any layout of ranks can continue it.
+"""Training state as whole tensors under Hugging Face's names, one file per part of the model, so that any layout of ranks can continue it.
 
-Each pipeline stage's first rank writes the parts of its stage, one after the other, so that no rank holds more than one part. Nothing here
-draws random numbers, so there are no random states: the models that are built have no dropout, and losses have generators of their own.
+The first rank of each pipeline stage writes the parts of its stage one by one, and so never holds more than one. No random states are saved,
+because nothing draws from them: the models that are built have no dropout, and losses have generators of their own.
 """
 
 import json
@@ -44,7 +44,7 @@ def save(state: ShardedState, directory: Path, coords: RankCoords, steps_done: i
 
 
 def _part(state: ShardedState, entries: Sequence[Entry], *, keep: bool) -> dict[str, Tensor]:
-    """Weights and moments of a part on the CPU of the ranks that `keep` them; all ranks of its stage gather."""
+    """Gather the weights and moments of a part from all ranks of its stage; returned on the CPU of the ranks that `keep` them."""
     tensors: dict[str, Tensor] = {}
     for kind in ("model", *(_MOMENTS if state.optimizer is not None else ())):
         for entry in entries:
@@ -56,7 +56,7 @@ def _part(state: ShardedState, entries: Sequence[Entry], *, keep: bool) -> dict[
 
 
 def _value(state: ShardedState, kind: str, piece: Piece) -> Tensor:
-    """The weight, or a moment; before the first step moments are 0."""
+    """Return the weight or a moment of a piece; moments are 0 before the first step."""
     if kind == "model":
         return piece.master
     assert state.optimizer is not None
@@ -65,9 +65,9 @@ def _value(state: ShardedState, kind: str, piece: Piece) -> Tensor:
 
 
 def load(state: ShardedState, directory: Path, coords: RankCoords) -> int:
-    """Restore weights and moments in place; returns how many optimizer steps had been taken. Ranks may be laid out in any way.
+    """Restore weights and moments in place under any layout of ranks, and return the number of optimizer steps taken.
 
-    For scoring only it takes the weights alone. Raises CheckpointError.
+    A backend that only scores restores the weights alone. Raises CheckpointError.
     """
     try:
         facts: dict[str, Any] = json.loads((directory / _FACTS).read_text())

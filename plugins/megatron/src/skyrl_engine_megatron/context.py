@@ -1,7 +1,7 @@
-"""Context parallelism: a rank holds two chunks of every document, sees the keys and values of all, and evaluates the objective on all scores.
+"""Context parallelism: a rank holds two chunks of every document, attends to the keys and values of all, and sees all scores.
 
-Each document is cut into 2 cp chunks, of which rank r holds chunks r and 2 cp - 1 - r: early tokens attend to few, late ones to many, and so
-every rank has the same work. Rotary positions in megatron-core count tokens in this order too.
+Each document is cut into 2 cp chunks, of which rank r holds chunks r and 2 cp - 1 - r. Early tokens attend to few keys and late ones to many,
+so each rank has the same work. megatron-core's rotary positions follow the same order of tokens.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from skyrl_engine_megatron.library import gather_from_sequence_parallel_region, 
 
 
 def alignment(ranks: int) -> int:
-    """What the length of every document must be a multiple of."""
+    """Return the number that must divide the length of every document."""
     return 2 * ranks if ranks > 1 else 1
 
 
 def tokens_of_rank(lengths: Sequence[int], ranks: int, rank: int) -> Tensor:
-    """int64[tokens / ranks]: which tokens of a row of documents of these lengths `rank` holds, in the order in which it holds them."""
+    """Return int64[tokens / ranks], the tokens that `rank` holds of a row of documents of these lengths, in its own order."""
     if ranks == 1:
         return torch.arange(sum(lengths))
     held, start = [], 0
@@ -32,12 +32,12 @@ def tokens_of_rank(lengths: Sequence[int], ranks: int, rank: int) -> Tensor:
 
 
 def order_of_gathered(lengths: Sequence[int], ranks: int) -> Tensor:
-    """int64[tokens]: where each token of the row lies in the tokens of all ranks, one rank after another."""
+    """Return int64[tokens], the place of each token of the row in the concatenation of all ranks' tokens."""
     return torch.cat([tokens_of_rank(lengths, ranks, rank) for rank in range(ranks)]).argsort()
 
 
 def whole_row(share_TGD: Tensor, order_T: Tensor) -> Tensor:
-    """Keys or values of the row's tokens in order, from every rank's share; gradients of all ranks' queries add up on the way back."""
+    """Gather keys or values of all ranks in the row's order; the backward pass sums the gradients of all ranks' queries."""
     gathered_TGD: Tensor = gather_from_sequence_parallel_region(
         share_TGD.contiguous(), group=parallel_state.get_context_parallel_group()
     )
@@ -45,7 +45,10 @@ def whole_row(share_TGD: Tensor, order_T: Tensor) -> Tensor:
 
 
 def scores_of_all(own_M: Tensor, places_M: Tensor, count: int) -> Tensor:
-    """[count]: every rank's scores, each at its places. All ranks evaluate the same objective, so the gradient is cut and not summed."""
+    """Return [count], the scores of all ranks at their places.
+
+    All ranks evaluate the same objective, so the backward pass gives each rank the gradient of its own scores, without a sum.
+    """
     return _ScoresOfAll.apply(own_M, places_M, count)  # type: ignore[no-any-return, no-untyped-call] # torch leaves both untyped
 
 
@@ -54,9 +57,8 @@ class _ScoresOfAll(torch.autograd.Function):
     def forward(ctx: Any, own_M: Tensor, places_M: Tensor, count: int) -> Tensor:
         ctx.save_for_backward(places_M)
         all_N = own_M.new_zeros(count).index_copy(0, places_M, own_M)
-        dist.all_reduce(
-            all_N, group=parallel_state.get_context_parallel_group()
-        )  # places are of one rank each: adding zeros is exact
+        # each place belongs to one rank, so the sum adds zeros alone and is exact
+        dist.all_reduce(all_N, group=parallel_state.get_context_parallel_group())
         return all_N
 
     @staticmethod

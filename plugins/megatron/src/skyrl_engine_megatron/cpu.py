@@ -1,6 +1,6 @@
-"""What megatron-core takes from CUDA without asking, given from the CPU. Never imported by a rank on a CUDA device.
+"""Stand-ins on the CPU for the CUDA functions that megatron-core always calls. A rank on a CUDA device never imports this module.
 
-Everything is in force inside `without_cuda()` alone: outside, torch and megatron-core are as they were.
+They are in force inside `without_cuda()` only; outside, torch and megatron-core are unchanged.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ _CPU = torch.device("cpu")
 
 
 class _OnCpu(TorchFunctionMode):
-    """`device="cuda"` and `Tensor.cuda()` mean the CPU."""
+    """Makes `device="cuda"` and `Tensor.cuda()` mean the CPU."""
 
     def __torch_function__(
         self,
@@ -34,7 +34,7 @@ class _OnCpu(TorchFunctionMode):
 
 
 class _NoStates:
-    """In place of the tracker of CUDA's random states: the models that are built here draw no random numbers."""
+    """An empty tracker of CUDA's random states: the models that are built here draw no random numbers."""
 
     def fork(self, _name: str = "") -> AbstractContextManager[None]:
         return nullcontext()
@@ -48,7 +48,7 @@ class _NoStates:
 
 @contextmanager
 def without_cuda() -> Iterator[None]:
-    """megatron-core runs on the CPU in here: devices, synchronization, and the random states that recomputation restores."""
+    """Let megatron-core run on the CPU: replace devices, synchronization, and the random states that recomputation restores."""
     cuda = patch.multiple(torch.cuda, current_device=lambda: _CPU, synchronize=lambda *_: None)
     states = patch.multiple(
         parallel_random,

@@ -1,4 +1,4 @@
-"""megatron-core's GPTModel as this backend uses it: hidden states instead of logits, and scores at chosen positions alone."""
+"""megatron-core's GPTModel with hidden states in place of logits, and scores at chosen positions only."""
 
 from collections.abc import Collection
 from typing import Any
@@ -17,12 +17,12 @@ from skyrl_engine_megatron.library import (
 
 
 class Decoder(GPTModel):  # type: ignore[misc] # megatron-core is untyped
-    """One piece of the model on this rank: the whole of it, a pipeline stage, or, interleaved, a part of a stage."""
+    """One piece of the model on this rank: the whole model, a pipeline stage, or, interleaved, one chunk of a stage."""
 
     vocabulary: int
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Hidden states [tokens, 1, h] in place of logits: the head is not run over all tokens."""
+        """Return hidden states [tokens, 1, h] in place of logits, so that the head does not run over all tokens."""
         return hidden_states
 
     def score(
@@ -35,9 +35,9 @@ class Decoder(GPTModel):  # type: ignore[misc] # megatron-core is untyped
         needs: Collection[str],
         logits_per_chunk: int,
     ) -> dict[str, Tensor]:
-        """Those of the vocabulary's scores that `needs` names, each [n]; on the last stage. Equal on all tensor-parallel ranks.
+        """Return the vocabulary's scores that `needs` names, each [n], equal on all tensor-parallel ranks. Only the last stage calls it.
 
-        With n = 0 the head runs all the same, on position 0, so that the graph stays whole.
+        With n = 0 the head still runs, on position 0, so that every parameter takes part in the backward pass.
         """
         count = len(positions_N)
         if count == 0:
@@ -51,7 +51,8 @@ class Decoder(GPTModel):  # type: ignore[misc] # megatron-core is untyped
         weight_VH = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         share = len(weight_VH)
         first = parallel_state.get_tensor_model_parallel_rank() * share
-        weight_VH = weight_VH[: self.vocabulary - first]  # what fills the vocabulary up has no probability
+        # rows that pad the vocabulary have no probability
+        weight_VH = weight_VH[: self.vocabulary - first]
         group = parallel_state.get_tensor_model_parallel_group()
         asked = asked_of_head(needs)
         score = VocabularyParallelScore(group, first, LogitRule(), temperature, asked)

@@ -1,4 +1,4 @@
-"""How Hugging Face's tensors become a rank's share of a Megatron parameter, and back. Gradients and moments go the same way."""
+"""Divisions of Hugging Face's tensors into ranks' shares of a Megatron parameter, and back; also for gradients and moments."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 class Division(Protocol):
-    """One Megatron parameter over tensor-parallel ranks."""
+    """The division of one Megatron parameter over tensor-parallel ranks."""
 
     def split(self, whole: Sequence[Tensor], ranks: int, rank: int) -> Tensor:
-        """The share of `rank` in Hugging Face's tensors."""
+        """Return the share of `rank` in Hugging Face's tensors."""
 
     def join(self, shares: Sequence[Tensor]) -> list[Tensor]:
-        """Hugging Face's tensors from the shares of all ranks."""
+        """Return Hugging Face's tensors, joined from the shares of all ranks."""
 
 
 @frozen
@@ -31,7 +31,7 @@ class Whole:
 
 @frozen
 class VocabularyRows:
-    """Consecutive rows of one tensor of `rows` rows, filled up with zeros to what ranks can share equally."""
+    """Each rank holds consecutive rows of one tensor of `rows` rows, padded with zeros to a multiple of the ranks."""
 
     rows: int
 
@@ -46,7 +46,7 @@ class VocabularyRows:
 
 @frozen
 class Along:
-    """One tensor along a dimension, which holds `blocks` one after the other (every expert's gate and up) that are divided each."""
+    """Each rank holds an equal part of one tensor along `dimension`; of several `blocks` there (an expert's gate and up), a part of each."""
 
     dimension: int
     blocks: int = 1
@@ -65,10 +65,10 @@ class Along:
 
 @frozen
 class Stacked:
-    """Several tensors of `rows` rows, whose rows fall into as many groups each, laid group by group: (first of each), (second of each), ...
+    """Several tensors of `rows` rows in one parameter: each is cut into `groups` groups of rows; first come all first groups, and so on.
 
-    Queries, keys and values are grouped by the key head that queries share (`groups` = key heads); gate and up, whose halves megatron-core
-    keeps apart on every rank, have one group a rank (`groups` None).
+    Queries, keys and values are grouped by the key head that queries share (`groups` is the number of key heads). Gate and up, whose halves
+    megatron-core keeps apart on every rank, have one group per rank (`groups` None).
     """
 
     rows: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""A micro-batch as Megatron computes it: one row of documents laid end to end, padding left out, whatever its rows were."""
+"""A micro-batch as Megatron computes it: the documents of all its rows, without padding, end to end in one row."""
 
 from dataclasses import dataclass, replace
 
@@ -20,11 +20,11 @@ from skyrl_engine_megatron.router import RoutedTokens
 
 @dataclass
 class Boundaries(PackedSeqParams):  # type: ignore[misc] # megatron-core is untyped
-    """Where documents begin and end: megatron-core's own description, and `lengths` in tokens for whoever needs plain numbers.
+    """The bounds of a row's documents: megatron-core's description of them, and their `lengths` in tokens as plain numbers.
 
-    Its tensors stay on the CPU: only rotary positions read them, as numbers, and reading numbers from a GPU would wait for it in every layer.
-    `order` is that of `context.order_of_gathered`, on the device, and None without context parallelism. `router` is what routers add to the
-    objective and measure; None where they have no loss. `on_device` is the same for kernels that read it there; None without such.
+    The tensors stay on the CPU, because only rotary positions read them, as numbers, and reading from a GPU would wait for it in every layer.
+    `order` is that of `context.order_of_gathered`, on the device, or None without context parallelism. `router` computes the losses of
+    routers; None if they have none. `on_device` repeats the description on the device for kernels that read it there, else None.
     """
 
     lengths: tuple[int, ...] = ()
@@ -33,7 +33,7 @@ class Boundaries(PackedSeqParams):  # type: ignore[misc] # megatron-core is unty
     on_device: PackedSeqParams | None = None
 
     def for_kernels(self, device: torch.device) -> "Boundaries":
-        """The same with `on_device`. What fills a document up counts as its tokens: it comes behind them all, and they do not see it."""
+        """Return a copy with `on_device`. A document's padding counts as its tokens: it comes after them, so they do not attend to it."""
         ends = self.cu_seqlens_q.to(device)
         longest = self.max_seqlen_q
         return replace(self, on_device=PackedSeqParams("thd", ends, ends, ends, ends, longest, longest))
@@ -48,15 +48,16 @@ class Boundaries(PackedSeqParams):  # type: ignore[misc] # megatron-core is unty
 
 @frozen(eq=False)
 class Documents:
-    """`input_ids` and `position_ids` int64[1, tokens] of this context-parallel rank and, into them, the flat `positions` int64[m] that it
-    scores; `places` int64[m] says which of the micro-batch's n scored positions those are. `lengths` are whole documents', filled up. All on
-    the CPU.
+    """A context-parallel rank's share of a row of documents, on the CPU.
 
-    `real` are the lengths of documents that have a token, without what fills up, and `document_of` int64[tokens] is, for each token of this
-    rank, the number of its document among them, or their count where it fills up.
+    `input_ids` and `position_ids` int64[1, tokens] are this rank's tokens. It scores them at `positions` int64[m]; `places` int64[m] are the
+    numbers of these positions among the micro-batch's scored positions. `lengths` are those of whole documents, padding included.
 
-    For a model that sees, `position_ids` are int64[3, 1, tokens] of whole documents, and `feature_of` int64[tokens] is, for each token of this
-    rank, the feature of `images` that takes its place, or `NOWHERE`.
+    `real` are the lengths, without padding, of the documents that have a token; `document_of` int64[tokens] is, for each token of this rank,
+    the number of its document among these, or their count for a padding token.
+
+    For a vision-language model, `position_ids` are int64[3, 1, tokens] of whole documents, and `feature_of` int64[tokens] is, for each token
+    of this rank, the feature of `images` that takes its place, or `NOWHERE`.
     """
 
     input_ids: Tensor
@@ -72,35 +73,36 @@ class Documents:
 
 @frozen
 class RowShape:
-    """What a row's documents must fit: `cp` context-parallel ranks, of which each one's tokens are shared by `tp` sequence-parallel ones."""
+    """The ranks that share a row: `cp` context-parallel ranks, each of which divides its tokens among `tp` sequence-parallel ranks."""
 
     tp: int = 1
     cp: int = 1
 
     @property
     def row(self) -> int:
-        """Rows are filled up to a multiple of this many tokens."""
+        """Number of tokens to a multiple of which rows are padded."""
         return self.tp * self.document
 
     @property
     def document(self) -> int:
-        """Documents are filled up to a multiple of this many tokens."""
+        """Number of tokens to a multiple of which documents are padded."""
         return context.alignment(self.cp)
 
     def tokens_of(self, micro_batch: MicroBatch) -> int:
-        """Tokens of the row that `documents_of` makes, before it is filled up."""
+        """Return the number of tokens in the row that `documents_of` makes, before the row is padded."""
         lengths = micro_batch.sequence_lengths.values
         return max(1, int((lengths + -lengths % self.document).sum()))
 
     def documents_of(
         self, micro_batch: MicroBatch, *, cp_rank: int = 0, width: int = 0, sees: ImageTokens | None = None, pixels: bool = True
     ) -> Documents:
-        """This rank's share of the real tokens of all rows, filled up, and of one more document of nothing up to `width`.
+        """Return this rank's share of the micro-batch's documents, padded, and of one more document of padding alone up to `width`.
 
-        What fills a document up comes after all its tokens, which do not see it. A micro-batch without a token gives a document of nothing.
-        Raises ContractError where mask and lengths contradict each other, UnsupportedError for positions that do not count from 0 in every
-        document: rotary positions of text always do. `sees` is how the model takes images; None: it takes none. What `placed_images` raises
-        is raised here; `pixels`: whether this rank is given them.
+        Padding comes after all tokens of its document, which do not attend to it. A micro-batch without a token gives one document of padding.
+        `sees` describes how the model takes images (None: it takes none); `pixels` tells whether this rank is given their pixels.
+
+        Raises what `placed_images` raises, ContractError if mask and lengths contradict each other, and UnsupportedError for positions that
+        do not count from 0 in every document, as rotary positions of text do here.
         """
         images = None
         if sees is not None:
@@ -130,7 +132,8 @@ class RowShape:
         ids_1S, scored_M = ids_1T[:, own_S], positions_N[places_M]
         held_D = torch.from_numpy(micro_batch.sequence_lengths.values.astype(np.int64))
         held_D = held_D[held_D > 0]
-        kept_T = kept_T[: int(held_D.sum())]  # without what stands for a micro-batch of no token
+        # drops the padding token that stands for a micro-batch without tokens
+        kept_T = kept_T[: int(held_D.sum())]
         document_of_T = torch.full((sum(lengths),), len(held_D))
         document_of_T[kept_T] = torch.arange(len(held_D)).repeat_interleave(held_D)
         owners = tuple(held_D.tolist()), document_of_T[own_S]
@@ -144,5 +147,5 @@ class RowShape:
 
 
 def _counted(lengths: tuple[int, ...]) -> Tensor:
-    """int64[1, tokens]: positions that count from 0 in every document."""
+    """Return int64[1, tokens], positions that count from 0 in every document."""
     return torch.cat([torch.arange(length) for length in lengths])[None]

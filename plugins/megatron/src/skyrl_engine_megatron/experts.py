@@ -1,6 +1,6 @@
-"""A mixture of experts over tensor-parallel ranks, which hold whole experts or a part of every expert; the same on CPU and CUDA.
+"""A mixture of experts over tensor-parallel ranks, which hold whole experts or a part of every expert, on CPU and CUDA.
 
-megatron-core's own layer needs CUDA streams, and tokens of one length on all ranks or their numbers exchanged beforehand.
+megatron-core's own layer needs CUDA streams, and equally many tokens on all ranks or an exchange of their numbers.
 """
 
 from typing import Any, ClassVar
@@ -24,10 +24,10 @@ from skyrl_engine_megatron.router import RoutedTokens
 
 
 class MixtureOfExperts(MegatronModule):  # type: ignore[misc] # megatron-core is untyped
-    """The feed-forward part of a layer: each token goes through its experts of highest probability, weighted by these.
+    """The feed-forward part of a layer: each token passes through its most probable experts, weighted by their probabilities.
 
-    No token is dropped, so a token's output does not depend on how the batch was cut. `routed` is what the router adds to the objective;
-    None: nothing.
+    No token is dropped, so a token's output does not depend on how the batch is divided. `routed` computes the router's losses; None: it has
+    none.
     """
 
     mixture: ClassVar[Mixture]
@@ -49,7 +49,7 @@ class MixtureOfExperts(MegatronModule):  # type: ignore[misc] # megatron-core is
         self.down = self._parameter(count, config.hidden_size, width)
 
     def set_layer_number(self, number: int) -> None:
-        """megatron-core counts layers from 1, over all stages."""
+        """Take the layer's number from megatron-core, which counts from 1 over all stages."""
         self.layer = number - 1
 
     def _parameter(self, *shape: int) -> nn.Parameter:
@@ -57,7 +57,7 @@ class MixtureOfExperts(MegatronModule):  # type: ignore[misc] # megatron-core is
         return nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=device))
 
     def forward(self, hidden_T1H: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """[tokens, 1, h], and no bias. Every rank routes all tokens of the group and adds what its experts, or its parts, make of them."""
+        """Return [tokens, 1, h] and no bias. Every rank routes all tokens of its group; the outputs of the ranks' experts are summed."""
         shared = self.config.sequence_parallel
         copied = gather_from_sequence_parallel_region if shared else copy_to_tensor_model_parallel_region
         tokens_TH = copied(hidden_T1H)[:, 0]
@@ -66,7 +66,7 @@ class MixtureOfExperts(MegatronModule):  # type: ignore[misc] # megatron-core is
         chosen_S = torch.cat(torch.split(experts_TK.flatten().argsort(stable=True), counts)[self.own])
         rows_S = chosen_S // self.mixture.chosen
         inputs = torch.split(tokens_TH.index_select(0, rows_S), counts[self.own])
-        # unbound, because the gradient of an index into all experts is as large as all experts
+        # unbound, because indexing one expert would give a gradient as large as all experts
         outputs = [_expert(*each) for each in zip(inputs, self.gate_up.unbind(), self.down.unbind(), strict=True)]
         weighted_SH = torch.cat(outputs) * weights_TK.flatten()[chosen_S, None]
         sum_TH = torch.zeros_like(tokens_TH).index_add(0, rows_S, weighted_SH)
@@ -74,9 +74,9 @@ class MixtureOfExperts(MegatronModule):  # type: ignore[misc] # megatron-core is
         return added(sum_TH[:, None]), None
 
     def _routed(self, tokens_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and numbers of each token's experts, equal on all tensor-parallel ranks.
+        """Return the weights and numbers of each token's experts, equal on all tensor-parallel ranks.
 
-        Each rank knows the gradient of its own experts' part in the weights alone: the router's is the sum over ranks.
+        Each rank has the gradient of the weights through its own experts only, so the router's gradient is the sum over ranks.
         """
         logits_TE = nn.functional.linear(tokens_TH, copy_to_tensor_model_parallel_region(self.router))
         probabilities_TE = logits_TE.softmax(-1, dtype=torch.float32)
@@ -89,9 +89,9 @@ class MixtureOfExperts(MegatronModule):  # type: ignore[misc] # megatron-core is
 
 
 class RoutedLayer(TransformerLayer):  # type: ignore[misc] # megatron-core is untyped
-    """A layer that tells its mixture of experts which documents the tokens are of.
+    """A layer that tells its mixture of experts the documents of the tokens.
 
-    At every call: of several micro-batches that are under way, any may be the one whose activations are recomputed.
+    It does so at every call, because any of several micro-batches in the pipeline may be the one whose activations are recomputed.
     """
 
     def forward(self, *args: Any, packed_seq_params: Boundaries, **options: Any) -> Any:
@@ -105,5 +105,5 @@ def _expert(tokens_SH: Tensor, gate_up_FH: Tensor, down_HF: Tensor) -> Tensor:
 
 
 def mixture_of(mixture: Mixture, *, whole_experts: bool) -> type[MixtureOfExperts]:
-    """The class for these sizes: megatron-core makes layers of classes and knows no arguments for them."""
+    """Return a class with these sizes, because megatron-core makes layers from classes and passes no such arguments."""
     return type("SizedMixtureOfExperts", (MixtureOfExperts,), {"mixture": mixture, "whole_experts": whole_experts})

@@ -1,4 +1,4 @@
-"""Gradients as sums: over data-parallel ranks, sequence-parallel shares and the two copies of a tied embedding; their norm; clipping."""
+"""Sums of gradients over data-parallel ranks, sequence-parallel shares and the copies of a tied embedding; their norm; clipping."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,14 +14,14 @@ from skyrl_engine_megatron.state import ShardedState
 def sum_over_ranks(models: Sequence[DistributedDataParallel]) -> None:
     """Make every rank's accumulated gradients the sum over ranks, once, after any number of passes.
 
-    Without a count of tokens megatron-core divides by nothing; sharded gradients are right in this rank's pieces alone.
+    Without a count of tokens megatron-core does not divide. Sharded gradients are summed in this rank's own pieces only.
     """
     finalize_model_grads(list(models), None)
 
 
 @contextmanager
 def kept_gradients(models: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """What happens to gradients in here is undone: further passes accumulate as if nobody had looked."""
+    """Restore the accumulated gradients when this context ends, so that further passes accumulate onto them."""
     buffers = [buffer.grad_data for model in models for buffer in model.buffers]
     copies = [buffer.clone() for buffer in buffers]
     try:
@@ -33,10 +33,10 @@ def kept_gradients(models: Sequence[DistributedDataParallel]) -> Iterator[None]:
 
 @torch.no_grad()
 def clip(state: ShardedState, max_norm: float | None) -> float:
-    """Scale summed gradients in place so that their global 2-norm is at most `max_norm`; returns the norm before, equal on all ranks.
+    """Scale summed gradients in place so that their global 2-norm is at most `max_norm`; return the norm before, equal on all ranks.
 
-    Every element counts once: of what tensor-parallel ranks all hold, the first's; of a tied embedding, the first stage's. `max_norm` None
-    never scales, and neither does a norm that is not finite.
+    Each element counts once: a replicated parameter on the first tensor-parallel rank, a tied embedding on the first stage. Nothing is scaled
+    if `max_norm` is None or the norm is not finite.
     """
     gradients = [piece.gradient for name, piece in state.pieces.items() if _counts(state, name)]
     device = next(iter(state.parameters.values())).device
@@ -47,7 +47,8 @@ def clip(state: ShardedState, max_norm: float | None) -> float:
     norm = float(total.sqrt())
     if max_norm is not None and max_norm < norm < float("inf"):
         for piece in state.pieces.values():
-            piece.gradient.mul_(max_norm / (norm + 1e-6))  # the constant of torch.nn.utils.clip_grad_norm_
+            # 1e-6 is the constant of torch.nn.utils.clip_grad_norm_
+            piece.gradient.mul_(max_norm / (norm + 1e-6))
     return norm
 
 
@@ -60,6 +61,6 @@ def _counts(state: ShardedState, name: str) -> bool:
 
 
 def non_finite(state: ShardedState) -> list[str]:
-    """Hugging Face's names of parameters whose gradient is not finite on this rank."""
+    """Return Hugging Face's names of parameters whose gradient is not finite on this rank."""
     sources = {entry.name: entry.sources[0][0] for entry in state.entries}
     return [sources.get(name, name) for name, piece in state.pieces.items() if not torch.isfinite(piece.gradient).all()]

@@ -1,4 +1,4 @@
-"""megatron-core's process groups, which are global to a process: made for the first model, kept while any model of the same layout lives."""
+"""megatron-core's process groups, which are global to a process: made for its first model and destroyed with its last."""
 
 import torch.distributed as dist
 from attrs import define, field
@@ -10,13 +10,13 @@ from skyrl_engine_megatron.library import parallel_state
 
 @define
 class ParallelGroups:
-    """Counts the models that use the groups of this process."""
+    """The process groups of this process, with a count of the models that use them."""
 
     users: int = 0
     layout: tuple[Topology, int] | None = field(default=None)
 
     def take(self, topology: Topology, virtual_pipeline: int) -> None:
-        """Make the groups, or share them. Raises UnsupportedError while a model of another layout lives in this process."""
+        """Make the groups, or share existing ones. Raises UnsupportedError while a model of another layout uses them."""
         wanted = (topology, virtual_pipeline)
         if self.users and self.layout != wanted:
             raise UnsupportedError(
@@ -40,12 +40,13 @@ class ParallelGroups:
         self.users += 1
 
     def give_back(self) -> None:
-        """The groups go with the last model that uses them."""
+        """Count one model less, and destroy the groups with the last."""
         assert self.users, "groups given back that nobody took"
         self.users -= 1
         if not self.users:
             made = [group for group in parallel_state._global_process_group_list or () if group is not None]  # noqa: SLF001 - the only list of them
-            parallel_state.destroy_model_parallel()  # forgets them, and leaves their threads and sockets
+            # it forgets the groups without closing their threads and sockets
+            parallel_state.destroy_model_parallel()
             for group in made:
                 dist.destroy_process_group(group)
             self.layout = None

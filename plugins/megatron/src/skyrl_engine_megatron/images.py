@@ -1,4 +1,4 @@
-"""The images of a micro-batch's row as one rank needs them: those that its own tokens lie in, and which feature belongs to which token."""
+"""The images that one rank needs: those that its own tokens belong to, and the feature of each such token."""
 
 from collections.abc import Callable
 
@@ -9,14 +9,15 @@ from torch import Tensor
 from skyrl_engine.modeling.images import PlacedImages
 
 NOWHERE = -1
-"""The feature of a token that is none of an image's."""
+"""The number that stands for no feature, at a token that belongs to no image."""
 
 
 @frozen(eq=False)
 class Images:
-    """`pixel_values` [patches, d] and `grid` int64[images, 3] for the tower; the token at `places[k]` of this rank gets feature `features[k]`.
+    """Images for the vision tower, `pixel_values` [patches, d] and `grid` int64[images, 3], and the tokens that get their features.
 
-    Both int64[m]. Which rank has no token of an image leaves that image out, and each rank's gradient of the tower is then a part of it.
+    The token at `places[k]` of this rank gets feature `features[k]`; both int64[m]. A rank leaves out images of which it has no token, so its
+    gradient of the tower is a part of the whole.
     """
 
     pixel_values: Tensor
@@ -26,9 +27,9 @@ class Images:
 
     @classmethod
     def of(cls, pixel_values: Tensor, grid: Tensor, placed: PlacedImages, feature_of_S: Tensor) -> "Images | None":
-        """Of the whole micro-batch's images those that this rank's tokens need; None where they need none.
+        """Return those of the micro-batch's images that this rank's tokens need, or None if they need none.
 
-        `feature_of_S` int64: for each of this rank's tokens the feature, numbered over all images, that takes its place, or `NOWHERE`.
+        `feature_of_S` int64 is, for each of this rank's tokens, the feature, numbered over all images, that takes its place, or `NOWHERE`.
         """
         places = (feature_of_S != NOWHERE).nonzero()[:, 0]
         if not len(places):
@@ -37,9 +38,10 @@ class Images:
         sizes = torch.from_numpy(placed.bounds).diff()
         image_of_feature = torch.arange(len(grid)).repeat_interleave(sizes)
         needed = torch.zeros(len(grid), dtype=torch.bool).index_fill(0, image_of_feature[features], True)
-        number = needed.repeat_interleave(sizes).cumsum(0) - 1  # of each feature among those of the needed images
+        # the number of each feature among those of the needed images
+        number = needed.repeat_interleave(sizes).cumsum(0) - 1
         return cls(pixel_values[needed.repeat_interleave(grid.prod(1))], grid[needed], number[features], places)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "Images":
-        """The same on another device."""
+        """Return a copy whose tensors went through `move`, such as to another device."""
         return Images(move(self.pixel_values), move(self.grid), move(self.features), move(self.places))

@@ -1,7 +1,7 @@
 """Attention by Transformer Engine's kernels: rows of documents in its `thd` layout, and context parallelism by its ring.
 
-It runs on CUDA devices alone, where no test of a machine without one reaches it. So before a model is built with it, it is compared on the
-ranks that will train with `DocumentAttention`, which is proved on CPU for every layout: output and gradients, on random documents.
+It runs on CUDA devices only, which tests on a machine without one cannot reach. So before a model is built with it, the ranks that will train
+compare its output and gradients on random documents with those of `DocumentAttention`, which is tested on the CPU for every layout.
 """
 
 import logging
@@ -21,16 +21,16 @@ from skyrl_engine_megatron.library import AttnMaskType, TransformerConfig, paral
 from skyrl_engine_megatron.options import MegatronConfig
 
 CHUNKS = (5, 1, 16, 2)
-"""Of the documents compared: their lengths, in the smallest length that context-parallel ranks can share."""
+"""Lengths of the documents compared, in units of the smallest length that context-parallel ranks can share."""
 
 TOLERANCE = 3e-2
-"""Of the largest entry: bfloat16 keeps 8 bits. In the short documents, one token too many or too few shows as a large part of an entry."""
+"""Largest difference relative to the largest entry: bfloat16 keeps 8 bits. In short documents a token too many or too few differs by more."""
 
 logger = logging.getLogger(__name__)
 
 
 def over(base: Any) -> Any:
-    """`base`, which is megatron-core's `TEDotProductAttention`, told the documents of a row where `DocumentAttention` reads them."""
+    """Return a subclass of `base`, megatron-core's `TEDotProductAttention`, that takes documents from where `DocumentAttention` does."""
 
     class DocumentKernels(base):  # type: ignore[misc] # megatron-core is untyped
         """megatron-core's `core_attention` for rows of documents, computed by Transformer Engine."""
@@ -55,9 +55,9 @@ def over(base: Any) -> Any:
 
 
 def chosen(options: MegatronConfig, config: TransformerConfig, device: torch.device) -> Any:
-    """The `core_attention` that `options.attention` means here, the same on all ranks.
+    """Return the class of `core_attention` that `options.attention` asks for, the same on all ranks.
 
-    Raises UnsupportedError where Transformer Engine was asked for and cannot be had, ModelError where it computes something else.
+    Raises UnsupportedError if Transformer Engine was asked for and is not available, ModelError if it computes something else.
     """
     asked = options.attention == "transformer_engine"
     if options.attention == "torch" or (not asked and (device.type != "cuda" or not config.bf16)):
@@ -84,7 +84,7 @@ def chosen(options: MegatronConfig, config: TransformerConfig, device: torch.dev
 
 
 def version() -> str | None:
-    """Of the Transformer Engine that megatron-core can use here; None where there is none, or it cannot be imported."""
+    """Return the version of Transformer Engine that megatron-core can use here, or None if there is none or its import fails."""
     if find_spec("transformer_engine") is None:
         return None
     try:
@@ -97,9 +97,10 @@ def version() -> str | None:
 
 
 def believed(kernels: Any, config: TransformerConfig, device: torch.device, *, asked: bool) -> Any:
-    """`kernels` where they agree with `DocumentAttention` on every rank; else `DocumentAttention` with a warning, or, `asked`, ModelError.
+    """Return `kernels` if they agree with `DocumentAttention` on every rank, else `DocumentAttention`, with a warning.
 
-    First on each rank by itself, where one that raises keeps nobody waiting; only then with context parallelism.
+    The comparison runs on each rank by itself first, where a rank that raises keeps no other waiting, and then with context parallelism.
+    Raises ModelError instead of the warning if the kernels were `asked` for.
     """
     ranks = config.context_parallel_size
     for together in dict.fromkeys((1, ranks)):
@@ -124,9 +125,10 @@ def _found(kernels: Any, config: TransformerConfig, device: torch.device, ranks:
 
 
 def worst_difference(kernels: Any, config: TransformerConfig, device: torch.device, ranks: int) -> float:
-    """The largest difference of output and gradients on random documents, relative to the largest entry of each.
+    """Return the largest difference of output and gradients on random documents, relative to the largest entry of each.
 
-    `ranks`: 1, or the context-parallel ranks, of which each compares its share. Keys and values are cut out of one projection, as a layer's.
+    `ranks` is 1, or the number of context-parallel ranks, each of which compares its share. Keys and values are slices of one projection, as in
+    a layer.
     """
     lengths = tuple(chunks * alignment(ranks) for chunks in CHUNKS)
     order = order_of_gathered(lengths, ranks).to(device) if ranks > 1 else None

@@ -1,4 +1,4 @@
-"""What this plugin uses of megatron-core, imported without its warnings that Apex and Transformer Engine are missing."""
+"""The parts of megatron-core that this plugin uses, imported without warnings that Apex and Transformer Engine are missing."""
 
 import warnings
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ __all__ = [
 
 @contextmanager
 def own_deprecations_ignored() -> Iterator[None]:
-    """megatron-core warns of how its own modules call each other, and torch of names megatron-core calls; its callers can change neither."""
+    """Ignore deprecation warnings about megatron-core's own calls, which its users cannot change."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron\.")
         warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")

@@ -1,4 +1,7 @@
-"""Which Hugging Face models the Megatron backend builds, and which of them a layout divides. Imports no torch: planning asks too."""
+"""The Hugging Face models that the Megatron backend builds, and the layouts that can divide them.
+
+Imports no torch, because the controller uses it while it plans.
+"""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -14,17 +17,17 @@ MIXTURE_FAMILY: Final = "qwen3_moe"
 """`model_type` of the models with experts in place of feed-forward layers."""
 
 VISION_FAMILY: Final = "qwen3_vl"
-"""`model_type` of the models that see."""
+"""`model_type` of the vision-language models."""
 
 FAMILIES: Final = ("llama", "qwen2", "qwen3", MIXTURE_FAMILY, VISION_FAMILY)
-"""`model_type` of the configurations that are understood; Qwen2.5 says "qwen2"."""
+"""`model_type` of the configurations that are supported; that of Qwen2.5 is "qwen2"."""
 
 _ROPE_TYPES: Final = ("default", "linear", "llama3")
 _CHOOSE: Final = "Use the fsdp backend, or another model"
 
 
 def refuse_model(options: "MegatronConfig", config: Any, model: ModelConfig) -> None:
-    """Raises UnsupportedError for a `transformers.PretrainedConfig` that cannot be built without loss, or not be divided as `options` say."""
+    """Raises UnsupportedError for a `transformers.PretrainedConfig` that cannot be built exactly, or not be divided as `options` say."""
     if config.model_type not in FAMILIES:
         raise UnsupportedError(
             f"{model.path} is a {config.model_type} model; the megatron backend knows {', '.join(FAMILIES)}", remedy=_CHOOSE
@@ -61,7 +64,7 @@ def _refuse_layout(options: "MegatronConfig", config: Any, name: str) -> None:
 
 
 def _refuse_experts(options: "MegatronConfig", config: Any, model: ModelConfig) -> None:
-    """Raises UnsupportedError for options of experts where there are none, and for experts in float64."""
+    """Raises UnsupportedError for options of experts if the model has none, and for experts in float64."""
     if config.model_type == MIXTURE_FAMILY:
         if model.dtype == "float64":
             raise UnsupportedError(
@@ -77,7 +80,7 @@ def _refuse_experts(options: "MegatronConfig", config: Any, model: ModelConfig) 
 
 
 def _peculiarities(config: Any, family: str) -> Iterator[str]:
-    """What a configuration of a known family may ask for and the Megatron model would leave out."""
+    """Yield the features that the configuration of a supported family asks for and the Megatron model would leave out."""
     if config.hidden_act != "silu":
         yield f"the activation {config.hidden_act}"
     if getattr(config, "attention_bias", False):

@@ -1,4 +1,4 @@
-"""A Hugging Face model's weights onto Megatron ranks: rank 0 alone reads them and sends them out, every rank keeps its share."""
+"""Load a Hugging Face model onto Megatron ranks: rank 0 alone reads the weights and sends them; every rank keeps its share."""
 
 import logging
 from typing import Any
@@ -28,7 +28,7 @@ class ReadModel:
 
 
 def read(spec: ModelConfig, options: MegatronConfig) -> ReadModel:
-    """Raises ModelError or UnsupportedError, on all ranks what any rank met."""
+    """Read configuration and weights. Raises ModelError or UnsupportedError on all ranks if one rank fails."""
     source, error = _attempt(spec, options)
     errors: list[EngineError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)

@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors every Megatron parameter is made of, in which part of the model, on which pipeline stage."""
+"""The Hugging Face tensors that each Megatron parameter is made of, its part of the model and its pipeline stage."""
 
 from collections.abc import Iterator, Sequence
 
@@ -31,12 +31,12 @@ class Entry:
 
     @property
     def divided(self) -> bool:
-        """Whether tensor-parallel ranks hold different shares."""
+        """True if tensor-parallel ranks hold different shares."""
         return not isinstance(self.division, Whole)
 
 
 def entries(architecture: Architecture, options: MegatronConfig) -> tuple[Entry, ...]:
-    """Every parameter once, in the order in which Hugging Face's models have theirs; a tied head is its embedding."""
+    """Return every parameter once, in the order of Hugging Face's models; a tied head has no entry beside its embedding's."""
     last = options.pipeline_parallel - 1
     vocabulary = (architecture.vocabulary, architecture.hidden)
     prefix = architecture.prefix
@@ -52,7 +52,7 @@ def entries(architecture: Architecture, options: MegatronConfig) -> tuple[Entry,
 
 
 def _tower(vision: Vision) -> Iterator[Entry]:
-    """Whole on every rank of the first stage."""
+    """Yield the vision tower's parameters, which every rank of the first stage holds whole."""
     for part, name, shape in vision.parts():
         yield Entry(f"visual.{name}", ((f"model.visual.{name}", shape),), Whole(), part, 0)
 
@@ -89,7 +89,7 @@ def _layer(architecture: Architecture, options: MegatronConfig, layer: int, *, s
 
 
 def own_parameters(pieces: Sequence[Decoder]) -> dict[str, nn.Parameter]:
-    """This rank's parameters by the names of `Entry`. A tied head's copy on the last of several stages has the name `HEAD`."""
+    """Return this rank's parameters by the names of `Entry`; a tied head's copy on the last of several stages is named `HEAD`."""
     named = {}
     for piece in pieces:
         numbers = {str(place): layer.layer_number - 1 for place, layer in enumerate(piece.decoder.layers)}

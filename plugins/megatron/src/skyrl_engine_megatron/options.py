@@ -1,4 +1,4 @@
-"""Options of the `megatron` backend, and how they lay out ranks. Imports no torch."""
+"""Options of the `megatron` backend, and the layout of ranks that follows from them. Imports no torch."""
 
 from typing import Literal
 
@@ -11,52 +11,59 @@ from skyrl_engine.contracts import Topology
 
 @frozen
 class MegatronConfig:
-    """Options of the Megatron-Core backend. Ranks that the sizes leave over are data-parallel."""
+    """Options of the Megatron-Core backend.
+
+    The number of data-parallel ranks is `run.ranks` / (`tensor_parallel` x `context_parallel` x `pipeline_parallel`).
+    """
 
     tensor_parallel: int = field(default=1, validator=ge(1))
-    """Ranks that share every layer: attention heads, feed-forward columns and the vocabulary."""
+    """Number of ranks that share every layer: each holds a part of the attention heads, the feed-forward columns and the vocabulary."""
 
     pipeline_parallel: int = field(default=1, validator=ge(1))
-    """Stages that the layers are divided into, one after another; micro-batches pass through them 1F1B."""
+    """Number of consecutive stages that the layers are divided into; micro-batches pass through them in the 1F1B schedule."""
 
     virtual_pipeline: int = field(default=1, validator=ge(1))
-    """Pieces per stage: with more than 1 a stage holds every so many-th piece of the layers (interleaved 1F1B), and idles less."""
+    """Each stage holds `virtual_pipeline` non-adjacent chunks of layers (interleaved 1F1B, which idles less); 1: one chunk of consecutive
+    layers."""
 
     context_parallel: int = field(default=1, validator=ge(1))
-    """Ranks that share every sequence: each holds a part of its tokens, and sees the keys and values of all of them."""
+    """Number of ranks that share every sequence: each computes a part of its tokens, and attends to the keys and values of all of them."""
 
     expert_parallel: int = field(default=1, validator=ge(1))
-    """Of a mixture of experts. As large as tensor_parallel: those ranks hold whole experts, each some; 1: they share every expert's columns."""
+    """Division of the experts of a mixture among tensor-parallel ranks. Equal to `tensor_parallel`: each rank holds some of the experts,
+    whole; 1: each rank holds a part of every expert's columns."""
 
     sequence_parallel: bool = True
-    """Between tensor-parallel regions, keep each rank's share of the tokens instead of all of them: less memory, same communication."""
+    """Between tensor-parallel regions, let each tensor-parallel rank keep its share of the tokens instead of all of them: less memory for
+    the same communication."""
 
     distributed_optimizer: bool = True
-    """Shard AdamW's state and update over data-parallel ranks."""
+    """Shard AdamW's state and its update over data-parallel ranks."""
 
     attention: Literal["auto", "transformer_engine", "torch"] = field(
         default="auto", validator=in_(("auto", "transformer_engine", "torch"))
     )
-    """Whose kernels: "transformer_engine", which knows bfloat16 on CUDA; "torch"; "auto": the first where it is installed and does so."""
+    """Attention kernels: "transformer_engine" (bfloat16 on CUDA only), "torch", or "auto": Transformer Engine where it is installed, supports
+    the run and agrees with torch's attention, else torch."""
 
     router_balance_coefficient: float = field(default=0.0, validator=and_(ge(0.0), lt(float("inf"))))
-    """Of a mixture of experts: weight of the routers' balance loss, a mean over the step's sequences, added up over layers; 0: none."""
+    """Coefficient of the balance loss of a mixture's routers, a mean over the step's sequences that is summed over layers; 0: no such loss."""
 
     router_z_coefficient: float = field(default=0.0, validator=and_(ge(0.0), lt(float("inf"))))
-    """Of a mixture of experts: weight of the routers' z-loss, a mean over the step's tokens, added up over layers; 0: none."""
+    """Coefficient of the z-loss of a mixture's routers, a mean over the step's tokens that is summed over layers; 0: no such loss."""
 
     @property
     def whole_experts(self) -> bool:
-        """Whether ranks share a mixture's experts out, rather than every expert's columns."""
+        """True if each tensor-parallel rank holds some experts whole; False if it holds a part of every expert."""
         return self.expert_parallel > 1
 
     @property
     def router_losses(self) -> bool:
-        """Whether routers have losses of their own."""
+        """True if routers add losses of their own to the objective."""
         return self.router_balance_coefficient > 0 or self.router_z_coefficient > 0
 
     def topology(self, world_size: int) -> Topology:
-        """The layout of `world_size` ranks. Raises UnsupportedError where the sizes do not divide them."""
+        """Return the layout of `world_size` ranks. Raises UnsupportedError if the sizes do not divide it or contradict each other."""
         taken = self.tensor_parallel * self.context_parallel * self.pipeline_parallel
         dp, rest = divmod(world_size, taken)
         if rest or not dp:

@@ -1,4 +1,7 @@
-"""A rank's micro-batches through megatron-core's schedules: no pipelining, 1F1B, or interleaved 1F1B. The objective runs on the last stage."""
+"""Run a rank's micro-batches through megatron-core's schedules: no pipelining, 1F1B, or interleaved 1F1B.
+
+The objective runs on the last stage.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, repeat, tee
@@ -25,10 +28,10 @@ _Arriving = Iterator[MicroBatch | None]
 
 @frozen(eq=False)
 class Pipeline:
-    """`models` are what the schedule calls, `pieces` the decoders inside them; rows of documents fit `shape`.
+    """A rank's pieces of the model, and all that a pass needs: the schedule calls `models`, and `pieces` are the decoders inside them.
 
-    `kernels`: whether attention reads where documents end on the device. `sees` is how the model takes images; None: it takes none. `router`
-    are the losses of routers; None: they have none.
+    Rows of documents fit `shape`. `kernels` tells whether attention reads the documents' bounds on the device. `sees` describes how the model
+    takes images (None: it takes none), and `router` holds the losses of routers (None: they have none).
     """
 
     models: Sequence[Any]
@@ -43,11 +46,11 @@ class Pipeline:
     router: RouterLosses | None = None
 
     def run(self, batch: RankBatch, objective: Objective, *, learn: bool) -> list[RankOutput]:
-        """Score every micro-batch, and with `learn` differentiate and accumulate. Outputs in order, on the last stage alone.
+        """Score every micro-batch and, with `learn`, differentiate and accumulate. Outputs are in order, on the last stage only.
 
-        The schedule asks for a micro-batch when it reaches it. An interleaved one needs more: rows of one length, so that micro-batches are
-        built once before, to count their tokens; and groups of as many micro-batches as there are stages, so that ones of no token fill the
-        last group up. The pieces of a stage share what was built.
+        The schedule takes each micro-batch when it reaches it. The interleaved schedule needs rows of one length, so micro-batches are built
+        once beforehand to count their tokens; and it needs a multiple of the stages in micro-batches, so empty ones complete the last group.
+        The pieces of a stage share the micro-batches that are built.
         """
         self._check_images(batch)
         count = len(batch)
@@ -74,7 +77,7 @@ class Pipeline:
         return collected
 
     def _check_images(self, batch: RankBatch) -> None:
-        """Stages behind the first would wait for what a first one that refuses a micro-batch never sends; they have no pixels to build."""
+        """Let later stages refuse a micro-batch for the same reason as the first: otherwise they would wait for its message forever."""
         if self.sees is not None and not self.pieces[0].pre_process:
             for micro_batch in batch:
                 placed_images(micro_batch, self.sees, pixels=False)
@@ -85,7 +88,8 @@ class Pipeline:
         micro_batch = next(iterator)
         if micro_batch is not None:
             check_tokens(micro_batch, self.vocabulary)
-        piece: Decoder = getattr(model, "module", model)  # learning wraps it
+        # a model that learns is wrapped
+        piece: Decoder = getattr(model, "module", model)
         documents = self.shape.documents_of(
             micro_batch or _EMPTY,
             cp_rank=parallel_state.get_context_parallel_rank(),
@@ -108,7 +112,7 @@ class Pipeline:
         )
 
         def loss(hidden_T1H: Tensor) -> tuple[Tensor, Tensor, RankOutput | None]:
-            """On the last stage: the sum to differentiate, a count that nothing is divided by, and the outputs."""
+            """Return, on the last stage, the sum to differentiate, a token count that is not used, and the output."""
             scores = self._scores(hidden_T1H, documents, micro_batch or _EMPTY, objective)
             if micro_batch is None:
                 total, output = differentiable(torch.zeros((), device=self.device), scores), None
@@ -120,7 +124,7 @@ class Pipeline:
         return hidden_T1H, loss
 
     def _images(self, micro_batch: MicroBatch | None, documents: Documents, piece: Decoder) -> dict[str, Images | None]:
-        """What the first piece alone is given, where its tokens need any; the others' ranks are not sent pixels."""
+        """Return the argument `images` for the first piece of the model if its tokens need any; other pieces get none."""
         if micro_batch is None or documents.images is None or not len(documents.images.places) or not piece.pre_process:
             return {}
         assert documents.feature_of is not None
@@ -132,7 +136,7 @@ class Pipeline:
         return {} if images is None else {"images": images.moved(self._moved)}
 
     def _scores(self, hidden_T1H: Tensor, documents: Documents, micro_batch: MicroBatch, objective: Objective) -> dict[str, Tensor]:
-        """All of the micro-batch's, on every context-parallel rank."""
+        """Return all scores of the micro-batch, on every context-parallel rank."""
         own = self.pieces[-1].score(
             hidden_T1H,
             self._moved(documents.positions),
@@ -159,4 +163,4 @@ _EMPTY = MicroBatch(
     sequence_lengths=Ragged.from_list([[]], np.int64),
     samples=None,
 )
-"""One row of no document."""
+"""A micro-batch of one row without a document."""

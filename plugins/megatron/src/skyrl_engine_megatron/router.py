@@ -1,4 +1,4 @@
-"""Losses of a mixture's routers: born inside layers, where no reducer's weight reaches them, and yet the same however a step was cut.
+"""Losses of a mixture's routers, computed inside layers, out of a reducer's reach, and yet independent of how a step is divided.
 
 Balance, of one layer and one document of T tokens, each of which chooses K of E experts with router probabilities p:
 
@@ -10,10 +10,10 @@ arXiv 2101.03961, eq. 4 to 6) for K experts a token, over one sequence instead o
 
 z, of one layer and one token with router logits x: log(sum_e exp x_e)^2 (ST-MoE, Zoph et al. 2022, arXiv 2202.08906, eq. 5).
 
-The objective gains, summed over layers, coefficient times the mean balance over the step's documents, and coefficient times the mean z over
-its tokens; what fills documents and rows up is neither. A document is never divided among micro-batches or data-parallel ranks, and the step's
-numbers of documents and tokens come with every micro-batch (`StepCounts`), so each micro-batch adds its part of the means and nothing is left
-to divide afterwards. (megatron-core's own losses are means over a micro-batch, times its tokens, for a later division by the tokens of all.)
+Summed over layers, the objective gains a coefficient times the mean balance over the step's documents, and a coefficient times the mean z
+over its tokens; padding counts in neither. A document is never divided among micro-batches or data-parallel ranks, and every micro-batch
+carries the step's numbers of documents and tokens (`StepCounts`), so each micro-batch adds its part of the means and nothing is divided
+afterwards. (megatron-core's own losses are means over a micro-batch times its tokens, to be divided by the tokens of all micro-batches.)
 """
 
 from collections.abc import Sequence
@@ -29,16 +29,17 @@ from skyrl_engine.contracts import Metric, StepCounts
 from skyrl_engine_megatron.library import parallel_state
 from skyrl_engine_megatron.options import MegatronConfig
 
-_MEASURED: Final = 3  # balance, z, load
+_MEASURED: Final = 3
+"""Number of sums measured per layer: balance, z, load."""
 
 
 @frozen(eq=False)
 class RoutedTokens:
     """One micro-batch's tokens on this rank, for the routers of all layers.
 
-    `document_of` int64[tokens] numbers documents, and is their count where a token fills up; `lengths` float32[documents + 1] are those of
-    whole documents, and infinite for what fills up. `balance` and `z` are what a document's and a token's loss counts, None where there is
-    no such loss. `measured` float32[3] by layer: sums of balance, z and load.
+    `document_of` int64[tokens] is each token's document, or the number of documents for padding; `lengths` float32[documents + 1] are those
+    of whole documents, infinite for padding. `balance` and `z` are the weights of a document's balance loss and a token's z-loss, None if
+    there is no such loss. `measured` holds float32[3] by layer: the sums of balance, z and load.
     """
 
     document_of: Tensor
@@ -53,9 +54,9 @@ class RoutedTokens:
         return len(self.lengths) - 1
 
     def added(self, weights_TK: Tensor, layer: int, logits_TE: Tensor, probabilities_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        """`weights_TK` as they are; a backward pass through them differentiates the losses too.
+        """Return `weights_TK` unchanged, so that a backward pass through them differentiates the losses too.
 
-        What is measured is kept by layer, so that recomputing activations measures nothing twice.
+        Measurements are kept by layer, so that recomputed activations are not counted twice.
         """
         loss = logits_TE.new_zeros((), dtype=torch.float32)
         measured = [loss, loss, loss]
@@ -65,7 +66,8 @@ class RoutedTokens:
             balance = (load_DE * sums_DE / self.lengths[:, None]).sum()
             loss = loss + self.balance * balance
             measured[0] = balance
-            measured[2] = load_DE.amax(1).sum() / parallel_state.get_context_parallel_world_size()  # equal on all of them
+            # equal on all context-parallel ranks, over which it will be summed
+            measured[2] = load_DE.amax(1).sum() / parallel_state.get_context_parallel_world_size()
         if self.z is not None:
             real_T = self.document_of < self.documents
             z = (logits_TE.float().logsumexp(-1).square() * real_T).sum()
@@ -75,7 +77,7 @@ class RoutedTokens:
         return _WithLoss.apply(weights_TK, loss) if loss.requires_grad else weights_TK  # type: ignore[no-untyped-call] # torch leaves it untyped
 
     def _load(self, experts_TK: Tensor, experts: int) -> Tensor:
-        """E f of whole documents, float32[documents + 1, experts]: how often an expert is chosen, 1 being its even share; 0 for filling."""
+        """Return E f of whole documents, float32[documents + 1, experts]: an expert's load, relative to an even share; 0 for padding."""
         rows = self.documents + 1
         chosen = (self.document_of[:, None] * experts + experts_TK).flatten()
         counts_DE = chosen.bincount(minlength=rows * experts).reshape(rows, experts)
@@ -85,7 +87,7 @@ class RoutedTokens:
 
 
 class _WithLoss(torch.autograd.Function):
-    """The identity of `carrier`; on the way back `loss`, a scalar, has the gradient 1."""
+    """The identity of `carrier`, whose backward pass gives the scalar `loss` the gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, loss: Tensor) -> Tensor:
@@ -99,7 +101,7 @@ class _WithLoss(torch.autograd.Function):
 
 @frozen
 class RouterLosses:
-    """The coefficients, and the number of the model's layers."""
+    """The coefficients of the routers' losses, and the number of the model's layers."""
 
     balance: float
     z: float
@@ -107,14 +109,14 @@ class RouterLosses:
 
     @classmethod
     def of(cls, options: MegatronConfig, layers: int) -> "RouterLosses | None":
-        """None where routers have no loss."""
+        """Return the losses that the options ask for, or None if they ask for none."""
         return cls(options.router_balance_coefficient, options.router_z_coefficient, layers) if options.router_losses else None
 
     def tokens(self, lengths: tuple[int, ...], document_of: Tensor, step: StepCounts | None, *, learn: bool) -> RoutedTokens:
-        """A micro-batch's tokens, `document_of` on the device. Without `learn` the losses are measured alone.
+        """Return a micro-batch's tokens; `document_of` is on the device. Without `learn` the losses are only measured.
 
-        Tensor-parallel ranks all route all tokens of the group, and gradients of tokens and routers are sums over them: each adds its part.
-        Raises ContractError where the counts of the step are missing.
+        Every tensor-parallel rank routes all tokens of its group, and gradients are summed over these ranks, so each takes an equal part of
+        the losses. Raises ContractError if the counts of the step are missing.
         """
         if learn and step is None:
             raise ContractError(
@@ -132,10 +134,11 @@ class RouterLosses:
         )
 
     def metrics(self, passed: Sequence[RoutedTokens], device: torch.device) -> dict[str, Metric]:
-        """Of all layers, on all ranks that share these tokens: `router_balance`, a mean over documents and layers; `router_z`, one over tokens
-        and layers; `router_load/LAYER`, the mean over documents of the busiest expert's load, 1 being its even share.
+        """Return the metrics of all layers' routers, on all ranks that share these tokens.
 
-        Outputs are collected from the last stage alone, and layers are on all: the one report for which ranks must talk.
+        `router_balance` is a mean over documents and layers, `router_z` one over tokens and layers, and `router_load/LAYER` the mean over
+        documents of the busiest expert's load relative to an even share. Layers lie on all stages and outputs are collected from the last
+        one only, so these metrics are summed over ranks.
         """
         context = parallel_state.get_context_parallel_world_size()
         found = [(layer, row, each) for each in passed for layer, row in each.measured.items()]

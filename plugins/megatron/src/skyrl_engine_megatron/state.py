@@ -1,4 +1,4 @@
-"""This rank's weights and all that learning keeps beside them, sharded over data-parallel ranks or not, and whole again on request."""
+"""This rank's weights, gradients and optimizer state, sharded over data-parallel ranks or not, and gathered on request."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,10 +15,10 @@ from skyrl_engine_megatron.names import EMBEDDING, HEAD, Entry
 
 @frozen(eq=False)
 class Piece:
-    """What this rank updates of one parameter: elements `start` to `stop` of it, laid flat.
+    """The part of one parameter that this rank updates: elements `start` to `stop` of the flattened parameter.
 
-    `master` holds them in float32 (float64 for a float64 model): the parameter's own memory where it is of that type, a copy under bfloat16.
-    A piece of a matrix is a matrix of one row, so that weight decay sees what it is.
+    `master` holds them in float32 (float64 for a float64 model): the parameter's own memory if it has that dtype, a copy under bfloat16.
+    A piece of a matrix has one row, so that weight decay, which goes by the number of dimensions, treats it as a matrix.
     """
 
     parameter: nn.Parameter
@@ -33,28 +33,28 @@ class Piece:
         return cls(parameter, start, stop, nn.Parameter(kept[None] if parameter.ndim >= 2 else kept))
 
     def cut(self, values: Tensor) -> Tensor:
-        """This piece of a tensor of the parameter's shape, in the shape of `master`."""
+        """Return this piece of a tensor of the parameter's shape, in the shape of `master`."""
         return values.reshape(-1)[self.start : self.stop].view_as(self.master)
 
     @property
     def gradient(self) -> Tensor:
-        """A view of the accumulated gradient."""
+        """The view of this piece in the accumulated gradient."""
         main: Tensor = self.parameter.main_grad  # type: ignore[attr-defined] # megatron-core's accumulated gradient
         return self.cut(main)
 
     def publish(self) -> None:
-        """Round the master into the parameter, where it is a copy."""
+        """Round `master` into the parameter, if it is a copy."""
         if self.parameter.dtype != self.master.dtype:
             self.parameter.detach().view(-1)[self.start : self.stop].copy_(self.master.detach().view(-1))
 
 
 def whole_pieces(parameters: dict[str, nn.Parameter]) -> dict[str, Piece]:
-    """Every parameter as one piece."""
+    """Return every parameter as one piece."""
     return {name: Piece.of(parameter, 0, parameter.numel()) for name, parameter in parameters.items()}
 
 
 def sharded_pieces(parameters: dict[str, nn.Parameter], models: Sequence[DistributedDataParallel]) -> dict[str, Piece]:
-    """The pieces whose summed gradients megatron-core's reduce-scatter leaves on this rank; a parameter of other ranks has none."""
+    """Return the pieces whose summed gradients megatron-core's reduce-scatter leaves on this rank; some parameters have none here."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     pieces = {}
     for model in models:
@@ -71,7 +71,7 @@ def sharded_pieces(parameters: dict[str, nn.Parameter], models: Sequence[Distrib
 
 
 class ShardedState:
-    """Weights, gradients and AdamW's moments of this rank, by the names of entries."""
+    """The weights, gradients and AdamW moments of this rank, by the names of entries."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class ShardedState:
 
     @torch.no_grad()
     def fill(self, entry: Entry, whole: Sequence[Tensor]) -> None:
-        """Take this rank's share of Hugging Face's tensors as its weight, and for a tied head's copy too."""
+        """Set this rank's weight, and a tied head's copy, to its share of Hugging Face's tensors."""
         for name in self.held_as(entry):
             share = self.share(entry, whole)
             self.parameters[name].copy_(share)
@@ -99,7 +99,7 @@ class ShardedState:
 
     @torch.no_grad()
     def fill_moment(self, entry: Entry, key: str, whole: Sequence[Tensor], step: int) -> None:
-        """The same for AdamW's `exp_avg` or `exp_avg_sq` after `step` steps."""
+        """Set AdamW's `exp_avg` or `exp_avg_sq` after `step` steps to this rank's share of Hugging Face's tensors."""
         assert self.optimizer is not None
         for name in self.held_as(entry):
             if name in self.pieces:
@@ -109,7 +109,7 @@ class ShardedState:
                 state[key] = piece.cut(self.share(entry, whole)).to(piece.master).clone()
 
     def step(self, settings: AdamWSettings) -> None:
-        """One step of AdamW over this rank's pieces with these numbers, from their summed gradients."""
+        """Take one AdamW step over this rank's pieces with these settings, from their summed gradients."""
         assert self.optimizer is not None
         use_settings(self.optimizer, settings)
         for piece in self.pieces.values():
@@ -120,20 +120,20 @@ class ShardedState:
             piece.publish()
 
     def held_as(self, entry: Entry) -> tuple[str, ...]:
-        """Names under which this rank holds the entry: none, its own, and that of a tied head's copy."""
+        """Return the names under which this rank holds the entry: its own, and that of a tied head's copy, as far as they exist here."""
         tied = all(each.name != HEAD for each in self.entries)
         names = (entry.name, HEAD) if entry.name == EMBEDDING and tied else (entry.name,)
         return tuple(name for name in names if name in self.parameters)
 
     def share(self, entry: Entry, whole: Sequence[Tensor]) -> Tensor:
-        """This rank's share of Hugging Face's tensors, contiguous."""
+        """Return this rank's share of Hugging Face's tensors, contiguous."""
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         return entry.division.split(whole, ranks, parallel_state.get_tensor_model_parallel_rank()).contiguous()
 
     def whole(self, entry: Entry, values: Callable[[Piece], Tensor]) -> list[Tensor] | None:
-        """Hugging Face's tensors of what `values` says of every piece; None where this rank's stage does not hold the entry.
+        """Return Hugging Face's tensors with the values that `values` gives each piece, or None if this rank's stage lacks the entry.
 
-        A collective of the stage's data- and tensor-parallel ranks.
+        All data- and tensor-parallel ranks of the stage must call it.
         """
         if entry.name not in self.parameters:
             return None
@@ -145,7 +145,7 @@ class ShardedState:
         return entry.division.join(shares)
 
     def _share_of(self, name: str, values: Callable[[Piece], Tensor]) -> Tensor:
-        """This rank's tensor-parallel share, put together from the pieces of data-parallel ranks."""
+        """Return this rank's tensor-parallel share, joined from the pieces of data-parallel ranks."""
         parameter, piece = self.parameters[name], self.pieces.get(name)
         if not self.sharded:
             assert piece is not None
@@ -158,7 +158,7 @@ class ShardedState:
         return flat.view(parameter.shape)
 
     def everywhere(self, values: Callable[[Piece], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face's names and tensors of what `values` says, one at a time, on the CPU of every rank."""
+        """Yield Hugging Face's names and tensors with the values that `values` gives each piece, one at a time, on every rank's CPU."""
         group = parallel_state.get_pipeline_model_parallel_group()
         for entry in self.entries:
             tensors = self.whole(entry, values)
@@ -170,4 +170,5 @@ class ShardedState:
                         tensor = torch.empty(shape, dtype=example.dtype, device=example.device)
                     dist.broadcast(tensor, dist.get_global_rank(group, entry.stage), group=group)
                 assert tensor is not None
-                yield name, tensor.to("cpu", copy=True)  # on the CPU it may be the weight or the gradient itself
+                # copied, because on a CPU rank it may be the weight or the gradient itself
+                yield name, tensor.to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""What a model that sees has beside its decoder: transformers' own vision tower, whole on the ranks that hold the first layers."""
+"""The vision tower of a vision-language model: transformers' own, whole on every rank of the first pipeline stage."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,11 +14,11 @@ from skyrl_engine.modeling.loading import enable_activation_checkpointing
 
 @frozen(eq=False)
 class Vision:
-    """`config` is the tower's own, `tokens` how images become tokens, `other_tokens` ids that stand for what is not text.
+    """The vision tower's facts: its own `config`, how images become `tokens`, and `other_tokens`, the ids of images and videos.
 
-    `sections` are the numbers of rotary frequencies that turn with time, height and width, one after the other in turn.
-    The features of `levels` of the tower's layers are added behind as many of the decoder's first layers (DeepStack, arXiv 2406.04334).
-    `parameters` are the tower's, by name with shapes.
+    `sections` are the numbers of rotary frequencies for time, height and width, which alternate. The features of `levels` of the tower's
+    layers are added to the outputs of as many first layers of the decoder (DeepStack, arXiv 2406.04334). `parameters` are the tower's names
+    and shapes.
     """
 
     config: Any
@@ -30,7 +30,7 @@ class Vision:
 
     @classmethod
     def of(cls, config: Any, name: str) -> "Vision":
-        """What a `transformers.Qwen3VLConfig` says. Raises ModelError where the tower's features do not fit the decoder."""
+        """Read a `transformers.Qwen3VLConfig`. Raises ModelError if the tower's features do not fit the decoder."""
         vision, text = config.vision_config, config.text_config
         if vision.out_hidden_size != text.hidden_size:
             raise ModelError(
@@ -50,9 +50,9 @@ class Vision:
         )
 
     def tower(self, device: torch.device, dtype: torch.dtype, *, recompute: bool, shared: bool) -> nn.Module:
-        """`transformers.Qwen3VLVisionModel`, with weights of no meaning yet.
+        """Return a `transformers.Qwen3VLVisionModel` with uninitialised weights.
 
-        `shared`: tensor-parallel ranks hold different tokens, hence different parts of its gradient, which megatron-core adds up.
+        With `shared`, tensor-parallel ranks hold different tokens and so different parts of its gradient, which megatron-core sums.
         """
         with torch.device(device):
             tower = _made(self.config, dtype)
@@ -63,7 +63,7 @@ class Vision:
         return tower
 
     def parts(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """The part of the model that each parameter belongs to (a layer, or what is before and behind them), its name and shape."""
+        """Yield, for each parameter, its part of the model (a layer, or a module before or after the layers), its name and its shape."""
         for name, shape in self.parameters:
             first, second, *_ = name.split(".")
             yield f"vision-{first}-{second}" if first == "blocks" else f"vision-{first}", name, shape

@@ -1,4 +1,4 @@
-"""A decoder that sees: image features take the places of tokens on the first stage, and rotary positions have three dimensions."""
+"""The decoder of a vision-language model: image features replace tokens on the first stage; rotary positions have three axes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,16 +12,18 @@ from skyrl_engine_megatron.library import TransformerLayer
 
 
 class InterleavedRotary(nn.Module):
-    """Angles of rotary positions, of which frequency i turns with time, height or width (i modulo 3) while that one's section lasts, then
-    with time. megatron-core's own are Qwen2-VL's, whose sections lie one behind the other.
+    """Rotary angles whose axes alternate: frequency i belongs to axis i modulo 3 (time, height, width), or to time after that axis's section.
+
+    megatron-core's own rotary positions are Qwen2-VL's, whose sections follow one after another.
     """
 
     def __init__(self, inverse_frequencies: Tensor) -> None:
         super().__init__()
-        self.inv_freq = inverse_frequencies  # not a registered buffer: lower precision would round it
+        # not a registered buffer, which a lower precision would round
+        self.inv_freq = inverse_frequencies
 
     def forward(self, position_ids: Tensor, mrope_section: Sequence[int], **_: Any) -> Tensor:
-        """float32[tokens, 1, 1, head size] of `position_ids` int64[3, 1, tokens]; of whole documents, also where ranks share them."""
+        """Return float32[tokens, 1, 1, head size] for `position_ids` int64[3, 1, tokens] of whole documents, even if ranks share them."""
         frequencies = position_ids[..., None].float() * self.inv_freq
         angles_1TF = frequencies[0].clone()
         for axis in (1, 2):
@@ -33,29 +35,30 @@ class InterleavedRotary(nn.Module):
 class DeepStackLayer(TransformerLayer):  # type: ignore[misc] # megatron-core is untyped
     """A layer that adds image features to its output: `context` [levels, m, h] at the tokens `context_mask` int64[m].
 
-    megatron-core hands both from layer to layer and keeps them for recomputing activations, which state in a module would not survive.
+    megatron-core passes both from layer to layer and keeps them for recomputing activations; state in a module would be overwritten by then.
     """
 
     def forward(
         self, *args: Any, context: Tensor | None = None, context_mask: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         hidden_T1H, _ = super().forward(*args, **options)
-        level = self.layer_number - 1  # counted from 1 over all stages
+        # megatron-core counts layers from 1 over all stages
+        level = self.layer_number - 1
         if context is not None and level < len(context):
             hidden_T1H = hidden_T1H.index_add(0, context_mask, context[level][:, None])
         return hidden_T1H, context
 
 
 class VisionDecoder(Decoder):
-    """Adds `visual`, transformers' vision tower, on the first piece of the model; the others never see an image."""
+    """A decoder with `visual`, transformers' vision tower, on the first piece of the model, the only one that gets images."""
 
     visual: Any
-    """None on the others."""
+    """The vision tower; None on other pieces than the first."""
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: None, *, images: Images | None = None, **options: Any
     ) -> Tensor:
-        """As megatron-core's, with `position_ids` int64[3, 1, tokens]; `images` on the first piece alone."""
+        """Run megatron-core's forward pass with `position_ids` int64[3, 1, tokens]; only the first piece gets `images`."""
         embeddings_T1H, features = None, None
         if self.pre_process:
             embeddings_T1H = self.embedding(input_ids=input_ids, position_ids=None)
@@ -67,7 +70,7 @@ class VisionDecoder(Decoder):
         return hidden_T1H
 
     def _seen(self, embeddings_T1H: Tensor, images: Images) -> tuple[Tensor, dict[str, Tensor]]:
-        """Embeddings with image features in their places, and what later layers add there."""
+        """Return the embeddings with image features in their places, and the features that layers add to their outputs there."""
         pixels = images.pixel_values.to(embeddings_T1H.dtype)
         seen = self.visual(pixels, grid_thw=images.grid)
         chosen_M1H = seen.pooler_output.index_select(0, images.features)[:, None]

@@ -1,4 +1,4 @@
-"""The ordered output for people and programs that want one dict per sample: the columns as they are, the dicts when asked for."""
+"""The ordered output with one dict per sample, made when it is first asked for."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,10 +12,10 @@ from skyrl_engine_mergers.ordered import OrderedMerger
 
 @frozen(eq=False)
 class ListedOutput(BatchOutput):
-    """A `BatchOutput` that keeps its list of dicts.
+    """A `BatchOutput` that also lists its samples as dicts.
 
-    `fill` None: a sample's values are those of its scored tokens; a number: those of all its response tokens, with `fill` where a token was
-    not scored.
+    With `fill` None a sample lists the values of its scored tokens; with a number, those of all its response tokens, and `fill` for each
+    token that was not scored.
     """
 
     fill: float | None = None
@@ -31,17 +31,17 @@ class ListedOutput(BatchOutput):
         ]
 
     def to_list(self) -> list[dict[str, Any]]:
-        """`samples`: the same list every time."""
+        """Return `samples`, the same list at every call."""
         return self.samples
 
 
 @frozen
 class ListMerger:
-    """Merges as `OrderedMerger` does, and raises what it raises; `fill` is that of `ListedOutput`."""
+    """Merges and raises as `OrderedMerger` does; `fill` is that of `ListedOutput`."""
 
     fill: float | None = None
 
     def merge(self, outputs: Sequence[RankOutput], plan: BatchPlan) -> ListedOutput:
-        """The ordered output; its dicts are not made here."""
+        """Return the ordered output; its dicts are made when they are asked for."""
         merged = OrderedMerger().merge(outputs, plan)
         return ListedOutput(merged.sample_ids, merged.action_lengths, merged.scored, merged.fields, merged.metrics, self.fill)

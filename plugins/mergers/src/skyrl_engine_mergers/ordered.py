@@ -1,4 +1,4 @@
-"""Many ranks' outputs as one, every planned sample exactly once, in the caller's order. Whole arrays only, no Python per sample."""
+"""Merge the outputs of ranks into one: every planned sample exactly once, in the caller's order, without Python code per sample."""
 
 from collections.abc import Sequence
 from typing import NoReturn
@@ -9,21 +9,21 @@ from skyrl_engine import OutputError
 from skyrl_engine.contracts import PADDING_SAMPLE, BatchOutput, BatchPlan, IntArray, RankOutput
 
 LISTED = 10
-"""How many ids of a kind an error spells out."""
+"""Number of ids of a kind that an error lists."""
 
 DENSE = 8
-"""Ids that lie in a range of at most this many times their number are looked up in a table; sorting others takes five times as long."""
+"""Ids in a range of fewer than this many times their number are looked up in a table; others are sorted, which takes five times as long."""
 
 
 class OrderedMerger:
-    """Keeps collection ranks, drops padding samples, orders by the plan; metrics are combined in data-parallel order."""
+    """Keeps the outputs of collection ranks, drops padding samples and orders by the plan; combines metrics in data-parallel order."""
 
     def merge(self, outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
-        """One output of all mini-batches in `plan`, in its sample order.
+        """Return one output of all mini-batches in `plan`, in its sample order.
 
-        Arrays of a single collecting rank that are in order already are handed on, not copied. Metrics of ranks that do not
-        collect are ignored: they repeat those of their collection rank. Raises OutputError for samples that are missing,
-        duplicated or unexpected, and for ranks that return different fields.
+        The arrays of a single collection rank that are in order already are not copied. Metrics of other ranks than collection ranks are
+        ignored, because they repeat those of their collection rank. Raises OutputError for samples that are missing, duplicated or
+        unexpected, and for ranks that return different fields.
         """
         collected = sorted((output for output in outputs if output.coords.collects), key=lambda output: output.coords.dp)
         expected = plan.expected_ids
@@ -38,19 +38,19 @@ class OrderedMerger:
 
 
 def _places_in_order(ids: IntArray, expected: IntArray, collected: Sequence[RankOutput], plan: BatchPlan) -> IntArray:
-    """int64[len(expected)]: where each expected id stands in `ids`, among padding. Raises OutputError unless they match."""
+    """Return int64[len(expected)], the place of each expected id in `ids`, which may hold padding. Raises OutputError unless they match."""
     real = np.flatnonzero(ids != PADDING_SAMPLE)
     if len(real) != len(expected):
         _refuse(ids[real], expected, collected, plan)
     places = real[_positions(ids[real], expected)]
-    # equally many, each expected id found, and expected ids are unique: nothing can be duplicated or unexpected
+    # expected ids are unique and there are equally many: if each is found, none can be duplicated or unexpected
     if not np.array_equal(ids[places], expected):
         _refuse(ids[real], expected, collected, plan)
     return places
 
 
 def _positions(ids: IntArray, expected: IntArray) -> IntArray:
-    """int64[len(expected)]: where each expected id stands among as many ids; anywhere for one that is not among them."""
+    """Return int64[len(expected)], the place of each expected id in equally many `ids`; any place for an id that is not there."""
     if not len(ids):
         return ids
     low, high = int(ids.min()), int(ids.max())
@@ -91,13 +91,13 @@ def _lines(what: str, relation: str, ids: IntArray, ranks: Sequence[Sequence[int
 
 
 def _planned(ids: IntArray, plan: BatchPlan) -> list[list[int]]:
-    """For each of the first few ids, the data-parallel ranks that the plan gave it to."""
+    """Return, for each of the first few ids, the data-parallel ranks that the plan gave it to."""
     parts = [(dp, mini.rank_samples(dp)) for mini in plan.mini_batches for dp in range(len(mini.ranks))]
     return [[dp for dp, samples in parts if (plan.sample_ids[samples] == wanted).any()] for wanted in ids[:LISTED]]
 
 
 def _returned(ids: IntArray, collected: Sequence[RankOutput]) -> list[list[int]]:
-    """For each of the first few ids, the world rank of every output that holds it, as often as it does."""
+    """Return, for each of the first few ids, the world ranks whose outputs hold it, repeated if an output holds it repeatedly."""
     return [
         [output.coords.rank for output in collected for _ in range(np.count_nonzero(output.sample_ids == wanted))]
         for wanted in ids[:LISTED]

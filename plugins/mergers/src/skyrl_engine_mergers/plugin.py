@@ -1,4 +1,4 @@
-"""Entry points of the mergers; the merging itself is imported when a run makes it."""
+"""Entry points of the mergers; a merger's own module is imported when a run makes it."""
 
 from attrs import frozen
 
@@ -18,13 +18,14 @@ class OrderedPlugin:
 
 @frozen
 class ListConfig:
-    """`fill` stands for response tokens that were not scored; without it (none) a sample lists its scored tokens alone."""
+    """Options of `list`."""
 
     fill: float | None = None
+    """The value listed for a response token that was not scored; none: only scored tokens are listed."""
 
 
 class ListPlugin:
-    """`list`: as `ordered`, and the output offers one dict per sample."""
+    """`list`: the output of `ordered`, which also offers one dict per sample."""
 
     @hookimpl
     def skyrl_engine_config_schema(self) -> type[ListConfig]:

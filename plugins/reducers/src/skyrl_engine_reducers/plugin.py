@@ -1,7 +1,8 @@
 """Entry points of the reducers.
 
 In formulas, w is a token's loss weight, m the sum of a sequence's w in float64, M the sum of m over the mini-batch on every rank, n the
-number of sequences, and [x] is x, or 1 where x is 0. All of them divide a token's loss weight by a number of its sequence, and return those.
+number of sequences, and [x] is x, or 1 where x is 0. Every reducer divides a token's loss weight by a number that depends on the token's
+sequence alone, and returns these numbers.
 """
 
 import numpy as np
@@ -14,19 +15,18 @@ from skyrl_engine.contracts import EmptySequence, IntArray, PerSequence
 
 @frozen
 class MeanConfig:
-    """`empty_sequence` says whether a mean counts a sequence in which every loss weight is 0, and a group or micro-batch of only such.
-
-    A mean over tokens counts no sequences and is the same either way; the option lets a config switch between means freely.
-    """
+    """Options of a mean. A mean over tokens ignores `empty_sequence`, and accepts it so that a config can switch between means freely."""
 
     empty_sequence: EmptySequence = field(default="count", validator=in_(("count", "skip")))
+    """A sequence in which every loss weight is 0, and a group or micro-batch of only such sequences: `count` it in the mean, or `skip` it."""
 
 
 @frozen
 class TokenSumNormConfig(MeanConfig):
-    """`max_sequence_length`, in tokens, is the constant that divides; None takes the run's (`data.max_length`)."""
+    """Options of a mean over sequences of sums that a constant divides."""
 
     max_sequence_length: int | None = field(default=None, validator=optional(ge(1)))
+    """The constant, in tokens, that divides each sequence's sum; none: the run's `data.max_length`."""
 
 
 @reducer(negative_weights=True, additive=True)
@@ -47,11 +47,11 @@ def token_mean(structure: BatchStructure, _config: MeanConfig) -> PerSequence:
 
 @reducer(config=MeanConfig, batch_local=True)
 def token_mean_legacy(structure: BatchStructure, config: MeanConfig) -> PerSequence:
-    """The weight w / (K [M_k]): K micro-batches over all ranks, M_k the mass of the token's own one. It depends on the cut.
+    """The weight w / (K [M_k]): K micro-batches over all ranks, M_k the mass of the token's own. It depends on their cut.
 
-    What gradient accumulation computes when every micro-batch divides by its own token count, as Hugging Face Trainer did before
-    https://github.com/huggingface/transformers/pull/34191; kept for reproducing such runs. Micro-batches without any sequence, which only
-    fill up ranks, are not among the K; the remainder of a batch is, like any other.
+    It reproduces gradient accumulation in which every micro-batch divides by its own token count, as in Hugging Face Trainer before
+    https://github.com/huggingface/transformers/pull/34191. K counts the last, smaller micro-batch of a batch like any other, but not those
+    without a sequence that only give ranks equally many.
     """
     return _mean_of_means(structure, structure.micro_batch, config.empty_sequence)
 
