@@ -1,4 +1,4 @@
-"""Adapters: plugins made of code that was written for other engines. Public ground for plugins; torch is imported when one is called."""
+"""Make plugins of code that was written for other engines. Public to plugins; torch is imported when such a plugin is called."""
 
 from skyrl_engine.interop.masked_loss import masked_loss
 

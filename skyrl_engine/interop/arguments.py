@@ -1,4 +1,4 @@
-"""Which argument of another engine's loss function is which of our columns and scores."""
+"""Match the arguments of another engine's loss function to our columns and scores."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -32,7 +32,7 @@ _NAMES = {
     "rewards": ("token_level_rewards",),
 }
 MEANINGS: Mapping[str, str] = MappingProxyType({name: need for need, others in _NAMES.items() for name in (need, *others)})
-"""What an argument's name means: a need, `loss_mask` or `config`. Names as SkyRL, verl, TRL and OpenRLHF use them, and our own."""
+"""The meaning of an argument by its name: a need, `loss_mask` or `config`. Names are those of SkyRL, verl, TRL and OpenRLHF, and our own."""
 
 _OF_THE_CALL = (MASK, CONFIG)
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -40,7 +40,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @frozen
 class Arguments:
-    """How to call the function: `columns` maps its arguments to needs; `mask` and `config` are arguments; `options` are filled from options."""
+    """The function's arguments: `columns` maps some to needs, `mask` and `config` are names, and `options` take options of their name."""
 
     columns: Mapping[str, str]
     mask: str
@@ -61,8 +61,8 @@ def match_arguments(
 ) -> Arguments:
     """Match every argument of `function`: `meanings` and `options` first, then the names that MEANINGS knows, then the names of `needs`.
 
-    `needs` None passes what has no default and leaves the rest to its default. Raises TypeError for an argument without a default that
-    means nothing, a function without a mask, and needs that it does not take.
+    With `needs` None, arguments that have a default keep it and all others are passed. Raises TypeError for an argument without a default whose
+    meaning is unknown, for a function without a mask, and for needs that it does not take.
     """
     name = getattr(function, "__name__", type(function).__name__)
     parameters = {each.name: each for each in inspect.signature(function).parameters.values() if each.kind not in _VARIADIC}

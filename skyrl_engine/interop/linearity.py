@@ -1,7 +1,7 @@
-"""Is the scalar linear in its mask, so that its derivative by a token's mask value is that token's loss? If not, why?
+"""Check that a scalar is linear in its mask, so that its derivative by a token's mask value is that token's loss, or find out why not.
 
-For f(mask) = sum of mask x loss, the loss of a token is df/dmask. Any other f has a derivative too, which is then no token's loss: what is
-checked here is that there is nothing but the sum. Each cause is told by an experiment that it alone explains.
+For f(mask) = sum of mask x loss, the loss of a token is df/dmask. Any other f has a derivative too, which is not a token's loss. This module
+checks that f is such a sum; if it is not, experiments find the cause, each by an effect that no other cause has.
 """
 
 import math
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 TOLERANCE = 1e-4
-"""Relative to the sum of absolute values: far above the rounding of a sum in float32, far below one row more or less in a real batch."""
+"""Largest difference relative to the sum of absolute values: far above a float32 sum's rounding, far below the effect of one row."""
 
 _ANCHOR = 2.0
 _LENGTHS = (5, 4, 3)
@@ -29,17 +29,17 @@ _NATIVE = "Write the formula as skyrl_engine.loss, which returns one value per t
 
 @frozen
 class Objection:
-    """Why a function cannot be used, and what to do."""
+    """The cause for which a function cannot be used, and its remedy."""
 
     cause: str
     remedy: str
 
 
 def token_losses(call: MaskedFunction, *, batch_local: bool) -> "tuple[torch.Tensor, tuple[object, ...], Objection | None]":
-    """df/dmask [n], what else the function returned, and what speaks against taking it for the tokens' losses.
+    """Return df/dmask [n], the function's further results, and an objection if df/dmask is not the tokens' losses.
 
-    Checks sum(mask * loss) == f(mask) at a mask of ones and, unless `batch_local`, at one of other values with zeros among them, in a
-    batch with a further row and column of padding. The tensor is 0 where f does not depend on the mask.
+    Checks sum(mask * loss) == f(mask) at a mask of ones and, unless `batch_local`, at a mask of other values, zeros among them, in a batch
+    with a further row and column of padding. The tensor is 0 if f does not depend on the mask.
     """
     import torch
 
@@ -51,7 +51,8 @@ def token_losses(call: MaskedFunction, *, batch_local: bool) -> "tuple[torch.Ten
         return torch.zeros_like(ones), others, diagnose(call)
     detached = losses.detach()
     if not bool(detached.isfinite().all()):
-        return losses, others, None  # the objective names what is not finite
+        # the objective reports values that are not finite
+        return losses, others, None
     holds = _close(value.detach(), detached.sum(), detached.abs().sum())
     if holds and not batch_local:
         uneven = _uneven(call)
@@ -61,11 +62,11 @@ def token_losses(call: MaskedFunction, *, batch_local: bool) -> "tuple[torch.Ten
 
 
 def _of_mean(call: MaskedFunction) -> "torch.Tensor | None":
-    """[n] token losses l of the masked mean f = sum(mask * l) / sum(mask); None where f does not depend on the mask.
+    """Return the token losses l [n] of the masked mean f = sum(mask * l) / sum(mask), or None if f does not depend on the mask.
 
-    At a mask of ones, df/dmask = (l - f) / n, and l = f + n df/dmask, but the rounding of f and df/dmask would tie every token to all
-    others. So the derivative is taken where every mask value is 0 but that of a further token with value a: there f = l_a, which no
-    token moves, and l = f + a df/dmask. A value of 2 stays clear of denominators that are at least 1.
+    At a mask of ones, df/dmask = (l - f) / n and l = f + n df/dmask, but then rounding would make each token's loss depend on all others. So
+    the derivative is taken where every mask value is 0 except that of a further token, the anchor, with value a: there f is the anchor's loss,
+    which depends on no other token, and l = f + a df/dmask. The value a = 2 is above denominators that are clamped at 1.
     """
     zeros = (0 * _ones(call)).requires_grad_()
     value, _ = call(zeros, anchor=_ANCHOR)
@@ -74,7 +75,7 @@ def _of_mean(call: MaskedFunction) -> "torch.Tensor | None":
 
 
 def examine(call: MaskedFunction, *, batch_local: bool) -> Objection | None:
-    """What speaks against the function, tried in float64 on a few tokens of `call` that are moved off their values.
+    """Return an objection to the function, if there is one, from a trial in float64 on a few tokens of `call` with changed values.
 
     Real values may hide a fault: with a ratio of 1 at the first step, a mean over the sequence looks like a constant.
     """
@@ -84,7 +85,7 @@ def examine(call: MaskedFunction, *, batch_local: bool) -> Objection | None:
 
 
 def generic(call: MaskedFunction) -> MaskedFunction:
-    """The function over twelve of the tokens (over and over, if there are fewer) in three sequences, in float64.
+    """Return the function over twelve of the tokens, repeated if there are fewer, in three sequences, in float64.
 
     Log-probabilities are lowered and unbounded columns shifted by fixed random numbers, so that nothing is equal or 0 by chance; columns
     of unknown meaning keep their values.
@@ -112,7 +113,7 @@ def generic(call: MaskedFunction) -> MaskedFunction:
 
 
 def diagnose(call: MaskedFunction) -> Objection:
-    """The cause, found by experiments on the function."""
+    """Return the cause, found by experiments on the function."""
     for experiment in (_not_finite, _random, _no_derivative, _scaled, _grown, _counted):
         for finding in experiment(call):
             return finding
@@ -136,7 +137,7 @@ def _random(call: MaskedFunction) -> Iterator[Objection]:
 
 
 def _no_derivative(call: MaskedFunction) -> Iterator[Objection]:
-    """The mask is not differentiated through: it is compared, made bool, or not looked at."""
+    """Object to a function without a derivative by its mask: it compares it, converts it to bool, or does not use it."""
     import torch
 
     ones = _ones(call).requires_grad_()
@@ -153,7 +154,7 @@ def _no_derivative(call: MaskedFunction) -> Iterator[Objection]:
 
 
 def _scaled(call: MaskedFunction) -> Iterator[Objection]:
-    """Twice the mask must be twice the value."""
+    """Object if twice the mask does not give twice the value."""
     ones = _ones(call)
     once, twice = call.value(ones), call.value(2 * ones)
     if call.normalised:
@@ -192,7 +193,7 @@ def _scaled(call: MaskedFunction) -> Iterator[Objection]:
 
 
 def _grown(call: MaskedFunction) -> Iterator[Objection]:
-    """More padding must change nothing."""
+    """Object if more padding changes the value."""
     ones = _ones(call)
     here = call.value(ones)
     rows = _differ(call.value(ones, more_rows=1), here)
@@ -212,7 +213,7 @@ def _grown(call: MaskedFunction) -> Iterator[Objection]:
 
 
 def _counted(call: MaskedFunction) -> Iterator[Objection]:
-    """A token without loss must not move the losses of others."""
+    """Object if a token without loss changes the losses of others."""
     import torch
 
     ones, some = _ones(call).requires_grad_(), _without_some(call).requires_grad_()
@@ -235,7 +236,7 @@ def _counted(call: MaskedFunction) -> Iterator[Objection]:
 
 
 def _curved(call: MaskedFunction) -> bool:
-    """Whether the second derivative by the mask is other than 0, in a fixed direction."""
+    """Return True if the second derivative by the mask is not 0 in a fixed direction."""
     import torch
 
     ones = _ones(call).requires_grad_()
@@ -251,7 +252,7 @@ def _curved(call: MaskedFunction) -> bool:
 
 
 def _gradient(value: "torch.Tensor", ones: "torch.Tensor") -> "torch.Tensor | None":
-    """The derivative, itself differentiable; None where there is no path."""
+    """Return the derivative, itself differentiable, or None if the value does not depend on the mask."""
     import torch
 
     if not value.requires_grad:
@@ -261,14 +262,14 @@ def _gradient(value: "torch.Tensor", ones: "torch.Tensor") -> "torch.Tensor | No
 
 
 def _ones(call: MaskedFunction) -> "torch.Tensor":
-    """[n] in the type of the columns."""
+    """Return ones [n] in the dtype of the columns."""
     import torch
 
     return torch.ones_like(_first(call.columns), requires_grad=False)
 
 
 def _uneven(call: MaskedFunction) -> "torch.Tensor":
-    """[n]: values of 1 to 2, every third 0 where there are more than two; no two alike for the first hundreds of tokens."""
+    """Return [n] values from 1 to 2, distinct for some hundreds of tokens; with three or more tokens, every third is 0."""
     import torch
 
     ones = _ones(call)
@@ -278,7 +279,7 @@ def _uneven(call: MaskedFunction) -> "torch.Tensor":
 
 
 def _without_some(call: MaskedFunction) -> "torch.Tensor":
-    """[n]: 1, every third 0 where there are more than two."""
+    """Return ones [n]; with three or more tokens, every third is 0."""
     return (_uneven(call) > 0).to(_first(call.columns).dtype)
 
 

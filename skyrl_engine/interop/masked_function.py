@@ -1,4 +1,4 @@
-"""Another engine's loss function with everything bound but its mask: weights of n tokens in, the scalar out."""
+"""Another engine's loss function with all arguments bound except its mask: it maps the mask values of n tokens to a scalar."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ class MaskedFunction:
     """`function` over the tokens in `rows`, whose `columns` are flat [n] tensors by need.
 
     `per_sequence` names needs that the function takes as one value per row. `normalised` multiplies the scalar by the sum of the mask,
-    which undoes a masked mean. The function draws from a global random state that is seeded with `seed` and put back.
+    which undoes a masked mean. The function draws from the global random state, which is seeded with `seed` and restored afterwards.
     """
 
     name: str
@@ -35,9 +35,10 @@ class MaskedFunction:
     def __call__(
         self, weights: "torch.Tensor", *, more_rows: int = 0, more_columns: int = 0, anchor: float = 0.0, seed: int | None = None
     ) -> tuple["torch.Tensor", tuple[Any, ...]]:
-        """The scalar for these mask values [n], in a batch with so much more padding, and what else the function returned.
+        """Return the scalar for these mask values [n], in a batch with further rows and columns of padding, and the further results.
 
-        With an `anchor` there is one token more, in a row of its own: every column 0, the anchor its mask value; and the scalar stays a mean.
+        With an `anchor` there is one more token, in a row of its own, whose columns are 0 and whose mask value is the anchor; a masked mean
+        then stays a mean.
         """
         rows = self.rows.grown(more_rows + bool(anchor), more_columns)
         keywords: dict[str, Any] = {argument: self._argument(need, rows) for argument, need in self.arguments.columns.items()}
@@ -52,7 +53,7 @@ class MaskedFunction:
         return (value * weights.sum() if self.normalised and not anchor else value), others
 
     def value(self, weights: "torch.Tensor", **batch: int) -> float:
-        """The scalar alone, as a number; builds no graph."""
+        """Return the scalar alone, as a number, without building a graph."""
         import torch
 
         with torch.no_grad():
@@ -92,7 +93,7 @@ def _scalar_of(name: str, result: Any) -> tuple["torch.Tensor", tuple[Any, ...]]
 
 @contextmanager
 def _seeded(seed: int, device: "torch.device") -> Iterator[None]:
-    """The global random state at `seed`, and as it was afterwards: other engines' losses draw from it, a run's must not move."""
+    """Seed the global random state inside this context, because other engines' losses draw from it, and restore it afterwards."""
     import torch
 
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

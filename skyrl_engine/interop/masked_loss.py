@@ -1,4 +1,4 @@
-"""`masked_loss`: a loss function of another engine, which returns one number for padded tensors and a mask, used unchanged."""
+"""`masked_loss`: use another engine's loss function, which returns one number for padded tensors and a mask, unchanged."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -39,15 +39,16 @@ def masked_loss(
 ) -> LossPlugin:
     """Make a loss plugin of `function(log_probs, old_log_probs, advantages, config, loss_mask, ...) -> scalar | (scalar, ...)`.
 
-    The function is called with padded tensors [S, T], one sequence of loss-carrying tokens a row, and a float mask; its scalar must be
-    sum(mask * value), and the derivative by a token's mask value is that token's loss, exactly. What is otherwise is refused with its
-    cause, in the first micro-batch and whenever it shows (ContractError).
+    The function is called with padded tensors [S, T], one row per sequence of loss-carrying tokens, and a float mask. Its scalar must be
+    sum(mask * value); then the derivative by a token's mask value is exactly that token's loss. Any other function is refused with a
+    ContractError that names the cause, in the first micro-batch or in the one that shows it.
 
-    `needs` are our names of what to pass (None: what has no default). `config` is an attrs class, or names and defaults of the options,
-    nested where the function reads nested ones; an argument of an option's name takes that option. `arguments` says what an argument
-    means where its name does not. `per_sequence` are needs that it takes as [S]. `reduction="token_mean"` undoes a division by the
-    mask's sum. `metrics` names further values of a returned tuple, in order; as a mapping it also says how each combines (otherwise a mean,
-    weighted by tokens). The rest is as in `skyrl_engine.loss`. Raises TypeError for arguments that cannot be matched.
+    `needs` are our names of the columns and scores to pass (None: those of all arguments without a default). `config` is an attrs class, or a
+    mapping of options to defaults, nested if the function reads nested options; an argument with an option's name takes that option.
+    `arguments` gives the meaning of arguments whose names do not. `per_sequence` are needs that the function takes as [S].
+    `reduction="token_mean"` undoes a division by the mask's sum. `metrics` names further values of a returned tuple, in order; as a mapping it
+    also gives the reduction of each (otherwise a mean weighted by tokens). The rest is as in `skyrl_engine.loss`. Raises TypeError for
+    arguments that cannot be matched.
     """
     if reduction not in _REDUCTIONS:
         raise TypeError(f"reduction must be one of {', '.join(_REDUCTIONS)}, is {reduction!r}")
@@ -72,7 +73,7 @@ def masked_loss(
 
 @define(eq=False)
 class MaskedLoss:
-    """What a `skyrl_engine.loss` function is, made of another engine's function."""
+    """The function that `skyrl_engine.loss` decorates, made of another engine's function."""
 
     __name__: str
     function: Callable[..., Any]
@@ -84,7 +85,7 @@ class MaskedLoss:
     _checked_with: object = field(default=_UNCHECKED, init=False)
 
     def __call__(self, tokens: LossTokens, config: Any) -> "LossOutput | torch.Tensor":
-        """[n] token losses, with the function's metrics if it returns any. Raises ContractError where it is no masked sum."""
+        """Return token losses [n], with the function's metrics if it returns any. Raises ContractError if its scalar is no masked sum."""
         import torch
 
         from skyrl_engine.interop.linearity import examine, token_losses
@@ -116,7 +117,7 @@ class MaskedLoss:
         return LossOutput(losses if torch.is_grad_enabled() else losses.detach(), self._metrics(others, count))
 
     def _metrics(self, others: tuple[Any, ...], count: int) -> dict[str, Metric]:
-        """What the function returned beside its scalar; names that are the engine's get the function's before them."""
+        """Return the function's further results as metrics; its name is put before names that the engine uses itself."""
         unnamed = iter(self.metrics)
         values: dict[str, Any] = {}
         for other in others:

@@ -1,4 +1,4 @@
-"""The configuration object that another engine's function reads: made of the plugin's own table, read by attribute, item or `get`."""
+"""The configuration object for another engine's function: filled from the plugin's table, read by attribute, item or `get`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ class Options:
         return name in self.defaults
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A made class stands in no module, so pickle is told how to make it again."""
+        """Tell pickle how to make the class again, because it is not in any module."""
         return _remake, (type(self).__name__, dict(self.defaults), {name: self[name] for name in self.keys()})
 
     def keys(self) -> tuple[str, ...]:
@@ -43,10 +43,10 @@ _MADE: dict[tuple[str, str], type[Options]] = {}
 
 
 def options_class(name: str, defaults: Mapping[str, Any]) -> type[Options]:
-    """An attrs class with one option per entry, of the type of its default; a mapping becomes a table of its own.
+    """Return an attrs class with one option per entry, typed as its default; a mapping becomes a nested table.
 
-    The same name and defaults give the same class. Raises TypeError for a default that no configuration can hold, and for None, which
-    has no type.
+    The same name and defaults give the same class. Raises TypeError for a default that no configuration can hold, and for None, which does
+    not tell a type.
     """
     key = (name, repr(sorted(defaults.items())))
     if key not in _MADE:

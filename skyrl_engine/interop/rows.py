@@ -1,4 +1,4 @@
-"""Flat tokens as padded rows, one sequence a row, and back."""
+"""Lay flat tokens out as padded rows, one sequence per row, and back."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @frozen(eq=False)
 class Rows:
-    """Places of n tokens in a padded batch [S, T]: S sequences that have tokens, T the longest; `row` and `column` int64[n]."""
+    """The places of n tokens, `row` and `column` int64[n], in a padded batch of S sequences with tokens, the longest of T tokens."""
 
     row: "torch.Tensor"
     column: "torch.Tensor"
@@ -20,7 +20,7 @@ class Rows:
 
     @classmethod
     def of(cls, sequences: Sequences) -> "Rows":
-        """A row per sequence that has a token; a sequence without any has nothing to say."""
+        """Give each sequence that has a token a row of its own; sequences without tokens get none."""
         import torch
 
         filled = sequences.counts > 0
@@ -30,13 +30,13 @@ class Rows:
         return cls(row, column, (int(filled.sum()), int(sequences.counts.max())))
 
     def grown(self, rows: int = 0, columns: int = 0) -> "Rows":
-        """The same places in a batch with so many further rows and columns, which stay padding."""
+        """Return the same places in a batch with further rows and columns of padding."""
         return evolve(self, shape=(self.shape[0] + rows, self.shape[1] + columns))
 
     def pad(self, values: "torch.Tensor") -> "torch.Tensor":
-        """[S, T] of `values` [n], 0 where there is no token; differentiable."""
+        """Return `values` [n] at their places in [S, T], 0 at places without a token; differentiable."""
         return values.new_zeros(self.shape).index_put((self.row, self.column), values)
 
     def per_row(self, values: "torch.Tensor") -> "torch.Tensor":
-        """[S] of `values` [n]: each row's first; 0 for a row without tokens."""
+        """Return [S], the first of `values` [n] in each row; 0 for a row without tokens."""
         return self.pad(values)[:, 0]

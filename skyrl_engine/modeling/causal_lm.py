@@ -1,4 +1,4 @@
-"""Where a Hugging Face causal language model keeps its decoder, its layers and its head, and what it does to its logits."""
+"""The decoder, layers and head of a Hugging Face causal language model, and the rule by which it changes its logits."""
 
 from typing import Any
 
@@ -13,11 +13,10 @@ from skyrl_engine.modeling.vision import ImageDecoder, language_part
 
 @frozen
 class LogitRule:
-    """What a model does to its head's output: `softcap * tanh(x * scale / softcap)`, or `x * scale` without a soft cap.
+    """The function that a model applies to its head's output x: `softcap * tanh(x * scale / softcap)`, or `x * scale` without a soft cap.
 
-    Soft capping: Gemma 2 (arXiv 2408.00118, section 2), `final_logit_softcapping`. Scale: Cohere's `logit_scale` multiplies, Granite's
-    `logits_scaling` divides, Falcon-H1's
-    `lm_head_multiplier` multiplies.
+    Soft capping: Gemma 2 (arXiv 2408.00118, section 2), `final_logit_softcapping`. Scale: Cohere's `logit_scale` and Falcon-H1's
+    `lm_head_multiplier` multiply, Granite's `logits_scaling` divides.
     """
 
     scale: float = 1.0
@@ -25,7 +24,7 @@ class LogitRule:
 
     @classmethod
     def of(cls, config: Any) -> "LogitRule":
-        """The rule that a model's configuration states."""
+        """Return the rule that a model's configuration states."""
         text = config.get_text_config(decoder=True)
         scale = _number(text, "logit_scale") * _number(text, "lm_head_multiplier") / _number(text, "logits_scaling")
         softcap = getattr(text, "final_logit_softcapping", None)
@@ -40,14 +39,14 @@ class LogitRule:
 
 
 def _number(config: Any, name: str) -> float:
-    """A multiplier that a configuration may hold; 1 where it holds none."""
+    """Return a multiplier of the configuration, or 1 if it has none."""
     value = getattr(config, name, None)
     return 1.0 if value is None else float(value)
 
 
 @frozen
 class CausalLanguageModelParts:
-    """A causal language model as scoring needs it: hidden states come out of `decoder`, logits out of `head` and `rule`."""
+    """The parts of a causal language model: `decoder` gives hidden states, `head` and then `rule` give logits."""
 
     decoder: nn.Module
     head: nn.Linear
@@ -55,7 +54,7 @@ class CausalLanguageModelParts:
 
 
 def split_causal_lm(model: Any) -> CausalLanguageModelParts:
-    """Find decoder and head of a Hugging Face causal language model. Raises ModelError when one of them cannot be told."""
+    """Find decoder and head of a Hugging Face causal language model. Raises ModelError if one of them cannot be found."""
     name = type(model).__name__
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
@@ -75,19 +74,19 @@ def split_causal_lm(model: Any) -> CausalLanguageModelParts:
 
 
 def all_layers(decoder: nn.Module) -> list[nn.Module]:
-    """The decoder's layers, and those of its vision tower where it has one."""
+    """Return the decoder's layers, and those of its vision tower if it has one."""
     return [*transformer_layers(language_part(decoder)), *tower_layers(decoder)]
 
 
 def tower_layers(decoder: nn.Module) -> list[nn.Module]:
-    """The layers of its vision tower; empty where it has none."""
+    """Return the layers of the decoder's vision tower; empty if it has none."""
     return transformer_layers(decoder.visual) if isinstance(decoder, ImageDecoder) else []
 
 
 def transformer_layers(decoder: nn.Module) -> list[nn.Module]:
-    """A text decoder's layers: elements of its longest module list that lies in no other list. Empty where there is no list.
+    """Return a text decoder's layers: the elements of its longest module list outside of other lists; empty if there is no list.
 
-    Class names are not looked at, so that models with remote code work like the library's own.
+    Class names do not matter, so that models with remote code work like transformers' own.
     """
     lists: list[nn.ModuleList] = []
 

@@ -1,4 +1,4 @@
-"""Language-model head and log-softmax in chunks of positions: no tensor of positions x vocabulary, forward or backward, beyond one chunk."""
+"""The language-model head and log-softmax in chunks of positions: forward and backward hold the logits of one chunk at a time."""
 
 from collections.abc import Collection
 from typing import Any, Protocol
@@ -10,19 +10,19 @@ from torch.autograd.function import once_differentiable
 from skyrl_engine.modeling.causal_lm import LogitRule
 
 VOCABULARY_SCORES = ("logprobs", "entropy", "logits")
-"""What a head makes of a position's logits, in this order. "logits" is the label's own, as softmax takes it."""
+"""The scores that a head computes from a position's logits, in this order. "logits" is the label's logit, scaled and divided by temperature."""
 
 
 def asked_of_head(needs: Collection[str]) -> tuple[str, ...]:
-    """The scores that a head is asked for where `needs` names any of them: log-probabilities always."""
+    """Return the scores to ask of a head for these `needs`, in order; log-probabilities are always among them."""
     return tuple(name for name in VOCABULARY_SCORES if name == "logprobs" or name in needs)
 
 
 class ChunkedHead(nn.Module):
-    """A linear head over chunks whose logits are recomputed in backward and never kept.
+    """A linear head that computes logits chunk by chunk and recomputes them in backward instead of keeping them.
 
-    One module around the whole loop, so that a framework that gathers weights per module call gathers the head once. Its forward must run
-    inside the sharded root's forward, where the head's weight is whole.
+    One module contains the whole loop, so that a framework that gathers weights per module call gathers the head once. Its forward must run
+    inside the forward of the sharded root, where the head's weight is whole.
     """
 
     def __init__(self, linear: nn.Linear, rule: LogitRule, logits_per_chunk: int) -> None:
@@ -32,32 +32,33 @@ class ChunkedHead(nn.Module):
         self.positions_per_chunk = max(1, logits_per_chunk // linear.out_features)
 
     def forward(self, hidden_NH: Tensor, labels_N: Tensor, temperature: float, asked: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """The scores of `asked_of_head`, each [n], in nats; float32, or float64 for a float64 model.
+        """Return the scores of `asked_of_head`, each [n], in nats; float32, or float64 for a float64 model.
 
-        A tuple, not a list: DeepSpeed ZeRO-3 only follows tensors through tuples.
+        They are a tuple, not a list, because DeepSpeed ZeRO-3 follows tensors through tuples only.
         """
         score = Score(self.rule, temperature, asked)
         return chunked_scores(hidden_NH, self.linear.weight, self.linear.bias, labels_N, score, self.positions_per_chunk)
 
 
 class ChunkScore(Protocol):
-    """From a chunk's raw logits [n, v] and its labels [n] to its scores, each [n], and back."""
+    """The function from a chunk's raw logits [n, v] and labels [n] to its scores, each [n], and its gradient."""
 
     def __call__(self, raw_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]: ...
 
     def gradient(self, raw_NV: Tensor, labels_N: Tensor, upstream: list[Tensor]) -> Tensor:
-        """Gradient of the scores, weighted by `upstream`, at the raw logits, in their type."""
+        """Return the gradient of the scores, weighted by `upstream`, with respect to the raw logits, in their dtype."""
 
 
 def chunked_scores(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, score: ChunkScore, positions_per_chunk: int
 ) -> tuple[Tensor, ...]:
-    """Scores [n] of `hidden_NH @ weight_VH.T + bias_V`, chunk by chunk; logits are recomputed in backward and never kept."""
-    return _ChunkedScores.apply(hidden_NH, weight_VH, bias_V, labels_N, score, positions_per_chunk)  # type: ignore[no-any-return, no-untyped-call] # torch leaves both untyped
+    """Return the scores [n] of `hidden_NH @ weight_VH.T + bias_V`, chunk by chunk; backward recomputes the logits."""
+    # torch leaves `apply` and its result untyped
+    return _ChunkedScores.apply(hidden_NH, weight_VH, bias_V, labels_N, score, positions_per_chunk)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Score:
-    """From a chunk's raw logits to its scores; the definition that forward and backward share."""
+    """The `ChunkScore` of a whole vocabulary on one rank."""
 
     def __init__(self, rule: LogitRule, temperature: float, asked: tuple[str, ...]) -> None:
         self.rule, self.temperature, self.asked = rule, temperature, asked
@@ -75,9 +76,9 @@ class Score:
         return tuple(scores)
 
     def gradient(self, raw_NV: Tensor, labels_N: Tensor, upstream: list[Tensor]) -> Tensor:
-        """Gradient of the scores, weighted by `upstream`, at the raw logits, in their type.
+        """Return the gradient of the scores, weighted by `upstream`, with respect to the raw logits, in their dtype.
 
-        Log-probabilities of scaled logits alone have a closed form, scale / temperature * (one_hot(label) - softmax), which takes a third
+        Log-probabilities alone, without a soft cap, have the closed form scale / temperature * (one_hot(label) - softmax), which takes a third
         of the passes over memory that autograd takes.
         """
         if len(self.asked) > 1 or self.rule.softcap is not None:
@@ -90,16 +91,16 @@ class Score:
         return gradient_NV.scatter_add_(-1, labels_N[:, None], weight_N[:, None]).to(raw_NV.dtype)
 
     def _logits(self, raw_NV: Tensor) -> Tensor:
-        """What softmax is taken of, in float32 or float64."""
+        """Return the logits that softmax is taken of: by the rule and the temperature, in float32 or float64."""
         logits_NV = self.rule(raw_NV if raw_NV.dtype == torch.float64 else raw_NV.float())
         return logits_NV if self.temperature == 1.0 else logits_NV / self.temperature
 
 
 class _ChunkedScores(torch.autograd.Function):
-    """Adds every chunk's weight gradient into one buffer.
+    """Sums the weight gradients of all chunks in one buffer of float32 (float64 for a float64 model).
 
-    Through autograd's own graph each chunk would make a gradient as large as the head beside the sum so far, and for a bfloat16 weight the
-    sum of perhaps thousands of chunks would be rounded to 8 bits each time. Here the sum is float32.
+    Autograd's own graph would make a gradient as large as the head for each chunk, beside the sum so far; and for a bfloat16 weight it would
+    round the sum to 8 bits after each of perhaps thousands of chunks.
     """
 
     @staticmethod
@@ -146,7 +147,7 @@ class _ChunkedScores(torch.autograd.Function):
 
 
 def _add_outer(total_VH: Tensor, gradient_NV: Tensor, hidden_NH: Tensor) -> None:
-    """Add gradient^T hidden to `total_VH`, in place where the types allow it."""
+    """Add gradient^T hidden to `total_VH`, without a temporary if the dtypes are equal."""
     if gradient_NV.dtype == total_VH.dtype:
         total_VH.addmm_(gradient_NV.T, hidden_NH)
     else:

@@ -1,7 +1,7 @@
-"""All documents of a packed row in one CUDA kernel: torch's `varlen_attn`, which is flash attention, where the device computes it.
+"""Attention over all documents of a packed row in one CUDA kernel: torch's `varlen_attn`, which is flash attention.
 
-A machine without a CUDA device cannot run the kernel, so nothing about it is taken on trust: the first call with new sizes compares it, on that
-device, with attention over an explicit mask, output and gradients, and where they differ documents are attended one by one, as on the CPU.
+Tests on a machine without a CUDA device cannot run the kernel. So the first call with new sizes compares its output and gradients, on that
+device, with attention over an explicit mask; if they differ, documents are attended one by one, as on the CPU.
 """
 
 import inspect
@@ -26,16 +26,16 @@ DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
 PROBE = Segments((5, 1, 40, 18))
 PROBE_WINDOW, PROBE_SCALE = 7, 0.7
-"""A window that is shorter than documents of the probe, and a scale that is not the kernel's own, relative to that."""
+"""A window shorter than some documents of the probe, and a scale relative to the kernel's default that differs from it."""
 
 TOLERANCE = 3e-2
-"""Of the largest entry: bfloat16 keeps 8 bits. In the short documents, one token too many or too few shows as a large part of an entry."""
+"""Largest difference relative to the largest entry: bfloat16 keeps 8 bits. In short documents a token too many or too few differs by more."""
 
 logger = logging.getLogger(__name__)
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, *, window: int | None, dropout: float) -> bool:
-    """Whether the kernel computes attention of `query` [1, heads, tokens, d] over `key` and `value` [1, key heads, tokens, d], and right."""
+    """Return True if the kernel correctly attends from `query` [1, heads, tokens, d] to `key` and `value` [1, key heads, tokens, d]."""
     head = query.shape[3]
     alike = key.dtype == value.dtype == query.dtype and key.shape[3] == value.shape[3] == head
     if not query.is_cuda or query.dtype not in DTYPES or not alike or dropout or head > LARGEST_HEAD or head % HEAD_MULTIPLE:
@@ -44,9 +44,9 @@ def takes(query: Tensor, key: Tensor, value: Tensor, *, window: int | None, drop
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, window: int | None) -> Tensor:
-    """[1, tokens, heads, d] of query [1, heads, tokens, d] and key and value [1, key heads, tokens, d]; see `takes`.
+    """Return attention [1, tokens, heads, d] for query [1, heads, tokens, d], key and value [1, key heads, tokens, d] that `takes` accepts.
 
-    A token sees those of its own document from `window` - 1 before it (None: from the first) to itself.
+    A token attends to itself and to the `window` - 1 tokens before it (None: all tokens before it) of its own document.
     """
     query_THD, key_TGD, value_TGD = (each[0].transpose(0, 1) for each in (query, key, value))
     ends, longest = segments.ends(query.device), max(segments.lengths)
@@ -67,11 +67,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, sca
 
 @cache
 def _proved(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head: int, windowed: bool) -> bool:
-    """One forward and backward pass of `PROBE`, compared; False with a warning where the kernel cannot, or says something else."""
+    """Compare one forward and backward pass over `PROBE`; return False, with a warning, if the kernel fails or differs."""
     try:
         _compare(device, dtype, heads, key_heads, head, PROBE_WINDOW if windowed else None)
     except torch.OutOfMemoryError:
-        raise  # says nothing about the kernel
+        # it says nothing about the kernel
+        raise
     except Exception as error:  # noqa: BLE001 - whatever a kernel raises on a device that it was not built for
         lines = str(error).strip().splitlines()
         logger.warning(
@@ -87,9 +88,9 @@ def _proved(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int
 
 
 def _compare(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head: int, window: int | None) -> None:
-    """Raises where the kernel's output or gradients are not those of the definition, in float32, within `TOLERANCE`.
+    """Raises if the kernel's output or gradients differ from the float32 definition by more than `TOLERANCE`.
 
-    Queries, keys and values lie in memory as models' do: transposed, and cut out of a wider projection.
+    Queries, keys and values lie in memory as in models: transposed, and as slices of a wider projection.
     """
     if varlen_attn is None or "enable_gqa" not in inspect.signature(varlen_attn).parameters:
         raise NotImplementedError(f"torch {torch.__version__} has no varlen_attn with grouped heads")
@@ -111,14 +112,14 @@ def _compare(device: torch.device, dtype: torch.dtype, heads: int, key_heads: in
 
 @contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
-    """A pass of its own in the middle of another: whatever that one does with gradients, precisions and what it saves for recomputation."""
+    """Isolate a pass from the one around it: from its gradient mode, autocast, and hooks on saved tensors."""
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
     with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast(device.type, enabled=False), hooks:
         yield
 
 
 def _by_mask(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, window: int | None) -> Tensor:
-    """The definition of `attend`, in float32 with a mask of tokens x tokens."""
+    """Compute `attend` by its definition, in float32 with a mask of tokens x tokens."""
     lengths = torch.tensor(segments.lengths, device=query.device)
     owner = torch.arange(len(lengths), device=query.device).repeat_interleave(lengths)
     place = torch.arange(len(owner), device=query.device)

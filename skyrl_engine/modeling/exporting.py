@@ -1,4 +1,4 @@
-"""Whole weights as a Hugging Face directory."""
+"""Write whole weights as a Hugging Face directory."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -14,9 +14,10 @@ from skyrl_engine.modeling.lora import has_adapters, trained, write_adapters
 
 
 def write_pretrained(model: Any, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write the model's configuration and `weights`, those of `exported`; None: those it holds. Adapters are written as PEFT writes them.
+    """Write the model's configuration and `weights` by the names of `exported` (None: the model's own); adapters in PEFT's format.
 
-    The configuration names the precision of what is written, whatever the model computes with: transformers loads in it. Raises ModelError.
+    The configuration names the precision of the written weights, in which transformers loads them, not that which the model computes in.
+    Raises ModelError.
     """
     try:
         with quiet_progress(), _silent("DeepSpeed"):
@@ -33,12 +34,12 @@ def write_pretrained(model: Any, directory: Path, weights: Mapping[str, Tensor] 
 
 
 def exported(model: Any) -> dict[str, Tensor]:
-    """What an export holds, by name, as it is kept here: the state dictionary, or of a model with adapters what is trained."""
+    """Return the tensors to export by name, as this rank holds them: the state dictionary or, with adapters, the trained parameters."""
     return dict(trained(model)) if has_adapters(model) else model.state_dict(keep_vars=True)
 
 
 def _name_precision(config: Any, directory: Path, weights: Mapping[str, Tensor]) -> None:
-    """Saving has named the precision of the model's own parameters, which may be that of a copy for computing."""
+    """Write the precision of `weights` into the configuration, which names that of the model's own parameters so far."""
     written = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
     computes, config.dtype = config.dtype, str(written).removeprefix("torch.")
     try:
@@ -49,7 +50,7 @@ def _name_precision(config: Any, directory: Path, weights: Mapping[str, Tensor])
 
 @contextmanager
 def _silent(name: str) -> Iterator[None]:
-    """Saving imports DeepSpeed where it and accelerate are installed, whoever trains, and DeepSpeed greets on standard output."""
+    """Silence a logger: if DeepSpeed and accelerate are installed, saving imports DeepSpeed, which logs to standard output."""
     logger = logging.getLogger(name)
     before, logger.disabled = logger.disabled, True
     try:

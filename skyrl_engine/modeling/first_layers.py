@@ -1,4 +1,4 @@
-"""A model cut short behind some of its layers, for those who look for the layer where two backends part."""
+"""Shorten a model to its first layers, to find the layer at which two backends begin to differ."""
 
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,14 @@ from skyrl_engine.modeling.vision import language_part
 
 
 def layer_names(spec: ModelConfig) -> list[str]:
-    """The decoder's layers by their names in the model, such as `model.layers.0`, in order. Raises ModelError."""
+    """Return the names of the decoder's layers in the model, such as `model.layers.0`, in order. Raises ModelError."""
     model, _ = load_skeleton(_plain(spec), images=True)
     name, layers = _listed(model)
     return [f"{name}.{number}" for number in range(len(layers))]
 
 
 def shorten(config: Any, layers: int) -> None:
-    """Make a model's `transformers` configuration that of its decoder's first `layers` layers, in place."""
+    """Change a `transformers` configuration, in place, to that of the decoder's first `layers` layers."""
     text = config.get_text_config(decoder=True)
     if getattr(text, "layer_types", None) is not None:
         text.layer_types = text.layer_types[:layers]
@@ -28,7 +28,7 @@ def shorten(config: Any, layers: int) -> None:
 
 
 def write_first_layers(spec: ModelConfig, layers: int, directory: Path) -> None:
-    """Write the model without the decoder's layers behind the first `layers` as a Hugging Face directory; the head comes right behind them.
+    """Write the model with only the first `layers` layers of its decoder, followed by the head, as a Hugging Face directory.
 
     Raises what loading and writing a model raise.
     """
@@ -44,6 +44,6 @@ def _plain(spec: ModelConfig) -> ModelConfig:
 
 
 def _listed(model: Any) -> tuple[str, Any]:
-    """The module that lists the decoder's layers: its name in the model, and itself."""
+    """Return the module that lists the decoder's layers, after its name in the model."""
     first = transformer_layers(language_part(split_causal_lm(model).decoder))[0]
     return next((name, module) for name, module in model.named_modules() if any(child is first for child in module.children()))

@@ -1,4 +1,4 @@
-"""Where the images of a micro-batch lie among its tokens, checked against the model before anything is scattered into anything."""
+"""Find the images of a micro-batch among its tokens, and check them against the model before features replace tokens."""
 
 from typing import Any, NoReturn
 
@@ -11,14 +11,14 @@ from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
 from skyrl_engine.errors import ContractError, DataError, UnsupportedError
 
 IMAGE = 1
-"""The token type of images, as transformers' processors count it; 0 is text, 2 are videos."""
+"""The token type of images in transformers' processors; 0 is text, 2 is video."""
 
 _REMEDY = "Prepare the samples with the processor that belongs to the model"
 
 
 @frozen
 class ImageTokens:
-    """How a model takes images: patches of `patch` numbers, of which `merge` x `merge` become one token, with the id `token` in the text."""
+    """The form in which a model takes images: `merge` x `merge` patches of `patch` numbers become one token, with the id `token`."""
 
     token: int
     merge: int
@@ -26,7 +26,7 @@ class ImageTokens:
 
     @classmethod
     def of(cls, config: Any) -> "ImageTokens":
-        """What a `transformers.Qwen3VLConfig` says."""
+        """Read a `transformers.Qwen3VLConfig`."""
         vision = config.vision_config
         return cls(
             token=int(config.image_token_id),
@@ -37,10 +37,10 @@ class ImageTokens:
 
 @frozen(eq=False)
 class PlacedImages:
-    """Images among the real tokens of a micro-batch, those where the attention mask is 1, in the order of rows and columns.
+    """Images among the real tokens of a micro-batch, those where the attention mask is 1, in row-major order.
 
-    `lengths` int64[samples] are the samples' tokens. Image j belongs to sample `owners[j]`, has `sides[j]` tokens along time, height and
-    width (int64[images, 3]), and its tokens are `places[bounds[j] : bounds[j + 1]]`, one after the other.
+    `lengths` int64[samples] are the samples' numbers of tokens. Image j belongs to sample `owners[j]`, has `sides[j]` tokens along time,
+    height and width (int64[images, 3]), and its tokens are `places[bounds[j] : bounds[j + 1]]`, one after another.
     """
 
     lengths: IntArray
@@ -53,11 +53,11 @@ class PlacedImages:
 def placed_images(micro_batch: MicroBatch, tokens: ImageTokens, *, pixels: bool = True) -> PlacedImages:
     """Find every image of `micro_batch`, whose images are numbered by `ragged_offsets` of `image_grid_thw` and `pixel_values`.
 
-    Without `pixels` those are not looked at: only the first stage of a pipeline is sent them.
+    Without `pixels` the pixel values are not checked, because only the first stage of a pipeline has them.
 
-    Raises DataError naming the sample where token ids, token types, grids and pixels contradict each other or the model: a surplus of
-    features would be dropped without a word. Raises UnsupportedError for tokens of videos, and ContractError for a collator that does not
-    say whose the images are.
+    Raises DataError, naming the sample, if token ids, token types, grids and pixels contradict each other or the model, because surplus
+    features would be dropped silently. Raises UnsupportedError for tokens of videos, and ContractError for a collator that does not give the
+    images' samples.
     """
     lengths = micro_batch.sequence_lengths.values
     mask = micro_batch.inputs["attention_mask"].flatten().bool()
@@ -104,7 +104,7 @@ def placed_images(micro_batch: MicroBatch, tokens: ImageTokens, *, pixels: bool 
 
 
 def _check_types(micro_batch: MicroBatch, ids: IntArray, types: IntArray, sample_of: IntArray, tokens: ImageTokens) -> None:
-    """Token types and token ids say the same of where images are, and there is nothing but text and images."""
+    """Check that token types and token ids mark the same places as images, and that there are only text and images."""
     if (place := _first(types > IMAGE)) is not None:
         raise UnsupportedError(
             f"{_name(micro_batch, int(sample_of[place]))} holds tokens of type {types[place]}",
@@ -119,7 +119,7 @@ def _check_types(micro_batch: MicroBatch, ids: IntArray, types: IntArray, sample
 
 
 def _check_patches(micro_batch: MicroBatch, grids: IntArray, owners: IntArray, tokens: ImageTokens) -> None:
-    """Every sample has as many patches of pixels as its grids count, of the model's size."""
+    """Check that every sample has as many patches as its grids count, of the model's size."""
     given = _owned(micro_batch, PIXEL_VALUES, len(micro_batch.sequence_lengths.values))
     pixels = micro_batch.inputs.get(PIXEL_VALUES)
     counted = _summed(owners, grids.prod(axis=1), len(given))
@@ -132,7 +132,7 @@ def _check_patches(micro_batch: MicroBatch, grids: IntArray, owners: IntArray, t
 
 
 def _owned(micro_batch: MicroBatch, name: str, samples: int) -> IntArray:
-    """int64[samples]: how much of the ragged input `name` each sample owns."""
+    """Return int64[samples], the number of entries of the ragged input `name` that each sample owns."""
     tensor, offsets = micro_batch.inputs.get(name), micro_batch.ragged_offsets.get(name)
     if tensor is None:
         return np.zeros(samples, dtype=np.int64)

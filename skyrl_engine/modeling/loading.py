@@ -1,4 +1,4 @@
-"""Load a Hugging Face causal or vision-language model for training, with errors that say what is wrong with which model."""
+"""Load a Hugging Face causal or vision-language model for training, with errors that name the model and its fault."""
 
 import logging
 from collections.abc import Iterator
@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 def weight_dtype(compute: ComputeDtype) -> torch.dtype:
-    """What weights and optimizer state are kept in: float32, whatever lower precision computes; float64 for float64."""
+    """Return the dtype of weights and optimizer state: float64 for float64, float32 for every other compute precision."""
     return torch.float64 if compute == "float64" else torch.float32
 
 
-def load_scorer(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tuple[Any, Scorer]:
-    """The whole model on CPU, in training mode, and the scorer over its own modules, proved equal to the model's forward.
+def load_scorer(spec: ModelConfig, *, images: bool = False) -> tuple[Any, Scorer]:
+    """Load the whole model on the CPU, in training mode, with a scorer over its modules that is checked against the model's forward.
 
-    It attends by segments where it can (`scorer.segment_support`). `images`: the caller gives vision-language models their images
-    (`scorer.images` says how they take them). `seed` draws new adapters. Raises ModelError, and UnsupportedError for a vision-language model
-    without `images`.
+    The model attends by segments if it can (`scorer.segment_support`). With `images`, the caller passes images to vision-language models, in
+    the form of `scorer.images`. Raises ModelError, and UnsupportedError for packed rows if the model does not support them and for a
+    vision-language model without `images`.
     """
     model = load_causal_lm(spec, images=images)
     scorer = _scorer(spec, model, seed)
@@ -48,10 +48,10 @@ def load_scorer(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tu
     return _ready(spec, model, scorer)
 
 
-def load_skeleton(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tuple[Any, Scorer]:
-    """The same without values: every parameter and buffer on the meta device, for a backend that fills them from another rank.
+def load_skeleton(spec: ModelConfig, *, images: bool = False) -> tuple[Any, Scorer]:
+    """Make model and scorer without values: parameters and buffers are on the meta device, for a backend to fill from another rank.
 
-    Raises ModelError for a configuration that cannot be used; the proof against the model's own forward is left to the rank with values.
+    Raises ModelError for a configuration that cannot be used. The check against the model's own forward is left to the rank with values.
     """
     config = load_config(spec, images=images)
     with torch.device("meta"):
@@ -62,14 +62,14 @@ def load_skeleton(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> 
 
 
 def adopt_like(model: Any, scorer: Scorer, support: SegmentSupport) -> None:
-    """Make a skeleton attend as the model with values does, whose rank found `support`."""
+    """Make a skeleton attend as the model with values does, for which loading found `support`."""
     if support.layers:
         attend_by_segments(model, scorer.decoder)
     scorer.segment_support = support
 
 
-def _scorer(spec: ModelConfig, model: Any, seed: int) -> Scorer:
-    """The scorer over the model's modules; a value head becomes one of them, and adapters become parts of them."""
+def _scorer(spec: ModelConfig, model: Any) -> Scorer:
+    """Return the scorer over the model's modules, after adding adapters and a value head to the model if asked for."""
     parts = split_causal_lm(model)
     if spec.lora is not None:
         add_adapters(model, language_part(parts.decoder), spec, seed)
@@ -89,14 +89,14 @@ def _ready(spec: ModelConfig, model: Any, scorer: Scorer) -> tuple[Any, Scorer]:
 
 
 def _experts(spec: ModelConfig) -> dict[str, str]:
-    """Torch's grouped matrix product, the default for mixtures of experts, knows no float64."""
+    """Return the arguments that float64 needs: torch's grouped matrix product, the default for mixtures of experts, lacks it."""
     return {"experts_implementation": "eager"} if spec.dtype == "float64" else {}
 
 
 def load_causal_lm(spec: ModelConfig, *, images: bool = False) -> Any:
-    """`transformers.PreTrainedModel` on CPU in `weight_dtype`, with its vision tower where it has one and the caller takes `images`.
+    """Load a `transformers.PreTrainedModel` on the CPU in `weight_dtype`; `images` as for `load_config`.
 
-    Raises ModelError when it is not a complete causal or vision-language model, and UnsupportedError as `load_config`.
+    Raises ModelError if it is not a complete causal or vision-language model, and UnsupportedError as `load_config` does.
     """
     config = load_config(spec, images=images)
     try:
@@ -128,7 +128,7 @@ def load_causal_lm(spec: ModelConfig, *, images: bool = False) -> Any:
 
 
 def enable_activation_checkpointing(model: Any, name: str) -> None:
-    """Recompute each layer's activations in backward. Raises ModelError where the model's class cannot."""
+    """Recompute each layer's activations in backward. Raises ModelError if the model's class does not support it."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ModelError(
             f"{name} ({type(model).__name__}) does not support activation checkpointing",
@@ -137,14 +137,15 @@ def enable_activation_checkpointing(model: Any, name: str) -> None:
     options = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:  # transformers before 5.23 know only the older name
+    else:
+        # transformers before 5.23 have the older name only
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def load_config(spec: ModelConfig, *, images: bool = False) -> Any:
-    """`transformers.PretrainedConfig` of a model that can be trained; of a vision-language one only if the caller takes `images`.
+    """Load the `transformers.PretrainedConfig` of a model that can be trained; a vision-language model only with `images`.
 
-    Raises ModelError where it cannot be read or is of another kind, and UnsupportedError for vision-language models that are not supported.
+    Raises ModelError if it cannot be read or is of another kind, and UnsupportedError for vision-language models that are not supported.
     """
     import transformers
 
@@ -190,7 +191,7 @@ def load_config(spec: ModelConfig, *, images: bool = False) -> Any:
 
 
 def _source(spec: ModelConfig) -> str:
-    """What transformers loads from: the local directory where there is one, else a hub id."""
+    """Return the source for transformers to load from: the local directory if there is one, else the hub id."""
     local = Path(spec.path).expanduser()
     return str(local) if local.is_dir() else spec.path
 
@@ -212,7 +213,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def quiet_progress() -> Iterator[None]:
-    """No progress bar per rank while weights load; the caller's setting comes back."""
+    """Hide transformers' progress bars, one per rank, inside this context."""
     from transformers.utils import logging as transformers_logging
 
     shown = transformers_logging.is_progress_bar_enabled()

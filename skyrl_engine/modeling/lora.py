@@ -18,10 +18,10 @@ from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
 logger = logging.getLogger(__name__)
 
 ADAPTER: Final = "default"
-"""PEFT's name of an adapter that nobody named; its files leave the name out."""
+"""PEFT's name for an adapter without a name; its files leave it out."""
 
 _PREFIX: Final = "base_model.model."
-"""What PEFT's files put before every name: the model as `PeftModel` holds it."""
+"""The prefix of every name in PEFT's files: the model's place inside `PeftModel`."""
 
 _WITHOUT_EFFECT: Final = frozenset(
     {"peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"}
@@ -31,14 +31,14 @@ _PLAIN: Final = _WITHOUT_EFFECT | {
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "init_lora_weights"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
 }
-"""Settings of an existing adapter that may have any value; another one than the default of the rest makes it more than B A."""
+"""Settings of an existing adapter that may have any value. Any other setting must have PEFT's default, or the adapter is more than B A."""
 
 
-def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -> None:
-    """Give linear layers of `decoder`, a part of `model`, adapters, in place, and freeze everything else.
+def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig) -> None:
+    """Add adapters to linear layers of `decoder`, a part of `model`, in place, and freeze everything else.
 
-    Their values depend on `seed` alone, and no random state moves; on the meta device there are none. Raises ModelError for targets
-    that are not there and for an existing adapter that cannot be used, UnsupportedError without PEFT.
+    Their values depend on `spec.lora.seed` alone and leave random states unchanged; on the meta device they have none. Raises ModelError for
+    targets that do not exist and for an existing adapter that cannot be used, UnsupportedError without PEFT.
     """
     assert spec.lora is not None
     peft = _peft()
@@ -69,12 +69,12 @@ def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether `add_adapters` changed this model."""
+    """Return True if `add_adapters` has changed this model."""
     return ADAPTER in getattr(model, "peft_config", {})
 
 
 def freeze_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep frozen weights in the precision that computes: nobody adds small steps to them."""
+    """Round frozen weights to the compute precision, which loses no updates because there are none."""
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -106,19 +106,19 @@ def load_adapters(model: nn.Module, spec: ModelConfig) -> None:
 
 
 def has_adapter_name(name: str) -> bool:
-    """Whether a parameter of this name is a part of an adapter."""
+    """Return True if a parameter of this name belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What is trained, by name: adapters, and the value head where there is one."""
+    """Return the trained parameters by name: adapters, and the value head if there is one."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def write_adapters(model: Any, directory: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write `weights`, whole values of what is trained, as `PeftModel.from_pretrained` reads them.
+    """Write `weights`, the whole values of trained parameters, in the form that `PeftModel.from_pretrained` reads.
 
-    A value head is one of PEFT's `modules_to_save`, beside a base model that transformers loads for token classification.
+    A value head becomes one of PEFT's `modules_to_save`; the base model is then loaded for token classification.
     """
     import copy
 
@@ -127,7 +127,8 @@ def write_adapters(model: Any, directory: Path, weights: Mapping[str, Tensor]) -
     config = copy.copy(model.peft_config[ADAPTER])
     config.inference_mode = True
     if not isinstance(config.target_modules, str):
-        config.target_modules = sorted(config.target_modules)  # a set has another order in every process
+        # a set has another order in every process
+        config.target_modules = sorted(config.target_modules)
     if any(not has_adapter_name(name) for name in weights):
         config.task_type, config.modules_to_save = "TOKEN_CLS", [VALUE_HEAD]
     config.save_pretrained(directory)
@@ -136,9 +137,9 @@ def write_adapters(model: Any, directory: Path, weights: Mapping[str, Tensor]) -
 
 
 def merged_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under the name it has without adapters, W + alpha / rank * B A where there is one; `whole` gathers a parameter.
+    """Yield every weight by its name in the base model, with its adapter merged: W + alpha / rank * B A. `whole` gathers a parameter.
 
-    Values are of the adapters' precision, and as `whole` gives them in a model without adapters.
+    Values have the adapters' precision; without adapters they are as `whole` returns them.
     """
     if not has_adapters(model):
         yield from ((name, whole(parameter)) for name, parameter in model.named_parameters())
@@ -157,7 +158,7 @@ def merged_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) ->
 
 
 def _drawn(spec: ModelConfig, lora: LoraConfig, linear: Mapping[str, nn.Module], peft: Any) -> Any:
-    """PEFT's configuration of new adapters. Raises ModelError for targets that no linear layer matches."""
+    """Return PEFT's configuration of new adapters. Raises ModelError for targets that no linear layer matches."""
     names = sorted({name.rpartition(".")[2] for name in linear})
     targets = names
     if lora.targets != "all-linear":
@@ -181,7 +182,7 @@ def _drawn(spec: ModelConfig, lora: LoraConfig, linear: Mapping[str, nn.Module],
 
 
 def _existing(spec: ModelConfig, lora: LoraConfig, path: str, peft: Any) -> Any:
-    """PEFT's configuration of the adapter at `path`, to be trained on. Raises ModelError where it is no plain one, or not the one asked for."""
+    """Return PEFT's configuration of the adapter at `path`. Raises ModelError if it is not plain LoRA or differs from the options."""
     config = _read(path, peft.PeftConfig.from_pretrained)
     if not isinstance(config, peft.LoraConfig):
         kind = getattr(config.peft_type, "value", None)
@@ -189,7 +190,8 @@ def _existing(spec: ModelConfig, lora: LoraConfig, path: str, peft: Any) -> Any:
     plain = peft.LoraConfig().to_dict()
     more = [name for name, value in config.to_dict().items() if name not in _PLAIN and value != plain[name]]
     if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
-        more.append("init_lora_weights")  # the others change the base weights too
+        # these kinds of initialisation change the base weights too
+        more.append("init_lora_weights")
     if set(config.modules_to_save or ()) - {VALUE_HEAD}:
         more.append("modules_to_save")
     if more:
@@ -229,7 +231,7 @@ def _read(path: str, read: Callable[[str], Any]) -> Any:
 
 
 def _stored_name(name: str) -> str:
-    """A parameter's name in PEFT's files."""
+    """Return a parameter's name in PEFT's files."""
     return _PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 

@@ -1,4 +1,4 @@
-"""One micro-batch through a scorer, and its gradient's way back: what every backend over Hugging Face models does alike."""
+"""Score one micro-batch and prepare its backward pass, for every backend over Hugging Face models."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,10 +22,10 @@ def score(
     backend: str,
     images: ImageTokens | None = None,
 ) -> dict[str, Tensor]:
-    """The scores that `objective` needs, each [n] on `device`; `call` is the scorer or what wraps it.
+    """Return the scores that `objective` needs, each [n] on `device`; `call` is the scorer or a wrapper around it.
 
-    `images` is how the model takes images, as for `model_inputs`. Raises UnsupportedError for scores beyond `computes`, DataError for tokens
-    outside of the vocabulary, and what `model_inputs` raises.
+    `images` describes how the model takes images, as for `model_inputs`. Raises UnsupportedError for scores beyond `computes`, DataError for
+    tokens outside of the vocabulary, and what `model_inputs` raises.
     """
     unknown = objective.needs - computes
     if unknown:
@@ -50,14 +50,14 @@ def score(
 
 
 def differentiable(total: Tensor, scores: Mapping[str, Tensor]) -> Tensor:
-    """`total`, joined to the scores where it does not depend on them: backward must run all the same, other ranks wait in its collectives."""
+    """Return `total`, connected to the scores if it does not depend on them: other ranks wait in the collectives of backward."""
     if total.requires_grad:
         return total
     return total + torch.stack([0.0 * each.nan_to_num(0.0, 0.0, 0.0).sum() for each in scores.values()]).sum()
 
 
 def gradient_not_finite(step: int, norm: float, rank: int, names: Sequence[str]) -> ModelError:
-    """The error for optimizer step `step`, counted from 1, that was not taken; `names` are parameters whose gradient is not finite."""
+    """Return the error for optimizer step `step`, counted from 1, that was not taken; the gradients of `names` are not finite."""
     return ModelError(
         f"the gradient of optimizer step {step} is not finite (norm {norm})",
         remedy="Lower optimizer.learning_rate or inspect this step's samples; the weights are those of the step before",

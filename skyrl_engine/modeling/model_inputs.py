@@ -1,4 +1,4 @@
-"""From a micro-batch's rows to what the scorer takes: rows as they are, or, where rows hold several sequences, one row of documents."""
+"""Turn a micro-batch's rows into the scorer's arguments: unchanged rows of one sequence each, or one row of documents."""
 
 from collections.abc import Mapping
 
@@ -20,9 +20,9 @@ _TEXT = frozenset({"input_ids", "attention_mask", "position_ids"})
 
 @frozen(eq=False)
 class ModelInputs:
-    """Arguments of the scorer, still on CPU: model inputs [rows, width], flat positions in them int64[n], and the segments of a packed row.
+    """The scorer's arguments on the CPU: model inputs [rows, width], flat positions in them int64[n], and the segments of a packed row.
 
-    For a model that takes images `position_ids` are [3, rows, width], and `pixel_values` and `image_grid_thw` are there where any sample has
+    For a model that takes images, `position_ids` are [3, rows, width], and `pixel_values` and `image_grid_thw` are present if any sample has
     an image.
     """
 
@@ -32,13 +32,13 @@ class ModelInputs:
 
 
 def model_inputs(micro_batch: MicroBatch, *, one_row: bool = False, images: ImageTokens | None = None) -> ModelInputs:
-    """Rows of one sequence each stay as they are. Rows of several become one row [1, tokens] of real tokens alone; with `one_row` all do.
+    """Return the scorer's arguments: rows of one sequence each unchanged; packed rows, or with `one_row` all, as one row of real tokens.
 
-    Where the documents lie is said by the attention mask, whose ones are cut by `sequence_lengths`: alignment gaps, padding and empty rows
-    are left out, so nothing can attend to them and they cost nothing. `images` says how the model takes images; None: it takes none.
+    The attention mask marks the real tokens, and `sequence_lengths` divides them into documents. Alignment gaps, padding and empty rows are
+    left out, so nothing attends to them and they cost nothing. `images` describes how the model takes images (None: it takes none).
 
-    Raises ContractError where mask and lengths contradict each other, what `rotary_positions` raises of images, and UnsupportedError for
-    model inputs beyond these: models take any keyword, and ignore what they do not know.
+    Raises ContractError if mask and lengths contradict each other, what `rotary_positions` raises for images, and UnsupportedError for further
+    model inputs, because models accept and ignore unknown keywords.
     """
     given = _given(micro_batch, images)
     if not one_row and not (micro_batch.sequence_lengths.lengths > 1).any():
@@ -47,7 +47,8 @@ def model_inputs(micro_batch: MicroBatch, *, one_row: bool = False, images: Imag
     lengths = micro_batch.sequence_lengths.values
     lengths = lengths[lengths > 0]
     _check_layout(micro_batch, mask_F, lengths)
-    if not len(lengths):  # a row of no document must pass through the model all the same: other ranks wait in its collectives
+    # a micro-batch without documents must still pass through the model, because other ranks wait in its collectives
+    if not len(lengths):
         mask_F, lengths = torch.arange(len(mask_F)) == 0, np.ones(1, dtype=np.int64)
     kept = mask_F.nonzero()[:, 0]
     inputs = {name: tensor for name, tensor in given.items() if name in OF_IMAGES}
@@ -61,7 +62,7 @@ def model_inputs(micro_batch: MicroBatch, *, one_row: bool = False, images: Imag
 
 
 def _given(micro_batch: MicroBatch, images: ImageTokens | None) -> Mapping[str, Tensor]:
-    """What the model is given of the rows as they are."""
+    """Return the model's inputs for unchanged rows."""
     unknown = sorted(set(micro_batch.inputs) - _TEXT - set(OF_IMAGES if images is not None else ()))
     if unknown:
         raise UnsupportedError(
@@ -81,7 +82,7 @@ def _given(micro_batch: MicroBatch, images: ImageTokens | None) -> Mapping[str, 
 
 
 def check_tokens(micro_batch: MicroBatch, vocabulary: int) -> None:
-    """Raises DataError for a token outside of the vocabulary: it would read foreign memory or end a CUDA context without a word."""
+    """Raises DataError for a token outside of the vocabulary, which would read foreign memory or end a CUDA context."""
     for tokens in (micro_batch.inputs["input_ids"], micro_batch.labels):
         largest = int(tokens.max()) if tokens.numel() else 0
         if largest >= vocabulary:
@@ -92,7 +93,7 @@ def check_tokens(micro_batch: MicroBatch, vocabulary: int) -> None:
 
 
 def _check_layout(micro_batch: MicroBatch, mask_F: Tensor, lengths: np.ndarray) -> None:
-    """Every row's mask holds as many tokens as its sequences, no gap lies inside a sequence, and only real tokens are scored."""
+    """Check that each row's mask fits its sequences' lengths, that no sequence has a gap, and that only real tokens are scored."""
     rows = micro_batch.inputs["attention_mask"].shape[0]
     counted = mask_F.reshape(rows, -1).sum(1).numpy()
     told = micro_batch.sequence_lengths

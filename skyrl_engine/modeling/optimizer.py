@@ -1,4 +1,4 @@
-"""AdamW as every backend uses it: weight decay on matrices only."""
+"""The AdamW optimizer of every backend, with weight decay on matrices only."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -9,13 +9,13 @@ from torch import nn
 from skyrl_engine.contracts.kinds.backend import AdamWSettings
 
 DECAYED = "decayed"
-"""Key of a parameter group: whether weight decay is of its parameters."""
+"""Key of a parameter group that is True if weight decay applies to its parameters."""
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
-    """Trainable parameters in groups: those with two or more dimensions (decayed), and the rest: norms and biases (not decayed).
+    """Return the trainable parameters in groups: those of two or more dimensions, which decay, and the rest (norms, biases), which do not.
 
-    Both are split by the device mesh that a distributed parameter lies on: one fused step takes those of one mesh alone.
+    Both are split by the device mesh of distributed parameters, because a fused step takes parameters of a single mesh.
     """
     members: defaultdict[tuple[bool, object], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -30,13 +30,13 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
 
 
 def build_adamw(parameters: Iterable[nn.Parameter], settings: AdamWSettings) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019) over `parameters`. Fused: one kernel per step, and no temporaries as large as the weights."""
+    """Return a fused AdamW (Loshchilov and Hutter 2019) over `parameters`, which needs no temporaries as large as the weights."""
     groups = parameter_groups(parameters, settings.weight_decay)
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True)
 
 
 def use_settings(optimizer: torch.optim.Optimizer, settings: AdamWSettings) -> None:
-    """Step with these numbers from now on. Clipping is not the optimizer's."""
+    """Use these settings from the next step on; the backend clips, not the optimizer."""
     for group in optimizer.param_groups:
         group["lr"] = settings.learning_rate
         group["betas"] = settings.betas

@@ -1,4 +1,4 @@
-"""One cheap proof at load: the scorer says what the model's own forward says."""
+"""A cheap check at load: the scorer gives the same log-probabilities as the model's own forward."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,7 +21,7 @@ ROWS, WIDTH = 2, 6
 
 
 def random_tokens(model: Any, decoder: nn.Module, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Token ids int64[shape] that every copy of a model draws alike; none stands for an image."""
+    """Draw token ids int64[shape], equal for every copy of a model; none is the image token."""
     vocabulary = min(model.get_input_embeddings().weight.shape[0], model.get_output_embeddings().weight.shape[0])
     ids = torch.randint(0, vocabulary, shape, generator=generator)
     return torch.where(ids == decoder.tokens.token, (ids + 1) % vocabulary, ids) if isinstance(decoder, ImageDecoder) else ids
@@ -29,9 +29,9 @@ def random_tokens(model: Any, decoder: nn.Module, shape: tuple[int, int], genera
 
 @frozen(eq=False)
 class Probe:
-    """A few tokens to try a model on: ids int64[rows, width], and the flat positions that are scored, of all but each row's last token.
+    """A few tokens to test a model with: ids int64[rows, width], and the scored flat positions, all but the last of each row.
 
-    `own` is what the model itself is called with, `given` what its decoder is, position ids included where images are.
+    `own` are the arguments of the model itself, `given` those of its decoder, with position ids if there are images.
     """
 
     ids: Tensor
@@ -41,14 +41,14 @@ class Probe:
 
     @classmethod
     def of(cls, model: Any, decoder: nn.Module, device: torch.device) -> "Probe":
-        """The same tokens for every copy of a model; text alone."""
+        """Make a probe of text, the same for every copy of a model."""
         ids = random_tokens(model, decoder, (ROWS, WIDTH), torch.Generator().manual_seed(0)).to(device)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         return cls(ids, _all_but_the_last(device), inputs, inputs)
 
     @classmethod
     def with_images(cls, model: Any, decoder: ImageDecoder, device: torch.device) -> "Probe":
-        """The same with an image of two tokens in the first row; its positions are the engine's own for the decoder, the model's for itself."""
+        """Make a probe with an image of two tokens in its first row; decoder and model each compute positions in their own way."""
         tokens, generator = decoder.tokens, torch.Generator().manual_seed(0)
         ids = random_tokens(model, decoder, (ROWS, WIDTH), generator)
         ids[0, 2:4] = tokens.token
@@ -64,12 +64,12 @@ class Probe:
         return cls(ids.to(device), _all_but_the_last(device), _moved(inputs, device), _moved(given, device))
 
     def logprobs(self, scorer: Scorer) -> Tensor:
-        """What the scorer says of them, [rows * (width - 1)]."""
+        """Return the scorer's log-probabilities of the tokens, [rows * (width - 1)]."""
         scores: dict[str, Tensor] = scorer(self.given, self.positions, self.ids[:, 1:].flatten())
         return scores["logprobs"]
 
     def own_logprobs(self, model: Any) -> Tensor:
-        """What the model's own forward says of them."""
+        """Return the log-probabilities of the tokens by the model's own forward."""
         logits = model(**self.own, use_cache=False).logits
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return logits[:, :-1].log_softmax(-1).gather(-1, self.ids[:, 1:, None]).flatten()  # type: ignore[no-any-return] # transformers leaves it untyped
@@ -87,9 +87,9 @@ def _moved(inputs: Mapping[str, Tensor], device: torch.device) -> dict[str, Tens
 def check_parity(model: Any, scorer: Scorer, *, name: str) -> None:
     """Compare log-probabilities of a few tokens, and of an image, between `model`'s own forward and `scorer`, before any sharding.
 
-    Raises ModelError: the model does something to its hidden states or logits that the scorer does not know of, and training it would
-    silently optimise another function. The tolerance, relative to 1 + |logprob|, is 1e-4 in float32 and 1e-9 in float64: both sides do the
-    same arithmetic and differ in the order of sums at most.
+    Raises ModelError if they differ: the model then changes its hidden states or logits in a way that the scorer does not know, and training
+    would silently optimise another function. The tolerance, relative to 1 + |logprob|, is 1e-4 in float32 and 1e-9 in float64, because both
+    sides do the same arithmetic and differ in the order of sums at most.
     """
     training = model.training
     model.eval()

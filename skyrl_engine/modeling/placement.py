@@ -1,4 +1,4 @@
-"""Weights onto ranks: rank 0 alone reads them, the others start from shapes, so a host does not hold one whole model per rank."""
+"""Load a model on all ranks: rank 0 reads the weights and others start on the meta device, to save host memory."""
 
 import logging
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 @frozen(eq=False)
 class Placed:
-    """The model (`transformers.PreTrainedModel`) and its scorer, on CPU, before a backend divides them.
+    """The model (`transformers.PreTrainedModel`) and its scorer, on the CPU, before a backend divides them.
 
-    With `everyone_read` each rank has all values. Else rank 0 has them, in `whole` too, by the names of `named_tensors`, and on the others
-    parameters and buffers are on the meta device and `whole` is empty.
+    With `everyone_read` each rank has all values. Otherwise rank 0 has them, also in `whole` by the names of `named_tensors`; on the other
+    ranks parameters and buffers are on the meta device and `whole` is empty.
     """
 
     model: Any
@@ -31,10 +31,10 @@ class Placed:
     everyone_read: bool
 
 
-def load_on_ranks(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> Placed:
-    """Load on rank 0, and shapes alone on the others where that is enough. An error on one rank is raised on all of them.
+def load_on_ranks(spec: ModelConfig, *, images: bool = False) -> Placed:
+    """Load the model on rank 0, and a skeleton on the others if that is enough. An error on one rank is raised on all of them.
 
-    `images`: the caller gives vision-language models their images. `seed` draws new adapters.
+    With `images`, the caller passes images to vision-language models.
     """
     reads = dist.get_rank() == 0
     model, scorer, report = _attempt(spec, reads=reads, images=images, seed=seed)
@@ -56,12 +56,12 @@ def load_on_ranks(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> 
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers by name, shared ones once, in an order that is the same on every rank."""
+    """Return parameters and buffers by name, shared ones once, in the same order on every rank."""
     return [*((name, parameter.detach()) for name, parameter in model.named_parameters()), *model.named_buffers()]
 
 
 def entry(model: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer of this name, itself."""
+    """Return the parameter or buffer of this name itself, not a copy."""
     owner_name, _, key = name.rpartition(".")
     owner = model.get_submodule(owner_name)
     place = owner._parameters[key] if key in owner._parameters else owner._buffers[key]  # noqa: SLF001 - torch offers no other access to a shared entry
@@ -70,7 +70,7 @@ def entry(model: nn.Module, name: str) -> Tensor:
 
 
 def replace_entries(model: nn.Module, replacements: Mapping[int, Tensor]) -> None:
-    """Put `replacements`, by the id of what they stand for, into every module that holds it: what was shared stays shared."""
+    """Replace tensors in every module that holds them; `replacements` is by the old tensor's id. Shared tensors stay shared."""
     for module in model.modules():
         for entries in (module._parameters, module._buffers):  # noqa: SLF001 - assigning attributes would not keep shared entries shared
             for key, value in entries.items():
@@ -80,14 +80,14 @@ def replace_entries(model: nn.Module, replacements: Mapping[int, Tensor]) -> Non
 
 @frozen
 class _Loaded:
-    """What the other ranks must know of a rank that has a model: can it do without reading the weights, and does it attend by segments."""
+    """A rank's report after loading: whether its model needs the weights read on every rank, and its support of packed rows."""
 
     cannot_be_filled: bool
     segment_support: SegmentSupport
 
 
-def _attempt(spec: ModelConfig, *, reads: bool, images: bool, seed: int) -> tuple[Any, Any, EngineError | _Loaded]:
-    """Model, scorer, and what the other ranks must know of them, or an error."""
+def _attempt(spec: ModelConfig, *, reads: bool, images: bool) -> tuple[Any, Any, EngineError | _Loaded]:
+    """Return model, scorer and the report for the other ranks, or an error."""
     try:
         if reads:
             model, scorer = load_scorer(spec, images=images, seed=seed)
@@ -99,5 +99,5 @@ def _attempt(spec: ModelConfig, *, reads: bool, images: bool, seed: int) -> tupl
 
 
 def _keeps_loose_tensors(model: nn.Module) -> bool:
-    """Whether a module of a skeleton holds a tensor without values that nothing could fill later."""
+    """Return True if a module of a skeleton holds a meta tensor that is neither parameter nor buffer, so that nothing fills it."""
     return any(isinstance(value, Tensor) and value.is_meta for module in model.modules() for value in vars(module).values())

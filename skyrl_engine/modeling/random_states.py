@@ -8,7 +8,7 @@ import torch
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The states dropout and model code draw from, of this process and of `device`."""
+    """Return the random states of this process and of `device`, from which dropout and model code draw."""
     name, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),

@@ -1,4 +1,4 @@
-"""Three-dimensional rotary positions of text and images, without the model."""
+"""Three-dimensional rotary positions of text and images, computed without the model."""
 
 import numpy as np
 import torch
@@ -10,12 +10,12 @@ from skyrl_engine.modeling.images import ImageTokens, PlacedImages, placed_image
 
 
 def rotary_positions(micro_batch: MicroBatch, tokens: ImageTokens) -> Tensor:
-    """Time, height and width of every token, int64[3, rows, width], on CPU; 0 on padding and in gaps.
+    """Return time, height and width of every token, int64[3, rows, width], on the CPU; 0 on padding and in gaps.
 
-    What `transformers.Qwen3VLModel.get_rope_index` gives for every sample by itself (arXiv 2409.12191, section 2.1): text counts up on all
-    axes alike; an image's tokens begin where the text before it ended and move along their own frame, row and column; text goes on behind
-    the longer of the image's height and width. Rows may hold several samples, each of which begins at 0. Unlike there, images may follow
-    each other without text between them.
+    They equal those of `transformers.Qwen3VLModel.get_rope_index` for each sample by itself (arXiv 2409.12191, section 2.1): text counts up on
+    all axes alike; an image's tokens begin where the text before it ended, plus their own frame, row and column; text continues after the
+    longer of the image's height and width. Rows may hold several samples, each of which begins at 0. Unlike there, an image may follow another
+    without text in between.
 
     Raises what `placed_images` raises.
     """
@@ -26,9 +26,10 @@ def rotary_positions(micro_batch: MicroBatch, tokens: ImageTokens) -> Tensor:
 
 
 def real_positions(images: PlacedImages) -> Tensor:
-    """The same for the real tokens alone, int64[3, tokens], in the order of rows and columns."""
+    """Return the positions of the real tokens alone, int64[3, tokens], in row-major order."""
     starts, ends = images.bounds[:-1], images.bounds[1:]
-    steps = np.ones(int(images.lengths.sum()), dtype=np.int64)  # by how much a token moves all that follow it
+    # the number by which each token advances the positions after it
+    steps = np.ones(int(images.lengths.sum()), dtype=np.int64)
     steps[images.places] = 0
     steps[images.places[ends - 1]] = images.sides[:, 1:].max(axis=1, initial=0)
     begins = np.cumsum(steps) - steps

@@ -1,4 +1,4 @@
-"""The root module of every backend: model inputs in, scores at chosen positions out."""
+"""The root module of every backend, which turns model inputs into scores at chosen positions."""
 
 from collections.abc import Collection, Mapping
 
@@ -16,11 +16,11 @@ from skyrl_engine.modeling.vision import ImageDecoder
 class Scorer(nn.Module):
     """Decoder and heads as one module, the only one whose forward a backend calls.
 
-    Calling a part of a sharded model outside its root's forward mixes sharded and full weights; so both parts run in here. The modules are
-    the model's own: shard the scorer, and the model's parameters are sharded.
+    Both parts run inside this forward, because calling a part of a sharded model outside its root's forward mixes sharded and full weights.
+    The modules are the model's own, so sharding the scorer shards the model.
 
-    `segment_support` is what loading found out about packed rows. A model that attends by segments is told in every pass how to, so
-    that a pass which lost the segments on its way ends in an error and not in documents that see each other.
+    `segment_support` is the finding of loading about packed rows. A model that attends by segments gets `segments` in every pass, so that a
+    model that does not pass them on ends in an error and not in documents that attend to each other.
     """
 
     segment_support: SegmentSupport
@@ -34,7 +34,7 @@ class Scorer(nn.Module):
 
     @property
     def images(self) -> ImageTokens | None:
-        """How the model takes images; None: it takes none."""
+        """The form in which the model takes images, or None if it takes none."""
         return self.decoder.tokens if isinstance(self.decoder, ImageDecoder) else None
 
     @property
@@ -54,13 +54,12 @@ class Scorer(nn.Module):
     ) -> dict[str, Tensor]:
         """Score `labels` int64[n] at flat `positions` int64[n] (row * width + column) of `inputs` (input_ids [rows, width], ...).
 
-        Returns those that `needs` names, each [n] in the order of `positions`: "logprobs" and "entropy", in nats, of
-        softmax(logits / temperature), "logits" of the labels, and "values", of the state at the position. For values alone nothing of the
-        vocabulary's size is computed. With n = 0 the heads run all the same, on position 0: the graph, and with it every rank's collectives,
-        stay whole.
+        Returns the scores that `needs` names, each [n] in the order of `positions`: "logprobs" and "entropy", in nats, of
+        softmax(logits / temperature), the labels' "logits", and "values" of the states at the positions. If only values are needed, no logits
+        are computed. With n = 0 the heads still run, on position 0, so that every rank takes part in the same collectives.
 
         With `segments` the inputs are input_ids and position_ids [1, tokens] of documents end to end; raises UnsupportedError for a model
-        whose documents would see each other.
+        whose documents would attend to each other.
         """
         hidden_NH = self._hidden(inputs, segments).flatten(0, 1)
         count = len(positions)
@@ -74,12 +73,13 @@ class Scorer(nn.Module):
         if "values" in needs:
             assert self.value_head is not None, "values are asked of a model without a value head"
             scores["values"] = self.value_head(chosen_NH)
-        if count == 0:  # cloned: FSDP2 warns when the root returns a view
+        # cloned, because FSDP2 warns if the root returns a view
+        if count == 0:
             scores = {name: value[:0].clone() for name, value in scores.items()}
         return scores
 
     def _hidden(self, inputs: Mapping[str, Tensor], segments: Segments | None) -> Tensor:
-        """The decoder's hidden states [rows, width, h]."""
+        """Return the decoder's hidden states [rows, width, h]."""
         support = self.segment_support
         if segments is None:
             attention = {"segments": WHOLE_ROWS} if support.layers else {}
@@ -94,7 +94,7 @@ class Scorer(nn.Module):
         return hidden_BTH
 
     def refuse_packed_rows_unless_supported(self) -> None:
-        """Raises UnsupportedError, with what loading found, for a model whose documents would see each other in a packed row."""
+        """Raises UnsupportedError, with the finding of loading, if the documents of a packed row would attend to each other."""
         if not self.segment_support.layers:
             raise UnsupportedError(
                 f"{type(self.decoder).__name__} cannot be trained on packed rows: {self.segment_support.refusal}",

@@ -1,4 +1,4 @@
-"""Make a model attend by segments, and prove once, at load, that its documents then do not see each other; or say why it cannot."""
+"""Make a model attend by segments, and check at load that its documents do not attend to each other, or report why it cannot."""
 
 import logging
 from typing import Any
@@ -16,16 +16,15 @@ logger = logging.getLogger(__name__)
 
 DOCUMENTS, LENGTH = 3, 4
 TOLERANCE = 1e-4
-"""For float64 too: many models normalise in float32 whatever they compute in, and round differently there for tensors of other shapes."""
+"""Tolerance for float64 too: many models normalise in float32 in every precision, and round differently for tensors of other shapes."""
 
 
 def adopt_segment_attention(model: Any, decoder: nn.Module, *, name: str) -> SegmentSupport:
-    """Replace the attention of `model`, a whole one with values, where that keeps documents apart; else leave the model as it was.
+    """Replace the attention of `model`, which must have values, if that keeps documents apart; otherwise leave the model unchanged.
 
-    The proof is one forward pass over three short documents, and its derivative: attention ran over the segments once per layer, with a
-    sliding window exactly where the configuration has one; hidden states equal those of the documents as rows of their own within
-    `TOLERANCE` of 1 + |h|; and the gradient of the middle document's hidden states at the
-    embeddings of the others is exactly 0.
+    The check is one forward and backward pass over three short documents. Attention must run over the segments once per layer, with a sliding
+    window exactly where the configuration has one; hidden states must equal those of the documents in rows of their own, within `TOLERANCE`
+    of 1 + |h|; and the gradient of the middle document's hidden states must be exactly 0 at the embeddings of the others.
     """
     attending = _attending(model, decoder)
     before = attending.config._attn_implementation  # noqa: SLF001 - transformers offers no other way to read it
@@ -48,7 +47,7 @@ def adopt_segment_attention(model: Any, decoder: nn.Module, *, name: str) -> Seg
 
 
 def attend_by_segments(model: Any, decoder: nn.Module) -> None:
-    """Replace the attention of `model`, without a proof. Raises UnsupportedError where transformers knows that it would be ignored."""
+    """Replace the attention of `model`, without a check. Raises UnsupportedError if transformers reports that the model would ignore it."""
     from skyrl_engine.modeling.segment_attention import NAME, register
 
     register()
@@ -65,7 +64,7 @@ def attend_by_segments(model: Any, decoder: nn.Module) -> None:
 
 
 def _attending(model: Any, decoder: nn.Module) -> Any:
-    """The transformers model whose attention is replaced; a vision tower keeps its own, which sees one image at a time already."""
+    """Return the transformers model whose attention is replaced; a vision tower keeps its own, which attends within one image."""
     return decoder.language if isinstance(decoder, ImageDecoder) else model
 
 
@@ -96,7 +95,7 @@ def _adopt(model: Any, decoder: nn.Module) -> SegmentSupport:
 
 
 def _packed(model: Any, decoder: nn.Module, ids: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Segments]:
-    """Hidden states [tokens, h] of the packed documents, the middle one's gradient at the embeddings [tokens, e], and who attended."""
+    """Return the packed documents' hidden states [tokens, h], the middle one's gradient at the embeddings [tokens, e], and the segments."""
     kept: list[Tensor] = []
 
     def keep(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
@@ -110,9 +109,8 @@ def _packed(model: Any, decoder: nn.Module, ids: Tensor, generator: torch.Genera
         with torch.enable_grad():
             hidden = decoder(input_ids=ids.reshape(1, -1), position_ids=positions, segments=segments, use_cache=False)[0][0]
             middle = hidden[LENGTH : 2 * LENGTH]
-            upstream = torch.randn(middle.shape, generator=generator).to(
-                middle
-            )  # random: norms have no gradient towards equal weights
+            # random, because the gradient of a norm vanishes for equal weights
+            upstream = torch.randn(middle.shape, generator=generator).to(middle)
             (gradient,) = torch.autograd.grad(middle, kept, upstream)
     finally:
         hook.remove()
@@ -120,7 +118,7 @@ def _packed(model: Any, decoder: nn.Module, ids: Tensor, generator: torch.Genera
 
 
 def _sliding_layers(config: Any, layers: int) -> int:
-    """How many layers the configuration says attend in a sliding window."""
+    """Return the number of layers that attend in a sliding window, by the configuration."""
     text = config.get_text_config(decoder=True)
     types = getattr(text, "layer_types", None)
     if types is not None:

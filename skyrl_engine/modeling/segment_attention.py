@@ -1,7 +1,7 @@
-"""Packed rows without a package for flash-attention: torch's own kernel for documents on CUDA, else its attention document by document.
+"""Attention over packed rows without a flash-attention package: torch's kernel for documents on CUDA, else one document at a time.
 
-Registered with transformers under a name that contains "sdpa", for which transformers itself refuses models that would ignore it. The model
-builds no mask for a packed row, so memory grows with the longest document and not with the square of the row.
+It is registered with transformers under a name that contains "sdpa", so that transformers refuses models that would ignore it. The model
+builds no mask for a packed row, so memory does not grow with the square of the row's length.
 """
 
 from typing import Any
@@ -34,10 +34,10 @@ def segment_attention(
     segments: Segments | WholeRows | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of query [rows, heads, tokens, d] over key and value [rows, key heads, tokens, d]; returns [rows, tokens, heads, d].
+    """Attend causally from query [rows, heads, tokens, d] to key and value [rows, key heads, tokens, d]; return [rows, tokens, heads, d].
 
-    With `Segments` there is one row, and its documents do not see each other; with `WholeRows` this is transformers' own "sdpa". Raises
-    UnsupportedError when neither was handed on, or when a layer asks for what would be dropped (attention sinks, soft caps, biases).
+    With `Segments` there is one row, whose documents do not attend to each other; with `WholeRows` this is transformers' own "sdpa". Raises
+    UnsupportedError if the model passed neither on, or if a layer asks for what would be dropped (attention sinks, soft caps, biases).
     """
     if segments is None:
         raise UnsupportedError(f"{type(module).__name__} does not hand on where the documents of a row end", remedy=REMEDY)
@@ -76,9 +76,9 @@ def segment_attention(
 def segment_mask(
     *, attention_mask: Tensor | None = None, local_size: int | None = None, config: Any, **others: Any
 ) -> Tensor | None:
-    """No mask where the rows are cut by segments (then there is no `attention_mask`), transformers' own for whole rows.
+    """Return transformers' own mask for whole rows, and None for packed rows, which come without an `attention_mask`.
 
-    Raises UnsupportedError for patterns beyond causal and sliding windows, which `segment_attention` would never hear of.
+    Raises UnsupportedError for patterns other than causal and sliding windows, which `segment_attention` would not be told of.
     """
     if attention_mask is not None:
         return sdpa_mask(attention_mask=attention_mask, local_size=local_size, config=config, **others)  # type: ignore[no-any-return] # untyped there
@@ -88,13 +88,13 @@ def segment_mask(
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Boolean [1, 1, length, length]: a token sees itself and the `window` - 1 tokens before it."""
+    """Return a mask, bool [1, 1, length, length], by which a token attends to itself and the `window` - 1 tokens before it."""
     place = torch.arange(length, device=device)
     distance = place[:, None] - place
     return ((distance >= 0) & (distance < window))[None, None]
 
 
 def register() -> None:
-    """Make `NAME` known to transformers. Doing it again changes nothing."""
+    """Register `NAME` with transformers; repeated calls change nothing."""
     AttentionInterface.register(NAME, segment_attention)
     AttentionMaskInterface.register(NAME, segment_mask)

@@ -1,4 +1,4 @@
-"""How a forward pass is cut for attention: the object that travels to every attention layer as the keyword argument `segments`."""
+"""The documents of a packed row, passed to every attention layer as the keyword argument `segments`."""
 
 from typing import TYPE_CHECKING, Final
 
@@ -8,15 +8,16 @@ if TYPE_CHECKING:
     import torch
 
 REMEDY: Final = "Use a collator with one sample per row, such as padded, or another model"
-"""What helps where documents of a packed row would see each other."""
+"""The remedy if the documents of a packed row would attend to each other."""
 
 
 @define(eq=False)
 class Segments:
-    """One row of documents laid end to end: each of the `lengths` (all positive, in tokens) attends to itself alone.
+    """One row of documents end to end, of these `lengths` (all positive, in tokens); each document attends to itself alone.
 
-    A plain object and no tensor, so that it passes activation checkpointing and the hooks of sharding frameworks untouched. `windows` gets
-    the sliding window (None: full attention) of every attention call that honoured these segments, which shows who ignored them.
+    It is a plain object and no tensor, so that activation checkpointing and the hooks of sharding frameworks leave it unchanged. Every
+    attention call that follows these segments appends its sliding window (None: full attention) to `windows`, so that their number shows
+    whether a layer ignored them.
     """
 
     lengths: tuple[int, ...]
@@ -24,7 +25,7 @@ class Segments:
     _ends: dict["torch.device", "torch.Tensor"] = field(factory=dict, init=False, repr=False)
 
     def ends(self, device: "torch.device") -> "torch.Tensor":
-        """int32[documents + 1] on `device`: 0, and where each document ends. Made once, for all layers."""
+        """Return int32[documents + 1] on `device`: 0, and the end of each document. Made once, for all layers."""
         if device not in self._ends:
             import torch
 
@@ -34,7 +35,7 @@ class Segments:
 
 @frozen(eq=False)
 class WholeRows:
-    """Every row is one sequence, told from its padding by the attention mask."""
+    """A marker for rows of one sequence each, whose padding the attention mask marks."""
 
 
 WHOLE_ROWS: Final = WholeRows()
@@ -42,7 +43,7 @@ WHOLE_ROWS: Final = WholeRows()
 
 @frozen
 class SegmentSupport:
-    """Whether a model attends by segments: in `layers` calls per forward pass, or not at all (0), and then why (`refusal`, a clause)."""
+    """A model's support of segments: `layers` attention calls per forward pass follow them; if 0, `refusal` is a clause that says why."""
 
     layers: int = 0
     refusal: str = "nobody has checked whether its attention can be replaced"

@@ -1,4 +1,4 @@
-"""Tiny models and tokenizers for proofs, tests and benchmarks: the architecture is real, the size is not, and nothing is downloaded."""
+"""Tiny models of real architectures, and tokenizers, for proofs, tests and benchmarks; nothing is downloaded."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ VOCABULARY = 128
 PAD_TOKEN_ID = 0
 IMAGE_TOKEN = VOCABULARY - 1
 UNKNOWN, PADDING, END = "<unk>", "<pad>", "<end>"
-"""Tokens of `write_tokenizer`."""
+"""Special tokens of `write_tokenizer`."""
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -27,7 +27,7 @@ SIZES = {
     "pad_token_id": PAD_TOKEN_ID,
 }
 PATCH, MERGE, CHANNELS, FRAMES = 4, 2, 3, 2
-"""Of the vision model: the side of a patch in pixels, patches that a token's side spans, colours, and frames to a patch."""
+"""Sizes of the vision model: a patch's side in pixels, a token's side in patches, colour channels, and frames per patch."""
 
 
 def write_model(
@@ -40,8 +40,8 @@ def write_model(
 ) -> None:
     """Write a causal language model with random weights as a Hugging Face directory; with `value_head` a critic.
 
-    `family` is a model type of transformers: "qwen3" is tied by default, others not. `settings` of its configuration go over `SIZES`; with
-    a tokenizer, the vocabulary and the special tokens are the tokenizer's.
+    `family` is a model type of transformers; embedding and head of "qwen3" are tied by default, those of others are not. `settings` override
+    `SIZES` in its configuration; with a tokenizer, the vocabulary and the special tokens are the tokenizer's.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -94,7 +94,8 @@ def write_vision_model(directory: Path, *, tied: bool = True, levels: Sequence[i
     with torch.random.fork_rng(devices=()), torch.no_grad():
         torch.manual_seed(0)
         model = Qwen3VLForConditionalGeneration(config)
-        for parameter in model.parameters():  # norms that are not 1, biases that are not 0, matrices that are not near 0
+        # so that norms are not 1, biases not 0 and matrices not near 0
+        for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     write_pretrained(model, directory)
 
@@ -102,7 +103,7 @@ def write_vision_model(directory: Path, *, tied: bool = True, levels: Sequence[i
 def write_tokenizer(
     directory: Path, texts: Iterable[str], *, size: int = 64, template: str | None = None, padding: str | None = PADDING
 ) -> "PreTrainedTokenizerFast":
-    """Write a byte-level tokenizer of at most `size` tokens, trained on the texts: `END` ends a reply, `padding` None leaves it without one."""
+    """Write a byte-level tokenizer of at most `size` tokens, trained on the texts; `END` ends a reply. `padding` None: no padding token."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

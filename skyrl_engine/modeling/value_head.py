@@ -11,22 +11,23 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import ModelError
 
 NAME = "score"
-"""The attribute and the prefix of the weights, as in transformers' token classification models, which so load an export as well."""
+"""The model's attribute and the prefix of the weights: those of transformers' token classification models, which can load an export."""
 
 
 class ValueHead(nn.Linear):
-    """Values of hidden states [n, h]: float32[n], or float64[n] for a float64 model.
+    """A linear head from hidden states [n, h] to values, float32[n], or float64[n] for a float64 model.
 
-    The product is taken in float32 even where the weights are gathered in bfloat16: it is n x h, next to nothing, and a value rounded to 8
-    bits would be off by more than a critic's usual error.
+    The product is computed in float32 even if weights are gathered in bfloat16: it costs little (n x h), and rounding a value to 8 bits would
+    exceed a critic's usual error.
     """
 
     def __init__(self, features: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__(features, 1, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Zero: the first values are 0 whatever the seed, so that no random number enters advantages. The weight learns all the same, since
-        its gradient is the hidden state's; what is below it follows one step later.
+        """Set weight and bias to zero, so that the first values are 0 and no random number enters advantages.
+
+        The weight still learns, because its gradient is a multiple of the hidden state; layers below get one from the second step on.
         """
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
@@ -37,7 +38,7 @@ class ValueHead(nn.Linear):
 
 
 def add_value_head(model: Any, features: int, *, name: str) -> ValueHead:
-    """Give `model` a head of zeros over `features` hidden numbers, on the device and in the type of its weights. Raises ModelError."""
+    """Add a head of zeros over `features` hidden numbers to `model`, with the device and dtype of its weights. Raises ModelError."""
     if hasattr(model, NAME):
         raise ModelError(
             f"{name} ({type(model).__name__}) has a part called {NAME!r} already, the name of the value head",
@@ -51,9 +52,9 @@ def add_value_head(model: Any, features: int, *, name: str) -> ValueHead:
 
 @torch.no_grad()
 def load_value_head(head: ValueHead, spec: ModelConfig, source: str) -> bool:
-    """Fill the head from the checkpoint; False where the checkpoint holds none. A head without bias (a reward model's) gets the bias 0.
+    """Fill the head from the checkpoint; return False if it holds none. A head without bias, such as a reward model's, gets the bias 0.
 
-    Raises ModelError for a head that gives other than one value per token.
+    Raises ModelError for a head that does not give one value per token.
     """
     found = _stored(spec, source)
     weight = found.get("weight")
@@ -72,11 +73,12 @@ def load_value_head(head: ValueHead, spec: ModelConfig, source: str) -> bool:
 
 
 def _stored(spec: ModelConfig, source: str) -> dict[str, Tensor]:
-    """The head's tensors by name in the checkpoint's files."""
+    """Return the head's tensors in the checkpoint's files, by name."""
     from transformers.utils.hub import cached_file
 
     local = Path(source)
-    if not local.is_dir():  # on the hub: the files lie in the cache, where loading the model has just put them
+    # a hub id: loading the model has just put its files into the cache
+    if not local.is_dir():
         config = cached_file(source, "config.json", revision=spec.revision)
         assert config is not None, f"{source} was loaded and has no config.json"
         local = Path(config).parent

@@ -1,4 +1,4 @@
-"""A vision-language model of the Qwen3-VL architecture as a decoder, whose vision tower takes part in every pass, with an image or without."""
+"""A Qwen3-VL model as a decoder, whose vision tower takes part in every pass, with or without an image."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from skyrl_engine.modeling.images import ImageTokens
 class ImageDecoder(nn.Module):
     """`transformers.Qwen3VLModel` called like a text decoder: token ids, three-dimensional positions and images in, hidden states out.
 
-    Ranks wait for each other in the collectives of the vision tower's layers, forward and backward. So the tower also runs where a
-    micro-batch has no image, on one empty image whose features go nowhere: its part of the gradient is exactly 0.
+    Ranks wait for each other in the collectives of the vision tower's layers, forward and backward. So the tower also runs if a micro-batch
+    has no image, on one image of zeros whose features are not used: its part of the gradient is exactly 0.
     """
 
     def __init__(self, model: Any) -> None:
@@ -33,19 +33,20 @@ class ImageDecoder(nn.Module):
     def forward(
         self, input_ids: Tensor, pixel_values: Tensor | None = None, image_grid_thw: Tensor | None = None, **others: Any
     ) -> Any:
-        """As `Qwen3VLModel.forward`; images go to the image tokens in order, which `images.placed_images` has counted."""
+        """Run `Qwen3VLModel.forward`; images go in order to the image tokens, whose number `images.placed_images` has checked."""
         given = pixel_values is not None
         if pixel_values is None:
             merge = self.tokens.merge
             pixel_values = torch.zeros(merge**2, self.tokens.patch, device=input_ids.device)
             image_grid_thw = torch.tensor([[1, merge, merge]], device=input_ids.device)
         seen = self.model.get_image_features(pixel_values, image_grid_thw, return_dict=True)
-        if not given:  # cut off, not multiplied by 0, which would keep what is not finite
+        # cut off instead of multiplied by 0, which would keep infinities and NaN
+        if not given:
             seen.pooler_output = [feature[:0] for feature in seen.pooler_output]
             seen.deepstack_features = [[feature[:0] for feature in level] for level in seen.deepstack_features]
         return self.model(input_ids=input_ids, mm_encoder_outputs={"image": seen}, **others)
 
 
 def language_part(decoder: nn.Module) -> nn.Module:
-    """The part of a decoder that attends over text: all of it, but for a vision-language model."""
+    """Return the part of a decoder that attends over text: the decoder itself, or a vision-language model's text decoder."""
     return decoder.language if isinstance(decoder, ImageDecoder) else decoder

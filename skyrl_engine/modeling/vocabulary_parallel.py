@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies where every tensor-parallel rank holds the logits of its own part of the vocabulary."""
+"""Log-probabilities and entropies of logits that tensor-parallel ranks hold by parts of the vocabulary."""
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,10 @@ from skyrl_engine.modeling.causal_lm import LogitRule
 
 @frozen(eq=False)
 class VocabularyParallelScore:
-    """`chunked_head.ChunkScore` over the ranks of `group`; `first` is the first token id of this rank's part.
+    """A `chunked_head.ChunkScore` over the ranks of `group`; `first` is the first token id of this rank's part.
 
-    With y the logits that softmax is taken of, and r a rank, ranks exchange three numbers per position, in one gathering: s_r = logsumexp y
-    over the rank's part, e_r = the mean of y under the softmax of the part, and the label's y from the rank that has it (0 from others). Then
+    Let y be the logits that softmax is taken of, and r a rank. Ranks gather three numbers per position: s_r = logsumexp of y over the rank's
+    part, e_r = the mean of y under the softmax of the part, and the label's y on the rank that holds it (0 on others). Then
     log Z = logsumexp_r s_r, log p(label) = y(label) - log Z and, with E = sum_r exp(s_r - log Z) e_r, the entropy is log Z - E. `asked` names
     the scores, as `chunked_head.asked_of_head` does.
     """
@@ -30,9 +30,10 @@ class VocabularyParallelScore:
         return tuple(scores[name] for name in self.asked)
 
     def gradient(self, raw_NV: Tensor, labels_N: Tensor, upstream: list[Tensor]) -> Tensor:
-        """Gradient of the scores, weighted by `upstream`, at this rank's raw logits, in their type.
+        """Return the gradient of the scores, weighted by `upstream`, with respect to this rank's raw logits, in their dtype.
 
-        At y it is u (one_hot(label) - p) of a log-probability, -u p (y - E) of an entropy and u one_hot(label) of the label's logit.
+        With respect to y, and for upstream u, it is u (one_hot(label) - p) of a log-probability, -u p (y - E) of an entropy, and
+        u one_hot(label) of the label's logit.
         """
         if self.rule.softcap is not None:
             raw_NV = raw_NV.requires_grad_()
@@ -54,19 +55,19 @@ class VocabularyParallelScore:
         return gradient_NV.mul_(self.rule.scale / self.temperature).to(raw_NV.dtype)
 
     def _logits(self, raw_NV: Tensor) -> Tensor:
-        """What softmax is taken of, in float32 or float64."""
+        """Return the logits that softmax is taken of: by the rule and the temperature, in float32 or float64."""
         logits_NV = self.rule(raw_NV if raw_NV.dtype == torch.float64 else raw_NV.float())
         return logits_NV if self.temperature == 1.0 else logits_NV / self.temperature
 
     def _places(self, labels_N: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Whether each label is this rank's, and its place here, 0 where it is not."""
+        """Return which labels this rank holds, bool [n], and their places here, 0 for other labels."""
         place_N = labels_N - self.first
         own_N = (place_N >= 0) & (place_N < width)
         return own_N, torch.where(own_N, place_N, 0)
 
     @torch.no_grad()
     def _exchange(self, logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of the above: log Z, E (0 without entropy) and the label's y, each [n], equal on all ranks of the group."""
+        """Return log Z, E (0 unless entropy is asked for) and the label's y, each [n], equal on all ranks of the group."""
         own_N, place_N = self._places(labels_N, logits_NV.shape[1])
         sum_N = logits_NV.logsumexp(-1)
         label_N = torch.where(own_N, logits_NV.gather(-1, place_N[:, None])[:, 0], 0.0)

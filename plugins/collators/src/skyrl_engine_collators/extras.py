@@ -1,4 +1,4 @@
-"""Expert routes and images laid over rows; `extras_reference.py` beside it is the definition, equal bit for bit.
+"""Expert routes and images of rows; `extras_reference.py` beside it is the definition, equal bit for bit.
 
 Both engines share this NumPy code: routes are long runs of bytes, and writing them costs 0.8 to 1.6 times what a plain copy of the output
 costs (25 to 100 MB, 48 layers of 8 experts in uint8, int16 and int32), so a compiled kernel would have little left to win.
@@ -32,7 +32,7 @@ FIELDS_OF = {
     IMAGE_GRID: (IMAGE_GRID,),
     TOKEN_TYPES: (TOKEN_TYPES,),
 }
-"""The fields that are made of each extra, in the order of the fields."""
+"""The fields that each extra gives, in order."""
 
 
 @frozen(eq=False)
@@ -48,14 +48,14 @@ class Placement:
 
 
 def extra_names(columns: SampleColumns) -> tuple[str, ...]:
-    """Every field that there is for these columns' extras."""
+    """Return the names of all fields that these columns' extras give."""
     return tuple(field for extra, fields in FIELDS_OF.items() if extra in columns.extras for field in fields)
 
 
 def build_extras(
     columns: SampleColumns, placement: Placement, wanted: Container[str]
 ) -> tuple[dict[str, AnyArray], dict[str, IntArray]]:
-    """The wanted fields that there are, and for those that are ragged the samples' offsets int64[n+1] in them.
+    """Return the fields that are `wanted` and exist, and the samples' offsets int64[n+1] in those that are ragged.
 
     `expert_routes` [rows, columns, layers, topk] and `router_padding_mask` bool [rows, columns]; `pixel_values`, `image_grid_thw` over the
     samples in order; `mm_token_type_ids` int64 [rows, columns]. Raises DataError for an extra that is longer than its sample.
@@ -81,7 +81,7 @@ def build_extras(
 
 
 def _routes(routes: RaggedView, placement: Placement, wanted: Container[str]) -> Mapping[str, AnyArray]:
-    """Captured routes at the front of each sample; elsewhere experts 0, 1, ... of every layer, so that a router never sees one twice."""
+    """Write captured routes at the front of each sample, and experts 0, 1, ... elsewhere, so that no token has an expert twice."""
     fields: dict[str, AnyArray] = {}
     cells = placement.shape[0] * placement.shape[1]
     if EXPERT_ROUTES in wanted:
@@ -110,7 +110,7 @@ def _write(out: AnyArray, fill: AnyArray | int, view: RaggedView, places: IntArr
 
 
 def _check_lengths(columns: SampleColumns, placement: Placement, name: str, view: RaggedView) -> None:
-    """`SampleColumns.create` refuses such columns; whoever went around it would write into a neighbour."""
+    """Raises DataError for an extra longer than its sample, which would be written into the next; `SampleColumns.create` refuses it too."""
     tokens = np.diff(columns.token_offsets)[placement.samples]
     if (view.lengths > tokens).any():
         place = int(np.argmax(view.lengths > tokens))

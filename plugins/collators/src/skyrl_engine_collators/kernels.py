@@ -1,4 +1,4 @@
-"""Which engine writes rows: the compiled kernels where they are installed, NumPy otherwise. Both give the same bytes.
+"""The kernels that write rows: the compiled ones if they are installed, NumPy otherwise. Both give the same bytes.
 
 The environment variable SKYRL_ENGINE_KERNELS forces one: `native` or `numpy`.
 """
@@ -52,7 +52,7 @@ class CompiledModule(Protocol):
 
 
 class Kernels:
-    """The compiled functions, their refusals as errors of the engine."""
+    """The compiled functions, which raise the engine's errors."""
 
     def __init__(self, module: CompiledModule) -> None:
         self._module = module
@@ -101,7 +101,7 @@ class Kernels:
         return Ragged(items, offsets[: bins + 1])
 
     def read_lists(self, rows: list[Any], dtype: type[np.generic]) -> tuple[AnyArray, IntArray] | None:
-        """The `ListReader` of `contracts.ingest`: reads lists of ints, bools and floats themselves, nothing that is derived from them."""
+        """Read lists as the `ListReader` of `contracts.ingest`; only values of exactly the types int, bool and float."""
         lengths = np.empty(len(rows), dtype=np.int64)
         if not self._module.measure_lists(rows, lengths):
             return None
@@ -117,7 +117,7 @@ def _refused(problem: Exception) -> DataError:
 
 
 def kernels() -> Kernels | None:
-    """The compiled kernels, or None where NumPy does the work. Raises UnsupportedError for a setting that cannot be followed."""
+    """Return the compiled kernels, or None if NumPy does the work. Raises UnsupportedError for a setting that cannot be followed."""
     return _kernels_for(os.environ.get(VARIABLE, ""))
 
 
@@ -140,7 +140,7 @@ def _kernels_for(setting: str) -> Kernels | None:
 
 
 def load() -> CompiledModule:
-    """The compiled module. Raises ImportError where it is absent, or was compiled from other sources."""
+    """Return the compiled module. Raises ImportError if it is absent or has another interface."""
     module = cast("CompiledModule", import_module("skyrl_engine_collators._kernels"))
     if module.INTERFACE != INTERFACE:
         raise ImportError(f"they have interface {module.INTERFACE}, this version needs {INTERFACE}")
@@ -148,6 +148,6 @@ def load() -> CompiledModule:
 
 
 def read_lists(rows: list[Any], dtype: type[np.generic]) -> tuple[AnyArray, IntArray] | None:
-    """A reader for `SampleColumns.from_lists` and `from_rollouts`: the compiled one; reads nothing where NumPy does the work."""
+    """Read lists for `SampleColumns.from_lists` and `from_rollouts` with the compiled kernels; return None if NumPy does the work."""
     compiled = kernels()
     return None if compiled is None else compiled.read_lists(rows, dtype)

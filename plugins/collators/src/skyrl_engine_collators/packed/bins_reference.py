@@ -8,7 +8,7 @@ Bins = list[list[int]]
 
 
 def bins_of(sizes: Sequence[int], *, policy: Policy, capacity: int | None, ranks: int, may_be_empty: bool) -> Bins | None:
-    """Items of each bin, or None where items are too few for a multiple of `ranks` bins, none of which may be empty."""
+    """Return the items of each bin, or None if there are too few items to fill a multiple of `ranks` bins that may not be empty."""
     if capacity is None:
         return None if len(sizes) < ranks and not may_be_empty else least_loaded(sizes, ranks)
     opened = consecutive(sizes, capacity) if policy == "concat" else first_fit_decreasing(sizes, capacity)
@@ -23,12 +23,12 @@ def bins_of(sizes: Sequence[int], *, policy: Policy, capacity: int | None, ranks
 
 
 def largest_first(sizes: Sequence[int]) -> list[int]:
-    """Items by (size, index), both descending."""
+    """Return the items by (size, index), both descending."""
     return sorted(range(len(sizes)), key=lambda item: (-sizes[item], -item))
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> Bins:
-    """Each item into the first bin that has room."""
+    """Put each item into the first bin that has room."""
     bins: Bins = []
     for item in largest_first(sizes):
         for members in bins:
@@ -41,7 +41,7 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> Bins:
 
 
 def consecutive(sizes: Sequence[int], capacity: int) -> Bins:
-    """Each item into the last bin, or into a new one where that has no room."""
+    """Put each item into the last bin, or into a new one if that has no room."""
     bins: Bins = []
     for item in range(len(sizes)):
         if bins and sum(sizes[member] for member in bins[-1]) + sizes[item] <= capacity:
@@ -52,7 +52,7 @@ def consecutive(sizes: Sequence[int], capacity: int) -> Bins:
 
 
 def least_loaded(sizes: Sequence[int], count: int) -> Bins:
-    """Each item into the bin with the least in it, the first of them among equals."""
+    """Put each item into the least loaded bin, the first among equals."""
     bins: Bins = [[] for _ in range(count)]
     for item in largest_first(sizes):
         min(bins, key=lambda members: sum(sizes[member] for member in members)).append(item)
@@ -60,7 +60,7 @@ def least_loaded(sizes: Sequence[int], count: int) -> Bins:
 
 
 def raised_to_multiple(bins: Bins, ranks: int) -> Bins:
-    """New bins until there are a multiple of `ranks`, at least `ranks`, each with the last item of a donor or none."""
+    """Add bins up to a multiple of `ranks`, at least `ranks`, each with the last item of a donor or none."""
     donors = sorted(range(len(bins)), key=lambda number: (len(bins[number]), number), reverse=True)
     raised = [list(members) for members in bins]
     while len(raised) % ranks or not raised:

@@ -1,4 +1,4 @@
-"""The collator object: options, checks, and the way from NumPy memory to tensors."""
+"""The collator: its options and checks, and the conversion of NumPy arrays to tensors."""
 
 from collections.abc import Sequence
 from typing import ClassVar, Literal
@@ -20,8 +20,8 @@ class PackedCollator:
     """Several samples per row, one after the other; one row is one micro-batch (see the distribution's README for every field).
 
     A row holds at most the smaller of `max_tokens_per_microbatch` and the layout's `micro_batch_tokens`; without either, a rank has one row.
-    `strict_capacity` says whether the alignment of samples counts against that. `pad_token_id` fills what is left of a row;
-    `max_sequence_length` in tokens bounds a sample, and `overlong` says whether a longer one is an error.
+    With `strict_capacity` the alignment of samples counts as tokens of the row. `pad_token_id` fills the rest of a row. A sample longer than
+    `max_sequence_length` tokens is an error or a warning, by `overlong`.
     """
 
     rows: ClassVar[Literal["packed"]] = "packed"

@@ -1,4 +1,4 @@
-"""First-fit-decreasing bin packing in O(n log n), with the bins of the plain scan in `bins_reference`: compiled, and without."""
+"""First-fit-decreasing bin packing in O(n log n), compiled or in Python, with the same bins as the plain scan in `bins_reference`."""
 
 from bisect import bisect_right
 from heapq import heappop, heappush
@@ -10,7 +10,7 @@ from skyrl_engine_collators.kernels import kernels
 
 
 def first_fit_decreasing(sizes: IntArray, capacity: int) -> Ragged:
-    """Bins of items: the largest item first, among equals the one of the higher index, each into the first bin that has room for it.
+    """Return bins of items: the largest item first (of equals the higher index), each in the first bin that has room.
 
     `sizes` int64[n], each between 1 and `capacity`. Bins are in the order they were opened, items in the order they came.
     """
@@ -23,27 +23,27 @@ def first_fit_decreasing(sizes: IntArray, capacity: int) -> Ragged:
 
 
 def largest_first(sizes: IntArray) -> IntArray:
-    """int64[n]: items by (size, index), both descending."""
+    """Return int64[n], the items by (size, index), both descending."""
     return stable_order(sizes)[::-1]
 
 
 def grouped(items: IntArray, bin_of: IntArray, *, bins: int) -> Ragged:
-    """The items of each bin in the given order; `bin_of` int64[n] is each item's bin."""
+    """Return the items of each bin in the given order; `bin_of` int64[n] is each item's bin."""
     return Ragged(items[stable_order(bin_of)], offsets_of(np.bincount(bin_of, minlength=bins)))
 
 
 def stable_order(keys: IntArray) -> IntArray:
-    """A stable ascending order of non-negative keys; NumPy counts instead of comparing where 16 bits hold them."""
+    """Return a stable ascending order of non-negative keys; NumPy uses a faster radix sort if 16 bits hold them."""
     narrow: AnyArray = keys.astype(np.uint16) if keys.max(initial=0) < 2**16 else keys
     return np.argsort(narrow, kind="stable")
 
 
 def _first_fit(sizes: IntArray, capacity: int) -> IntArray:
-    """int64[n]: the bin of each item, for sizes that never rise.
+    """Return int64[n], the bin of each item, for sizes in descending order.
 
     Equal items come together, so the first bin with room takes as many of them as it holds before the next one is asked. `open_bins` is a
-    heap of the bins that have room for the size at hand: its top is the first fit. A bin without room for it waits, filed under the
-    largest size still to come that it has room for. Every step places an item or files a bin: O(n log n).
+    heap of the bins that have room for the current size: its top is the first fit. A bin without room for it waits in the list of the
+    largest later size that fits into it. Every step places an item or moves a bin to a list: O(n log n).
     """
     run_starts = np.flatnonzero(np.diff(sizes, prepend=0))
     run_sizes = sizes[run_starts].tolist()

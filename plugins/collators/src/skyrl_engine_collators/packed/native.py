@@ -12,7 +12,7 @@ from skyrl_engine_collators.packed.vectorized import PackedRows
 def build_fields(
     kernels: Kernels, columns: SampleColumns, rows: PackedRows, pad_token_id: int, wanted: Container[str]
 ) -> dict[str, AnyArray]:
-    """The wanted fields that there are. Raises DataError where the columns' offsets leave their values."""
+    """Return the fields that are `wanted` and exist. Raises DataError if the columns' offsets point outside of their values."""
     fields: dict[str, AnyArray] = {}
 
     def field(name: str, width: int, dtype: str, source: Source, fill: int = 0) -> list[tuple[AnyArray, int, Source]]:
@@ -45,7 +45,7 @@ def build_fields(
 
 
 def gather_index(kernels: Kernels, rows: PackedRows) -> GatherIndex:
-    """As `vectorized.gather_index`."""
+    """Return what `vectorized.gather_index` returns."""
     shape = (int(rows.scored.sum()),)
     index = (np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64))
     kernels.write_gather(

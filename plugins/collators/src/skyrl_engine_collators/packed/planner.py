@@ -22,7 +22,7 @@ from skyrl_engine_collators.planning.mini_batches import mini_batches
 
 @frozen
 class Packing:
-    """The rules by which rows are filled: `capacity` in tokens, of aligned lengths where it is `strict`, of true lengths otherwise."""
+    """The rules by which rows are filled: `capacity` in tokens counts aligned lengths if `strict`, true lengths otherwise."""
 
     policy: Policy
     capacity: int | None
@@ -51,7 +51,7 @@ def plan_packed(lengths: SampleLengths, layout: Layout, packing: Packing) -> Bat
 
 
 def _rows(units: Bundles, counted: IntArray, lengths: SampleLengths, alignment: int, ranks: int, packing: Packing) -> Ragged:
-    """The samples of each row, units whole and in the policy's order."""
+    """Return the samples of each row, with whole units in the policy's order."""
     sizes = units.sums(counted)
     if packing.capacity is not None:
         _check_capacity(units, sizes, lengths, alignment, packing.capacity)
@@ -83,7 +83,7 @@ def _check_capacity(units: Bundles, sizes: IntArray, lengths: SampleLengths, ali
 
 
 def _widths(rows: Ragged, occupied: IntArray, alignment: int) -> IntArray:
-    """int64[rows]: what the samples of each row occupy; an empty row is as narrow as the ranks that share it allow."""
+    """Return int64[rows], the tokens that the samples of each row occupy; an empty row is as narrow as the alignment allows."""
     ends = offsets_of(occupied[rows.values])[rows.offsets]
     return np.maximum(np.diff(ends), alignment)
 

@@ -1,4 +1,4 @@
-"""Packing policies: which items share a bin. An item is a unit of samples, a bin a row; `bins_reference` is the plain definition."""
+"""Packing policies, which put items into bins: an item is a unit of samples, a bin is a row. `bins_reference` is the definition."""
 
 from heapq import heapreplace
 from typing import Literal
@@ -13,10 +13,10 @@ Policy = Literal["ffd", "balanced", "concat"]
 
 
 def bins_of(sizes: IntArray, *, policy: Policy, capacity: int | None, ranks: int, may_be_empty: bool) -> Ragged:
-    """Items of each bin; the number of bins is a multiple of `ranks`.
+    """Return the items of each bin; the number of bins is a multiple of `ranks`.
 
-    `sizes` int64[n], at least 1 and none above `capacity`. Without a capacity there is one bin per rank and sizes are balanced, whatever
-    the policy. Raises DataError where there are too few items for the bins and none `may_be_empty`.
+    `sizes` int64[n] are at least 1 and at most `capacity`. Without a capacity there is one bin per rank, balanced, whatever the policy.
+    Raises DataError if there are fewer items than bins and no bin `may_be_empty`.
     """
     if capacity is None:
         _check_enough(len(sizes), ranks, may_be_empty=may_be_empty)
@@ -32,7 +32,7 @@ def bins_of(sizes: IntArray, *, policy: Policy, capacity: int | None, ranks: int
 
 
 def concatenated(sizes: IntArray, capacity: int) -> Ragged:
-    """Bins of consecutive items: the next one goes into the last bin while there is room, else into a new one."""
+    """Return bins of consecutive items: each goes into the last bin if there is room, otherwise into a new one."""
     ends = np.cumsum(sizes)
     offsets = [0]
     filled = 0
@@ -43,10 +43,10 @@ def concatenated(sizes: IntArray, capacity: int) -> Ragged:
 
 
 def raised_to_multiple(bins: Ragged, ranks: int, *, may_be_empty: bool) -> Ragged:
-    """As many bins as a multiple of `ranks` has, at least `ranks`.
+    """Raise the number of bins to a multiple of `ranks`, at least `ranks`.
 
-    Donors are ordered once by (items, index), both descending; each new bin takes the last item of the current donor while that has more
-    than one, else of the next. Where nobody has more than one item, new bins stay empty if they `may_be_empty`; DataError otherwise.
+    Each new bin takes the last item of a donor. Donors are ordered once by (items, index), both descending; each gives items until it has one
+    left. If no donor is left, new bins stay empty if they `may_be_empty`. Raises DataError otherwise.
     """
     target = max(-(-len(bins) // ranks), 1) * ranks
     _check_enough(len(bins.values), target, may_be_empty=may_be_empty)
@@ -76,7 +76,7 @@ def _check_enough(items: int, bins: int, *, may_be_empty: bool) -> None:
 
 
 def _longest_processing_time(sizes: IntArray, bins: int) -> tuple[IntArray, IntArray]:
-    """Items, the largest first, and the bin of each: the one with the least in it so far (Graham 1969), among equals the lowest."""
+    """Return the items, largest first, and the bin of each: the least loaded so far (Graham 1969), among equals the lowest."""
     order = largest_first(sizes)
     heap = [(0, number) for number in range(bins)]
     bin_of = np.empty(len(sizes), dtype=np.int64)

@@ -37,7 +37,7 @@ class PackedRows:
 
     @classmethod
     def of(cls, columns: SampleColumns, micro_batch: MicroBatchPlan) -> "PackedRows":
-        """Raises DataError where these columns' samples are longer than the rows that were planned."""
+        """Place the samples of a micro-batch. Raises DataError if they are longer than the rows that were planned."""
         samples, row_offsets = micro_batch.samples, micro_batch.row_offsets
         tokens = columns.token_offsets[samples + 1] - columns.token_offsets[samples]
         actions = columns.action_offsets[samples + 1] - columns.action_offsets[samples]
@@ -90,12 +90,12 @@ class PackedRows:
 
 
 def field_names(columns: SampleColumns) -> frozenset[str]:
-    """Every field that there is for these columns."""
+    """Return the names of all fields that these columns have."""
     return frozenset(("input_ids", "attention_mask", "position_ids", "loss_weight", *columns.columns, *extra_names(columns)))
 
 
 def build_fields(columns: SampleColumns, rows: PackedRows, pad_token_id: int, wanted: Container[str]) -> dict[str, AnyArray]:
-    """The wanted fields that there are, each written once; shapes and dtypes as in `reference.build_fields`."""
+    """Return the fields that are `wanted` and exist, each written once; shapes and dtypes as in `reference.build_fields`."""
     token_shape = (len(rows.row_ends), rows.width)
     slot_shape = (len(rows.row_ends), rows.width - 1)
     fields: dict[str, AnyArray] = {}
@@ -125,7 +125,7 @@ def build_fields(columns: SampleColumns, rows: PackedRows, pad_token_id: int, wa
 
 
 def _write_ones(out: AnyArray, lengths: IntArray, places: IntArray) -> None:
-    """1 on the pieces and 0 elsewhere; pieces that touch are written as one."""
+    """Write 1 on the pieces and 0 elsewhere; adjacent pieces are written as one."""
     ends = places + lengths
     begins = np.flatnonzero(np.append(True, places[1:] != ends[:-1])[: len(places)])
     merged = places[begins]
@@ -135,7 +135,7 @@ def _write_ones(out: AnyArray, lengths: IntArray, places: IntArray) -> None:
 
 
 def gather_index(rows: PackedRows) -> GatherIndex:
-    """Each action token's predecessor; entries are in sample order, so actions ascend."""
+    """Return the position that predicts each action token; entries are in sample order, so actions ascend."""
     places = offsets_of(rows.scored)
     total = int(places[-1])
     actions, row_of, columns = (np.empty(total, dtype=np.int64) for _ in range(3))

@@ -1,4 +1,4 @@
-"""The collator object: options, checks, and the way from NumPy memory to tensors."""
+"""The collator: its options and checks, and the conversion of NumPy arrays to tensors."""
 
 from collections.abc import Sequence
 from typing import ClassVar, Literal
@@ -27,7 +27,7 @@ from skyrl_engine_collators.padded.vectorized import PaddedRows, field_names
 class PaddedCollator:
     """One sample per row, prompt then response, flush right (see the distribution's README for every field).
 
-    `pad_token_id` fills the left; `max_sequence_length` in tokens bounds a sample, and `overlong` says whether a longer one is an error.
+    `pad_token_id` fills the left of a row. A sample longer than `max_sequence_length` tokens is an error or a warning, by `overlong`.
     """
 
     rows: ClassVar[Literal["padded"]] = "padded"

@@ -12,7 +12,7 @@ from skyrl_engine_collators.padded.vectorized import PaddedRows
 def build_fields(
     kernels: Kernels, columns: SampleColumns, rows: PaddedRows, pad_token_id: int, wanted: Container[str]
 ) -> dict[str, AnyArray]:
-    """The wanted fields that there are. Raises DataError where the columns' offsets leave their values."""
+    """Return the fields that are `wanted` and exist. Raises DataError if the columns' offsets point outside of their values."""
     fields: dict[str, AnyArray] = {}
 
     def field(name: str, width: int, dtype: str, source: Source, fill: int = 0) -> list[tuple[AnyArray, int, Source]]:
@@ -46,7 +46,7 @@ def build_fields(
 
 
 def gather_index(kernels: Kernels, rows: PaddedRows) -> GatherIndex:
-    """As `vectorized.gather_index`."""
+    """Return what `vectorized.gather_index` returns."""
     tokens, actions = rows.tokens[rows.sample_rows], rows.actions[rows.sample_rows]
     unscored = tokens == actions  # the response begins the sample, and nothing predicts its first token
     scored = actions - unscored

@@ -29,7 +29,7 @@ def plan_padded(lengths: SampleLengths, layout: Layout) -> BatchPlan:
 
 
 def _plan_ranks(samples: IntArray, lengths: SampleLengths, dp: int, limits: Limits) -> list[list[IntArray]]:
-    """Per rank, per micro-batch: the samples; ranks with fewer micro-batches are filled up with empty ones."""
+    """Return the samples by rank and micro-batch; ranks with fewer micro-batches get empty ones."""
     units = Bundles.by_label(samples, lengths.unit_ids[samples])
     check_limits(units, lengths, limits)
     rank_of = balance(units.sums(lengths.tokens), dp, most=_most_units(units, dp, limits))
@@ -39,7 +39,7 @@ def _plan_ranks(samples: IntArray, lengths: SampleLengths, dp: int, limits: Limi
 
 
 def _most_units(units: Bundles, dp: int, limits: Limits) -> int | None:
-    """Units a rank may take without costing any rank another micro-batch, where rows limit a micro-batch; None otherwise."""
+    """Return the most units a rank may take without a further micro-batch, if rows limit a micro-batch; None otherwise."""
     per_micro_batch = limits.units_per_micro_batch(units)
     if per_micro_batch is None:
         return None
@@ -48,7 +48,7 @@ def _most_units(units: Bundles, dp: int, limits: Limits) -> int | None:
 
 
 def _rows(samples: IntArray, lengths: SampleLengths) -> MicroBatchPlan:
-    """One row per sample; one row without a sample where there is none."""
+    """Plan one row per sample, or one row without a sample if there are none."""
     if not len(samples):
         return MicroBatchPlan(samples, np.zeros(2, dtype=np.int64), width=1, action_width=0)
     return one_sample_per_row(samples, int(lengths.tokens[samples].max(initial=1)), int(lengths.actions[samples].max()))

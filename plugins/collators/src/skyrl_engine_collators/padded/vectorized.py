@@ -60,13 +60,13 @@ class PaddedRows:
 
 
 def field_names(columns: SampleColumns) -> frozenset[str]:
-    """Every field that there is for these columns."""
+    """Return the names of all fields that these columns have."""
     made = ("input_ids", "attention_mask", "position_ids", "response_mask", "loss_weight")
     return frozenset((*made, *columns.columns, *extra_names(columns)))
 
 
 def build_fields(columns: SampleColumns, rows: PaddedRows, pad_token_id: int, wanted: Container[str]) -> dict[str, AnyArray]:
-    """The wanted fields that there are, each written once; shapes and dtypes as in `reference.build_fields`."""
+    """Return the fields that are `wanted` and exist, each written once; shapes and dtypes as in `reference.build_fields`."""
     token_shape = (len(rows.tokens), rows.width)
     action_shape = (len(rows.actions), rows.action_width)
     fields: dict[str, AnyArray] = {}
@@ -100,14 +100,14 @@ def build_fields(columns: SampleColumns, rows: PaddedRows, pad_token_id: int, wa
 
 
 def _flat(values: AnyArray, offsets: IntArray, samples: IntArray) -> AnyArray:
-    """The chosen samples' values one after the other; a view where the samples are consecutive."""
+    """Return the chosen samples' values one after another; a view if the samples are consecutive."""
     if len(samples) and (np.diff(samples) == 1).all():
         return values[offsets[samples[0]] : offsets[samples[-1] + 1]]
     return values[segment_indices(offsets, samples)]
 
 
 def gather_index(rows: PaddedRows) -> GatherIndex:
-    """Each action token's predecessor: token j of A_i stands in column width - A_i + j, so it is predicted one column before."""
+    """Return the position that predicts each action token: token j of A_i lies in column width - A_i + j, and is predicted one before."""
     lengths, actions = rows.tokens[rows.sample_rows], rows.actions[rows.sample_rows]
     offsets = offsets_of(actions)
     places = np.arange(offsets[-1], dtype=np.int64)

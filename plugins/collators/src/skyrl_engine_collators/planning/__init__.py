@@ -1,1 +1,1 @@
-"""Plans: from lengths alone, who goes into which mini-batch, rank, micro-batch and row. No torch."""
+"""Plans: the mini-batch, rank, micro-batch and row of each sample, from lengths alone. Imports no torch."""

@@ -1,4 +1,4 @@
-"""The alignment of samples in a packed row: each takes a multiple of it, so that tensor and context parallel ranks get equal parts of it."""
+"""The alignment of samples in a packed row: each is padded to a multiple of it, so that ranks that share the row get equal parts."""
 
 from typing import TypeVar
 
@@ -11,7 +11,7 @@ Lengths = TypeVar("Lengths", int, npt.NDArray[np.int64])
 
 
 def alignment_of(layout: Layout) -> int:
-    """Tokens that a sample's place in a row is a multiple of.
+    """Return the number of tokens to a multiple of which each sample is padded.
 
     Sequence parallelism cuts a row into tp equal parts; context parallelism cuts every sample into 2 cp chunks, of which a rank takes one
     from either end.
@@ -20,5 +20,5 @@ def alignment_of(layout: Layout) -> int:
 
 
 def rounded_up(tokens: Lengths, alignment: int) -> Lengths:
-    """The next multiple of `alignment`, of one number or of each."""
+    """Round a number, or each of an array, up to a multiple of `alignment`."""
     return -(-tokens // alignment) * alignment

@@ -40,9 +40,9 @@ def check_limits(units: Bundles, lengths: SampleLengths, limits: Limits) -> None
 
 
 def micro_batches(units: Bundles, lengths: SampleLengths, limits: Limits) -> list[IntArray]:
-    """Samples (int64, ascending) of each micro-batch; no unit is cut. The units must have passed `check_limits`.
+    """Return the samples (int64, ascending) of each micro-batch, with whole units. The units must have passed `check_limits`.
 
-    With a budget of tokens, units of like length share a micro-batch, longest first, so that little is padded; otherwise they keep
+    With a budget of tokens, units of similar length share a micro-batch, longest first, which needs little padding; otherwise they keep
     their order.
     """
     if not len(units):

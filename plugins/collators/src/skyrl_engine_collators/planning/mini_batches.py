@@ -7,9 +7,9 @@ from skyrl_engine.contracts import Bundles, IntArray, SampleLengths, inseparable
 
 
 def mini_batches(lengths: SampleLengths, size: int | None) -> list[IntArray]:
-    """Samples (int64, ascending) of each mini-batch: at most `size` of them, in the given order, no group and no unit cut.
+    """Return the samples (int64, ascending) of each mini-batch: at most `size`, in the given order, with whole groups and units.
 
-    Raises DataError where a group has more samples than a mini-batch holds.
+    Raises DataError if a group has more samples than a mini-batch holds.
     """
     if not len(lengths):
         return []

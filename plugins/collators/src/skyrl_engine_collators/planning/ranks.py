@@ -8,7 +8,7 @@ from skyrl_engine.contracts import IntArray
 
 
 def balance(costs: IntArray, ranks: int, *, most: int | None = None) -> IntArray:
-    """int64[n]: the rank of each item, so that the sums of `costs` are close; O(n log n), deterministic.
+    """Return int64[n], the rank of each item, such that ranks have similar sums of `costs`; O(n log n), deterministic.
 
     The most expensive item goes first, to the rank with the least so far (Graham 1969: at most 4/3 of the best possible maximum); among
     equals the earlier item and the lower rank come first. No rank takes more than `most` items; there must be room for all.
