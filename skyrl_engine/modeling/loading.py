@@ -30,12 +30,12 @@ def weight_dtype(compute: ComputeDtype) -> torch.dtype:
     return torch.float64 if compute == "float64" else torch.float32
 
 
-def load_scorer(spec: ModelConfig, *, images: bool = False) -> tuple[Any, Scorer]:
+def load_scorer(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tuple[Any, Scorer]:
     """Load the whole model on the CPU, in training mode, with a scorer over its modules that is checked against the model's forward.
 
     The model attends by segments if it can (`scorer.segment_support`). With `images`, the caller passes images to vision-language models, in
-    the form of `scorer.images`. Raises ModelError, and UnsupportedError for packed rows if the model does not support them and for a
-    vision-language model without `images`.
+    the form of `scorer.images`. `seed` draws new adapters. Raises ModelError, and UnsupportedError for a vision-language model without
+    `images`.
     """
     model = load_causal_lm(spec, images=images)
     scorer = _scorer(spec, model, seed)
@@ -48,7 +48,7 @@ def load_scorer(spec: ModelConfig, *, images: bool = False) -> tuple[Any, Scorer
     return _ready(spec, model, scorer)
 
 
-def load_skeleton(spec: ModelConfig, *, images: bool = False) -> tuple[Any, Scorer]:
+def load_skeleton(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tuple[Any, Scorer]:
     """Make model and scorer without values: parameters and buffers are on the meta device, for a backend to fill from another rank.
 
     Raises ModelError for a configuration that cannot be used. The check against the model's own forward is left to the rank with values.
@@ -68,7 +68,7 @@ def adopt_like(model: Any, scorer: Scorer, support: SegmentSupport) -> None:
     scorer.segment_support = support
 
 
-def _scorer(spec: ModelConfig, model: Any) -> Scorer:
+def _scorer(spec: ModelConfig, model: Any, seed: int) -> Scorer:
     """Return the scorer over the model's modules, after adding adapters and a value head to the model if asked for."""
     parts = split_causal_lm(model)
     if spec.lora is not None:

@@ -34,10 +34,10 @@ _PLAIN: Final = _WITHOUT_EFFECT | {
 """Settings of an existing adapter that may have any value. Any other setting must have PEFT's default, or the adapter is more than B A."""
 
 
-def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig) -> None:
+def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -> None:
     """Add adapters to linear layers of `decoder`, a part of `model`, in place, and freeze everything else.
 
-    Their values depend on `spec.lora.seed` alone and leave random states unchanged; on the meta device they have none. Raises ModelError for
+    Their values depend on `seed` alone and leave random states unchanged; on the meta device they have none. Raises ModelError for
     targets that do not exist and for an existing adapter that cannot be used, UnsupportedError without PEFT.
     """
     assert spec.lora is not None

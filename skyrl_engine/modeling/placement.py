@@ -31,7 +31,7 @@ class Placed:
     everyone_read: bool
 
 
-def load_on_ranks(spec: ModelConfig, *, images: bool = False) -> Placed:
+def load_on_ranks(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> Placed:
     """Load the model on rank 0, and a skeleton on the others if that is enough. An error on one rank is raised on all of them.
 
     With `images`, the caller passes images to vision-language models.
@@ -86,7 +86,7 @@ class _Loaded:
     segment_support: SegmentSupport
 
 
-def _attempt(spec: ModelConfig, *, reads: bool, images: bool) -> tuple[Any, Any, EngineError | _Loaded]:
+def _attempt(spec: ModelConfig, *, reads: bool, images: bool, seed: int) -> tuple[Any, Any, EngineError | _Loaded]:
     """Return model, scorer and the report for the other ranks, or an error."""
     try:
         if reads:

@@ -33,7 +33,9 @@ def whole_logprobs(model: Any, scorer: Scorer) -> Tensor:
         model.train(training)
 
 
-def prove(model: Any, scorer: Scorer, mesh: DeviceMesh, device: torch.device, spec: ModelConfig, *, expected: Tensor | None) -> None:
+def prove(
+    model: Any, scorer: Scorer, mesh: DeviceMesh, device: torch.device, spec: ModelConfig, *, expected: Tensor | None
+) -> None:
     """Raises ModelError, on all ranks, if the divided model computes something else than the whole one or shared gradients differ.
 
     `expected` holds `whole_logprobs` on the rank that computed them. A plan says how modules are divided, and may omit that a gradient must
