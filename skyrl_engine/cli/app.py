@@ -1,4 +1,4 @@
-"""`skyrl-engine`: the table of commands, and how every one of them ends.
+"""`skyrl-engine`: the table of commands, and the exit codes they end with.
 
 Exit codes: 0 done, 1 a proof failed, 2 the command line or the configuration is wrong, 3 a plugin cannot be used, 4 anything else
 failed, 130 interrupted.
@@ -76,14 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_missing_streams() -> None:
-    """A process may be started without stdout or stderr; the next files it opens must not take their places."""
+    """Open stdout and stderr where a process was started without them, so that the next files it opens do not take their places."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def _invoke(arguments: list[str], settings: Settings) -> int:
-    """Run the command; what it returns is the exit code (None: 0). `click.Command.main` would end a broken pipe of any kind silently."""
+    """Run the command and return its exit code (None: 0). `click.Command.main` would end a broken pipe of any kind silently."""
     if _COMPLETION in os.environ:
         app.main(arguments, PROGRAM, _COMPLETION)
     try:

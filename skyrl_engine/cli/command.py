@@ -1,4 +1,4 @@
-"""What every command has: `--debug`, `--quiet`, and groups that answer a misspelt command with the nearest one."""
+"""Parts of every command: `--debug`, `--quiet`, and groups that answer a misspelt command with the nearest one."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ from attrs import define
 
 @define
 class Settings:
-    """What the command line asked of every command. `log` is the file that tells more about a failure, once there is one."""
+    """The settings that every command has. `log` is the file that tells more about a failure, once there is one."""
 
     debug: bool = False
     quiet: bool = False
@@ -22,7 +22,7 @@ def settings_of(context: click.Context) -> Settings:
 
 
 def current_settings() -> Settings:
-    """Those of the command that is running."""
+    """Return the settings of the command that is running."""
     return settings_of(click.get_current_context())
 
 
@@ -33,7 +33,7 @@ def _remember(context: click.Context, parameter: click.Parameter, value: bool) -
 
 
 def common_options() -> list[click.Parameter]:
-    """`--debug` and `--quiet`; both may stand before or after the command's name."""
+    """Return `--debug` and `--quiet`, which may stand before or after the command's name."""
     return [
         click.Option(
             ["--debug"],
@@ -63,14 +63,14 @@ class EngineGroup(click.Group):
         self.params = [*self.params, *common_options()]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does; without a command, help on stderr and the exit code of a wrong command line."""
+        """Parse as click does; without a command, print help on stderr and end with the exit code of a wrong command line."""
         if not args and not ctx.resilient_parsing:
             click.echo(ctx.get_help(), err=True)
             ctx.exit(2)
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, with a suggestion for a misspelt name."""
+        """Resolve as click does, with a suggestion for a misspelt name."""
         names = self.list_commands(ctx)
         if args[0] not in names and not args[0].startswith("-"):
             ctx.fail(f"There is no command {args[0]!r}. {did_you_mean(args[0], names, 'commands')}")
@@ -78,7 +78,7 @@ class EngineGroup(click.Group):
 
 
 def did_you_mean(name: str, names: Collection[str], plural: str) -> str:
-    """The nearest name as a question, or all of them as a sentence."""
+    """Return the nearest name as a question, or all names as a sentence."""
     from difflib import get_close_matches
 
     close = get_close_matches(name, names, n=1)
@@ -86,7 +86,7 @@ def did_you_mean(name: str, names: Collection[str], plural: str) -> str:
 
 
 def every_command(group: click.Group, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    """The group itself and every command below it, with their names from the program on."""
+    """Yield the group itself and every command below it, with their full names from the program on."""
     yield path, group
     context = click.Context(group, info_name=path[-1])
     for name in group.list_commands(context):

@@ -1,4 +1,4 @@
-"""`skyrl-engine data preview`: what the trainer will see of a dataset."""
+"""`skyrl-engine data preview`: a dataset as the trainer will see it."""
 
 import json
 from pathlib import Path

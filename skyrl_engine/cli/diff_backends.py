@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _number_from_zero(_context: click.Context, _parameter: click.Parameter, value: float) -> float:
-    """Nothing is within NaN or a negative number, and everything within infinity."""
+    """Refuse a tolerance that is NaN or negative, which nothing would meet, or infinite, which everything would."""
     if not 0 <= value < math.inf:
         raise click.BadParameter(f"{value} is not a finite number from 0 up")
     return value
@@ -81,7 +81,7 @@ def diff_backends(
     """Run one mini-batch through two backends and show logits, log-probabilities, loss, gradient norm and gradients side by side.
 
     The batch is the first one of CONFIG's run, with its model and plugins; without CONFIG, 16 recorded rollouts through a two-layer model.
-    How many ranks there are, and what they share, is for the layouts to say, whatever CONFIG has.
+    The layouts decide the number of ranks and the parallel sizes; those of CONFIG are ignored.
     Where gradients alone differ, the first layer to diverge is named, counted from the head, and a common factor is explained: world size,
     micro-batches, tokens. Where the forward pass differs, the model is cut short until it agrees, which names the layer. The exit code is 1
     where the backends do not agree.
@@ -135,7 +135,7 @@ def _compared(
 
 @attrs.define
 class _Comparison:
-    """Two backends, each on its layout, over one batch. `described` holds what they say of themselves once they were compared."""
+    """Two backends, each on its layout, over one batch. `described` holds their descriptions once they were compared."""
 
     raw: "RawConfig"
     names: Mapping[str, str]
@@ -148,7 +148,7 @@ class _Comparison:
         return self._difference(lambda model: model)
 
     def cut(self, layers: int) -> "BackendDifference":
-        """With the first `layers` of the model's decoder alone."""
+        """Return the comparison with only the first `layers` layers of the model's decoder."""
         import tempfile
 
         from skyrl_engine.modeling.first_layers import write_first_layers
@@ -163,7 +163,7 @@ class _Comparison:
             return self._difference(cut_short)
 
     def layers(self) -> tuple[list[str], list[int]]:
-        """The names of the decoder's layers, and behind how many of them the model can be cut on both layouts. Raises ModelError."""
+        """Return the decoder's layers by name, and the numbers of them that both layouts can cut the model to. Raises ModelError."""
         from skyrl_engine.errors import UnsupportedError
         from skyrl_engine.modeling.first_layers import layer_names, shorten
         from skyrl_engine.modeling.loading import load_config
@@ -205,7 +205,7 @@ class _Comparison:
 
 @attrs.frozen
 class _Pass:
-    """What one side gave, in how many micro-batches, and what its backend says of itself."""
+    """The result of one side, its number of micro-batches, and its backend's description."""
 
     side: "Side"
     micro_batches: int
@@ -233,7 +233,7 @@ def _side(
 
 
 def _with_backend(raw: "RawConfig", side: str, backend: str, layout: "ParallelSizes") -> "RawConfig":
-    """The configuration with this backend on this layout: its own options where the file configures it, else none but the parallel sizes."""
+    """Return the configuration with this backend on this layout: its options in the file, if it has any, and the parallel sizes."""
     from skyrl_engine.config.reading.origins import Origin
     from skyrl_engine.contracts.kinds.backend import PARALLEL_SIZES
     from skyrl_engine.proof.layouts import OPTIONS
@@ -257,7 +257,7 @@ def _with_backend(raw: "RawConfig", side: str, backend: str, layout: "ParallelSi
 
 @contextmanager
 def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, ModelConfig, SampleColumns, FactoryContext]]":
-    """What a pass needs: of the run that the file describes, or rollouts and a model made here."""
+    """Give the model and batch of a pass: those of the run that the file describes, or a small model and rollouts made here."""
     from skyrl_engine.config import resolve
 
     if "model" in raw.table:

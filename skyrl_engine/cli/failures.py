@@ -1,4 +1,4 @@
-"""How a command that failed ends: details, then one plain line with cause and remedy on stderr, and an exit code."""
+"""End a command that failed: details, then one plain line with cause and remedy on stderr, and an exit code."""
 
 import os
 import select
@@ -68,7 +68,7 @@ def _one_line(text: str) -> str:
 
 
 def _write_crash_log(error: BaseException) -> Path | None:
-    """The traceback in a file of its own: in the user's log directory, or in the temporary one."""
+    """Write the traceback into a file of its own, in the user's log directory or in the temporary one."""
     from platformdirs import user_log_path
 
     name = f"failure-{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}.log"
@@ -87,7 +87,7 @@ def _write_crash_log(error: BaseException) -> Path | None:
 
 
 def _reader_is_gone() -> bool:
-    """Whether it is our own output that nobody reads any more, and not a pipe to some other process that broke."""
+    """Return True where our own output has lost its reader, and False where a pipe to some other process broke."""
     poll = select.poll()
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -98,7 +98,7 @@ def _reader_is_gone() -> bool:
 
 
 def _leave_pipe() -> int:
-    """Say nothing (`| head` has seen enough), and let the interpreter's last flush go nowhere."""
+    """End silently (`| head` has seen enough), and send the interpreter's last flush nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())

@@ -1,4 +1,4 @@
-"""What `--json` prints where numbers were measured: JSON has no NaN and no infinity."""
+"""Print measured numbers for `--json`: JSON has no NaN and no infinity."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def measured_json(value: Any) -> str:
-    """`value` as indented JSON; a number that is not finite is null."""
+    """Return `value` as indented JSON; a number that is not finite becomes null."""
     return json.dumps(_finite(value), indent=2, allow_nan=False)
 
 

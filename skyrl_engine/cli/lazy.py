@@ -12,7 +12,7 @@ from skyrl_engine.cli.command import EngineGroup
 
 @frozen
 class LazyCommand:
-    """Where a command lives ("package.module:name") and the line that `--help` of the group above it shows."""
+    """A command that is not imported yet: its home ("package.module:name"), and its line in the `--help` of the group above it."""
 
     target: str
     short_help: str

@@ -17,12 +17,12 @@ OVERRIDES = "[section.key=value ...]"
 
 
 def plugin_options(function: Function) -> Function:
-    """An option for each kind of plugin that has one, such as `--loss`: a reference."""
+    """Add an option for each kind of plugin that has one, such as `--loss`, which takes a reference."""
     return plugin_options_without()(function)
 
 
 def plugin_options_without(*left_out: str) -> Callable[[Function], Function]:
-    """`plugin_options` without those of these kinds."""
+    """Add the options of `plugin_options` except those of these kinds."""
 
     def decorate(function: Function) -> Function:
         for kind in reversed(_kinds()):
@@ -40,7 +40,7 @@ def _kinds() -> list[str]:
 
 
 def overrides_argument(function: Function) -> Function:
-    """Any number of `section.key=value`."""
+    """Add an argument that takes any number of `section.key=value`."""
     return click.argument("overrides", nargs=-1, metavar=OVERRIDES)(function)
 
 
@@ -49,12 +49,12 @@ def file_argument(*, required: bool) -> Callable[[Function], Function]:
 
 
 def flags_of(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Plugin options as the keys of the configuration they set."""
+    """Return plugin options by the keys of the configuration that they set."""
     return {f"{kind}.use": choices[kind] for kind in _kinds() if choices.get(kind) is not None}
 
 
 def load_config(file: Path | None, overrides: Sequence[str], flags: Mapping[str, Any] | None = None) -> "RawConfig":
-    """Read a configuration; where the file may be left out, an override in its place is taken as one."""
+    """Read a configuration; where the file may be left out, an override in its position counts as an override."""
     from skyrl_engine.config import load
 
     if file is not None and "=" in str(file) and not file.exists():

@@ -1,4 +1,4 @@
-"""`skyrl-engine plugins list|show|verify|new`: what is installed, read from package metadata; `show` and `verify` import one."""
+"""`skyrl-engine plugins list|show|verify|new`: installed plugins, read from package metadata; only `show` and `verify` import one."""
 
 import json
 from typing import TYPE_CHECKING, Any
@@ -95,7 +95,7 @@ def _facts(record: "PluginRecord") -> dict[str, Any]:
 
 
 def _options(loaded: "LoadedPlugin") -> list[dict[str, str]]:
-    """Every key of the plugin's own table: name, type, default and meaning, in words."""
+    """Return every key of the plugin's own table: name, type, default and meaning, in words."""
     if loaded.schema is None:
         return []
     import attrs

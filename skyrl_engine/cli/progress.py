@@ -41,7 +41,7 @@ class ProgressLines:
 
 
 def progress_row(progress: Progress) -> str:
-    """One step under the header; a dash where a number is not known."""
+    """Return the line of one step under the header, with a dash for an unknown number."""
     position = f"{progress.step}/{progress.total_steps}"
     return "  ".join(
         (
@@ -56,7 +56,7 @@ def progress_row(progress: Progress) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as 0:05, 12:34 or 1:02:03."""
+    """Return seconds as 0:05, 12:34 or 1:02:03."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)

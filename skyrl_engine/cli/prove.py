@@ -94,7 +94,7 @@ def _list_plants() -> None:
 
 
 def _by_collator(raw: "RawConfig") -> "Iterator[tuple[str, ResolvedConfig]]":
-    """The configuration with `padded`, with `packed`, and with its own collator where that is another one."""
+    """Return the configuration with `padded`, with `packed`, and with its own collator where that is another one."""
     from skyrl_engine.config import resolve
 
     table = {name: value for name, value in raw.table.items() if name == "plugins" or name in TABLES.keys() - {"collator"}}
@@ -108,7 +108,7 @@ def _by_collator(raw: "RawConfig") -> "Iterator[tuple[str, ResolvedConfig]]":
 
 
 def with_default_loss(raw: "RawConfig") -> "RawConfig":
-    """The configuration, with ppo, a KL and an entropy term where it names no loss."""
+    """Return the configuration, with ppo, a KL and an entropy term where it names no loss."""
     loss = raw.table.get("loss", {})
     if not isinstance(loss, Mapping) or "use" in loss:
         return raw

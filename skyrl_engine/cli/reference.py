@@ -1,4 +1,4 @@
-"""The text of `docs/reference/cli.md`, written from the commands themselves."""
+"""Write the text of `docs/reference/cli.md` from the commands themselves."""
 
 from collections.abc import Iterator
 
@@ -31,7 +31,7 @@ Nothing is reported to anybody: the engine has no telemetry, and switches off th
 
 
 def command_line_reference() -> str:
-    """Every command with its usage, its text, its arguments and options."""
+    """Return the page: every command with its usage, its text, its arguments and options."""
     parts = [_INTRODUCTION]
     for path, command in every_command(app, (PROGRAM,)):
         context = click.Context(command, info_name=" ".join(path))

@@ -1,4 +1,4 @@
-"""What commands show to people. The only module that imports rich."""
+"""Show results of commands to people. Only this module imports rich."""
 
 import itertools
 import sys
@@ -32,14 +32,14 @@ _OPEN, _CLOSE = "«", "»"
 
 
 class _PipedConsole(Console):
-    """Leaves a reader that went away to the command line's own ending; rich would end the process with code 1."""
+    """A console that lets a broken pipe reach `cli.failures`; rich would end the process with code 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def _console(*, stderr: bool = False) -> Console:
-    """A console on the stream of the moment; what goes into a pipe or a file is never wrapped or coloured."""
+    """Return a console on the current stream; output into a pipe or a file is never wrapped or coloured."""
     stream = sys.stderr if stderr else sys.stdout
     return _PipedConsole(
         file=stream, highlight=False, soft_wrap=not stream.isatty(), width=None if stream.isatty() else _PIPE_WIDTH
@@ -47,7 +47,7 @@ def _console(*, stderr: bool = False) -> Console:
 
 
 def _print(table: Table) -> None:
-    """A table on stdout, without the blanks that fill its last column where it goes into a pipe or a file."""
+    """Print a table on stdout; in a pipe or a file without the blanks that fill its last column."""
     console = _console()
     if console.is_terminal:
         console.print(table)
@@ -59,7 +59,7 @@ def _print(table: Table) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Rows of plain values under column names, on stdout."""
+    """Print rows of plain values under column names, on stdout."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -69,7 +69,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
 
 
 def show_facts(facts: Mapping[str, Any]) -> None:
-    """One `name  value` line each, on stdout."""
+    """Print one `name  value` line per fact, on stdout."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -79,19 +79,19 @@ def show_facts(facts: Mapping[str, Any]) -> None:
 
 
 def show_heading(text: str) -> None:
-    """A line of its own, on stdout."""
+    """Print a heading, on stdout."""
     _console().print(f"\n{escape(text)}", style="bold")
 
 
 def show_lines(lines: Sequence[str]) -> None:
-    """Indented lines, on stdout."""
+    """Print indented lines, on stdout."""
     console = _console()
     for line in lines:
         console.print(Text(f"  {line}"))
 
 
 def show_verdict(label: str, options: Mapping[str, Any], verdict: "Verdict") -> None:
-    """What the conformance kit found about a plugin, promise by promise, on stdout."""
+    """Print the conformance kit's verdict on a plugin, promise by promise, on stdout."""
     console = _console()
     console.print(Text(label, style="bold"))
     if options:
@@ -113,7 +113,7 @@ def show_verdict(label: str, options: Mapping[str, Any], verdict: "Verdict") -> 
 
 @frozen
 class ProgressDisplay:
-    """Listeners to hand to whoever works: `training` for a ProgressObserver, `data` for a label, rows done and rows in all, `warning` for
+    """Listeners that show progress: `training` for a ProgressObserver, `data` for a label, rows done and rows in all, `warning` for
     a sentence that the user must not miss.
     """
 
@@ -124,7 +124,7 @@ class ProgressDisplay:
 
 @contextmanager
 def show_progress(*, quiet: bool) -> Iterator[ProgressDisplay]:
-    """Progress on stderr: lines now and then, and on a terminal a bar that moves with every step and goes at the end."""
+    """Show progress on stderr: lines now and then, and on a terminal a bar that moves with every step and vanishes at the end."""
     console = _console(stderr=True)
 
     def warning(sentence: str) -> None:
@@ -154,7 +154,7 @@ def _ignore(*_: object) -> None:
 
 
 def show_plan(plan: "RunPlan") -> None:
-    """What a run would do, on stdout."""
+    """Print the plan of a run, on stdout."""
     topology = plan.topology
     sizes = ", ".join(f"{name} {size}" for name, size in attrs.asdict(topology).items())
     show_facts(
@@ -191,7 +191,7 @@ def _described(data: Mapping[str, Any]) -> str:
 
 
 def show_preview(seen: "Preview") -> None:
-    """Samples with their loss-carrying tokens marked, counts, and lengths as a histogram, on stdout."""
+    """Print samples with their loss-carrying tokens marked, counts, and lengths as a histogram, on stdout."""
     console = _console()
     for sample in seen.samples:
         carrying = sum(token.loss for token in sample.tokens)
@@ -235,7 +235,7 @@ def _range(low: int, high: int) -> str:
 
 
 def _marked(sample: "SamplePreview", *, coloured: bool) -> Text:
-    """The sample's text; loss-carrying stretches in green or, without colours, between marks. Line ends are made visible."""
+    """Return the sample's text with loss-carrying stretches in green or, without colours, between marks, and with visible line ends."""
     text = Text()
     for loss, tokens in itertools.groupby(sample.tokens, key=lambda token: token.loss):
         piece = "".join(token.text for token in tokens).replace("\n", "⏎\n")
@@ -249,7 +249,7 @@ def _marked(sample: "SamplePreview", *, coloured: bool) -> Text:
 
 
 def show_proof_row(row: "CaseResult") -> None:
-    """One cut of a proof on a line: a mark, its name, how far it is from the reference, and why."""
+    """Print one cut of a proof on a line: a mark, its name, its distance from the reference, and the cause."""
     mark, style = ("ok", "green") if row.holds else ("differs", "yellow") if row.excuse else ("WRONG", "bold red")
     line = Text(f"{mark:8}", style=style)
     line.append(f"{row.case.name:47}", style="")
@@ -265,7 +265,7 @@ _PARAMETERS_SHOWN = 8
 
 
 def show_backend_difference(found: "BackendDifference") -> None:
-    """Two backends side by side, the parameters that differ most, and what that means."""
+    """Print two backends side by side, the parameters that differ most, and the conclusion."""
     a, b = found.a, found.b
     factor = a.gradient_norm / b.gradient_norm if b.gradient_norm else float("nan")
     rows = [

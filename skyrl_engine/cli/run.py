@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @plugin_options
 @click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
 def run(file: Path, overrides: tuple[str, ...], dry_run: bool, **choices: Any) -> int:
-    """Fine-tune as the file CONFIG says; options, and section.key=value after CONFIG, win over what it says."""
+    """Fine-tune with the configuration file CONFIG; section.key=value after CONFIG overrides its keys, and options override both."""
     from skyrl_engine.config import resolve
 
     resolved = resolve(load_config(file, overrides, flags_of(choices)))
@@ -51,7 +51,7 @@ def start(resolved: "ResolvedConfig", settings: Settings, *, dry_run: bool) -> i
 
 
 def conclude(result: "RunResult") -> int:
-    """Say where the run is and, when it was stopped, how to go on; returns the exit code."""
+    """Print the run's directory and, when it was stopped, the command that resumes it; return the exit code."""
     from skyrl_engine.run.directory import RunDirectory
 
     if result.stopped_by is None and (model := RunDirectory(result.directory).model).is_dir():

@@ -1,4 +1,4 @@
-"""Run a checked configuration with live progress: what `run`, `sft` and `demo` share."""
+"""Run a checked configuration with live progress, for `run`, `sft` and `demo`."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LogLocation:
-    """An observer that remembers where the run's log is, for the line that reports an unexpected failure."""
+    """An observer that remembers the path of the run's log, for the line that reports an unexpected failure."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -28,7 +28,7 @@ class LogLocation:
 
 
 class _ToPerson(logging.Handler):
-    """Hands every warning of the engine on as a sentence."""
+    """A log handler that passes every warning of the engine on as a sentence."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -41,7 +41,7 @@ class _ToPerson(logging.Handler):
 
 @contextmanager
 def warnings_to(show: Callable[[str], None]) -> Iterator[None]:
-    """While a run goes on, show the engine's warnings, which otherwise stand only in its log."""
+    """Show the engine's warnings, which otherwise stand only in the log, while a run goes on."""
     logger, handler = logging.getLogger("skyrl_engine"), _ToPerson(show)
     logger.addHandler(handler)
     try:

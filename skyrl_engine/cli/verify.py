@@ -1,4 +1,4 @@
-"""`skyrl-engine plugins verify`: the conformance kit run against one plugin, and what it found."""
+"""`skyrl-engine plugins verify`: run the conformance kit against one plugin and show its verdict."""
 
 import json
 from pathlib import Path
@@ -43,8 +43,8 @@ def verify(
 ) -> int:
     """Hold a plugin to the contract of its kind, and show the smallest case that breaks a promise.
 
-    PLUGIN is KIND:NAME, DISTRIBUTION:NAME or ./file.py:name (after KIND: where a file's name is several kinds). The exit code is 3 where a
-    promise is broken.
+    PLUGIN is KIND:NAME, DISTRIBUTION:NAME or ./file.py:name; for a name in a file that is a plugin of several kinds, KIND:./file.py:name.
+    The exit code is 3 where a promise is broken.
     """
     from skyrl_engine.config import SelectedPlugin
     from skyrl_engine.registry.resolve import Registry
@@ -78,7 +78,7 @@ def _check_layouts(kind: str, layouts: tuple[str, ...]) -> None:
 
 
 def _record(registry: "Registry", text: str) -> "PluginRecord":
-    """The plugin that is meant; its kind is found out where the text does not begin with one."""
+    """Return the plugin that the text names; its kind is inferred where the text does not begin with one."""
     from skyrl_engine.registry.kinds import KINDS
     from skyrl_engine.registry.reference import parse
 
@@ -110,7 +110,7 @@ def _record(registry: "Registry", text: str) -> "PluginRecord":
 
 
 def _kind_in_file(registry: "Registry", text: str) -> str:
-    """The kind of what a local file defines, by the factory hook that it implements."""
+    """Return the kind of a local file's plugin, by the factory hook that it implements."""
     from skyrl_engine.registry.loader import kinds_made
 
     made = kinds_made(registry.resolve("loss", text, base=Path.cwd()))
@@ -126,7 +126,7 @@ def _kind_in_file(registry: "Registry", text: str) -> str:
 
 
 def _parsed(texts: tuple[str, ...]) -> dict[str, Any]:
-    """The options of the plugin as a table. Raises ConfigError with every text that is none."""
+    """Return the options of the plugin as a table. Raises ConfigError with every text that is no option."""
     from skyrl_engine.config.reading.overrides import parse_override
 
     table: dict[str, Any] = {}

@@ -19,7 +19,7 @@ from skyrl_engine.registry.kinds import KINDS
 
 
 def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> list[Problem]:
-    """Problems between the tables that were structured; a table that was refused is left out."""
+    """Return the problems between structured tables; a table that was refused takes part in no check."""
     given = {type(section): section for section in sections.values()}
     run, data, training = given.get(RunConfig), given.get(DataConfig), given.get(TrainingConfig)
     evaluation, checkpoint, optimizer = given.get(EvaluationConfig), given.get(CheckpointConfig), given.get(OptimizerConfig)

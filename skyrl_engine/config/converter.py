@@ -39,7 +39,7 @@ _MAPPINGS = (dict, Mapping, MutableMapping)
 
 @cache
 def strict_converter() -> Converter:
-    """The one converter of configurations. Structuring raises cattrs' groups; `refusals` flattens them."""
+    """Return the converter of configurations. Structuring raises cattrs' exception groups; `refusals` flattens them."""
     converter = Converter(detailed_validation=True)
     for kind in (int, bool, str):
         converter.register_structure_hook(kind, _exactly)

@@ -49,7 +49,7 @@ def _section(section: Section, plugins: "Sequence[LoadedPlugin]") -> dict[str, A
 
 
 def _of_trainer(trainer: Trainer, known: Mapping[str, Section]) -> dict[str, Any]:
-    """The tables that a configuration with this trainer needs, and those it cannot have."""
+    """Return the rule for this trainer: the tables that a configuration needs, and those it cannot have."""
     chosen: dict[str, Any] = {"properties": {"trainer": {"const": trainer.name}}}
     if trainer.name != DEFAULT_TRAINER:
         chosen["required"] = ["trainer"]

@@ -1,4 +1,4 @@
-"""A configuration written out: as TOML, and the reference page of every key."""
+"""Write configurations as TOML, and the reference page of every key."""
 
 import ast
 import inspect
@@ -20,7 +20,7 @@ from skyrl_engine.config.wording import bounds_in_words, choices, expected, show
 
 
 def to_toml(table: Mapping[str, Any]) -> str:
-    """A plain table as TOML; what has no value is written as the word "none"."""
+    """Return a plain table as TOML text; a key without a value is written as the word "none"."""
     return tomli_w.dumps(_without_none(table))
 
 

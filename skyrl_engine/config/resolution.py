@@ -50,7 +50,7 @@ class SelectedPlugin:
         return Part(self.make(context), Owner.of(record), place, record.name, coefficient)
 
     def on_one_rank(self) -> "SelectedPlugin":
-        """A backend as one rank runs it: its options without parallel sizes."""
+        """Return the backend as a single rank runs it: its options without parallel sizes."""
         return self.of(
             self.loaded.record, {key: value for key, value in self.table.items() if key not in PARALLEL_SIZES}, "one rank"
         )
@@ -135,7 +135,7 @@ def resolve(raw: RawConfig, *, need: Collection[str] | None = None) -> ResolvedC
 
 
 def _plugin_tables(sections: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, PluginTable]]:
-    """Every table that selects a plugin: its place, the plugin's kind, the table."""
+    """Yield every table that selects a plugin: its place, the kind of the plugin, the table."""
     for kind in TABLES:
         if isinstance(table := sections.get(kind), PluginTable):
             yield (kind,), kind, table
@@ -175,7 +175,7 @@ def _plain_options(options: object | None) -> dict[str, Any]:
 def _options(
     loaded: "LoadedPlugin", table: Mapping[str, Any], path: KeyPath, raw: RawConfig, reserved: Sequence[str] = ("use",)
 ) -> tuple[object | None, list[Problem]]:
-    """A plugin's options as its schema's instance; problems name plugin, distribution and version."""
+    """Structure a plugin's options by its schema; problems name plugin, distribution and version."""
     plugin = str(loaded.record)
     own = [] if loaded.schema is None else [name for each in attrs.fields(loaded.schema) for name in (each.name, each.alias or "")]
     unable = [key for key in table if loaded.record.kind == "backend" and key in PARALLEL_SIZES and key not in own]
@@ -248,13 +248,13 @@ def _select_observers(
 
 
 def _table_name(reference: str, tables: Mapping[str, Any]) -> str:
-    """Options of an observer stand under its reference as written, or under its bare name."""
+    """Return the key of an observer's options: its reference as written, or its bare name."""
     bare = reference.rpartition(":")[2]
     return reference if reference in tables or bare not in tables else bare
 
 
 def _raise(problems: Sequence[Problem], errors: Sequence[tuple[KeyPath, PluginError]], raw: RawConfig) -> None:
-    """One error for everything: the plugin's own when it is the only mistake, since it carries the exit code of plugins."""
+    """Raise one error for all problems: the plugin's own when it is the only mistake, since it carries the exit code of plugins."""
     if problems:
         raise ConfigError([*problems, *_as_problems(errors, raw)])
     if len(errors) == 1:

@@ -1,4 +1,4 @@
-"""The keys on top of a configuration, in their order: the trainer, the engine's tables, one per kind that a table selects, the trainers'."""
+"""The top-level keys of a configuration in their order: `trainer`, the engine's tables, a table per kind of plugin, the trainers' tables."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from skyrl_engine.registry.kinds import TABLES, Kind, imported
 
 @frozen
 class Section:
-    """One key on top: its type, its value where nobody gives it (`attrs.NOTHING`: somebody must), and the kind it selects a plugin of."""
+    """One top-level key: its type, its value where nobody gives it (`attrs.NOTHING`: somebody must), and the kind it selects a plugin of."""
 
     name: str
     schema: Any
@@ -25,7 +25,7 @@ class Section:
         return self.default is attrs.NOTHING
 
     def belongs_to(self, trainer: Trainer) -> bool:
-        """The trainer uses the kind, or owns the table, or the table is the engine's."""
+        """Return True where the trainer uses the kind, or owns the table, or the table is the engine's."""
         if self.kind is not None:
             return self.kind.name in trainer.kinds
         owners = owners_of(self.name)
@@ -33,7 +33,7 @@ class Section:
 
 
 def sections() -> Mapping[str, Section]:
-    """Every key on top of a configuration, by name."""
+    """Return every top-level key of a configuration, by name."""
     found: dict[str, Section] = {}
     for attribute in attrs.fields(attrs.resolve_types(EngineConfig)):
         if attribute.name == "selected":

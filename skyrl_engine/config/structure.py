@@ -1,4 +1,4 @@
-"""Raw tables to the schema's classes, all mistakes at once, each with the file and line (or the option) that made it."""
+"""Structure raw tables into the schema's classes, and collect every mistake with the file and line (or the option) it comes from."""
 
 import typing
 from collections.abc import Collection, Mapping
@@ -22,7 +22,7 @@ from skyrl_engine.registry.kinds import KINDS, TABLES, Kind
 
 @frozen
 class Structured:
-    """Sections of a configuration by their key on top, and `problems` with the rest. A section that a run does not have is left out."""
+    """Sections of a configuration by top-level key, and `problems` with the rest. A section that a run does not have is left out."""
 
     sections: Mapping[str, Any]
     problems: tuple[Problem, ...]
@@ -75,7 +75,7 @@ def structure(raw: RawConfig, need: Collection[str] | None = None) -> Structured
 
 
 def _trainer(raw: RawConfig) -> tuple[Trainer | None, list[Problem]]:
-    """The chosen trainer, or None and the problem with what was chosen; each table is then checked whosever it is."""
+    """Return the chosen trainer, or None and the problem with the choice; then tables of every trainer are checked."""
     chosen = raw.table.get("trainer", DEFAULT_TRAINER)
     if isinstance(chosen, str) and chosen in TRAINERS:
         return TRAINERS[chosen], []
@@ -92,7 +92,7 @@ def _unknown(raw: RawConfig, key: str, known: Collection[str], trainer: Trainer 
 
 
 def _foreign(raw: RawConfig, name: str, trainer: Trainer, kind: Kind | None) -> Problem:
-    """A table that this run's trainer does not have."""
+    """Return the problem of a table that belongs to another trainer."""
     if kind is not None:
         cause = f"[{name}] selects {kind.with_article}, and this run's trainer {trainer.name} uses none"
         return _problem(raw, (name,), RefusedError(cause, "Remove it, or choose another trainer"))
@@ -117,7 +117,7 @@ def _foreign_lists(raw: RawConfig, section: Section, table: Any, trainer: Traine
 
 
 def structure_table(schema: type[Any], table: Any, path: KeyPath, raw: RawConfig) -> tuple[Any, list[Problem]]:
-    """One table as `schema`, or None and its problems."""
+    """Return one table as an instance of `schema`, or None and its problems."""
     try:
         placed = with_absolute_places(schema, table, path, raw.origins)
         return strict_converter().structure(placed, schema), []
@@ -137,7 +137,7 @@ def _problem(raw: RawConfig, path: KeyPath, refusal: RefusedError) -> Problem:
 
 
 def _home(key: str | int) -> str | None:
-    """The one key of that name in any table of the schema: what somebody meant who wrote it into the wrong table."""
+    """Return the one key of that name in any table of the schema, for a key that was written into the wrong table."""
     homes = [
         f"{name}.{key}"
         for name, section in sections().items()
@@ -147,7 +147,7 @@ def _home(key: str | int) -> str | None:
 
 
 def own_keys(schema: type[PluginTable]) -> tuple[str, ...]:
-    """The keys of a plugin's table that are the engine's; every other key is an option of the plugin."""
+    """Return the keys of a plugin's table that are the engine's; every other key is an option of the plugin."""
     return tuple(attribute.name for attribute in attrs.fields(schema) if attribute.name != "options")
 
 
@@ -160,7 +160,7 @@ class PluginList:
 
 
 def plugin_lists(schema: type[PluginTable]) -> Mapping[str, PluginList]:
-    """Those own keys that hold a list of plugin tables."""
+    """Return the engine's keys of a plugin table that hold a list of plugin tables."""
     return {
         attribute.name: PluginList(typing.get_args(attribute.type)[0], attribute.metadata[KIND])
         for attribute in attrs.fields(attrs.resolve_types(schema))
@@ -171,7 +171,7 @@ def plugin_lists(schema: type[PluginTable]) -> Mapping[str, PluginList]:
 def _plugin_table(
     raw: RawConfig, schema: type[PluginTable], table: Any, path: KeyPath, default: str | None = None
 ) -> tuple[PluginTable | None, list[Problem]]:
-    """The engine's own keys beside the plugin's options; options without `use` belong to the default plugin, if there is one."""
+    """Structure the engine's keys and keep the plugin's options; options without `use` belong to the default plugin, if there is one."""
     if not isinstance(table, Mapping):
         header = f"[{dotted(path)}]" if isinstance(path[-1], str) else f"[[{dotted(path[:-1])}]]"
         return None, [_problem(raw, path, RefusedError(wrong_kind(table, dict).cause, f'Write {header} and use = "..." under it'))]
@@ -191,7 +191,7 @@ def _plugin_table(
 def _plugin_tables(
     raw: RawConfig, schema: type[PluginTable], tables: Any, path: KeyPath
 ) -> tuple[tuple[PluginTable | None, ...], list[Problem]]:
-    """A refused entry is None, so that the others keep their places; the problems then stop any configuration from being made of it."""
+    """Structure a list of plugin tables. A refused entry is None, so that the others keep their places; its problem stops the configuration."""
     if not isinstance(tables, list):
         remedy = f'Write [[{dotted(path)}]] and use = "..." under it, once for each'
         return (), [_problem(raw, path, RefusedError(wrong_kind(tables, list).cause, remedy))]
@@ -218,7 +218,7 @@ def _observers(raw: RawConfig, table: Any) -> tuple[Mapping[str, Mapping[str, An
 
 
 def plain(value: Any) -> Any:
-    """An attrs instance, or anything a schema holds, as plain tables, lists and scalars that JSON and `load` read."""
+    """Return an attrs instance, or any value of a schema, as plain tables, lists and scalars that JSON and `load` read."""
     if isinstance(value, PluginTable):
         own = {key: plain(getattr(value, key)) for key in own_keys(type(value))}
         return {**{key: item for key, item in own.items() if item != []}, **plain(value.options)}
@@ -238,7 +238,7 @@ def plain(value: Any) -> Any:
 
 
 def _plain_config(config: EngineConfig) -> dict[str, Any]:
-    """The tables as they stand in a file: those that select plugins among the others, absent ones nowhere."""
+    """Return the tables as a file has them: those that select plugins among the others, absent ones left out."""
     table: dict[str, Any] = {}
     for attribute in attrs.fields(EngineConfig):
         if attribute.name == "selected":
@@ -249,7 +249,7 @@ def _plain_config(config: EngineConfig) -> dict[str, Any]:
 
 
 def complete_origins(table: Mapping[str, Any], given: Mapping[str, Origin], default: Origin) -> dict[str, Origin]:
-    """The origin of every key that holds a value in a resolved table: as given, else `default`."""
+    """Return the origin of every key that holds a value in a resolved table: as given, else `default`."""
     origins = {}
     for path, _ in leaves(table):
         found = [given[dotted(path[:end])] for end in range(len(path), 0, -1) if dotted(path[:end]) in given]

@@ -27,7 +27,7 @@ class RefusedError(ValueError):
 
 
 def shown(value: object) -> str:
-    """A value as TOML writes it, short."""
+    """Return a value as TOML writes it, shortened."""
     if value is None:
         return "nothing"
     if isinstance(value, Mapping):
@@ -86,7 +86,7 @@ def _is_class(kind: Any, base: type) -> bool:
 
 
 def wrong_kind(value: object, kind: Any) -> RefusedError:
-    """The refusal of a value whose kind is not the expected one."""
+    """Return the refusal of a value whose kind is not the expected one."""
     words = expected(kind)
     if kind is int and type(value) is float and value.is_integer():
         return RefusedError(f"must be {words}, is {shown(value)}", f"Write {int(value)}")
@@ -106,7 +106,7 @@ _COMPARED = {">=": "at least", "<=": "at most", ">": "more than", "<": "less tha
 
 
 def bounds(validator: Any) -> Iterator[tuple[str, float]]:
-    """Sign and bound of attrs' own number validators, alone, combined, or behind `optional`; other validators stay unsaid."""
+    """Yield sign and bound of attrs' number validators, alone, combined or inside `optional`; other validators give none."""
     for inner in (*getattr(validator, "_validators", ()), getattr(validator, "validator", None)):
         yield from bounds(inner) if inner is not None else ()
     sign, bound = getattr(validator, "compare_op", None), getattr(validator, "bound", None)

@@ -1,1 +1,1 @@
-"""From datasets to sample columns."""
+"""Read datasets into sample columns."""

@@ -1,4 +1,4 @@
-"""A dataset split, tokenized: from the configuration to sample columns, through the token cache."""
+"""Load a dataset split that a configuration names: tokenized, through the token cache, as sample columns."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,7 +35,7 @@ _EVAL_STREAM = 0x6576616C  # keeps this use of the run's seed apart from its oth
 
 @frozen
 class DataCounts:
-    """What became of the rows. `rows` were read; `samples` of them are kept, the others dropped for one of three reasons.
+    """Counts of rows and samples. `rows` were read; `samples` of them are kept, the others dropped for one of three reasons.
 
     `dropped_overlong` were longer than max_length, or lost every loss-carrying token when cut; `dropped_without_loss` had none from the start;
     `dropped_bad_images` had an image that cannot be used. `truncated` were cut and kept. `tokens` and `loss_tokens` are those of the kept
@@ -80,7 +80,7 @@ class TokenizedDataset:
         return len(self.columns)
 
     def batch(self, samples: npt.ArrayLike) -> SampleColumns:
-        """The chosen samples (positions) in the chosen order, with their images read: all that a step needs. Raises ImageError."""
+        """Return the chosen samples (positions) in the chosen order, with their images read: all that a step needs. Raises ImageError."""
         columns = self.columns.take(samples)
         return columns if self.images is None else self.images.filled(columns)
 
@@ -95,7 +95,7 @@ def load_columns(
     vision: Vision = _NO_VISION,
     progress: Progress | None = None,
 ) -> TokenizedDataset:
-    """The training or the evaluation samples of a configuration.
+    """Load the training or the evaluation samples of a configuration.
 
     Evaluation samples come from `data.eval`, or else are the part `data.eval_fraction` of `data.train` chosen by `seed`, which training then
     leaves out; rows that share a group or a unit stay on one side. `data.max_samples` keeps the first rows of a source, before that.
@@ -132,7 +132,7 @@ def load_columns(
 
 
 def open_source_of(data: DataConfig, split: Split) -> Source:
-    """The rows that a split of the configuration is taken from. Raises DataError."""
+    """Open the source that a split of the configuration is taken from. Raises DataError."""
     if split == "eval" and data.eval is not None:
         own_file = Path(data.eval).expanduser().is_file()  # beside training data with subsets
         return open_source(data.eval, split=data.eval_split, subset=None if own_file else data.subset)
@@ -145,7 +145,7 @@ def open_source_of(data: DataConfig, split: Split) -> Source:
 
 
 def _wanted_rows(data: DataConfig, source: Source, split: Split, seed: int) -> BoolArray:
-    """bool[rows]: the rows of the source that belong to the split."""
+    """Return bool[rows]: the rows of the source that belong to the split."""
     total = len(source)
     if total == 0:
         raise DataError(f"the dataset {source.name} has no rows", remedy="Give it at least one sample")
@@ -172,7 +172,7 @@ def _wanted_rows(data: DataConfig, source: Source, split: Split, seed: int) -> B
 
 
 def _bundles(source: Source, count: int) -> Bundles:
-    """Which of the first `count` rows must not be parted. The rows are read for it only where the first of them has such ids."""
+    """Return bundles of the first `count` rows that must stay together. Rows are read only where the first one has group or unit ids."""
     everything = np.arange(count, dtype=np.int64)
     first_rows = np.arange(len(source)) < count
     read = IdReader(next(source.rows(first_rows)))
@@ -189,7 +189,7 @@ def _columns(table: TokenTable) -> SampleColumns:
 
 
 def _images_unchanged(table: TokenTable, source: Source) -> bool:
-    """Whether the image files, those of dropped samples included, are what they were when the table was made."""
+    """Return True where the image files, those of dropped samples included, are as they were when the table was made."""
     files = set(table.info["others"])
     if table.images is not None:
         files |= files_of(table.images, table.batch.column("row").to_numpy(), source)
@@ -197,7 +197,7 @@ def _images_unchanged(table: TokenTable, source: Source) -> bool:
 
 
 def _image_settings(vision: Vision, source: Source) -> list[str]:
-    """What the images' tokens depend on, apart from the rows."""
+    """Return everything besides the rows that decides the tokens of images, for the cache key."""
     if isinstance(vision, NoVision):
         return []
     return [vision.identity(), *(str(part.folder.absolute()) for part in source.parts if part.folder is not None)]

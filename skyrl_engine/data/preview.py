@@ -33,7 +33,7 @@ class SamplePreview:
 
     @property
     def length(self) -> int:
-        """In tokens, all those of its images counted."""
+        """Return the length in tokens, those of its images included."""
         return sum(token.count for token in self.tokens)
 
 
@@ -82,7 +82,7 @@ class Preview:
 def preview(
     dataset: TokenizedDataset, tokenizer: "PreTrainedTokenizerBase", *, samples: int = 3, batch_size: int = 32, bins: int = 10
 ) -> Preview:
-    """The first `samples` samples token by token, and the shape of all of them."""
+    """Show the first `samples` samples token by token, and lengths and counts of all of them."""
     lengths = np.diff(dataset.columns.token_offsets)
     return Preview(
         name=dataset.name,
@@ -107,7 +107,7 @@ def _column(columns: SampleColumns, name: str) -> ColumnPreview:
 
 
 def padding_share(lengths: IntArray, batch_size: int) -> float:
-    """Padding over all places when consecutive batches of samples, lengths int64[N], are padded to their longest."""
+    """Return the share of padding when consecutive batches of samples, lengths int64[N], are each padded to their longest."""
     starts = np.arange(0, len(lengths), batch_size)
     sizes = np.diff(np.append(starts, len(lengths)))
     places = int((np.maximum.reduceat(lengths, starts) * sizes).sum()) if len(lengths) else 0
@@ -135,7 +135,7 @@ def _sample(dataset: TokenizedDataset, tokenizer: Any, position: int) -> SampleP
 
 
 def _pieces(dataset: TokenizedDataset, position: int, ids: AnyArray) -> list[tuple[int, str | None]]:
-    """The sample cut into single tokens and images: how many tokens each piece has, and what to show of an image."""
+    """Cut the sample into single tokens and images: the number of tokens of each piece, and the text to show for an image."""
     store = dataset.images
     images = iter(() if store is None else store.spans(dataset.columns, position))
     pieces: list[tuple[int, str | None]] = []
@@ -152,7 +152,7 @@ def _pieces(dataset: TokenizedDataset, position: int, ids: AnyArray) -> list[tup
 
 
 def _histogram(lengths: IntArray, bins: int) -> tuple[Bin, ...]:
-    """At most `bins` bins of equal width over the lengths, in whole tokens."""
+    """Return at most `bins` bins of equal width over the lengths, in whole tokens."""
     low, high = int(lengths.min()), int(lengths.max())
     width = max(1, -(-(high - low + 1) // bins))
     starts = range(low, high + 1, width)

@@ -1,4 +1,4 @@
-"""Facts about a model that its own configuration states, read once per run."""
+"""Facts about a model that its transformers configuration states, read once per run."""
 
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from skyrl_engine.model_facts.vision_language import takes_images
 
 @define(eq=False, slots=False)
 class ModelFacts:
-    """The model that `model` names. Its configuration is read when a fact is first asked for."""
+    """Facts about the model that `model` names; its configuration is read when the first fact is asked for."""
 
     model: ModelConfig
 
@@ -28,13 +28,13 @@ class ModelFacts:
 
     @property
     def context_length(self) -> int | None:
-        """Tokens of the longest sequence that the model is made for; None where its configuration does not say."""
+        """Return the longest sequence in tokens that the model is made for; None where its configuration does not say."""
         length = None if self.config is None else getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return length if isinstance(length, int) and length > 0 else None
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model is loaded with its vision tower."""
+        """Return True where the model is loaded with its vision tower."""
         return self.config is not None and takes_images(self.config)
 
 

@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
-    """The tokenizer of `model.tokenizer`, or of the model itself, with `model.chat_template` (a file) in place of its own.
+    """Load the tokenizer of `model.tokenizer`, or of the model itself, with `model.chat_template` (a file) in place of its own.
 
     A local directory is read without touching the network. Without a padding token the end-of-text token stands in, which is logged:
     padding is masked everywhere, so the choice changes no result. Raises ModelError.
@@ -62,7 +62,7 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
 
 
 def _looks_like_path(location: str) -> bool:
-    """Hub ids are `name` or `owner/name`; anything else can only be meant as a path."""
+    """Return True for anything but `name` and `owner/name`, which may be hub ids."""
     return location.startswith((".", "~", "/")) or location.count("/") > 1 or "\\" in location
 
 

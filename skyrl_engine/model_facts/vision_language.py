@@ -1,4 +1,4 @@
-"""Which vision-language models can be trained, by their configuration. Imports no torch: planning asks too."""
+"""Checks of vision-language models by their transformers configuration, without torch, for planning and for loading."""
 
 from typing import Any, Final
 
@@ -9,12 +9,12 @@ VISION_LANGUAGE: Final = ("qwen3_vl",)
 
 
 def takes_images(config: Any) -> bool:
-    """Whether a model of this transformers configuration is loaded with its vision tower."""
+    """Return True where a model of this transformers configuration is loaded with its vision tower."""
     return config.model_type in VISION_LANGUAGE
 
 
 def refuse_unequal_parts(config: Any, name: str, attribute: str, *, parts: int, options: str) -> None:
-    """Raises UnsupportedError where the decoder's configuration has such a number and `parts`, which `options` set, does not divide it."""
+    """Raise UnsupportedError where `parts`, which `options` set, does not divide a number that the decoder's configuration has."""
     size = getattr(config.get_text_config(decoder=True), attribute, None)
     if isinstance(size, int) and size % parts:
         raise UnsupportedError(
@@ -24,7 +24,7 @@ def refuse_unequal_parts(config: Any, name: str, attribute: str, *, parts: int, 
 
 
 def refuse_short_first_piece(config: Any, name: str, *, pieces: int) -> None:
-    """Raises UnsupportedError where the first of the decoder's `pieces`, the one that sees images, lacks layers for their features.
+    """Raise UnsupportedError where the first of the decoder's `pieces`, the one that sees images, has too few layers for their features.
 
     DeepStack (arXiv 2406.04334) adds features of several of the vision tower's layers behind as many of the decoder's first ones.
     """
@@ -40,7 +40,7 @@ def refuse_short_first_piece(config: Any, name: str, *, pieces: int) -> None:
 
 
 def refuse_vision_language(config: Any, name: str, *, images: bool) -> None:
-    """Raises UnsupportedError for the model `name` where it is a vision-language one that is not supported, or not with this backend.
+    """Raise UnsupportedError where the model `name` is a vision-language model that is not supported, or not with this backend.
 
     `images`: the backend, in its layout, declares 'vision'. Models that transformers also knows as causal language models pass: they are
     trained on text.

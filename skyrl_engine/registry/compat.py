@@ -1,4 +1,4 @@
-"""Check a plugin's metadata against what is installed, before anything of it is imported. pip can be bypassed; this cannot."""
+"""Check a plugin's metadata against the installed distributions before anything of it is imported; pip can be bypassed."""
 
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ RUNTIME_EXTRA = "runtime"
 
 
 def installed_distribution(record: PluginRecord) -> metadata.Distribution:
-    """The distribution of a record as it is installed here.
+    """Return the installed distribution of a record.
 
     Raises PluginNotFoundError when it is not, PluginIncompatibleError when it has another version than the record, or another target for
     the plugin's name: a run continues, here or on another machine, with the very plugins it was planned with.

@@ -36,7 +36,7 @@ class Discovery:
 
 
 def normalise(distribution: str) -> str:
-    """A distribution's name as PEP 503 compares it."""
+    """Return a distribution's name in the form that PEP 503 compares."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
@@ -83,9 +83,9 @@ def _records(name: str, distribution: metadata.Distribution) -> list[PluginRecor
 
 
 def engine_requirement(distribution: metadata.Distribution) -> str | None:
-    """The range of engine versions that the distribution depends on, None when it depends on none or says so unreadably.
+    """Return the range of engine versions that the distribution depends on, None when it states none or an unreadable one.
 
-    The unreadable is refused when the plugin is asked for, not here, where it may concern nobody.
+    An unreadable range is refused when the plugin is used; until then it may concern nobody.
     """
     for line in distribution.requires or ():
         if normalise(line).startswith(ENGINE):

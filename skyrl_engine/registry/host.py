@@ -1,4 +1,4 @@
-"""pluggy with the engine's hooks: register one object, call one object's hook, and name the culprit when plugin code fails."""
+"""The engine's pluggy host: it registers plugin objects, calls their hooks, and names the plugin whose code fails."""
 
 import difflib
 import importlib
@@ -28,20 +28,20 @@ _ON_THE_WAY = (f"{Path(skyrl_engine.__file__).parent}{os.sep}", f"{Path(importli
 
 @frozen
 class Owner:
-    """Who answers for plugin code: `label` names it in errors, `remedy` says what to do about it."""
+    """The owner of plugin code: `label` names it in errors, `remedy` says what a user can do about a failure."""
 
     label: str
     remedy: str
 
     @classmethod
     def of(cls, record: PluginRecord) -> "Owner":
-        """The owner of a recorded plugin: a local file can be corrected, a distribution upgraded."""
+        """Return the owner of a recorded plugin: a local file can be corrected, a distribution upgraded."""
         action = f"Correct {record.path}" if record.source == "file" else f"Upgrade {record.distribution}"
         return cls(str(record), f"{action}, or {KINDS[record.kind].alternative}")
 
     @classmethod
     def named(cls, label: str, kind: str) -> "Owner":
-        """The owner of a product of this kind that came from no recorded plugin, such as one a test makes."""
+        """Return the owner of a product of this kind that comes from no recorded plugin, such as one that a test makes."""
         return cls(label, f"Correct it, or {KINDS[kind].alternative}")
 
 
@@ -92,7 +92,7 @@ class PluginHost:
         return hooks
 
     def each(self, hook: str) -> Iterator[tuple[Owner, Any]]:
-        """Call a hook of one registered object after the other, in the order of registration: whose it is, and what it gave."""
+        """Call a hook of every registered object in the order of registration, and yield each object's owner and result."""
         holders = [holder for _, holder in self._registered]
         for owner, holder in self._registered:
             others = [other for other in holders if other is not holder]
@@ -100,7 +100,7 @@ class PluginHost:
                 yield owner, given
 
     def _check_names(self, hooks: Iterable[str], owner: Owner) -> None:
-        """Pluggy's check_pending refuses unknown hooks too, but only after registration and without saying what was meant."""
+        """Refuse unknown hooks with a suggestion; pluggy's check_pending refuses them too, but only after registration."""
         for hook in sorted(hooks):
             if not hasattr(self._manager.hook, hook):
                 close = difflib.get_close_matches(hook, [name for name in vars(self._manager.hook) if name[0] != "_"], n=1)
@@ -111,7 +111,7 @@ class PluginHost:
 
 
 class _Holder:
-    """Hook implementations of one object, by attribute; compared and hashed by identity."""
+    """The hook implementations of one object, by attribute; compared and hashed by identity."""
 
     def __init__(self, implementations: dict[str, Callable[..., Any]]) -> None:
         vars(self).update(implementations)
@@ -120,7 +120,7 @@ class _Holder:
 def _implementations(
     manager: pluggy.PluginManager, plugin: object, owner: Owner
 ) -> Iterator[tuple[str, tuple[str, Callable[..., Any]]]]:
-    """Per attribute that implements a hook: the hook's name and the function, which reports what goes wrong in it."""
+    """Return, for each attribute that implements a hook, the hook's name and the function, whose errors name the plugin."""
     for name in dir(plugin):
         if isinstance(inspect.getattr_static(plugin, name, None), property):
             continue  # reading it would run plugin code
@@ -132,7 +132,7 @@ def _implementations(
 
 
 def _reporting(function: Callable[..., Any], hook: str, owner: Owner) -> Callable[..., Any]:
-    """The function with its options and signature, in which any error but the engine's own names plugin, hook and place."""
+    """Wrap the function, keeping its options and signature: any error but the engine's own then names plugin, hook and place."""
     if inspect.isgeneratorfunction(function):
 
         @wraps(function)
@@ -152,7 +152,7 @@ def _reporting(function: Callable[..., Any], hook: str, owner: Owner) -> Callabl
 
 @contextmanager
 def blaming(owner: Owner, doing: str) -> Iterator[None]:
-    """Turn whatever plugin code raises into PluginBrokenError; what it raises of the engine's errors is meant, and passes."""
+    """Turn any error of plugin code into PluginBrokenError; an EngineError, which a plugin raises on purpose, passes."""
     try:
         yield
     except (EngineError, KeyboardInterrupt, GeneratorExit):
@@ -167,8 +167,8 @@ def blaming(owner: Owner, doing: str) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> traceback.FrameSummary:
-    """The innermost frame in the plugin's own folder, where its author can change something; without one, the innermost of all. A
-    syntax error is in no frame, and says itself where it is.
+    """Return the innermost frame in the plugin's own folder, which its author can change; without one, the innermost frame of all. A
+    syntax error has no frame and names its own place.
     """
     if isinstance(error, SyntaxError) and error.filename is not None:
         return traceback.FrameSummary(error.filename, error.lineno, "<module>")
@@ -180,7 +180,7 @@ def _place(error: BaseException) -> traceback.FrameSummary:
 
 
 def describe(error: BaseException) -> str:
-    """Type and message of an exception on one line, without final stop."""
+    """Return type and message of an exception on one line, without final stop."""
     message = " ".join(str(error).split()).rstrip(".")
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 

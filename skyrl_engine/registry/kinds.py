@@ -45,7 +45,7 @@ class Kind:
     """Function from a product to what is wrong with the values it declares, sentence by sentence."""
 
     product_hooks: tuple[str, ...] = field(default=(), kw_only=True)
-    """Hooks that the product itself may implement, at least one of them."""
+    """Hooks that the product implements itself, at least one of them."""
 
     table: str | None = field(default=None, kw_only=True)
     """Class of the configuration table, named after the kind, that selects a plugin; None where something else selects it."""
@@ -72,16 +72,16 @@ class Kind:
     """Plugins of this kind that the project publishes, by distribution."""
 
     instead: str | None = field(default=None, kw_only=True)
-    """Remedy for a plugin that fails, where it is not to choose another."""
+    """Remedy for a plugin that fails; None: choose another one."""
 
     @property
     def alternative(self) -> str:
-        """The remedy for a plugin that fails, beside correcting it: "choose another loss"."""
+        """Return the remedy for a plugin that fails, beside correcting it: "choose another loss"."""
         return self.instead or f"choose another {self.name}"
 
     @property
     def group(self) -> str:
-        """The entry-point group that a distribution declares."""
+        """Return the entry-point group that a distribution declares."""
         return f"skyrl_engine.{self.name}"
 
     @property
@@ -90,17 +90,17 @@ class Kind:
 
     @property
     def page(self) -> str:
-        """The kind's place in the documentation, under docs/."""
+        """Return the path of the kind's documentation page, under docs/."""
         return f"reference/hooks.md#{self.factory_hook}"
 
     @property
     def with_article(self) -> str:
-        """The name as a sentence needs it: "a loss", "an observer"."""
+        """Return the name with its article: "a loss", "an observer"."""
         return f"{'an' if self.name[0] in 'aeiou' else 'a'} {self.name}"
 
 
 def imported(text: str) -> Any:
-    """The object that a row names as "module:name"."""
+    """Import the object that a row names as "module:name"."""
     module, _, name = text.partition(":")
     return getattr(import_module(module), name)
 

@@ -17,6 +17,6 @@ FIRST_PARTY: Mapping[tuple[str, str], str] = MappingProxyType(
 
 
 def install_command(*requirements: str) -> str:
-    """The pip command, quoted for a shell; `python -m pip` is the pip of the interpreter that runs the engine."""
+    """Return the pip command, quoted for a shell; `python -m pip` is the pip of the interpreter that runs the engine."""
     quoted = (f'"{requirement}"' if set(requirement) & set("<>=!~[ ;*") else requirement for requirement in requirements)
     return f"python -m pip install {' '.join(quoted)}"

@@ -1,4 +1,4 @@
-"""A loaded plugin: what the engine may ask of it."""
+"""A loaded plugin and the calls that the engine makes to it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A local file as a module: made of the recorded text, so that every process runs the code that was hashed."""
+"""Make a module of a local file from its recorded text, so that every process runs the code that was hashed."""
 
 import hashlib
 import linecache
@@ -9,7 +9,7 @@ from skyrl_engine.registry.record import PluginRecord
 
 
 def local_module(record: PluginRecord) -> ModuleType:
-    """The module of a local file's record; one and the same for every name taken from the same file with the same content.
+    """Return the module of a local file's record; every name of one file with one content shares the same module.
 
     It stands in sys.modules, under a name made of path and content, because attrs and pickle look classes up there. Raises whatever the
     file raises.

@@ -1,4 +1,4 @@
-"""Tell every observer what happens in a run. One that fails stops the run and is named; none is dropped quietly."""
+"""Tell every observer the events of a run. An observer that fails stops the run and is named; none is dropped quietly."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -48,7 +48,7 @@ class ObserverBus:
         self._host.hook.skyrl_engine_session_finished(event=event)
 
     def manifest_extra(self) -> dict[str, Any]:
-        """All observers' facts for the manifest. Raises ContractError when one returns no dict, or two give one key different values."""
+        """Return all observers' facts. Raises ContractError when one returns no dict, or two give one key different values."""
         extra: dict[str, Any] = {}
         givers: dict[str, Owner] = {}
         for owner, facts in self._host.each("skyrl_engine_manifest_extra"):

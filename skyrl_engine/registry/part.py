@@ -11,7 +11,7 @@ Product = TypeVar("Product")
 
 @frozen(eq=False)
 class Part(Generic[Product]):
-    """A product of a factory, who answers for it, where the configuration selects it, its name in metrics, and how much it counts.
+    """A plugin's product at work: its owner, its place in the configuration, its name in metrics, its coefficient.
 
     `place` is a key of the configuration: `collator`, `loss.terms[0]`. `coefficient` multiplies the values of a term of the objective.
     """
@@ -24,5 +24,5 @@ class Part(Generic[Product]):
 
     @property
     def label(self) -> str:
-        """The plugin as errors name it: its kind, name, distribution and version."""
+        """Return the plugin as errors name it: its kind, name, distribution and version."""
         return self.owner.label

@@ -1,4 +1,4 @@
-"""Check what a factory returned against its kind's contract, before a run relies on it."""
+"""Check the product of a factory against its kind's contract, before a run relies on it."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ def check_hooks(kind: Kind, product: object, owner: Owner) -> None:
 
 
 def contract_of(kind: Kind) -> type | None:
-    """The Protocol of a kind's product."""
+    """Return the Protocol of a kind's product."""
     return None if kind.contract is None else imported(kind.contract)
 
 
@@ -56,7 +56,7 @@ def _missing_members(kind: Kind, product: object) -> Iterator[str]:
 
 
 def _refuses(method: Callable[..., Any], promised: Callable[..., Any]) -> str | None:
-    """Why `method` cannot take the promised arguments, None if it can: positional ones by place, keyword-only ones by name."""
+    """Say why `method` cannot take the promised arguments (positional ones by position, keyword-only ones by name); None if it can."""
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError):

@@ -41,18 +41,18 @@ class PluginRecord:
 
     @classmethod
     def of_file(cls, kind: str, path: Path, name: str, content: bytes) -> "PluginRecord":
-        """A plugin of a local file with this content. Raises UnicodeDecodeError for a file that is not UTF-8."""
+        """Make the record of a plugin in a local file with this content. Raises UnicodeDecodeError for a file that is not UTF-8."""
         digest = hashlib.sha256(content).hexdigest()
         return cls(kind, name, name, "file", path=path, sha256=digest, source_text=content.decode("utf-8"))
 
     @property
     def reference(self) -> str:
-        """The reference that means this plugin and no other: "distribution:name", or "path:name"."""
+        """Return the reference that means this plugin and no other: "distribution:name", or "path:name"."""
         return f"{self.distribution or self.path}:{self.name}"
 
     @property
     def origin(self) -> str:
-        """The distribution and version, "acme-losses 2.0.0", or path and hash of a local file."""
+        """Return distribution and version, "acme-losses 2.0.0", or path and hash of a local file."""
         if self.source == "file":
             return f"{self.path} (sha256 {(self.sha256 or '')[:12]})"
         return f"{self.distribution} {self.version}"
@@ -61,12 +61,12 @@ class PluginRecord:
         return f"{self.kind} {self.name!r} of {self.origin}"
 
     def lock(self) -> dict[str, Any]:
-        """Everything that `from_lock` needs, as JSON holds it. A local file travels with its source text."""
+        """Return everything that `from_lock` needs, as JSON values. A local file travels with its source text."""
         return {key: str(value) if isinstance(value, Path) else value for key, value in attrs.asdict(self).items()}
 
     @classmethod
     def from_lock(cls, lock: Mapping[str, Any]) -> "PluginRecord":
-        """The record that `lock` was made of. Raises PluginBrokenError when fields are unknown or missing, or the text has another hash."""
+        """Return the record of a lock. Raises PluginBrokenError when fields are unknown or missing, or the text has another hash."""
         try:
             record = cls(**{**lock, "path": Path(lock["path"]) if lock.get("path") else None})
         except (TypeError, ValueError, AssertionError) as error:

@@ -1,4 +1,4 @@
-"""From a reference to exactly one plugin. Nothing is imported: what is decided here is decided from metadata and file content.
+"""Resolve a reference to exactly one plugin, from metadata and file content alone, without importing anything.
 
 The rules, in their order: blocked plugins are dropped; a name must match exactly; one claim wins; of several claims the pinned one wins,
 otherwise it is an error that names them in full. No distribution has priority, the engine's own included.
@@ -24,7 +24,7 @@ __all__ = ["PluginRecord", "Registry"]
 
 @frozen
 class Registry:
-    """Every plugin that is installed here, and which of them the configuration blocks and pins."""
+    """The plugins that are installed here, and the configuration's selection among them."""
 
     _records: tuple[PluginRecord, ...]
     unreadable: tuple[UnreadableDistribution, ...]
@@ -37,12 +37,12 @@ class Registry:
         return cls(found.records, found.unreadable, Selection.of(block, pin))
 
     def records(self, kind: str | None = None) -> tuple[PluginRecord, ...]:
-        """Every plugin that is installed and not blocked, of one kind or of all."""
+        """Return every plugin that is installed and not blocked, of one kind or of all."""
         usable = (record for record in self._records if self.selection.blocks(record) is None)
         return tuple(record for record in usable if kind in (None, record.kind))
 
     def resolve(self, kind: str, reference: str, *, base: Path | None = None) -> PluginRecord:
-        """The one plugin that `reference` means; a relative file is looked up from `base` (None: the working directory).
+        """Return the one plugin that `reference` means; a relative file is looked up from `base` (None: the working directory).
 
         Raises PluginNotFoundError, PluginAmbiguousError, PluginBlockedError, or PluginBrokenError for a file that cannot be read and a
         distribution that offers one name twice.

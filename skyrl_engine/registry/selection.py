@@ -16,7 +16,7 @@ class Selection:
     """Blocked plugins, and pins: (kind, name) -> the distribution (normalised) that a bare name is taken from.
 
     A block is a reference: a bare name blocks it in every distribution, `distribution:name` there only, `distribution:*` all that the
-    distribution offers, `./file.py:name` a local file's.
+    distribution offers, `./file.py:name` one of a local file.
     """
 
     block: tuple[PluginReference, ...]
@@ -24,7 +24,7 @@ class Selection:
 
     @classmethod
     def of(cls, block: Sequence[str], pin: Mapping[str, str]) -> "Selection":
-        """From the configuration's `plugins.block` and `plugins.pin` ("kind:name" -> distribution). Raises ConfigError."""
+        """Read `plugins.block` and `plugins.pin` ("kind:name" -> distribution) of a configuration. Raises ConfigError."""
         problems: list[Problem] = []
         blocked: list[PluginReference] = []
         pins: dict[tuple[str, str], str] = {}
@@ -49,7 +49,7 @@ class Selection:
         return cls(tuple(blocked), pins)
 
     def blocks(self, record: PluginRecord) -> str | None:
-        """The entry that blocks this plugin, None if none does."""
+        """Return the entry that blocks this plugin, None if none does."""
         return next((reference.text for reference in self.block if _covers(reference, record)), None)
 
 

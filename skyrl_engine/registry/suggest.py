@@ -1,4 +1,4 @@
-"""Errors for references that name no plugin here: the likely meaning, and the one action that helps."""
+"""Make errors for references that name no plugin here, with the likely meaning and the one action that helps."""
 
 import difflib
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def missing_plugin(
     *,
     pinned: str | None,
 ) -> PluginNotFoundError:
-    """The error for a reference that no usable plugin answers; `pinned` is the distribution a pin asks it from."""
+    """Return the error for a reference that no usable plugin has; `pinned` is the distribution that a pin names."""
     details = [str(distribution) for distribution in unreadable]
     distribution = wanted.distribution or pinned
     if distribution is None:
@@ -40,7 +40,7 @@ def missing_plugin(
 
 
 def missing_file(kind: str, wanted: PluginReference, path: Path) -> PluginNotFoundError:
-    """The error for a local plugin whose file is not there."""
+    """Return the error for a local plugin whose file does not exist."""
     siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, siblings, n=1)
     remedy = f"Did you mean {path.parent / close[0]}:{wanted.name}?" if close else "Correct the path"
@@ -81,9 +81,9 @@ def _qualified_name(kind: str, name: str, distribution: str, records: Sequence[P
 
 
 def _first_party_command(kind: str, name: str, records: Sequence[PluginRecord]) -> str | None:
-    """The pip command for a first-party plugin that is not installed.
+    """Return the pip command for a first-party plugin that is not installed.
 
-    Only for names that this project publishes: a command made of what somebody typed would install whatever bears the misspelt name.
+    Other names get none: a command made from typed text would install whatever distribution bears the misspelt name.
     """
     distribution = FIRST_PARTY.get((kind, name))
     if distribution is None or any(record.kind == kind and record.name == name for record in records):

@@ -1,4 +1,4 @@
-"""Checks of the values that products declare beside their methods: one function per kind, from the product to sentences."""
+"""Check the values that products declare beside their methods: one function per kind, which returns sentences about mistakes."""
 
 from collections.abc import Iterator
 from typing import Any, get_args

@@ -1,4 +1,4 @@
-"""Adapters to try backends with, and the same model as PEFT makes it."""
+"""Adapters for tests of backends, and the same model as PEFT makes it."""
 
 import json
 import warnings
@@ -14,9 +14,9 @@ from skyrl_engine.modeling.loading import load_scorer
 
 
 def write_adapter(model: str, target: Path, *, value_head: bool = False, layers: list[int] | None = None) -> str:
-    """A PEFT directory of rank-4 adapters for the model in a directory, both matrices random: of new ones A has no gradient.
+    """Write a PEFT directory of rank-4 adapters for a model. Both matrices are random: with B zero, as in new adapters, A has no gradient.
 
-    `layers`: those that get adapters, all by default. With `value_head` the model's own is beside them, as it is.
+    `layers` get adapters, by default all. With `value_head` the directory also holds the model's own value head.
     """
     made, _ = load_scorer(ModelConfig(model, value_head=value_head, lora=LoraConfig(rank=4, alpha=8)), images=True)
     write_pretrained(made, target)
@@ -34,7 +34,7 @@ def write_adapter(model: str, target: Path, *, value_head: bool = False, layers:
 
 
 def with_adapter(model: Any, adapter: str) -> Any:
-    """`model` as PEFT changes it for training the adapters in a directory; parameters keep the names that they have inside of it."""
+    """Return `model` with the adapters of a directory put in by PEFT; parameters keep their names inside `model`."""
     import peft
 
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Comparison of numbers that should be equal: by how much they differ, and what that gives away about the code that made them."""
+"""Compare numbers that should be equal: measure their difference, and infer from it the likely cause in the code."""
 
 from collections.abc import Mapping
 
@@ -14,12 +14,12 @@ RELATIVE, ABSOLUTE = 1e-7, 1e-9
 
 
 def same(one: Numbers, other: Numbers, *, relative: float = RELATIVE, absolute: float = ABSOLUTE) -> bool:
-    """Equal within the tolerance, elementwise."""
+    """Return True where both are equal within the tolerance, elementwise."""
     return bool(np.allclose(one, other, rtol=relative, atol=absolute))
 
 
 def factor_between(before: Numbers, after: Numbers) -> float | None:
-    """The one number that `before` is multiplied by to give `after`; None where there is none, or it is 1."""
+    """Return the single factor from `before` to `after`; None where there is none, or it is 1."""
     if not before.any() or not np.isfinite(after).all():
         return None
     factor = float(before @ after / (before @ before))
@@ -27,7 +27,7 @@ def factor_between(before: Numbers, after: Numbers) -> float | None:
 
 
 def times(factor: float | None) -> str:
-    """A factor as it follows "changes"; nothing where there is none."""
+    """Return a factor in words that follow "changes"; nothing where there is none."""
     return "" if factor is None else f" x{factor:.2f}"
 
 
@@ -50,7 +50,7 @@ def require_same(noun: str, before: Numbers, after: Numbers, when: str, cause: s
 
 
 def cause_of_ratio(before: Numbers, after: Numbers, candidates: Mapping[str, Numbers]) -> str | None:
-    """The candidates by whose numbers every value is multiplied, joined by "or"; one that predicts no change at all explains none."""
+    """Return the candidates whose numbers equal the factor of every value, joined by "or"; a candidate that predicts no change is left out."""
     told = before != 0
     if not told.any():
         return None
@@ -64,6 +64,6 @@ def cause_of_ratio(before: Numbers, after: Numbers, candidates: Mapping[str, Num
 
 
 def constant_within(difference: Numbers, part_of: npt.NDArray[np.int64]) -> bool:
-    """Whether tokens of one part all differ by the same number, and not all by none."""
+    """Return True where all tokens of each part differ by one number, and some of these numbers are not 0."""
     parts = [difference[part_of == part] for part in np.unique(part_of)]
     return not same(difference, np.zeros_like(difference)) and all(same(part, np.full_like(part, part[0])) for part in parts)

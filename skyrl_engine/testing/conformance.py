@@ -23,16 +23,16 @@ class Conformance:
     options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     examples: ClassVar[int] = EXAMPLES
     offers: ClassVar[tuple[str, ...]] = ()
-    """Methods that a subclass may add, such as `oracle`; promises that need one are claimed where it is there."""
+    """Methods that a subclass may add, such as `oracle`; a promise that needs one is claimed where the subclass has it."""
     flags: ClassVar[tuple[str, ...]] = ()
     """Attributes that a subclass may set to True, such as `surrogate_gradient`."""
 
     def product(self) -> Any:
-        """The product under test, made anew in every call."""
+        """Make the product under test, a new one in every call."""
         return self.subject().make()
 
     def subject(self) -> Subject[Any]:
-        """The subject that the promises are held against."""
+        """Return the subject that the promises are checked on."""
         more: dict[str, Any] = {
             "hooks": {name: getattr(self, name) for name in self.offers if hasattr(self, name)},
             "flags": frozenset(name for name in self.flags if getattr(self, name, False)),
@@ -44,11 +44,11 @@ class Conformance:
 
     @classmethod
     def _suite(cls) -> type["Conformance"]:
-        """The class of the kit that this one is derived from."""
+        """Return the class of the kit that this class derives from."""
         return next(each for each in cls.__mro__ if "promises" in vars(each))
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test per claimed promise: what is not claimed is no test, and so never skipped."""
+        """Make one test per claimed promise; a promise that is not claimed makes none, so no test is ever skipped."""
         subject = self.subject()
         claimed = [each for each in self.promises if each.exempt(subject) is None]
         metafunc.parametrize("promise", claimed, ids=[each.name for each in claimed])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def promises_of(kind: str) -> "tuple[Promise[Any, Any], ...]":
-    """The promises of a kind. Raises UnsupportedError for a kind that has none, and where Hypothesis or torch is missing."""
+    """Return the promises of a kind. Raises UnsupportedError for a kind that has none, and where Hypothesis or torch is missing."""
     row = KINDS[kind]
     if row.suite is None:
         verifiable = [each.name for each in KINDS.values() if each.suite is not None]
@@ -36,7 +36,7 @@ def promises_of(kind: str) -> "tuple[Promise[Any, Any], ...]":
 def verify(plugin: SelectedPlugin, *, examples: int | None = None, layouts: Sequence[str] = ()) -> "Verdict":
     """Hold an installed plugin, or one of a local file, to every promise of its kind; `examples` cases each (None: the kit's own number).
 
-    A backend is tried on `layouts` such as "tp2xpp2" (none: one rank, and two data-parallel ranks); it has no other cases.
+    A backend is checked on `layouts` such as "tp2xpp2" (none: one rank, and two data-parallel ranks) and takes no `examples`.
     """
     kind = plugin.loaded.record.kind
     promises = promises_of(kind)
@@ -56,7 +56,7 @@ def verify(plugin: SelectedPlugin, *, examples: int | None = None, layouts: Sequ
 
 @contextmanager
 def _each_warning_once() -> Iterator[None]:
-    """Show what warns in hundreds of cases, such as a division by 0, once per place; Python forgets what it has shown at every case."""
+    """Show each warning once per place, such as a division by 0 in hundreds of cases; Python would show it in every case."""
     told = set()
     with warnings.catch_warnings():
         show = warnings.showwarning

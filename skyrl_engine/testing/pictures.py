@@ -38,12 +38,12 @@ _GRIDS: Final[Sequence[Sequence[tuple[int, int]]]] = (
 
 
 def text_tokens(vocabulary: int, length: int, draw: torch.Generator) -> Tensor:
-    """Token ids int64[length] without a meaning."""
+    """Return token ids int64[length] without a meaning."""
     return torch.randint(0, vocabulary - _SPECIAL, (length,), generator=draw)
 
 
 def with_pictures(vocabulary: int, variant: Variant, empty: int) -> list[tuple[Tensor, Pictures]]:
-    """Token ids int64[length] of every document, and its pictures, between text; document `empty` has neither."""
+    """Return token ids int64[length] of every document, with its pictures between text; document `empty` has neither."""
     draw = torch.Generator().manual_seed(4)
     made = []
     for number, grids in enumerate(_GRIDS):

@@ -73,7 +73,7 @@ def _pickled(value: object) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles the function under a decorator as its plugin's: by name it would be found to be the plugin."""
+    """Pickles a decorated function through its plugin, because its name now refers to the plugin."""
 
     def persistent_id(self, obj: Any) -> tuple[str, str] | None:
         if type(obj) is FunctionType and isinstance(_named(obj.__module__, obj.__qualname__), FunctionPlugin):

@@ -1,4 +1,4 @@
-"""Settings that a process shares among all that runs in it: torch's settings, and the environment that says which rank it is."""
+"""Settings shared by everything in a process: torch's settings, and the environment variables that give its rank."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +30,7 @@ _SETTERS: Mapping[str, Callable[[Any], object]] = {
 
 
 def torch_settings() -> Mapping[str, Any]:
-    """By name, what one part of a process sets for all others."""
+    """Return by name the settings of torch that hold for the whole process."""
     denormal = torch.tensor([1e-310], dtype=torch.float64)
     return {
         "gradient mode": torch.is_grad_enabled(),
@@ -43,7 +43,7 @@ def torch_settings() -> Mapping[str, Any]:
 
 @contextmanager
 def settings_left_alone() -> Iterator[None]:
-    """Put torch's settings back in the end, and raise Broken where one had changed."""
+    """Restore torch's settings in the end, and raise Broken where one had changed."""
     before = torch_settings()
     yield
     changed = {name: value for name, value in torch_settings().items() if value != before[name]}
@@ -58,7 +58,7 @@ def settings_left_alone() -> Iterator[None]:
 
 @contextmanager
 def another_rank() -> Iterator[None]:
-    """The environment of another rank, and afterwards what it was."""
+    """Set the environment of another rank, and restore it afterwards."""
     before = {name: os.environ.get(name) for name in ANOTHER_RANK}
     os.environ.update(ANOTHER_RANK)
     try:

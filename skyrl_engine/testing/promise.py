@@ -1,4 +1,4 @@
-"""A promise that a plugin must keep, and what is found when it is held to it.
+"""A promise that a plugin must keep, and the finding of a check of it.
 
 A promise is one plain function `check(subject, case)`, which raises `Broken`. Hypothesis draws the cases and shrinks one that breaks the
 promise to the smallest; the pytest suites and `skyrl-engine plugins verify` both call `Promise.hold`.
@@ -21,9 +21,9 @@ EXAMPLES = 40
 
 
 class Broken(AssertionError):  # noqa: N818 - a finding, told as a failed assertion
-    """The promise does not hold: `cause` a sentence without final stop, `remedy` one action, `factor` by how much numbers change.
+    """The promise does not hold. `cause` is a sentence without final stop, `remedy` one action, `factor` that by which numbers change.
 
-    `case` is the counterexample where the check draws it itself; otherwise it is what the check was given.
+    `case` is the counterexample where the check draws its own; otherwise it is the case that the check was given.
     """
 
     def __init__(self, cause: str, remedy: str, *, factor: float | None = None, case: object = None) -> None:
@@ -35,15 +35,15 @@ class Broken(AssertionError):  # noqa: N818 - a finding, told as a failed assert
 
 
 class Undecidable(Exception):  # noqa: N818 - no error: the case says nothing about this promise
-    """The case does not get as far as the promise, for instance because the plugin fails in it; another promise is about that."""
+    """The case cannot decide the promise, for instance because the plugin fails in it, which another promise covers."""
 
 
 @frozen
 class Finding:
-    """What holding a plugin to one promise found. All but name, sentence and status are None where the promise is kept.
+    """The finding about one promise of a plugin. All but name, sentence and status are None where the promise is kept.
 
-    `cause` also says why a promise is not claimed or could not be decided. `counterexample` is the smallest case that was found, a line
-    each; `factor` by how much numbers change, where they are all multiplied by one.
+    `cause` also says why a promise is not claimed or could not be decided. `counterexample` is the smallest case that was found, in
+    lines; `factor` is the one factor by which all numbers change, if there is one.
     """
 
     promise: str
@@ -56,7 +56,7 @@ class Finding:
 
     @property
     def lines(self) -> list[str]:
-        """The finding for people: cause, remedy, and the smallest case."""
+        """Return the finding as lines for people: cause, remedy, and the smallest case."""
         told = [f"{text}." for text in (self.cause, self.remedy) if text is not None]
         if self.counterexample:
             told += ["smallest counterexample:", *(f"  {line}" for line in self.counterexample)]
@@ -65,9 +65,9 @@ class Finding:
 
 @frozen(eq=False)
 class Promise(Generic[Subject, Case]):
-    """`sentence` says what is promised. `cases` gives the strategy of a subject's cases. `exempt` why this subject does not claim it.
+    """A promise, stated by `sentence`. `cases` returns the strategy of a subject's cases; `exempt` the reason why it does not claim it.
 
-    `effort` multiplies the number of cases: below 1 where one is expensive, above where what breaks the promise is rare.
+    `effort` multiplies the number of cases: below 1 where a case is expensive, above 1 where cases that break the promise are rare.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Promise(Generic[Subject, Case]):
     effort: float = 1.0
 
     def hold(self, subject: Subject, *, examples: int = EXAMPLES, derandomize: bool = True, shrink: bool = True) -> Finding:
-        """Hold the subject to the promise: with `derandomize` on the same cases every time, with `shrink` down to the smallest case."""
+        """Check the promise on the subject: with `derandomize` on the same cases every time, with `shrink` down to the smallest case."""
         exemption = self.exempt(subject)
         if exemption is not None:
             return self._finding("not claimed", exemption)
@@ -119,7 +119,7 @@ class Promise(Generic[Subject, Case]):
 
 
 class _Seen:
-    """What the cases of one promise came to. The last broken one is the smallest: Hypothesis runs it once more at the end."""
+    """The results of a promise's cases. The last broken one is the smallest: Hypothesis runs it once more at the end."""
 
     def __init__(self) -> None:
         self.broken: Broken | None = None
@@ -142,12 +142,12 @@ class _Seen:
 
 
 def no_cases(_subject: object) -> "st.SearchStrategy[None]":
-    """For promises about the plugin itself, which need no input and are held once."""
+    """Return a strategy of one case, for promises about the plugin itself, which need no input and are checked once."""
     return st.none()
 
 
 def claimed(_subject: object) -> None:
-    """Everybody claims it."""
+    """Exempt nobody: every subject claims the promise."""
     return
 
 
@@ -158,7 +158,7 @@ def promise(
     exempt: Callable[[Any], str | None] = claimed,
     effort: float = 1.0,
 ) -> Callable[[Callable[[Any, Any], None]], Promise[Any, Any]]:
-    """Make a promise of its check; the function's name is the promise's."""
+    """Make a promise from its check; it takes the function's name."""
 
     def decorate(check: Callable[[Any, Any], None]) -> Promise[Any, Any]:
         return Promise(check.__name__, sentence, check, cases, exempt, effort)
@@ -167,7 +167,7 @@ def promise(
 
 
 def any_of(*exemptions: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
-    """The first reason that any of them gives."""
+    """Return an exemption that gives the first reason of any of these."""
 
     def exempt(subject: Any) -> str | None:
         return next((reason for exemption in exemptions if (reason := exemption(subject)) is not None), None)
@@ -185,7 +185,7 @@ class Verdict:
     def of(
         cls, promises: Iterable[Promise[Any, Any]], subject: object, *, examples: int = EXAMPLES, derandomize: bool = True
     ) -> "Verdict":
-        """Hold the subject to every promise."""
+        """Check every promise on the subject."""
         findings = [each.hold(subject, examples=examples, derandomize=derandomize) for each in promises]
         return cls(tuple(findings))
 
@@ -194,5 +194,5 @@ class Verdict:
 
     @property
     def kept(self) -> bool:
-        """Whether every promise that is claimed is kept."""
+        """Return True where every claimed promise is kept."""
         return not self.of_status("broken") and not self.of_status("undecided")

@@ -18,14 +18,14 @@ def seed_everything(seed: int) -> None:
 
 
 def global_random_state() -> RandomState:
-    """All three, comparable."""
+    """Return all three states, comparable."""
     _, keys, place, *_ = np.random.get_state()
     return random.getstate(), np.asarray(keys).tobytes(), int(place), torch.random.get_rng_state().numpy().tobytes()
 
 
 @contextmanager
 def restored_random_state() -> Iterator[None]:
-    """Put everything back in the end."""
+    """Restore all three states in the end."""
     python, numpy, tensors = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     try:
         yield

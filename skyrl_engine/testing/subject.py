@@ -1,4 +1,4 @@
-"""The subject of promises: a maker of a plugin's product, and what is known of the plugin."""
+"""The subject of promises: a maker of a plugin's product, and facts about the plugin."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -36,16 +36,16 @@ class Subject(Generic[Product]):
 
     @classmethod
     def of_plugin(cls, plugin: SelectedPlugin, **more: Any) -> "Subject[Any]":
-        """The product of an installed plugin or a local file."""
+        """Return the subject of an installed plugin or a local file."""
         return cls(str(plugin.loaded.record), lambda: plugin.make(CONTEXT), plugin, **more)
 
     def declares(self, flag: str) -> bool:
-        """Whether the product declares a capability, such as `batch_local`."""
+        """Return True where the product declares a capability, such as `batch_local`."""
         return bool(getattr(self.make(), flag, False))
 
 
 def part_of(product: Product, label: str, kind: str) -> Part[Product]:
-    """A bare product as a part of a run; `label` names it in errors."""
+    """Return a bare product as a part of a run; `label` names it in errors."""
     return Part(product, Owner.named(label, kind), kind, "under_test")
 
 

@@ -4,7 +4,7 @@ from skyrl_engine.cli.demo.recipe import Recipe
 
 
 def recipe(name: str) -> Recipe:
-    """The demo of this name; a demo's module is imported when it is chosen."""
+    """Return the demo of this name; its module is imported only now."""
     if name == "tiny":
         from skyrl_engine.cli.demo.tiny import TinyRecipe
 

@@ -130,7 +130,7 @@ def demo(model: str, output: Path | None, steps: int | None) -> int:
 
 
 def _new_directory(output: Path | None, model: str) -> Path:
-    """An empty directory: the one asked for, or a new one. Raises ConfigError when there is something in it."""
+    """Return an empty directory: the given one, or a new one. Raises ConfigError when there is something in it."""
     from skyrl_engine.run.directory import RUNS
 
     directory = output or RUNS / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-demo-{model}"
@@ -168,7 +168,7 @@ def _comparison(
 
 
 def _shortened(text: str) -> str:
-    """One line of at most 60 characters, control characters and emptiness visible."""
+    """Return one line of at most 60 characters that shows control characters and emptiness."""
     line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
     if not line:
         return "(nothing)"

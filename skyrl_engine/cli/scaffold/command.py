@@ -26,7 +26,7 @@ from skyrl_engine.cli.command import EngineCommand, did_you_mean
 def new_plugin(
     kind: str, name: str, directory: Path | None, distribution: str | None, author: str | None, license_name: str
 ) -> None:
-    """Write a distribution with one plugin that works: code, options, tests, README. For instance `loss my-loss`.
+    """Write a distribution with one working plugin: code, options, tests, README. For instance `loss my-loss`.
 
     It can be installed, listed, verified and used as it is; then change its formula into yours.
     """

@@ -1,4 +1,4 @@
-"""Writing the distribution: every text of templates/ with the names filled in, aside first and then in its place."""
+"""Write a distribution: every text of templates/ with the names filled in, first aside and then in its place."""
 
 import shlex
 import shutil
@@ -25,7 +25,7 @@ _ENDING = ".in"
 
 @frozen
 class Details:
-    """Choices of the author beside the names."""
+    """The author's choices besides the names."""
 
     author: str
     license: str
@@ -62,7 +62,7 @@ def write_distribution(names: Names, details: Details, target: Path) -> list[Pat
 
 
 def _texts(names: Names, details: Details, scaffold: Scaffold) -> dict[str, str]:
-    """Every file of the distribution by its place in it."""
+    """Return the text of every file of the distribution by its path in it."""
     values = _values(names, details, scaffold)
     templates = files("skyrl_engine.cli.scaffold") / "templates"
     texts = {

@@ -34,7 +34,7 @@ OBSERVER = Scaffold(
 
 
 def scaffold_of(kind: Kind) -> Scaffold:
-    """The scaffold of a kind that has one. Raises UnsupportedError for one that no few lines make."""
+    """Return the scaffold of a kind. Raises UnsupportedError for a kind that takes more than a few lines."""
     if kind.scaffold is None:
         raise UnsupportedError(
             f"there is no template for {kind.with_article}: {kind.no_scaffold}", remedy=f"Start from {kind.start_from}"

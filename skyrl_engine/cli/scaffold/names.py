@@ -1,4 +1,4 @@
-"""The names of a new plugin: what a person typed, and what distribution, package and class are called after it."""
+"""Derive the names of a new plugin's distribution, package and class from the name that a person typed."""
 
 import builtins
 import keyword
@@ -34,7 +34,7 @@ class Names:
 
 
 def names_for(kind: str, name: str, distribution: str | None = None) -> Names:
-    """Names after `name`; the distribution is NAME-KIND, or NAME where it ends in the kind, unless it is given.
+    """Derive the names from `name`; the distribution is NAME-KIND, or NAME where it ends in the kind, unless it is given.
 
     Raises UnsupportedError for names that cannot be used.
     """

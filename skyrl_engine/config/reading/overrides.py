@@ -9,7 +9,7 @@ from skyrl_engine.errors import Problem
 
 
 def parse_override(text: str) -> tuple[KeyPath, Any] | Problem:
-    """Key path and value of one override, or the problem with it. What is not a TOML value is text, unless it starts like one."""
+    """Return key path and value of an override, or the problem with it. A value that is not TOML is text, unless it starts like TOML."""
     key, equals, value = text.partition("=")
     if not equals:
         remedy = "Put the file first, section.key=value after it" if Path(text).is_file() else "Write section.key=value"

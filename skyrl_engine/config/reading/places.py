@@ -1,6 +1,6 @@
 """`./` and `../` in a configuration are relative to where they were written: the file's folder, or the current one on a command line.
 
-Which texts name places is the schema's to say: fields of type `Path`, and fields marked with `PLACE`. They become absolute, so that a
+The schema says which texts name places: fields of type `Path`, and fields marked with `PLACE`. They become absolute, so that a
 configuration that is written out and read elsewhere still means the same files. Everything else keeps its text.
 """
 
@@ -16,14 +16,14 @@ from skyrl_engine.config.schema import PLACE
 
 
 def absolute_place(text: Any, folder: Path | None) -> Any:
-    """A text that starts with `./` or `../` as an absolute path (a plugin reference keeps its `:name`); anything else unchanged."""
+    """Return a text that starts with `./` or `../` as an absolute path (a plugin reference keeps its `:name`), any other unchanged."""
     if folder is None or not isinstance(text, str) or not text.startswith(("./", "../")):
         return text
     return str(folder.absolute() / text)
 
 
 def with_absolute_places(schema: type[Any], table: Any, path: KeyPath, origins: Mapping[str, Origin]) -> Any:
-    """`table`, not yet checked, with the places that `schema` knows of made absolute."""
+    """Return `table`, which is not yet checked, with the places that `schema` marks made absolute."""
     if not isinstance(table, Mapping):
         return table
     attributes = {attribute.alias or attribute.name: attribute for attribute in attrs.fields(attrs.resolve_types(schema))}
@@ -51,6 +51,6 @@ def _nested(schema: type[Any], value: Any, path: KeyPath, origins: Mapping[str, 
 
 
 def _kinds_inside(kind: Any) -> set[Any]:
-    """The types a field's type is made of: `tuple[Term, ...] | None` is made of Term and None."""
+    """Return the types that a field's type is made of: `tuple[Term, ...] | None` is made of Term and None."""
     arguments = typing.get_args(kind)
     return set().union(*(_kinds_inside(argument) for argument in arguments)) if arguments else {kind}

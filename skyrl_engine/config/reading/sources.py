@@ -77,7 +77,7 @@ def from_dict(table: Mapping[str, Any], source: str) -> RawConfig:
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """The plain table of a TOML or YAML file and the lines of its keys. Raises ConfigError."""
+    """Return the plain table of a TOML or YAML file and the lines of its keys. Raises ConfigError."""
     label = str(path)
     if path.suffix not in (".toml", ".yaml", ".yml"):
         raise ConfigError([Problem(label, "is neither TOML nor YAML by its name", "Give a file that ends in .toml, .yaml or .yml")])
@@ -102,13 +102,13 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
 
 
 def option_name(key: str) -> str:
-    """The option that sets a key when nothing else is said: `loss.use` is --loss, `model.path` --model, `data.train` --data."""
+    """Return the option that sets a key, unless the caller names another: `loss.use` is --loss, `model.path` --model, `data.train` --data."""
     section, _, last = key.partition(".")
     return f"--{section}" if last in ("use", "path", "train") else f"--{last.replace('_', '-')}"
 
 
 class _Merging:
-    """The table while values are laid over it."""
+    """A table while files, overrides and options are merged into it."""
 
     def __init__(self) -> None:
         self.table: dict[str, Any] = {}
@@ -162,7 +162,7 @@ def _put(merging: _Merging, path: KeyPath, value: Any, origin: Origin) -> list[P
 
 
 def _line(lines: Mapping[KeyPath, int], path: KeyPath) -> int | None:
-    """The line of a key, or of the closest key around it (keys inside braces have no line of their own in TOML)."""
+    """Return the line of a key, or of the closest key around it (keys inside braces have no line of their own in TOML)."""
     return next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), None)
 
 

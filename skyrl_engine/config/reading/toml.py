@@ -1,4 +1,4 @@
-"""TOML text to plain values, with the line of every key.
+"""Read TOML text into plain values, with the line of every key.
 
 `tomllib` reads the text and refuses what is not TOML; it tells no positions. The scanner below finds them in text that is known to be
 well-formed, so it only has to recognise strings, comments, brackets and keys.

@@ -1,4 +1,4 @@
-"""YAML text to plain values, with the line of every key.
+"""Read YAML text into plain values, with the line of every key.
 
 Plain scalars follow the core schema of YAML 1.2 (section 10.3.2), not 1.1: `1e-6` is a number, `no` and `on` are text, `010` is ten, a date is
 text. Merge keys (`<<`) of 1.1 are kept. A key given twice is refused.
@@ -82,7 +82,7 @@ def _syntax_problem(error: yaml.MarkedYAMLError, label: str) -> Problem:
 
 
 class _Walk:
-    """Goes through the composed document once: notes lines, and refuses what a configuration cannot hold."""
+    """Walks the composed document once: notes the lines of keys, and refuses values that a configuration cannot hold."""
 
     def __init__(self, label: str) -> None:
         self.label = label

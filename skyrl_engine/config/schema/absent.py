@@ -7,7 +7,7 @@ from attrs import frozen
 
 @frozen
 class AbsentTable:
-    """Stands where a table would: nobody gave it and the command does not need it, or it belongs to another trainer.
+    """Stands in for a table that nobody gave and the command does not need, or that belongs to another trainer.
 
     Reading a key of it is a mistake of the engine.
     """

@@ -1,4 +1,4 @@
-"""`[data]`: the data to train and to evaluate on."""
+"""`[data]`: the data to train on and to evaluate on."""
 
 from typing import Literal, get_args
 
@@ -12,16 +12,16 @@ DataFormat = Literal["auto", "tokens", "rollouts", "messages", "prompt_completio
 
 @frozen
 class DataConfig:
-    """The data to train and to evaluate on."""
+    """The data to train on and to evaluate on."""
 
     train: str = field(validator=min_len(1), metadata={PLACE: True})
-    """A file (JSONL, Parquet, Arrow), a folder or a hub id."""
+    """Training data: a file (JSON, JSONL, Parquet, Arrow), a folder of such files, or a hub id."""
 
     eval: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
     """Held-out data, given like `train`; none: see `eval_fraction`."""
 
     subset: str | None = field(default=None, validator=optional(min_len(1)))
-    """Configuration of a hub dataset that has several."""
+    """Configuration of a hub dataset that has several; in a local folder, the name of a folder inside it."""
 
     train_split: str = field(default="train", validator=min_len(1))
     """Split of `train` to read, where it has splits."""
@@ -36,7 +36,7 @@ class DataConfig:
     """Shape of the samples; `auto` recognises it by the columns."""
 
     columns: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)))
-    """Columns to read beside those that the loss, its terms and corrections need: one number per response token or per sample."""
+    """Further columns to read, besides those that the loss, its terms and corrections need: one number per response token or sample."""
 
     loss_on: Literal["last", "all"] = field(default="last", validator=in_(("last", "all")))
     """Assistant turns that carry loss: the `last` one or `all`."""
@@ -45,19 +45,19 @@ class DataConfig:
     """Longest sample in tokens; none: as long as the model allows."""
 
     overlong: Literal["drop", "truncate", "error"] = field(default="error", validator=in_(("drop", "truncate", "error")))
-    """Fate of a sample longer than `max_length`."""
+    """Treatment of samples longer than `max_length`: `error` refuses the run, `drop` leaves them out, `truncate` cuts their end."""
 
     bad_images: Literal["error", "drop"] = field(default="error", validator=in_(("error", "drop")))
-    """Fate of a sample with an image that is missing, damaged or too large, or whose images do not match their places."""
+    """Treatment of samples with missing, damaged, too large or unmatched images: `error` refuses the run, `drop` leaves them out."""
 
     max_image_pixels: int = field(default=2**26, validator=ge(1))
-    """Largest image that is read, width times height; files that unpack into gigabytes are refused whatever it says."""
+    """Largest image that is read, in pixels (width times height). Images beyond the limit of Pillow are refused in any case."""
 
     shrink_images_to: int | None = field(default=None, validator=optional(ge(1)))
-    """Pixels to which larger images are scaled down, which bounds their tokens; none: what the model's image processor says."""
+    """Number of pixels to which larger images are scaled down, which bounds their tokens; none: the image processor of the model decides."""
 
     max_samples: int | None = field(default=None, validator=optional(ge(1)))
-    """Read at most this many samples; none: all."""
+    """Number of rows to read from the start of `train`, and of `eval`; none: all."""
 
     cache: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
     """Folder of the token cache; none: the user's cache folder."""

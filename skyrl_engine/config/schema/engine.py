@@ -20,7 +20,7 @@ from skyrl_engine.contracts.values.model import ModelConfig
 
 @frozen(kw_only=True)
 class EngineConfig:
-    """A whole configuration file. A table that this run does not have is an `AbsentTable`, which cannot be read.
+    """A whole configuration. A table that this run does not have is an `AbsentTable`, whose keys cannot be read.
 
     `selected` are the tables that select one plugin each, by kind; in a file they stand among the others: `[loss]`, `[backend]`.
     """

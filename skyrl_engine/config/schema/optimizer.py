@@ -18,16 +18,16 @@ class OptimizerConfig:
     """Learning rate after warm-up."""
 
     betas: tuple[float, float] = field(default=(0.9, 0.999), validator=deep_iterable(_BELOW_ONE))
-    """Decay rates of the two moments."""
+    """Decay rates of the first and the second moment."""
 
     epsilon: float = field(default=1e-8, validator=gt(0))
-    """Added to the denominator."""
+    """Number added to the denominator of the update, for stability."""
 
     weight_decay: float = field(default=0.0, validator=ge(0))
-    """Decoupled weight decay."""
+    """Decoupled weight decay, of matrices only."""
 
     max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
-    """Norm to which gradients are clipped; none: never."""
+    """Largest gradient norm: a larger gradient is scaled down to it; none: no clipping."""
 
     schedule: Literal["constant", "linear", "cosine"] = field(default="constant", validator=in_(("constant", "linear", "cosine")))
     """Course of the learning rate after warm-up; `linear` and `cosine` end at 0."""
@@ -36,7 +36,7 @@ class OptimizerConfig:
     """Optimizer steps of linear warm-up before the schedule."""
 
     def settings(self) -> AdamWSettings:
-        """The numbers of AdamW, at the rate after warm-up."""
+        """Return the settings of AdamW, with the learning rate after warm-up."""
         return AdamWSettings(
             learning_rate=self.learning_rate,
             betas=self.betas,

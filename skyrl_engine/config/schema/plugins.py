@@ -1,4 +1,4 @@
-"""`[plugins]`: which installed plugins may be used."""
+"""`[plugins]`: plugins that are excluded, and distributions that names are taken from."""
 
 from collections.abc import Mapping
 
@@ -8,10 +8,10 @@ from attrs.validators import deep_iterable, min_len
 
 @frozen
 class PluginsConfig:
-    """Which installed plugins may be used."""
+    """Plugins that are excluded, and distributions that names are taken from."""
 
     block: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)))
     """References of plugins that must not be used."""
 
     pin: Mapping[str, str] = Factory(dict)
-    """The distribution to take a plugin from, by `"kind:name"`, where several offer that name."""
+    """Distributions by `"kind:name"`: the one to take a plugin from where several offer that name."""

@@ -1,4 +1,4 @@
-"""`[run]`: where a run is written and where it runs."""
+"""`[run]`: the folder that a run writes, and the ranks that it runs on."""
 
 from typing import Literal
 
@@ -25,10 +25,10 @@ class RunConfig:
     """Processes that train together; more than one needs `launch = "ray"`."""
 
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", validator=in_(("auto", "cpu", "cuda")))
-    """Device of every rank; `auto`: on CUDA devices where torch sees any."""
+    """Device of every rank; `auto`: CUDA where torch finds a device, else the CPU."""
 
     ray_address: str | None = field(default=None, validator=optional(min_len(1)))
     """Address of a running Ray cluster; none: start one on this machine."""
 
     observers: tuple[str, ...] = field(default=("metrics_jsonl",), validator=deep_iterable(min_len(1)), metadata={PLACE: True})
-    """References of observer plugins; the options of one stand in `[observers.NAME]`."""
+    """References of the observer plugins; the options of one stand in the table `[observers.NAME]`."""

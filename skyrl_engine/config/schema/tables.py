@@ -12,7 +12,7 @@ from skyrl_engine.contracts.values.model import PLACE
 
 @frozen
 class PluginTable:
-    """`use` is a plugin reference; `options` the rest of the table, as plain values."""
+    """A table that selects a plugin by `use`; every other key is an option of that plugin."""
 
     use: str = field(validator=min_len(1), metadata={PLACE: True})
     """The plugin: `name`, `distribution:name`, or `./file.py:name`."""
@@ -22,7 +22,7 @@ class PluginTable:
 
 @frozen
 class TermTable(PluginTable):
-    """A further term of the objective: a loss, and how much it counts."""
+    """A loss that is added to the objective, and its coefficient."""
 
     coef: float = field(kw_only=True)
     """Coefficient that multiplies the term's values."""
@@ -30,10 +30,10 @@ class TermTable(PluginTable):
 
 @frozen
 class LossTable(PluginTable):
-    """The main loss, what is added to it, and what corrects it."""
+    """The main loss, the terms added to it, and the corrections that multiply it."""
 
     terms: tuple[TermTable, ...] = field(default=(), metadata={KIND: "loss"})
-    """Losses added to the main one, each times its `coef`: `[[loss.terms]]` with `use`, `coef` and the options of that loss."""
+    """Losses added to the main one, each multiplied by its `coef`: `[[loss.terms]]` with `use`, `coef` and the options of that loss."""
 
     corrections: tuple[PluginTable, ...] = field(default=(), metadata={KIND: "correction"})
-    """Corrections of the main loss, in order: `[[loss.corrections]]` with `use` and the options of that correction."""
+    """Corrections that multiply the main loss, in this order: `[[loss.corrections]]` with `use` and the options of that correction."""

@@ -1,4 +1,4 @@
-"""`[training]`: how long to train and how a batch is cut."""
+"""`[training]`: the length of training, and the sizes of mini-batches and micro-batches."""
 
 from attrs import field, frozen
 from attrs.validators import ge, gt, optional
@@ -8,7 +8,7 @@ from skyrl_engine.contracts.values.plan import Layout
 
 @frozen
 class TrainingConfig:
-    """The length of a training, and how each batch is cut."""
+    """The length of training, and the sizes of mini-batches and micro-batches."""
 
     steps: int | None = field(default=None, validator=optional(ge(1)))
     """Optimizer steps to train; give this or `epochs`."""
@@ -17,13 +17,13 @@ class TrainingConfig:
     """Passes over the data; give this or `steps`. With neither: one pass."""
 
     batch_size: int = field(default=32, validator=ge(1))
-    """Samples of one optimizer step (a mini-batch), over all ranks; on average, where groups of other sizes must stay whole."""
+    """Samples per optimizer step (a mini-batch), over all ranks; an average where groups, which stay whole, do not divide it."""
 
     micro_batch_rows: int | None = field(default=None, validator=optional(ge(1)))
-    """Rows of a micro-batch; give this or `micro_batch_tokens`. With neither: all samples of a rank at once."""
+    """Rows per micro-batch; give this or `micro_batch_tokens`. With neither, each rank computes all its samples in one micro-batch."""
 
     micro_batch_tokens: int | None = field(default=None, validator=optional(ge(1)))
-    """Tokens of a micro-batch, padding included: as many rows as fit. Give this or `micro_batch_rows`."""
+    """Most tokens per micro-batch, padding included; it takes as many rows as fit. Give this or `micro_batch_rows`."""
 
     shuffle: bool = True
     """Read the samples in a new random order in every epoch."""

@@ -19,24 +19,24 @@ class LoraConfig:
     """
 
     rank: int = field(default=8, validator=ge(1))
-    """Rank of the two matrices beside each layer."""
+    """Rank of an adapter: the inner dimension of its two matrices."""
 
     alpha: int = field(default=16, validator=ge(1))
-    """Their product counts `alpha / rank` times."""
+    """Scale of an adapter: the product of its two matrices is multiplied by `alpha / rank`."""
 
     targets: Literal["all-linear"] | tuple[str, ...] = field(default="all-linear", validator=min_len(1))
-    """Linear layers of the decoder that get adapters: all, or those of these names, such as `["q_proj", "v_proj"]`."""
+    """Linear layers of the decoder that get adapters: all of them, or a list of names such as `["q_proj", "v_proj"]`."""
 
     dropout: float = field(default=0.0, validator=[ge(0.0), lt(1.0)])
-    """Share of an adapter's inputs that training sets to zero."""
+    """Dropout probability of the inputs of an adapter during training."""
 
     path: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
-    """A directory or hub id with adapters to train on, which bring their own rank, alpha and targets; none: new ones."""
+    """A directory or hub id of adapters to start from, which bring their own rank, alpha and targets; none: new adapters."""
 
 
 @frozen
 class ModelConfig:
-    """The model to train and how it computes.
+    """The model to train, its tokenizer, its precision and memory.
 
     With `lora`, adapters and a value head are trained; all other weights are frozen, and checkpoints and exports leave them out.
     """
@@ -60,10 +60,10 @@ class ModelConfig:
     """Run Python code that comes with the model. Only for models whose code you have read."""
 
     logits_per_chunk: int = field(default=2**22, validator=ge(1))
-    """Logits (positions x vocabulary) held at once while scoring; lower it when memory runs out at the head."""
+    """Number of logits (positions x vocabulary) held in memory at once while scoring; lower it when memory runs out at the head."""
 
     value_head: bool = False
-    """Put a head beside the language-model head that scores every token with a value, for losses of critics."""
+    """Add a value head beside the language-model head: it gives every token a value, which losses of critics read."""
 
     chat_template: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
     """File with a Jinja chat template; none: the tokenizer's own."""

@@ -36,7 +36,7 @@ class StoredImage:
     content: bytes | None = field(default=None, repr=False)
 
     def encoded(self) -> bytes:
-        """The file's bytes. Raises ImageError."""
+        """Return the bytes of the image file. Raises ImageError."""
         if self.content is not None:
             return self.content
         assert self.path is not None, "an image is a file or bytes"
@@ -55,7 +55,7 @@ class StoredImage:
 
 
 def stored_image(given: object, name: str, folder: Path | None) -> StoredImage:
-    """What a row gives for an image: a path (relative to `folder`), a file: or data: address, bytes, or an object with one of them.
+    """Return the image that a row gives as a path (relative to `folder`), a file: or data: address, bytes, or an object with one of them.
 
     An object's bytes come before its path, which in saved datasets is only a name. Raises ImageError for anything else.
     """
@@ -102,9 +102,9 @@ def _of_data_address(address: str, name: str) -> bytes:
 
 
 def decoded(image: StoredImage, encoded: bytes, max_pixels: int) -> "Image":
-    """The image in RGB, upright by its orientation tag, as `transformers.image_utils.load_image` gives it.
+    """Decode the image in RGB, upright by its orientation tag, as `transformers.image_utils.load_image` does.
 
-    Its size is looked at before it is unpacked. Raises ImageError for one with more than `max_pixels` pixels or a damaged one.
+    Its size is checked before it is unpacked. Raises ImageError for an image that is damaged or has more than `max_pixels` pixels.
     """
     from PIL import Image
     from transformers.image_utils import load_image
@@ -132,5 +132,5 @@ def decoded(image: StoredImage, encoded: bytes, max_pixels: int) -> "Image":
 
 
 def first_line(error: Exception) -> str:
-    """What a library's error says, in short."""
+    """Return the first line of a library's error, without its final stop."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""What a vision-language model makes of an image: patches, a grid of them, and so many tokens in the text.
+"""The image processor of a vision-language model: it cuts images into a grid of patches, whose size decides their number of tokens.
 
 Tokenizer and image processor are loaded apart, the processor in its form over Pillow and NumPy: the same numbers whether torchvision is
 installed or not.
@@ -27,7 +27,7 @@ Grid = tuple[int, int, int]
 
 @frozen
 class MeasuredImage:
-    """What is kept of an image that was looked at: its path as the row has it (empty: the row holds it), CRC-32 of its file, and grid."""
+    """An image that was measured: its path as the row has it (empty: the row holds it), CRC-32 of its file, and grid of patches."""
 
     written: str
     checksum: int
@@ -36,19 +36,19 @@ class MeasuredImage:
 
 @frozen
 class NoVision:
-    """Why images cannot be trained on, to be said of the first sample that has one."""
+    """The reason why this model cannot train on images, reported with the first sample that has one."""
 
     cause: str = "no model takes them"
     remedy: str = "Remove the images, or use a vision-language model"
 
     def refusal(self, name: str) -> UnsupportedError:
-        """The error of sample `name`."""
+        """Return the error for sample `name`."""
         return UnsupportedError(f"{name} has images, and {self.cause}", remedy=self.remedy)
 
 
 @frozen(eq=False)
 class VisionInputs:
-    """Makes a model's inputs of images. `image_token` is the id that stands for each part of an image in the text.
+    """Turns images into model inputs. `image_token` is the token id that stands for an image's features in the text.
 
     `processor` is a transformers image processor that cuts images into patches of a grid (those of the Qwen-VL models).
     """
@@ -60,15 +60,15 @@ class VisionInputs:
 
     @property
     def patch_dim(self) -> int:
-        """Numbers of one patch: three colours, doubled in time."""
+        """Return the size of a patch in numbers: three colours, two frames in time."""
         return 3 * int(self.processor.temporal_patch_size) * int(self.processor.patch_size) ** 2
 
     def tokens(self, grid: Grid) -> int:
-        """How many tokens an image of this grid has in the text."""
+        """Return the number of tokens that an image with this grid has in the text."""
         return math.prod(grid) // int(self.processor.merge_size) ** 2
 
     def identity(self) -> str:
-        """Everything that decides how many tokens an image becomes, for the token cache; Pillow decides which files are images."""
+        """Return everything that decides an image's number of tokens, for the cache key; Pillow decides which files are images."""
         settings = [
             *(type(self.processor).__name__, self.processor.to_dict(), self.image_token, self.max_pixels),
             metadata.version("pillow"),
@@ -76,7 +76,7 @@ class VisionInputs:
         return json.dumps(settings, sort_keys=True, default=str)
 
     def measure(self, image: StoredImage) -> MeasuredImage:
-        """Unpack the image once, to see that it can be, and how many patches it gives. Raises ImageError."""
+        """Unpack the image once, to check that it can be read and to count its patches. Raises ImageError."""
         encoded = image.encoded()
         picture = decoded(image, encoded, self.max_pixels)
         if picture.size not in self._grids:  # a grid depends on nothing but the size
@@ -84,7 +84,7 @@ class VisionInputs:
         return MeasuredImage(image.written, zlib.crc32(encoded), self._grids[picture.size])
 
     def patches(self, image: StoredImage, expected: MeasuredImage) -> npt.NDArray[np.float32]:
-        """float32 [patches, patch_dim] as the processor makes them. Raises ImageError, also for an image that is not the `expected` one."""
+        """Return float32 [patches, patch_dim] of the image. Raises ImageError, also for an image other than the `expected` one."""
         encoded = image.encoded()
         if zlib.crc32(encoded) != expected.checksum:
             raise ImageError(

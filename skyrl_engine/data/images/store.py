@@ -1,4 +1,4 @@
-"""The images of a tokenized dataset: named while it is planned, read when a batch of it is wanted, so that none is held in between."""
+"""The images of a tokenized dataset: columns name them, and a batch reads its own, so that no image is held in between."""
 
 import numpy as np
 from attrs import evolve, frozen
@@ -23,7 +23,7 @@ _IMAGE_TYPE = 1
 
 @frozen(eq=False)
 class ImageStore:
-    """Reads the images that columns name in their extra `images`: from files, or once more from the rows of `source`, where they lie there.
+    """Reads the images that columns name in their extra `images`: from files, or again from the rows of `source` that hold them.
 
     `written` is object [images]: each image's path as its row has it, empty where the row holds the image itself.
     """
@@ -34,10 +34,10 @@ class ImageStore:
     vision: VisionInputs
 
     def filled(self, columns: SampleColumns) -> SampleColumns:
-        """`columns` with `pixel_values`, `image_grid_thw` and `mm_token_type_ids` in the place of the names.
+        """Return `columns` with `pixel_values`, `image_grid_thw` and `mm_token_type_ids` in place of the names.
 
-        All three are there for every sample, without a patch where one has no image. Raises ImageError, naming the sample, for an image
-        that cannot be read any more or is another one than it was.
+        Every sample has all three; one without an image has no patches. Raises ImageError, naming the sample, for an image
+        that cannot be read any more or has changed.
         """
         names = columns.extras[IMAGES]
         facts = np.concatenate([names[sample] for sample in range(len(names))])
@@ -62,13 +62,13 @@ class ImageStore:
         return evolve(columns, extras={**others, **{name: RaggedView.of(ragged) for name, ragged in made.items()}})
 
     def spans(self, columns: SampleColumns, sample: int) -> list[tuple[int, int, int]]:
-        """Of each image of a sample: its tokens, and the width and height in pixels that the model sees."""
+        """Return for each image of a sample its number of tokens, and the width and height in pixels that the model sees."""
         size = int(self.vision.processor.patch_size)
         grids = [(int(time), int(height), int(width)) for *_, time, height, width in columns.extras[IMAGES][sample]]
         return [(self.vision.tokens(grid), grid[2] * size, grid[1] * size) for grid in grids]
 
     def _stored(self, columns: SampleColumns, numbers: IntArray) -> list[StoredImage]:
-        """The images by number; a row that holds images is read again, once."""
+        """Return the images by number; a row that holds images is read again, once."""
         rows, counts = columns.sample_values["row"].tolist(), columns.extras[IMAGES].lengths
         places = [(row, place) for row, count in zip(rows, counts.tolist(), strict=True) for place in range(count)]
         inside: dict[int, tuple[StoredImage, ...]] = {}
@@ -92,13 +92,13 @@ class ImageStore:
 
 
 def files_of(images: TableImages, rows: IntArray, source: Source) -> set[str]:
-    """The files that images of a table lie in; `rows` int64[N] are its samples' rows in the source."""
+    """Return the files that hold the images of a table; `rows` int64[N] are its samples' rows in the source."""
     folders = source.folders(np.repeat(rows, np.diff(images.offsets)))
     stored = (stored_image(written, "", folder) for written, folder in zip(images.written, folders, strict=True) if written)
     return {str(image.path) for image in stored}
 
 
 def image_names(images: TableImages) -> Ragged:
-    """The extra `images` of a whole table."""
+    """Return the extra `images` of a whole table."""
     numbers = np.arange(len(images.facts), dtype=np.int64)[:, None]
     return Ragged(np.concatenate([numbers, images.facts], axis=1), images.offsets)

@@ -1,4 +1,4 @@
-"""Images while a dataset is tokenized: each is looked at once, gets its tokens in the text, and bad ones stop the run or drop their sample."""
+"""Give images their tokens while a dataset is tokenized: each is read once, and a bad one stops the run or drops its sample."""
 
 import hashlib
 import logging
@@ -26,9 +26,9 @@ _log = logging.getLogger(__name__)
 
 @define(eq=False)
 class ImageInspection:
-    """Looks at the images of samples and gives these the tokens of them. `dropped` counts samples left out for an image.
+    """Reads the images of samples and gives the samples their image tokens. `dropped` counts samples left out for an image.
 
-    `seen` are the files that were looked at, each with its state before that: one that changes meanwhile is noticed by the next run.
+    `seen` maps the files that were read to their state before that: a file that changes meanwhile is noticed by the next run.
     """
 
     vision: Vision
@@ -37,7 +37,7 @@ class ImageInspection:
     seen: dict[str, str] = field(factory=dict, init=False)
 
     def attempt(self, make: Callable[[], Made]) -> Made | None:
-        """What `make` returns; None, counted, where its sample has a bad image and such samples are dropped. Raises ImageError otherwise."""
+        """Return `make()`, or None, which is counted, where its image is bad and such samples are dropped; else raises ImageError."""
         try:
             return make()
         except ImageError as error:
@@ -49,7 +49,7 @@ class ImageInspection:
             return None
 
     def look(self, examples: Sequence[Example]) -> list[Callable[[TokenizedSample], TokenizedSample]]:
-        """Read the images of all `examples`, in threads; for each what puts them into its tokenized sample, or raises ImageError."""
+        """Read the images of all `examples`, in threads; return for each a function that puts them into its sample, or raises ImageError."""
         images = [example.images if isinstance(example, Conversation) else () for example in examples]
         flat = [image for own in images for image in own]
         for path in {str(image.path) for image in flat if image.path is not None} - self.seen.keys():
@@ -73,7 +73,7 @@ class ImageInspection:
 
 
 def with_images(sample: TokenizedSample, images: Sequence[MeasuredImage | ImageError], vision: VisionInputs) -> TokenizedSample:
-    """The sample with each image's one token repeated as often as its grid asks; none of these tokens carries loss.
+    """Return the sample with each image's single token repeated as often as its grid needs; none of these tokens carries loss.
 
     Raises the first image's ImageError, or one for a text that has not exactly one such token per image.
     """
@@ -102,7 +102,7 @@ def _refused(sample: TokenizedSample, vision: NoVision) -> TokenizedSample:
 
 
 def in_threads(work: Callable[[Item], Made], items: Sequence[Item]) -> list[Made]:
-    """`work` on every item, in order. Pillow unpacks, and NumPy computes, beside other threads."""
+    """Return `work` of every item, in order, done in threads: Pillow and NumPy work beside other threads."""
     if len(items) < 2:
         return [work(item) for item in items]
     with ThreadPoolExecutor(min(len(items), os.cpu_count() or 1)) as pool:
@@ -110,7 +110,7 @@ def in_threads(work: Callable[[Item], Made], items: Sequence[Item]) -> list[Made
 
 
 def state_of_file(path: str) -> str:
-    """Its size and time, by which a change shows; "absent" for one that is not there."""
+    """Return a file's size and modification time as text, which show a change; "absent" for a file that is not there."""
     try:
         status = Path(path).stat()
     except (OSError, ValueError):
@@ -119,7 +119,7 @@ def state_of_file(path: str) -> str:
 
 
 def digest_of_states(states: Mapping[str, str]) -> str:
-    """sha256 over files' paths and states, in whatever order."""
+    """Return sha256 over the paths and states of files, in any order."""
     digest = hashlib.sha256()
     for path, state in sorted(states.items()):
         digest.update(f"{path}\0{state}\n".encode(errors="surrogatepass"))

@@ -1,4 +1,4 @@
-"""What a dataset is read from: files of several formats, and datasets that were loaded already."""
+"""Parts of a dataset: files of several formats, and datasets that were loaded already."""
 
 import gzip
 import hashlib
@@ -28,7 +28,7 @@ Content = Mapping[str, Any] | bytes
 
 @frozen
 class Scan:
-    """What one pass over a part tells: a digest of its content and how many rows it holds."""
+    """The result of one pass over a part: a digest of its content and its number of rows."""
 
     digest: str
     rows: int
@@ -40,7 +40,7 @@ class DatasetPart(ABC):
     @property
     @abstractmethod
     def folder(self) -> Path | None:
-        """What relative paths in the rows start from; None where there is no such place."""
+        """Return the folder that relative paths in the rows start from; None where there is none."""
 
     @abstractmethod
     def scan(self) -> Scan:
@@ -48,11 +48,11 @@ class DatasetPart(ABC):
 
     @abstractmethod
     def read(self) -> Iterator[tuple[str, Content]]:
-        """Every row in order: where it is, and its values or its JSON text, which is parsed only for the rows that are wanted."""
+        """Yield every row in order: its place, and its values or its JSON text, which is parsed only for wanted rows."""
 
     @abstractmethod
     def at(self, index: int) -> tuple[str, Content]:
-        """The same of row `index` alone, without reading those before it. Raises DataError where the format does not allow that."""
+        """Return the same for row `index` alone, without reading earlier rows. Raises DataError where the format does not allow that."""
 
 
 class FilePart(DatasetPart):
@@ -98,7 +98,7 @@ class JsonLines(FilePart):
 
     @cached_property
     def _places(self) -> tuple[IntArray, IntArray]:
-        """int64[rows] each: the lines' numbers, from 1, and their first bytes; of those that are not blank."""
+        """Return int64[rows] twice: the number, from 1, and the first byte of every line that is not blank."""
         filled, lengths = [], []
         for line in self._lines():
             filled.append(bool(line.strip()))
@@ -158,7 +158,7 @@ class JsonArray(FilePart):
 
 @frozen
 class ParquetFile(FilePart):
-    """A Parquet file, read in batches; of a row alone, its row group is read, and the last such group kept."""
+    """A Parquet file, read in batches; a single row is read with its row group, and the last such group is kept."""
 
     path: Path
     _group: dict[int, Any] = field(factory=dict, init=False, eq=False, repr=False)
@@ -263,7 +263,7 @@ class LoadedDataset(DatasetPart):
 
 
 def parsed(content: Content, where: str) -> Mapping[str, Any]:
-    """The row's values; `where` is for errors. Raises DataError for JSON text that is no object."""
+    """Return the row's values; `where` is for errors. Raises DataError for JSON text that is no object."""
     if not isinstance(content, bytes):
         return content
     try:
@@ -304,7 +304,7 @@ def _row_of(table: "pa.Table", index: int) -> Mapping[str, Any]:
 
 
 def _column_values(array: "pa.Array") -> Sequence[Any]:
-    """One value per row: NumPy views for lists of numbers, Python objects for everything else."""
+    """Return one value per row: NumPy views for lists of numbers, Python objects for everything else."""
     import pyarrow as pa
 
     kind = array.type
@@ -320,7 +320,7 @@ def _column_values(array: "pa.Array") -> Sequence[Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Arrow gives every struct all the keys that any row has; keys that are null here were not written by the user."""
+    """Remove keys that are null: Arrow gives every struct the keys of all rows, and the user did not write these."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):

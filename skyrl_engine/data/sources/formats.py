@@ -1,4 +1,4 @@
-"""From a row to an example: which columns make a dataset tokens, rollouts, chat, prompt and completion, alpaca or text."""
+"""Recognise a dataset's format by its columns (tokens, rollouts, chat, prompt and completion, alpaca, text), and turn rows into examples."""
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -36,7 +36,7 @@ _NEEDED: Mapping[KnownFormat, tuple[tuple[str, ...], ...]] = {
 
 
 def detect(asked: DataFormat, first: Row) -> KnownFormat:
-    """The format of a dataset whose first row is `first`. Raises DataError naming the columns that are there and those that are needed."""
+    """Return the format of a dataset whose first row is `first`. Raises DataError naming the columns it has and those that are needed."""
     have = list(first.values)
     if asked != "auto":
         if not _fits(asked, have):
@@ -54,7 +54,7 @@ def detect(asked: DataFormat, first: Row) -> KnownFormat:
 
 
 def to_example(row: Row, kind: KnownFormat, *, has_template: bool) -> Example:
-    """The row as an example. Raises DataError naming the row and the column, also for images in a format without messages."""
+    """Return the row as an example. Raises DataError naming the row and the column, also for images in a format without messages."""
     if not _fits(kind, list(row.values)):
         raise _missing(kind, row)
     example = _example(row, kind, has_template=has_template)
@@ -127,7 +127,7 @@ def _prompt_completion(row: Row) -> Example:
 
 
 def _alpaca(row: Row, *, has_template: bool) -> Example:
-    """A chat of two messages where the tokenizer has a template, else headed sections of plain text."""
+    """Return a chat of two messages where the tokenizer has a template, else plain text in sections with headings."""
     instruction, output = _string(row, "instruction"), _string(row, "output")
     context = _string(row, "input") if row.values.get("input") is not None else ""
     if has_template:

@@ -1,4 +1,4 @@
-"""From what a user wrote (a file, a folder, a saved dataset, a hub id) to a source of rows."""
+"""Open the source of rows that a user names: a file, a folder, a saved dataset or a hub id."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ _SPLIT_WORDS = ("train", "training", "test", "testing", "validation", "valid", "
 
 
 def _json_part(path: Path) -> DatasetPart:
-    """`.json` is in use for arrays and for lines; the first character tells."""
+    """Open a `.json` file, which is an array or lines of objects; its first character tells which."""
     with path.open("rb") as file:
         while (character := file.read(1)).isspace():
             pass
@@ -34,10 +34,10 @@ _PARTS: Mapping[str, Callable[[Path], DatasetPart]] = {
 
 
 def open_source(location: str, *, split: str, subset: str | None = None) -> Source:
-    """The rows of one split of a dataset.
+    """Open one split of a dataset.
 
     A file is its own split. In a folder, files whose name or folder begins with a split's name (`train-00000.parquet`, `test/a.jsonl`)
-    belong to that split; where no name says so, all files do; `subset` is a folder below it. Anything that is no path is a hub id.
+    belong to that split; where no name does so, all files do. `subset` names a folder inside it. Anything that is no path is a hub id.
     Raises DataError.
     """
     path = Path(location).expanduser()
@@ -98,7 +98,7 @@ def _hidden(relative: Path) -> bool:
 
 
 def _split_of(relative: Path) -> str | None:
-    """The split that a file's own name, or else one of its folders, begins with."""
+    """Return the split that a file's own name, or else one of its folders, begins with."""
     for name in reversed(relative.parts):
         word = re.match(r"[a-z]+", name.lower())
         if word and word.group() in _SPLIT_WORDS:
@@ -107,7 +107,7 @@ def _split_of(relative: Path) -> str | None:
 
 
 def _load_saved(path: Path, location: str, split: str) -> LoadedDataset:
-    """A dataset that `save_to_disk` wrote; its digest is that of its files, which survives a copy and sees an edit."""
+    """Load a dataset that `save_to_disk` wrote. Its digest is that of its files: a copy keeps it, and an edit changes it."""
     import datasets
 
     try:
@@ -146,7 +146,7 @@ def _load_from_hub(location: str, *, split: str, subset: str | None) -> LoadedDa
 
 
 def _looks_like_path(location: str) -> bool:
-    """Hub ids are `name` or `owner/name` without a data suffix; anything else can only be meant as a path."""
+    """Return True for anything but a hub id, which is `name` or `owner/name` without a data suffix."""
     return location.startswith((".", "~", "/")) or location.count("/") > 1 or "\\" in location or _kind(Path(location)) is not None
 
 

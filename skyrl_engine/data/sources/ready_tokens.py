@@ -20,7 +20,7 @@ class Tokens:
 
 
 def tokens_of(row: Row) -> Tokens:
-    """A row with all its tokens in `input_ids`. Raises DataError naming the row and the column."""
+    """Read a row with all its tokens in `input_ids`. Raises DataError naming the row and the column."""
     ids = _token_ids(row, "input_ids", "Say what carries no loss with labels or loss_mask")
     if len(ids) == 0:
         raise row.wrong("input_ids", "there is no token", "Remove empty samples")
@@ -39,7 +39,7 @@ def tokens_of(row: Row) -> Tokens:
 
 
 def rollout_of(row: Row) -> Tokens:
-    """A row with its prompt's and its response's tokens. Raises DataError naming the row and the column."""
+    """Read a row with separate tokens of prompt and response. Raises DataError naming the row and the column."""
     prompt, response = (_token_ids(row, _given(row, names), "Store token ids") for names in (PROMPT_COLUMNS, RESPONSE_COLUMNS))
     ids = np.concatenate([prompt, response])
     if len(ids) == 0:
@@ -52,7 +52,7 @@ def _given(row: Row, names: tuple[str, ...]) -> str:
 
 
 def _loss_of_mask(row: Row, length: int, actions: int) -> AnyArray:
-    """bool[length]: `loss_mask` on the last `actions` tokens, or all of those."""
+    """Return bool[length]: `loss_mask` on the last `actions` tokens, or all of these without a mask."""
     loss = np.zeros(length, dtype=np.bool_)
     if row.values.get("loss_mask") is None:
         loss[length - actions :] = True
@@ -68,7 +68,7 @@ def _loss_of_mask(row: Row, length: int, actions: int) -> AnyArray:
 
 
 def _loss_of_labels(row: Row, ids: AnyArray) -> AnyArray:
-    """Labels repeat the token ids at the same places, -100 where there is no loss (the convention of transformers)."""
+    """Read `labels`, which repeat the token ids at the same positions, with -100 where there is no loss (as transformers does)."""
     labels = _integers(row, "labels")
     if len(labels) != len(ids):
         raise row.wrong("labels", f"it has {len(labels)} entries for {len(ids)} tokens", "Give one label per token")

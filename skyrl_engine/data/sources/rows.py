@@ -33,17 +33,17 @@ class Row:
         return f"sample {self.number} ({self.where})"
 
     def wrong(self, column: str, what: str, remedy: str) -> DataError:
-        """The error for a value of this row."""
+        """Return the error for a value of this row."""
         return DataError(f"{self.name}, column {column!r}: {what}", remedy=remedy)
 
 
 def kind_of(value: object) -> str:
-    """The kind of a value, in an error."""
+    """Return the kind of a value, for an error."""
     return "nothing" if value is None else type(value).__name__
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names of columns, in an error."""
+    """Return names of columns as text, for an error."""
     return ", ".join(map(repr, names)) or "none"
 
 
@@ -56,7 +56,7 @@ class Source:
     _scans: list[Scan] = field(factory=list, init=False)
 
     def scan(self) -> Sequence[Scan]:
-        """One scan per part, made once."""
+        """Scan every part, once."""
         if not self._scans:
             self._scans.extend(part.scan() for part in self.parts)
         return self._scans
@@ -66,11 +66,11 @@ class Source:
 
     @property
     def digest(self) -> str:
-        """sha256 over the content of all parts in order."""
+        """Return sha256 over the content of all parts in order."""
         return hashlib.sha256("\n".join(scan.digest for scan in self.scan()).encode()).hexdigest()
 
     def rows(self, wanted: BoolArray | None = None) -> Iterator[Row]:
-        """The rows marked in `wanted` bool[rows] (None: all) in order; others are not parsed. Raises DataError naming file and line."""
+        """Yield the rows marked in `wanted` bool[rows] (None: all) in order; others are not parsed. Raises DataError naming file and line."""
         end = None if wanted is None else int(np.max(np.flatnonzero(wanted), initial=-1)) + 1
         number = 0
         for part in self.parts:
@@ -82,16 +82,16 @@ class Source:
                 number += 1
 
     def folders(self, rows: npt.ArrayLike) -> list[Path | None]:
-        """Of each of these rows by number: what its relative paths start from."""
+        """Return, for each of these row numbers, the folder that the row's relative paths start from."""
         return [self.parts[part].folder for part in self.parts_of(rows).tolist()]
 
     def parts_of(self, rows: npt.ArrayLike) -> IntArray:
-        """int64[rows]: of each of these rows by number, the part that it lies in."""
+        """Return int64[rows]: the part that holds each of these row numbers."""
         starts = offsets_of([scan.rows for scan in self.scan()])
         return np.asarray(np.searchsorted(starts, rows, side="right") - 1, dtype=np.int64)
 
     def row(self, number: int) -> Row:
-        """Row `number` alone, whatever lies before it. Raises DataError where its file's format does not allow that."""
+        """Read row `number` alone. Raises DataError where its file's format does not allow that."""
         part = int(self.parts_of(number))
         where, content = self.parts[part].at(number - sum(scan.rows for scan in self.scan()[:part]))
         return Row(number, where, parsed(content, where), self.parts[part].folder)

@@ -21,8 +21,8 @@ _STALE_SECONDS = 24 * 3600
 def cache_key(
     content: str, rows: bytes, tokenizer: Any, data: DataConfig, columns: Iterable[str] = (), images: Sequence[str] = ()
 ) -> str:
-    """sha256 over all that the file depends on: content, chosen rows, tokenizer, chat template, settings, the names of the columns that
-    are read beside the tokens, what decides the tokens of `images`, and the code itself.
+    """Return sha256 over everything that the file depends on: content, chosen rows, tokenizer, chat template, settings, the names of
+    the columns that are read beside the tokens, what decides the tokens of `images`, and the code itself.
     """
     digest = hashlib.sha256()
     settings = json.dumps([data.format, data.loss_on, data.max_length, data.overlong, sorted(columns), data.bad_images, *images])
@@ -43,7 +43,7 @@ def _tokenizer_identity(tokenizer: Any) -> str:
 
 
 def _code_identity() -> str:
-    """The source of this package and the versions of the libraries that render and tokenize."""
+    """Return a digest of this package's source and of the versions of the libraries that render and tokenize."""
     sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
     versions = [metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")]
     return " ".join([hashlib.sha256(b"".join(sources)).hexdigest(), *versions])
@@ -57,19 +57,19 @@ class TokenCache:
 
     @classmethod
     def of(cls, directory: str | None) -> "TokenCache":
-        """In `directory`, else in the environment's SKYRL_ENGINE_CACHE, else in the user's cache directory."""
+        """Open the cache in `directory`, else in the environment's SKYRL_ENGINE_CACHE, else in the user's cache directory."""
         import platformdirs
 
         chosen = directory or os.environ.get("SKYRL_ENGINE_CACHE") or platformdirs.user_cache_dir("skyrl-engine")
         return cls(Path(chosen).expanduser() / "tokens")
 
     def read(self, key: str, still_valid: Callable[[TokenTable], bool]) -> TokenTable | None:
-        """The table of this key; None if there is none, it is damaged, or `still_valid` does not hold of it."""
+        """Open the table of this key; None if there is none, it is damaged, or `still_valid` refuses it."""
         table = open_table(self._path(key))
         return table if table is not None and still_valid(table) else None
 
     def write(self, key: str, fill: Callable[[TokenTableWriter], dict[str, Any]]) -> TokenTable:
-        """The table that `fill` writes sample by sample; what it returns is kept as info. Raises DataError if the disk refuses."""
+        """Write a table with `fill` and open it; the result of `fill` is kept as info. Raises DataError if the disk refuses."""
         path = self._path(key)
         with TokenTableWriter(self.directory) as writer:
             self._remove_stale()
@@ -86,7 +86,7 @@ class TokenCache:
         return self.directory / f"{key}.arrow"
 
     def _remove_stale(self) -> None:
-        """Drop what killed processes left behind; another process may do so at the same time."""
+        """Remove files that killed processes left behind; another process may do so at the same time."""
         for path in self.directory.glob(f"*{PARTIAL_SUFFIX}"):
             try:
                 if time.time() - path.stat().st_mtime > _STALE_SECONDS:

@@ -1,4 +1,4 @@
-"""From the rows of a source to the samples of a token table: format, tokens, images, length."""
+"""Fill a token table with the rows of a source: recognise their format, tokenize them, read their images, bound their length."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ class TableFilling:
     progress: Progress | None
 
     def __call__(self, table: TokenTableWriter) -> dict[str, Any]:
-        """Write the kept samples to `table`; the counts, the format, the state of the image files, and those of dropped samples."""
+        """Write the kept samples to `table`; return counts, format, a digest of the image files, and the image files of dropped samples."""
         total = int(np.count_nonzero(self.wanted))
         counts: Counter[str] = Counter()
         kind: KnownFormat | None = None
@@ -75,7 +75,7 @@ class TableFilling:
     def _samples(
         self, batch: Sequence[Row], kind: KnownFormat, encode: SampleTokenizer, images: ImageInspection
     ) -> Iterator[tuple[Row, Example, TokenizedSample]]:
-        """The rows whose images are good, with their images' tokens."""
+        """Yield the rows whose images can be used, with their image tokens."""
         has_template = bool(self.tokenizer.chat_template)
         read = [(row, images.attempt(partial(to_example, row, kind, has_template=has_template))) for row in batch]
         pairs = [(row, example) for row, example in read if example is not None]
@@ -98,7 +98,7 @@ def _batches(rows: Iterator[Row]) -> Iterator[Sequence[Row]]:
 
 
 def _fitted(data: DataConfig, sample: TokenizedSample, counts: Counter[str]) -> TokenizedSample | None:
-    """The sample within `data.max_length`, or None if it is dropped; the first token, which has no predecessor, without loss."""
+    """Cut the sample to `data.max_length`, or return None if it is dropped; the first token, which has no predecessor, loses its loss."""
     loss = sample.loss.copy()
     loss[:1] = False
     if not loss.any():

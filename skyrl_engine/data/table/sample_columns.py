@@ -1,4 +1,4 @@
-"""What a row carries beside its tokens: numbers per response token (advantages, log-probabilities, rewards, ...) and ids."""
+"""Read the columns of a row beside its tokens: numbers per response token (advantages, log-probabilities, rewards, ...) and ids."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -36,7 +36,7 @@ class Carried:
 
 @frozen
 class ColumnReader:
-    """Reads the columns that are needed; `needed` says of each who asks for it ("loss ppo needs"), for errors."""
+    """Reads the needed columns; `needed` maps each to who asks for it ("loss ppo needs"), for errors."""
 
     needed: Mapping[str, str] = field()
 
@@ -50,7 +50,7 @@ class ColumnReader:
                 )
 
     def __call__(self, row: Row, whole: TokenizedSample, kept: TokenizedSample) -> dict[str, npt.NDArray[np.float32]]:
-        """float32[A] by name, A counted from the first loss-carrying token of `kept`, which is `whole` cut to the allowed length.
+        """Return float32[A] by name: A counts from the first loss-carrying token of `kept`, which is `whole` cut to the allowed length.
 
         A number stands for every token of the response, a number of `rewards` for its last token. A list has one number per response token
         or per token. Raises DataError naming row and column for one that is missing or does not fit, or is not finite where there is loss.
@@ -78,7 +78,7 @@ class ColumnReader:
         return columns
 
     def _value(self, row: Row, name: str) -> tuple[str, Any]:
-        """The name under which the row has the column, and what it holds."""
+        """Return the name under which the row has the column, and its value."""
         for column in (name, _OTHER_NAMES.get(name)):
             if column is not None and row.values.get(column) is not None:
                 return column, row.values[column]
@@ -97,7 +97,7 @@ class ColumnReader:
 
 
 def _on_all_tokens(row: Row, column: str, value: Any, whole: TokenizedSample) -> AnyArray:
-    """float32[T]: NaN before the response where the list is of the response alone."""
+    """Return float32[T]: NaN before the response for a list that covers the response alone."""
     numbers = _numbers(row, column, value)
     tokens = len(whole.loss)
     if whole.response is None:
@@ -119,7 +119,7 @@ def _on_all_tokens(row: Row, column: str, value: Any, whole: TokenizedSample) ->
 
 
 def _numbers(row: Row, column: str, value: Any) -> AnyArray:
-    """A flat array of numbers; null, which samplers write where they scored nothing, is NaN."""
+    """Return a flat array of numbers; null, which samplers write where they scored nothing, becomes NaN."""
     try:
         array = np.asarray(value) if isinstance(value, list | tuple | np.ndarray) else None
         if array is not None and array.dtype == np.object_:
@@ -138,7 +138,7 @@ def _numbers(row: Row, column: str, value: Any) -> AnyArray:
 
 
 class IdReader:
-    """Reads the ids that the rows of a dataset have: `names` are those of the first row, and every other row must have them."""
+    """Reads the ids of rows: `names` are the id columns of the first row, and every other row must have them too."""
 
     def __init__(self, first: Row) -> None:
         self.names = tuple(name for name in ID_COLUMNS if first.values.get(name) is not None)
@@ -147,7 +147,7 @@ class IdReader:
         self._seen: dict[int, str] = {}
 
     def __call__(self, row: Row) -> dict[str, int]:
-        """The row's ids; texts are numbered in the order in which they come. Raises DataError naming row and column."""
+        """Return the row's ids; texts are numbered in the order in which they come. Raises DataError naming row and column."""
         return {name: self._id(row, name, row.values.get(name)) for name in self.names}
 
     def _id(self, row: Row, name: str, value: Any) -> int:

@@ -28,7 +28,7 @@ _INFO = b"skyrl_engine"
 
 @frozen(eq=False)
 class TokenTable:
-    """An open file, and in `info` what was written with it.
+    """An open file of tokenized samples; `info` holds the plain values that were written with it.
 
     `batch` has the columns input_ids, loss_mask, num_actions, row, perhaps images and ids, and under names of their own what samples carry
     on the action axis.
@@ -40,14 +40,14 @@ class TokenTable:
 
     @property
     def action_columns(self) -> list[str]:
-        """Names of the columns with a number per response token."""
+        """Return the names of the columns with a number per response token."""
         import pyarrow as pa
 
         return [field.name for field in self.batch.schema if field.type == pa.large_list(pa.float32())]
 
     @property
     def images(self) -> "TableImages | None":
-        """The images of all samples; None if no sample has any."""
+        """Return the images of all samples; None if no sample has any."""
         if "images" not in self.batch.schema.names:
             return None
         column = self.batch.column("images")
@@ -67,7 +67,7 @@ class TableImages:
 
 
 def open_table(path: Path) -> TokenTable | None:
-    """The table in a file, memory-mapped, its checksum verified; None if there is no file or it is damaged."""
+    """Open the table in a file, memory-mapped, its checksum verified; None if there is no file or it is damaged."""
     import pyarrow as pa
 
     if not path.is_file():
@@ -150,7 +150,7 @@ class TokenTableWriter:
 
 
 def _contents(file: IO[bytes]) -> "pa.Buffer":
-    """What was written to the file, mapped."""
+    """Return the file's content, memory-mapped."""
     import pyarrow as pa
 
     file.flush()
@@ -197,7 +197,7 @@ def _write_atomically(path: Path, batch: "pa.RecordBatch") -> None:
 
 
 def _checksum(batch: "pa.RecordBatch") -> int:
-    """CRC-32 over the values and offsets of every column."""
+    """Return CRC-32 over the values and offsets of every column."""
     import pyarrow as pa
 
     value = 0
@@ -213,7 +213,7 @@ def _checksum(batch: "pa.RecordBatch") -> int:
 
 @contextmanager
 def _disk(directory: Path) -> Iterator[None]:
-    """What the file system refuses, as an error that says where."""
+    """Turn an error of the file system into a DataError that names the place."""
     try:
         yield
     except OSError as error:

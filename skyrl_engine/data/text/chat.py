@@ -35,7 +35,7 @@ class ChatTemplate:
     _marks_generation: dict[bool, bool] = field(factory=dict, init=False)
 
     def render(self, chat: Conversation, *, name: str, all_turns: bool) -> RenderedChat:
-        """Text and loss spans of the last assistant turn, or of all (from `chat.first_reply` on); `name` is the sample's, for errors.
+        """Render the conversation with the loss spans of its last assistant turn, or of all from `chat.first_reply` on; `name` is for errors.
 
         Raises DataError naming the sample where the template refuses it or where a turn cannot be found in what the template wrote.
         """
@@ -59,7 +59,7 @@ class ChatTemplate:
         return text
 
     def attempt(self, chat: Conversation, messages: Sequence[Message], *, generation_prompt: bool = False) -> str | None:
-        """Like `write`, for parts of a conversation, which templates may refuse: None then."""
+        """Render part of a conversation as `write` does; None where the template refuses it."""
         if not messages:
             return None
         try:
@@ -91,7 +91,7 @@ class ChatTemplate:
         return self._marks_generation[with_tools]
 
     def _marked_spans(self, chat: Conversation, full: str, name: str, wanted: Sequence[int]) -> list[tuple[int, int]]:
-        """What the template's `{% generation %}` blocks enclose, of the wanted turns."""
+        """Return the spans of the template's `{% generation %}` blocks, of the wanted turns."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, marks = render_jinja_template(
@@ -116,7 +116,7 @@ class ChatTemplate:
         return spans
 
     def _closed(self, text: str, start: int, end: int) -> tuple[int, int]:
-        """The span without white space behind an end-of-turn token: the model stops at the token and never writes it."""
+        """Return the span without white space behind its end-of-turn token: the model stops at that token and never writes the space."""
         turn = text[start:end]
         stripped = turn.rstrip()
         return (start, start + len(stripped)) if stripped.endswith(self._added_tokens) else (start, end)
@@ -136,7 +136,7 @@ class _Turns:
     name: str
 
     def span(self, index: int, *, after: int) -> tuple[int, int]:
-        """Characters [start, end) of message `index` in the full rendering, not before `after`."""
+        """Return characters [start, end) of message `index` in the full rendering, not before `after`."""
         messages = self.chat.messages
         prompt = self.template.attempt(self.chat, messages[:index], generation_prompt=True)
         through = self.full if index == len(messages) - 1 else self.template.attempt(self.chat, messages[: index + 1])
@@ -157,7 +157,7 @@ class _Turns:
         return start, end
 
     def _anchor(self, index: int, through: str | None) -> tuple[int, int] | None:
-        """A place inside the message in the full rendering, and where its turn ends.
+        """Return a position inside the message in the full rendering, and the end of its turn.
 
         A mark put into the message shows where that place is: it counts only if the rendering is otherwise unchanged. What follows the mark
         when the message is the last one is the rest of its turn, and must follow in the full rendering too.
@@ -180,7 +180,7 @@ class _Turns:
         return place if text[:place] + text[place + len(mark) :] == unmarked else None
 
     def _start_before(self, anchor: int, index: int, prompt: str | None, after: int) -> int:
-        """Where the turn around `anchor` starts when the rendering of all before it, with generation prompt, is no prefix of the whole."""
+        """Return the start of the turn around `anchor` where the rendering up to it, with generation prompt, is no prefix of the whole."""
         history = self.template.attempt(self.chat, self.chat.messages[:index])
         if prompt is not None and history is not None and self.full.startswith(history) and prompt.startswith(history):
             # only the generation prompt itself differs (it opens a think block that the finished turn lacks): the turn starts where they part
@@ -196,7 +196,7 @@ class _Turns:
 
 
 def _marked(message: Message, mark: str) -> Iterator[Message]:
-    """The message with the mark at places that templates keep apart from white space they trim and reasoning they remove."""
+    """Yield the message with the mark at positions where templates neither trim white space nor remove reasoning."""
     content = message["content"]
     if isinstance(content, str):
         for text in _marked_text(content, mark):
@@ -226,7 +226,7 @@ def _marked_text(text: str, mark: str) -> Iterator[str]:
 
 
 def _common_prefix(left: str, right: str) -> int:
-    """How many leading characters are equal."""
+    """Return the number of leading characters that are equal."""
     low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2
@@ -245,7 +245,7 @@ def _not_found(name: str, index: int, why: str) -> DataError:
 
 
 def _template_failures() -> tuple[type[Exception], ...]:
-    """What a template raises for a conversation it does not take."""
+    """Return the exception classes that a template raises for a conversation it does not take."""
     from jinja2 import TemplateError
 
     return (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)

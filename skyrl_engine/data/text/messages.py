@@ -94,7 +94,7 @@ def _content(row: Row, column: str, number: int, message: Message) -> str | list
 
 
 def _tool_call(call: Any) -> Any:
-    """Arguments as an object: chat interfaces store them as JSON text, templates expect to write the JSON themselves."""
+    """Return the tool call with arguments as an object: chat interfaces store JSON text, templates expect to write the JSON themselves."""
     if not isinstance(call, Mapping):
         return call
     inner = call.get("function") if isinstance(call.get("function"), Mapping) else call
@@ -141,7 +141,7 @@ def conversation_of(row: Row, messages: list[Message], first_reply: int = 0) -> 
 
 
 def _with_images(row: Row, messages: list[Message]) -> tuple[list[Message], tuple[StoredImage, ...]]:
-    """Image parts reduced to `{"type": "image"}`, which templates know, and the images in the order of those parts.
+    """Reduce image parts to `{"type": "image"}`, which templates know, and return the images in the order of those parts.
 
     A part without an image of its own takes the next entry of the columns `images` or `image`.
     """
@@ -180,7 +180,7 @@ def _with_images(row: Row, messages: list[Message]) -> tuple[list[Message], tupl
 
 
 def image_columns(row: Row) -> dict[str, list[Any]]:
-    """The columns beside the messages that hold images, each with those of this row; one that holds none is left out."""
+    """Return the image columns beside the messages, each with the images of this row; a column without any is left out."""
     given = {column: row.values.get(column) for column in ("images", "image")}
     several = (list, tuple, np.ndarray)
     lists = {column: list(value) if isinstance(value, several) else [value] for column, value in given.items() if value is not None}

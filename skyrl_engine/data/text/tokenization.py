@@ -1,4 +1,4 @@
-"""From examples to token ids and, per token, whether it carries loss. Text is tokenized once, in batches."""
+"""Tokenize examples into token ids and a loss mask. Text is tokenized once, in batches."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -23,8 +23,8 @@ BoolArray = npt.NDArray[np.bool_]
 class TokenizedSample:
     """`input_ids` int32[T], `loss` bool[T]; `boundary_tokens` tokens that hold characters on both sides of a span's start.
 
-    `response` is how many tokens at the end are the response, where the row says so (it holds tokens). `images` are those that have been
-    given their tokens, `image_tokens` of them.
+    `response` is the number of tokens at the end that are the response, where the row holds tokens and says so. `images` have their
+    tokens in the text already, `image_tokens` in all.
     """
 
     number: int
@@ -62,7 +62,7 @@ class SampleTokenizer:
         self._leading: AnyArray = _leading_special_tokens(tokenizer)
 
     def __call__(self, examples: Iterable[tuple[int, str, Example]]) -> list[TokenizedSample]:
-        """One sample per (number, name, example), in order. Raises DataError naming the sample, ModelError for a missing chat template."""
+        """Return one sample per (number, name, example), in order. Raises DataError naming it, ModelError for a missing chat template."""
         items = list(examples)
         texts = [None if isinstance(example, Tokens) else self._text(example, name) for _, name, example in items]
         encoded = iter(self._encode([text for text in texts if text is not None]))
@@ -112,7 +112,7 @@ class SampleTokenizer:
         return encoded
 
     def _encode_in_pieces(self, text: _Text) -> tuple[AnyArray, BoolArray, int]:
-        """For tokenizers that report no character offsets: each stretch inside or outside a span is tokenized by itself."""
+        """Tokenize each stretch inside or outside a span by itself, for tokenizers that report no character offsets."""
         ids: list[int] = []
         loss: list[bool] = []
         place = 0
@@ -137,7 +137,7 @@ class SampleTokenizer:
 
 
 def _encodable(text: str, name: str) -> str:
-    """The text itself. JSON can spell half a character (one surrogate without the other), which is no text to a tokenizer."""
+    """Return the text, or refuse it: JSON can spell half a character (one surrogate without the other), which no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -149,7 +149,7 @@ def _encodable(text: str, name: str) -> str:
 
 
 def _tokens_in(spans: Sequence[Span], starts: AnyArray, ends: AnyArray) -> tuple[BoolArray, int]:
-    """bool[T] whether a token has a character in a span; and how many lie across a span's start."""
+    """Return bool[T], true for tokens with a character in a span, and the number of tokens across a span's start."""
     loss = np.zeros(len(starts), dtype=np.bool_)
     boundary = 0
     for start, end in spans:
@@ -159,7 +159,7 @@ def _tokens_in(spans: Sequence[Span], starts: AnyArray, ends: AnyArray) -> tuple
 
 
 def _leading_special_tokens(tokenizer: Any) -> AnyArray:
-    """int32: what the tokenizer puts before a text of its own accord (a beginning-of-text token, or nothing)."""
+    """Return int32: the tokens that the tokenizer itself puts before a text (a beginning-of-text token, or none)."""
     with_special = list(tokenizer("a")["input_ids"])
     plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     special = set(tokenizer.all_special_ids)

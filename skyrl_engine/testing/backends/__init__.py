@@ -1,1 +1,1 @@
-"""Backends held to their promises, and what they are tried on."""
+"""Promises of backends, and the models, batches and ranks that they are checked on."""

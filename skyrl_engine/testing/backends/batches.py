@@ -1,4 +1,4 @@
-"""Batches to try a backend with, an objective over them, and the plain definition of what it must give: one process, whole logits, autograd."""
+"""Batches for tests of backends, an objective over them, and its definition in plain autograd: one process, whole logits."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -30,7 +30,7 @@ EMPTY = 5
 class Document:
     """One sequence: token ids int64[length], and weights float32[length], 0 where the token is not scored.
 
-    `pictures` None: the model takes none, and rows carry nothing of them.
+    `pictures` is None for a model that takes none; rows then have no fields for them.
     """
 
     number: int
@@ -40,7 +40,7 @@ class Document:
 
 
 def documents(vocabulary: int, *, count: int = 8, longest: int = 16, unscored: Sequence[int] = ()) -> list[Document]:
-    """Sequences of different length; number 5 is empty; those in `unscored` carry no loss."""
+    """Return sequences of different lengths; number 5 is empty; those in `unscored` carry no loss."""
     draw = torch.Generator().manual_seed(1)
     made = []
     for number in range(count):
@@ -53,7 +53,7 @@ def documents(vocabulary: int, *, count: int = 8, longest: int = 16, unscored: S
 
 
 def picture_documents(vocabulary: int, variant: Variant) -> list[Document]:
-    """The same with pictures: documents 0 and 3 have one, 1 and 6 have two, the others none."""
+    """Return the documents with pictures: 0 and 3 have one, 1 and 6 have two, the others none."""
     draw = torch.Generator().manual_seed(1)
     made = []
     for number, (ids, pictures) in enumerate(with_pictures(vocabulary, variant, EMPTY)):
@@ -64,18 +64,18 @@ def picture_documents(vocabulary: int, variant: Variant) -> list[Document]:
 
 
 def padded(chosen: Sequence[Document], size: int) -> list[MicroBatch]:
-    """Micro-batches of `size` left-padded rows, each as wide as its longest document, as the padded collator builds them."""
+    """Build micro-batches of `size` left-padded rows, each as wide as its longest document, as the padded collator does."""
     return [_padded(chosen[start : start + size]) for start in range(0, len(chosen), size)]
 
 
 def packed(chosen: Sequence[Document], size: int) -> list[MicroBatch]:
-    """Micro-batches of `size` rows: two documents in the first row, an empty row, then three documents a row."""
+    """Build micro-batches of `size` rows: two documents in the first row, an empty row, then three documents per row."""
     rows = [list(chosen[:2]), [], *(list(chosen[start : start + 3]) for start in range(2, len(chosen), 3))]
     return [_packed(rows[start : start + size]) for start in range(0, len(rows), size)]
 
 
 def without_pixels(micro_batch: MicroBatch) -> MicroBatch:
-    """What the engine gives to pipeline stages behind the first one: grids and token types, and no pixels."""
+    """Return the batch as pipeline stages after the first get it: grids and token types, and no pixels."""
     return evolve(
         micro_batch,
         inputs={name: tensor for name, tensor in micro_batch.inputs.items() if name != PIXEL_VALUES},
@@ -97,7 +97,7 @@ def _padded(chosen: Sequence[Document]) -> MicroBatch:
 
 
 def _packed(rows: Sequence[Sequence[Document]], *, align: int = 4, padding: int = 3) -> MicroBatch:
-    """Every list of documents a row, each document rounded up to `align`, as the packed collator builds them."""
+    """Pack every list of documents into a row, each document rounded up to `align`, as the packed collator does."""
     occupied = [[-(-len(document.ids) // align) * align for document in row] for row in rows]
     width = max(sum(spaces) for spaces in occupied) + padding
     ids, mask, places = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(3))
@@ -139,9 +139,9 @@ def _types(ids: Tensor) -> Tensor:
 
 
 class WeightedObjective:
-    """sum w (-logprob - 0.1 entropy + value^2 + 0.01 logit^2) over documents, of the scores that `needs` names.
+    """The objective sum w (-logprob - 0.1 entropy + value^2 + 0.01 logit^2) over documents, of the scores that `needs` names.
 
-    The sum comes back as the metric "loss". `scale` multiplies it: a wrong one must be noticed. Without `per_token_outputs` no score does.
+    The sum is returned as the metric "loss", multiplied by `scale`; scores are returned only with `per_token_outputs`.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ TERMS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @frozen(eq=False)
 class Definition:
-    """What the objective is by definition: its value, gradients by parameter name, and scores of scored tokens by document."""
+    """The objective by definition: its value, gradients by parameter name, and scores of scored tokens by document."""
 
     loss: float
     gradients: Arrays
@@ -210,9 +210,9 @@ def definition(
     needs: Iterable[str] = ("logprobs", "entropy"),
     adapter: str | None = None,
 ) -> Definition:
-    """`WeightedObjective` of the plain model, one document at a time.
+    """Compute `WeightedObjective` with the plain model, one document at a time.
 
-    `adapter` is a directory of PEFT's, whose adapters PEFT puts into the model and alone get gradients, beside a value head.
+    `adapter` is a PEFT directory: PEFT puts its adapters into the model, and only they and a value head get gradients.
     """
     model = PlainModel.load(
         directory,
@@ -236,7 +236,7 @@ def definition(
 
 
 def _pictures(document: Document) -> dict[str, Tensor]:
-    """What transformers' own model takes beside token ids; it makes its own positions of it."""
+    """Return the image inputs of transformers' own model, which computes its own positions from them."""
     if document.pictures is None or not len(document.pictures.grids):
         return {}
     pictures = document.pictures
@@ -244,6 +244,6 @@ def _pictures(document: Document) -> dict[str, Tensor]:
 
 
 def worst(gradients: Mapping[str, npt.NDArray[Any]], reference: Mapping[str, npt.NDArray[Any]]) -> float:
-    """The largest per-parameter ||g - g'|| / ||g'||, infinite where a number is not finite. Raises AssertionError where parameters differ."""
+    """Return the worst parameter's ||g - g'|| / ||g'||, infinite where a number is not finite. Raises AssertionError where names differ."""
     assert gradients.keys() == reference.keys(), sorted(gradients.keys() ^ reference.keys())
     return max(relative_difference(gradients[name], true) for name, true in reference.items())

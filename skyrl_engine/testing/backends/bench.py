@@ -41,7 +41,7 @@ class Bench:
         self._stack.close()
 
     def ranks(self, opening: Opening) -> Ranks:
-        """The backend set up on every rank of the layout."""
+        """Set the backend up on every rank of the layout."""
         size = opening.topology.world_size
         return Ranks(lambda *call: [on_rank(*call)] if size == 1 else self._everywhere(size, *call), opening)
 
@@ -52,7 +52,7 @@ class Bench:
             raise RankFailed(error.cause) from error
 
     def model(self, name: Model) -> str:
-        """The model's directory."""
+        """Return the model's directory, written once."""
         if name not in self._models:
             directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-engine-bench-")))
             if name == "vision":
@@ -77,7 +77,7 @@ class Bench:
         needs: tuple[str, ...] = ("logprobs", "entropy"),
         pictures: Variant | None = None,
     ) -> Definition:
-        """Loss, gradients and scores of these documents in float64, one at a time in this process."""
+        """Return loss, gradients and scores of these documents in float64, computed one at a time in this process."""
         key = (model, tuple(numbers), temperature, needs, pictures)
         if key not in self._definitions:
             known = documents(VOCABULARY) if pictures is None else picture_documents(VOCABULARY, pictures)
@@ -87,7 +87,7 @@ class Bench:
 
 
 def make_parts_differ(directory: Path) -> None:
-    """Norms that are not 1 and matrices that are not near 0: a norm that was lost, or layers exchanged, would not show in a fresh model."""
+    """Set norms away from 1 and matrices away from 0: a fresh model would not show a lost norm or exchanged layers."""
     import torch
     from safetensors.torch import load_file, save_file
 

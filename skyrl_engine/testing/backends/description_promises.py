@@ -1,4 +1,4 @@
-"""That a backend is what it says of itself: it works where it claims to, stands where it said, and declares what it can do and no more."""
+"""Promises of a backend about its description: its layouts, its ranks' coordinates, and its declared capabilities are true."""
 
 from hypothesis import strategies as st
 
@@ -65,7 +65,7 @@ def description(subject: BackendSubject, _case: None) -> None:
 
 
 def _require_honest(subject: BackendSubject, name: str, capability: Capability) -> None:
-    """A capability is declared exactly where two ranks can be laid out by its option; and what does not divide is refused."""
+    """Require that a capability is declared exactly where its option can lay out two ranks, and that sizes that do not divide are refused."""
     option = OPTIONS[name]
     declared = subject.declares(capability)
     two = _described(subject, {option: 2}, 2)

@@ -1,4 +1,4 @@
-"""Gradients that should be equal and are not: by which factor, which number that is, or which parameters are wrong."""
+"""Compare gradients that should be equal: report the factor between them and its likely cause, or the wrong parameters."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,12 +15,12 @@ TOLERANCE = 1e-5
 
 
 def norm_of(gradients: Mapping[str, npt.NDArray[np.floating]]) -> float:
-    """The 2-norm over all parameters, in float64."""
+    """Return the 2-norm over all parameters, in float64."""
     return float(np.linalg.norm(flat(gradients)))
 
 
 def total(*parts: Arrays) -> Arrays:
-    """The sum, by name; a parameter without a gradient counts as 0."""
+    """Return the sum of gradients by name; a parameter without a gradient counts as 0."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: np.sum([part[name].astype(np.float64) for part in parts if name in part], axis=0) for name in names}
 
@@ -30,8 +30,8 @@ def require_same_gradients(
 ) -> None:
     """Raise Broken unless every parameter's gradient is the due one; `when` follows "the gradient is x0.50 ...".
 
-    `facts` are numbers that a factor may turn out to be, `pieces` add up to what is due: one that counts for nothing is named. Raises
-    Undecidable where the names differ, which another promise is about.
+    `facts` names numbers that a factor may equal; `pieces` are named parts of the right gradient, of which a missing one is reported.
+    Raises Undecidable where the parameter names differ, which another promise covers.
     """
     if got.keys() != due.keys():
         raise Undecidable(

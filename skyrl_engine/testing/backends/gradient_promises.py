@@ -1,4 +1,4 @@
-"""The one promise of a backend, in its parts: the gradient that its step sees is the sum over micro-batches, ranks and calls."""
+"""Promises of a backend about sums: the gradient that its step sees is the sum over micro-batches, ranks and calls."""
 
 from attrs import evolve
 
@@ -11,7 +11,7 @@ FIRST, SECOND = NUMBERS[::2], NUMBERS[1::2]
 
 
 def _gradient(subject: BackendSubject, case: BackendCase, *calls: PassOrder) -> Arrays:
-    """Rank 0's view of the gradient after these calls, in a backend of its own."""
+    """Return the gradient after these calls, as rank 0 of a new backend reports it."""
     with subject.opened(case) as ranks:
         for each in calls:
             ranks.forward_backward(each)
@@ -82,7 +82,7 @@ def micro_batches_add_up(subject: BackendSubject, case: BackendCase) -> None:
 
 
 def _alone(case: BackendCase, chosen: int) -> PassOrder:
-    """Only one of the three micro-batches of every rank."""
+    """Return a pass with only one of the three micro-batches of every rank."""
     return PassOrder(tuple((micro_batches[chosen],) for micro_batches in case.cut(micro_batches=3)))
 
 
@@ -121,7 +121,7 @@ def nothing_left_over(subject: BackendSubject, case: BackendCase) -> None:
 
 @backend_promise("A micro-batch without a scored token adds nothing and holds no rank up")
 def unscored_micro_batch(subject: BackendSubject, case: BackendCase) -> None:
-    """Where a rank, or a micro-batch of the only one, has none; by linearity: with the first half scored plus with the second is both."""
+    """Score one micro-batch at a time, all others without loss: by linearity, the gradients add up to that of all together."""
     micro_batches = 1 if case.sizes.topology.dp > 1 else 2
     halves = PassOrder(case.cut(micro_batches=micro_batches))
     places = [numbers for rank in halves.cut for numbers in rank]

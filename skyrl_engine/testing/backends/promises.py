@@ -1,4 +1,4 @@
-"""What must hold of every backend, on every layout that it claims."""
+"""All promises of a backend, on every layout that it claims."""
 
 from typing import Any
 

@@ -27,7 +27,7 @@ SEED = CONTEXT.seed
 
 @frozen
 class Opening:
-    """What a backend is set up with. `lock` is the plugin's, so that a process of its own loads the same one."""
+    """The arguments of a backend's setup. `lock` is the plugin's, so that another process loads the same plugin."""
 
     lock: Mapping[str, Any]
     topology: Topology
@@ -39,9 +39,9 @@ class Opening:
 
 @frozen
 class PassOrder:
-    """One call of forward or forward_backward. Documents in `unscored` carry no loss; `pictures` None: they are text, else they have these.
+    """One call of forward or forward_backward. Documents in `unscored` carry no loss; `pictures` are theirs, None for text.
 
-    The rest are the objective's, see WeightedObjective.
+    The other fields are those of WeightedObjective.
     """
 
     cut: Cut
@@ -56,7 +56,7 @@ class PassOrder:
 
 @frozen
 class Answer:
-    """What a rank answers: a value, the engine's error, or the last line of another one and its traceback."""
+    """The answer of a rank: a value, an EngineError, or the last line and traceback of any other error."""
 
     value: Any = None
     error: EngineError | None = None
@@ -65,7 +65,7 @@ class Answer:
 
 
 class RankFailed(Exception):  # noqa: N818 - a finding about the backend, told by the promise that met it
-    """A rank raised what is no error of the engine, died, or did not answer."""
+    """A rank raised an error other than EngineError, died, or did not answer."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -73,7 +73,7 @@ class RankFailed(Exception):  # noqa: N818 - a finding about the backend, told b
 
 
 class HeldBackend:
-    """The backend of one rank, with values in and out that travel between processes."""
+    """The backend of one rank; arguments and results can be sent between processes."""
 
     def __init__(self, opening: Opening, rank: int) -> None:
         from skyrl_engine.workers.process_group import join
@@ -102,7 +102,7 @@ class HeldBackend:
         return self.backend.coords
 
     def run(self, mode: str, work: PassOrder) -> tuple[RankOutput, tuple[str, ...]]:
-        """The output, and the names of the scores that the objective was given."""
+        """Run a pass; return its output, and the names of the scores that the objective was given."""
         from skyrl_engine.testing.backends.batches import (
             EMPTY,
             TERMS,
@@ -171,7 +171,7 @@ _held: list[HeldBackend] = []
 
 
 def on_rank(method: str, *arguments: Any) -> Answer:
-    """Call a method of this process' backend; `open` makes it, after closing what an earlier failure left behind."""
+    """Call a method of this process' backend; `open` makes it, after closing one that an earlier failure left behind."""
     try:
         if method == "open":
             _close()
@@ -200,9 +200,9 @@ def _close() -> None:
 
 
 class Ranks:
-    """A backend that is set up on every rank; leaving it closes them. Methods answer with a list, by rank.
+    """A backend set up on every rank; leaving the context closes it. Methods return a list by rank.
 
-    They raise the engine's error that a rank raised, and RankFailed for anything else that went wrong.
+    They raise the EngineError that a rank raised, and RankFailed for any other failure.
     """
 
     def __init__(self, call: Callable[..., Sequence[Answer]], opening: Opening) -> None:
@@ -220,7 +220,7 @@ class Ranks:
         return [output for output, _ in self._ask("run", "forward_backward", work)]
 
     def scores_given(self, work: PassOrder) -> list[tuple[str, ...]]:
-        """Names of the scores that objectives were called with, in a forward_backward."""
+        """Return the names of the scores that objectives got in a forward_backward, by rank."""
         return [names for _, names in self._ask("run", "forward_backward", work)]
 
     def optim_step(self, settings: AdamWSettings | None = None) -> list[OptimStep]:
@@ -242,7 +242,7 @@ class Ranks:
         self._ask("export", directory)
 
     def loss(self, outputs: Sequence[RankOutput]) -> float:
-        """The objective over all ranks: the sum of the metric "loss" where outputs are collected, so that no replica counts twice."""
+        """Return the objective over all ranks: the sum of the metric "loss" over collected outputs, so that no replica counts twice."""
         coords = (self.topology.coords(rank) for rank in range(self.topology.world_size))
         collected = (output for output, each in zip(outputs, coords, strict=True) if each.collects)
         return sum(output.metrics["loss"].value for output in collected if "loss" in output.metrics)

@@ -1,4 +1,4 @@
-"""What a backend's passes give: scores by definition, outputs under their samples, and nothing changed by who asks for them."""
+"""Promises of a backend's passes: scores equal their definition, outputs belong to their samples, and requests change no number."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -56,7 +56,7 @@ def outputs(subject: BackendSubject, case: BackendCase) -> None:
 
 
 def _collected(ranks: Ranks, returned: Sequence[RankOutput]) -> Iterator[RankOutput]:
-    """The outputs that a merger keeps."""
+    """Return the outputs that a merger keeps."""
     for rank, output in enumerate(returned):
         coords = ranks.topology.coords(rank)
         if output.coords != coords:
@@ -263,7 +263,7 @@ def logits(subject: BackendSubject, case: BackendCase) -> None:
 
 
 def _require_definition(ranks: Ranks, case: BackendCase, due: Definition, asked: Sequence[str], remedy: str) -> None:
-    """The objective of the scores that are asked for, and the gradient of what one rank alone sums."""
+    """Require the defined objective for these scores, and the defined gradient where a single rank sums it."""
     got = ranks.loss(ranks.forward_backward(case.whole(needs=asked)))
     what = " and ".join(asked)
     if abs(got - due.loss) > 1e-5 * abs(due.loss):

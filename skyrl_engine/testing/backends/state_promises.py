@@ -1,4 +1,4 @@
-"""What a backend hands out and takes back: weights and gradients by their Hugging Face names, checkpoints, exports."""
+"""Promises of a backend about its state: weights and gradients by Hugging Face names, checkpoints, exports."""
 
 import tempfile
 from pathlib import Path
@@ -99,7 +99,7 @@ def save_and_load(subject: BackendSubject, case: BackendCase) -> None:
 
 
 def _takes_dropout(subject: BackendSubject, case: BackendCase) -> bool:
-    """Whether it trains a model that draws random numbers; then their states are part of what is saved."""
+    """Return True where the backend trains a model with dropout; random states are then part of a checkpoint."""
     try:
         with subject.opened(case, "dropout") as ranks:
             ranks.forward_backward(case.whole())

@@ -1,4 +1,4 @@
-"""The optimizer step of a backend: torch's AdamW over the gradient that it reports, clipped only where that is asked for."""
+"""Promises of a backend's optimizer step: torch's AdamW over the gradient that it reports, clipped only on request."""
 
 from collections.abc import Mapping
 
@@ -30,7 +30,7 @@ SMALL, LARGE = 0.5, 50.0
 
 
 class ReferenceOptimizer:
-    """torch.optim.AdamW over whole weights in this process, in float32."""
+    """The reference step: torch.optim.AdamW over whole weights in this process, in float32."""
 
     def __init__(self, weights: Arrays) -> None:
         self.parameters = {name: nn.Parameter(torch.tensor(weight)) for name, weight in weights.items()}
@@ -47,7 +47,7 @@ class ReferenceOptimizer:
 
 
 def _scale(subject: BackendSubject, case: BackendCase, norm: float) -> float:
-    """By what the objective is multiplied to have a gradient of about this norm."""
+    """Return the scale of the objective that makes its gradient norm about `norm`."""
     return norm / norm_of(subject.bench.definition(case.model, NUMBERS).gradients)
 
 
@@ -59,7 +59,7 @@ def _gradients(ranks: Ranks, reference: ReferenceOptimizer) -> Arrays:
 
 
 def _apart(got: Arrays, due: Arrays, before: Arrays) -> tuple[float, str, float]:
-    """The worst distance of a parameter from where it is due, relative to its way there; its name; got's way over due's."""
+    """Return the worst parameter's error relative to its due update, its name, and the norm of all updates over that of the due ones."""
     worst, name = max(
         (float(np.linalg.norm(got[name] - due[name])) / max(float(np.linalg.norm(due[name] - before[name])), 1e-12), name)
         for name in due
@@ -184,7 +184,7 @@ def not_finite(subject: BackendSubject, case: BackendCase) -> None:
 
 
 def require_nothing_left(ranks: Ranks) -> None:
-    """Raise Undecidable where a gradient outlives its step: whatever comes next is another then."""
+    """Raise Undecidable where a gradient outlives its step, because every later step is wrong then."""
     if (left := ranks.gradients()[0]) and norm_of(left):
         raise Undecidable("a gradient is left over after a step")
 

@@ -1,4 +1,4 @@
-"""The backend that is held to its promises, the layouts it claims, and how a promise about it is made."""
+"""The backend under test, the layouts it claims, and the decorator that makes promises about it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
@@ -29,7 +29,7 @@ UNTOUCHED = AdamWSettings(learning_rate=1e-300, max_grad_norm=None)
 
 @frozen(eq=False)
 class BackendSubject:
-    """A backend by its plugin. `layouts` are what it claims, such as "dp2" or "tp2xpp2"; `bench` has the ranks and models it is tried on."""
+    """A backend by its plugin. `layouts` are those it claims, such as "dp2" or "tp2xpp2"; `bench` has the ranks and models for its tests."""
 
     plugin: SelectedPlugin
     bench: Bench
@@ -42,17 +42,17 @@ class BackendSubject:
         return str(self.plugin.loaded.record)
 
     def make(self) -> Any:
-        """A backend that nothing was set up in."""
+        """Return a new backend, not yet set up."""
         return self.plugin.make(FactoryContext())
 
     def with_options(self, options: Mapping[str, Any]) -> SelectedPlugin:
-        """The plugin with these options over its own. Raises ConfigError for those it does not take."""
+        """Return the plugin with these options over its own. Raises ConfigError for those it does not take."""
         if not options:
             return self.plugin
         return SelectedPlugin.of(self.plugin.loaded.record, {**self.plugin.table, **options}, "layout")
 
     def described(self, options: Mapping[str, Any], ranks: int) -> BackendDescription:
-        """What it says of itself with these options on so many ranks. Raises what it refuses them with."""
+        """Return the backend's description with these options on so many ranks. Raises its error where it refuses them."""
         chosen = self.with_options(options)
         return chosen.loaded.describe_backend(chosen.options, ranks)
 
@@ -68,7 +68,7 @@ class BackendSubject:
         packed_rows: bool = False,
         **options: Any,
     ) -> Ranks:
-        """Open the backend on the ranks of the case; `options` are of the model."""
+        """Set the backend up on the ranks of the case; `options` are those of the model."""
         sizes = case.sizes
         spec = ModelConfig(self.bench.model(model or case.model), **options)
         lock = self.with_options(sizes.options).lock()
@@ -77,7 +77,7 @@ class BackendSubject:
 
 @frozen
 class BackendCase:
-    """A layout, and the model that the promise is tried on."""
+    """A layout and a model on which a promise is checked."""
 
     layout: str
     model: Model = "qwen3"
@@ -87,13 +87,13 @@ class BackendCase:
         return ParallelSizes.parse(self.layout)
 
     def cut(self, numbers: Iterable[int] = NUMBERS, micro_batches: int = 1) -> Cut:
-        """Documents dealt to data-parallel ranks, however many micro-batches; and on each rank to micro-batches."""
+        """Deal the documents to data-parallel ranks, the same for any number of micro-batches, and on each rank to micro-batches."""
         ranks, dealt = self.sizes.topology.dp, tuple(numbers)
         shares = (dealt[rank::ranks] for rank in range(ranks))
         return tuple(tuple(share[each::micro_batches] for each in range(micro_batches)) for share in shares)
 
     def whole(self, **options: Any) -> PassOrder:
-        """All documents, one micro-batch a rank."""
+        """Return a pass over all documents, one micro-batch per rank."""
         return PassOrder(self.cut(), **options)
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ CHOSEN: Mapping[Kind, Callable[[ParallelSizes], bool]] = {
 
 
 def cases(subject: BackendSubject, layouts: Kind = "every", models: tuple[Model, ...] = ("qwen3",)) -> list[BackendCase]:
-    """Smallest first, so that the smallest layout that breaks a promise is the one that is told."""
+    """Return the cases with the smallest layout first, so that the smallest one that breaks a promise is reported."""
     chosen = [each for each in subject.layouts if CHOSEN[layouts](ParallelSizes.parse(each))]
     chosen.sort(key=lambda each: ParallelSizes.parse(each).ranks)
     return [BackendCase(layout, model) for layout in chosen for model in models]
@@ -124,7 +124,7 @@ def backend_promise(
     models: tuple[Model, ...] = ("qwen3",),
     exempt: Callable[[Any], str | None] = claimed,
 ) -> Callable[[Callable[[Any, Any], None]], Promise[Any, Any]]:
-    """Make a promise of its check over layouts. What fails in it is its finding, unless the backend does not even work without it."""
+    """Make a promise from its check over layouts. A failure in it breaks the promise, unless the backend fails without it too."""
 
     def decorate(check: Callable[[Any, Any], None]) -> Promise[Any, Any]:
         @wraps(check)
@@ -147,7 +147,7 @@ def backend_promise(
 
 
 def works(subject: BackendSubject, case: BackendCase) -> None:
-    """Raise Undecidable where the backend cannot even be set up, score, learn and take a step."""
+    """Raise Undecidable where the backend cannot be set up, score, learn and take a step at all."""
     if case.model == "vision":  # whose tokens these documents do not keep to
         case = evolve(case, model="qwen3")
     try:
@@ -160,7 +160,7 @@ def works(subject: BackendSubject, case: BackendCase) -> None:
 
 
 def right_loss(subject: BackendSubject, case: BackendCase, got: float, numbers: Iterable[int] = NUMBERS, **options: Any) -> bool:
-    """Whether a loss is that of these documents by definition."""
+    """Return True where a loss equals that of these documents by definition."""
     due = subject.bench.definition(case.model, numbers, **options).loss
     return abs(got - due) <= 1e-5 * abs(due)
 

@@ -1,4 +1,4 @@
-"""What a backend owes that declares 'vision': images are seen, each by its own sample, and the vision tower learns."""
+"""Promises of a backend that declares 'vision': images are seen, each by its own sample, and the vision tower learns."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -43,7 +43,7 @@ def _everywhere(subject: BackendSubject) -> str | None:
 
 
 def _cuts(case: BackendCase) -> tuple[tuple[str, Cut], tuple[str, Cut]]:
-    """All documents in one micro-batch a rank; and few to each, so that micro-batches, and ranks beside others, have no image."""
+    """Return two cuts: one micro-batch per rank, and small ones, so that some micro-batches and ranks have no image."""
     return (
         ("in one micro-batch on each rank", case.cut()),
         ("where some micro-batches have no image", case.cut(micro_batches=4)),
@@ -57,7 +57,7 @@ def _rows(subject: BackendSubject) -> Iterator[Any]:
 
 
 def _logprobs(ranks: Ranks, work: PassOrder) -> dict[int, np.ndarray]:
-    """Log-probabilities of scored tokens, by document."""
+    """Return log-probabilities of scored tokens, by document."""
     found: dict[int, np.ndarray] = {}
     for rank, output in enumerate(ranks.forward(work)):
         if ranks.topology.coords(rank).collects:

@@ -1,1 +1,1 @@
-"""Collators held to their promises."""
+"""Promises of collators."""

@@ -1,4 +1,4 @@
-"""Promises about the dense tensors of a collator: tokens, gather index, bounds, fields, and whose memory they are."""
+"""Promises about the dense tensors of a collator: tokens, gather index, bounds, fields, and memory of their own."""
 
 from collections.abc import Iterable
 from itertools import pairwise
@@ -98,7 +98,7 @@ def _require_predecessors(columns: SampleColumns, micro_batch: MicroBatchPlan, b
 
 
 def _scored(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[tuple[int, int, int, int]]:
-    """(action, row, predecessor, token) of every response token that has a predecessor."""
+    """Yield (action, row, predecessor, token) of every response token that has a predecessor."""
     due, action = [], 0
     for row, samples in enumerate(row_samples(micro_batch)):
         for sample in samples:
@@ -159,7 +159,7 @@ def reference(subject: Subject[Any], case: CutCase) -> None:
 
 @promise("A row is the same, bit for bit, whatever rows are built with it", cases=cuts(*EVERY))
 def rows_alone(subject: Subject[Any], case: CutCase) -> None:
-    """Builds of micro-batches are the build of the whole plan cut into pieces, and rows of the same samples are equal in every plan."""
+    """A row depends on its own samples alone: micro-batches are pieces of the whole plan's build, and every plan gives equal rows."""
     remedy = "Let a row depend on its samples, the width and the alignment alone"
     plan = planned(subject, case.planning)
     one_rank = planned(subject, Planning(case.columns.lengths, Layout())).joined
@@ -180,7 +180,7 @@ def rows_alone(subject: Subject[Any], case: CutCase) -> None:
 
 @frozen(eq=False)
 class Asked:
-    """A cut, and which of the fields that there are to ask for: the i-th by name where bit i is set."""
+    """A cut and a choice of fields: bit i asks for the i-th field by name."""
 
     cut: CutCase
     bits: int
@@ -222,7 +222,7 @@ def fields(subject: Subject[Any], case: Asked) -> None:
 
 @promise("What it built stays as it is while it builds more, and the same rows give the same bytes again", cases=cuts(*EVERY))
 def own_memory(subject: Subject[Any], case: CutCase) -> None:
-    """Pipelines hold several micro-batches at a time, and autograd keeps them until the backward pass is through."""
+    """Every build has memory of its own: pipelines hold several micro-batches at a time, and autograd keeps them until backward."""
     collator = subject.make()
     plan = list(planned(subject, case.planning).micro_batches)
     first = [built_by(collator, subject.label, case.columns, micro_batch) for micro_batch in plan]

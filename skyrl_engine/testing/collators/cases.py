@@ -1,4 +1,4 @@
-"""Samples and layouts that a collator is tried on, its plans and builds of them, and what every comparison of fields asks."""
+"""Samples and layouts for tests of collators, the plans and builds of them, and comparisons of fields."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
@@ -48,7 +48,7 @@ class CutCase:
 
 
 def plannings(subject: Subject[Any]) -> st.SearchStrategy[Planning]:
-    """Lengths, and layouts by the subject's own `layouts` where it has them."""
+    """Draw lengths with layouts, from the subject's own `layouts` where it has them."""
 
     @st.composite
     def drawn(draw: st.DrawFn) -> Planning:
@@ -63,7 +63,7 @@ def _layouts(subject: Subject[Any]) -> Callable[[SampleLengths], st.SearchStrate
 
 
 def cuts(*extras: str) -> Callable[[Subject[Any]], st.SearchStrategy[CutCase]]:
-    """Cuts by the subject's own `layouts` where it has them; samples carry those of the named extras that the collator declares."""
+    """Draw cuts, from the subject's own `layouts` where it has them; samples carry those of the named extras that the collator declares."""
 
     def cases(subject: Subject[Any]) -> st.SearchStrategy[CutCase]:
         carries = sorted(carried_by(subject.make()) & {*extras})
@@ -79,7 +79,7 @@ def cuts(*extras: str) -> Callable[[Subject[Any]], st.SearchStrategy[CutCase]]:
 
 
 def planned(subject: Subject[Any], case: Planning) -> BatchPlan:
-    """The subject's plan of the case. Raises Broken where it has none although the samples fit the layout, which it may refuse as such."""
+    """Return the subject's plan of the case. Raises Broken where it fails, unless it refuses the layout as such."""
     try:
         with blaming(Owner.named(subject.label, "collator"), "plan"):
             return subject.make().plan(case.lengths, case.layout)  # type: ignore[no-any-return]
@@ -90,12 +90,12 @@ def planned(subject: Subject[Any], case: Planning) -> BatchPlan:
 
 
 def built(subject: Subject[Any], columns: SampleColumns, rows: MicroBatchPlan, **asked: Any) -> DenseBatch:
-    """The subject's build of these rows. Raises Broken where it fails."""
+    """Return the subject's build of these rows. Raises Broken where it fails."""
     return built_by(subject.make(), subject.label, columns, rows, **asked)
 
 
 def built_by(collator: Collator, label: str, columns: SampleColumns, rows: MicroBatchPlan, **asked: Any) -> DenseBatch:
-    """As `built`, by a collator that exists already."""
+    """Do as `built`, with a collator that exists already."""
     try:
         with blaming(Owner.named(label, "collator"), "build"):
             return collator.build(columns, rows, **asked)
@@ -104,13 +104,13 @@ def built_by(collator: Collator, label: str, columns: SampleColumns, rows: Micro
 
 
 def builds(subject: Subject[Any], case: CutCase) -> Iterator[tuple[MicroBatchPlan, DenseBatch]]:
-    """Every micro-batch of the subject's plan and what it builds of it."""
+    """Return every micro-batch of the subject's plan with its build."""
     for rows in planned(subject, case.planning).micro_batches:
         yield rows, built(subject, case.columns, rows)
 
 
 def row_samples(micro_batch: MicroBatchPlan) -> list[tuple[int, ...]]:
-    """The samples of each row."""
+    """Return the samples of each row."""
     samples = micro_batch.samples.tolist()
     return [tuple(samples[start:stop]) for start, stop in pairwise(micro_batch.row_offsets.tolist())]
 

@@ -1,4 +1,4 @@
-"""Promises about what samples carry beside tokens: expert routes and images in dense rows."""
+"""Promises about the extras of samples in dense rows: expert routes and images."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -98,7 +98,7 @@ def _require_images(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: 
 
 
 def _token_places(batch: DenseBatch, columns: SampleColumns, micro_batch: MicroBatchPlan) -> Iterator[tuple[int, int, IntArray]]:
-    """Every sample, its row, and the columns of its tokens, by the attention mask."""
+    """Yield every sample, its row, and the columns of its tokens, read from the attention mask."""
     lengths = np.diff(columns.token_offsets)
     mask = batch["attention_mask"].numpy()
     for row, samples in enumerate(row_samples(micro_batch)):

@@ -125,7 +125,7 @@ def same_plan(subject: Subject[Any], case: Planning) -> None:
 
 
 def _written(plan: BatchPlan) -> list[Any]:
-    """The plan in plain lists."""
+    """Return the plan in plain lists."""
     return [
         [
             [(each.samples.tolist(), each.row_offsets.tolist(), each.width, each.action_width, each.alignment) for each in rank]

@@ -1,4 +1,4 @@
-"""All that is promised of a collator."""
+"""All promises of a collator."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what a collator meets: samples with every extreme value, their lengths, and layouts they fit into."""
+"""Hypothesis strategies for collators: samples with every extreme value, their lengths, and layouts that they fit into."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -35,7 +35,7 @@ class SampleLists:
 
     @property
     def ids(self) -> dict[str, Any]:
-        """The keyword arguments that name samples, groups and units."""
+        """Return the keyword arguments that name samples, groups and units."""
         given = {"sample_ids": self.sample_ids, "group_ids": self.group_ids, "unit_ids": self.unit_ids}
         return {name: np.asarray(values, dtype=np.int64) for name, values in given.items()}
 
@@ -146,14 +146,14 @@ def sample_lists(
 def sample_columns(
     *, min_samples: int = 1, max_samples: int = 7, max_length: int = 6, carries: Collection[Carried] = ()
 ) -> st.SearchStrategy[SampleColumns]:
-    """The same samples as columns."""
+    """Return the same samples as columns."""
     lists = sample_lists(min_samples=min_samples, max_samples=max_samples, max_length=max_length, carries=carries)
     return lists.map(SampleLists.to_columns)
 
 
 @st.composite
 def sample_lengths(draw: st.DrawFn, *, max_samples: int = 7, max_length: int = 6) -> SampleLengths:
-    """The lengths of such samples, which are all that a planner sees."""
+    """Draw the lengths of such samples, which are all that a planner sees."""
     count = draw(st.integers(1, max_samples))
     actions = [draw(st.integers(0, max_length)) for _ in range(count)]
     prompts = [draw(st.integers(int(of_response == 0), max_length)) for of_response in actions]
@@ -194,7 +194,7 @@ def layouts(draw: st.DrawFn, lengths: SampleLengths, *, parallel: bool = True) -
 
 
 def largest_bundle(lengths: SampleLengths, *, groups: bool) -> int:
-    """Samples of the largest set that may not be cut: a unit, or with `groups` all that share groups and units, directly or not."""
+    """Return the size of the largest set of samples that may not be cut: a unit, or with `groups` all that share groups or units."""
     owner = list(range(len(lengths)))
 
     def root(sample: int) -> int:

@@ -21,5 +21,5 @@ class CollatorConformance(Conformance):
     offers = ("reference", "layouts")
 
     def collator(self) -> Collator:
-        """A collator that accepts samples of any length, made anew in every call."""
+        """Make a collator that accepts samples of any length, a new one in every call."""
         raise NotImplementedError("set `plugin`, or override `collator`")

@@ -1,1 +1,1 @@
-"""Corrections held to their promises."""
+"""Promises of corrections."""

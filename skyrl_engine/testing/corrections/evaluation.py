@@ -24,7 +24,7 @@ def evaluate(label: str, correction: Any, batch: TokenBatch, *, dtype: torch.dty
 
 
 def given_to(label: str, correction: Any, batch: TokenBatch) -> LossTokens:
-    """The batch as the correction is given it: nothing left out yet, nothing differentiable."""
+    """Return the batch as the engine gives it to the first correction: all tokens, nothing differentiable."""
     return _tokens(batch, torch.float64).kept(label, tuple(correction.needs), 0, torch.ones(batch.tokens, dtype=torch.bool))
 
 

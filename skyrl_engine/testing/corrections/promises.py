@@ -1,4 +1,4 @@
-"""Promises of every correction: finite factors without gradient, the same however the batch is cut and whoever is a neighbour."""
+"""Promises of every correction: finite factors without gradient, equal for every cut of the batch and every neighbour."""
 
 from typing import Any
 

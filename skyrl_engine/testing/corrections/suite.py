@@ -16,5 +16,5 @@ class CorrectionConformance(Conformance):
     promises = CORRECTION_PROMISES
 
     def correction(self) -> Correction:
-        """A correction, made anew in every call."""
+        """Make the correction under test, a new one in every call."""
         raise NotImplementedError("set `plugin`, or override `correction`")

@@ -1,1 +1,1 @@
-"""Losses held to their promises."""
+"""Promises of losses."""

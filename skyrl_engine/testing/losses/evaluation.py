@@ -50,6 +50,6 @@ def evaluate(
 
 
 def leaves_of(batch: TokenBatch, loss: Any, dtype: torch.dtype, *, gradients: bool = True) -> dict[str, torch.Tensor]:
-    """The model's scores that the loss reads, and log-probabilities always, as tensors to differentiate by."""
+    """Return the model's scores that the loss reads, and always log-probabilities, as tensors to differentiate by."""
     names = [name for name in MODEL_SCORES if name == "logprobs" or name in loss.needs]
     return {name: torch.from_numpy(batch.values[name].copy()).to(dtype).requires_grad_(gradients) for name in names}

@@ -1,4 +1,4 @@
-"""Derivatives of a loss by differences, as autograd means them: what the loss detaches is a constant and stays what it was."""
+"""Derivatives of a loss by finite differences that agree with autograd: a value that the loss detaches is held constant."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,9 +18,9 @@ _DETACHING = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[at
 
 
 class _StopGradients(TorchFunctionMode):
-    """Sees every detached result: of detach(), of .data, and of whatever is computed under no_grad().
+    """Intercepts every detached result: of detach(), of .data, and of anything computed under no_grad().
 
-    Not what a torch.autograd.Function computes: gradients are off in there as well, but it is meant to be differentiated.
+    Results inside a torch.autograd.Function are left alone: gradients are off there as well, but it is meant to be differentiated.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _StopGradients(TorchFunctionMode):
 
 
 class Recording(_StopGradients):
-    """Keeps what is detached, in order."""
+    """Records detached results, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Recording(_StopGradients):
         return result
 
     def total(self, label: str, loss: Any, batch: TokenBatch, scores: Mapping[str, torch.Tensor], replaying: "Replaying") -> float:
-        """The objective of these scores, without gradients, with every constant as it was recorded."""
+        """Return the objective of these scores, without gradients, with every constant as it was recorded."""
         parts = ObjectiveParts(part_of(Listening(loss, replaying), label, "loss"))
         try:
             total, _ = LossObjective(parts, SEED, STEP, per_token_outputs=False)(scores, batch.micro_batch())
@@ -63,7 +63,7 @@ class Recording(_StopGradients):
 
 
 class Replaying(_StopGradients):
-    """Gives what was recorded in place of what is detached now."""
+    """Returns the recorded results in place of newly detached ones."""
 
     def __init__(self, recorded: Recording) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Losses as a kind of plugin that gives a number per token."""
+"""Losses as a kind of plugin that gives one number per token."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from skyrl_engine.testing.tokens.rollouts import TokenBatch
 
 
 def batch_local(subject: Subject[Any]) -> str | None:
-    """Why a subject does not claim what is said about cuts."""
+    """Return the reason why a subject does not claim promises about cuts, None if it does."""
     return "the loss declares batch_local: it depends on the cut by nature" if subject.declares("batch_local") else None
 
 
@@ -28,5 +28,5 @@ LOSS = TokenKind(
 
 
 def some_long(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
-    """Batches of which some have more tokens than fit a byte."""
+    """Draw batches of which some have more tokens than fit a byte."""
     return rollouts.batches(needs_of(subject), long=True)

@@ -1,4 +1,4 @@
-"""Casts in a loss's call that lose digits in every precision alike, so that no comparison of precisions shows them."""
+"""Detection of casts in a loss that lose digits in every precision alike, which no comparison of precisions shows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ _NARROW = (torch.int8, torch.uint8, torch.int16)
 
 
 class LossyCasts(TorchFunctionMode):
-    """Keeps in `cause` the first cast to half precision, or to a whole number that has no room for a value of the tensor."""
+    """Keeps in `cause` the first cast to half precision, or to an integer type too small for a value of the tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -124,7 +124,7 @@ _CANCELLING = 100.0
 
 @frozen(eq=False)
 class Scaled:
-    """A batch, and what its advantages are multiplied by."""
+    """A batch, and a factor for its advantages."""
 
     batch: TokenBatch
     factor: float

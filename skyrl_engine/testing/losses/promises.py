@@ -1,4 +1,4 @@
-"""Promises of every loss, in the order in which they are held."""
+"""Promises of every loss, in the order in which they are checked."""
 
 from typing import Any
 

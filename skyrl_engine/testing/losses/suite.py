@@ -18,7 +18,7 @@ from skyrl_engine.testing.losses.promises import LOSS_PROMISES
 class LossConformance(Conformance):
     """Subclass, name it `Test...`, and set `plugin`, or return the loss under test from `loss`.
 
-    `surrogate_gradient = True` declares a gradient that is meant to be another than that of the values.
+    `surrogate_gradient = True` declares that the gradient is, on purpose, not that of the values.
     """
 
     kind = "loss"
@@ -28,5 +28,5 @@ class LossConformance(Conformance):
     surrogate_gradient: ClassVar[bool] = False
 
     def loss(self) -> Loss:
-        """A loss, made anew in every call."""
+        """Make the loss under test, a new one in every call."""
         raise NotImplementedError("set `plugin`, or override `loss`")

@@ -1,4 +1,4 @@
-"""Promises of a loss about what it returns: one finite, differentiable value per token, metrics that add up, and nothing kept alive."""
+"""Promises of a loss about its result: one finite, differentiable value per token, metrics that add up, and nothing kept alive."""
 
 import gc
 import weakref

@@ -1,1 +1,1 @@
-"""Mergers held to their promises."""
+"""Promises of mergers."""

@@ -1,4 +1,4 @@
-"""Promises of every merger: merge(split(x)) == x, one thing at a time, and no sample is lost, doubled or invented in silence."""
+"""Promises of every merger: merge(split(x)) == x for each kind of split, and no sample is silently lost, doubled or invented."""
 
 import copy
 from collections.abc import Callable

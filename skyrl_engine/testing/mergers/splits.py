@@ -28,7 +28,7 @@ class Split:
     padded: bool = False
 
     def but(self, outputs: Iterable[RankOutput]) -> "Split":
-        """The same with other outputs."""
+        """Return the split with other outputs."""
         return evolve(self, outputs=tuple(outputs))
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ def _counted(count: int, noun: str) -> str:
 def splits(
     draw: st.DrawFn, *, dp: int = 1, replicas: bool = False, padded: bool = False, shuffled: bool = False, mini_batches: int = 1
 ) -> Split:
-    """Splits of up to six samples. Every argument lets one thing happen: data-parallel ranks up to `dp`, tensor, context and pipeline
+    """Draw splits of up to six samples. Each argument allows one more thing: data-parallel ranks up to `dp`, tensor, context and pipeline
     replicas, padding samples, plans that put samples in another order than the caller's, and several mini-batches.
     """
     few = st.sampled_from((1, 2))
@@ -103,7 +103,7 @@ def _whole(draw: st.DrawFn, numbers: IntArray) -> BatchOutput:
 
 
 def metrics_of(ids: IntArray) -> dict[str, Metric]:
-    """One metric per reduction, of sample ids."""
+    """Return one metric per reduction, computed from sample ids."""
     if not len(ids):
         return {}
     return {
@@ -116,7 +116,7 @@ def metrics_of(ids: IntArray) -> dict[str, Metric]:
 
 @frozen(eq=False)
 class _Returned:
-    """What the ranks of a world return: the last stages of the pipeline outputs, all others none; replicas repeat each other."""
+    """The results of a world's ranks: last pipeline stages return outputs, other stages none, and replicas return the same."""
 
     whole: BatchOutput
     plan: BatchPlan

@@ -16,5 +16,5 @@ class MergerConformance(Conformance):
     promises = MERGER_PROMISES
 
     def merger(self) -> Merger:
-        """A merger, made anew in every call."""
+        """Make the merger under test, a new one in every call."""
         raise NotImplementedError("set `plugin`, or override `merger`")

@@ -82,7 +82,7 @@ class World:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
-        """Results by rank. A rank's EngineError is raised here as it was, anything else fails with its traceback.
+        """Call a function on every rank and return results by rank. A rank's EngineError is raised here, any other error with its traceback.
 
         Raises WorkerError where a rank died or did not answer in time.
         """
@@ -155,7 +155,7 @@ def _received(pipe: Connection) -> tuple[str, Any]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A gloo group of this process alone."""
+    """Open a gloo group of this process alone."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined] # public in torch's documentation, not in its exports

@@ -1,4 +1,4 @@
-"""The engine's workers on the ranks of a `World`: as a run drives them, without Ray, and one world for many backends in turn."""
+"""A transport that runs the engine's workers on the ranks of a `World`: no Ray, and one world for many backends in turn."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from skyrl_engine.workers.spec import WorkerSpec
 
 
 class WorldTransport:
-    """A `Transport` over a world that outlives it. Starting one ends what ran there before."""
+    """A `Transport` over a world that outlives it. Starting one ends the workers of the one before."""
 
     def __init__(self, world: World, spec: WorkerSpec) -> None:
         self._world = world
@@ -43,7 +43,7 @@ class OwnRanksTransport(WorldTransport):
 
 
 def group_on(world: World, spec: WorkerSpec) -> WorkerGroup:
-    """Every rank of `spec.topology` on a world of that size."""
+    """Start every rank of `spec.topology` on a world of that size."""
     return WorkerGroup(WorldTransport(world, spec), spec.topology)
 
 
@@ -62,7 +62,7 @@ def _start(spec: WorkerSpec) -> None:
 
 
 def on_worker(method: str, per_rank: Sequence[tuple[Any, ...]]) -> Any:
-    """On a rank of the world: call the worker that runs there, with this rank's arguments."""
+    """Call the worker on this rank of the world, with this rank's arguments."""
     import torch.distributed as dist
 
     return getattr(_workers[-1], method)(*per_rank[dist.get_rank()])

@@ -1,1 +1,1 @@
-"""Reducers held to their promises."""
+"""Promises of reducers."""

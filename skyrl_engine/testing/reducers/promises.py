@@ -26,7 +26,7 @@ def _drawn(_subject: Subject[Any], **options: Any) -> Any:
 
 
 def _decided(subject: Subject[Any], structure: BatchStructure) -> Weights:
-    """The weights as the engine takes them; a reducer that fails or returns something else decides nothing here."""
+    """Return the weights as the engine takes them. Raises Undecidable for a reducer that fails or returns something else."""
     try:
         return token_weights(part_of(subject.make(), subject.label, "reducer"), structure)
     except EngineError as error:
@@ -128,7 +128,7 @@ _PROBE = structures.structure_of([np.ones(length, np.float32) for length in (4, 
 
 
 def _is_mean(subject: Subject[Any]) -> bool:
-    """Whether halving all loss weights changes nothing in a plain batch, as in a mean; a sum is halved."""
+    """Return True where halving all loss weights changes nothing in a plain batch, as in a mean; a sum is halved."""
     weights = _decided(subject, _PROBE)
     return same(weights, _decided(subject, evolve(_PROBE, loss_weight=_PROBE.loss_weight * np.float32(0.5))))
 

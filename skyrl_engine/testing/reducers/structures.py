@@ -17,7 +17,7 @@ _FRACTIONS = (1.0, 0.5, 0.25, 0.75, 2.0, 1 / 3)
 def structure_of(
     weights: list[AnyArray], *, group_ids: IntArray | None = None, micro_batch: IntArray | None = None
 ) -> BatchStructure:
-    """One array of loss weights per sequence."""
+    """Make a structure from one array of loss weights per sequence."""
     numbers = np.arange(len(weights), dtype=np.int64)
     return BatchStructure(
         loss_weight=np.concatenate(weights) if weights else np.zeros(0, np.uint8),
@@ -30,13 +30,13 @@ def structure_of(
 
 
 def sequences_of(structure: BatchStructure) -> list[AnyArray]:
-    """The loss weights of each sequence."""
+    """Return the loss weights of each sequence."""
     return np.split(structure.loss_weight, structure.action_offsets[1:-1]) if len(structure) else []
 
 
 @frozen(eq=False)
 class Drawn:
-    """A structure, told in words."""
+    """A structure that describes itself in words."""
 
     structure: BatchStructure
 
@@ -71,7 +71,7 @@ class Reordered(Drawn):
 
     @property
     def tokens(self) -> IntArray:
-        """Where the moved tokens stood."""
+        """Return the earlier positions of the moved tokens."""
         return segment_indices(self.structure.action_offsets, self.order)
 
     def __str__(self) -> str:
@@ -114,9 +114,9 @@ class Relabelled(Drawn):
 
 @frozen(eq=False)
 class WithEmpty(Drawn):
-    """A structure in which every sequence carries loss, and how many sequences without any come behind it, each its own group.
+    """A structure in which every sequence carries loss, and a number of sequences without loss to append, each in a group of its own.
 
-    `actions` are the response tokens of each of them, all of weight 0.
+    `actions` is the number of response tokens of each of them, all of weight 0.
     """
 
     actions: tuple[int, ...]
@@ -151,7 +151,7 @@ def _listed(values: npt.ArrayLike) -> str:
 
 @st.composite
 def structures(draw: st.DrawFn, *, min_sequences: int = 1, max_sequences: int = 4, empty: bool = True) -> BatchStructure:
-    """Mini-batches of masks (uint8) or fractional weights (float32). `empty` allows sequences without loss or without any token.
+    """Draw mini-batches of masks (uint8) or fractional weights (float32). `empty` allows sequences without loss or without any token.
 
     Some have sequences of more tokens than fit the byte that a mask's weights are.
     """
@@ -170,7 +170,7 @@ def structures(draw: st.DrawFn, *, min_sequences: int = 1, max_sequences: int = 
 
 
 def _micro_batches(draw: st.DrawFn, count: int) -> IntArray:
-    """Ascending numbers, as a plan's micro-batches follow each other."""
+    """Draw ascending numbers, as a plan's micro-batches follow each other."""
     steps = draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))
     return np.cumsum([0, *steps[1:]]).astype(np.int64)
 

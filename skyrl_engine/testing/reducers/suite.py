@@ -19,5 +19,5 @@ class ReducerConformance(Conformance):
     offers = ("oracle",)
 
     def reducer(self) -> Reducer:
-        """A reducer, made anew in every call."""
+        """Make the reducer under test, a new one in every call."""
         raise NotImplementedError("set `plugin`, or override `reducer`")

@@ -37,7 +37,7 @@ class Evaluation:
 
     @property
     def largest(self) -> float:
-        """The largest absolute value among per-token numbers and gradients, 0 without any."""
+        """Return the largest absolute value among per-token numbers and gradients, 0 without any."""
         return max(float(np.abs(each).max(initial=0)) for each in (self.per_token, *self.gradients.values()))
 
     @property
@@ -47,7 +47,7 @@ class Evaluation:
 
 @frozen(eq=False)
 class Listening:
-    """The product, keeping what it was given and what it returned last."""
+    """A wrapper of the product that keeps its last argument and result."""
 
     product: Any
     mode: TorchFunctionMode | None = None
@@ -73,12 +73,12 @@ class Listening:
 
 
 def undeclared(error: EngineError) -> bool:
-    """Whether a need was read that is not declared: what `LossTokens` says of it."""
+    """Return True where `LossTokens` reports that an undeclared need was read."""
     return isinstance(error.__cause__, AttributeError) and "declares needs" in str(error.__cause__)
 
 
 def joined(cut: CutBatch, evaluations: Sequence[Evaluation]) -> Evaluation:
-    """The micro-batches' evaluations as one of the whole batch, tokens in its order."""
+    """Join the evaluations of micro-batches into one of the whole batch, tokens in its order."""
     places = [cut.batch.places(part) for part in cut.parts]
     first = evaluations[0]
 
@@ -99,7 +99,7 @@ def joined(cut: CutBatch, evaluations: Sequence[Evaluation]) -> Evaluation:
 
 
 def same_evaluation(one: Evaluation, other: Evaluation, **tolerance: float) -> bool:
-    """Whether per-token numbers, total and gradients are equal."""
+    """Return True where per-token numbers, total and gradients are equal."""
     return (
         same(one.per_token, other.per_token, **tolerance)
         and same(np.array([one.total]), np.array([other.total]), **tolerance)
@@ -125,6 +125,6 @@ def require_same_evaluation(one: Evaluation, other: Evaluation, when: str, cause
 
 
 def numbers_of(tensor: torch.Tensor) -> Numbers:
-    """float64, in memory of NumPy's."""
+    """Return a tensor's numbers as a float64 NumPy array."""
     numbers: Numbers = tensor.detach().double().numpy()
     return numbers

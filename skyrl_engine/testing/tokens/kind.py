@@ -1,4 +1,4 @@
-"""Losses and corrections as one kind of plugin to the promises that they share: a number per token, how to get it, what to call it."""
+"""Losses and corrections under the promises that they share: both give a number per token, computed and named in their own ways."""
 
 from collections.abc import Callable
 from functools import partial
@@ -33,11 +33,11 @@ class TokenKind:
     unless: str = ""
 
     def evaluated(self, subject: Subject[Any], batch: TokenBatch, **options: Any) -> Evaluation:
-        """A new product of the subject on the batch. Raises EngineError."""
+        """Evaluate a new product of the subject on the batch. Raises EngineError."""
         return self.evaluate(subject.label, subject.make(), batch, **options)
 
     def decided(self, subject: Subject[Any], batch: TokenBatch, product: Any = None, **options: Any) -> Evaluation:
-        """Evaluate for a promise that is about other things than failing; `product` is a new one unless given.
+        """Evaluate for a promise that does not concern failures; `product` is a new one unless given.
 
         Raises Undecidable where the product fails or is not finite.
         """
@@ -66,7 +66,7 @@ class SharedPromise:
     effort: float
 
     def of(self, kind: TokenKind) -> Promise[Subject[Any], Any]:
-        """The promise as plugins of this kind are held to it."""
+        """Return the promise in the words of this kind of plugin."""
         return Promise(
             self.check.__name__,
             self.sentence.format(results=kind.results, products=kind.products, noun=kind.noun),
@@ -80,7 +80,7 @@ class SharedPromise:
 def shared_promise(
     sentence: str, *, cases: Callable[[Subject[Any]], "st.SearchStrategy[Any]"], about_cuts: bool = False, effort: float = 1.0
 ) -> Callable[[Callable[[TokenKind, Subject[Any], Any], None]], SharedPromise]:
-    """Make a shared promise of its check; the function's name is the promise's."""
+    """Make a shared promise from its check; it takes the function's name."""
 
     def decorate(check: Callable[[TokenKind, Subject[Any], Any], None]) -> SharedPromise:
         return SharedPromise(check, sentence, cases, about_cuts, effort)
@@ -89,21 +89,21 @@ def shared_promise(
 
 
 def needs_of(subject: Subject[Any]) -> tuple[str, ...]:
-    """What the product declares to read."""
+    """Return the needs that the product declares."""
     return tuple(subject.make().needs)
 
 
 def ordinary(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
-    """Batches as training meets them."""
+    """Draw batches as training meets them."""
     return rollouts.batches(needs_of(subject))
 
 
 def anything(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
-    """Batches that also hold probabilities of 1, near 0, and far from another policy's."""
+    """Draw batches that also hold probabilities of 1, near 0, and far from another policy's."""
     ranges: tuple[rollouts.Range, ...] = ("ordinary", "extreme")
     return st.sampled_from(ranges).flatmap(lambda range_: rollouts.batches(needs_of(subject), range_=range_))
 
 
 def cuts(subject: Subject[Any]) -> "st.SearchStrategy[CutBatch]":
-    """Batches cut into micro-batches."""
+    """Draw batches cut into micro-batches."""
     return rollouts.cut_batches(needs_of(subject))

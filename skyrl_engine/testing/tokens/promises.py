@@ -1,6 +1,6 @@
 """Promises that losses and corrections share: no cut, order, name or neighbour changes a token's number, and nothing else is touched.
 
-Numbers are compared after the engine's own use of them, in float64: per token, their total, and its gradient by every score of the model.
+Numbers are compared as the engine uses them, in float64: per token, their total, and its gradient by every score of the model.
 """
 
 import math
@@ -64,7 +64,7 @@ def needs(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
 
 
 def refuses_what_was_returned(error: EngineError) -> bool:
-    """Whether the engine refused the product's numbers, rather than that the product failed."""
+    """Return True where the engine refused the product's numbers, and False where the product itself failed."""
     return "returned" in error.cause
 
 
@@ -230,7 +230,7 @@ def packing(kind: TokenKind, subject: Subject[Any], case: CutBatch) -> None:
 
 
 def _shifted(values: rollouts.FloatArray, places: Any) -> rollouts.FloatArray:
-    """The values with others at these places; log-probabilities stay below 0."""
+    """Return the values with others at these places; log-probabilities stay below 0."""
     changed = values.copy()
     changed[places] = values[places] * np.float32(0.5) - np.float32(0.125)
     return changed
@@ -263,7 +263,7 @@ def inputs_unchanged(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) 
 
 
 class _Copying:
-    """The product, with copies of what it was given beside what it left behind."""
+    """A wrapper of the product that copies its arguments before the call, to compare them afterwards."""
 
     def __init__(self, product: Any) -> None:
         self.product = product

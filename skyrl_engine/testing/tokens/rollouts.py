@@ -55,15 +55,15 @@ class TokenBatch:
 
     @property
     def sequence_index(self) -> IntArray:
-        """int64[n]: the sequence of every token."""
+        """Return int64[n]: the sequence of every token."""
         return np.repeat(np.arange(len(self), dtype=np.int64), self.lengths)
 
     def places(self, sequences: Sequence[int]) -> IntArray:
-        """Where the tokens of these sequences stand, in the order of the sequences."""
+        """Return the positions of these sequences' tokens, in the order of the sequences."""
         return segment_indices(offsets_of(self.lengths), np.asarray(sequences, dtype=np.int64))
 
     def take(self, sequences: Sequence[int]) -> "TokenBatch":
-        """The chosen sequences in the chosen order; weights stay what they were in the whole batch."""
+        """Return the chosen sequences in the chosen order; weights stay those of the whole batch."""
         chosen = np.asarray(sequences, dtype=np.int64)
         places = self.places(sequences)
         return TokenBatch(
@@ -79,12 +79,12 @@ class TokenBatch:
         return evolve(self, values={**self.values, **values})
 
     def drifted(self, nats: float) -> "TokenBatch | None":
-        """The same with the other policies' log-probabilities lower by so much; None where no need is one."""
+        """Return the batch with the other policies' log-probabilities lowered; None where no need is one of them."""
         others = {name: values - np.float32(nats) for name, values in self.values.items() if name.endswith("_logprobs")}
         return self.with_values(**others) if others else None
 
     def micro_batch(self) -> MicroBatch:
-        """What a backend hands to the objective, less the model's inputs."""
+        """Return the micro-batch that a backend gives to the objective, without the model's inputs."""
         import torch
 
         samples = ScoredSamples(
@@ -143,7 +143,7 @@ class ReorderedBatch:
 
 @frozen(eq=False)
 class FilledBatch:
-    """A batch, and the places of its sequences among `total`, the others of which have no token that carries loss."""
+    """A batch, and the positions of its sequences among `total`; the other sequences have no token that carries loss."""
 
     batch: TokenBatch
     places: tuple[int, ...]
@@ -151,7 +151,7 @@ class FilledBatch:
 
     @property
     def filled(self) -> TokenBatch:
-        """The batch with the others in between."""
+        """Return the batch with the other sequences in between."""
         count = len(self.batch)
         lengths = np.zeros(self.total, dtype=np.int64)
         lengths[list(self.places)] = self.batch.lengths
@@ -178,9 +178,9 @@ def batches(
     units: bool = True,
     long: bool = False,
 ) -> TokenBatch:
-    """Batches with every need of a loss or correction, and log-probabilities always. `empty` allows sequences without a token,
+    """Draw batches with every need of a loss or correction, and always log-probabilities. `empty` allows sequences without a token,
     `units` sequences that belong together, of which there are two to a unit then. `long` makes some batches `LONG` times as long: more
-    tokens than fit a byte, or any other number that somebody found large enough.
+    tokens than fit a byte or another fixed size of a buffer.
     """
     count = draw(st.integers(min_sequences, max_sequences))
     pairs = units and count >= 4 and draw(st.booleans())
@@ -201,8 +201,8 @@ def batches(
 
 
 def _picked(draw: st.DrawFn, count: int, choices: Sequence[float]) -> npt.NDArray[np.float64]:
-    """float64[count] of the choices, the first of which is the simplest; a few picks in turn, so that Hypothesis finds a single one that
-    breaks a promise. One draw of bytes: a draw per number takes most of the time.
+    """Draw float64[count] from the choices, the first of which is the simplest. A few picks repeat in turn, so that Hypothesis finds a single
+    choice that breaks a promise. All picks are one draw of bytes, since a draw per number would take most of the time.
     """
     picks = np.frombuffer(draw(_PICKS), dtype=np.uint8)
     picked: npt.NDArray[np.float64] = np.asarray(choices, dtype=np.float64)[np.resize(picks, count) % len(choices)]
@@ -210,7 +210,7 @@ def _picked(draw: st.DrawFn, count: int, choices: Sequence[float]) -> npt.NDArra
 
 
 def _values(draw: st.DrawFn, needs: Iterable[str], count: int, range_: Range) -> dict[str, FloatArray]:
-    """Log-probabilities of other policies drift from the model's own; every other need has numbers of its own."""
+    """Draw values by need: log-probabilities of other policies drift from the model's own, other needs have numbers of their own."""
 
     def column(choices: Sequence[float]) -> FloatArray:
         return _picked(draw, count, choices).astype(np.float32)
@@ -238,7 +238,7 @@ def _values(draw: st.DrawFn, needs: Iterable[str], count: int, range_: Range) ->
 
 @st.composite
 def cut_batches(draw: st.DrawFn, needs: Iterable[str], *, max_parts: int = 3) -> CutBatch:
-    """Batches cut into two micro-batches or more, none of which is without tokens; units stay whole."""
+    """Draw batches cut into two micro-batches or more, each with tokens; units stay whole."""
     batch = draw(batches(needs, min_sequences=2, long=True))
     units = np.unique(batch.unit_ids)
     parts = draw(st.integers(2, min(max_parts, len(units))))
@@ -251,7 +251,7 @@ def cut_batches(draw: st.DrawFn, needs: Iterable[str], *, max_parts: int = 3) ->
 
 @st.composite
 def reordered_batches(draw: st.DrawFn, needs: Iterable[str]) -> ReorderedBatch:
-    """Batches and an order of their sequences that is another; those of one unit (chosen before rejected) keep theirs among themselves."""
+    """Draw batches with another order of their sequences; sequences of one unit (chosen before rejected) keep their relative order."""
     batch = draw(batches(needs, min_sequences=2, long=True))
     units = np.unique(batch.unit_ids).tolist()
     turns = draw(st.permutations(units).filter(lambda turns: list(turns) != units) if len(units) > 1 else st.just(units))
@@ -260,7 +260,7 @@ def reordered_batches(draw: st.DrawFn, needs: Iterable[str]) -> ReorderedBatch:
 
 @st.composite
 def filled_batches(draw: st.DrawFn, needs: Iterable[str]) -> FilledBatch:
-    """Batches, and places for sequences without a token that carries loss."""
+    """Draw batches with positions for sequences without a token that carries loss."""
     batch = draw(batches(needs, long=True))
     total = len(batch) + draw(st.integers(1, 2))
     places = draw(st.lists(st.integers(0, total - 1), min_size=len(batch), max_size=len(batch), unique=True))
@@ -269,7 +269,7 @@ def filled_batches(draw: st.DrawFn, needs: Iterable[str]) -> FilledBatch:
 
 @frozen(eq=False)
 class WornBatch:
-    """A cut batch, and how many micro-batches of it somebody has seen before."""
+    """A cut batch, and the number of its micro-batches that a product has seen before."""
 
     cut: CutBatch
     calls: int
@@ -279,7 +279,7 @@ class WornBatch:
 
 
 def worn_batches(needs: Iterable[str]) -> st.SearchStrategy[WornBatch]:
-    """Cut batches for products that are new, and for such as have been called often."""
+    """Draw cut batches for products that are new, and for products that were called often."""
     return st.builds(WornBatch, cut_batches(needs), st.sampled_from((0, 0, 0, 64)))
 
 
@@ -301,7 +301,7 @@ class RelabelledBatch:
 
 @st.composite
 def relabelled_batches(draw: st.DrawFn, needs: Iterable[str]) -> RelabelledBatch:
-    """Batches, and other names of their groups and units: any integers, in any order."""
+    """Draw batches with other names of their groups and units: any integers, in any order."""
     batch = draw(batches(needs))
     names = st.sampled_from((40, 7, 1_000_003, 0, 1, -5, 2**40, 2))
     chosen = draw(st.lists(names, min_size=len(batch), max_size=len(batch), unique=True))
@@ -309,7 +309,7 @@ def relabelled_batches(draw: st.DrawFn, needs: Iterable[str]) -> RelabelledBatch
 
 
 def varied(needs: Iterable[str], *, sequences: int = 6, tokens: int = 4) -> TokenBatch:
-    """The one batch in which a loss must find something to learn: every choice of the ordinary batches occurs, beside different others."""
+    """Return the one batch in which a loss must find something to learn: it combines every choice of the ordinary batches."""
     count = sequences * tokens
     numbers = np.arange(sequences, dtype=np.int64)
     picks = np.arange(count)
@@ -324,14 +324,14 @@ def varied(needs: Iterable[str], *, sequences: int = 6, tokens: int = 4) -> Toke
 
 
 def one_token(needs: Iterable[str]) -> TokenBatch:
-    """One sequence of one token, on which any loss or correction must be able to say something."""
+    """Return one sequence of one token, which every loss or correction must accept."""
     values = {name: np.full(1, -1.0, np.float32) for name in dict.fromkeys(("logprobs", *needs))}
     return TokenBatch(np.ones(1, np.int64), values, np.ones(1), *(np.zeros(1, np.int64) for _ in range(3)))
 
 
 @st.composite
 def masked_batches(draw: st.DrawFn, needs: Iterable[str]) -> TokenBatch:
-    """Micro-batches without any token that carries loss, and without any sequence."""
+    """Draw micro-batches without any token that carries loss, and without any sequence."""
     batch = draw(batches(needs))
     keep = draw(st.integers(0, len(batch)))
     lengths = np.zeros(keep, dtype=np.int64)
