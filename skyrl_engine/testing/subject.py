@@ -50,12 +50,12 @@ def part_of(product: Product, label: str, kind: str) -> Part[Product]:
 
 
 def selected(kind: str, reference: str, options: Mapping[str, Any], base: Path | None = None) -> SelectedPlugin:
-    """The plugin that a reference means, with these options. Raises as selecting it for a run would."""
+    """Select the plugin that a reference names, with these options. Raises as selecting it for a run does."""
     record = _installed(tuple(sys.path)).resolve(kind, reference, base=base)
     return SelectedPlugin.of(record, dict(options), "options")
 
 
 @cache
 def _installed(_search_path: tuple[str, ...]) -> Registry:
-    """Reads once what is installed: metadata of some hundred distributions, which a suite would read for each of its tests."""
+    """Read the metadata of installed distributions once: a suite would otherwise read some hundred of them for each test."""
     return Registry.discover()

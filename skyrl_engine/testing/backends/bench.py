@@ -1,4 +1,4 @@
-"""What backends are tried on: models that are written once, and what is right for them by definition."""
+"""The bench that backends are checked on: models that are written once, and their right results by definition."""
 
 import json
 import tempfile
@@ -26,7 +26,7 @@ Model = Literal["qwen3", "llama", "dropout", "critic", "vision"]
 
 @define(eq=False)
 class Bench:
-    """A context manager; leaving it removes the models. Backends follow one another on the ranks that this process keeps."""
+    """Models for one backend after the other, on the ranks that this process keeps. A context manager; leaving it removes the models."""
 
     _stack: ExitStack = attrs.field(factory=ExitStack, init=False)
     _models: dict[str, str] = attrs.field(factory=dict, init=False)
