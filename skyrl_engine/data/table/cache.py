@@ -18,6 +18,10 @@ from skyrl_engine.errors import DataError
 _STALE_SECONDS = 24 * 3600
 
 
+PACKAGE = Path(__file__).parents[1]
+"""All of `skyrl_engine.data`: what any of its files does decides what is cached."""
+
+
 def cache_key(
     content: str, rows: bytes, tokenizer: Any, data: DataConfig, columns: Iterable[str] = (), images: Sequence[str] = ()
 ) -> str:
@@ -26,7 +30,7 @@ def cache_key(
     """
     digest = hashlib.sha256()
     settings = json.dumps([data.format, data.loss_on, data.max_length, data.overlong, sorted(columns), data.bad_images, *images])
-    for piece in (content.encode(), rows, _tokenizer_identity(tokenizer).encode(), settings.encode(), _code_identity().encode()):
+    for piece in (content.encode(), rows, _tokenizer_identity(tokenizer).encode(), settings.encode(), code_identity().encode()):
         digest.update(len(piece).to_bytes(8, "little") + piece)
     return digest.hexdigest()
 
@@ -42,9 +46,9 @@ def _tokenizer_identity(tokenizer: Any) -> str:
     return json.dumps(parts, sort_keys=True, default=str)
 
 
-def _code_identity() -> str:
-    """Return a digest of this package's source and of the versions of the libraries that render and tokenize."""
-    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+def code_identity(package: Path = PACKAGE) -> str:
+    """Return a digest of the package's source, folders included, and of the versions of the libraries that render and tokenize."""
+    sources = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
     versions = [metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")]
     return " ".join([hashlib.sha256(b"".join(sources)).hexdigest(), *versions])
 

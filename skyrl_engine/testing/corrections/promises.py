@@ -24,7 +24,7 @@ CORRECTION = TokenKind(
 )
 
 
-@promise("It returns one finite factor of 0 or more per token, also for ratios of e^30", cases=anything)
+@promise("It returns one finite factor of 0 or more per token, also for ratios of e^30", cases=anything, effort=4.0)
 def finite_factors(subject: Subject[Any], batch: TokenBatch) -> None:
     try:
         CORRECTION.evaluated(subject, batch, dtype=torch.float32)

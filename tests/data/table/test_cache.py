@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from skyrl_engine.config.schema import DataConfig
 from skyrl_engine.data.dataset import load_columns
-from skyrl_engine.data.table.cache import TokenCache
+from skyrl_engine.data.table.cache import PACKAGE, TokenCache, code_identity
 from skyrl_engine.errors import DataError
 
 ROWS = [{"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "answer"}]} for i in range(20)]
@@ -134,3 +135,14 @@ def test_the_directory_is_the_configured_one_or_the_environment_s_or_the_user_s(
     assert TokenCache.of(None).directory == Path("/somewhere/tokens")
     monkeypatch.delenv("SKYRL_ENGINE_CACHE")
     assert TokenCache.of(None).directory.parent.name == "skyrl-engine"
+
+
+@pytest.mark.parametrize("file", ["text/chat.py", "images/files.py", "sources/rows.py", "table/filling.py", "dataset.py"])
+def test_a_change_of_any_file_that_makes_tokens_makes_another_key(tmp_path, file):
+    package = tmp_path / "data"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    before = code_identity(package)
+    assert before == code_identity()
+    with (package / file).open("a") as changed:
+        changed.write("# another rendering\n")
+    assert code_identity(package) != before
