@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self
@@ -23,7 +24,7 @@ from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.schedule import learning_rate as scheduled_rate
-from skyrl_engine.errors import CheckpointError, ModelError, UnsupportedError
+from skyrl_engine.errors import CheckpointError, ConfigError, ModelError, Problem, UnsupportedError
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.dispatch import PlacedShard, batch_structure, compact_weights, cut, merged, planned
 from skyrl_engine.workers.future import Future
@@ -174,9 +175,13 @@ class Engine:
 
         `scores` are names of model scores: "logprobs" and "entropy" (nats), "values" of a model with a value head. `tokens` are all response
         tokens, or those that carry loss. `temperature` divides the logits. The output has one field per score, float32.
+
+        Raises UnsupportedError for a score that the model does not have.
         """
         wanted = frozenset(scores)
-        work = Pass("score", self.step, temperature=temperature, scores=wanted, tokens=tokens)
+        self._refuse_scores(wanted)
+        with _refused_in_words("score"):
+            work = Pass("score", self.step, temperature=temperature, scores=wanted, tokens=tokens)
         return self._forward(plan, work, needs=()).then(lambda outputs: self._merged(outputs, plan.cut))
 
     def evaluate(self, plan: Plan, *, temperature: float = 1.0, per_token_outputs: bool = True) -> Future[PassResult]:
@@ -185,7 +190,8 @@ class Engine:
         `loss`, and each part's contribution to it, is the mean over loss weights, whatever reducer the training uses: the sum of each term
         times its loss weight, over the sum of the loss weights, divided once however many passes are combined.
         """
-        work = Pass("evaluate", self.step, per_token_outputs, temperature)
+        with _refused_in_words("evaluate"):
+            work = Pass("evaluate", self.step, per_token_outputs, temperature)
         outputs = self._forward(plan, work, needs=self.assembly.objective.columns)
         return outputs.then(lambda each: self._evaluated(each, plan))
 
@@ -208,6 +214,8 @@ class Engine:
         reducer, such as `sum`, on a backend without terms that are means over a step.
         """
         self._refuse_mixing(plan, mini_batch)
+        with _refused_in_words("forward_backward"):
+            work = Pass("forward_backward", self.step + 1, per_token_outputs, temperature)
         current = self._current(plan, mini_batch)
         missing = current.missing if current else list(range(plan.micro_batches(mini_batch)))
         first, last = micro_batches or ((missing[0], missing[-1] + 1) if missing else (0, 0))
@@ -221,7 +229,7 @@ class Engine:
             current = _Accumulated(plan, mini_batch, self._weighed(plan, mini_batch))
             self._gradient.append(current)
         current.done |= asked
-        work = Pass("forward_backward", self.step + 1, per_token_outputs, temperature, micro_batches=(first, last))
+        work = evolve(work, micro_batches=(first, last))
         outputs = self._pass(work, current.placed)
         learned = outputs.then(lambda each: self._learned(each, plan, plan.part(mini_batch, (first, last)), work.step))
         current.passes.append(learned)
@@ -245,13 +253,14 @@ class Engine:
         UnsupportedError where nothing is accumulated, or a mini-batch in part.
         """
         configured = self._scheduled()
-        settings = AdamWSettings(
-            learning_rate=configured.learning_rate if learning_rate is None else learning_rate,
-            betas=configured.betas if betas is None else betas,
-            epsilon=configured.epsilon if epsilon is None else epsilon,
-            weight_decay=configured.weight_decay if weight_decay is None else weight_decay,
-            max_grad_norm=configured.max_grad_norm if max_grad_norm == CONFIGURED else max_grad_norm,
-        )
+        with _refused_in_words("optim_step"):
+            settings = AdamWSettings(
+                learning_rate=configured.learning_rate if learning_rate is None else learning_rate,
+                betas=configured.betas if betas is None else betas,
+                epsilon=configured.epsilon if epsilon is None else epsilon,
+                weight_decay=configured.weight_decay if weight_decay is None else weight_decay,
+                max_grad_norm=configured.max_grad_norm if max_grad_norm == CONFIGURED else max_grad_norm,
+            )
         self._refuse_incomplete()
         for accumulated in self._gradient:
             for one in accumulated.passes:
@@ -265,14 +274,20 @@ class Engine:
         all mini-batches before the first step, for passes that must not wait for the controller; otherwise each mini-batch is cut and placed
         when its turn comes. Raises ModelError, before the weights change, where the loss or the gradient of a mini-batch is not finite.
         """
-        assert not self._gradient, "train on top of an accumulated gradient"
+        if self._gradient:
+            raise UnsupportedError(
+                "a gradient is accumulated already, and train takes steps on whole mini-batches",
+                remedy="Call optim_step first, or drop the gradient with discard",
+            )
+        with _refused_in_words("train"):
+            work = Pass("forward_backward", self.step + 1, per_token_outputs, temperature)
         shards: Iterable[list[PlacedShard]] = (self._weighed(plan, each) for each in range(len(plan)))
         if staged:
             shards = list(shards)
         outputs: list[RankOutput] = []
         applied: list[OptimStep] = []
         for placed in shards:
-            own = self._pass(Pass("forward_backward", self.step + 1, per_token_outputs, temperature), placed).result()
+            own = self._pass(evolve(work, step=self.step + 1), placed).result()
             _refuse_not_finite(own, self.step + 1)
             outputs += own
             applied.append(self._applied(self._scheduled()).result())
@@ -298,16 +313,19 @@ class Engine:
         """Gather the weights by Hugging Face parameter name, adapters merged."""
         return self.group.weights()
 
-    def save(self, directory: Path) -> None:
-        """Write the whole training state into an existing directory: weights, optimizer, random states, and how many steps were taken.
+    def save(self, directory: str | Path) -> None:
+        """Write the whole training state into a directory: weights, optimizer, random states, and how many steps were taken.
 
         Raises CheckpointError.
         """
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
         self.group.save(directory)
         (directory / STATE_FILE).write_text(json.dumps({"step": self.step}) + "\n", encoding="utf-8")
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: str | Path) -> None:
         """Restore what `save` wrote. Raises CheckpointError."""
+        directory = Path(directory)
         try:
             step = int(json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))["step"])
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -319,10 +337,10 @@ class Engine:
         self._gradient.clear()
         self.step = step
 
-    def export(self, directory: Path) -> None:
+    def export(self, directory: str | Path) -> None:
         """Write the model as a Hugging Face directory, tokenizer included, or its adapters as PEFT takes them. Raises ModelError."""
         assert self._files is not None, "an engine that was made by hand knows no tokenizer to export"
-        self._files.write(self.group, directory)
+        self._files.write(self.group, Path(directory))
 
     def close(self) -> None:
         """End the ranks."""
@@ -358,6 +376,17 @@ class Engine:
     def _current(self, plan: Plan, mini_batch: int) -> _Accumulated | None:
         """The part of the accumulated gradient that is of this mini-batch."""
         return next((each for each in self._gradient if each.plan.cut is plan.cut and each.mini_batch == mini_batch), None)
+
+    def _refuse_scores(self, scores: frozenset[str]) -> None:
+        """Refuse scores that nobody computes, before a rank meets them."""
+        has = {"logprobs", "entropy", "logits"} & ({"logprobs", "entropy"} | self.assembly.description.capabilities)
+        if self._files is None or self._files.facts.model.value_head:
+            has |= {"values"}
+        if not scores or not scores <= has:
+            raise UnsupportedError(
+                f"the model does not give the scores {', '.join(sorted(scores - has)) or 'of no name'}",
+                remedy=f"Ask for some of {', '.join(sorted(has))}; values need model.value_head = true",
+            )
 
     def _refuse_mixing(self, plan: Plan, mini_batch: int) -> None:
         if not 0 <= mini_batch < len(plan):
@@ -436,6 +465,15 @@ class Engine:
         _refuse_not_finite(outputs, step)
         output = self._merged(outputs, part)
         return PassResult({**output.metrics, **_counts(plan.columns, part)}, output, self._spans.drain())
+
+
+@contextmanager
+def _refused_in_words(call: str) -> Iterator[None]:
+    """Name the call whose numbers are refused."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise ConfigError([Problem(call, str(error.args[0]), "Give a number within this bound")]) from error
 
 
 def _refuse_not_finite(outputs: Sequence[RankOutput], step: int) -> None:

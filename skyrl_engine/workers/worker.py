@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import field, frozen
+from attrs.validators import gt, lt
 
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, Objective, OptimStep, RankEnvironment
@@ -39,7 +40,7 @@ class Pass:
     mode: Mode
     step: int = 0
     per_token_outputs: bool = True
-    temperature: float = 1.0
+    temperature: float = field(default=1.0, validator=[gt(0), lt(float("inf"))])
     scores: frozenset[str] = frozenset()
     tokens: Selection = "loss"
     micro_batches: tuple[int, int] | None = None

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from skyrl_engine import ContractError, DataError, Engine, ModelError, UnsupportedError
 from skyrl_engine.contracts.values.columns import SampleColumns
@@ -176,9 +177,18 @@ def test_the_numbers_of_a_step_are_those_of_the_call(opened: Any, columns: Sampl
     assert same(engine.weights(), before), "a rate of 0 moves nothing"
     engine.forward_backward(plan)
     assert engine.optim_step().result().learning_rate == 1e-2, "the second of two steps of warm-up"
-    for refused in ({"learning_rate": -1.0}, {"max_grad_norm": 0.0}, {"epsilon": 0.0}):
+    endless, no_number = float("inf"), float("nan")
+    for refused in (
+        {"learning_rate": -1.0},
+        {"learning_rate": endless},
+        {"learning_rate": no_number},
+        {"max_grad_norm": 0.0},
+        {"epsilon": 0.0},
+        {"betas": (0.9, 1.0)},
+        {"weight_decay": no_number},
+    ):
         engine.forward_backward(plan)
-        with pytest.raises(ValueError, match=next(iter(refused))):
+        with pytest.raises(ConfigError, match=f"optim_step: '{next(iter(refused))}' must be"):
             engine.optim_step(**refused)
         engine.discard()
     decayed, plain = opened(), opened()
@@ -203,13 +213,13 @@ def test_a_failure_that_nobody_waited_for_is_raised_by_the_step(opened: Any, col
 
 
 def test_a_failure_of_an_earlier_call_is_raised_by_a_later_answer(opened: Any, columns: SampleColumns) -> None:
-    engine = opened()
-    plan = engine.plan(columns)
-    engine.score(plan, scores=("values",))
-    later = engine.score(plan)
-    with pytest.raises(Exception, match="values"):
+    engine = opened(loss={"use": "ppo"})
+    bare, whole = (engine.plan(each) for each in (evolve(columns, columns={}), columns))
+    engine.evaluate(bare)
+    later = engine.score(whole)
+    with pytest.raises(DataError, match="needs the column"):
         later.result()
-    assert len(engine.score(plan).result()) == len(columns)
+    assert len(engine.score(whole).result()) == len(columns)
 
 
 def test_saved_and_loaded_it_goes_on_to_the_same_bits(opened: Any, columns: SampleColumns, tmp_path: Path) -> None:
@@ -225,6 +235,21 @@ def test_saved_and_loaded_it_goes_on_to_the_same_bits(opened: Any, columns: Samp
     (tmp_path / "engine.json").unlink()
     with pytest.raises(CheckpointError, match=r"engine\.json cannot be read"):
         resumed.load(tmp_path)
+
+
+def test_scores_and_temperatures_that_cannot_be_are_refused_at_once(opened: Any, columns: SampleColumns) -> None:
+    engine = opened()
+    plan = engine.plan(columns)
+    for scores in (("values",), ("reward", "logprobs"), ()):
+        with pytest.raises(UnsupportedError, match="the model does not give the scores"):
+            engine.score(plan, scores=scores)
+    for call in (engine.score, engine.evaluate, engine.forward_backward, engine.train):
+        for temperature in (0.0, -1.0, float("nan"), float("inf")):
+            with pytest.raises(ConfigError, match=f"{call.__name__}: 'temperature' must be"):
+                call(plan, temperature=temperature)
+    engine.forward_backward(plan)
+    with pytest.raises(UnsupportedError, match="a gradient is accumulated already"):
+        engine.train(plan)
 
 
 def test_an_export_is_whole(opened: Any, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Every installed plugin keeps every promise it claims; new ones are held to them as soon as they are installed.
 
-Backends start processes and load models: each is held to its promises by its own distribution's tests.
+Backends start processes and load models: each is held to its promises by its own distribution's tests. So are all others of this repository, with
+more examples, which is why this one waits for the night.
 """
 
 import pytest
@@ -16,6 +17,7 @@ TOGETHER = ("light_import",)
 """One interpreter for all of them together, in tests/architecture."""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: f"{record.kind}-{record.name}")
 def test_an_installed_plugin_keeps_its_promises(record):
     subject = Subject.of_plugin(SelectedPlugin.of(record, {}, "test"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from attrs import Factory, field, frozen
-from attrs.validators import ge, gt, instance_of, optional
+from attrs.validators import and_, deep_iterable, ge, gt, instance_of, lt, max_len, min_len, optional
 
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.outputs import RankOutput
@@ -77,10 +77,12 @@ class AdamWSettings:
     `max_grad_norm` where theirs is larger; None: never, and the norm is still reported.
     """
 
-    learning_rate: float = field(default=1e-5, validator=ge(0))
-    betas: tuple[float, float] = (0.9, 0.999)
+    learning_rate: float = field(default=1e-5, validator=[ge(0), lt(float("inf"))])
+    betas: tuple[float, float] = field(
+        default=(0.9, 0.999), validator=deep_iterable(and_(ge(0.0), lt(1.0)), and_(min_len(2), max_len(2)))
+    )
     epsilon: float = field(default=1e-8, validator=gt(0))
-    weight_decay: float = field(default=0.0, validator=ge(0))
+    weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
     max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
 
 
