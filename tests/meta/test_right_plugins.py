@@ -1,7 +1,7 @@
 """Every installed plugin keeps every promise it claims; new ones are held to them as soon as they are installed.
 
-Backends start processes and load models: each is held to its promises by its own distribution's tests. So are all others of this repository, with
-more examples, which is why this one waits for the night.
+Backends start processes and load models: each is held to its promises by its own distribution's tests. So are all others
+of this repository, with more examples, which is why this one waits for the night.
 """
 
 import pytest
