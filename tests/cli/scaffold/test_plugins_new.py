@@ -55,12 +55,7 @@ def test_it_is_a_distribution_in_good_order(made):
     run("ruff", "check", "--config", str(ROOT / "pyproject.toml"), "--ignore", in_repository, ".", folder=made)
 
 
-@pytest.mark.parametrize(
-    "made",
-    # The first one that imports torch waits for its types, most of a minute.
-    [pytest.param(kind, marks=pytest.mark.proof) if kind == "collator" else kind for kind in WRITTEN],
-    indirect=True,
-)
+@pytest.mark.parametrize("made", WRITTEN, indirect=True)
 def test_it_is_typed(made):
     """Strictly, as its own settings ask. That it installs, is listed, verified, passes its own tests and trains: tests/outsider."""
     # One for all kinds and runs: most of the time goes into the types of what they import.
