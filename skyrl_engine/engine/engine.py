@@ -1,7 +1,6 @@
 """`Engine`: plan, score, learn, step, save. The one way from a batch to the ranks, under every trainer."""
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, Final, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from attrs import define, evolve, field, frozen
+from attrs import evolve
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.config.schema import OptimizerConfig
@@ -20,11 +19,13 @@ from skyrl_engine.contracts.values.buffers import ReusableJoin
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
 from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan
+from skyrl_engine.engine.accumulation import Accumulation, MiniBatchGradient
 from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.engine.plan import Plan
+from skyrl_engine.engine.results import PassResult, counts_of, means_over, refuse_not_finite
 from skyrl_engine.engine.schedule import learning_rate as scheduled_rate
-from skyrl_engine.errors import CheckpointError, ConfigError, ModelError, Problem, UnsupportedError
+from skyrl_engine.errors import CheckpointError, ConfigError, Problem, UnsupportedError
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.dispatch import PlacedShard, batch_structure, compact_weights, cut, merged, planned
 from skyrl_engine.workers.future import Future
@@ -36,34 +37,6 @@ STATE_FILE: Final = "engine.json"
 
 CONFIGURED: Final = "configured"
 """Stands for the configured number where None means something else."""
-
-
-@frozen(eq=False)
-class PassResult:
-    """One pass over a batch, or over a part of one.
-
-    `metrics` are the merged ones and the pass's own; they still combine with those of other passes. `output` holds the per-token outputs in
-    the order of the columns, `cpu_seconds` the CPU time by span over controller and ranks since the result before.
-    """
-
-    metrics: Mapping[str, Metric]
-    output: BatchOutput
-    cpu_seconds: Mapping[str, float]
-
-
-@define(eq=False)
-class _Accumulated:
-    """A mini-batch whose gradient is being added up, and which of its micro-batches are in it."""
-
-    plan: Plan
-    mini_batch: int
-    placed: list[PlacedShard]
-    done: set[int] = field(factory=set)
-    passes: list[Future[PassResult]] = field(factory=list)
-
-    @property
-    def missing(self) -> list[int]:
-        return sorted(set(range(self.plan.micro_batches(self.mini_batch))) - self.done)
 
 
 class Engine:
@@ -105,7 +78,7 @@ class Engine:
         self._files = files
         self._spans = Spans()
         self._join = ReusableJoin()
-        self._gradient: list[_Accumulated] = []
+        self._gradient = Accumulation(assembly)
         if optimizer is not None and optimizer.schedule != "constant" and total_steps is None:
             raise UnsupportedError(
                 f'optimizer.schedule = "{optimizer.schedule}" ends at the last step, and nobody says how many there will be',
@@ -213,22 +186,14 @@ class Engine:
         weights of tokens count within their mini-batch, so gradients of two of them do not add up to anything. The exception is an additive
         reducer, such as `sum`, on a backend without terms that are means over a step.
         """
-        self._refuse_mixing(plan, mini_batch)
         with _refused_in_words("forward_backward"):
             work = Pass("forward_backward", self.step + 1, per_token_outputs, temperature)
-        current = self._current(plan, mini_batch)
-        missing = current.missing if current else list(range(plan.micro_batches(mini_batch)))
-        first, last = micro_batches or ((missing[0], missing[-1] + 1) if missing else (0, 0))
-        asked = set(range(first, last))
-        if not asked or not asked <= set(missing):
-            raise UnsupportedError(
-                f"micro-batches {first} to {last - 1} of mini-batch {mini_batch} are not all left to be run, only {missing or 'none'}",
-                remedy="Run every micro-batch of a mini-batch once, then optim_step",
-            )
+        first, last = self._gradient.to_run(plan, mini_batch, micro_batches)
+        current = self._gradient.of(plan, mini_batch)
         if current is None:
-            current = _Accumulated(plan, mini_batch, self._weighed(plan, mini_batch))
-            self._gradient.append(current)
-        current.done |= asked
+            current = MiniBatchGradient(plan, mini_batch, self._weighed(plan, mini_batch))
+            self._gradient.parts.append(current)
+        current.done |= set(range(first, last))
         work = evolve(work, micro_batches=(first, last))
         outputs = self._pass(work, current.placed)
         learned = outputs.then(lambda each: self._learned(each, plan, plan.part(mini_batch, (first, last)), work.step))
@@ -261,9 +226,9 @@ class Engine:
                 weight_decay=configured.weight_decay if weight_decay is None else weight_decay,
                 max_grad_norm=configured.max_grad_norm if max_grad_norm == CONFIGURED else max_grad_norm,
             )
-        self._refuse_incomplete()
-        for accumulated in self._gradient:
-            for one in accumulated.passes:
+        self._gradient.refuse_incomplete()
+        for part in self._gradient.parts:
+            for one in part.passes:
                 one.result()
         return self._applied(settings)
 
@@ -274,11 +239,7 @@ class Engine:
         all mini-batches before the first step, for passes that must not wait for the controller; otherwise each mini-batch is cut and placed
         when its turn comes. Raises ModelError, before the weights change, where the loss or the gradient of a mini-batch is not finite.
         """
-        if self._gradient:
-            raise UnsupportedError(
-                "a gradient is accumulated already, and train takes steps on whole mini-batches",
-                remedy="Call optim_step first, or drop the gradient with discard",
-            )
+        self._gradient.refuse_any()
         with _refused_in_words("train"):
             work = Pass("forward_backward", self.step + 1, per_token_outputs, temperature)
         shards: Iterable[list[PlacedShard]] = (self._weighed(plan, each) for each in range(len(plan)))
@@ -288,7 +249,7 @@ class Engine:
         applied: list[OptimStep] = []
         for placed in shards:
             own = self._pass(evolve(work, step=self.step + 1), placed).result()
-            _refuse_not_finite(own, self.step + 1)
+            refuse_not_finite(own, self.step + 1)
             outputs += own
             applied.append(self._applied(self._scheduled()).result())
         output = self._merged(outputs, plan.cut)
@@ -297,12 +258,12 @@ class Engine:
             "grad_norm": Metric.mean(sum(each.grad_norm for each in applied), count),
             "learning_rate": Metric.mean(sum(each.learning_rate for each in applied), count),
         }
-        metrics = {**_over(output.metrics, count), **reported, **_counts(plan.columns, plan.cut)}
+        metrics = {**means_over(output.metrics, count), **reported, **counts_of(plan.columns, plan.cut)}
         return PassResult(metrics, output, self._spans.drain())
 
     def discard(self) -> None:
         """Drop the accumulated gradient: a step of rate 0, which changes no weight and does not count. AdamW's moments do see it."""
-        self._gradient.clear()
+        self._gradient.parts.clear()
         self.group.optim_step(AdamWSettings(learning_rate=0.0, max_grad_norm=None)).result()
 
     def gradients(self) -> dict[str, npt.NDArray[Any]]:
@@ -334,7 +295,7 @@ class Engine:
                 remedy="Load a directory that Engine.save wrote, of this version",
             ) from error
         self.group.load(directory)
-        self._gradient.clear()
+        self._gradient.parts.clear()
         self.step = step
 
     def export(self, directory: str | Path) -> None:
@@ -363,7 +324,7 @@ class Engine:
         return evolve(self._optimizer.settings(), learning_rate=rate)
 
     def _applied(self, settings: AdamWSettings) -> Future[OptimStep]:
-        self._gradient.clear()
+        self._gradient.parts.clear()
         self.step += 1
 
         def reported(replies: list[StepReply]) -> OptimStep:
@@ -371,11 +332,11 @@ class Engine:
                 self._spans.add(reply.cpu_seconds)
             return replies[0].step
 
-        return self.group.optim_step(settings).then(reported)
+        return self.group.optim_step(settings).on_failure(self._take_back).then(reported)
 
-    def _current(self, plan: Plan, mini_batch: int) -> _Accumulated | None:
-        """The part of the accumulated gradient that is of this mini-batch."""
-        return next((each for each in self._gradient if each.plan.cut is plan.cut and each.mini_batch == mini_batch), None)
+    def _take_back(self) -> None:
+        """Count a step that the ranks refused no longer."""
+        self.step -= 1
 
     def _refuse_scores(self, scores: frozenset[str]) -> None:
         """Refuse scores that nobody computes, before a rank meets them."""
@@ -387,35 +348,6 @@ class Engine:
                 f"the model does not give the scores {', '.join(sorted(scores - has)) or 'of no name'}",
                 remedy=f"Ask for some of {', '.join(sorted(has))}; values need model.value_head = true",
             )
-
-    def _refuse_mixing(self, plan: Plan, mini_batch: int) -> None:
-        if not 0 <= mini_batch < len(plan):
-            raise UnsupportedError(
-                f"the plan has {len(plan)} mini-batches, and number {mini_batch} was asked for", remedy="Count from 0"
-            )
-        if not self._gradient or self._current(plan, mini_batch) is not None:
-            return
-        reducer = self.assembly.reducer
-        if not getattr(reducer.product, "additive", False):
-            raise UnsupportedError(
-                f"{reducer.label} weighs tokens within their mini-batch, so the gradient of another mini-batch cannot be added to it",
-                remedy="Call optim_step between mini-batches, or use the reducer sum, whose weights know no batch",
-            )
-        if self.assembly.description.means_over_step:
-            raise UnsupportedError(
-                "the backend adds terms that are means over an optimizer step, so gradients of two mini-batches do not add up",
-                remedy="Call optim_step between mini-batches, or set the coefficients of those terms (of routers) to 0",
-            )
-
-    def _refuse_incomplete(self) -> None:
-        if not self._gradient:
-            raise UnsupportedError("no gradient was accumulated since the last step", remedy="Call forward_backward first")
-        for each in self._gradient:
-            if each.missing:
-                raise UnsupportedError(
-                    f"micro-batches {each.missing} of mini-batch {each.mini_batch} were not run, so the gradient is a part of one",
-                    remedy="Run them with forward_backward, or drop the gradient with discard",
-                )
 
     def _weighed(self, plan: Plan, mini_batch: int) -> list[PlacedShard]:
         """Shards of a mini-batch with the reducer's weights, on their way to the ranks."""
@@ -459,12 +391,12 @@ class Engine:
             for name, metric in output.metrics.items()
             if name == "loss" or name.startswith("objective/")
         }
-        return PassResult({**output.metrics, **means, **_counts(plan.columns, plan.cut)}, output, self._spans.drain())
+        return PassResult({**output.metrics, **means, **counts_of(plan.columns, plan.cut)}, output, self._spans.drain())
 
     def _learned(self, outputs: Sequence[RankOutput], plan: Plan, part: BatchPlan, step: int) -> PassResult:
-        _refuse_not_finite(outputs, step)
+        refuse_not_finite(outputs, step)
         output = self._merged(outputs, part)
-        return PassResult({**output.metrics, **_counts(plan.columns, part)}, output, self._spans.drain())
+        return PassResult({**output.metrics, **counts_of(plan.columns, part)}, output, self._spans.drain())
 
 
 @contextmanager
@@ -474,39 +406,3 @@ def _refused_in_words(call: str) -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise ConfigError([Problem(call, str(error.args[0]), "Give a number within this bound")]) from error
-
-
-def _refuse_not_finite(outputs: Sequence[RankOutput], step: int) -> None:
-    """A term that is NaN can still have a finite gradient."""
-    losses = [output.metrics["loss"].value for output in outputs if "loss" in output.metrics]
-    if not all(map(math.isfinite, losses)):
-        raise ModelError(
-            f"the loss of optimizer step {step} is not finite ({sum(losses)})",
-            remedy="Lower optimizer.learning_rate or inspect this step's samples and the loss; "
-            "the weights are those of the step before",
-        )
-
-
-def _over(metrics: Mapping[str, Metric], mini_batches: int) -> dict[str, Metric]:
-    """Sums over several mini-batches as their mean; what declares another reduction is combined already."""
-    return {
-        name: Metric.sum(metric.value / mini_batches) if metric.reduction == "sum" else metric for name, metric in metrics.items()
-    }
-
-
-def _counts(columns: SampleColumns, plan: BatchPlan) -> dict[str, Metric]:
-    """Count what a pass worked on: samples, real tokens, loss-carrying tokens, and the share of the dense batch that was padding."""
-    dense = plan.dense_tokens
-    samples = np.concatenate([np.zeros(0, dtype=np.int64), *(each.samples for each in plan.micro_batches)])
-    if len(samples) == len(columns):
-        tokens, carrying = len(columns.input_ids), int(np.count_nonzero(columns.loss_weight))
-    else:
-        tokens = int(np.diff(columns.token_offsets)[samples].sum())
-        running = np.concatenate([[0], np.cumsum(columns.loss_weight != 0)])
-        carrying = int((running[columns.action_offsets[samples + 1]] - running[columns.action_offsets[samples]]).sum())
-    return {
-        "samples": Metric.sum(len(samples)),
-        "tokens": Metric.sum(tokens),
-        "loss_tokens": Metric.sum(carrying),
-        "padding_share": Metric.mean(dense - tokens, dense),
-    }

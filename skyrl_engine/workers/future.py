@@ -15,6 +15,7 @@ class Future(Generic[Answer]):
         self._wait: Callable[[], Answer] | None = wait
         self._answer: Answer | None = None
         self._error: BaseException | None = None
+        self._on_failure: list[Callable[[], None]] = []
 
     def result(self) -> Answer:
         """Wait for the answer. Raises what the call met, or what an earlier call met whose answer nobody took."""
@@ -24,6 +25,8 @@ class Future(Generic[Answer]):
                 self._answer = wait()
             except BaseException as error:
                 self._error = error
+                for do in self._on_failure:
+                    do()
                 raise
         if self._error is not None:
             raise self._error
@@ -33,6 +36,11 @@ class Future(Generic[Answer]):
     def settled(self) -> bool:
         """True once somebody has waited for this answer."""
         return self._wait is None
+
+    def on_failure(self, do: Callable[[], None]) -> "Future[Answer]":
+        """Call `do` once if the call turns out to have failed, whoever waits for it first."""
+        self._on_failure.append(do)
+        return self
 
     def then(self, change: Callable[[Answer], Changed]) -> "Future[Changed]":
         """A future of the changed answer; the change is made once, by whoever waits first."""

@@ -161,6 +161,13 @@ def test_a_step_on_nothing_or_on_a_part_is_refused(opened: Any, columns: SampleC
     for repeated in ((0, 1), (0, 2), (count, count + 1), (1, 1)):
         with pytest.raises(UnsupportedError, match="are not all left to be run"):
             engine.forward_backward(plan, micro_batches=repeated)
+    with pytest.raises(UnsupportedError, match="weighs tokens within their mini-batch"):
+        engine.forward_backward(
+            plan.with_columns({"advantages": np.zeros_like(columns.columns["advantages"])}), micro_batches=(1, 2)
+        )
+    engine.forward_backward(plan)
+    with pytest.raises(UnsupportedError, match="mini-batch 0 was run already"):
+        engine.forward_backward(plan)
     with pytest.raises(UnsupportedError, match="the plan has 1 mini-batches, and number 1 was asked for"):
         engine.forward_backward(plan, 1)
     engine.discard()
@@ -210,6 +217,26 @@ def test_a_failure_that_nobody_waited_for_is_raised_by_the_step(opened: Any, col
         engine.optim_step()
     assert engine.step == 0
     assert same(engine.weights(), before)
+
+
+def test_a_step_that_the_ranks_refuse_does_not_count(opened: Any, columns: SampleColumns, tmp_path: Path) -> None:
+    """The loss is 0 and finite, its gradient is that of a root at 0."""
+    (tmp_path / "mine.py").write_text(
+        "from skyrl_engine import loss\n@loss(needs=('logprobs',))\ndef steep(tokens, config):\n    return (tokens.logprobs * 0).abs().sqrt()\n"
+    )
+    engine = opened(loss={"use": f"{tmp_path / 'mine.py'}:steep"})
+    before = engine.weights()
+    plan = engine.plan(columns)
+    engine.forward_backward(plan).result()
+    with pytest.raises(ModelError, match="gradient"):
+        engine.optim_step().result()
+    assert engine.step == 0
+    assert same(engine.weights(), before)
+    engine.forward_backward(plan)
+    engine.optim_step()
+    with pytest.raises(ModelError, match="gradient"):
+        engine.score(plan).result()
+    assert engine.step == 0
 
 
 def test_a_failure_of_an_earlier_call_is_raised_by_a_later_answer(opened: Any, columns: SampleColumns) -> None:

@@ -13,7 +13,8 @@ from skyrl_engine.config.schema import OptimizerConfig
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.engine.assembly import Assembly
-from skyrl_engine.engine.engine import Engine, PassResult
+from skyrl_engine.engine.engine import Engine
+from skyrl_engine.engine.results import PassResult
 from skyrl_engine.errors import ModelError
 from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.proof.ranks import CONTEXT

@@ -1,0 +1,61 @@
+"""Results of passes: merged metrics and outputs, what a pass worked on, and a refusal of losses that are no numbers."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from attrs import frozen
+
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
+from skyrl_engine.contracts.values.plan import BatchPlan
+from skyrl_engine.errors import ModelError
+
+
+@frozen(eq=False)
+class PassResult:
+    """One pass over a batch, or over a part of one.
+
+    `metrics` are the merged ones and the pass's own; they still combine with those of other passes. `output` holds the per-token outputs in
+    the order of the columns, `cpu_seconds` the CPU time by span over controller and ranks since the result before.
+    """
+
+    metrics: Mapping[str, Metric]
+    output: BatchOutput
+    cpu_seconds: Mapping[str, float]
+
+
+def refuse_not_finite(outputs: Sequence[RankOutput], step: int) -> None:
+    """Raise ModelError where the loss of a pass is not finite: a term that is NaN can still have a finite gradient."""
+    losses = [output.metrics["loss"].value for output in outputs if "loss" in output.metrics]
+    if not all(map(math.isfinite, losses)):
+        raise ModelError(
+            f"the loss of optimizer step {step} is not finite ({sum(losses)})",
+            remedy="Lower optimizer.learning_rate or inspect this step's samples and the loss; "
+            "the weights are those of the step before",
+        )
+
+
+def means_over(metrics: Mapping[str, Metric], mini_batches: int) -> dict[str, Metric]:
+    """Turn sums over several mini-batches into their mean; what declares another reduction is combined already."""
+    return {
+        name: Metric.sum(metric.value / mini_batches) if metric.reduction == "sum" else metric for name, metric in metrics.items()
+    }
+
+
+def counts_of(columns: SampleColumns, plan: BatchPlan) -> dict[str, Metric]:
+    """Count what a pass worked on: samples, real tokens, loss-carrying tokens, and the share of the dense batch that was padding."""
+    dense = plan.dense_tokens
+    samples = np.concatenate([np.zeros(0, dtype=np.int64), *(each.samples for each in plan.micro_batches)])
+    if len(samples) == len(columns):
+        tokens, carrying = len(columns.input_ids), int(np.count_nonzero(columns.loss_weight))
+    else:
+        tokens = int(np.diff(columns.token_offsets)[samples].sum())
+        running = np.concatenate([[0], np.cumsum(columns.loss_weight != 0)])
+        carrying = int((running[columns.action_offsets[samples + 1]] - running[columns.action_offsets[samples]]).sum())
+    return {
+        "samples": Metric.sum(len(samples)),
+        "tokens": Metric.sum(tokens),
+        "loss_tokens": Metric.sum(carrying),
+        "padding_share": Metric.mean(dense - tokens, dense),
+    }
