@@ -2,7 +2,7 @@
 
     python tests/benchmarks/backends_side_by_side.py [--device cuda] [--size 0.6b] [--ranks 2] [--page docs/reference/backends-side-by-side.md]
 
-Every backend has the same Qwen3, made here, and the same packed batch, and takes the steps that a run takes: the engine's own step driver and
+Every backend has the same Qwen3, made here, and the same packed batch, and takes the steps that a run takes: the engine and
 workers, on ranks that are plain processes. All are data parallel, with their default options. Unless `--one-at-a-time` says otherwise their
 processes live side by side and take turns, so that a busy or throttled machine slows all alike; of the rounds the least counts.
 
