@@ -65,6 +65,7 @@ def nightly(session: nox.Session) -> None:
     install(session)
     of_sources = ("-m", "nightly or of_sources", "--every-source")
     pytest(session, *of_sources, *TWO_AT_A_TIME, *session.posargs, HYPOTHESIS_PROFILE="nightly")
+    python(session, "tests/running/unchanged_sources.py")
     pytest(session, "-m", "example", *session.posargs)
     if not session.posargs:
         mutation(session)
@@ -187,9 +188,10 @@ class Environment:
         session.log(f"installing into {name}: torch (some hundred MB) first, then everything else; the first time takes minutes")
         stamp.unlink(missing_ok=True)  # an interrupted installation must not look like a finished one
         session.run(sys.executable, "-m", "venv", *(["--clear"] if self.of_other_python() else []), str(self.folder))
-        pip(session, "install", "--quiet", *TORCH, into=self)
+        # Python compiles a module when it is first imported; pip would compile thousands that nobody imports.
+        pip(session, "install", "--quiet", "--no-compile", *TORCH, into=self)
         for file in self.requirements:
-            pip(session, "install", "--quiet", "--requirement", file, into=self)
+            pip(session, "install", "--quiet", "--no-compile", "--requirement", file, into=self)
         stamp.write_text(wanted)
 
     def fingerprint(self) -> str:

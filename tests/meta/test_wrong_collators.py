@@ -10,6 +10,14 @@ from skyrl_engine.testing.subject import Subject
 from skyrl_engine_collators.packed import reference as packed_reference
 from skyrl_engine_collators.padded import reference
 
+pytestmark = pytest.mark.of_sources(
+    "skyrl_engine/testing",
+    "skyrl_engine/contracts",
+    "skyrl_engine/workers",
+    "plugins/collators/src",
+    "tests/meta/wrong_collators.py",
+)
+
 PROMISES = {each.name: each for each in COLLATOR_PROMISES}
 EXAMPLES = 300
 """Cases of the promise that is broken, at most."""

@@ -13,6 +13,10 @@ from skyrl_engine.registry.record import PluginRecord
 from skyrl_engine.testing import Subject, Verdict
 from skyrl_engine.testing.losses.promises import LOSS_PROMISES
 
+pytestmark = pytest.mark.of_sources(
+    "skyrl_engine/testing", "skyrl_engine/contracts", "skyrl_engine/objective", "tests/meta/wrong_losses.py"
+)
+
 broken_by = partial(breaking.broken_by, LOSS_PROMISES, examples=30)
 
 FAULTS = [

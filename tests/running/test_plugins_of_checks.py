@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,22 @@ def test_a_test_rests_until_its_sources_change_or_it_is_asked_for(project: Path)
     assert counted(project).startswith("1 deselected"), "with these sources it has passed"
     (project / "source.py").write_text("RIGHT = 1\n")
     assert counted(project).startswith("1 passed")
+
+
+def test_a_fresh_clone_rests_where_the_night_passed(project: Path) -> None:
+    (project / "source.py").write_text("RIGHT = 2\n")
+    assert counted(project).startswith("1 passed")
+    kept = project / ".cache"
+    (record,) = (kept / "unchanged-sources").iterdir()
+    listed = project / "tests" / "running" / "passed.txt"
+    listed.parent.mkdir(parents=True)
+    listed.write_text(f"{'0' * 20}-{'0' * 20}\n{record.name}\n")
+    shutil.rmtree(kept)
+    assert counted(project).startswith("1 deselected")
+    assert counted(project, "--every-source").startswith("1 passed")
+    shutil.rmtree(kept)
+    (project / "source.py").write_text("RIGHT = 3\n")
+    assert counted(project).startswith("1 passed"), "with other sources the list says nothing"
 
 
 def test_seconds_are_of_a_test_and_what_it_starts(project: Path) -> None:

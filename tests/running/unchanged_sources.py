@@ -1,6 +1,7 @@
 """Tests of tests, marked `of_sources("folder", "file", ...)`: run again when one of those has changed since they passed, and every night.
 
-What passed with which sources is kept under .cache, so a fresh clone runs them once.
+What passed with which sources is kept under .cache, and what passed at night in passed.txt beside this file, for fresh clones and other
+machines. Run as a program, which `nox -s nightly` does after its tests, this file writes that list.
 """
 
 import hashlib
@@ -11,6 +12,8 @@ import pytest
 
 RECORD = pytest.StashKey[Path]()
 KEPT = Path(".cache") / "unchanged-sources"
+PASSED = Path(__file__).with_name("passed.txt")
+"""One line per test: hash of its name, hash of the sources that it passed with."""
 
 
 def fingerprint(root: Path, places: Iterable[str]) -> str:
@@ -31,6 +34,8 @@ class UnchangedSources:
     def __init__(self, config: pytest.Config) -> None:
         self._root = config.rootpath
         self._known: dict[tuple[str, ...], str] = {}
+        own = config.rootpath / "tests" / "running" / PASSED.name
+        self._passed = frozenset(own.read_text().split()) if own.exists() else frozenset()
 
     def _record(self, item: pytest.Item) -> Path | None:
         mark = item.get_closest_marker("of_sources")
@@ -49,7 +54,7 @@ class UnchangedSources:
             record = self._record(item)
             if record is not None:
                 item.stash[RECORD] = record
-                if record.exists() and not config.getoption("every_source"):
+                if (record.exists() or record.name in self._passed) and not config.getoption("every_source"):
                     resting.append(item)
         if resting:
             config.hook.pytest_deselected(items=resting)
@@ -67,9 +72,20 @@ class UnchangedSources:
         return report
 
 
+def write_passed(root: Path) -> int:
+    """Write the list of what passed on this machine; return the number of its tests."""
+    names = sorted(record.name for record in (root / KEPT).glob("*-*"))
+    PASSED.write_text("".join(f"{name}\n" for name in names))
+    return len(names)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-source", action="store_true", help="run tests marked of_sources whether their sources changed or not")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(UnchangedSources(config))
+
+
+if __name__ == "__main__":
+    print(f"{PASSED.name}: {write_passed(Path(__file__).parents[2])} tests rest until their sources change")
