@@ -9,7 +9,10 @@ import wrong_corrections as wrong
 from skyrl_engine.testing.corrections.promises import CORRECTION_PROMISES
 
 pytestmark = pytest.mark.of_sources(
-    "skyrl_engine/testing", "skyrl_engine/contracts", "skyrl_engine/objective", "tests/meta/wrong_corrections.py"
+    "skyrl_engine/testing",
+    "skyrl_engine/contracts",
+    "skyrl_engine/objective",
+    "tests/meta/wrong_corrections.py",
 )
 
 broken_by = partial(breaking.broken_by, CORRECTION_PROMISES, examples=50)
