@@ -1,5 +1,6 @@
 """`plugins new`: what it writes is in order as it stands, and what it cannot write it says."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -13,8 +14,8 @@ WRITTEN = [kind.name for kind in KINDS.values() if kind.scaffold is not None]
 ROOT = Path(__file__).parents[3]
 
 
-def run(*arguments: str, folder: Path) -> str:
-    done = subprocess.run([sys.executable, "-m", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+def run(*arguments: str, folder: Path, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run([sys.executable, "-m", *arguments], cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -55,12 +56,20 @@ def test_it_is_a_distribution_in_good_order(made):
     run("ruff", "check", "--config", str(ROOT / "pyproject.toml"), "--ignore", in_repository, ".", folder=made)
 
 
-@pytest.mark.parametrize("made", WRITTEN, indirect=True)
-def test_it_is_typed(made):
-    """Strictly, as its own settings ask. That it installs, is listed, verified, passes its own tests and trains: tests/outsider."""
-    # One for all kinds and runs: most of the time goes into the types of what they import.
-    cache = ROOT / ".cache" / "mypy-of-scaffolds"
-    run("mypy", "--cache-dir", str(cache), folder=made)
+def test_all_are_typed(command, tmp_path):
+    """Strictly, as their own settings ask. That they install, are listed, verified, pass their own tests and train: tests/outsider."""
+    folders = []
+    for kind in WRITTEN:
+        assert command("plugins", "new", kind, f"my-{kind}-thing", "--directory", kind).code == 0
+        folders.append(tmp_path / kind)
+    (settings,) = {str(tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["mypy"]) for folder in folders}
+    assert "'strict': True" in settings
+    # One run for all kinds: most of the time goes into the types of what they import.
+    sources = [str(folder / part) for folder in folders for part in ("src", "tests")]
+    paths = ":".join(str(folder / "src") for folder in folders)
+    cache = ("--cache-dir", str(ROOT / ".cache" / "mypy-of-scaffolds"))
+    environment = {**os.environ, "MYPYPATH": paths}
+    run("mypy", "--config-file", str(folders[0] / "pyproject.toml"), *cache, *sources, folder=tmp_path, env=environment)
 
 
 def test_names_follow_from_the_one_that_is_given(command, tmp_path):
