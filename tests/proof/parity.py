@@ -34,6 +34,7 @@ from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.proof.ranks import CONTEXT
 from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
 from skyrl_engine.testing.backends.bench import make_parts_differ
+from skyrl_engine.testing.backends.gradient_comparison import norm_of
 from skyrl_engine.testing.ranks.world import kept
 from skyrl_engine.testing.ranks.world_transport import group_on
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
@@ -60,6 +61,12 @@ Key = tuple[str, str]
 """A loss and a collator."""
 
 EVERY: Sequence[Key] = [(loss, collator) for loss in LOSSES for collator in COLLATORS]
+
+CLIPPED: Key = ("cross_entropy", "packed")
+"""What the clipped step is taken of."""
+
+CLIPPED_RATE = 2e7
+"""A hundred times the rate of SGD, so that a clipped step is large beside the rounding of weights."""
 
 MICRO_BATCH_TOKENS = 2 * LONGEST
 
@@ -165,6 +172,29 @@ class Matrix:
         """The backend on ranks of the matrix; SGD where no optimizer is given. A context manager that leaves the ranks running."""
         spec = self._spec(backend, layout, optimizer or SGD)
         return group_on(kept(spec.topology.world_size), spec)
+
+    def clipped_step(self, backend: str, layout: str) -> tuple[float, float, Mapping[str, np.ndarray]]:
+        """Return the norm that a step reports, that of its gradients in float64, and how far weights moved in a step clipped to 1/7 of it.
+
+        Raises PluginNotFoundError where the backend is not installed.
+        """
+        with self.group(backend, layout) as group:
+            start = group.weights()
+            engine = engine_of(group, resolved(*CLIPPED), optimizer=SGD)
+            engine.forward_backward(engine.plan(recorded_rollouts(engine.assembly.objective.columns))).result()
+            own = norm_of(engine.gradients())
+            limit = self.clipped_definition()[0] / 7
+            reported = engine.optim_step(max_grad_norm=limit, learning_rate=CLIPPED_RATE).result().grad_norm
+            after = group.weights()
+        return reported, own, {name: after[name] - weight for name, weight in start.items()}
+
+    def clipped_definition(self) -> tuple[float, Mapping[str, np.ndarray]]:
+        """Return the norm of the one process's gradient, and how far SGD moves weights along it, scaled to 1/7."""
+        gradients = self._reference[CLIPPED].passes[0].gradients
+        norm = norm_of(gradients)
+        factor = norm / 7 / (norm + 1e-6)
+        # AdamW without memory: see SGD
+        return norm, {name: -CLIPPED_RATE * factor * each / (factor * abs(each) + SGD.epsilon) for name, each in gradients.items()}
 
     def _plan(self, backend: str, layout: str) -> None:
         """Check what a run checks while planning."""

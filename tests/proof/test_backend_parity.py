@@ -4,12 +4,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import loss_curves
-from parity import BACKENDS, EVERY, LAYOUTS, LOSSES, Entry, Key, Matrix, table
+from parity import BACKENDS, EVERY, GRADIENT, LAYOUTS, LOSSES, WEIGHTS, Entry, Key, Matrix, table
 
 from skyrl_engine.errors import PluginNotFoundError
 
@@ -53,6 +54,29 @@ def some(backend: str, layout: str) -> list[Key]:
 @OF_BACKENDS
 def test_a_backend_on_a_layout(matrix: Matrix, entries: list[Entry], backend: str, layout: str) -> None:
     check(matrix, entries, backend, layout, some(backend, layout))
+
+
+CLIPPED = [("fsdp", "dp1"), ("fsdp", "dp2"), *((f"deepspeed z{stage}", "dp2") for stage in range(4)), ("megatron", "tp2"), ("megatron", "dp2")]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("backend", "layout"), CLIPPED)
+def test_the_clipped_step_is_the_same_on_all_layouts(matrix: Matrix, backend: str, layout: str) -> None:
+    """The norm is that of the gradients in float64; the step follows the gradient of one process, scaled to a seventh of its norm.
+
+    A float32 sum would be off by 1e-8 and more, so the norm is held to 1e-9, and rank against rank to the last bit by the conformance suites.
+    The norm of another layout's gradients, and the step, differ by what float32 leaves to gradients and weights.
+    """
+    try:
+        reported, own, moved = matrix.clipped_step(backend, layout)
+    except PluginNotFoundError as error:
+        pytest.skip(f"{backend} is not installed: {error.cause}")
+    assert reported == pytest.approx(own, rel=1e-9)
+    norm, due = matrix.clipped_definition()
+    assert reported == pytest.approx(norm, rel=GRADIENT)
+    assert moved.keys() == due.keys()
+    for name, way in due.items():
+        assert np.linalg.norm(moved[name] - way) <= WEIGHTS * np.linalg.norm(way), name
 
 
 @pytest.mark.nightly

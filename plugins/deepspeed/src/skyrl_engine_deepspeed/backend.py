@@ -28,7 +28,7 @@ from skyrl_engine_deepspeed.checkpoint import ZeroState
 from skyrl_engine_deepspeed.gradients import AccumulatedGradients
 from skyrl_engine_deepspeed.loading import Loaded, load
 from skyrl_engine_deepspeed.options import DeepSpeedConfig
-from skyrl_engine_deepspeed.settings import clip_at, refuse_unsupported
+from skyrl_engine_deepspeed.settings import refuse_unsupported
 
 
 class DeepSpeedBackend:
@@ -99,7 +99,7 @@ class DeepSpeedBackend:
                 self._gradients.drop()
                 raise gradient_not_finite(self._steps_done + 1, norm, self.coords.rank, names)
             use_settings(engine.basic_optimizer, settings)
-            clip_at(engine, settings.max_grad_norm)
+            self._gradients.clip(norm, settings.max_grad_norm)
             engine.step()
             self._gradients.clear()
         self._steps_done += 1

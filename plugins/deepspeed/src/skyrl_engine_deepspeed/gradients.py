@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from skyrl_engine.modeling.norms import clipping_factor, sum_of_squares
 from skyrl_engine_deepspeed.fragments import flats
 
 
@@ -41,13 +42,17 @@ class AccumulatedGradients:
 
     def norm(self) -> float:
         """Return the 2-norm of the reduced gradient, equal on all ranks; it is not finite if any element is not."""
-        squares = (
-            torch.stack([torch.linalg.vector_norm(part, dtype=torch.float32) for part in self._parts()]).double().square().sum()
-        )
+        squares = sum_of_squares(self._parts(), self._engine.device)
         if self._stage:
-            squares = squares.to(self._engine.device)
             dist.all_reduce(squares)
         return float(squares.sqrt())
+
+    @torch.no_grad()
+    def clip(self, norm: float, max_norm: float | None) -> None:
+        """Scale the reduced gradient, whose 2-norm is `norm`, so that its norm is at most `max_norm`."""
+        if (factor := clipping_factor(norm, max_norm)) is not None:
+            for part in self._parts():
+                part.mul_(factor)
 
     def non_finite(self, parameters: Mapping[str, nn.Parameter]) -> list[str]:
         """Return the names of parameters whose reduced gradient is not finite."""

@@ -15,8 +15,8 @@ _BUCKET = 50_000_000
 def settings(config: DeepSpeedConfig, dtype: ComputeDtype, device: torch.device, *, learns: bool) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`.
 
-    It has one accumulation step, because DeepSpeed is not to count micro-batches, and no clipping (DeepSpeed's default clips at 1): each step
-    sets its own. Gradients are accumulated and communicated in float32, whatever precision computes.
+    It has one accumulation step, because DeepSpeed is not to count micro-batches, and no clipping (DeepSpeed's default clips at 1), which
+    `AccumulatedGradients.clip` does. Gradients are accumulated and communicated in float32, whatever precision computes.
     """
     on_cuda = device.type == "cuda"
     zero: dict[str, Any] = {
@@ -45,16 +45,6 @@ def settings(config: DeepSpeedConfig, dtype: ComputeDtype, device: torch.device,
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }
-
-
-def clip_at(engine: Any, max_grad_norm: float | None) -> None:
-    """Clip at this norm from the next step on (None: never).
-
-    The engine reads the norm from its configuration, a ZeRO optimizer from its own attribute; both are set.
-    """
-    engine._config.gradient_clipping = max_grad_norm or 0.0  # noqa: SLF001 - DeepSpeed reads it at every step and has no method to set it
-    if hasattr(engine.optimizer, "clip_grad"):
-        engine.optimizer.clip_grad = max_grad_norm or 0.0
 
 
 def refuse_unsupported(config: DeepSpeedConfig, dtype: ComputeDtype, device: torch.device, *, learns: bool) -> None:

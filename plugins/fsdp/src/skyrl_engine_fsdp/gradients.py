@@ -6,8 +6,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+
+from skyrl_engine.modeling.norms import clipping_factor, sum_of_squares
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -28,28 +29,22 @@ def full(tensor: Tensor) -> Tensor:
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, device: torch.device) -> float:
     """Scale gradients in place so that their global 2-norm is at most `max_norm`, and return the norm before scaling.
 
-    Every rank sums the squares of the shards it holds, each divided by the number of ranks that hold the same shard; one sum over all ranks
-    on `device` gives the squared norm. So the norm is the same number on all ranks, and not finite on all if it is not finite on one.
+    Every rank sums the squares of the shards it holds in float64, each divided by the number of ranks that hold the same shard; one sum over
+    all ranks on `device` gives the squared norm. So the norm is the same number on all ranks, and not finite on all if it is not finite on one.
     Nothing is scaled if `max_norm` is None or the norm is not finite.
     """
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     by_pieces: defaultdict[int, list[Tensor]] = defaultdict(list)
-    for parameter in trained:
-        assert parameter.grad is not None
-        by_pieces[pieces(parameter.grad)].append(local(parameter.grad))
+    for gradient in gradients:
+        by_pieces[pieces(gradient)].append(local(gradient))
     total = torch.zeros((), dtype=torch.float64, device=device)
     for count, parts in by_pieces.items():
-        norm = torch.nn.utils.get_total_norm(parts, foreach=True)
-        total += norm.to(device, torch.float64).square() * (count / dist.get_world_size())
+        total += sum_of_squares(parts, device) * (count / dist.get_world_size())
     dist.all_reduce(total)
     value = total.sqrt().item()
-    if max_norm is not None and max_norm < value < float("inf"):
-        by_mesh: defaultdict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
-        # torch's function takes tensors of a single mesh per call
-        for parameter in trained:
-            by_mesh[parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None].append(parameter)
-        for group in by_mesh.values():
-            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total.sqrt(), foreach=True)
+    if (factor := clipping_factor(value, max_norm)) is not None:
+        # empty shards are left out, for foreach kernels on CUDA
+        torch._foreach_mul_([part for gradient in gradients if (part := local(gradient)).numel()], factor)  # noqa: SLF001 - torch's own optimizers call it
     return value
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from skyrl_engine.modeling.norms import clipping_factor, sum_of_squares
 from skyrl_engine_megatron.library import DistributedDataParallel, finalize_model_grads, parallel_state
 from skyrl_engine_megatron.names import HEAD
 from skyrl_engine_megatron.state import ShardedState
@@ -38,17 +39,13 @@ def clip(state: ShardedState, max_norm: float | None) -> float:
     Each element counts once: a replicated parameter on the first tensor-parallel rank, a tied embedding on the first stage. Nothing is scaled
     if `max_norm` is None or the norm is not finite.
     """
-    gradients = [piece.gradient for name, piece in state.pieces.items() if _counts(state, name)]
     device = next(iter(state.parameters.values())).device
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
-        total += gradient.square().sum(dtype=torch.float64)
+    total = sum_of_squares((piece.gradient for name, piece in state.pieces.items() if _counts(state, name)), device)
     dist.all_reduce(total, group=None if state.sharded else parallel_state.get_model_parallel_group())
     norm = float(total.sqrt())
-    if max_norm is not None and max_norm < norm < float("inf"):
+    if (factor := clipping_factor(norm, max_norm)) is not None:
         for piece in state.pieces.values():
-            # 1e-6 is the constant of torch.nn.utils.clip_grad_norm_
-            piece.gradient.mul_(max_norm / (norm + 1e-6))
+            piece.gradient.mul_(factor)
     return norm
 
 
