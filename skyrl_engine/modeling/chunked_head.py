@@ -37,6 +37,8 @@ class ChunkedHead(nn.Module):
         They are a tuple, not a list, because DeepSpeed ZeRO-3 follows tensors through tuples only.
         """
         score = Score(self.rule, temperature, asked)
+        # some models keep a residual in float32 whatever precision computes (Mamba), and cast it to the head's own, as here
+        hidden_NH = hidden_NH.to(self.linear.weight.dtype)
         return chunked_scores(hidden_NH, self.linear.weight, self.linear.bias, labels_N, score, self.positions_per_chunk)
 
 

@@ -15,6 +15,7 @@ from skyrl_engine.model_facts.vision_language import refuse_vision_language, tak
 from skyrl_engine.modeling.causal_lm import split_causal_lm
 from skyrl_engine.modeling.lora import add_adapters, freeze_in, load_adapters
 from skyrl_engine.modeling.parity import check_parity
+from skyrl_engine.modeling.precision import compute_buffers_in, computing_in
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.segment_adoption import adopt_segment_attention, attend_by_segments
 from skyrl_engine.modeling.segments import SegmentSupport
@@ -44,6 +45,8 @@ def load_scorer(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tu
     if spec.lora is not None and spec.lora.path is not None:
         load_adapters(model, spec)
     check_parity(model, scorer, name=spec.path)
+    if spec.dtype == "bfloat16":
+        _check_bfloat16(model, scorer, spec.path)
     scorer.segment_support = adopt_segment_attention(model, scorer.decoder, name=spec.path)
     return _ready(spec, model, scorer)
 
@@ -76,7 +79,22 @@ def _scorer(spec: ModelConfig, model: Any, seed: int) -> Scorer:
     value_head: ValueHead | None = None
     if spec.value_head:
         value_head = add_value_head(model, parts.head.in_features, name=spec.path)
-    return Scorer(parts, logits_per_chunk=spec.logits_per_chunk, value_head=value_head)
+    scorer = Scorer(parts, logits_per_chunk=spec.logits_per_chunk, value_head=value_head)
+    if spec.dtype == "bfloat16":
+        compute_buffers_in(model, torch.bfloat16)
+    return scorer
+
+
+def _check_bfloat16(model: Any, scorer: Scorer, name: str) -> None:
+    """Score a few tokens as ranks compute them. Raises ModelError if its code cannot, or computes another function there."""
+    with computing_in(scorer, torch.bfloat16):
+        try:
+            check_parity(model, scorer, name=name)
+        except RuntimeError as error:
+            raise ModelError(
+                f"{name} ({type(model).__name__}) cannot be computed in bfloat16: {_first_line(error)}",
+                remedy="Set model.dtype to float32, or use another model",
+            ) from error
 
 
 def _ready(spec: ModelConfig, model: Any, scorer: Scorer) -> tuple[Any, Scorer]:

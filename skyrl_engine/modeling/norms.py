@@ -19,7 +19,7 @@ def sum_of_squares(parts: Iterable[Tensor], device: torch.device) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for part in parts:
-        for piece in part.detach().reshape(-1).split(_AT_ONCE):
+        for piece in torch.split(part.detach().reshape(-1), _AT_ONCE):
             wide = piece.to(torch.float64)
             total += torch.dot(wide, wide).to(device)
     return total

@@ -19,6 +19,9 @@ from skyrl_engine.modeling.vision import ImageDecoder
 
 ROWS, WIDTH = 2, 6
 
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Tolerances by the precision that computes, relative to 1 + |logprob|."""
+
 
 def random_tokens(model: Any, decoder: nn.Module, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
     """Draw token ids int64[shape], equal for every copy of a model; none is the image token."""
@@ -89,14 +92,15 @@ def check_parity(model: Any, scorer: Scorer, *, name: str) -> None:
 
     Raises ModelError if they differ: the model then changes its hidden states or logits in a way that the scorer does not know, and training
     would silently optimise another function. The tolerance, relative to 1 + |logprob|, is 1e-4 in float32 and 1e-9 in float64, because both
-    sides do the same arithmetic and differ in the order of sums at most.
+    sides do the same arithmetic and differ in the order of sums at most; in bfloat16, whose logits keep 8 bits, it is 5e-2.
     """
     training = model.training
     model.eval()
     try:
         for probe in _probes(model, scorer):
             own, scored = probe.own_logprobs(model), probe.logprobs(scorer)
-            tolerance = 1e-9 if scored.dtype == torch.float64 else 1e-4
+            head = scorer.head.linear.weight.dtype
+            tolerance = _TOLERANCES[head]
             difference = ((scored - own).abs() / (1 + own.abs())).max().item()
             if not difference <= tolerance:  # also true for NaN
                 raise ModelError(

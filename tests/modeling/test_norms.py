@@ -38,7 +38,8 @@ def test_large_numbers_are_finite_and_the_infinite_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("norm", "limit", "factor"), [(4.0, 2.0, 2.0 / (4.0 + 1e-6)), (2.0, 2.0, None), (4.0, None, None), (math.inf, 2.0, None), (math.nan, 2.0, None)]
+    ("norm", "limit", "factor"),
+    [(4.0, 2.0, 2.0 / (4.0 + 1e-6)), (2.0, 2.0, None), (4.0, None, None), (math.inf, 2.0, None), (math.nan, 2.0, None)],
 )
 def test_only_a_finite_norm_beyond_the_limit_is_clipped(norm: float, limit: float | None, factor: float | None) -> None:
     assert clipping_factor(norm, limit) == factor

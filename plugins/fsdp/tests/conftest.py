@@ -33,6 +33,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "gemma2": {"query_pre_attn_scalar": 16, "final_logit_softcapping": 1.0},
         "cohere": {"logit_scale": 0.25},
         "qwen3_moe": moe,
+        # residuals or buffers in float32
+        "mamba": {},
+        "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "n_groups": 1, "state_size": 8, "chunk_size": 4},
+        "minimax": {"num_local_experts": 2},
     }
     for family, options in others.items():
         made[family] = save_tiny(root / family, family, tied=family != "qwen3_moe", **options)
