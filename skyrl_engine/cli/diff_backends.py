@@ -83,8 +83,9 @@ def diff_backends(
     The batch is the first one of CONFIG's run, with its model and plugins; without CONFIG, 16 recorded rollouts through a two-layer model.
     The layouts decide the number of ranks and the parallel sizes; those of CONFIG are ignored.
     Where gradients alone differ, the first layer to diverge is named, counted from the head, and a common factor is explained: world size,
-    micro-batches, tokens. Where the forward pass differs, the model is cut short until it agrees, which names the layer. The exit code is 1
-    where the backends do not agree.
+    micro-batches, tokens. A length at which the model changes (sliding window, rotary positions) and that the batch's rows do not lie on
+    both sides of is named, since nothing was compared beyond it. Where the forward pass differs, the model is cut short until it agrees,
+    which names the layer. The exit code is 1 where the backends do not agree.
     """
     from skyrl_engine.cli import render
 
@@ -190,17 +191,24 @@ class _Comparison:
         return _material(_with_backend(self.raw, side, self.names[side], self.layouts[side]), self.family)
 
     def _difference(self, changed: "Callable[[ModelConfig], ModelConfig]") -> "BackendDifference":
+        import numpy as np
+
+        from skyrl_engine.model_facts.facts import ModelFacts
+        from skyrl_engine.model_facts.thresholds import untried
         from skyrl_engine.proof.backends import difference, facts_of
 
         sides, counts = {}, {}
-        tokens = 0
+        tokens, missed = 0, {}
         for key in ("a", "b"):
             with self._material(key) as (resolved, model, columns, context):
+                if (config := ModelFacts(model).config) is not None:
+                    lengths = np.diff(columns.token_offsets)
+                    missed = untried(config, int(lengths.min()), int(lengths.max()))
                 passed = _side(resolved, changed(model), columns, context, self.layouts[key])
             sides[key], counts[key], self.described[key] = passed.side, passed.micro_batches, passed.described
             tokens = int((columns.loss_weight != 0).sum())
         facts = facts_of(*(self.described[key].topology for key in ("a", "b")), micro_batches=counts, tokens=tokens)
-        return difference(sides["a"], sides["b"], facts=facts, tolerance=self.tolerance)
+        return difference(sides["a"], sides["b"], facts=facts, tolerance=self.tolerance, untried=missed)
 
 
 @attrs.frozen
@@ -296,4 +304,5 @@ def _facts(found: "BackendDifference") -> dict[str, Any]:
         "parameters": [attrs.asdict(each) for each in found.parameters],
         "only_a": list(found.only_a),
         "only_b": list(found.only_b),
+        "untried": dict(found.untried),
     }

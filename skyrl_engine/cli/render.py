@@ -167,6 +167,7 @@ def show_plan(plan: "RunPlan") -> None:
             "training data": _described(plan.train),
             "held-out data": "none" if plan.evaluation is None else _described(plan.evaluation),
             "length limit": "none" if plan.longest_allowed is None else f"{plan.longest_allowed:,} tokens",
+            **({} if plan.rotary_length is None else {"rotary frequencies": f"fixed for rows of {plan.rotary_length:,} tokens"}),
             "steps": f"{plan.total_steps:,} of {plan.batch_size} samples ({plan.steps_per_epoch:,} an epoch)",
             "padding": f"{plan.padding_share:.1%} of the first mini-batch",
         }
@@ -292,6 +293,11 @@ def show_backend_difference(found: "BackendDifference") -> None:
             for each in found.worst[:_PARAMETERS_SHOWN]
         ],
     )
+    for name, length in found.untried.items():
+        _console().print(
+            f"not compared: the model changes at {length:,} tokens ({escape(name)}), and the rows are not on both sides of it",
+            style="yellow",
+        )
     for name, missing in (("first", found.only_b), ("second", found.only_a)):
         for parameter in missing:
             _console().print(f"the {name} backend has no gradient of {escape(parameter)}", style="red")

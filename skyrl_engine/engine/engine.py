@@ -26,6 +26,7 @@ from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import PassResult, counts_of, means_over, refuse_not_finite
 from skyrl_engine.engine.schedule import learning_rate as scheduled_rate
 from skyrl_engine.errors import CheckpointError, ConfigError, Problem, UnsupportedError
+from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.dispatch import PlacedShard, batch_structure, compact_weights, cut, merged, planned
 from skyrl_engine.workers.future import Future
@@ -128,8 +129,10 @@ class Engine:
         """Cut a batch into mini-batches, ranks, micro-batches and rows, for all passes over it.
 
         `mini_batch_size` is the number of samples of an optimizer step (None: all of them); groups are never cut. `micro_batch_rows` or
-        `micro_batch_tokens` stand for the configured size. Raises DataError for a sample that fits nowhere.
+        `micro_batch_tokens` stand for the configured size. Raises DataError for a sample that fits nowhere, and UnsupportedError for one that
+        is longer than the length for which rotary frequencies are fixed (`model.rotary_length`).
         """
+        self._refuse_longer_rows(columns)
         layout = evolve(self._layout, mini_batch_size=mini_batch_size)
         if micro_batch_rows is not None or micro_batch_tokens is not None:
             layout = evolve(layout, micro_batch_rows=micro_batch_rows, micro_batch_tokens=micro_batch_tokens)
@@ -282,18 +285,26 @@ class Engine:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self.group.save(directory)
-        (directory / STATE_FILE).write_text(json.dumps({"step": self.step}) + "\n", encoding="utf-8")
+        state = {"step": self.step, "rotary_length": self._rotary_length()}
+        (directory / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
     def load(self, directory: str | Path) -> None:
         """Restore what `save` wrote. Raises CheckpointError."""
         directory = Path(directory)
         try:
-            step = int(json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))["step"])
+            state = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
+            step, rotary = int(state["step"]), state.get("rotary_length")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{directory / STATE_FILE} cannot be read: {error}",
                 remedy="Load a directory that Engine.save wrote, of this version",
             ) from error
+        if rotary != (own := self._rotary_length()) and rotary is not None:
+            raise CheckpointError(
+                f"the checkpoint was trained with rotary frequencies for rows of {rotary:,} tokens, and this run would go on with those for "
+                f"{'any number of' if own is None else format(own, ',')} tokens",
+                remedy=f"Set model.rotary_length = {rotary}",
+            )
         self.group.load(directory)
         self._gradient.parts.clear()
         self.step = step
@@ -337,6 +348,14 @@ class Engine:
     def _take_back(self) -> None:
         """Count a step that the ranks refused no longer."""
         self.step -= 1
+
+    def _rotary_length(self) -> int | None:
+        return None if self._files is None else self._files.facts.rotary_length
+
+    def _refuse_longer_rows(self, columns: SampleColumns) -> None:
+        fixed = self._rotary_length()
+        if fixed is not None and self._files is not None:
+            refuse_longer_rows(self._files.facts.model.path, fixed, int(np.diff(columns.token_offsets).max(initial=0)))
 
     def _refuse_scores(self, scores: frozenset[str]) -> None:
         """Refuse scores that nobody computes, before a rank meets them."""

@@ -7,6 +7,7 @@ from typing import Any
 from attrs import define
 
 from skyrl_engine.config.schema import ModelConfig
+from skyrl_engine.model_facts.thresholds import fixed_rotary_length
 from skyrl_engine.model_facts.vision_language import takes_images
 
 
@@ -31,6 +32,11 @@ class ModelFacts:
         """Return the longest sequence in tokens that the model is made for; None where its configuration does not say."""
         length = None if self.config is None else getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return length if isinstance(length, int) and length > 0 else None
+
+    @property
+    def rotary_length(self) -> int | None:
+        """Return the longest row in tokens for which rotary frequencies are fixed; None where they do not depend on lengths."""
+        return None if self.config is None else fixed_rotary_length(self.config, self.model.rotary_length)
 
     @property
     def takes_images(self) -> bool:

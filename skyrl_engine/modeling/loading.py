@@ -16,6 +16,7 @@ from skyrl_engine.modeling.causal_lm import split_causal_lm
 from skyrl_engine.modeling.lora import add_adapters, freeze_in, load_adapters
 from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.precision import compute_buffers_in, computing_in
+from skyrl_engine.modeling.rotary_frequencies import check_fixed, fix_rotary_frequencies
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.segment_adoption import adopt_segment_attention, attend_by_segments
 from skyrl_engine.modeling.segments import SegmentSupport
@@ -44,6 +45,8 @@ def load_scorer(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tu
         logger.info("%s holds no value head; it starts at zero", spec.path)
     if spec.lora is not None and spec.lora.path is not None:
         load_adapters(model, spec)
+    if scorer.rotary_length is not None:
+        check_fixed(model, scorer.rotary_length)
     check_parity(model, scorer, name=spec.path)
     if spec.dtype == "bfloat16":
         _check_bfloat16(model, scorer, spec.path)
@@ -80,6 +83,7 @@ def _scorer(spec: ModelConfig, model: Any, seed: int) -> Scorer:
     if spec.value_head:
         value_head = add_value_head(model, parts.head.in_features, name=spec.path)
     scorer = Scorer(parts, logits_per_chunk=spec.logits_per_chunk, value_head=value_head)
+    scorer.rotary_length = fix_rotary_frequencies(model, spec.rotary_length)
     if spec.dtype == "bfloat16":
         compute_buffers_in(model, torch.bfloat16)
     return scorer

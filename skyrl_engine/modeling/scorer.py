@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from torch import Tensor, nn
 
 from skyrl_engine.errors import ModelError, UnsupportedError
+from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.modeling.causal_lm import CausalLanguageModelParts
 from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, ChunkedHead, asked_of_head
 from skyrl_engine.modeling.images import ImageTokens
@@ -21,6 +22,8 @@ class Scorer(nn.Module):
 
     `segment_support` is the finding of loading about packed rows. A model that attends by segments gets `segments` in every pass, so that a
     model that does not pass them on ends in an error and not in documents that attend to each other.
+
+    `rotary_length` is the longest row in tokens for which the model's rotary frequencies are fixed; None if they do not depend on lengths.
     """
 
     segment_support: SegmentSupport
@@ -31,6 +34,7 @@ class Scorer(nn.Module):
         self.head = ChunkedHead(parts.head, parts.rule, logits_per_chunk)
         self.value_head = value_head
         self.segment_support = SegmentSupport()
+        self.rotary_length: int | None = None
 
     @property
     def images(self) -> ImageTokens | None:
@@ -81,6 +85,7 @@ class Scorer(nn.Module):
     def _hidden(self, inputs: Mapping[str, Tensor], segments: Segments | None) -> Tensor:
         """Return the decoder's hidden states [rows, width, h]."""
         support = self.segment_support
+        self._refuse_longer_rows(inputs, segments)
         if segments is None:
             attention = {"segments": WHOLE_ROWS} if support.layers else {}
             return self.decoder(**inputs, **attention, use_cache=False)[0]  # type: ignore[no-any-return] # nn.Module.__call__ is untyped
@@ -92,6 +97,15 @@ class Scorer(nn.Module):
                 remedy=REMEDY,
             )
         return hidden_BTH
+
+    def _refuse_longer_rows(self, inputs: Mapping[str, Tensor], segments: Segments | None) -> None:
+        """Raise UnsupportedError for rows beyond `rotary_length`; the mask, which may be on a device, is read only where padding may do it."""
+        width = inputs["input_ids"].shape[1] if segments is None else max(segments.lengths, default=0)
+        if self.rotary_length is None or width <= self.rotary_length:
+            return
+        if segments is None and "attention_mask" in inputs:
+            width = int(inputs["attention_mask"].sum(1).max())
+        refuse_longer_rows(type(self.decoder).__name__, self.rotary_length, width)
 
     def refuse_packed_rows_unless_supported(self) -> None:
         """Raises UnsupportedError, with the finding of loading, if the documents of a packed row would attend to each other."""

@@ -68,7 +68,8 @@ class FieldDifference:
 class BackendDifference:
     """`a` against `b`. `facts` are numbers of the run that a factor may turn out to be.
 
-    `depth` is where forward passes part, for those who have looked.
+    `depth` is where forward passes part, for those who have looked. `untried` are the lengths in tokens, by the name that the model's
+    configuration has for them, at which the model's function changes and that the rows do not lie on both sides of.
     """
 
     a: Side
@@ -80,6 +81,7 @@ class BackendDifference:
     facts: Mapping[str, float] = field(factory=dict)
     tolerance: float = 1e-5
     depth: Depth | None = None
+    untried: Mapping[str, int] = field(factory=dict)
 
     @property
     def agrees(self) -> bool:
@@ -147,7 +149,9 @@ class BackendDifference:
         return [(name, list(parameters)) for name, parameters in groupby(self.parameters, key=lambda each: layer_of(each.name))]
 
 
-def difference(a: Side, b: Side, *, facts: Mapping[str, float], tolerance: float = 1e-5) -> BackendDifference:
+def difference(
+    a: Side, b: Side, *, facts: Mapping[str, float], tolerance: float = 1e-5, untried: Mapping[str, int] | None = None
+) -> BackendDifference:
     """Compare two passes over the same samples. Parameters are matched by their Hugging Face names, in the order of `b`."""
     ours, theirs = a.measured.gradients, b.measured.gradients
     return BackendDifference(
@@ -159,6 +163,7 @@ def difference(a: Side, b: Side, *, facts: Mapping[str, float], tolerance: float
         only_b=tuple(name for name in theirs if name not in ours),
         facts=facts,
         tolerance=tolerance,
+        untried=untried or {},
     )
 
 

@@ -127,8 +127,15 @@ class Trajectory:
 
 @define(eq=False)
 class Matrix:
-    """A context manager; all backends and layouts follow one another on the ranks that this process keeps."""
+    """A context manager; all backends and layouts follow one another on the ranks that this process keeps.
 
+    The model is a tiny one of this `family`, with these `settings` in its configuration; `keys` are the losses and collators of the reference.
+    """
+
+    family: str = "qwen3"
+    settings: Mapping[str, Any] = attrs.Factory(dict)
+    rotary_length: int | None = None
+    keys: Sequence[Key] = EVERY
     _stack: ExitStack = attrs.field(factory=ExitStack, init=False)
     _reference: dict[Key, Trajectory] = attrs.field(factory=dict, init=False)
     _directory: Path = attrs.field(init=False)
@@ -137,10 +144,10 @@ class Matrix:
         torch.set_num_threads(1)
         self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-engine-parity-")))
         with quiet_progress():
-            write_model(self._directory / "model", "qwen3")
+            write_model(self._directory / "model", self.family, **self.settings)
         make_parts_differ(self._directory / "model")
         with launch_workers(self._spec("fsdp", "dp1", SGD), launch="inline") as group:
-            self._reference = dict(self._cells(group, EVERY))
+            self._reference = dict(self._cells(group, self.keys))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -163,7 +170,7 @@ class Matrix:
         started = time.monotonic()
         try:
             with self.group(backend, layout) as group:
-                cells = {key: _difference(got, self._reference[key]) for key, got in self._cells(group, keys)}
+                cells = {key: difference(got, self._reference[key]) for key, got in self._cells(group, keys)}
         except (EngineError, AssertionError) as error:  # a rank's traceback comes as an AssertionError
             return Entry(backend, layout, failed=str(error).strip().splitlines()[-1])
         return Entry(backend, layout, cells, seconds=time.monotonic() - started)
@@ -172,6 +179,10 @@ class Matrix:
         """The backend on ranks of the matrix; SGD where no optimizer is given. A context manager that leaves the ranks running."""
         spec = self._spec(backend, layout, optimizer or SGD)
         return group_on(kept(spec.topology.world_size), spec)
+
+    def reference(self, key: Key) -> "Trajectory":
+        """Return the steps of the one process."""
+        return self._reference[key]
 
     def clipped_step(self, backend: str, layout: str) -> tuple[float, float, Mapping[str, np.ndarray]]:
         """Return the norm that a step reports, that of its gradients in float64, and how far weights moved in a step clipped to 1/7 of it.
@@ -209,7 +220,7 @@ class Matrix:
     def _spec(self, backend: str, layout: str, optimizer: OptimizerConfig) -> WorkerSpec:
         sizes = ParallelSizes.parse(layout)
         plugins = resolved("cross_entropy", "packed", {**BACKENDS[backend], **sizes.options})
-        model = ModelConfig(str(self._directory / "model"))
+        model = ModelConfig(str(self._directory / "model"), rotary_length=self.rotary_length)
         return WorkerSpec(_locks(plugins), CONTEXT, model, optimizer.settings(), sizes.topology, "cpu", packed_rows=True)
 
     def _cells(self, group: WorkerGroup, keys: Collection[Key]) -> Iterator[tuple[Key, Trajectory]]:
@@ -262,7 +273,8 @@ def _trajectory(group: WorkerGroup, plugins: Mapping[str, SelectedPlugin], start
     return Trajectory(tuple(passes), {name: after[name] - weight for name, weight in start.items()})
 
 
-def _difference(got: Trajectory, due: Trajectory) -> Cell:
+def difference(got: Trajectory, due: Trajectory) -> Cell:
+    """Compare the steps of two."""
     first, second = (compare(mine, theirs) for mine, theirs in zip(got.passes, due.passes, strict=True))
     ours, theirs = (each.passes[0].output.fields["logprobs"].values for each in (got, due))
     assert got.moved.keys() == due.moved.keys(), "other weights"

@@ -56,7 +56,13 @@ def test_a_backend_on_a_layout(matrix: Matrix, entries: list[Entry], backend: st
     check(matrix, entries, backend, layout, some(backend, layout))
 
 
-CLIPPED = [("fsdp", "dp1"), ("fsdp", "dp2"), *((f"deepspeed z{stage}", "dp2") for stage in range(4)), ("megatron", "tp2"), ("megatron", "dp2")]
+CLIPPED = [
+    ("fsdp", "dp1"),
+    ("fsdp", "dp2"),
+    *((f"deepspeed z{stage}", "dp2") for stage in range(4)),
+    ("megatron", "tp2"),
+    ("megatron", "dp2"),
+]
 
 
 @pytest.mark.proof

@@ -62,6 +62,10 @@ class ModelConfig:
     logits_per_chunk: int = field(default=2**22, validator=ge(1))
     """Number of logits (positions x vocabulary) held in memory at once while scoring; lower it when memory runs out at the head."""
 
+    rotary_length: int | None = field(default=None, validator=optional(ge(1)))
+    """Longest row in tokens for which rotary frequencies are fixed, in models that choose them by length (`longrope`, `dynamic`);
+    none: the longest sample of the data, or where no data is known the length that the model was first trained for."""
+
     value_head: bool = False
     """Add a value head beside the language-model head: it gives every token a value, which losses of critics read."""
 

@@ -1,10 +1,12 @@
 """Everything of a supervised run that can be decided before a rank starts: the assembly, the data, the order of samples, checks of all."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import numpy as np
 from attrs import field, frozen
 
 from skyrl_engine.config import ResolvedConfig
@@ -20,12 +22,15 @@ from skyrl_engine.engine.capability import needed_columns, vision_of
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import DataError
 from skyrl_engine.model_facts.facts import ModelFacts
+from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.training.sft.order import SampleOrder
 from skyrl_engine.workers.dispatch import batch_structure, planned, token_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 DataProgress = Callable[[str, int, int], None]
 """Told what is being read, how much of it is done, and how much there is."""
@@ -72,6 +77,7 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
         # A group that fits no mini-batch is refused now, not after hours.
         SampleOrder.of(evaluation.columns, batch_size=size)
     datasets = [dataset.columns for dataset in (train, evaluation) if dataset is not None]
+    resolved = _with_rotary_length(resolved, files, datasets)
     return PreparedRun(
         resolved=resolved,
         files=files,
@@ -83,6 +89,25 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
         first_batch=_first_batch(resolved, assembly, train, order),
         required=assembly.check_data(files.facts, datasets),
     )
+
+
+def _with_rotary_length(resolved: ResolvedConfig, files: ModelFiles, datasets: Sequence[SampleColumns]) -> ResolvedConfig:
+    """Fix rotary frequencies for the longest sample, in models that choose them by length, unless `model.rotary_length` says for which.
+
+    Raises UnsupportedError for a sample that is longer than the configured length.
+    """
+    if files.facts.rotary_length is None:
+        return resolved
+    longest = max(int(np.diff(columns.token_offsets).max(initial=1)) for columns in datasets)
+    model = files.facts.model
+    if model.rotary_length is None:
+        model = attrs.evolve(model, rotary_length=longest)
+        files.facts = ModelFacts(model)
+    fixed = files.facts.rotary_length
+    assert fixed is not None, "the same model still chooses by length"
+    refuse_longer_rows(model.path, fixed, longest)
+    logger.info("%s chooses its rotary frequencies by length: this run fixes those for rows of %d tokens", model.path, fixed)
+    return attrs.evolve(resolved, config=attrs.evolve(resolved.config, model=model))
 
 
 def limited_to_model(data: DataConfig, facts: ModelFacts) -> DataConfig:

@@ -26,7 +26,8 @@ class MicroBatchShape:
 class RunPlan:
     """`plugins` describe each selected plugin by kind; `train` and `evaluation` are the data's name, format and counts.
 
-    `longest_allowed` is the longest sample in tokens, by `data.max_length` or else by the model; None where neither says.
+    `longest_allowed` is the longest sample in tokens, by `data.max_length` or else by the model; None where neither says. `rotary_length` is
+    the longest row for which rotary frequencies are fixed; None for models that do not choose them by length.
     `micro_batches` and `padding_share` (0 to 1) are those of the run's first mini-batch.
     """
 
@@ -40,6 +41,7 @@ class RunPlan:
     train: Mapping[str, Any]
     evaluation: Mapping[str, Any] | None
     longest_allowed: int | None
+    rotary_length: int | None
     total_steps: int
     steps_per_epoch: int
     batch_size: int
@@ -61,6 +63,7 @@ def describe_plan(prepared: PreparedRun) -> RunPlan:
         train=describe_data(prepared.train) or {},
         evaluation=describe_data(prepared.evaluation),
         longest_allowed=limited_to_model(resolved.config.data, prepared.files.facts).max_length,
+        rotary_length=prepared.files.facts.rotary_length,
         total_steps=prepared.total_steps,
         steps_per_epoch=prepared.order.steps_per_epoch,
         batch_size=prepared.order.batch_size,

@@ -54,7 +54,7 @@ def run_sft(
                 "evaluation": describe_data(prepared.evaluation),
             },
         )
-        with Engine.launch(resolved, prepared.assembly, prepared.files, prepared.total_steps) as engine:
+        with Engine.launch(prepared.resolved, prepared.assembly, prepared.files, prepared.total_steps) as engine:
             if checkpoint is not None:
                 engine.load(checkpoint.state)
             session.announce_start(prepared.total_steps)

@@ -44,7 +44,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, d
     value = total.sqrt().item()
     if (factor := clipping_factor(value, max_norm)) is not None:
         # empty shards are left out, for foreach kernels on CUDA
-        torch._foreach_mul_([part for gradient in gradients if (part := local(gradient)).numel()], factor)  # noqa: SLF001 - torch's own optimizers call it
+        torch._foreach_mul_([part for gradient in gradients if (part := local(gradient)).numel()], factor)
     return value
 
 

@@ -1,0 +1,62 @@
+"""The lengths at which a model's function changes, as its configuration names them."""
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.model_facts.thresholds import fixed_rotary_length, refuse_longer_rows, rotary_threshold, thresholds, untried
+
+ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+PHI = AutoConfig.for_model("phi3", max_position_embeddings=131072, original_max_position_embeddings=4096, rope_parameters=ROPE)
+NTK = AutoConfig.for_model(
+    "llama", max_position_embeddings=2048, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "due"),
+    [
+        (PHI, {"rotary positions": 4096}),
+        (NTK, {"rotary positions": 2048}),
+        (AutoConfig.for_model("llama"), {}),
+        (AutoConfig.for_model("mistral", sliding_window=512), {"sliding_window": 512}),
+        (AutoConfig.for_model("qwen2", sliding_window=512, use_sliding_window=False), {}),
+        (AutoConfig.for_model("gemma3_text", sliding_window=64), {"sliding_window": 64}),
+        (AutoConfig.for_model("llama4_text", attention_chunk_size=128), {"attention_chunk_size": 128}),
+    ],
+)
+def test_thresholds(config: Any, due: dict[str, int]) -> None:
+    assert thresholds(config) == due
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted", "fixed"),
+    [
+        (PHI, None, 4096), (PHI, 100, 4096), (PHI, 4096, 4096), (PHI, 4097, 131072), (PHI, 200_000, 200_000),
+        (NTK, None, 2048), (NTK, 7, 2048), (NTK, 3000, 3000), (AutoConfig.for_model("llama"), 9, None),
+    ],
+)  # fmt: skip
+def test_frequencies_are_fixed_by_the_longest_row(config: Any, wanted: int | None, fixed: int | None) -> None:
+    assert fixed_rotary_length(config, wanted) == fixed
+
+
+@pytest.mark.parametrize(
+    ("shortest", "longest", "missed"), [(5, 4096, True), (5, 4097, False), (4097, 5000, True), (4096, 5000, False)]
+)
+def test_rows_must_lie_on_both_sides(shortest: int, longest: int, missed: bool) -> None:
+    assert bool(untried(PHI, shortest, longest)) == missed
+
+
+def test_a_table_per_type_of_layer() -> None:
+    config = AutoConfig.for_model("gemma3_text", max_position_embeddings=256)
+    config.rope_parameters["full_attention"] = {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 8.0}
+    assert rotary_threshold(config) == 256
+
+
+def test_the_refusal_names_both_lengths() -> None:
+    refuse_longer_rows("phi", 16, 16)
+    with pytest.raises(UnsupportedError, match="a row has 17 tokens, and phi chooses") as caught:
+        refuse_longer_rows("phi", 16, 17)
+    assert "model.rotary_length = 17" in caught.value.remedy
