@@ -98,6 +98,7 @@ def test_a_backend_agrees_with_itself_over_another_cut(capsys: pytest.CaptureFix
     assert len(report["parameters"]) == 24
     assert {each["name"] for each in report["outputs"]} == {"logits", "logprobs", "entropy", "token_loss"}
     assert report["first_layer"] is None
+    assert report["untried"] == {}
 
 
 def test_two_libraries_agree(capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,7 +196,11 @@ def test_what_trains_on_padded_rows_alone_is_compared_on_them(tmp_path: Path, ca
     Gemma2ForCausalLM(config).save_pretrained(tmp_path / "model")
     arguments = ["diff-backends", str(tmp_path / "run.toml"), "--b", "fsdp", "--collator"]
     assert main([*arguments, "padded", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["agrees"] is True
+    report = json.loads(capsys.readouterr().out)
+    assert report["agrees"] is True
+    assert report["untried"] == {"sliding_window": 4096}
+    assert main([*arguments, "padded"]) == 0
+    assert "the model changes at 4,096 tokens (sliding_window)" in " ".join(capsys.readouterr().out.split())
     assert main([*arguments, "packed"]) == 2
     assert "cannot be trained on packed rows" in capsys.readouterr().err
 

@@ -5,6 +5,7 @@ float32 sums in another order differ by about 1e-7 per operation, so 1e-5 leaves
 bfloat16 keeps 8 bits, and a dozen roundings end near 2e-2. Not covered: CUDA (test_deepspeed_cuda.py), dropout.
 """
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from deepspeed_tasks import gradients_of, precision, reached_late, scored
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.modeling.tiny import VOCABULARY
+from skyrl_engine.modeling.tiny import VOCABULARY, write_model
 from skyrl_engine.testing.backends.batches import Definition, definition, documents, worst
 from skyrl_engine.testing.ranks.world import World
 
@@ -73,6 +74,17 @@ def test_bfloat16_stays_within_its_precision(
     check(ranks, due[name], 5e-2)
     assert worst(ranks[0][0][1], due[name].gradients) > 1e-4, "bfloat16 was not used"
     assert {gradient.dtype for gradient in ranks[0][0][1].values()} == {np.dtype(np.float32)}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("family", ["mamba", pytest.param("minimax", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("stage", stages(2))
+def test_models_that_keep_residuals_or_buffers_in_float32_compute_in_bfloat16(tmp_path: Path, family: str, stage: int) -> None:
+    write_model(tmp_path, family)
+    true = definition(str(tmp_path), documents(VOCABULARY), dtype=torch.float32)
+    ((total, gradients, _),) = gradients_of(str(tmp_path), stage, sizes=(2,), dtype="bfloat16")
+    assert total == pytest.approx(true.loss, rel=1e-2)
+    assert worst(gradients, true.gradients) <= 5e-2
 
 
 @pytest.mark.usefixtures("alone")
