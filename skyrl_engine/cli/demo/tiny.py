@@ -3,6 +3,7 @@
 Questions, answers and the verifier are reasoning-gym's `spell_backward`.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -72,7 +73,10 @@ class TinyRecipe:
     @cached_property
     def _dataset(self) -> Any:
         try:
-            import reasoning_gym
+            with warnings.catch_warnings():
+                # Its dependency cellpylib compares with `is "..."`, of which Python warns while it compiles that for the first time.
+                warnings.simplefilter("ignore", SyntaxWarning)
+                import reasoning_gym
         except ModuleNotFoundError as error:
             raise DataError(
                 "the demo's data come from reasoning-gym, which is not installed",
