@@ -62,6 +62,21 @@ def write_model(
         write_pretrained(model, directory)
 
 
+def make_parts_differ(directory: Path) -> None:
+    """Set norms away from 1, biases from 0 and matrices away from 0: a fresh model would not show a lost norm or exchanged layers."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    draw = torch.Generator().manual_seed(3)
+    weights = load_file(directory / "model.safetensors")
+    for name, weight in weights.items():
+        if weight.ndim == 1:
+            weight.add_(0.2 * torch.randn(weight.shape, generator=draw))
+        elif "embed" not in name:
+            weight.mul_(4)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
 def write_vision_model(directory: Path, *, tied: bool = True, levels: Sequence[int] = (0, 2)) -> None:
     """Write a random Qwen3-VL as a Hugging Face directory: four text layers, of which the first get the features of the vision layers `levels`.
 

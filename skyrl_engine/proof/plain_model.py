@@ -41,8 +41,11 @@ class PlainModel:
 
         kind: Any = AutoModelForImageTextToText if images else AutoModelForCausalLM
         with quiet_progress():
-            # With loading information, because transformers reports the value head as an unexpected weight otherwise.
-            model, information = kind.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+            # With loading information, because transformers reports the value head as an unexpected weight otherwise. Experts one after the
+            # other, because torch's grouped product of them, the default, knows no float64.
+            model, information = kind.from_pretrained(
+                directory, dtype=dtype, output_loading_info=True, experts_implementation="eager"
+            )
         assert not information["missing_keys"], information["missing_keys"]
         assert set(information["unexpected_keys"]) <= set(HEAD), information["unexpected_keys"]
         if adapt is not None:

@@ -109,7 +109,7 @@ _ROWS = (
     Kind(
         "collator",
         ("skyrl_engine_make_collator",),
-        "skyrl_engine.contracts.kinds.collator:Collator",
+        "skyrl_engine.contracts:Collator",
         values="skyrl_engine.registry.values:of_collator",
         table=_PLUGIN_TABLE,
         default="padded",
@@ -121,7 +121,7 @@ _ROWS = (
     Kind(
         "loss",
         ("skyrl_engine_make_loss",),
-        "skyrl_engine.contracts.kinds.loss:Loss",
+        "skyrl_engine.contracts:Loss",
         values="skyrl_engine.registry.values:of_loss",
         table="skyrl_engine.config.schema.tables:LossTable",
         default="cross_entropy",
@@ -153,7 +153,7 @@ _ROWS = (
     Kind(
         "correction",
         ("skyrl_engine_make_correction",),
-        "skyrl_engine.contracts.kinds.correction:Correction",
+        "skyrl_engine.contracts:Correction",
         values="skyrl_engine.registry.values:of_correction",
         suite="skyrl_engine.testing.corrections.promises:CORRECTION_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:CORRECTION",
@@ -163,7 +163,7 @@ _ROWS = (
     Kind(
         "reducer",
         ("skyrl_engine_make_reducer",),
-        "skyrl_engine.contracts.kinds.reducer:Reducer",
+        "skyrl_engine.contracts:Reducer",
         values="skyrl_engine.registry.values:of_reducer",
         table=_PLUGIN_TABLE,
         default="token_mean",
@@ -185,7 +185,7 @@ _ROWS = (
     Kind(
         "backend",
         ("skyrl_engine_make_backend", DESCRIBE_BACKEND_HOOK),
-        "skyrl_engine.contracts.kinds.backend:Backend",
+        "skyrl_engine.contracts:Backend",
         late=frozenset({"coords"}),
         table=_PLUGIN_TABLE,
         default="fsdp",
@@ -205,7 +205,7 @@ _ROWS = (
     Kind(
         "merger",
         ("skyrl_engine_make_merger",),
-        "skyrl_engine.contracts.kinds.merger:Merger",
+        "skyrl_engine.contracts:Merger",
         table=_PLUGIN_TABLE,
         default="ordered",
         option=True,

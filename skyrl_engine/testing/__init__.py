@@ -1,4 +1,4 @@
-"""The conformance kit: a suite for pytest per kind of plugin, and `verify` for programs.
+"""The conformance kit: a suite for pytest per kind of plugin, `verify` for programs, and Hypothesis strategies of samples and layouts.
 
 Tests of plugins import from here; the files behind may move between minor versions. A name is imported when it is first used, so that
 importing the package brings neither torch nor Hypothesis.
@@ -10,6 +10,7 @@ from skyrl_engine.lazy import lazily
 
 if TYPE_CHECKING:
     from skyrl_engine.testing.backends.suite import BackendConformance
+    from skyrl_engine.testing.collators.strategies import layouts, sample_columns, sample_lengths
     from skyrl_engine.testing.collators.suite import CollatorConformance
     from skyrl_engine.testing.conformance import Conformance
     from skyrl_engine.testing.corrections.suite import CorrectionConformance
@@ -34,7 +35,10 @@ __all__ = [
     "Subject",
     "Undecidable",
     "Verdict",
+    "layouts",
     "promises_of",
+    "sample_columns",
+    "sample_lengths",
     "selected",
     "verify",
 ]
@@ -53,7 +57,10 @@ _HOMES = {
     "Subject": "subject",
     "Undecidable": "promise",
     "Verdict": "promise",
+    "layouts": "collators.strategies",
     "promises_of": "kit",
+    "sample_columns": "collators.strategies",
+    "sample_lengths": "collators.strategies",
     "selected": "subject",
     "verify": "kit",
 }

@@ -61,6 +61,7 @@ def test_a_list_of_kinds_would_be_seen(text: str) -> None:
 def test_what_a_row_names_is_there(kind: Kind, engine: Path) -> None:
     assert all(hasattr(spec, hook) for hook in (*kind.hooks, *kind.product_hooks))
     assert (kind.contract is None) == bool(kind.product_hooks)
+    assert kind.contract is None or kind.contract.startswith("skyrl_engine.contracts:"), "authors import contracts from there"
     if kind.table is not None:
         assert attrs.has(imported(kind.table))
         assert isinstance(imported(kind.table)(kind.default), PluginTable)

@@ -1,26 +1,28 @@
-"""Real tokens per CPU second of supervised fine-tuning, against Hugging Face Trainer, with one thread.
+"""Real tokens per CPU second of supervised fine-tuning, against Hugging Face Trainer and TRL's SFTTrainer, with one thread.
 
 The same 10M-parameter Qwen3 learns the same chats in the same order, by
-- the engine: collator `packed`, backend `fsdp`, one rank in this process;
+- the engine: backend `fsdp`, one rank in this process, with the collator `packed` and with `padded`;
 - Trainer with padding: `DataCollatorForSeq2Seq` beside torch's scaled dot-product attention;
 - Trainer with flattening: `DataCollatorWithFlattening` beside the same attention. flash-attention, which that collator is made for, does
   not run on CPU; transformers finds the documents by their positions and builds a mask of the whole row instead. It keeps the documents
   apart, which is checked first, and costs the square of the row;
-- Trainer with flattening, one chat at a time, accumulating gradients: neither padding nor mask, the fastest Trainer we found on CPU.
+- Trainer with flattening, one chat at a time, accumulating gradients: neither padding nor mask, the fastest Trainer we found on CPU;
+- SFTTrainer with padding, with `padding_free` (its flattening, and what its packing turns on; its packing itself would put other chats into
+  a mini-batch), and `padding_free` one chat at a time. Its loss never builds the logits, and reports entropy and accuracy, which cannot be
+  turned off.
 
-All take AdamW (fused), clip to the same norm and average the loss over the mini-batch's loss-carrying tokens. Rounds are interleaved in one
-process. A run's figure is its CPU time from the end of its first step to the end of its last: loading and warming up do not count; data,
-optimizer and bookkeeping do. Run with `nox -s peers`; about three minutes.
+All take AdamW (fused), clip to the same norm and average the loss over the mini-batch's loss-carrying tokens; that they do is checked first:
+loss and gradient of the first mini-batch, every parameter. Rounds are interleaved in one process. A run's figure is its CPU time from the end
+of its first step to the end of its last, the least of all rounds: loading and warming up do not count; data, optimizer and bookkeeping do.
+Run with `nox -s peers`; about five minutes.
 """
 
 import gc
 import json
-import os
-import platform
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+import trl
 from attrs import define, frozen
+from datasets import Dataset
 from measuring.bars import beside
+from measuring.cpu_time import machine
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import (
@@ -44,18 +49,27 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_callback import PrinterCallback
+from trl import SFTConfig, SFTTrainer
 
-from skyrl_engine import hookimpl
+from skyrl_engine import Engine, hookimpl
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.contracts.kinds.observer import StepFinished
+from skyrl_engine.contracts import SampleColumns, StepFinished
+from skyrl_engine.proof.comparison import relative_difference
 from skyrl_engine.training.sft.trainer import run_sft
 
-ROUNDS, STEPS, BATCH = 3, 5, 8
+ROUNDS, STEPS, BATCH = 3, 4, 8
 SHORTEST, LONGEST = 36, 503
 VOCABULARY = 8192
 BAR = 1.0
-"""As many tokens as the fastest of them."""
+"""The engine makes as many tokens as the fastest of them; with `padded`, as the fastest that pads."""
+AGREEMENT = 1e-5
+"""Gradients of the first mini-batch, ||g - g'|| / ||g'|| of the worst parameter: float32 sums in another order stay below."""
 LEARNING_RATE, MAX_NORM = 1e-3, 1.0
+UNLIMITED = 1e9
+IGNORED = -100
+COLLATORS = ("packed", "padded")
+
+Sample = dict[str, list[int]]
 
 
 @frozen
@@ -66,10 +80,29 @@ class Course:
     losses: Sequence[float]
 
 
+@frozen
+class Gradient:
+    """The first mini-batch by one program: its loss in nats per token, and the gradient by parameter, before clipping."""
+
+    loss: float
+    by_name: Mapping[str, np.ndarray]
+
+
+@frozen
+class Peer:
+    """One way to run another project's trainer; `pads` says that its rows are padded."""
+
+    make: Callable[..., Any]
+    micro_batch: int
+    pads: bool = False
+
+
 def main() -> None:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    # SFTConfig sets options by names that transformers has replaced.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         tokenizer, parameters = save_model(directory / "model")
@@ -78,21 +111,32 @@ def main() -> None:
         describe(samples, parameters)
         check_flattened_documents(directory / "model", samples)
 
-        trainer = partial(run_trainer, directory, samples)
-        padding = DataCollatorForSeq2Seq(tokenizer)
-        flattening = DataCollatorWithFlattening()
+        peers = peers_of(directory / "model", tokenizer, samples)
+        check_first_step(directory, samples, peers)
         runs: dict[str, Callable[[], Course]] = {
-            "engine, packed": lambda: run_engine(directory),
-            "Trainer, padding": lambda: trainer(padding, BATCH),
-            "Trainer, flattening": lambda: trainer(flattening, BATCH),
-            "Trainer, flattening, one chat at a time": lambda: trainer(flattening, 1),
+            f"engine, {collator}": partial(run_engine, directory, collator) for collator in COLLATORS
         }
+        runs |= {name: partial(course_of, peer) for name, peer in peers.items()}
         courses: dict[str, list[Course]] = {run: [] for run in runs}
         for _ in range(ROUNDS):
             for run, train in runs.items():
                 courses[run].append(train())
                 gc.collect()
-    report(samples, courses)
+    report(samples, courses, peers)
+
+
+def peers_of(model: Path, tokenizer: PreTrainedTokenizerFast, samples: Sequence[Sample]) -> dict[str, Peer]:
+    """Return the ways to train by name."""
+    trainer, sft = partial(make_trainer, model, samples), partial(make_sft_trainer, model, tokenizer, samples)
+    padding, flattening = DataCollatorForSeq2Seq(tokenizer), DataCollatorWithFlattening()
+    return {
+        "Trainer, padding": Peer(partial(trainer, padding), BATCH, pads=True),
+        "Trainer, flattening": Peer(partial(trainer, flattening), BATCH),
+        "Trainer, flattening, one chat at a time": Peer(partial(trainer, flattening), 1),
+        "SFTTrainer, padding": Peer(partial(sft, False), BATCH, pads=True),
+        "SFTTrainer, padding_free": Peer(partial(sft, True), BATCH),
+        "SFTTrainer, padding_free, one chat at a time": Peer(partial(sft, True), 1),
+    }
 
 
 def save_model(directory: Path) -> tuple[PreTrainedTokenizerFast, int]:
@@ -124,24 +168,22 @@ def save_model(directory: Path) -> tuple[PreTrainedTokenizerFast, int]:
     return tokenizer, sum(parameter.numel() for parameter in model.parameters())
 
 
-def make_samples(count: int) -> list[dict[str, list[int]]]:
+def make_samples(count: int) -> list[Sample]:
     """Chats as token ids: lognormal lengths, the last 40 to 70% of each the response, which alone carries loss."""
     generator = np.random.default_rng(1)
     samples = []
     for length in np.clip(generator.lognormal(np.log(160), 0.6, count), SHORTEST, LONGEST).astype(int):
         tokens = (generator.zipf(1.3, length) % (VOCABULARY - 2) + 2).tolist()  # uneven, so that there is something to learn
         prompt = int(length * generator.uniform(0.3, 0.6))
-        samples.append({"input_ids": tokens, "labels": [-100] * prompt + tokens[prompt:]})
+        samples.append({"input_ids": tokens, "labels": [IGNORED] * prompt + tokens[prompt:]})
     return samples
 
 
-def describe(samples: Sequence[dict[str, list[int]]], parameters: int) -> None:
+def describe(samples: Sequence[Sample], parameters: int) -> None:
     lengths = np.array([len(sample["input_ids"]) for sample in samples])
     padded = sum(BATCH * max(batch) for batch in lengths.reshape(STEPS, BATCH).tolist())
-    print(
-        f"{processor()}, {os.cpu_count()} CPUs, one thread, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}"
-    )
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}"
+    print(f"{machine()}, one thread, {versions}")
     print(
         f"Qwen3 of {parameters / 1e6:.1f}M parameters, float32; {STEPS} steps of {BATCH} chats of {lengths.min()} to {lengths.max()} tokens "
         f"(mean {lengths.mean():.0f}); padding makes {padded / lengths.sum():.2f} times as many; {ROUNDS} rounds"
@@ -149,7 +191,7 @@ def describe(samples: Sequence[dict[str, list[int]]], parameters: int) -> None:
 
 
 @torch.no_grad()
-def check_flattened_documents(model_directory: Path, samples: Sequence[dict[str, list[int]]]) -> None:
+def check_flattened_documents(model_directory: Path, samples: Sequence[Sample]) -> None:
     """Say whether the second of two flattened documents changes with the first, without a cache as in training."""
     model: Any = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32, attn_implementation="sdpa").eval()
     first, second = samples[0], samples[1]
@@ -174,13 +216,48 @@ class Recorder:
         self.ends.append(time.process_time())
 
 
-def run_engine(directory: Path) -> Course:
+def check_first_step(directory: Path, samples: Sequence[Sample], peers: Mapping[str, Peer]) -> None:
+    """Say how far loss and gradient of the first mini-batch are from the engine's, by `packed`."""
+    first = samples[:BATCH]
+    ours = {collator: first_of_engine(directory, collator, first) for collator in COLLATORS}
+    theirs = {name: first_of_peer(peer) for name, peer in peers.items()}
+    (_, due), *others = ({f"engine, {collator}": gradient for collator, gradient in ours.items()} | theirs).items()
+    for name, gradient in others:
+        assert gradient.by_name.keys() == due.by_name.keys(), sorted(gradient.by_name.keys() ^ due.by_name.keys())
+        apart = max(relative_difference(gradient.by_name[parameter], right) for parameter, right in due.by_name.items())
+        print(
+            f"first mini-batch, {name} beside engine, packed: losses differ by {abs(gradient.loss / due.loss - 1):.1e}, "
+            f"gradients by {apart:.1e} at the worst parameter {beside(apart, at_most=AGREEMENT)}"
+        )
+
+
+def first_of_engine(directory: Path, collator: str, first: Sequence[Sample]) -> Gradient:
+    columns = SampleColumns.from_lists(
+        input_ids=[sample["input_ids"] for sample in first],
+        num_actions=[sum(label != IGNORED for label in sample["labels"]) for sample in first],
+    )
+    table = {"model": {"path": str(directory / "model")}, "collator": {"use": collator}, "run": {"device": "cpu"}}
+    with Engine.open(table) as engine:
+        result = engine.forward_backward(engine.plan(columns)).result()
+        return Gradient(result.output.metrics["loss"].result, engine.gradients())
+
+
+def first_of_peer(peer: Peer) -> Gradient:
+    with tempfile.TemporaryDirectory() as output:
+        trainer = peer.make(arguments(output, peer.micro_batch, steps=1, max_norm=UNLIMITED))
+        keeper = GradientKeeper()
+        trainer.add_callback(keeper)
+        trainer.train()
+        return Gradient(torch.stack(trainer.shares).sum().item(), keeper.kept)
+
+
+def run_engine(directory: Path, collator: str) -> Course:
     with tempfile.TemporaryDirectory() as run:
         table = {
             "model": {"path": str(directory / "model")},
             "data": {"train": str(directory / "train.jsonl"), "cache": str(directory / "cache")},
             "run": {"directory": f"{run}/run", "device": "cpu"},
-            "collator": {"use": "packed"},
+            "collator": {"use": collator},
             "training": {"steps": STEPS, "batch_size": BATCH, "shuffle": False},
             "optimizer": {"learning_rate": LEARNING_RATE, "max_grad_norm": MAX_NORM},
             "checkpoint": {"at_end": False},
@@ -191,13 +268,23 @@ def run_engine(directory: Path) -> Course:
     return Course(recorder.ends, recorder.losses)
 
 
-class RecordingTrainer(Trainer):
-    """Keeps every micro-batch's share of the loss at full precision; Trainer's log rounds."""
+class Recording:
+    """Keeps every micro-batch's share of the loss at full precision, which logs round."""
+
+    shares: list[Tensor]
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
-        loss: Tensor = super().training_step(*arguments, **options)
+        loss: Tensor = super().training_step(*arguments, **options)  # type: ignore[misc] # of a Trainer beside it
         self.shares.append(loss)
         return loss
+
+
+class RecordingTrainer(Recording, Trainer):
+    pass
+
+
+class RecordingSftTrainer(Recording, SFTTrainer):
+    pass
 
 
 class Clock(TrainerCallback):
@@ -208,63 +295,87 @@ class Clock(TrainerCallback):
         self.ends.append(time.process_time())
 
 
-def run_trainer(directory: Path, samples: Sequence[dict[str, list[int]]], collator: Any, micro_batch: int) -> Course:
-    """Trainer over the same samples; with several micro-batches it too divides by the tokens of the whole mini-batch."""
-    clock, parts = Clock(), BATCH // micro_batch
+class GradientKeeper(TrainerCallback):
+    """Keeps the gradient that the first optimizer step is given."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, np.ndarray] = {}
+
+    def on_pre_optimizer_step(self, *arguments: Any, model: Any, **options: Any) -> None:
+        self.kept = {name: parameter.grad.numpy().copy() for name, parameter in model.named_parameters()}
+
+
+def arguments(output: str, micro_batch: int, *, steps: int = STEPS, max_norm: float = MAX_NORM) -> dict[str, Any]:
+    """Options of TrainingArguments. With several micro-batches Trainer too divides by the tokens of the whole mini-batch."""
+    return {
+        "output_dir": output,
+        "max_steps": steps,
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": BATCH // micro_batch,
+        "train_sampling_strategy": "sequential",
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": max_norm,
+        "optim": "adamw_torch_fused",
+        "use_cpu": True,
+        "remove_unused_columns": False,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def loaded(model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+
+
+def make_trainer(model: Path, samples: Sequence[Sample], collator: Any, options: Mapping[str, Any]) -> Any:
+    trainer = RecordingTrainer(loaded(model), TrainingArguments(**options), data_collator=collator, train_dataset=list(samples))
+    return ready(trainer)
+
+
+def make_sft_trainer(
+    model: Path, tokenizer: PreTrainedTokenizerFast, samples: Sequence[Sample], padding_free: bool, options: Mapping[str, Any]
+) -> Any:
+    """Neither recomputes activations nor takes bfloat16, which are its defaults, because the others do neither."""
+    plain = {"bf16": False, "gradient_checkpointing": False, "max_length": None, "padding_free": padding_free}
+    trainer = RecordingSftTrainer(
+        loaded(model), SFTConfig(**options, **plain), train_dataset=Dataset.from_list(list(samples)), processing_class=tokenizer
+    )
+    return ready(trainer)
+
+
+def ready(trainer: Any) -> Any:
+    trainer.remove_callback(PrinterCallback)
+    trainer.shares = []
+    return trainer
+
+
+def course_of(peer: Peer) -> Course:
+    clock = Clock()
     with tempfile.TemporaryDirectory() as output:
-        trainer = RecordingTrainer(
-            AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32, attn_implementation="sdpa"),
-            TrainingArguments(
-                output_dir=output,
-                max_steps=STEPS,
-                per_device_train_batch_size=micro_batch,
-                gradient_accumulation_steps=parts,
-                train_sampling_strategy="sequential",
-                learning_rate=LEARNING_RATE,
-                lr_scheduler_type="constant",
-                max_grad_norm=MAX_NORM,
-                optim="adamw_torch_fused",
-                use_cpu=True,
-                remove_unused_columns=False,
-                logging_strategy="no",
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-            ),
-            data_collator=collator,
-            train_dataset=list(samples),
-            callbacks=[clock],
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.shares = []
+        trainer = peer.make(arguments(output, peer.micro_batch))
+        trainer.add_callback(clock)
         trainer.train()
-    shares = torch.stack(trainer.shares).reshape(STEPS, parts)
-    return Course(clock.ends, shares.sum(1).tolist())
+    return Course(clock.ends, torch.stack(trainer.shares).reshape(STEPS, -1).sum(1).tolist())
 
 
-def report(samples: Sequence[dict[str, list[int]]], courses: dict[str, list[Course]]) -> None:
-    """Medians over rounds; the engine's ratio to each of the others, and how far the curves are apart."""
+def report(samples: Sequence[Sample], courses: Mapping[str, Sequence[Course]], peers: Mapping[str, Peer]) -> None:
+    """Print the rate of every run, the engine's ratio to each of the others, and how far the curves are apart."""
     tokens = sum(len(sample["input_ids"]) for sample in samples[BATCH:])
-    rates = {run: statistics.median(tokens / (each.ends[-1] - each.ends[0]) for each in rounds) for run, rounds in courses.items()}
-    (engine, engine_rate), *others = rates.items()
-    reference = np.array(courses[engine][0].losses)
-    print(f"{engine}: {engine_rate:.0f} real tokens per CPU second, loss {reference[0]:.4f} to {reference[-1]:.4f}")
-    for run, rate in others:
-        losses = np.array([each.losses for each in courses[run]])
-        apart = np.abs(losses / reference - 1).max()
-        print(
-            f"{run}: {rate:.0f}; the engine makes {engine_rate / rate:.2f} times as many {beside(engine_rate / rate, at_least=BAR)}; "
-            f"loss curves differ by at most {apart:.1e}"
-        )
-
-
-def processor() -> str:
-    """The processor's name where the system tells, its architecture elsewhere."""
-    try:
-        with Path("/proc/cpuinfo").open() as lines:
-            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()
+    rates = {run: max(tokens / (each.ends[-1] - each.ends[0]) for each in rounds) for run, rounds in courses.items()}
+    packed, padded = (f"engine, {collator}" for collator in COLLATORS)
+    reference = np.array(courses[packed][0].losses)
+    for run in (packed, padded):
+        print(f"{run}: {rates[run]:.0f} real tokens per CPU second, loss {reference[0]:.4f} to {reference[-1]:.4f}")
+    for run, peer in peers.items():
+        apart = np.abs(np.array([each.losses for each in courses[run]]) / reference - 1).max()
+        ratios = [
+            f"{ours} makes {rates[ours] / rates[run]:.2f} times as many {beside(rates[ours] / rates[run], at_least=BAR)}"
+            for ours in ((packed, padded) if peer.pads else (packed,))
+        ]
+        print(f"{run}: {rates[run]:.0f}; {'; '.join(ratios)}; loss curves differ by at most {apart:.1e}")
 
 
 if __name__ == "__main__":

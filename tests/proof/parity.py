@@ -28,12 +28,11 @@ from skyrl_engine.engine.capability import check_capabilities, required_capabili
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import ConfigError, EngineError, PluginNotFoundError
 from skyrl_engine.modeling.loading import quiet_progress
-from skyrl_engine.modeling.tiny import write_model
+from skyrl_engine.modeling.tiny import make_parts_differ, write_model
 from skyrl_engine.proof.comparison import Measured, compare
 from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.proof.ranks import CONTEXT
 from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
-from skyrl_engine.testing.backends.bench import make_parts_differ
 from skyrl_engine.testing.backends.gradient_comparison import norm_of
 from skyrl_engine.testing.ranks.world import kept
 from skyrl_engine.testing.ranks.world_transport import group_on

@@ -8,10 +8,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, RankEnvironment
-from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.tiny import VOCABULARY, write_model
 from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents, packed, padded
 from skyrl_engine_deepspeed.backend import DeepSpeedBackend
@@ -25,24 +23,18 @@ STILL = AdamWSettings(learning_rate=1e-30, max_grad_norm=None)
 
 def save_models(root: Path) -> dict[str, str]:
     """A tied Qwen3, an untied Llama, a critic, a model with dropout; biases and transposed weights, capped logits, experts."""
-    write_model(root / "qwen3")
-    write_model(root / "llama", "llama")
-    write_model(root / "critic", "llama", value_head=True)
-    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    others: dict[str, dict[str, Any]] = {
-        "dropout": {"model_type": "qwen3", **sizes, "head_dim": 12, "attention_dropout": 0.2},
-        "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-        "gemma2": {**sizes, "head_dim": 12, "query_pre_attn_scalar": 12, "final_logit_softcapping": 1.0},
-        "qwen3_moe": {**sizes, "head_dim": 12, **moe, "tie_word_embeddings": False},
+    made: dict[str, tuple[str, dict[str, Any]]] = {
+        "qwen3": ("qwen3", {}),
+        "llama": ("llama", {}),
+        "critic": ("llama", {"value_head": True}),
+        "dropout": ("qwen3", {"attention_dropout": 0.2}),
+        "gpt2": ("gpt2", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "tie_word_embeddings": True}),
+        "gemma2": ("gemma2", {"query_pre_attn_scalar": 12, "final_logit_softcapping": 1.0, "tie_word_embeddings": True}),
+        "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
     }
-    for name, options in others.items():
-        everyone = {"vocab_size": VOCABULARY, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-        family = options.pop("model_type", name)
-        config = AutoConfig.for_model(family, **{**everyone, **options})
-        torch.manual_seed(0)
-        write_pretrained(AutoModelForCausalLM.from_config(config, dtype=torch.float32), root / name)
-    return {name: str(root / name) for name in ("qwen3", "llama", "critic", *others)}
+    for name, (family, settings) in made.items():
+        write_model(root / name, family, **settings)
+    return {name: str(root / name) for name in made}
 
 
 def start(

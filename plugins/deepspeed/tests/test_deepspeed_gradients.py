@@ -15,7 +15,7 @@ from deepspeed_tasks import gradients_of, precision, reached_late, scored
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine.modeling.tiny import VOCABULARY, write_model
-from skyrl_engine.testing.backends.batches import Definition, definition, documents, worst
+from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, worst
 from skyrl_engine.testing.ranks.world import World
 
 
@@ -25,7 +25,7 @@ def stages(*slow: int) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def due(models: dict[str, str]) -> dict[str, Definition]:
+def due(models: dict[str, str]) -> dict[str, DefinedResult]:
     """The right loss and gradient by model."""
     return {name: definition(models[name], documents(VOCABULARY), dtype=torch.float32) for name in models if name != "dropout"}
 
@@ -34,7 +34,7 @@ def norm(gradients: dict[str, Any]) -> float:
     return float(np.sqrt(sum(np.square(gradient.astype(np.float64)).sum() for gradient in gradients.values())))
 
 
-def check(ranks: Any, due: Definition, tolerance: float) -> None:
+def check(ranks: Any, due: DefinedResult, tolerance: float) -> None:
     """The ranks' parts of the loss add up, every rank has the whole gradient, and the step reports its norm."""
     for (first, gradients, reported), (second, others, _) in zip(*ranks, strict=True):
         assert first + second == pytest.approx(due.loss, rel=max(1e-5, tolerance / 5))
@@ -47,7 +47,7 @@ def check(ranks: Any, due: Definition, tolerance: float) -> None:
 @pytest.mark.parametrize("stage", stages(0, 1, 2))
 @pytest.mark.parametrize("rows", ["padded", "packed"])
 def test_activation_checkpointing_changes_nothing(
-    pair: World, models: dict[str, str], due: dict[str, Definition], rows: str, stage: int
+    pair: World, models: dict[str, str], due: dict[str, DefinedResult], rows: str, stage: int
 ) -> None:
     ranks = pair.run(gradients_of, models["qwen3"], stage, rows=rows, activation_checkpointing=True)
     check(ranks, due["qwen3"], 1e-5)
@@ -56,19 +56,19 @@ def test_activation_checkpointing_changes_nothing(
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3_moe"])
 @pytest.mark.parametrize("stage", stages(2))
 def test_other_architectures_are_divided_alike(
-    pair: World, models: dict[str, str], due: dict[str, Definition], name: str, stage: int
+    pair: World, models: dict[str, str], due: dict[str, DefinedResult], name: str, stage: int
 ) -> None:
     check(pair.run(gradients_of, models[name], stage, sizes=(2,)), due[name], 1e-5)
 
 
-def test_parameters_that_are_kept_whole_are_summed_too(pair: World, models: dict[str, str], due: dict[str, Definition]) -> None:
+def test_parameters_that_are_kept_whole_are_summed_too(pair: World, models: dict[str, str], due: dict[str, DefinedResult]) -> None:
     check(pair.run(gradients_of, models["llama"], 3, threshold=1000), due["llama"], 1e-5)
 
 
 @pytest.mark.parametrize("stage", stages(1, 2))
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.proof)])
 def test_bfloat16_stays_within_its_precision(
-    pair: World, models: dict[str, str], due: dict[str, Definition], name: str, stage: int
+    pair: World, models: dict[str, str], due: dict[str, DefinedResult], name: str, stage: int
 ) -> None:
     ranks = pair.run(gradients_of, models[name], stage, sizes=(1, 4), dtype="bfloat16")
     check(ranks, due[name], 5e-2)
@@ -114,7 +114,7 @@ def test_a_parameter_that_is_reached_late_has_nothing_of_the_step_before(pair: W
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_forgetting_the_mean_over_ranks_would_be_noticed(
-    pair: World, models: dict[str, str], due: dict[str, Definition], stage: int
+    pair: World, models: dict[str, str], due: dict[str, DefinedResult], stage: int
 ) -> None:
     for ranks in pair.run(gradients_of, models["qwen3"], stage, sizes=(4,), forgotten=True):
         assert worst(ranks[0][1], due["qwen3"].gradients) == pytest.approx(0.5, rel=1e-4)
@@ -122,7 +122,7 @@ def test_forgetting_the_mean_over_ranks_would_be_noticed(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_ranks_that_only_score_divide_the_weights_too(
-    pair: World, models: dict[str, str], due: dict[str, Definition], dtype: str
+    pair: World, models: dict[str, str], due: dict[str, DefinedResult], dtype: str
 ) -> None:
     """Without an optimizer no float32 weights are kept beside those that compute."""
     (first, weights), (second, _) = pair.run(scored, models["qwen3"], dtype=dtype)

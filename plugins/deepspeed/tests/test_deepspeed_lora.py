@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_engine.contracts import LoraConfig
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.adapters import with_adapter, write_adapter
-from skyrl_engine.testing.backends.batches import Definition, definition, documents, worst
+from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, worst
 from skyrl_engine.testing.ranks.world import World
 
 STAGES = [*(pytest.param(stage, marks=pytest.mark.proof) for stage in (0, 1, 2)), 3]
@@ -31,12 +31,12 @@ def adapters(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def due(models: dict[str, str], adapters: dict[str, str]) -> dict[str, Definition]:
+def due(models: dict[str, str], adapters: dict[str, str]) -> dict[str, DefinedResult]:
     """The right loss and gradient by model."""
     return {name: definition(models[name], documents(VOCABULARY), adapter=adapter) for name, adapter in adapters.items()}
 
 
-def check(ranks: Any, due: Definition, tolerance: float) -> None:
+def check(ranks: Any, due: DefinedResult, tolerance: float) -> None:
     """The ranks' parts of the loss add up, every rank has the adapters' whole gradient, and the step reports its norm."""
     norm = np.sqrt(sum(np.square(gradient.astype(np.float64)).sum() for gradient in due.gradients.values()))
     for parts in zip(*ranks, strict=True):
@@ -49,7 +49,7 @@ def check(ranks: Any, due: Definition, tolerance: float) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("name", "rows"), [("qwen3", "padded"), ("llama", "packed")])
 def test_two_ranks_equal_plain_peft(
-    pair: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition], name: str, rows: str, stage: int
+    pair: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, DefinedResult], name: str, rows: str, stage: int
 ) -> None:
     check(pair.run(gradients_of, models[name], stage, rows=rows, lora=LoraConfig(path=adapters[name])), due[name], 1e-5)
 
@@ -57,7 +57,7 @@ def test_two_ranks_equal_plain_peft(
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.proof), 3])
 def test_one_rank_equals_plain_peft(
-    models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition], stage: int
+    models: dict[str, str], adapters: dict[str, str], due: dict[str, DefinedResult], stage: int
 ) -> None:
     lora = LoraConfig(path=adapters["qwen3"])
     check([gradients_of(models["qwen3"], stage, lora=lora, activation_checkpointing=True)], due["qwen3"], 1e-5)
@@ -65,7 +65,7 @@ def test_one_rank_equals_plain_peft(
 
 @pytest.mark.parametrize("stage", STAGES[1:])
 def test_bfloat16_stays_within_its_precision(
-    pair: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition], stage: int
+    pair: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, DefinedResult], stage: int
 ) -> None:
     ranks = pair.run(gradients_of, models["llama"], stage, sizes=(2,), lora=LoraConfig(path=adapters["llama"]), dtype="bfloat16")
     check(ranks, due["llama"], 5e-2)
@@ -134,7 +134,7 @@ def test_one_rank_that_only_scores_exports_what_two_have_saved(pair: World, mode
 
 
 def test_ranks_that_only_score_divide_adapters_too(
-    pair: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition]
+    pair: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, DefinedResult]
 ) -> None:
     """As for a reference model."""
     parts = pair.run(scored, models["llama"], lora=LoraConfig(path=adapters["llama"]))

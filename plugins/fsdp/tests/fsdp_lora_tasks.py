@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from fsdp_rows import VOCABULARY, Arrays
 from fsdp_tasks import arrays, start
 from torch.distributed.checkpoint import filesystem
 
 from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, RankEnvironment
 from skyrl_engine.modeling.lora import trained
-from skyrl_engine.modeling.tiny import VOCABULARY as PROOF_VOCABULARY
-from skyrl_engine.testing.backends.batches import WeightedObjective, documents, packed, padded, picture_documents
+from skyrl_engine.modeling.tiny import VOCABULARY
+from skyrl_engine.testing.backends.batches import Arrays, WeightedObjective, documents, packed, padded, picture_documents
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.gradients import full
 from skyrl_engine_fsdp.plugin import FsdpConfig
@@ -25,7 +24,7 @@ OPTIMIZER = AdamWSettings(learning_rate=1e-2, weight_decay=0.1)
 
 def batch(rows: str, size: int, unscored: tuple[int, ...] = (), *, pictures: bool = False) -> list[MicroBatch]:
     """This rank's micro-batches of `size` rows."""
-    everyone = picture_documents(PROOF_VOCABULARY, "own") if pictures else documents(VOCABULARY, unscored=unscored)
+    everyone = picture_documents(VOCABULARY, "own") if pictures else documents(unscored=unscored)
     return LAYOUTS[rows](everyone[dist.get_rank() :: dist.get_world_size()], size)
 
 

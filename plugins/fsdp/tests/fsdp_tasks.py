@@ -1,6 +1,6 @@
 """What ranks run in the tests: importable by name, because ranks are spawned."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -8,15 +8,16 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from fsdp_rows import VOCABULARY, Arrays, Critic, Row, Weighted, cut, micro_batch, pack, rows
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
 
 from skyrl_engine import EngineError
-from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, RankEnvironment, RankOutput
+from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, RankEnvironment
 from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import Score
+from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
+from skyrl_engine.proof.plain_model import PlainModel
+from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents, packed, padded, plain_objective
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.gradients import full
 from skyrl_engine_fsdp.plugin import FsdpConfig
@@ -40,7 +41,7 @@ def start(
     return backend
 
 
-def own_rows(chosen: list[Row], backend: FsdpBackend) -> list[Row]:
+def own_rows(chosen: list[Document], backend: FsdpBackend) -> list[Document]:
     """This data-parallel rank's share: consecutive rows."""
     share = len(chosen) // backend._topology.dp
     return chosen[backend.coords.dp * share : (backend.coords.dp + 1) * share]
@@ -54,14 +55,14 @@ def gradients_of(
     directory: str, *, sizes: tuple[int, ...], unscored: tuple[int, ...] = (), temperature: float = 1.0, **model: Any
 ) -> list[tuple[float, Arrays]]:
     """Per micro-batch size: this rank's part of the objective, and the gradient summed over ranks."""
-    return _gradients_of(directory, cut, sizes, unscored, temperature, **model)
+    return _gradients_of(directory, padded, sizes, unscored, temperature, **model)
 
 
 def packed_gradients_of(
     directory: str, *, sizes: tuple[int, ...], unscored: tuple[int, ...] = (), **model: Any
 ) -> list[tuple[float, Arrays]]:
     """The same from packed rows."""
-    return _gradients_of(directory, pack, sizes, unscored, 1.0, **model)
+    return _gradients_of(directory, packed, sizes, unscored, 1.0, **model)
 
 
 def critic_gradients_of(
@@ -71,7 +72,9 @@ def critic_gradients_of(
     backend = start(directory, value_head=True, **model)
     results = []
     for size in sizes:
-        output = backend.forward_backward(cut(own_rows(rows(unscored=unscored), backend), size), Critic(*needs))
+        output = backend.forward_backward(
+            padded(own_rows(documents(unscored=unscored), backend), size), WeightedObjective(needs=needs)
+        )
         results.append((output.metrics["loss"].value, arrays(backend.gradients())))
         backend._optimizer.zero_grad()
     backend.close()
@@ -84,7 +87,9 @@ def critic_continued(directory: str, optimizer: AdamWSettings, checkpoint: Path,
     def learn(backend: FsdpBackend, steps: int) -> list[tuple[float, float]]:
         history = []
         for _ in range(steps):
-            output = backend.forward_backward(cut(own_rows(rows(), backend), 2), Critic("logprobs", "values"))
+            output = backend.forward_backward(
+                padded(own_rows(documents(), backend), 2), WeightedObjective(needs=("logprobs", "values"))
+            )
             history.append((output.metrics["loss"].value, backend.optim_step().grad_norm))
         return history
 
@@ -103,23 +108,23 @@ def critic_continued(directory: str, optimizer: AdamWSettings, checkpoint: Path,
 def head_unused(directory: str) -> Arrays:
     """Gradients of an objective that does not read values, of a model that has the head."""
     backend = start(directory, value_head=True)
-    backend.forward_backward(cut(own_rows(rows(), backend), 2), Weighted())
+    backend.forward_backward(padded(own_rows(documents(), backend), 2), WeightedObjective())
     backend.optim_step()
-    backend.forward_backward(cut(own_rows(rows(), backend), 2), Weighted())
+    backend.forward_backward(padded(own_rows(documents(), backend), 2), WeightedObjective())
     return arrays(backend.gradients())
 
 
 def asks_for_values(directory: str) -> None:
     backend = start(directory)
     try:
-        backend.forward(cut(own_rows(rows(), backend), 8), Critic("values"))
+        backend.forward(padded(own_rows(documents(), backend), 8), WeightedObjective(needs=("values",)))
     finally:
         backend.close()
 
 
 def _gradients_of(
     directory: str,
-    layout: Callable[[list[Row], int], list[MicroBatch]],
+    layout: Callable[[list[Document], int], list[MicroBatch]],
     sizes: tuple[int, ...],
     unscored: tuple[int, ...],
     temperature: float,
@@ -129,7 +134,7 @@ def _gradients_of(
     results = []
     for size in sizes:
         output = backend.forward_backward(
-            layout(own_rows(rows(unscored=unscored), backend), size), Weighted(temperature=temperature)
+            layout(own_rows(documents(unscored=unscored), backend), size), WeightedObjective(temperature=temperature)
         )
         results.append((output.metrics["loss"].value, arrays(backend.gradients())))
         backend._optimizer.zero_grad()
@@ -141,7 +146,7 @@ def train(backend: FsdpBackend, steps: int, *, size: int = 2) -> list[tuple[floa
     """Per step: this rank's part of the objective, gradient norm, learning rate."""
     history = []
     for _ in range(steps):
-        output = backend.forward_backward(cut(own_rows(rows(), backend), size), Weighted())
+        output = backend.forward_backward(padded(own_rows(documents(), backend), size), WeightedObjective())
         step = backend.optim_step()
         history.append((output.metrics["loss"].value, step.grad_norm, step.learning_rate))
     return history
@@ -160,29 +165,25 @@ def plain_adamw(
     A large epsilon makes the update follow the gradient's scale, which AdamW would otherwise hide.
     """
     assert optimizer.epsilon >= 0.1
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = PlainModel.load(directory, dtype=torch.float32)
+    parameters = model.parameters.values()
     groups = [
-        {"params": [parameter for parameter in model.parameters() if (parameter.ndim > 1) == decayed], "weight_decay": decay}
+        {"params": [parameter for parameter in parameters if (parameter.ndim > 1) == decayed], "weight_decay": decay}
         for decayed, decay in ((True, optimizer.weight_decay), (False, 0.0))
     ]
     plain = torch.optim.AdamW(groups, eps=optimizer.epsilon)
     history = []
     for rate in rates:
-        total = torch.zeros(())
-        for row in rows():
-            if len(row.ids):
-                logprobs = model(input_ids=row.ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-                score = logprobs.gather(-1, row.ids[1:, None])[:, 0] - 0.1 * (logprobs.exp() * logprobs).sum(-1)
-                total = total - (row.weights[1:] * score).sum()
+        total, _ = plain_objective(model, documents())
         plain.zero_grad()
         total.backward()
         assert optimizer.max_grad_norm is not None
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, optimizer.max_grad_norm)
         for group in plain.param_groups:
             group["lr"] = rate
         plain.step()
         history.append((total.item(), norm.item(), rate))
-    return history, {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    return history, {name: parameter.detach().numpy() for name, parameter in model.parameters.items()}
 
 
 def clipped_norms(directory: str, max_norm: float, options: FsdpConfig | None = None) -> tuple[float, float]:
@@ -190,7 +191,7 @@ def clipped_norms(directory: str, max_norm: float, options: FsdpConfig | None = 
     from skyrl_engine_fsdp.gradients import clip_gradients
 
     backend = start(directory, options=options)
-    backend.forward_backward(cut(own_rows(rows(), backend), 2), Weighted())
+    backend.forward_backward(padded(own_rows(documents(), backend), 2), WeightedObjective())
     reported = clip_gradients(backend._parameters().values(), max_norm, torch.device("cpu"))
     return reported, float(np.sqrt(sum(np.square(g.astype(np.float64)).sum() for g in arrays(backend.gradients()).values())))
 
@@ -215,28 +216,23 @@ def exported(directory: str, target: Path, options: FsdpConfig | None = None) ->
     """Export after two steps; returns weights and the backend's own log-probabilities of the first row's scored tokens."""
     backend = start(directory, AdamWSettings(learning_rate=1e-2), options=options)
     train(backend, 1)
-    backend.forward(cut(own_rows(rows(), backend), 2), Weighted())  # gathered weights of before the step must not survive it
+    backend.forward(
+        padded(own_rows(documents(), backend), 2), WeightedObjective()
+    )  # gathered weights of before the step must not survive it
     train(backend, 1)
     backend.export(target)
-    kept: list[float] = []
-
-    class Keep(Weighted):
-        def __call__(self, scores: Mapping[str, torch.Tensor], micro: MicroBatch) -> tuple[torch.Tensor, RankOutput]:
-            kept.extend(scores["logprobs"].tolist())
-            return super().__call__(scores, micro)
-
-    backend.forward([micro_batch(rows()[:1])], Keep())
-    return arrays(backend.weights()), kept
+    output = backend.forward(padded(documents()[:1], 1), WeightedObjective())
+    return arrays(backend.weights()), output.fields["logprobs"].values.tolist()
 
 
 def accumulated(
-    directory: str, layout: Callable[[list[Row], int], list[MicroBatch]], options: FsdpConfig, **model: Any
+    directory: str, layout: Callable[[list[Document], int], list[MicroBatch]], options: FsdpConfig, **model: Any
 ) -> tuple[float, Arrays]:
     """This rank's part of the objective and the gradient, of two calls with two micro-batches each, by rows of different number."""
     backend = start(directory, options=options, **model)
-    micro_batches = layout(own_rows(rows(), backend), 1)
+    micro_batches = layout(own_rows(documents(), backend), 1)
     half = len(micro_batches) // 2
-    outputs = [backend.forward_backward(part, Weighted()) for part in (micro_batches[:half], micro_batches[half:])]
+    outputs = [backend.forward_backward(part, WeightedObjective()) for part in (micro_batches[:half], micro_batches[half:])]
     result = sum(output.metrics["loss"].value for output in outputs), arrays(backend.gradients())
     backend.close()
     return result
@@ -250,7 +246,7 @@ def spoiled(directory: str, options: FsdpConfig, *, by: str) -> tuple[str, bool,
     backend = start(directory, options=options)
     before = arrays(backend.weights())
     scale = float("nan") if by == "objective" and backend.coords.dp == 1 else 1.0
-    backend.forward_backward(cut(own_rows(rows(), backend), 2), Weighted(scale))
+    backend.forward_backward(padded(own_rows(documents(), backend), 2), WeightedObjective(scale=scale))
     if by != "objective" and dist.get_rank() == 1:
         gradient = backend._parameters()[by].grad
         assert isinstance(gradient, DTensor)
@@ -331,7 +327,9 @@ def losses_after(directory: str, checkpoint: Path, options: FsdpConfig, times: i
     losses = []
     for _ in range(times):
         backend.load(checkpoint)
-        losses.append(backend.forward_backward(cut(own_rows(rows(), backend), 2), Weighted()).metrics["loss"].value)
+        losses.append(
+            backend.forward_backward(padded(own_rows(documents(), backend), 2), WeightedObjective()).metrics["loss"].value
+        )
     return losses
 
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
-from fsdp_rows import Weighted, cut, micro_batch, rows
 from fsdp_tasks import arrays, start, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine import DataError, ModelError, UnsupportedError
 from skyrl_engine.contracts import AdamWSettings, MicroBatch, RankOutput, Topology
+from skyrl_engine.modeling.tiny import VOCABULARY
+from skyrl_engine.testing.backends.batches import WeightedObjective, documents, padded
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -34,10 +35,10 @@ def test_describing_the_backend_imports_no_torch() -> None:
 
 def test_forward_scores_in_evaluation_mode_and_leaves_gradients_alone(models: dict[str, str]) -> None:
     backend = start(models["dropout"])
-    batch = cut(rows(), 4)
-    trained = backend.forward_backward(batch, Weighted()).metrics["loss"].value
+    batch = padded(documents(), 4)
+    trained = backend.forward_backward(batch, WeightedObjective()).metrics["loss"].value
     before = arrays(backend.gradients())
-    first, second = (backend.forward(batch, Weighted()).metrics["loss"].value for _ in range(2))
+    first, second = (backend.forward(batch, WeightedObjective()).metrics["loss"].value for _ in range(2))
     assert first == second, "dropout was active"
     assert first != trained, "dropout was not active in training"
     after = arrays(backend.gradients())
@@ -48,28 +49,28 @@ def test_forward_scores_in_evaluation_mode_and_leaves_gradients_alone(models: di
 
 def test_forward_after_a_step_uses_the_new_weights(models: dict[str, str]) -> None:
     backend = start(models["qwen3-tied"], AdamWSettings(learning_rate=1e-2))
-    batch = cut(rows(), 4)
-    before = backend.forward(batch, Weighted()).metrics["loss"].value
+    batch = padded(documents(), 4)
+    before = backend.forward(batch, WeightedObjective()).metrics["loss"].value
     train(backend, 3)
-    after = backend.forward(batch, Weighted()).metrics["loss"].value
+    after = backend.forward(batch, WeightedObjective()).metrics["loss"].value
     assert after < before
-    assert after == backend.forward_backward(batch, Weighted()).metrics["loss"].value
+    assert after == backend.forward_backward(batch, WeightedObjective()).metrics["loss"].value
 
 
 def test_calls_add_up(models: dict[str, str]) -> None:
     backend = start(models["qwen3-tied"])
-    batch = cut(rows(), 8)
-    backend.forward_backward(batch, Weighted())
+    batch = padded(documents(), 8)
+    backend.forward_backward(batch, WeightedObjective())
     once = arrays(backend.gradients())
-    backend.forward_backward(batch, Weighted())
+    backend.forward_backward(batch, WeightedObjective())
     for name, gradient in backend.gradients():
         np.testing.assert_array_equal(gradient.numpy(), 2 * once[name])
 
 
 def test_an_empty_batch_gives_an_empty_output(models: dict[str, str]) -> None:
     backend = start(models["qwen3-tied"])
-    assert len(backend.forward([], Weighted()).sample_ids) == 0
-    assert len(backend.forward_backward([], Weighted()).sample_ids) == 0
+    assert len(backend.forward([], WeightedObjective()).sample_ids) == 0
+    assert len(backend.forward_backward([], WeightedObjective()).sample_ids) == 0
 
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
@@ -77,14 +78,14 @@ def test_empty_rows_and_left_padding_leave_everything_finite(models: dict[str, s
     backend = start(models["qwen3-untied"], activation_checkpointing=activation_checkpointing)
     seen: list[torch.Tensor] = []
 
-    class Keep(Weighted):
+    class Keep(WeightedObjective):
         def __call__(self, scores: Mapping[str, torch.Tensor], micro: MicroBatch) -> tuple[torch.Tensor, RankOutput]:
             seen.extend(scores.values())
             return super().__call__(scores, micro)
 
-    backend.forward_backward([micro_batch([rows()[5], rows()[5]]), micro_batch(rows()[4:6])], Keep())
+    backend.forward_backward([*padded([documents()[5]] * 2, 2), *padded(documents()[4:6], 2)], Keep())
     assert all(torch.isfinite(values).all() for values in seen)
-    assert {len(values) for values in seen} == {0, int((rows()[4].weights != 0).sum())}
+    assert {len(values) for values in seen} == {0, int((documents()[4].weights != 0).sum())}
     assert all(np.isfinite(gradient).all() for gradient in arrays(backend.gradients()).values())
 
 
@@ -93,7 +94,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(models: d
     backend = start(models["qwen3-tied"], AdamWSettings(learning_rate=1e-2))
     train(backend, 1)
     before = arrays(backend.weights())
-    backend.forward_backward(cut(rows(), 8), Weighted(scale))
+    backend.forward_backward(padded(documents(), 8), WeightedObjective(scale=scale))
     with pytest.raises(ModelError, match=r"optimizer step 2 is not finite") as caught:
         backend.optim_step()
     assert any("embed_tokens" in line for line in caught.value.details)
@@ -106,11 +107,11 @@ def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(models: d
 def test_a_detached_objective_has_a_zero_gradient(models: dict[str, str]) -> None:
     backend = start(models["qwen3-tied"])
 
-    class Detached(Weighted):
+    class Detached(WeightedObjective):
         def __call__(self, *_: object) -> tuple[torch.Tensor, RankOutput]:
             return torch.zeros(()), RankOutput.empty()
 
-    backend.forward_backward(cut(rows(), 4), Detached())
+    backend.forward_backward(padded(documents(), 4), Detached())
     assert backend.optim_step().grad_norm == 0
 
 
@@ -124,33 +125,28 @@ def test_entropy_is_computed_only_when_needed(models: dict[str, str]) -> None:
     backend = start(models["qwen3-tied"])
     names: set[str] = set()
 
-    class LogprobsOnly(Weighted):
-        needs = frozenset({"logprobs"})
-
+    class Names(WeightedObjective):
         def __call__(self, scores: Mapping[str, torch.Tensor], micro: MicroBatch) -> tuple[torch.Tensor, RankOutput]:
             names.update(scores)
-            return -(micro.samples * scores["logprobs"]).sum(), RankOutput.empty()
+            return super().__call__(scores, micro)
 
-    backend.forward_backward(cut(rows(), 8), LogprobsOnly())
+    backend.forward_backward(padded(documents(), 8), Names(needs=("logprobs",)))
     assert names == {"logprobs"}
 
 
 def test_scores_it_cannot_compute_are_refused(models: dict[str, str]) -> None:
-    class Values(Weighted):
-        needs = frozenset({"logprobs", "values"})
-
     with pytest.raises(UnsupportedError, match="values"):
-        start(models["qwen3-tied"]).forward(cut(rows(), 8), Values())
+        start(models["qwen3-tied"]).forward(padded(documents(), 8), WeightedObjective(needs=("logprobs", "values")))
 
 
 @settings(max_examples=5, deadline=None)
-@given(token=st.integers(256, 2**31 - 1))
+@given(token=st.integers(VOCABULARY, 2**31 - 1))
 def test_tokens_outside_the_vocabulary_are_named(models: dict[str, str], token: int) -> None:
     backend = start(models["qwen3-tied"])
-    batch = micro_batch(rows()[:2])
+    (batch,) = padded(documents()[:2], 2)
     batch.inputs["input_ids"][0, 3] = token
-    with pytest.raises(DataError, match=f"token id {token}, the model's vocabulary has 256"):
-        backend.forward([batch], Weighted())
+    with pytest.raises(DataError, match=f"token id {token}, the model's vocabulary has {VOCABULARY}"):
+        backend.forward([batch], WeightedObjective())
 
 
 def test_scoring_only_needs_no_optimizer(models: dict[str, str]) -> None:
@@ -158,6 +154,6 @@ def test_scoring_only_needs_no_optimizer(models: dict[str, str]) -> None:
 
     backend = FsdpBackend(FsdpConfig())
     backend.setup(ModelConfig(models["qwen3-tied"]), None, RankEnvironment(0, 1, "cpu", 0))
-    assert np.isfinite(backend.forward(cut(rows(), 8), Weighted()).metrics["loss"].value)
+    assert np.isfinite(backend.forward(padded(documents(), 8), WeightedObjective()).metrics["loss"].value)
     backend.close()
     backend.close()

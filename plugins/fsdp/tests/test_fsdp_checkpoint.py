@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fsdp_rows import VOCABULARY, cut, rows
 from fsdp_tasks import continued, exported, load_elsewhere, save_only, start, train
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine import CheckpointError, ModelError
 from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankEnvironment
+from skyrl_engine.modeling.tiny import VOCABULARY
+from skyrl_engine.testing.backends.batches import WeightedObjective, documents, padded
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig
@@ -50,9 +51,7 @@ def test_dropout_differs_without_the_random_states(models: dict[str, str], alone
 
 
 def train_loss(backend: Any) -> float:
-    from fsdp_rows import Weighted
-
-    return float(backend.forward_backward(cut(rows(), 8), Weighted()).metrics["loss"].value)
+    return float(backend.forward_backward(padded(documents(), 8), WeightedObjective()).metrics["loss"].value)
 
 
 @pytest.mark.usefixtures("alone")
@@ -121,7 +120,7 @@ def test_the_export_is_what_was_trained(pair: World, models: dict[str, str], tmp
         np.testing.assert_array_equal(weights[key], others[key])
     start_weights = AutoModelForCausalLM.from_pretrained(models[name]).state_dict()
     assert not np.array_equal(start_weights["model.embed_tokens.weight"].numpy(), weights["model.embed_tokens.weight"])
-    row = rows()[0]
+    row = documents()[0]
     with torch.no_grad():
         expected = loaded(input_ids=row.ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, row.ids[1:, None])[:, 0]
     np.testing.assert_allclose(logprobs, expected[row.weights[1:] != 0].numpy(), atol=1e-5)

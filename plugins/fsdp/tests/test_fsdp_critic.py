@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from fsdp_rows import critic_definition, rows
 from fsdp_tasks import asks_for_values, critic_continued, critic_gradients_of, head_unused
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -16,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import AdamWSettings, ModelConfig
 from skyrl_engine.modeling.loading import load_scorer
-from skyrl_engine.testing.backends.batches import worst
+from skyrl_engine.testing.backends.batches import definition, documents, worst
 from skyrl_engine.testing.ranks.world import World
 
 BOTH = ("logprobs", "values")
@@ -26,39 +24,39 @@ BOTH = ("logprobs", "values")
 @pytest.mark.parametrize("needs", [BOTH, ("values",)], ids=["with-logprobs", "values-alone"])
 def test_two_ranks_equal_one_plain_process(pair: World, models: dict[str, str], name: str, needs: tuple[str, ...]) -> None:
     """Values alone leave an untied language-model head without a gradient, on every rank."""
-    expected, reference = critic_definition(models[name], rows(), *needs)
-    assert ("lm_head.weight" in reference) == (needs == BOTH and name == "critic")
+    due = definition(models[name], documents(), needs=needs)
+    assert ("lm_head.weight" in due.gradients) == (needs == BOTH and name == "critic")
     ranks = pair.run(critic_gradients_of, models[name], *needs, sizes=(1, 4))
     for (first, gradients), (second, _) in zip(*ranks, strict=True):
-        assert first + second == pytest.approx(expected, rel=1e-5)
-        assert worst(gradients, reference) <= 1e-5
+        assert first + second == pytest.approx(due.loss, rel=1e-5)
+        assert worst(gradients, due.gradients) <= 1e-5
 
 
 @pytest.mark.usefixtures("alone")
 def test_float64_is_exact_to_1e_10(models: dict[str, str]) -> None:
-    expected, reference = critic_definition(models["critic"], rows(), *BOTH, dtype=torch.float64)
+    due = definition(models["critic"], documents(), needs=BOTH)
     for total, gradients in critic_gradients_of(models["critic"], *BOTH, sizes=(1, 8), dtype="float64"):
-        assert total == pytest.approx(expected, rel=1e-10)
-        assert worst(gradients, reference) <= 1e-10
+        assert total == pytest.approx(due.loss, rel=1e-10)
+        assert worst(gradients, due.gradients) <= 1e-10
 
 
 def test_bfloat16_stays_within_its_precision(pair: World, models: dict[str, str]) -> None:
-    expected, reference = critic_definition(models["critic"], rows(), *BOTH)
+    due = definition(models["critic"], documents(), needs=BOTH)
     ranks = pair.run(critic_gradients_of, models["critic"], *BOTH, sizes=(4,), dtype="bfloat16", activation_checkpointing=True)
     for (first, gradients), (second, _) in zip(*ranks, strict=True):
-        assert first + second == pytest.approx(expected, rel=1e-2)
-        assert worst(gradients, reference) <= 5e-2
+        assert first + second == pytest.approx(due.loss, rel=1e-2)
+        assert worst(gradients, due.gradients) <= 5e-2
 
 
 @pytest.mark.parametrize("unscored", [(4, 5, 6, 7), (0, 1, 2, 3, 4, 6, 7)], ids=["second-rank", "every-rank"])
 def test_ranks_without_scored_tokens_take_part(pair: World, models: dict[str, str], unscored: tuple[int, ...]) -> None:
     ranks = pair.run(critic_gradients_of, models["critic"], "values", sizes=(4,), unscored=unscored)
-    reference = critic_definition(models["critic"], rows(unscored=unscored), "values")[1]
+    due = definition(models["critic"], documents(unscored=unscored), needs=("values",))
     for _, gradients in ranks[0]:
         if len(unscored) > 4:
             assert all((gradient == 0).all() for gradient in gradients.values())
         else:
-            assert worst(gradients, reference) <= 1e-5
+            assert worst(gradients, due.gradients) <= 1e-5
 
 
 def test_resumed_equals_uninterrupted_and_the_export_holds_the_head(pair: World, models: dict[str, str], tmp_path: Path) -> None:

@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from fsdp_rows import definition, rows
 from fsdp_tasks import clipped_norms, gradients_of, plain_adamw, trained
 
 from skyrl_engine.contracts import AdamWSettings
-from skyrl_engine.testing.backends.batches import worst
+from skyrl_engine.testing.backends.batches import definition, documents, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.plugin import FsdpConfig
 
@@ -31,76 +29,76 @@ NAMES = ("qwen3-tied", "qwen3-untied", "llama-tied", "llama-untied")
     ],
 )
 def test_two_ranks_equal_one_plain_process(pair: World, models: dict[str, str], name: str, options: dict[str, Any]) -> None:
-    expected, reference = definition(models[name], rows())
+    due = definition(models[name], documents())
     ranks = pair.run(gradients_of, models[name], sizes=(1, 2, 4), **options)
     for (first, gradients), (second, _) in zip(*ranks, strict=True):
-        assert first + second == pytest.approx(expected, rel=1e-5)
-        assert worst(gradients, reference) <= 1e-5
+        assert first + second == pytest.approx(due.loss, rel=1e-5)
+        assert worst(gradients, due.gradients) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "cohere", "qwen3_moe"])
 def test_other_architectures_are_sharded_alike(pair: World, models: dict[str, str], name: str) -> None:
     """Biases and transposed weights, soft-capped and scaled logits, experts."""
-    expected, reference = definition(models[name], rows())
+    due = definition(models[name], documents())
     ranks = pair.run(gradients_of, models[name], sizes=(2,), activation_checkpointing=True)
     for (first, gradients), (second, _) in zip(*ranks, strict=True):
-        assert first + second == pytest.approx(expected, rel=1e-5)
-        assert worst(gradients, reference) <= 1e-5
+        assert first + second == pytest.approx(due.loss, rel=1e-5)
+        assert worst(gradients, due.gradients) <= 1e-5
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", NAMES)
 def test_one_rank_equals_a_plain_process(models: dict[str, str], name: str) -> None:
-    expected, reference = definition(models[name], rows())
+    due = definition(models[name], documents())
     for total, gradients in gradients_of(models[name], sizes=(1, 3, 8), activation_checkpointing=name == "qwen3-tied"):
-        assert total == pytest.approx(expected, rel=1e-5)
-        assert worst(gradients, reference) <= 1e-5
+        assert total == pytest.approx(due.loss, rel=1e-5)
+        assert worst(gradients, due.gradients) <= 1e-5
 
 
 @pytest.mark.usefixtures("alone")
 def test_float64_is_exact_to_1e_10(models: dict[str, str]) -> None:
-    expected, reference = definition(models["qwen3-tied"], rows(), dtype=torch.float64)
+    due = definition(models["qwen3-tied"], documents())
     for total, gradients in gradients_of(models["qwen3-tied"], sizes=(1, 8), dtype="float64"):
-        assert total == pytest.approx(expected, rel=1e-10)
-        assert worst(gradients, reference) <= 1e-10
+        assert total == pytest.approx(due.loss, rel=1e-10)
+        assert worst(gradients, due.gradients) <= 1e-10
 
 
 @pytest.mark.usefixtures("alone")
 def test_temperature_divides_the_logits(models: dict[str, str]) -> None:
-    expected, reference = definition(models["llama-untied"], rows(), temperature=0.7)
+    due = definition(models["llama-untied"], documents(), temperature=0.7)
     ((total, gradients),) = gradients_of(models["llama-untied"], sizes=(3,), temperature=0.7)
-    assert total == pytest.approx(expected, rel=1e-5)
-    assert worst(gradients, reference) <= 1e-5
+    assert total == pytest.approx(due.loss, rel=1e-5)
+    assert worst(gradients, due.gradients) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen3-tied", "llama-untied"])
 def test_bfloat16_stays_within_its_precision(pair: World, models: dict[str, str], name: str) -> None:
     """bfloat16 keeps 8 bits, 4e-3 per rounding; a dozen roundings between loss and gradient end near 2e-2. A wrong scale would be 0.5 or 1."""
-    expected, reference = definition(models[name], rows())
+    due = definition(models[name], documents())
     ranks = pair.run(gradients_of, models[name], sizes=(1, 4), dtype="bfloat16")
     for (first, gradients), (second, _) in zip(*ranks, strict=True):
-        assert first + second == pytest.approx(expected, rel=1e-2)
-        assert worst(gradients, reference) <= 5e-2
+        assert first + second == pytest.approx(due.loss, rel=1e-2)
+        assert worst(gradients, due.gradients) <= 5e-2
         assert {gradient.dtype for gradient in gradients.values()} == {np.dtype(np.float32)}
 
 
 @pytest.mark.usefixtures("alone")
 def test_one_rank_computes_in_bfloat16_too(models: dict[str, str]) -> None:
-    expected, reference = definition(models["qwen3-tied"], rows())
+    due = definition(models["qwen3-tied"], documents())
     ((total, gradients),) = gradients_of(models["qwen3-tied"], sizes=(2,), dtype="bfloat16")
-    assert total == pytest.approx(expected, rel=1e-2)
-    assert total != pytest.approx(expected, rel=1e-7), "bfloat16 was not used"
-    assert worst(gradients, reference) <= 5e-2
+    assert total == pytest.approx(due.loss, rel=1e-2)
+    assert total != pytest.approx(due.loss, rel=1e-7), "bfloat16 was not used"
+    assert worst(gradients, due.gradients) <= 5e-2
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "minimax"])
 def test_models_that_keep_residuals_or_buffers_in_float32_compute_in_bfloat16(models: dict[str, str], name: str) -> None:
     """Recurrences round more often than attention: gradients stay within a fifth, where a wrong scale would be 0.5 or 1."""
-    expected, reference = definition(models[name], rows())
+    due = definition(models[name], documents())
     ((total, gradients),) = gradients_of(models[name], sizes=(2,), dtype="bfloat16")
-    assert total == pytest.approx(expected, rel=1e-2)
-    assert worst(gradients, reference) <= 0.2
+    assert total == pytest.approx(due.loss, rel=1e-2)
+    assert worst(gradients, due.gradients) <= 0.2
 
 
 @pytest.mark.parametrize("unscored", [(4, 5, 6, 7), (0, 1, 2, 3, 4, 6, 7)], ids=["second-rank", "every-rank"])
@@ -110,7 +108,7 @@ def test_ranks_without_scored_tokens_take_part(pair: World, models: dict[str, st
         if len(unscored) > 4:
             assert all((gradient == 0).all() for gradient in gradients.values())
         else:
-            assert worst(gradients, definition(models["qwen3-untied"], rows(unscored=unscored))[1]) <= 1e-5
+            assert worst(gradients, definition(models["qwen3-untied"], documents(unscored=unscored)).gradients) <= 1e-5
 
 
 def test_both_ranks_see_one_gradient(pair: World, models: dict[str, str]) -> None:
@@ -120,8 +118,8 @@ def test_both_ranks_see_one_gradient(pair: World, models: dict[str, str]) -> Non
 
 
 def test_the_reported_norm_is_the_true_one_and_clipping_reaches_the_limit(pair: World, models: dict[str, str]) -> None:
-    _, reference = definition(models["qwen3-tied"], rows())
-    true = np.sqrt(sum(np.square(gradient.astype(np.float64)).sum() for gradient in reference.values()))
+    due = definition(models["qwen3-tied"], documents())
+    true = np.sqrt(sum(np.square(gradient.astype(np.float64)).sum() for gradient in due.gradients.values()))
     assert true > 1.0
     for limit in (true / 7, true * 7):
         for reported, left in pair.run(clipped_norms, models["qwen3-tied"], limit):

@@ -12,7 +12,6 @@ import peft
 import pytest
 import torch
 from fsdp_lora_tasks import continued, drawn, exported, exported_alone, gradients_of, kept_in, saved
-from fsdp_rows import VOCABULARY
 from fsdp_tasks import outcome_with
 from peft import get_peft_model
 from peft.tuners.lora import LoraLayer
@@ -21,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_engine.contracts import LoraConfig
 from skyrl_engine.testing.adapters import with_adapter, write_adapter
-from skyrl_engine.testing.backends.batches import Definition, definition, documents, worst
+from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
 
@@ -36,16 +35,16 @@ def adapters(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def due(models: dict[str, str], adapters: dict[str, str]) -> dict[str, Definition]:
+def due(models: dict[str, str], adapters: dict[str, str]) -> dict[str, DefinedResult]:
     """The right loss and gradient by model."""
-    return {name: definition(models[name], documents(VOCABULARY), adapter=adapters[name]) for name in NAMES}
+    return {name: definition(models[name], documents(), adapter=adapters[name]) for name in NAMES}
 
 
 def norm(gradients: dict[str, Any]) -> float:
     return float(np.sqrt(sum(np.square(gradient.astype(np.float64)).sum() for gradient in gradients.values())))
 
 
-def check(ranks: Any, due: Definition, tolerance: float) -> None:
+def check(ranks: Any, due: DefinedResult, tolerance: float) -> None:
     """The ranks' parts of the loss add up, every rank has the adapters' whole gradient, and the step reports its norm."""
     for parts in zip(*ranks, strict=True):
         assert sum(loss for loss, _, _ in parts) == pytest.approx(due.loss, rel=max(1e-5, tolerance / 5))
@@ -63,7 +62,7 @@ def check(ranks: Any, due: Definition, tolerance: float) -> None:
     ],
 )
 def test_two_ranks_equal_plain_peft(
-    pair: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition], name: str, rows: str, options: Any
+    pair: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, DefinedResult], name: str, rows: str, options: Any
 ) -> None:
     lora = LoraConfig(path=adapters[name])
     check(pair.run(gradients_of, models[name], rows=rows, sizes=(1, 3), lora=lora, **options), due[name], 1e-5)
@@ -71,7 +70,7 @@ def test_two_ranks_equal_plain_peft(
 
 @pytest.mark.proof
 def test_copies_of_shards_equal_plain_peft(
-    quad: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition]
+    quad: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, DefinedResult]
 ) -> None:
     """Two copies of two shards; in bfloat16 frozen weights and adapters share a unit in two precisions."""
     name, copies = "llama-untied", FsdpConfig(replicate=2)
@@ -83,7 +82,7 @@ def test_copies_of_shards_equal_plain_peft(
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("name", "rows"), [("qwen3-tied", "padded"), ("llama-untied", "packed")])
 def test_one_rank_equals_plain_peft(
-    models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition], name: str, rows: str
+    models: dict[str, str], adapters: dict[str, str], due: dict[str, DefinedResult], name: str, rows: str
 ) -> None:
     lora = LoraConfig(path=adapters[name])
     check([gradients_of(models[name], rows=rows, sizes=(2, 8), lora=lora)], due[name], 1e-5)
@@ -91,7 +90,7 @@ def test_one_rank_equals_plain_peft(
 
 
 def test_bfloat16_keeps_adapters_in_float32_and_what_is_frozen_in_bfloat16(
-    pair: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, Definition]
+    pair: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, DefinedResult]
 ) -> None:
     name, lora = "llama-untied", LoraConfig(path=adapters["llama-untied"])
     check(pair.run(gradients_of, models[name], sizes=(2,), lora=lora, dtype="bfloat16"), due[name], 5e-2)
@@ -105,7 +104,7 @@ def test_layers_without_adapters_and_ranks_without_scored_tokens_take_part(
     """The first layer is a unit with nothing to train; the second rank's documents carry no loss."""
     adapter = write_adapter(models["llama-untied"], tmp_path, layers=[1])
     unscored = (1, 3, 5, 7)
-    reference = definition(models["llama-untied"], documents(VOCABULARY, unscored=unscored), adapter=adapter)
+    reference = definition(models["llama-untied"], documents(unscored=unscored), adapter=adapter)
     assert {name.partition(".self_attn")[0].partition(".mlp")[0] for name in reference.gradients} == {"model.layers.1"}
     ranks = pair.run(gradients_of, models["llama-untied"], sizes=(1, 4), unscored=unscored, lora=LoraConfig(path=adapter))
     check(ranks, reference, 1e-5)
@@ -158,7 +157,7 @@ def test_the_export_is_what_peft_loads_and_the_next_run_starts_from(pair: World,
     lora = LoraConfig(rank=4, alpha=32, targets=("q_proj", "o_proj"))
     ranks = pair.run(exported, models[name], tmp_path, lora=lora)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    by_peft = definition(models[name], documents(VOCABULARY), dtype=torch.float32, adapter=str(tmp_path))
+    by_peft = definition(models[name], documents(), dtype=torch.float32, adapter=str(tmp_path))
     for merged, logprobs, _ in ranks:
         for number, values in logprobs.items():
             if len(values):
@@ -195,7 +194,7 @@ def test_one_rank_that_only_scores_exports_what_two_have_saved(pair: World, mode
 def test_a_value_head_learns_beside_the_adapters(pair: World, models: dict[str, str], tmp_path: Path) -> None:
     write_adapter(models["critic"], tmp_path, value_head=True)
     needs = ("logprobs", "values")
-    reference = definition(models["critic"], documents(VOCABULARY), adapter=str(tmp_path), needs=needs)
+    reference = definition(models["critic"], documents(), adapter=str(tmp_path), needs=needs)
     lora = LoraConfig(path=str(tmp_path))
     ranks = pair.run(gradients_of, models["critic"], sizes=(1, 4), needs=needs, value_head=True, lora=lora)
     assert {"score.weight", "score.bias"} < reference.gradients.keys()

@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fsdp_rows import Weighted, save_tiny
 from fsdp_tasks import start
 
 from skyrl_engine.contracts import MicroBatch, Ragged
+from skyrl_engine.modeling.tiny import write_model
+from skyrl_engine.testing.backends.batches import Document, WeightedObjective
 
 HIDDEN, TOKENS, LOGITS_PER_CHUNK = 64, 1024, 2**22
 SMALL, LARGE = 32_000, 152_064
@@ -26,17 +27,22 @@ SMALL, LARGE = 32_000, 152_064
 
 def peak_bytes(directory: Path, vocabulary: int, *, tied: bool) -> int:
     """Weights and moments plus the highest sum of live allocations in the second training step."""
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": 1}
+    write_model(directory / "model", tie_word_embeddings=tied, vocab_size=vocabulary, **sizes)
     backend = start(
-        save_tiny(directory / "model", "qwen3", tied=tied, vocab_size=vocabulary, num_hidden_layers=1),
+        str(directory / "model"),
         logits_per_chunk=LOGITS_PER_CHUNK,
     )
     ids = torch.randint(0, vocabulary, (TOKENS // 128, 128))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     lengths = Ragged.from_list([[128]] * (TOKENS // 128), np.int64)
-    batch = [MicroBatch(inputs, torch.arange(TOKENS), ids.flatten().roll(-1), lengths, torch.ones(TOKENS))]
+    everything = Document(0, ids.flatten(), torch.ones(TOKENS))
+    batch = [MicroBatch(inputs, torch.arange(TOKENS), ids.flatten().roll(-1), lengths, [everything])]
+
+    objective = WeightedObjective(per_token_outputs=False)
 
     def step() -> None:
-        backend.forward_backward(batch, Weighted())
+        backend.forward_backward(batch, objective)
         backend.optim_step()
 
     step()

@@ -10,19 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fsdp_rows import Row, Weighted, cut, definition, packed, rows
+from attrs import evolve
 from fsdp_tasks import arrays, packed_gradients_of, start
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import MicroBatch, RankOutput
-from skyrl_engine.testing.backends.batches import worst
+from skyrl_engine.modeling.tiny import VOCABULARY
+from skyrl_engine.testing.backends.batches import Document, WeightedObjective, definition, documents, packed_rows, padded, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.plugin import fsdp
 
 NAMES = ("qwen3-tied", "llama-untied", "gemma3_text", "mistral", "qwen3_moe")
 
 
-class Keep(Weighted):
+class Keep(WeightedObjective):
     """Keeps every micro-batch's log-probabilities."""
 
     def __init__(self) -> None:
@@ -47,44 +48,44 @@ def test_packing_is_declared() -> None:
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_equal_one_plain_process(pair: World, models: dict[str, str], name: str, options: dict[str, Any]) -> None:
-    expected, reference = definition(models[name], rows())
+    due = definition(models[name], documents())
     ranks = pair.run(packed_gradients_of, models[name], sizes=(1, 2), packed_rows=True, **options)
     for (first, gradients), (second, _) in zip(*ranks, strict=True):
-        assert first + second == pytest.approx(expected, rel=1e-5)
-        assert worst(gradients, reference) <= 1e-5
+        assert first + second == pytest.approx(due.loss, rel=1e-5)
+        assert worst(gradients, due.gradients) <= 1e-5
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", NAMES)
 def test_one_rank_equals_a_plain_process(models: dict[str, str], name: str) -> None:
-    expected, reference = definition(models[name], rows())
+    due = definition(models[name], documents())
     for total, gradients in packed_gradients_of(models[name], sizes=(1, 3), packed_rows=True):
-        assert total == pytest.approx(expected, rel=1e-5)
-        assert worst(gradients, reference) <= 1e-5
+        assert total == pytest.approx(due.loss, rel=1e-5)
+        assert worst(gradients, due.gradients) <= 1e-5
 
 
 @pytest.mark.usefixtures("alone")
 def test_float64_is_exact_to_1e_10(models: dict[str, str]) -> None:
     """By GPT-2, whose norms compute in float64; those of Llama and its kin do so in float32 whatever they are given."""
-    expected, reference = definition(models["gpt2"], rows(), dtype=torch.float64)
+    due = definition(models["gpt2"], documents())
     for total, gradients in packed_gradients_of(models["gpt2"], sizes=(1, 4), dtype="float64"):
-        assert total == pytest.approx(expected, rel=1e-10)
-        assert worst(gradients, reference) <= 1e-10
+        assert total == pytest.approx(due.loss, rel=1e-10)
+        assert worst(gradients, due.gradients) <= 1e-10
 
 
 def test_bfloat16_stays_within_its_precision(pair: World, models: dict[str, str]) -> None:
-    expected, reference = definition(models["qwen3-tied"], rows())
+    due = definition(models["qwen3-tied"], documents())
     ranks = pair.run(packed_gradients_of, models["qwen3-tied"], sizes=(2,), dtype="bfloat16")
     for (first, gradients), (second, _) in zip(*ranks, strict=True):
-        assert first + second == pytest.approx(expected, rel=1e-2)
-        assert worst(gradients, reference) <= 5e-2
+        assert first + second == pytest.approx(due.loss, rel=1e-2)
+        assert worst(gradients, due.gradients) <= 5e-2
 
 
 def test_ranks_without_scored_tokens_take_part(pair: World, models: dict[str, str]) -> None:
     unscored = (4, 5, 6, 7)
-    _, reference = definition(models["qwen3-untied"], rows(unscored=unscored))
+    due = definition(models["qwen3-untied"], documents(unscored=unscored))
     for ((_, gradients),) in pair.run(packed_gradients_of, models["qwen3-untied"], sizes=(2,), unscored=unscored):
-        assert worst(gradients, reference) <= 1e-5
+        assert worst(gradients, due.gradients) <= 1e-5
 
 
 @pytest.mark.usefixtures("alone")
@@ -92,8 +93,8 @@ def test_ranks_without_scored_tokens_take_part(pair: World, models: dict[str, st
 def test_evaluation_scores_packed_rows_like_padded_ones(models: dict[str, str], name: str) -> None:
     backend = start(models[name])
     together, apart = Keep(), Keep()
-    packed_loss = backend.forward([packed([rows()[:5], rows()[5:]])], together).metrics["loss"].value
-    padded_loss = backend.forward(cut(rows(), 8), apart).metrics["loss"].value
+    packed_loss = backend.forward([packed_rows([documents()[:5], documents()[5:]])], together).metrics["loss"].value
+    padded_loss = backend.forward(padded(documents(), 8), apart).metrics["loss"].value
     assert packed_loss == pytest.approx(padded_loss, rel=1e-6)
     torch.testing.assert_close(together.kept[0], apart.kept[0], rtol=0, atol=1e-6)
 
@@ -101,8 +102,8 @@ def test_evaluation_scores_packed_rows_like_padded_ones(models: dict[str, str], 
 @pytest.mark.usefixtures("alone")
 def test_one_model_serves_packed_and_padded_rows_in_turn(models: dict[str, str]) -> None:
     backend = start(models["qwen3-tied"], activation_checkpointing=True)
-    backend.forward_backward([packed([rows()[:4]]), *cut(rows()[4:], 2)], Weighted())
-    assert worst(arrays(backend.gradients()), definition(models["qwen3-tied"], rows())[1]) <= 1e-5
+    backend.forward_backward([packed_rows([documents()[:4]]), *padded(documents()[4:], 2)], WeightedObjective())
+    assert worst(arrays(backend.gradients()), definition(models["qwen3-tied"], documents()).gradients) <= 1e-5
 
 
 @pytest.mark.usefixtures("alone")
@@ -110,16 +111,16 @@ def test_one_model_serves_packed_and_padded_rows_in_turn(models: dict[str, str])
 def test_changing_one_document_leaves_the_others_bit_identical(models: dict[str, str], name: str) -> None:
     """In one row and across the rows of a micro-batch; tokens are changed, lengths are not."""
     backend = start(models[name])
-    counts = [int((row.weights != 0).sum()) for row in rows()]
+    counts = [int((row.weights != 0).sum()) for row in documents()]
 
-    def scores(documents: list[Row]) -> list[torch.Tensor]:
+    def scores(chosen: list[Document]) -> list[torch.Tensor]:
         keep = Keep()
-        backend.forward([packed([documents[:5], documents[5:]])], keep)
+        backend.forward([packed_rows([chosen[:5], chosen[5:]])], keep)
         return list(keep.kept[0].split(counts))
 
-    before = scores(rows())
-    for changed, row in enumerate(rows()):
-        others = [*rows()[:changed], Row((row.ids + 1) % 256, row.weights), *rows()[changed + 1 :]]
+    before = scores(documents())
+    for changed, row in enumerate(documents()):
+        others = [*documents()[:changed], evolve(row, ids=(row.ids + 1) % VOCABULARY), *documents()[changed + 1 :]]
         after = scores(others)
         for number, (old, new) in enumerate(zip(before, after, strict=True)):
             if number != changed:
@@ -135,21 +136,21 @@ def test_a_model_that_mixes_documents_is_refused_when_packing_is_announced(pair:
 def refuse_packed_rows(directory: str, make: Callable[..., MicroBatch]) -> str:
     """How the first packed row ends on a rank that nobody had told."""
     backend = start(directory)
-    backend.forward(cut(rows(), 8), Weighted())
+    backend.forward(padded(documents(), 8), WeightedObjective())
     with pytest.raises(UnsupportedError) as caught:
-        backend.forward([make([rows()[:4]])], Weighted())
+        backend.forward([make([documents()[:4]])], WeightedObjective())
     return str(caught.value)
 
 
 @pytest.mark.usefixtures("alone")
 def test_otherwise_it_is_refused_at_the_first_packed_row(models: dict[str, str]) -> None:
-    assert "StableLmModel cannot be trained on packed rows" in refuse_packed_rows(models["stablelm"], packed)
+    assert "StableLmModel cannot be trained on packed rows" in refuse_packed_rows(models["stablelm"], packed_rows)
 
 
 @pytest.mark.usefixtures("alone")
 def test_resuming_and_exporting_are_as_before(models: dict[str, str], tmp_path: Any) -> None:
     backend = start(models["qwen3-tied"])
-    backend.forward_backward([packed([rows()])], Weighted())
+    backend.forward_backward([packed_rows([documents()])], WeightedObjective())
     backend.optim_step()
     backend.export(tmp_path)
     again = start(str(tmp_path))

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fsdp_rows import critic_definition, cut, definition, pack, rows, save_tiny
 from fsdp_tasks import (
     accumulated,
     clipped_norms,
@@ -30,7 +29,8 @@ from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankEnvironment, Topology
 from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import asked_of_head
-from skyrl_engine.testing.backends.batches import worst
+from skyrl_engine.modeling.tiny import VOCABULARY, make_parts_differ, write_model
+from skyrl_engine.testing.backends.batches import definition, documents, packed, padded, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
@@ -58,11 +58,13 @@ def layout(request: pytest.FixtureRequest) -> tuple[World, FsdpConfig]:
 def test_gradients_are_the_definitions(layout: tuple[World, FsdpConfig], models: dict[str, str], name: str, rows_are: str) -> None:
     """Over two calls of several micro-batches, an empty row among them; every rank sees one gradient, bit for bit."""
     world, options = layout
-    expected, reference = definition(models[name], rows(), dtype=torch.float64)
-    ranks = world.run(accumulated, models[name], cut if rows_are == "padded" else pack, options, packed_rows=rows_are == "packed")
-    assert sum(loss for loss, _ in ranks) / options.tensor_parallel == pytest.approx(expected, rel=1e-5)
+    due = definition(models[name], documents())
+    ranks = world.run(
+        accumulated, models[name], padded if rows_are == "padded" else packed, options, packed_rows=rows_are == "packed"
+    )
+    assert sum(loss for loss, _ in ranks) / options.tensor_parallel == pytest.approx(due.loss, rel=1e-5)
     for _, gradients in ranks:
-        assert worst(gradients, reference) <= 1e-5
+        assert worst(gradients, due.gradients) <= 1e-5
         for key, gradient in gradients.items():
             np.testing.assert_array_equal(gradient, ranks[0][1][key], err_msg=key)
 
@@ -70,64 +72,60 @@ def test_gradients_are_the_definitions(layout: tuple[World, FsdpConfig], models:
 @pytest.mark.parametrize("name", ["critic", pytest.param("critic-tied", marks=pytest.mark.nightly)])
 def test_a_value_head_learns_alike(quad: World, models: dict[str, str], name: str) -> None:
     needs = ("logprobs", "values")
-    _, reference = critic_definition(models[name], rows(), *needs, dtype=torch.float64)
+    due = definition(models[name], documents(), needs=needs)
     for ((_, gradients),) in quad.run(critic_gradients_of, models[name], *needs, sizes=(2,), options=TP):
-        assert worst(gradients, reference) <= 1e-5
+        assert worst(gradients, due.gradients) <= 1e-5
 
 
 def test_float64_is_exact_to_1e_10(pair: World, models: dict[str, str]) -> None:
     """Activation checkpointing recomputes what was hidden behind views, sums and gathered weights."""
-    _, reference = definition(models["qwen3-tied"], rows(), dtype=torch.float64)
-    ranks = pair.run(accumulated, models["qwen3-tied"], cut, TP, dtype="float64", activation_checkpointing=True)
-    assert worst(ranks[0][1], reference) <= 1e-10
+    due = definition(models["qwen3-tied"], documents())
+    ranks = pair.run(accumulated, models["qwen3-tied"], padded, TP, dtype="float64", activation_checkpointing=True)
+    assert worst(ranks[0][1], due.gradients) <= 1e-10
 
 
 def test_bfloat16_stays_within_its_precision(pair: World, models: dict[str, str]) -> None:
-    _, reference = definition(models["qwen3-tied"], rows())
-    for _, gradients in pair.run(accumulated, models["qwen3-tied"], cut, TP, dtype="bfloat16"):
-        assert worst(gradients, reference) <= 5e-2
+    due = definition(models["qwen3-tied"], documents())
+    for _, gradients in pair.run(accumulated, models["qwen3-tied"], padded, TP, dtype="bfloat16"):
+        assert worst(gradients, due.gradients) <= 5e-2
         assert {gradient.dtype for gradient in gradients.values()} == {np.dtype(np.float32)}
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole(pair: World, tmp_path: Path) -> None:
-    directory = save_tiny(tmp_path / "odd", "llama", tied=False, vocab_size=257)
-    _, reference = definition(directory, rows(), dtype=torch.float64)
-    for _, gradients in pair.run(accumulated, directory, cut, TP):
-        assert worst(gradients, reference) <= 1e-5
+    write_model(tmp_path / "odd", "llama", vocab_size=VOCABULARY + 1)
+    due = definition(str(tmp_path / "odd"), documents())
+    for _, gradients in pair.run(accumulated, str(tmp_path / "odd"), padded, TP):
+        assert worst(gradients, due.gradients) <= 1e-5
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("name", ["qwen3-untied", "llama-tied", "mistral", "gemma2", "gemma3_text", "cohere"])
 def test_other_architectures_are_cut_alike(pair: World, models: dict[str, str], name: str) -> None:
     """Soft-capped and scaled logits, scaled embeddings, sliding windows."""
-    _, reference = definition(models[name], rows(), dtype=torch.float64)
-    for _, gradients in pair.run(accumulated, models[name], cut, TP):
-        assert worst(gradients, reference) <= 1e-5
+    due = definition(models[name], documents())
+    for _, gradients in pair.run(accumulated, models[name], padded, TP):
+        assert worst(gradients, due.gradients) <= 1e-5
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize(("family", "options"), [("qwen2", {}), ("starcoder2", {"use_bias": True}), ("phi", {})])
 def test_biases_are_cut_or_counted_once(pair: World, tmp_path: Path, family: str, options: dict[str, bool]) -> None:
-    """Of queries and keys; of projections back, which no rank owns; of the head. Biases start at zero: they are given values here.
+    """Of queries and keys; of projections back, which no rank owns; of the head. Biases start at zero: they are given values.
 
     In float64: a key's bias hardly moves the softmax, and the norm of its gradient is no measure for what float32 rounds.
     """
-    directory = save_tiny(tmp_path / family, family, tied=False, **options)
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_()
-    model.save_pretrained(directory)
-    _, reference = definition(directory, rows(), dtype=torch.float64)
-    for _, gradients in pair.run(accumulated, directory, cut, TP, dtype="float64"):
-        assert worst(gradients, reference) <= 1e-10
+    write_model(tmp_path, family, **options)
+    make_parts_differ(tmp_path)
+    directory = str(tmp_path)
+    due = definition(directory, documents())
+    for _, gradients in pair.run(accumulated, directory, padded, TP, dtype="float64"):
+        assert worst(gradients, due.gradients) <= 1e-10
 
 
 def test_the_norm_is_the_true_one_and_clipping_reaches_the_limit(layout: tuple[World, FsdpConfig], models: dict[str, str]) -> None:
     world, options = layout
-    _, reference = definition(models["qwen3-tied"], rows(), dtype=torch.float64)
-    true = np.sqrt(sum(np.square(gradient).sum() for gradient in reference.values()))
+    due = definition(models["qwen3-tied"], documents())
+    true = np.sqrt(sum(np.square(gradient).sum() for gradient in due.gradients.values()))
     for limit in (true / 7, true * 7):
         ranks = world.run(clipped_norms, models["qwen3-tied"], limit, options)
         assert {reported for reported, _ in ranks} == {ranks[0][0]}
@@ -184,7 +182,7 @@ def test_the_export_is_what_was_trained(
     assert dict(loaded.named_parameters()).keys() == weights.keys()
     for key, parameter in loaded.named_parameters():
         np.testing.assert_array_equal(weights[key], parameter.detach().numpy(), err_msg=key)
-    row = rows()[0]
+    row = documents()[0]
     with torch.no_grad():
         expected = loaded(input_ids=row.ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, row.ids[1:, None])[:, 0]
     np.testing.assert_allclose(logprobs, expected[row.weights[1:] != 0].numpy(), atol=1e-5)
@@ -200,8 +198,8 @@ def test_the_export_is_what_was_trained(
     ],
 )
 def test_models_that_cannot_be_cut_are_refused(pair: World, tmp_path: Path, family: str, sizes: dict[str, int], why: str) -> None:
-    directory = save_tiny(tmp_path / family, family, tied=False, **sizes)
-    for message in pair.run(outcome_with, directory, TP):
+    write_model(tmp_path, family, tie_word_embeddings=False, **sizes)
+    for message in pair.run(outcome_with, str(tmp_path), TP):
         assert why in message
         assert "backend.tensor_parallel" in message
 

@@ -28,7 +28,14 @@ from skyrl_engine.contracts import (
 from skyrl_engine.modeling.tiny import IMAGE_TOKEN, VOCABULARY, write_vision_model
 from skyrl_engine.spans import Spans
 from skyrl_engine.testing.adapters import write_adapter
-from skyrl_engine.testing.backends.batches import Definition, WeightedObjective, definition, padded, picture_documents, worst
+from skyrl_engine.testing.backends.batches import (
+    DefinedResult,
+    WeightedObjective,
+    definition,
+    padded,
+    picture_documents,
+    worst,
+)
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine.testing.subject import part_of
 from skyrl_engine.workers.batch import ShardBatch
@@ -47,14 +54,14 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def due(vision: dict[str, str]) -> dict[str, Definition]:
+def due(vision: dict[str, str]) -> dict[str, DefinedResult]:
     """The right loss and gradient, by model; of adapters alone by "adapter"."""
     documents = picture_documents(VOCABULARY, "own")
     made = {name: definition(vision[name], documents) for name in ("tied", "untied")}
     return {**made, "adapter": definition(vision["tied"], documents, adapter=vision["adapter"])}
 
 
-def check(ranks: Any, due: Definition, tolerance: float = 1e-5) -> None:
+def check(ranks: Any, due: DefinedResult, tolerance: float = 1e-5) -> None:
     """The ranks' parts of the loss add up, and every rank has the whole gradient."""
     for parts in zip(*ranks, strict=True):
         assert sum(loss for loss, _, _ in parts) == pytest.approx(due.loss, rel=max(1e-5, tolerance / 5))
@@ -63,7 +70,7 @@ def check(ranks: Any, due: Definition, tolerance: float = 1e-5) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_one_plain_process_equals_transformers(vision: dict[str, str], due: dict[str, Definition]) -> None:
+def test_one_plain_process_equals_transformers(vision: dict[str, str], due: dict[str, DefinedResult]) -> None:
     assert "lm_head.weight" in due["untied"].gradients
     assert "lm_head.weight" not in due["tied"].gradients
     check([gradients_of(vision["untied"], sizes=(1, 8), pictures=True)], due["untied"])
@@ -72,13 +79,15 @@ def test_one_plain_process_equals_transformers(vision: dict[str, str], due: dict
 
 @pytest.mark.proof
 @pytest.mark.parametrize("rows", ["padded", "packed"])
-def test_recomputed_activations_change_nothing(pair: World, vision: dict[str, str], due: dict[str, Definition], rows: str) -> None:
+def test_recomputed_activations_change_nothing(
+    pair: World, vision: dict[str, str], due: dict[str, DefinedResult], rows: str
+) -> None:
     ranks = pair.run(gradients_of, vision["untied"], rows=rows, sizes=(1,), pictures=True, activation_checkpointing=True)
     check(ranks, due["untied"])
 
 
 @pytest.mark.proof
-def test_bfloat16_stays_within_its_precision(pair: World, vision: dict[str, str], due: dict[str, Definition]) -> None:
+def test_bfloat16_stays_within_its_precision(pair: World, vision: dict[str, str], due: dict[str, DefinedResult]) -> None:
     ranks = pair.run(gradients_of, vision["tied"], sizes=(2,), pictures=True, dtype="bfloat16")
     check(ranks, due["tied"], 5e-2)
 
@@ -106,7 +115,7 @@ def test_bfloat16_turns_images_by_the_angles_of_transformers(vision: dict[str, s
 
 @pytest.mark.parametrize("rows", [pytest.param("padded", marks=pytest.mark.proof), "packed"])
 def test_adapters_are_of_the_language_model_alone(
-    pair: World, vision: dict[str, str], due: dict[str, Definition], rows: str
+    pair: World, vision: dict[str, str], due: dict[str, DefinedResult], rows: str
 ) -> None:
     """The tower is frozen, and runs forward alone; ranks without an image pass it all the same."""
     assert all(".language_model." in name for name in due["adapter"].gradients)
@@ -169,7 +178,7 @@ class Keep:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["padded", "packed"])
 def test_what_the_engines_collators_build_is_scored_as_by_transformers(
-    vision: dict[str, str], due: dict[str, Definition], name: str
+    vision: dict[str, str], due: dict[str, DefinedResult], name: str
 ) -> None:
     """From columns through plan and shard; a micro-batch has the samples that the plan gave it, images and all."""
     import skyrl_engine_collators.plugin as collators

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from attrs import frozen
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from skyrl_engine import ModelError
 from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankEnvironment, RankOutput
+from skyrl_engine.modeling.tiny import make_parts_differ, write_model
 from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents, packed, padded
 from skyrl_engine_megatron import pipeline
 from skyrl_engine_megatron.backend import MegatronBackend
@@ -27,7 +26,6 @@ ROWS = {"padded": padded, "packed": packed}
 
 def save_tiny(directory: Path, family: str, *, tied: bool, **options: Any) -> str:
     """A random four-layer model of the family, saved as a Hugging Face directory."""
-    transformers_logging.disable_progress_bar()
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -36,20 +34,11 @@ def save_tiny(directory: Path, family: str, *, tied: bool, **options: Any) -> st
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 8,
-        "tie_word_embeddings": tied,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": int(documents(VOCABULARY)[0].ids[3]),  # a token of the data, whose embedding must not learn from being read
+        # a token of the data, whose embedding must not learn from being read
+        "pad_token_id": int(documents(VOCABULARY)[0].ids[3]),
     }
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **options}), dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:  # else norms are 1 and biases 0, and a lost or exchanged one would not show
-                parameter.add_(0.2 * torch.randn(parameter.shape))
-            elif "embed" not in name:
-                parameter.mul_(4)  # else attention is almost uniform
-    model.save_pretrained(directory)
+    write_model(directory, family, tie_word_embeddings=tied, **{**sizes, **options})
+    make_parts_differ(directory)
     return str(directory)
 
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import AdamWSettings, ModelConfig
-from skyrl_engine.testing.backends.batches import Definition, definition, documents, worst
+from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.plugin import MegatronConfig, megatron
@@ -38,12 +38,12 @@ CUTS = [Case(rows, size, calls=2) for rows in ("padded", "packed") for size in (
 
 
 @pytest.fixture(scope="module")
-def truth(models: dict[str, str]) -> Definition:
+def truth(models: dict[str, str]) -> DefinedResult:
     return definition(models["qwen3-moe"], documents(VOCABULARY), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("layout", now(PAIRS, "ep2"))
-def test_two_ranks(pair: World, models: dict[str, str], truth: Definition, layout: str) -> None:
+def test_two_ranks(pair: World, models: dict[str, str], truth: DefinedResult, layout: str) -> None:
     for rank in pair.run(passed, models["qwen3-moe"], PAIRS[layout], CUTS):
         for case in rank:
             assert worst(case.gradients, truth.gradients) <= 1e-5
@@ -51,14 +51,14 @@ def test_two_ranks(pair: World, models: dict[str, str], truth: Definition, layou
 
 @pytest.mark.proof
 @pytest.mark.parametrize("layout", now(QUADS, "ep2xpp2"))
-def test_four_ranks(quad: World, models: dict[str, str], truth: Definition, layout: str) -> None:
+def test_four_ranks(quad: World, models: dict[str, str], truth: DefinedResult, layout: str) -> None:
     for rank in quad.run(passed, models["qwen3-moe"], QUADS[layout], CUTS):
         for case in rank:
             assert worst(case.gradients, truth.gradients) <= 1e-5
 
 
 @pytest.mark.parametrize("layout", now(["ep2", "tp2"], "ep2"))
-def test_recomputed_activations_change_nothing(pair: World, models: dict[str, str], truth: Definition, layout: str) -> None:
+def test_recomputed_activations_change_nothing(pair: World, models: dict[str, str], truth: DefinedResult, layout: str) -> None:
     ranks = pair.run(passed, models["qwen3-moe"], PAIRS[layout], [Case("packed")], activation_checkpointing=True)
     assert all(worst(case.gradients, truth.gradients) <= 1e-5 for (case,) in ranks)
 

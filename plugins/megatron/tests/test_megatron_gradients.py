@@ -14,7 +14,7 @@ from megatron_selection import now, rarely
 from megatron_tasks import VOCABULARY, Case, Passed, looked_at_between, passed, scored, start
 
 from skyrl_engine.contracts import ComputeDtype, RankOutput
-from skyrl_engine.testing.backends.batches import Definition, WeightedObjective, definition, documents, padded, worst
+from skyrl_engine.testing.backends.batches import DefinedResult, WeightedObjective, definition, documents, padded, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.plugin import MegatronConfig
 
@@ -48,11 +48,11 @@ TWO_CUTS = [Case("padded", 3, calls=2), Case("packed", 1, calls=2)]
 
 
 @pytest.fixture(scope="module")
-def truth(models: dict[str, str]) -> dict[str, Definition]:
+def truth(models: dict[str, str]) -> dict[str, DefinedResult]:
     return {name: definition(models[name], documents(VOCABULARY)) for name in (*NAMES, "qwen2-untied", "llama3-rope")}
 
 
-def agree(ranks: Sequence[Sequence[Passed]], true: Definition, *, tolerance: float = 1e-5) -> None:
+def agree(ranks: Sequence[Sequence[Passed]], true: DefinedResult, *, tolerance: float = 1e-5) -> None:
     """Per case: gradients on every rank; the loss, and every document's log-probabilities in order, on ranks that collect."""
     for case in zip(*ranks, strict=True):
         for rank in case:
@@ -64,7 +64,7 @@ def agree(ranks: Sequence[Sequence[Passed]], true: Definition, *, tolerance: flo
         in_order([rank.evaluated for rank in case if rank.evaluated.coords.collects], true, tolerance=10 * tolerance)
 
 
-def in_order(kept: list[RankOutput], true: Definition, *, tolerance: float) -> None:
+def in_order(kept: list[RankOutput], true: DefinedResult, *, tolerance: float) -> None:
     """The loss; every document once, in order, with its own log-probabilities."""
     assert sum(output.metrics["loss"].value for output in kept) == pytest.approx(true.loss, rel=tolerance)
     kept = sorted(kept, key=lambda output: output.coords.dp)
@@ -78,18 +78,18 @@ def in_order(kept: list[RankOutput], true: Definition, *, tolerance: float) -> N
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", now([*NAMES, "qwen2-untied", "llama3-rope"], "qwen3-tied", "llama3-rope"))
-def test_one_rank(models: dict[str, str], truth: dict[str, Definition], name: str) -> None:
+def test_one_rank(models: dict[str, str], truth: dict[str, DefinedResult], name: str) -> None:
     agree([passed(models[name], MegatronConfig(), CUTS)], truth[name])
 
 
 @pytest.mark.parametrize("name", now(NAMES, "qwen3-tied"))
 @pytest.mark.parametrize("layout", now(PAIRS, "tp2-whole-sequences", "pp2-interleaved"))
-def test_two_ranks(pair: World, models: dict[str, str], truth: dict[str, Definition], layout: str, name: str) -> None:
+def test_two_ranks(pair: World, models: dict[str, str], truth: dict[str, DefinedResult], layout: str, name: str) -> None:
     agree(pair.run(passed, models[name], PAIRS[layout], CUTS), truth[name])
 
 
 @pytest.mark.parametrize("layout", now(["tp2", "pp2"], "tp2"))
-def test_biases_are_divided_too(pair: World, models: dict[str, str], truth: dict[str, Definition], layout: str) -> None:
+def test_biases_are_divided_too(pair: World, models: dict[str, str], truth: dict[str, DefinedResult], layout: str) -> None:
     """Qwen2.5 has biases on queries, keys and values."""
     agree(pair.run(passed, models["qwen2-untied"], PAIRS[layout], [Case("packed")]), truth["qwen2-untied"])
 
@@ -103,14 +103,14 @@ def test_biases_are_divided_too(pair: World, models: dict[str, str], truth: dict
         *(rarely(each, "qwen3-tied") for each in QUADS if each != "tp4"),
     ],
 )
-def test_four_ranks(quad: World, models: dict[str, str], truth: dict[str, Definition], layout: str, name: str) -> None:
+def test_four_ranks(quad: World, models: dict[str, str], truth: dict[str, DefinedResult], layout: str, name: str) -> None:
     """Layouts of four that tests/proof/test_backend_parity.py does not have, and some that it has."""
     agree(quad.run(passed, models[name], QUADS[layout], TWO_CUTS), truth[name])
 
 
 @pytest.mark.parametrize("layout", now(["tp2", "cp2", "pp2", "pp2-interleaved"], "tp2", "cp2"))
 def test_recomputed_activations_change_nothing(
-    pair: World, models: dict[str, str], truth: dict[str, Definition], layout: str
+    pair: World, models: dict[str, str], truth: dict[str, DefinedResult], layout: str
 ) -> None:
     ranks = pair.run(passed, models["qwen3-tied"], PAIRS[layout], [Case("packed")], activation_checkpointing=True)
     agree(ranks, truth["qwen3-tied"])
@@ -135,7 +135,7 @@ def test_micro_batches_without_scored_tokens_take_part(pair: World, models: dict
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("layout", now(["tp2", "pp2", "cp2", "dp2"], "pp2"))
 def test_other_precisions(
-    pair: World, models: dict[str, str], truth: dict[str, Definition], layout: str, dtype: ComputeDtype
+    pair: World, models: dict[str, str], truth: dict[str, DefinedResult], layout: str, dtype: ComputeDtype
 ) -> None:
     """float64 is as close as transformers, which normalises in float32. bfloat16 keeps 8 bits, 4e-3 per rounding, and a dozen roundings in
     four layers of large random weights end near 5e-2; a wrong scale would be 0.5 or 1.
@@ -147,7 +147,7 @@ def test_other_precisions(
         assert worst(case.gradients, truth["qwen3-tied"].gradients) <= (1e-5 if dtype == "float64" else 1e-1)
 
 
-def test_a_wrong_scale_is_caught(pair: World, models: dict[str, str], truth: dict[str, Definition]) -> None:
+def test_a_wrong_scale_is_caught(pair: World, models: dict[str, str], truth: dict[str, DefinedResult]) -> None:
     """What these tests would see if a rank's average were left in."""
     for (case,) in pair.run(passed, models["qwen3-tied"], PAIRS["dp2"], [Case(scale=0.5)]):
         assert worst(case.gradients, truth["qwen3-tied"].gradients) == pytest.approx(0.5, rel=1e-3)
@@ -161,7 +161,7 @@ def test_looking_at_gradients_does_not_change_them(pair: World, models: dict[str
 
 
 @pytest.mark.parametrize("layout", now(["tp2", "pp2-interleaved", "dp2"], "tp2"))
-def test_a_model_for_scoring_alone(pair: World, models: dict[str, str], truth: dict[str, Definition], layout: str) -> None:
+def test_a_model_for_scoring_alone(pair: World, models: dict[str, str], truth: dict[str, DefinedResult], layout: str) -> None:
     outputs = pair.run(scored, models["qwen3-tied"], PAIRS[layout], rows="packed", size=2, learns=False)
     in_order([output for output in outputs if output.coords.collects], truth["qwen3-tied"], tolerance=1e-4)
 

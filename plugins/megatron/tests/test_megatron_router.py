@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from skyrl_engine import ContractError, UnsupportedError
 from skyrl_engine.contracts import ModelConfig
-from skyrl_engine.testing.backends.batches import Definition, WeightedObjective, definition, documents, padded, worst
+from skyrl_engine.testing.backends.batches import DefinedResult, WeightedObjective, definition, documents, padded, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.plugin import MegatronConfig
@@ -41,7 +41,7 @@ def truth(models: dict[str, str]) -> Truth:
 
 
 @pytest.fixture(scope="module")
-def objective(models: dict[str, str]) -> Definition:
+def objective(models: dict[str, str]) -> DefinedResult:
     return definition(models["qwen3-moe"], documents(VOCABULARY), dtype=torch.float32)
 
 
@@ -65,7 +65,7 @@ def test_two_ranks(pair: World, models: dict[str, str], truth: Truth, layout: st
 
 
 @pytest.mark.usefixtures("alone")
-def test_they_are_added_to_the_objective(models: dict[str, str], truth: Truth, objective: Definition) -> None:
+def test_they_are_added_to_the_objective(models: dict[str, str], truth: Truth, objective: DefinedResult) -> None:
     (case,) = routed(models["qwen3-moe"], MegatronConfig(**COEFFICIENTS), [Case("packed")])
     both = {name: true + truth.gradients.get(name, 0) for name, true in objective.gradients.items()}
     assert worst(case.gradients, both) <= 1e-5
@@ -91,7 +91,7 @@ def test_one_without_the_other(models: dict[str, str], chosen: str, left: str) -
 
 
 @pytest.mark.usefixtures("alone")
-def test_without_coefficients_nothing_is_added_or_reported(models: dict[str, str], objective: Definition) -> None:
+def test_without_coefficients_nothing_is_added_or_reported(models: dict[str, str], objective: DefinedResult) -> None:
     (case,) = routed(models["qwen3-moe"], MegatronConfig(), [Case("packed")])
     assert worst(case.gradients, objective.gradients) <= 1e-5
     assert case.metrics.keys() == {"loss"}

@@ -23,7 +23,7 @@ from skyrl_engine import ModelError, UnsupportedError
 from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankOutput
 from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.modeling.tiny import write_vision_model
-from skyrl_engine.testing.backends.batches import Arrays, Definition, WeightedObjective, definition, packed, worst
+from skyrl_engine.testing.backends.batches import Arrays, DefinedResult, WeightedObjective, definition, packed, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.architecture import architecture_of
 from skyrl_engine_megatron.library import TransformerLayer
@@ -64,11 +64,11 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def truth(seeing: dict[str, str]) -> Callable[[str, str], Definition]:
+def truth(seeing: dict[str, str]) -> Callable[[str, str], DefinedResult]:
     """What transformers says of a kind of batch, computed when it is first asked for."""
-    known: dict[tuple[str, str], Definition] = {}
+    known: dict[tuple[str, str], DefinedResult] = {}
 
-    def ask(name: str, kind: str) -> Definition:
+    def ask(name: str, kind: str) -> DefinedResult:
         if (name, kind) not in known:
             known[name, kind] = definition(seeing[name], pictures(kind))
         return known[name, kind]
@@ -76,7 +76,7 @@ def truth(seeing: dict[str, str]) -> Callable[[str, str], Definition]:
     return ask
 
 
-def agree(ranks: Sequence[Sequence[Seen]], cases: Sequence[Case], true: Callable[[str], Definition]) -> None:
+def agree(ranks: Sequence[Sequence[Seen]], cases: Sequence[Case], true: Callable[[str], DefinedResult]) -> None:
     """Every case: gradients on every rank, and every sample's log-probabilities once on those that collect."""
     for number, (kind, _, _) in enumerate(cases):
         found = [rank[number] for rank in ranks]
@@ -91,7 +91,7 @@ def nonzero(gradients: Arrays) -> Arrays:
     return {name: gradient for name, gradient in gradients.items() if gradient.any()}
 
 
-def right(outputs: Sequence[RankOutput], true: Definition) -> None:
+def right(outputs: Sequence[RankOutput], true: DefinedResult) -> None:
     kept = [output for output in outputs if output.coords.collects]
     assert sum(output.metrics["loss"].value for output in kept) == pytest.approx(true.loss, rel=1e-5)
     found = {int(number): output.fields["logprobs"][place] for output in kept for place, number in enumerate(output.sample_ids)}
@@ -102,12 +102,12 @@ def right(outputs: Sequence[RankOutput], true: Definition) -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", now(["tied", "untied", "one-level"], "untied"))
-def test_one_rank(seeing: dict[str, str], truth: Callable[[str, str], Definition], name: str) -> None:
+def test_one_rank(seeing: dict[str, str], truth: Callable[[str, str], DefinedResult], name: str) -> None:
     agree([seen(seeing[name], ONE, MIXED)], MIXED, lambda kind: truth(name, kind))
 
 
 @pytest.mark.parametrize("layout", now(PAIRS, "pp2"))
-def test_two_ranks(pair: World, seeing: dict[str, str], truth: Callable[[str, str], Definition], layout: str) -> None:
+def test_two_ranks(pair: World, seeing: dict[str, str], truth: Callable[[str, str], DefinedResult], layout: str) -> None:
     """Each stage of an interleaved pipeline holds two pieces of one layer here, so that features go to one layer."""
     name = "one-level" if layout == "pp2-interleaved" else "tied"
     agree(pair.run(seen, seeing[name], PAIRS[layout], CASES), CASES, lambda kind: truth(name, kind))
@@ -115,14 +115,14 @@ def test_two_ranks(pair: World, seeing: dict[str, str], truth: Callable[[str, st
 
 @pytest.mark.proof
 @pytest.mark.parametrize("layout", now(QUADS, "tp2xpp2"))
-def test_four_ranks(quad: World, seeing: dict[str, str], truth: Callable[[str, str], Definition], layout: str) -> None:
+def test_four_ranks(quad: World, seeing: dict[str, str], truth: Callable[[str, str], DefinedResult], layout: str) -> None:
     agree(quad.run(seen, seeing["tied"], QUADS[layout], CASES), CASES, lambda kind: truth("tied", kind))
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("layout", now(["tp2", "pp2"], "pp2"))
 def test_recomputed_activations_change_nothing(
-    pair: World, seeing: dict[str, str], truth: Callable[[str, str], Definition], layout: str
+    pair: World, seeing: dict[str, str], truth: Callable[[str, str], DefinedResult], layout: str
 ) -> None:
     """What later layers add must be there when they are computed again."""
     ranks = pair.run(seen, seeing["untied"], PAIRS[layout], MIXED, activation_checkpointing=True)
@@ -131,7 +131,7 @@ def test_recomputed_activations_change_nothing(
 
 @pytest.mark.proof
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_other_precisions(pair: World, seeing: dict[str, str], truth: Callable[[str, str], Definition], dtype: str) -> None:
+def test_other_precisions(pair: World, seeing: dict[str, str], truth: Callable[[str, str], DefinedResult], dtype: str) -> None:
     """Transformers rotates the tower's queries and keys in float32 whatever it computes in. bfloat16 keeps 8 bits."""
     for (case,) in pair.run(seen, seeing["untied"], PAIRS["tp2"], [("mixed", "packed", 2)], dtype=dtype):
         assert worst(case.gradients, truth("untied", "mixed").gradients) <= (1e-5 if dtype == "float64" else 0.2)

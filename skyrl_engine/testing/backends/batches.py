@@ -14,7 +14,7 @@ from skyrl_engine.contracts.kinds.backend import MicroBatch
 from skyrl_engine.contracts.values.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
 from skyrl_engine.contracts.values.outputs import Metric, RankOutput
 from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
-from skyrl_engine.modeling.tiny import IMAGE_TOKEN
+from skyrl_engine.modeling.tiny import IMAGE_TOKEN, VOCABULARY
 from skyrl_engine.proof.comparison import relative_difference
 from skyrl_engine.proof.plain_model import PlainModel
 from skyrl_engine.testing.adapters import with_adapter
@@ -39,7 +39,7 @@ class Document:
     pictures: Pictures | None = None
 
 
-def documents(vocabulary: int, *, count: int = 8, longest: int = 16, unscored: Sequence[int] = ()) -> list[Document]:
+def documents(vocabulary: int = VOCABULARY, *, count: int = 8, longest: int = 16, unscored: Sequence[int] = ()) -> list[Document]:
     """Return sequences of different lengths; number 5 is empty; those in `unscored` carry no loss."""
     draw = torch.Generator().manual_seed(1)
     made = []
@@ -64,14 +64,14 @@ def picture_documents(vocabulary: int, variant: Variant) -> list[Document]:
 
 
 def padded(chosen: Sequence[Document], size: int) -> list[MicroBatch]:
-    """Build micro-batches of `size` left-padded rows, each as wide as its longest document, as the padded collator does."""
-    return [_padded(chosen[start : start + size]) for start in range(0, len(chosen), size)]
+    """Build micro-batches of `size` left-padded rows, each as wide as its longest document."""
+    return [padded_rows(chosen[start : start + size]) for start in range(0, len(chosen), size)]
 
 
 def packed(chosen: Sequence[Document], size: int) -> list[MicroBatch]:
     """Build micro-batches of `size` rows: two documents in the first row, an empty row, then three documents per row."""
     rows = [list(chosen[:2]), [], *(list(chosen[start : start + 3]) for start in range(2, len(chosen), 3))]
-    return [_packed(rows[start : start + size]) for start in range(0, len(rows), size)]
+    return [packed_rows(rows[start : start + size]) for start in range(0, len(rows), size)]
 
 
 def without_pixels(micro_batch: MicroBatch) -> MicroBatch:
@@ -83,7 +83,8 @@ def without_pixels(micro_batch: MicroBatch) -> MicroBatch:
     )
 
 
-def _padded(chosen: Sequence[Document]) -> MicroBatch:
+def padded_rows(chosen: Sequence[Document]) -> MicroBatch:
+    """Pad every document on its left to the longest, with attention mask and position ids, as the padded collator does."""
     width = max(1, *(len(document.ids) for document in chosen))
     ids, mask = (torch.zeros(len(chosen), width, dtype=torch.int64) for _ in range(2))
     positions = []
@@ -96,7 +97,7 @@ def _padded(chosen: Sequence[Document]) -> MicroBatch:
     return _micro_batch(inputs, positions, lengths, chosen)
 
 
-def _packed(rows: Sequence[Sequence[Document]], *, align: int = 4, padding: int = 3) -> MicroBatch:
+def packed_rows(rows: Sequence[Sequence[Document]], *, align: int = 4, padding: int = 3) -> MicroBatch:
     """Pack every list of documents into a row, each document rounded up to `align`, as the packed collator does."""
     occupied = [[-(-len(document.ids) // align) * align for document in row] for row in rows]
     width = max(sum(spaces) for spaces in occupied) + padding
@@ -189,8 +190,12 @@ TERMS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 @frozen(eq=False)
-class Definition:
-    """The objective by definition: its value, gradients by parameter name, and scores of scored tokens by document."""
+class DefinedResult:
+    """The result that a backend owes: the objective's value, gradients by parameter name, and scores of scored tokens by document.
+
+    `definition` computes it. A proof's counterpart, of a batch with losses and reducers, is `proof.definition.BatchDefinition`; scores of both
+    are those of `PlainModel`.
+    """
 
     loss: float
     gradients: Arrays
@@ -209,7 +214,7 @@ def definition(
     temperature: float = 1.0,
     needs: Iterable[str] = ("logprobs", "entropy"),
     adapter: str | None = None,
-) -> Definition:
+) -> DefinedResult:
     """Compute `WeightedObjective` with the plain model, one document at a time.
 
     `adapter` is a PEFT directory: PEFT puts its adapters into the model, and only they and a value head get gradients.
@@ -221,18 +226,26 @@ def definition(
         images=chosen[0].pictures is not None,
         adapt=None if adapter is None else partial(with_adapter, adapter=adapter),
     )
-    total = torch.zeros((), dtype=dtype)
+    total, kept = plain_objective(model, chosen, temperature=temperature, needs=needs)
+    torch.autograd.backward(total)
+    gradients = {name: parameter.grad.numpy() for name, parameter in model.parameters.items() if parameter.grad is not None}
+    return DefinedResult(total.item(), gradients, kept)
+
+
+def plain_objective(
+    model: PlainModel, chosen: Sequence[Document], *, temperature: float = 1.0, needs: Iterable[str] = ("logprobs", "entropy")
+) -> tuple[Tensor, dict[str, dict[int, npt.NDArray[Any]]]]:
+    """Compute the objective of `WeightedObjective` one document at a time, and the scores of scored tokens by name and document."""
+    total = torch.zeros(())
     kept: dict[str, dict[int, npt.NDArray[Any]]] = {need: {} for need in needs}
     for document in chosen:
         if len(document.ids) < 2:
             continue
         scores = model.scores(document.ids, temperature=temperature, **_pictures(document))
         for need in needs:
-            total = total + (document.weights[1:].to(dtype) * TERMS[need](scores[need])).sum()
+            total = total + (document.weights[1:].to(scores[need]) * TERMS[need](scores[need])).sum()
             kept[need][document.number] = scores[need].detach().numpy()[document.weights[1:].numpy() != 0]
-    torch.autograd.backward(total)
-    gradients = {name: parameter.grad.numpy() for name, parameter in model.parameters.items() if parameter.grad is not None}
-    return Definition(total.item(), gradients, kept)
+    return total, kept
 
 
 def _pictures(document: Document) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ import json
 import tempfile
 from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -14,8 +13,8 @@ from attrs import define
 
 from skyrl_engine.errors import WorkerError
 from skyrl_engine.modeling.loading import quiet_progress
-from skyrl_engine.modeling.tiny import VOCABULARY, Family, write_model, write_vision_model
-from skyrl_engine.testing.backends.batches import Definition, definition, documents, picture_documents
+from skyrl_engine.modeling.tiny import VOCABULARY, Family, make_parts_differ, write_model, write_vision_model
+from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, picture_documents
 from skyrl_engine.testing.backends.ranks import Answer, Opening, RankFailed, Ranks, on_rank
 from skyrl_engine.testing.pictures import Variant
 from skyrl_engine.testing.ranks.world import kept
@@ -30,7 +29,7 @@ class Bench:
 
     _stack: ExitStack = attrs.field(factory=ExitStack, init=False)
     _models: dict[str, str] = attrs.field(factory=dict, init=False)
-    _definitions: dict[Any, Definition] = attrs.field(factory=dict, init=False)
+    _definitions: dict[Any, DefinedResult] = attrs.field(factory=dict, init=False)
 
     def __enter__(self) -> Self:
         return self
@@ -76,7 +75,7 @@ class Bench:
         temperature: float = 1.0,
         needs: tuple[str, ...] = ("logprobs", "entropy"),
         pictures: Variant | None = None,
-    ) -> Definition:
+    ) -> DefinedResult:
         """Return loss, gradients and scores of these documents in float64, computed one at a time in this process."""
         key = (model, tuple(numbers), temperature, needs, pictures)
         if key not in self._definitions:
@@ -84,19 +83,3 @@ class Bench:
             chosen = [each for each in known if each.number in key[1]]
             self._definitions[key] = definition(self.model(model), chosen, temperature=temperature, needs=needs)
         return self._definitions[key]
-
-
-def make_parts_differ(directory: Path) -> None:
-    """Set norms away from 1 and matrices away from 0: a fresh model would not show a lost norm or exchanged layers."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    draw = torch.Generator().manual_seed(3)
-    noise = partial(torch.randn, generator=draw)
-    weights = load_file(directory / "model.safetensors")
-    for name, weight in weights.items():
-        if "norm" in name:
-            weight.add_(0.2 * noise(weight.shape))
-        elif "embed" not in name and weight.ndim == 2:
-            weight.mul_(4)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

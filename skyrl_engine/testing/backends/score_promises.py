@@ -8,7 +8,7 @@ import numpy as np
 from skyrl_engine.contracts.kinds.backend import Capability
 from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
 from skyrl_engine.errors import EngineError
-from skyrl_engine.testing.backends.batches import Definition
+from skyrl_engine.testing.backends.batches import DefinedResult
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
 from skyrl_engine.testing.backends.ranks import Arrays, PassOrder, Ranks
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, right_loss
@@ -262,7 +262,7 @@ def logits(subject: BackendSubject, case: BackendCase) -> None:
             )
 
 
-def _require_definition(ranks: Ranks, case: BackendCase, due: Definition, asked: Sequence[str], remedy: str) -> None:
+def _require_definition(ranks: Ranks, case: BackendCase, due: DefinedResult, asked: Sequence[str], remedy: str) -> None:
     """Require the defined objective for these scores, and the defined gradient where a single rank sums it."""
     got = ranks.loss(ranks.forward_backward(case.whole(needs=asked)))
     what = " and ".join(asked)
