@@ -15,7 +15,7 @@ from skyrl_engine.errors import WorkerError
 from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.modeling.tiny import VOCABULARY, Family, make_parts_differ, write_model, write_vision_model
 from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, picture_documents
-from skyrl_engine.testing.backends.ranks import Answer, Opening, RankFailed, Ranks, on_rank
+from skyrl_engine.testing.backends.ranks import Answer, BackendRanks, Opening, RankFailed, on_rank
 from skyrl_engine.testing.pictures import Variant
 from skyrl_engine.testing.ranks.world import kept
 
@@ -39,10 +39,10 @@ class Bench:
         self._models.clear()
         self._stack.close()
 
-    def ranks(self, opening: Opening) -> Ranks:
+    def ranks(self, opening: Opening) -> BackendRanks:
         """Set the backend up on every rank of the layout."""
         size = opening.topology.world_size
-        return Ranks(lambda *call: [on_rank(*call)] if size == 1 else self._everywhere(size, *call), opening)
+        return BackendRanks(lambda *call: [on_rank(*call)] if size == 1 else self._everywhere(size, *call), opening)
 
     def _everywhere(self, size: int, *call: Any) -> list[Answer]:
         try:

@@ -1,4 +1,8 @@
-"""A backend on all ranks of a layout, driven from one place: one rank in this process, several in processes of their own."""
+"""A backend on all ranks of a layout, driven through its contract alone: one rank in this process, several on the ranks of a world.
+
+Nothing of the engine stands between: batches and objective are the kit's. The engine's own workers run on the same ranks by
+`testing.ranks.world_transport`; docs/adr/0019 says why there are both.
+"""
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +20,7 @@ from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
 from skyrl_engine.contracts.values.topology import RankCoords, Topology
 from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.tiny import VOCABULARY
+from skyrl_engine.testing.ranks.held import call_held, hold, let_go
 from skyrl_engine.testing.subject import CONTEXT
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -166,21 +171,16 @@ class HeldBackend:
             leave()
 
 
-_held: list[HeldBackend] = []
-"""The backend that this process holds: calls reach a spawned rank as plain functions, and what they speak of must lie somewhere."""
-
-
 def on_rank(method: str, *arguments: Any) -> Answer:
     """Call a method of this process' backend; `open` makes it, after closing one that an earlier failure left behind."""
     try:
         if method == "open":
-            _close()
-            _held.append(_opened(*arguments))
+            hold("backend", _opened, *arguments)
             return Answer()
         if method == "close":
-            _close()
+            let_go("backend")
             return Answer()
-        return Answer(getattr(_held[-1], method)(*arguments))
+        return Answer(call_held("backend", method, *arguments))
     except EngineError as error:
         return Answer(error=error)
     except Exception as error:  # noqa: BLE001 - whatever a backend raises is a finding about it
@@ -194,12 +194,7 @@ def _opened(opening: Opening) -> HeldBackend:
     return HeldBackend(opening, dist.get_rank() if dist.is_initialized() else 0)
 
 
-def _close() -> None:
-    while _held:
-        _held.pop().close()
-
-
-class Ranks:
+class BackendRanks:
     """A backend set up on every rank; leaving the context closes it. Methods return a list by rank.
 
     They raise the EngineError that a rank raised, and RankFailed for any other failure.

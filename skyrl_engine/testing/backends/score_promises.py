@@ -10,7 +10,7 @@ from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.backends.batches import DefinedResult
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
-from skyrl_engine.testing.backends.ranks import Arrays, PassOrder, Ranks
+from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks, PassOrder
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, right_loss
 from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable
@@ -55,7 +55,7 @@ def outputs(subject: BackendSubject, case: BackendCase) -> None:
                     _require_values(output, name, values)
 
 
-def _collected(ranks: Ranks, returned: Sequence[RankOutput]) -> Iterator[RankOutput]:
+def _collected(ranks: BackendRanks, returned: Sequence[RankOutput]) -> Iterator[RankOutput]:
     """Return the outputs that a merger keeps."""
     for rank, output in enumerate(returned):
         coords = ranks.topology.coords(rank)
@@ -262,7 +262,7 @@ def logits(subject: BackendSubject, case: BackendCase) -> None:
             )
 
 
-def _require_definition(ranks: Ranks, case: BackendCase, due: DefinedResult, asked: Sequence[str], remedy: str) -> None:
+def _require_definition(ranks: BackendRanks, case: BackendCase, due: DefinedResult, asked: Sequence[str], remedy: str) -> None:
     """Require the defined objective for these scores, and the defined gradient where a single rank sums it."""
     got = ranks.loss(ranks.forward_backward(case.whole(needs=asked)))
     what = " and ".join(asked)

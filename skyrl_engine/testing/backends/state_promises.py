@@ -8,7 +8,7 @@ import numpy as np
 
 from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.loading import quiet_progress
-from skyrl_engine.testing.backends.ranks import Arrays, Ranks
+from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks
 from skyrl_engine.testing.backends.score_promises import SCORES
 from skyrl_engine.testing.backends.step_promises import SPEC, require_nothing_left
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, right_loss
@@ -108,7 +108,7 @@ def _takes_dropout(subject: BackendSubject, case: BackendCase) -> bool:
     return True
 
 
-def _train(ranks: Ranks, case: BackendCase, steps: int) -> list[Any]:
+def _train(ranks: BackendRanks, case: BackendCase, steps: int) -> list[Any]:
     taken = []
     for _ in range(steps):
         ranks.forward_backward(case.whole())

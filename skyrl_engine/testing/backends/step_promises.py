@@ -11,7 +11,7 @@ from skyrl_engine.contracts.kinds.backend import AdamWSettings, OptimStep
 from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.optimizer import parameter_groups, use_settings
 from skyrl_engine.testing.backends.gradient_comparison import norm_of
-from skyrl_engine.testing.backends.ranks import Arrays, Ranks
+from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable
 
@@ -51,7 +51,7 @@ def _scale(subject: BackendSubject, case: BackendCase, norm: float) -> float:
     return norm / norm_of(subject.bench.definition(case.model, NUMBERS).gradients)
 
 
-def _gradients(ranks: Ranks, reference: ReferenceOptimizer) -> Arrays:
+def _gradients(ranks: BackendRanks, reference: ReferenceOptimizer) -> Arrays:
     gradients = ranks.gradients()[0]
     if missing := reference.parameters.keys() - gradients.keys():
         raise Undecidable(f"there is no gradient of {min(missing)}")
@@ -183,13 +183,13 @@ def not_finite(subject: BackendSubject, case: BackendCase) -> None:
             raise Broken(f"the step after a refused one is another than without it: {name} differs", remedy)
 
 
-def require_nothing_left(ranks: Ranks) -> None:
+def require_nothing_left(ranks: BackendRanks) -> None:
     """Raise Undecidable where a gradient outlives its step, because every later step is wrong then."""
     if (left := ranks.gradients()[0]) and norm_of(left):
         raise Undecidable("a gradient is left over after a step")
 
 
-def _applied(ranks: Ranks) -> OptimStep | None:
+def _applied(ranks: BackendRanks) -> OptimStep | None:
     try:
         return ranks.optim_step()[0]
     except EngineError:

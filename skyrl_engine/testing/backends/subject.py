@@ -14,7 +14,7 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import EngineError
 from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.testing.backends.bench import Bench, Model
-from skyrl_engine.testing.backends.ranks import Cut, Opening, PassOrder, RankFailed, Ranks
+from skyrl_engine.testing.backends.ranks import BackendRanks, Cut, Opening, PassOrder, RankFailed
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, claimed, promise
 
 LAYOUTS = ("dp1", "dp2")
@@ -67,7 +67,7 @@ class BackendSubject:
         optimizer: AdamWSettings | None = UNTOUCHED,
         packed_rows: bool = False,
         **options: Any,
-    ) -> Ranks:
+    ) -> BackendRanks:
         """Set the backend up on the ranks of the case; `options` are those of the model."""
         sizes = case.sizes
         spec = ModelConfig(self.bench.model(model or case.model), **options)

@@ -7,7 +7,7 @@ import numpy as np
 
 from skyrl_engine.errors import DataError, EngineError
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
-from skyrl_engine.testing.backends.ranks import Cut, PassOrder, Ranks
+from skyrl_engine.testing.backends.ranks import BackendRanks, Cut, PassOrder
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise
 from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine.testing.pictures import Variant
@@ -56,7 +56,7 @@ def _rows(subject: BackendSubject) -> Iterator[Any]:
         yield "packed"
 
 
-def _logprobs(ranks: Ranks, work: PassOrder) -> dict[int, np.ndarray]:
+def _logprobs(ranks: BackendRanks, work: PassOrder) -> dict[int, np.ndarray]:
     """Return log-probabilities of scored tokens, by document."""
     found: dict[int, np.ndarray] = {}
     for rank, output in enumerate(ranks.forward(work)):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from skyrl_engine.testing.ranks.held import call_held, hold, let_go
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine.workers.dispatch import Shard
 from skyrl_engine.workers.launch import WorkerGroup
@@ -24,7 +25,7 @@ class WorldTransport:
         return lambda: answers
 
     def close(self) -> None:
-        self._world.run(_end)
+        self._world.run(let_go, "worker")
 
 
 class OwnRanksTransport(WorldTransport):
@@ -47,27 +48,18 @@ def group_on(world: World, spec: WorkerSpec) -> WorkerGroup:
     return WorkerGroup(WorldTransport(world, spec), spec.topology)
 
 
-_workers: list[Any] = []
-"""The worker of this process, a rank of some world: calls reach it as plain functions."""
-
-
 def _start(spec: WorkerSpec) -> None:
     import torch.distributed as dist
 
     from skyrl_engine.workers.worker import Worker
 
-    _end()
     rank = dist.get_rank()
-    _workers.append(Worker(spec, rank, device_index=rank))  # all ranks of a world are on one machine
+    # All ranks of a world are on one machine.
+    hold("worker", lambda: Worker(spec, rank, device_index=rank))
 
 
 def on_worker(method: str, per_rank: Sequence[tuple[Any, ...]]) -> Any:
     """Call the worker on this rank of the world, with this rank's arguments."""
     import torch.distributed as dist
 
-    return getattr(_workers[-1], method)(*per_rank[dist.get_rank()])
-
-
-def _end() -> None:
-    while _workers:
-        _workers.pop().close()
+    return call_held("worker", method, *per_rank[dist.get_rank()])
