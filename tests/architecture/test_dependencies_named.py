@@ -12,7 +12,7 @@ def names(requirements: list[str]) -> set[str]:
 
 
 def test_every_dependency_has_its_reason():
-    wanted = names((ROOT / "requirements-dev.txt").read_text().splitlines())
+    wanted = {name for path in ROOT.glob("requirements-*.txt") for name in names(path.read_text().splitlines())}
     for path in [ROOT / "pyproject.toml", *ROOT.glob("*/*/pyproject.toml")]:
         project = tomllib.loads(path.read_text())["project"]
         for requirements in [project["dependencies"], *project.get("optional-dependencies", {}).values()]:
