@@ -42,8 +42,6 @@ from transformers import (
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
     PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -54,6 +52,7 @@ from trl import SFTConfig, SFTTrainer
 from skyrl_engine import Engine, hookimpl
 from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.contracts import SampleColumns, StepFinished
+from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.proof.comparison import relative_difference
 from skyrl_engine.training.sft.trainer import run_sft
 
@@ -147,25 +146,18 @@ def save_model(directory: Path) -> tuple[PreTrainedTokenizerFast, int]:
         eos_token="<end>",
     )
     tokenizer.save_pretrained(directory)
-    torch.manual_seed(0)
-    model: Any = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=256,
-            intermediate_size=768,
-            num_hidden_layers=8,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=64,
-            max_position_embeddings=512,
-            tie_word_embeddings=True,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=1,
-        )
-    )
-    model.save_pretrained(directory)
-    return tokenizer, sum(parameter.numel() for parameter in model.parameters())
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+    }
+    write_model(directory, tokenizer=tokenizer, **sizes)
+    return tokenizer, sum(parameter.numel() for parameter in loaded(directory).parameters())
 
 
 def make_samples(count: int) -> list[Sample]:
