@@ -14,7 +14,7 @@ from skyrl_engine.config.structure import complete_origins, own_keys, plain, plu
 from skyrl_engine.config.wording import did_you_mean
 from skyrl_engine.contracts.kinds.backend import PARALLEL_SIZES
 from skyrl_engine.contracts.kinds.context import FactoryContext
-from skyrl_engine.errors import ConfigError, ContractError, PluginError, Problem
+from skyrl_engine.errors import ConfigError, ContractError, PluginBlockedError, PluginError, Problem
 from skyrl_engine.registry.kinds import TABLES
 
 if TYPE_CHECKING:
@@ -163,9 +163,25 @@ def _select(
 ) -> tuple[SelectedPlugin | None, list[Problem]]:
     from skyrl_engine.registry.loader import load
 
-    loaded = load(registry.resolve(kind, reference))
+    record = registry.resolve(kind, reference)
+    _refuse_code_of_run_directory(record, nearest(raw.origins, (*path, "use") if kind != "observer" else ("run", "observers")))
+    loaded = load(record)
     options, problems = _options(loaded, table, path, raw, reserved)
     return (None, problems) if problems else (SelectedPlugin(loaded, options, _plain_options(options)), [])
+
+
+def _refuse_code_of_run_directory(record: "PluginRecord", origin: Origin) -> None:
+    """Refuse a local file inside a run directory that the directory's own configuration names. Raises PluginBlockedError.
+
+    A run directory may come from anywhere, and going on with its config.toml must not run what came along.
+    """
+    if record.path is None or origin.kind != "file" or origin.folder is None or not (origin.folder / "run.json").exists():
+        return
+    if record.path.resolve().is_relative_to(origin.folder.resolve()):
+        raise PluginBlockedError(
+            f"the configuration of the run directory {origin.folder} names code inside it, {record.path}",
+            remedy="Keep plugins outside of run directories, and name this one on the command line if you trust it",
+        )
 
 
 def _plain_options(options: object | None) -> dict[str, Any]:

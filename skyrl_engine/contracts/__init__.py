@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from skyrl_engine.contracts.values.columns import SampleColumns
     from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, IMAGE_GRID, OF_IMAGES, PIXEL_VALUES, TOKEN_TYPES
     from skyrl_engine.contracts.values.ingest import ListReader
-    from skyrl_engine.contracts.values.model import ComputeDtype, LoraConfig, ModelConfig
+    from skyrl_engine.contracts.values.model import ComputeDtype, EmptyModelConfig, LoraConfig, ModelConfig
     from skyrl_engine.contracts.values.outputs import (
         ENGINE_METRICS,
         PADDING_SAMPLE,
@@ -107,6 +107,7 @@ __all__ = [
     "ComputeDtype",
     "Correction",
     "DenseBatch",
+    "EmptyModelConfig",
     "EmptySequence",
     "EvaluationFinished",
     "FactoryContext",
@@ -197,6 +198,7 @@ _HOMES = {
     "MicroBatch": "kinds.backend",
     "MicroBatchPlan": "values.plan",
     "MiniBatchPlan": "values.plan",
+    "EmptyModelConfig": "values.model",
     "ModelConfig": "values.model",
     "OF_IMAGES": "values.extras",
     "Objective": "kinds.backend",

@@ -312,7 +312,12 @@ class Engine:
     def export(self, directory: str | Path) -> None:
         """Write the model as a Hugging Face directory, tokenizer included, or its adapters as PEFT takes them. Raises ModelError."""
         assert self._files is not None, "an engine that was made by hand knows no tokenizer to export"
-        self._files.write(self.group, Path(directory))
+        self._files.write(self.group.export, Path(directory))
+
+    def keep_model_files(self, directory: Path) -> None:
+        """Write into an existing directory what an export of a checkpoint needs of the model beside its weights."""
+        assert self._files is not None, "an engine that was made by hand knows no files to keep"
+        self._files.keep(directory)
 
     def close(self) -> None:
         """End the ranks."""

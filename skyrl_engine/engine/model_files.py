@@ -1,6 +1,7 @@
 """The files of a model beside its weights, and an export of all of them."""
 
 import shutil
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,10 +12,9 @@ from skyrl_engine.config.schema import ModelConfig
 from skyrl_engine.data.images.processor import NoVision, Vision
 from skyrl_engine.engine.processor_files import write_processors
 from skyrl_engine.errors import EngineError, ModelError
-from skyrl_engine.model_facts.facts import ModelFacts
+from skyrl_engine.model_facts.facts import ModelFacts, find_file
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
 from skyrl_engine.run.durable import sync, sync_tree
-from skyrl_engine.workers.launch import WorkerGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,10 +43,33 @@ class ModelFiles:
         assert isinstance(pad, int), "load_tokenizer sees to a padding token"
         return pad
 
-    def write(self, group: WorkerGroup, output: Path) -> None:
-        """Export the ranks' weights, the tokenizer, and the processors of a model that sees, to `output`, which appears only when it is whole.
+    def keep(self, directory: Path) -> None:
+        """Write into `directory` what an export needs of the model beside its weights, so that the model need not be there then.
 
-        Raises ModelError when `output` is not empty or cannot be written.
+        That is its configuration, its tokenizer with the chat template, its processors, an initial adapter's configuration, and the code that
+        came with a model whose code is trusted.
+        """
+        model = self.facts.model
+        for name in ("config.json", "generation_config.json"):
+            if (found := find_file(model, name)) is not None:
+                shutil.copyfile(found, directory / name)
+                if model.trust_remote_code and name == "config.json":
+                    for code in sorted(Path(found).parent.glob("*.py")):
+                        shutil.copyfile(code, directory / code.name)
+        if model.lora is not None and model.lora.path is not None:
+            found = find_file(ModelConfig(model.lora.path), "adapter_config.json")
+            assert found is not None, f"{model.lora.path} was loaded and has no adapter_config.json"
+            shutil.copyfile(found, directory / "adapter_config.json")
+        self._write_text_and_images(directory)
+
+    def _write_text_and_images(self, directory: Path) -> None:
+        self.tokenizer.save_pretrained(directory)
+        write_processors(self.facts, self.vision, directory)
+
+    def write(self, write_weights: Callable[[Path], None], output: Path) -> None:
+        """Export weights, the tokenizer, and the processors of a model that sees, to `output`, which appears only when it is whole.
+
+        `write_weights` fills a directory, such as `WorkerGroup.export`. Raises ModelError when `output` is not empty or cannot be written.
         """
         refuse_occupied(output)
         aside = output.with_name(f".{output.name}.partial")
@@ -54,9 +77,8 @@ class ModelFiles:
             if aside.exists():
                 shutil.rmtree(aside)
             aside.mkdir(parents=True)
-            group.export(aside)
-            self.tokenizer.save_pretrained(aside)
-            write_processors(self.facts, self.vision, aside)
+            write_weights(aside)
+            self._write_text_and_images(aside)
             sync_tree(aside)
             aside.replace(output)  # onto nothing, or onto an empty directory
             sync(output.parent)
@@ -65,7 +87,9 @@ class ModelFiles:
             cause = error.cause if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
             raise ModelError(
                 f"the model could not be written to {output} ({cause})",
-                remedy="Free space there or make it writable; a run's checkpoints are whole, so `skyrl-engine export` can write it again",
+                remedy=error.remedy
+                if isinstance(error, EngineError)
+                else "Free space there or make it writable; a run's checkpoints are whole, so `skyrl-engine export` can write it again",
                 details=error.details if isinstance(error, EngineError) else (),
             ) from error
 

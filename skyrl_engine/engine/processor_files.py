@@ -5,9 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any, Final
 
-from skyrl_engine.config.schema import ModelConfig
 from skyrl_engine.data.images.processor import Vision, VisionInputs
-from skyrl_engine.model_facts.facts import ModelFacts, location_of
+from skyrl_engine.model_facts.facts import ModelFacts, find_file
 
 _IMAGES: Final = "preprocessor_config.json"
 _ALL: Final = "processor_config.json"
@@ -22,7 +21,7 @@ def write_processors(facts: ModelFacts, vision: Vision, directory: Path) -> None
     if not facts.takes_images:
         return
     for name in (_IMAGES, _ALL, _VIDEOS):
-        if (source := _found(facts.model, name)) is not None:
+        if (source := find_file(facts.model, name)) is not None:
             shutil.copyfile(source, directory / name)
     if not isinstance(vision, VisionInputs):
         return
@@ -32,21 +31,6 @@ def write_processors(facts: ModelFacts, vision: Vision, directory: Path) -> None
         _write(directory / _IMAGES, {**_read(directory / _IMAGES), "processor_class": before["processor_class"]})
     if "image_processor" in whole:
         _write(directory / _ALL, {**whole, "image_processor": _read(directory / _IMAGES)})
-
-
-def _found(model: ModelConfig, name: str) -> str | None:
-    from transformers.utils import cached_file
-
-    location = location_of(model)
-    path: str | None = cached_file(
-        location["pretrained_model_name_or_path"],
-        name,
-        revision=location["revision"],
-        local_files_only=location["local_files_only"],
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return path
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -44,6 +44,22 @@ class ModelFacts:
         return self.config is not None and takes_images(self.config)
 
 
+def find_file(model: ModelConfig, name: str) -> str | None:
+    """Return the path of a file of the model, from its directory, the hub's cache or the hub; None where there is none."""
+    from transformers.utils import cached_file
+
+    location = location_of(model)
+    path: str | None = cached_file(
+        location["pretrained_model_name_or_path"],
+        name,
+        revision=location["revision"],
+        local_files_only=location["local_files_only"],
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return path
+
+
 def location_of(model: ModelConfig) -> dict[str, Any]:
     """Give the arguments of `from_pretrained` that say where the model's files are; a local directory is read without the network."""
     folder = Path(model.path).expanduser()

@@ -1,24 +1,32 @@
-"""Write whole weights as a Hugging Face directory."""
+"""Write whole weights as a Hugging Face directory, in the precision of the run."""
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from attrs import evolve
 from torch import Tensor
 
+from skyrl_engine.contracts.values.model import ComputeDtype, ModelConfig
 from skyrl_engine.errors import ModelError
-from skyrl_engine.modeling.loading import quiet_progress
-from skyrl_engine.modeling.lora import has_adapters, trained, write_adapters
+from skyrl_engine.modeling.loading import load_scorer, load_skeleton, quiet_progress
+from skyrl_engine.modeling.lora import has_adapters, merged_weights, trained, write_adapters
 
 
-def write_pretrained(model: Any, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+def write_pretrained(
+    model: Any, directory: Path, weights: Mapping[str, Tensor] | None = None, *, precision: ComputeDtype | None = None
+) -> None:
     """Write the model's configuration and `weights` by the names of `exported` (None: the model's own); adapters in PEFT's format.
 
-    The configuration names the precision of the written weights, in which transformers loads them, not that which the model computes in.
-    Raises ModelError.
+    Weights are rounded to `precision`, that which the run computed in (None: they stay as they are); adapters are not, which are small. The
+    configuration names the precision of the written weights, in which transformers loads them. Raises ModelError.
     """
+    if precision is not None and weights is not None and not has_adapters(model):
+        weights = _rounded(model, weights, getattr(torch, precision))
     try:
         with quiet_progress(), _silent("DeepSpeed"):
             if has_adapters(model):
@@ -38,9 +46,39 @@ def exported(model: Any) -> dict[str, Tensor]:
     return dict(trained(model)) if has_adapters(model) else model.state_dict(keep_vars=True)
 
 
+def write_merged(spec: ModelConfig, directory: Path, precision: ComputeDtype) -> None:
+    """Write the base model `spec.path` with the adapter `spec.lora.path` merged into its weights, rounded to `precision`.
+
+    The sum is of the base weights as they were trained with, in `spec.dtype`, and is taken in the adapters' precision. Raises ModelError.
+    """
+    adapted, _ = load_scorer(evolve(spec, activation_checkpointing=False), images=True)
+    plain, _ = load_skeleton(evolve(spec, activation_checkpointing=False, lora=None), images=True)
+    plain.generation_config = adapted.generation_config
+    buffers = dict(adapted.named_buffers())
+    kept = {name: buffers[name] for name in plain.state_dict() if name in buffers}
+    with torch.no_grad():
+        weights = {**dict(merged_weights(adapted, lambda parameter: parameter.detach())), **kept}
+    write_pretrained(plain, directory, weights, precision=precision)
+
+
+def _rounded(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the weights in `dtype`, but those that transformers keeps in float32 in every precision; tied ones stay one tensor."""
+    precise = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
+    keeps = re.compile("|".join(rf"(^|\.){re.escape(name)}(\.|$)" for name in precise)) if precise else None
+    done: dict[int, Tensor] = {}
+    for name, weight in weights.items():
+        exact = not weight.is_floating_point() or (keeps is not None and keeps.search(name))
+        done.setdefault(id(weight), weight if exact else weight.detach().to(dtype))
+    return {name: done[id(weight)] for name, weight in weights.items()}
+
+
 def _name_precision(config: Any, directory: Path, weights: Mapping[str, Tensor]) -> None:
     """Write the precision of `weights` into the configuration, which names that of the model's own parameters so far."""
-    written = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
+    sizes: dict[torch.dtype, int] = {}
+    for weight in weights.values():
+        if weight.is_floating_point():
+            sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel()
+    written = max(sizes, key=lambda dtype: sizes[dtype])
     computes, config.dtype = config.dtype, str(written).removeprefix("torch.")
     try:
         config.save_pretrained(directory)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from skyrl_engine.contracts.values.model import ComputeDtype, ModelConfig
+from skyrl_engine.contracts.values.model import ComputeDtype, EmptyModelConfig, ModelConfig
 from skyrl_engine.errors import ModelError
 from skyrl_engine.model_facts.vision_language import refuse_vision_language, takes_images
 from skyrl_engine.modeling.causal_lm import split_causal_lm
@@ -20,6 +20,7 @@ from skyrl_engine.modeling.rotary_frequencies import check_fixed, fix_rotary_fre
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.segment_adoption import adopt_segment_attention, attend_by_segments
 from skyrl_engine.modeling.segments import SegmentSupport
+from skyrl_engine.modeling.unpickling import UNREADABLE, failure, is_refused
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
 from skyrl_engine.modeling.value_head import ValueHead, add_value_head, load_value_head
 from skyrl_engine.modeling.vision import language_part
@@ -36,14 +37,15 @@ def load_scorer(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tu
     """Load the whole model on the CPU, in training mode, with a scorer over its modules that is checked against the model's forward.
 
     The model attends by segments if it can (`scorer.segment_support`). With `images`, the caller passes images to vision-language models, in
-    the form of `scorer.images`. `seed` draws new adapters. Raises ModelError, and UnsupportedError for a vision-language model without
-    `images`.
+    the form of `scorer.images`. `seed` draws new adapters. All weights of an `EmptyModelConfig` are drawn. Raises ModelError, and
+    UnsupportedError for a vision-language model without `images`.
     """
     model = load_causal_lm(spec, images=images)
     scorer = _scorer(spec, model, seed)
-    if scorer.value_head is not None and not load_value_head(scorer.value_head, spec, _source(spec)):
+    empty = isinstance(spec, EmptyModelConfig)
+    if scorer.value_head is not None and not empty and not load_value_head(scorer.value_head, spec, _source(spec)):
         logger.info("%s holds no value head; it starts at zero", spec.path)
-    if spec.lora is not None and spec.lora.path is not None:
+    if spec.lora is not None and spec.lora.path is not None and not empty:
         load_adapters(model, spec)
     if scorer.rotary_length is not None:
         check_fixed(model, scorer.rotary_length)
@@ -118,9 +120,13 @@ def _experts(spec: ModelConfig) -> dict[str, str]:
 def load_causal_lm(spec: ModelConfig, *, images: bool = False) -> Any:
     """Load a `transformers.PreTrainedModel` on the CPU in `weight_dtype`; `images` as for `load_config`.
 
+    That of an `EmptyModelConfig` is made without reading weights.
+
     Raises ModelError if it is not a complete causal or vision-language model, and UnsupportedError as `load_config` does.
     """
     config = load_config(spec, images=images)
+    if isinstance(spec, EmptyModelConfig):
+        return _made(spec, config)
     try:
         with quiet_progress():
             model, report = _auto_class(config).from_pretrained(
@@ -132,10 +138,12 @@ def load_causal_lm(spec: ModelConfig, *, images: bool = False) -> Any:
                 output_loading_info=True,
                 **_experts(spec),
             )
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+    except (*UNREADABLE, ImportError, SafetensorError) as error:
         raise ModelError(
-            f"the weights of {spec.path} cannot be loaded: {_first_line(error)}",
-            remedy="Check that the directory or hub id holds a complete model",
+            f"the weights of {spec.path} cannot be loaded: {failure(error)}",
+            remedy="Use the model's safetensors files, from a source that you trust"
+            if is_refused(error)
+            else "Check that the directory or hub id holds a complete model",
         ) from error
     missing = sorted(report["missing_keys"])
     if missing:
@@ -146,6 +154,19 @@ def load_causal_lm(spec: ModelConfig, *, images: bool = False) -> Any:
     unused = [key for key in report["unexpected_keys"] if not (spec.value_head and key.rpartition(".")[0] == VALUE_HEAD)]
     if unused:
         logger.warning("%s holds %d weights that %s does not use", spec.path, len(unused), type(model).__name__)
+    return model
+
+
+def _made(spec: EmptyModelConfig, config: Any) -> Any:
+    """Make the model with the weights that its class draws, leaving random states unchanged."""
+    import transformers
+
+    with torch.random.fork_rng(devices=()):
+        model = _auto_class(config).from_config(
+            config, trust_remote_code=spec.trust_remote_code, dtype=weight_dtype(spec.dtype), **_experts(spec)
+        )
+    if (Path(spec.configuration) / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(spec.configuration)
     return model
 
 
@@ -172,7 +193,7 @@ def load_config(spec: ModelConfig, *, images: bool = False) -> Any:
     import transformers
 
     local = Path(_source(spec))
-    if spec.path.startswith((".", "/", "~")) and not local.is_dir():
+    if _source(spec).startswith((".", "/", "~")) and not local.is_dir():
         raise ModelError(
             f"there is no model directory {spec.path}", remedy="Correct model.path, or give a hub id such as organisation/model"
         )
@@ -190,7 +211,9 @@ def load_config(spec: ModelConfig, *, images: bool = False) -> Any:
     except (OSError, ValueError, KeyError) as error:
         message = str(error)
         if "trust_remote_code" in message:
-            remedy = "Read that code and set model.trust_remote_code = true, or use another model"
+            remedy = (
+                "Read that code and allow it by model.trust_remote_code = true (export: --trust-remote-code), or use another model"
+            )
         elif local.is_dir():
             remedy = "Repair the directory's config.json"
         else:
@@ -214,6 +237,8 @@ def load_config(spec: ModelConfig, *, images: bool = False) -> Any:
 
 def _source(spec: ModelConfig) -> str:
     """Return the source for transformers to load from: the local directory if there is one, else the hub id."""
+    if isinstance(spec, EmptyModelConfig):
+        return spec.configuration
     local = Path(spec.path).expanduser()
     return str(local) if local.is_dir() else spec.path
 

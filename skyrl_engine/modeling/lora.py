@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.errors import ModelError, UnsupportedError
+from skyrl_engine.modeling.unpickling import UNREADABLE, failure
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
 
 logger = logging.getLogger(__name__)
@@ -223,9 +224,9 @@ def _read(path: str, read: Callable[[str], Any]) -> Any:
     local = Path(path).expanduser()
     try:
         return read(str(local) if local.is_dir() else path)
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+    except UNREADABLE as error:
         raise ModelError(
-            f"the adapter {path} cannot be read: {_first_line(error)}",
+            f"the adapter {path} cannot be read: {failure(error)}",
             remedy="Point model.lora.path at a directory with adapter_config.json and adapter_model.safetensors",
         ) from error
 

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from skyrl_engine.contracts.values.topology import RankCoords
+
 
 def capture(device: torch.device) -> dict[str, Any]:
     """Return the random states of this process and of `device`, from which dropout and model code draw."""
@@ -27,6 +29,15 @@ def restore(states: dict[str, Any], device: torch.device) -> None:
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached_gaussian = states["numpy"]
     np.random.set_state((name, keys.numpy(), position, has_gauss, cached_gaussian))
+
+
+def start_anew(seed: int, steps_done: int, coords: RankCoords) -> None:
+    """Seed every random state for a run that goes on in another layout of ranks, where the saved states fit no rank.
+
+    The seed is made of the run's, the step and the data-parallel rank: model-parallel ranks of one sample draw equal dropout masks.
+    """
+    entropy = [seed % 2**64, steps_done, coords.dp]
+    reseed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] % 2**63))
 
 
 def reseed(seed: int) -> None:

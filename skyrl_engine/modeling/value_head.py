@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import ModelError
+from skyrl_engine.modeling.unpickling import UNREADABLE, failure, load_pickled
 
 NAME = "score"
 """The model's attribute and the prefix of the weights: those of transformers' token classification models, which can load an export."""
@@ -89,6 +90,12 @@ def _stored(spec: ModelConfig, source: str) -> dict[str, Tensor]:
             found.update({kinds[key]: file.get_tensor(key) for key in kinds.keys() & set(file.keys())})
     if not found:
         for path in sorted(local.glob("pytorch_model*.bin")):
-            pickled = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            try:
+                pickled = load_pickled(path)
+            except UNREADABLE as error:
+                raise ModelError(
+                    f"{path}, where a value head of {spec.path} may be, cannot be read: {failure(error)}",
+                    remedy="Use the model's safetensors files, from a source that you trust",
+                ) from error
             found.update({kinds[key]: pickled[key] for key in kinds.keys() & pickled.keys()})
     return found

@@ -4,6 +4,7 @@ checkpoints/
 - latest: the name of the checkpoint to resume from
 - step-00000010/: whole by construction, for it got this name after everything in it was on the disk
   - state/: the backend's own files
+  - model/: configuration, tokenizer and processors of the model, for exports
   - trainer.json, config.json, plugins.lock: documents of the trainer
   - version.json: the version of the engine that wrote it
   - files.json: size and SHA-256 of every file above
@@ -49,6 +50,11 @@ class Checkpoint:
         """The directory the backend wrote."""
         return self.path / "state"
 
+    @property
+    def model(self) -> Path:
+        """The directory that holds the model's configuration, tokenizer and processors."""
+        return self.path / "model"
+
     def verify(self) -> None:
         """Compare every file with the listing, and the engine's version with this one.
 
@@ -56,22 +62,27 @@ class Checkpoint:
         """
         try:
             listing = json.loads((self.path / _LISTING).read_text())
-            damage = first_damage(self.path, listing)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            damage = first_damage(self.path, listing, but=_LISTING)
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             damage = f"{_LISTING} cannot be read ({error})"
         if damage:
-            raise self._damaged(damage)
+            raise self.damaged(damage)
         self._refuse_other_engine()
 
-    def document(self, name: str) -> Any:
+    def document(self, name: str) -> dict[str, Any]:
         """A JSON document that was saved with the state. Raises CheckpointError when it cannot be read."""
         try:
-            return json.loads((self.path / name).read_text())
-        except (OSError, ValueError) as error:
-            raise self._damaged(f"{name} cannot be read ({error})") from error
+            document = json.loads((self.path / name).read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise self.damaged(f"{name} cannot be read ({error})") from error
+        if not isinstance(document, dict):
+            raise self.damaged(f"{name} is no table")
+        return document
 
     def _refuse_other_engine(self) -> None:
-        version = self.document(_VERSION)["engine"] if (self.path / _VERSION).exists() else _BEFORE_IT_WAS_WRITTEN
+        version = self.document(_VERSION).get("engine") if (self.path / _VERSION).exists() else _BEFORE_IT_WAS_WRITTEN
+        if not isinstance(version, str) or not re.match(r"\d+\.\d+", version):
+            raise self.damaged(f"{_VERSION} names no version")
         if _series(version) == _series(__version__):
             return
         series, following = _series(version), _series(version, 1)
@@ -81,7 +92,8 @@ class Checkpoint:
             remedy=f"Resume or export it with the version that wrote it ({command}), or start a new run from its exported model",
         )
 
-    def _damaged(self, damage: str) -> CheckpointError:
+    def damaged(self, damage: str) -> CheckpointError:
+        """The error for a checkpoint that is not as it was written, with the way to another one."""
         others = [other.path.name for other in CheckpointStore(self.path.parent).all() if other.step != self.step]
         way_out = f"write {others[-1]!r} into {self.path.parent / 'latest'}" if others else "start a new run"
         return CheckpointError(
@@ -108,7 +120,7 @@ class CheckpointStore:
         """The one to resume from: what `latest` names, or the newest where that name leads nowhere; None before the first."""
         pointer = self.directory / "latest"
         present = self.all()
-        named = pointer.read_text().strip() if pointer.is_file() else None
+        named = pointer.read_text(errors="replace").strip() if pointer.is_file() else None
         for checkpoint in present:
             if checkpoint.path.name == named:
                 return checkpoint
@@ -137,15 +149,22 @@ class CheckpointStore:
                 logger.warning("removing %s, left over from an interrupted write", entry)
                 _remove(entry)
 
-    def save(self, step: int, write_state: Callable[[Path], None], documents: Mapping[str, Any]) -> Checkpoint:
-        """Write a checkpoint: `write_state` fills an existing directory, `documents` are JSON by file name.
+    def save(
+        self,
+        step: int,
+        write_state: Callable[[Path], None],
+        documents: Mapping[str, Any],
+        *,
+        write_model: Callable[[Path], None] | None = None,
+    ) -> Checkpoint:
+        """Write a checkpoint: `write_state` and `write_model` fill existing directories, `documents` are JSON by file name.
 
         Raises CheckpointError when anything fails; the previous checkpoint is then still there and whole, and `latest` names a whole one.
         """
         name = f"step-{step:08d}"
         partial = self.directory / f".{name}.partial"
         try:
-            self._write(partial, write_state, documents)
+            self._write(partial, {"state": write_state, "model": write_model}, documents)
             checkpoint = Checkpoint(self.directory / name, step)
             self._publish(partial, checkpoint)
         except Exception as error:
@@ -154,12 +173,14 @@ class CheckpointStore:
         self._retain(checkpoint)
         return checkpoint
 
-    def _write(self, partial: Path, write_state: Callable[[Path], None], documents: Mapping[str, Any]) -> None:
+    def _write(self, partial: Path, folders: Mapping[str, Callable[[Path], None] | None], documents: Mapping[str, Any]) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         if partial.exists():
             shutil.rmtree(partial)
-        (partial / "state").mkdir(parents=True)
-        write_state(partial / "state")
+        for folder, fill in folders.items():
+            if fill is not None:
+                (partial / folder).mkdir(parents=True)
+                fill(partial / folder)
         for name, content in {**documents, _VERSION: {"engine": __version__}}.items():
             (partial / name).write_text(json.dumps(content, indent=2) + "\n")
         (partial / _LISTING).write_text(json.dumps(list_files(partial), indent=2) + "\n")
@@ -191,7 +212,9 @@ class CheckpointStore:
         kept = f"{previous.path.name} is whole" if previous else "no earlier one exists"
         return CheckpointError(
             f"the checkpoint of step {step} could not be written to {self.directory} ({cause}); {kept}",
-            remedy="Free space there or make it writable, then resume the run with checkpoint.resume = true",
+            remedy=error.remedy
+            if isinstance(error, EngineError)
+            else "Free space there or make it writable, then resume the run with checkpoint.resume = true",
             details=error.details if isinstance(error, EngineError) else (),
         )
 

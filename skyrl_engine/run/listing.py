@@ -15,8 +15,14 @@ def list_files(root: Path) -> dict[str, FileFacts]:
     return {path.relative_to(root).as_posix(): _facts(path) for path in sorted(root.rglob("*")) if path.is_file()}
 
 
-def first_damage(root: Path, expected: dict[str, FileFacts]) -> str | None:
-    """A clause naming the first file under `root` that is not as listed, None when all are. Sizes are looked at before sums."""
+def first_damage(root: Path, expected: dict[str, FileFacts], *, but: str) -> str | None:
+    """A clause naming the first file under `root` that is not as listed, None when all are. Sizes are looked at before sums.
+
+    No file may be there that is not listed, except `but`, the listing.
+    """
+    present = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+    if unlisted := sorted(present - expected.keys() - {but}):
+        return f"{unlisted[0]} is not one of its files"
     for name, facts in expected.items():
         path = root / name
         if not path.is_file():

@@ -93,18 +93,20 @@ def end_session(manifest: dict[str, Any], *, step: int, error: str | None) -> No
     manifest["sessions"][-1].update(finished=now(), end_step=step, error=error)
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Raises EngineError when the file is no manifest of this format."""
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """Return the manifest, None for a damaged one, which a run does without. Raises EngineError for a manifest of another format."""
     try:
         manifest = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise EngineError(
-            f"the run manifest {path} cannot be read ({error})", remedy="Restore it from a copy, or start a new run"
-        ) from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(manifest, dict):
+        return None
+    if manifest.get("format") != FORMAT:
         raise EngineError(
             f"{path} is no run manifest of format {FORMAT}", remedy="Use the engine version that wrote it, or start a new run"
         )
+    if not isinstance(manifest.get("sessions"), list):
+        return None
     return manifest
 
 

@@ -12,6 +12,8 @@ from attrs import define
 
 from skyrl_engine import EngineError, hookimpl
 from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
+from skyrl_engine.run.checkpoint import CheckpointStore
+from skyrl_engine.run.directory import RunDirectory
 
 FILE_NAME = "metrics.jsonl"
 MODEL_SPANS = frozenset({"model", "optimizer"})
@@ -40,6 +42,7 @@ class MetricsJsonl:
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise _unwritable(self._path, error) from error
+        self._record_published(event)
         self._write("session_started", step=event.start_step, total_steps=event.total_steps)
 
     @hookimpl
@@ -69,6 +72,13 @@ class MetricsJsonl:
             finally:
                 self._file.close()
                 self._file = None
+
+    def _record_published(self, event: SessionStarted) -> None:
+        """Record the checkpoint that this session starts from, if the process that published it ended before it could."""
+        known = {record["step"] for record in read_metrics(self._path) if record["kind"] == "checkpoint"}
+        for checkpoint in CheckpointStore(RunDirectory(event.directory).checkpoints).all():
+            if checkpoint.step == event.start_step and checkpoint.step not in known:
+                self._write("checkpoint", step=checkpoint.step, path=checkpoint.path.name)
 
     def _write(self, kind: str, **values: Any) -> None:
         assert self._file is not None, "an event before session_started"

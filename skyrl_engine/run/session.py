@@ -17,7 +17,14 @@ from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFin
 from skyrl_engine.errors import EngineError
 from skyrl_engine.registry.observers import ObserverBus
 from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
-from skyrl_engine.run.continuation import changed_config, refuse_changed_plugins, refuse_other_trainer
+from skyrl_engine.run.continuation import (
+    base_of,
+    changed_config,
+    refuse_changed_plugins,
+    refuse_other_base,
+    refuse_other_trainer,
+    refuse_own_permission,
+)
 from skyrl_engine.run.directory import RunDirectory, open_run_directory
 from skyrl_engine.run.durable import write_durably
 from skyrl_engine.run.environment import describe_environment
@@ -29,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 PLUGINS_DOCUMENT = "plugins.lock"
 CONFIG_DOCUMENT = "config.json"
+BASE_DOCUMENT = "base.json"
 TRAINER_DOCUMENT = "trainer.json"
 
 
@@ -46,6 +54,7 @@ class RunSession:
     _manifest: dict[str, Any] | None = None
     step: int = 0
     _saved: int | None = field(default=None, init=False)
+    _fingerprint: dict[str, Any] | None = field(default=None, init=False)
 
     def record_start(self, *, seeds: Mapping[str, int], world: Mapping[str, Any], data: Mapping[str, Any]) -> None:
         """Write run.json: a new manifest, or the resumed run's with one session more."""
@@ -82,7 +91,9 @@ class RunSession:
         logger.info("evaluation after step %d: %s", event.step, dict(event.metrics))
         self._bus.evaluation_finished(event)
 
-    def save_checkpoint(self, write_state: Callable[[Path], None], trainer: Mapping[str, Any]) -> None:
+    def save_checkpoint(
+        self, write_state: Callable[[Path], None], write_model: Callable[[Path], None], trainer: Mapping[str, Any]
+    ) -> None:
         """Write a checkpoint of the present step, unless there is one of it already, and tell observers. Raises CheckpointError."""
         if self.step == self._last_saved():
             return
@@ -90,9 +101,10 @@ class RunSession:
             TRAINER_DOCUMENT: dict(trainer),
             PLUGINS_DOCUMENT: self._plugin_locks(),
             CONFIG_DOCUMENT: self._resolved.as_dict(),
+            BASE_DOCUMENT: self._base(),
         }
         self.directory.remove_model()  # of an earlier end of this run; from now on it would be older than the newest checkpoint
-        checkpoint = self.checkpoints.save(self.step, write_state, documents)
+        checkpoint = self.checkpoints.save(self.step, write_state, documents, write_model=write_model)
         self._saved = checkpoint.step
         logger.info("checkpoint %s", checkpoint.path)
         self._bus.checkpoint_saved(CheckpointSaved(checkpoint.step, checkpoint.path))
@@ -101,6 +113,11 @@ class RunSession:
         if self._saved is not None:
             return self._saved
         return self.resumed_from.step if self.resumed_from else None
+
+    def _base(self) -> dict[str, Any]:
+        if self._fingerprint is None:
+            self._fingerprint = base_of(self._resolved.config.model)
+        return self._fingerprint
 
     def _plugin_locks(self) -> dict[str, dict[str, Any]]:
         return {kind: selected.lock() for kind, selected in self._resolved.plugins.items()}
@@ -154,9 +171,14 @@ def _open(
     store.remove_left_overs()
     checkpoint = store.latest() if resumes else None
     changed: list[str] = []
+    if resumes:
+        refuse_own_permission(resolved.origins, directory.config, config.model)
     if checkpoint is not None:
         checkpoint.verify()
-        changed = _compare(checkpoint, resolved)
+        try:
+            changed = _compare(checkpoint, resolved)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise checkpoint.damaged(f"its documents are not as they were written ({type(error).__name__}: {error})") from error
         logger.info("resuming from %s", checkpoint.path)
     context = FactoryContext(seed=config.run.seed)
     bus = ObserverBus()
@@ -165,6 +187,8 @@ def _open(
     for observer in observers:
         bus.register(observer)
     manifest = read_manifest(directory.manifest) if directory.manifest.exists() else None
+    if manifest is None and checkpoint is not None:
+        logger.warning("%s is missing or damaged; it is written anew, without the sessions before this one", directory.manifest)
     return RunSession(
         directory, store, stop, checkpoint, changed, resolved, bus, manifest, step=checkpoint.step if checkpoint else 0
     )
@@ -177,6 +201,7 @@ def _compare(checkpoint: Checkpoint, resolved: ResolvedConfig) -> list[str]:
     allowed = refuse_changed_plugins(before, after, allow_changed=resolved.config.checkpoint.allow_changed)
     config, present = checkpoint.document(CONFIG_DOCUMENT), resolved.as_dict()
     refuse_other_trainer(config, present)
+    refuse_other_base(config["model"], checkpoint.document(BASE_DOCUMENT), base_of(resolved.config.model))
     changes = [str(change) for change in changed_config(config, present)]
     for change in [*allowed, *changes]:
         logger.warning("differs from the checkpoint, so the run no longer equals an uninterrupted one: %s", change)

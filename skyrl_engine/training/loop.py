@@ -103,7 +103,7 @@ class Loop:
         self.session.evaluation_finished(EvaluationFinished(self.session.step, metrics, time.perf_counter() - started))
 
     def _save(self) -> None:
-        self.session.save_checkpoint(self.engine.save, self.source.state())
+        self.session.save_checkpoint(self.engine.save, self.engine.keep_model_files, self.source.state())
 
 
 def _is_due(step: int, every: int | None) -> bool:

@@ -15,7 +15,8 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @frozen
 class WorkerSpec:
-    """`plugins` are locks of the selected plugins by their place in the configuration; a rank loads the same plugins, or refuses.
+    """`plugins` are locks of the selected plugins by their place in the configuration; a rank loads the same plugins, or refuses. A
+    rank with the backend alone loads and exports, and runs no pass.
 
     `shown` are model scores that per-token outputs hold beside those that the losses read. `packed_rows` as in `RankEnvironment`.
     """

@@ -81,7 +81,8 @@ class Worker:
         self._spans = Spans()
         self._context = spec.context
         self._shown = spec.shown
-        self.use(spec.plugins)
+        if spec.plugins.keys() - {"backend"}:
+            self.use(spec.plugins)
         backend = SelectedPlugin.from_lock(spec.plugins["backend"])
         self._backend: Backend = backend.make(spec.context)
         environment = RankEnvironment(rank, spec.topology.world_size, device, spec.context.seed, spec.packed_rows)

@@ -183,6 +183,19 @@ every = 3
     assert list(made.observers) == [f"{tmp_path}/configs/watch.py:watch"]
 
 
+def test_what_lies_in_the_current_folder_becomes_absolute_and_plugins_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is resumed from elsewhere means the same files."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("models/small", "fsdp", "cross_entropy"):
+        Path(name).mkdir(parents=True)
+    made = structure(load(None, ["model.path=models/small", "data.train=owner/name", "loss.use=cross_entropy"])).config()
+    assert made.model.path == f"{tmp_path}/models/small"
+    assert made.data.train == "owner/name"
+    assert made.selected["loss"].use == "cross_entropy"
+
+
 def test_origins_are_completed_with_defaults() -> None:
     raw = load(None, ["optimizer.betas=[0.5, 0.6]", "loss.terms=[{use = 'kl', coef = 1}]", *NEEDED])
     table = plain(structure(raw).config())

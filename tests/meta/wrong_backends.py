@@ -315,6 +315,16 @@ def _forgets_moments(self: Any, original: Any, directory: Any) -> None:
 forgets_moments = Wrong(overriding(load=_forgets_moments))
 
 
+def _reads_any_pickle(self: Any, original: Any, directory: Any) -> None:
+    import torch
+
+    torch.load(directory / "random-0.pt", weights_only=False)
+    original(directory)
+
+
+runs_code_of_checkpoints = Wrong(overriding(load=_reads_any_pickle))
+
+
 def _renamed(self: Any, original: Any) -> Iterator[tuple[str, Any]]:
     for name, tensor in original():
         yield name.replace("self_attn", "attention"), tensor

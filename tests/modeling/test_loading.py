@@ -1,6 +1,7 @@
 """Models that cannot be trained are refused in words; those that can come in the right precision."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,39 @@ def refused(path: Path | str, match: str, **options: bool) -> ModelError:
 
 def test_a_directory_that_does_not_exist(tmp_path: Path) -> None:
     assert "model.path" in refused(tmp_path / "nowhere", "there is no model directory .*nowhere").remedy
+
+
+class Code:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.trace),)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_weights_that_are_a_pickle_of_code_are_refused_in_our_words(saved: Path) -> None:
+    """Torch's own message advises to read such a file with weights_only=False."""
+    (saved / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": torch.zeros(2), "code": Code(saved / "trace")}, saved / "pytorch_model.bin")
+    error = refused(saved, "more than tensors and plain values, which could run code")
+    assert not (saved / "trace").exists()
+    assert "weights_only" not in str(error)
+    assert "safetensors" in error.remedy
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_value_head_in_a_pickle_of_code_is_refused_in_our_words(saved: Path) -> None:
+    weights = LlamaForCausalLM(CONFIG).state_dict()
+    (saved / "model.safetensors").unlink()
+    torch.save(weights, saved / "pytorch_model.bin")
+    torch.save({"code": Code(saved / "trace")}, saved / "pytorch_model_further.bin")
+    with pytest.raises(ModelError, match=r"value head .* more than tensors and plain values") as caught:
+        load_scorer(ModelConfig(str(saved), value_head=True))
+    assert not (saved / "trace").exists()
+    assert "weights_only" not in str(caught.value)
 
 
 def test_a_directory_without_a_model(tmp_path: Path) -> None:

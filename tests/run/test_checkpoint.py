@@ -90,6 +90,38 @@ def test_a_pointer_that_leads_nowhere_falls_back_to_the_newest(tmp_path: Path, c
     assert "step-00000099" in caplog.text
 
 
+@pytest.mark.parametrize("garbage", [b"\xff\xfe\x00", b"", b"../../elsewhere\n", b"step-0000000"])
+def test_a_pointer_of_garbage_falls_back_to_the_newest(tmp_path: Path, garbage: bytes) -> None:
+    store = CheckpointStore(tmp_path, keep=None)
+    save(store, 3)
+    save(store, 7)
+    (tmp_path / "latest").write_bytes(garbage)
+    assert store.at(None).step == 7
+
+
+@pytest.mark.parametrize("version", ["[]", "{}", '{"engine": 2}', '{"engine": "new"}'])
+def test_a_version_of_garbage_is_damage(tmp_path: Path, version: str) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 3)
+    checkpoint = store.at(3)
+    (checkpoint.path / "version.json").write_text(version)
+    (checkpoint.path / "files.json").unlink()
+    (checkpoint.path / "files.json").write_text(json.dumps(list_files(checkpoint.path)))
+    with pytest.raises(CheckpointError, match=r"damaged: version\.json"):
+        checkpoint.verify()
+
+
+def test_a_rank_that_died_during_a_save_is_named_with_what_helps(tmp_path: Path) -> None:
+    """Free space does not."""
+
+    def died(_: Path) -> None:
+        raise WorkerError("rank 1 died during save: killed by SIGKILL", rank=1, remedy="Look at memory, then resume")
+
+    with pytest.raises(CheckpointError, match="rank 1 died during save") as caught:
+        CheckpointStore(tmp_path).save(3, died, {})
+    assert caught.value.remedy == "Look at memory, then resume"
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
@@ -99,6 +131,10 @@ def test_a_pointer_that_leads_nowhere_falls_back_to_the_newest(tmp_path: Path, c
         (lambda path: (path / "trainer.json").write_text("{}"), "trainer.json has"),
         (lambda path: (path / "files.json").unlink(), "files.json cannot be read"),
         (lambda path: (path / "files.json").write_text("[1]"), "files.json cannot be read"),
+        (lambda path: (path / "files.json").write_bytes(b"\xff\x00garbage"), "files.json cannot be read"),
+        (lambda path: (path / "files.json").write_text('{"trainer.json": 1}'), "state/shard/rank0.bin is not one of its files"),
+        (lambda path: (path / "files.json").write_text("{}"), "state/shard/rank0.bin is not one of its files"),
+        (lambda path: (path / "state/more.bin").touch(), "state/more.bin is not one of its files"),
     ],
 )
 def test_damage_is_named_together_with_a_way_out(tmp_path: Path, damage: Callable[[Path], object], named: str) -> None:

@@ -80,8 +80,13 @@ def test_an_extra_fact_that_is_no_json_is_refused_and_the_file_stays(tmp_path: P
     assert read_manifest(path)["extra"] == {}
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 99}', "{"])
-def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "run.json").write_text(text)
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"format": 1}', b'{"format": 1, "sess', b"\xff\x00"])
+def test_a_damaged_manifest_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "run.json").write_bytes(content)
+    assert read_manifest(tmp_path / "run.json") is None
+
+
+def test_a_manifest_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"format": 99}')
     with pytest.raises(EngineError, match=r"run\.json"):
         read_manifest(tmp_path / "run.json")

@@ -115,6 +115,34 @@ def test_a_signal_ends_the_run_after_its_step_and_a_resume_goes_on_from_there(co
     assert_same_run(resumed.directory, reference)
 
 
+@pytest.mark.parametrize("content", [b"", b'{"format": 1, "plug', b"\xff\x00"])
+def test_a_damaged_manifest_does_not_keep_a_run_from_going_on(
+    configure: Configure, reference: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    resolved = configure(**SETTINGS)
+    with pytest.raises(PluginBrokenError):
+        run_sft(resolved, observers=[Interruption(5, fail)])
+    manifest = Path(resolved.config.run.directory or "") / "run.json"
+    manifest.write_bytes(content)
+    result = run_sft(resolved, resume=True)
+    assert_same_run(result.directory, reference)
+    assert "run.json is missing or damaged" in caplog.text
+    assert [session["start_step"] for session in sessions(result.directory)] == [3]
+
+
+def test_the_record_of_a_checkpoint_that_a_kill_prevented_is_made_good(configure: Configure) -> None:
+    """A kill between publishing step 3 and recording it leaves the checkpoint and not the record."""
+    resolved = configure(**SETTINGS)
+    with pytest.raises(PluginBrokenError):
+        run_sft(resolved, observers=[Interruption(4, fail)])
+    metrics = Path(resolved.config.run.directory or "") / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if json.loads(line)["kind"] != "checkpoint"))
+    run_sft(resolved, resume=True)
+    recorded = [record["step"] for record in read_metrics(metrics) if record["kind"] == "checkpoint"]
+    assert recorded == [3, 6, 9, 10]
+
+
 def test_resuming_a_finished_run_changes_nothing(configure: Configure, reference: Path) -> None:
     before = {path: path.read_bytes() for path in (reference / "checkpoints").rglob("*") if path.is_file()}
     curve_before = curve(reference)

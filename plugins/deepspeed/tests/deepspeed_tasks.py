@@ -156,6 +156,17 @@ def load_in_training(directory: str, stage: int, checkpoint: Path) -> None:
         backend.close()
 
 
+def load_and_train(directory: str, stage: int, checkpoint: Path, *, steps: int, drawn: int = 0) -> Arrays:
+    """Weights after so many steps from a checkpoint; `drawn` random numbers were drawn before."""
+    backend = start(directory, stage, OPTIMIZER)
+    torch.rand(drawn)
+    backend.load(checkpoint)
+    train(backend, steps)
+    weights = arrays(backend.weights())
+    backend.close()
+    return weights
+
+
 def precision(directory: str, stage: int) -> tuple[Arrays, Arrays]:
     """Weights in bfloat16 training before and after a step that is smaller than bfloat16 can tell."""
     backend = start(directory, stage, AdamWSettings(learning_rate=1e-6), dtype="bfloat16")

@@ -1,11 +1,13 @@
 """`./` and `../` in a configuration are relative to where they were written: the file's folder, or the current one on a command line.
 
 The schema says which texts name places: fields of type `Path`, and fields marked with `PLACE`. They become absolute, so that a
-configuration that is written out and read elsewhere still means the same files. Everything else keeps its text.
+configuration that is written out and read elsewhere still means the same files. So does the name of something that lies in the current
+folder, such as `models/small`, where a place is expected. Everything else keeps its text.
 """
 
 import typing
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,23 @@ from skyrl_engine.config.reading.origins import KeyPath, Origin, nearest
 from skyrl_engine.config.schema import PLACE
 
 
-def absolute_place(text: Any, folder: Path | None) -> Any:
-    """Return a text that starts with `./` or `../` as an absolute path (a plugin reference keeps its `:name`), any other unchanged."""
-    if folder is None or not isinstance(text, str) or not text.startswith(("./", "../")):
+def absolute_place(text: Any, folder: Path | None, *, reference: bool = False) -> Any:
+    """Return a text that starts with `./` or `../`, or names what lies in the current folder or at home, as an absolute path.
+
+    A plugin's `reference` keeps its `:name`, and is a path only where it starts so. Any other text stays as it is.
+    """
+    if not isinstance(text, str):
         return text
-    return str(folder.absolute() / text)
+    if text.startswith(("./", "../")):
+        return text if folder is None else str(folder.absolute() / text)
+    if reference or not text:
+        return text
+    try:
+        place = Path(text).expanduser()
+        return str(place.absolute()) if place.exists() else text
+    except (OSError, ValueError, RuntimeError):
+        # too long for a path, a zero byte in it, no home
+        return text
 
 
 def with_absolute_places(schema: type[Any], table: Any, path: KeyPath, origins: Mapping[str, Origin]) -> Any:
@@ -34,9 +48,8 @@ def with_absolute_places(schema: type[Any], table: Any, path: KeyPath, origins: 
         nested = next((kind for kind in kinds if attrs.has(kind)), None)
         if attribute is not None and (attribute.metadata.get(PLACE) or Path in kinds):
             folder = nearest(origins, (*path, key)).folder
-            placed[key] = (
-                [absolute_place(item, folder) for item in value] if isinstance(value, list) else absolute_place(value, folder)
-            )
+            place = partial(absolute_place, folder=folder, reference=attribute.metadata.get(PLACE) == "reference")
+            placed[key] = [place(item) for item in value] if isinstance(value, list) else place(value)
         elif nested is not None:
             placed[key] = _nested(nested, value, (*path, key), origins)
         else:

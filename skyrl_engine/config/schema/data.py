@@ -14,10 +14,10 @@ DataFormat = Literal["auto", "tokens", "rollouts", "messages", "prompt_completio
 class DataConfig:
     """The data to train on and to evaluate on."""
 
-    train: str = field(validator=min_len(1), metadata={PLACE: True})
+    train: str = field(validator=min_len(1), metadata={PLACE: "path"})
     """Training data: a file (JSON, JSONL, Parquet, Arrow), a folder of such files, or a hub id."""
 
-    eval: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
+    eval: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
     """Held-out data, given like `train`; none: see `eval_fraction`."""
 
     subset: str | None = field(default=None, validator=optional(min_len(1)))
@@ -59,5 +59,5 @@ class DataConfig:
     max_samples: int | None = field(default=None, validator=optional(ge(1)))
     """Number of rows to read from the start of `train`, and of `eval`; none: all."""
 
-    cache: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
+    cache: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
     """Folder of the token cache; none: the user's cache folder."""

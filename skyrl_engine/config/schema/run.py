@@ -12,7 +12,7 @@ from skyrl_engine.contracts.values.model import PLACE
 class RunConfig:
     """The folder that a run writes, and the ranks that it runs on."""
 
-    directory: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
+    directory: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
     """Folder that holds everything the run writes; none: a new folder under `runs/`."""
 
     seed: int = field(default=0, validator=[ge(0), lt(2**63)])
@@ -30,5 +30,7 @@ class RunConfig:
     ray_address: str | None = field(default=None, validator=optional(min_len(1)))
     """Address of a running Ray cluster; none: start one on this machine."""
 
-    observers: tuple[str, ...] = field(default=("metrics_jsonl",), validator=deep_iterable(min_len(1)), metadata={PLACE: True})
+    observers: tuple[str, ...] = field(
+        default=("metrics_jsonl",), validator=deep_iterable(min_len(1)), metadata={PLACE: "reference"}
+    )
     """References of the observer plugins; the options of one stand in the table `[observers.NAME]`."""

@@ -14,7 +14,7 @@ from skyrl_engine.contracts.values.model import PLACE
 class PluginTable:
     """A table that selects a plugin by `use`; every other key is an option of that plugin."""
 
-    use: str = field(validator=min_len(1), metadata={PLACE: True})
+    use: str = field(validator=min_len(1), metadata={PLACE: "reference"})
     """The plugin: `name`, `distribution:name`, or `./file.py:name`."""
 
     options: Mapping[str, Any] = Factory(dict)

@@ -6,7 +6,10 @@ from attrs import field, frozen
 from attrs.validators import ge, in_, lt, min_len, optional
 
 PLACE = "skyrl_engine.place"
-"""Key of a field's metadata: its text may name a place, so `./` and `../` in it are relative to the file that says so."""
+"""Key of a field's metadata: its text may name a place, so `./` and `../` in it are relative to the file that says so.
+
+Its value says how the text is read: `path` (a path, or a name elsewhere), or `reference` (a plugin's name, or a path that starts with `./`).
+"""
 
 ComputeDtype = Literal["float64", "float32", "bfloat16"]
 
@@ -30,7 +33,7 @@ class LoraConfig:
     dropout: float = field(default=0.0, validator=[ge(0.0), lt(1.0)])
     """Dropout probability of the inputs of an adapter during training."""
 
-    path: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
+    path: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
     """A directory or hub id of adapters to start from, which bring their own rank, alpha and targets; none: new adapters."""
 
 
@@ -41,10 +44,10 @@ class ModelConfig:
     With `lora`, adapters and a value head are trained; all other weights are frozen, and checkpoints and exports leave them out.
     """
 
-    path: str = field(validator=min_len(1), metadata={PLACE: True})
+    path: str = field(validator=min_len(1), metadata={PLACE: "path"})
     """A local Hugging Face directory or a hub id."""
 
-    tokenizer: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
+    tokenizer: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
     """A local directory or hub id of the tokenizer; none: the model's own."""
 
     revision: str | None = field(default=None, validator=optional(min_len(1)))
@@ -69,8 +72,18 @@ class ModelConfig:
     value_head: bool = False
     """Add a value head beside the language-model head: it gives every token a value, which losses of critics read."""
 
-    chat_template: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: True})
+    chat_template: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
     """File with a Jinja chat template; none: the tokenizer's own."""
 
     lora: LoraConfig | None = None
     """Train low-rank adapters: the table `[model.lora]`. None: all weights."""
+
+
+@frozen
+class EmptyModelConfig(ModelConfig):
+    """A model to be made from its configuration alone, with any weights, which `Backend.load` then replaces by a checkpoint's.
+
+    `configuration` is a directory with config.json; `path` is what the model is called, and need not be there.
+    """
+
+    configuration: str = field(kw_only=True, validator=min_len(1))

@@ -1,6 +1,11 @@
 """Promises of a backend about its state: weights and gradients by Hugging Face names, checkpoints, exports."""
 
+import io
+import os
+import pickle
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +13,7 @@ import numpy as np
 
 from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.loading import quiet_progress
-from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks
+from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks, RankFailed
 from skyrl_engine.testing.backends.score_promises import SCORES
 from skyrl_engine.testing.backends.step_promises import SPEC, require_nothing_left
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, right_loss
@@ -123,6 +128,52 @@ def _require_equal(got: Arrays, due: Arrays, when: str, remedy: str) -> None:
             raise Broken(f"{name} is another {when} than without a break, by {apart:.1e}", remedy)
 
 
+@backend_promise("Loading runs no code of a checkpoint: a file that is a pickle of code is refused in words", layouts="one rank")
+def no_code_in_checkpoints(subject: BackendSubject, case: BackendCase) -> None:
+    with tempfile.TemporaryDirectory(prefix="skyrl-engine-hostile-") as name, subject.opened(case, optimizer=SPEC) as ranks:
+        saved, hostile, trace = (Path(name, each) for each in ("saved", "hostile", "code-has-run"))
+        _train(ranks, case, 1)
+        saved.mkdir()
+        ranks.save(saved)
+        for file in sorted(each.relative_to(saved) for each in saved.rglob("*") if each.is_file()):
+            for content in _hostile_files(trace):
+                shutil.rmtree(hostile, ignore_errors=True)
+                shutil.copytree(saved, hostile)
+                (hostile / file).write_bytes(content)
+                remedy = "Read checkpoints as JSON, safetensors, or by torch.load with weights_only=True, and raise CheckpointError"
+                untyped: RankFailed | None = None
+                try:
+                    ranks.load(hostile)
+                except EngineError:
+                    pass
+                except RankFailed as error:
+                    untyped = error
+                if trace.exists():
+                    raise Broken(f"load runs the code that {file} holds", remedy)
+                if untyped is not None:
+                    raise Broken(f"{file} as a pickle of code: {untyped.cause}", remedy) from untyped
+
+
+class _Code:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._trace),)
+
+
+def _hostile_files(trace: Path) -> Iterator[bytes]:
+    """Yield a plain pickle that runs code, and one as torch writes it, among values that belong into a checkpoint."""
+    import torch
+
+    yield pickle.dumps(_Code(trace))
+    file = io.BytesIO()
+    torch.save({"weight": torch.zeros(2), "code": _Code(trace)}, file)
+    yield file.getvalue()
+
+
 @backend_promise("What is exported loads in transformers and scores as the backend does, after steps too")
 def export(subject: BackendSubject, case: BackendCase) -> None:
     with tempfile.TemporaryDirectory(prefix="skyrl-engine-export-") as name:
@@ -168,4 +219,10 @@ def _exported_scores(directory: Path) -> Any:
         ) from error
 
 
-STATE_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (names, every_rank, save_and_load, export)
+STATE_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
+    names,
+    every_rank,
+    save_and_load,
+    no_code_in_checkpoints,
+    export,
+)

@@ -100,10 +100,11 @@ class BackendCase:
         return f"{self.sizes}, {self.model}"
 
 
-Kind = Literal["every", "one data-parallel rank", "several data-parallel ranks", "several ranks"]
+Kind = Literal["every", "one rank", "one data-parallel rank", "several data-parallel ranks", "several ranks"]
 
 CHOSEN: Mapping[Kind, Callable[[ParallelSizes], bool]] = {
     "every": lambda _: True,
+    "one rank": lambda sizes: sizes.ranks == 1,
     "one data-parallel rank": lambda sizes: sizes.topology.dp == 1,
     "several data-parallel ranks": lambda sizes: sizes.topology.dp > 1,
     "several ranks": lambda sizes: sizes.ranks > 1,

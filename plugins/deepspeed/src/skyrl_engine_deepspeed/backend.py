@@ -53,7 +53,7 @@ class DeepSpeedBackend:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._settings = optimizer
-        self._dtype = model.dtype
+        self._dtype, self._seed = model.dtype, environment.seed
         self._in_bfloat16: Scorer | None = None
         self._loaded = load(model, optimizer, self._config, self._device, environment.seed)
         if environment.packed_rows:
@@ -110,14 +110,17 @@ class DeepSpeedBackend:
         self._state().save(directory, self._steps_done)
 
     def load(self, directory: Path) -> None:
-        """Restore exactly what `save` wrote on the same number of ranks. Raises CheckpointError."""
+        """Restore what `save` wrote on any number of ranks; random states only on the same number. Raises CheckpointError."""
         self._steps_done = self._state().load(directory)
         self._in_bfloat16 = None
         if self._gradients is not None:
             self._gradients.clear()
 
     def export(self, directory: Path) -> None:
-        """Write float32 weights and configuration for `transformers`, or adapters for `peft`; rank 0 writes. Raises ModelError."""
+        """Write weights, rounded to the precision that the run computes in, and configuration for `transformers`, or adapters for `peft`.
+
+        Rank 0 writes. Raises ModelError.
+        """
         writes = self.coords.rank == 0
         model = self._loaded.model
         # by the tensor's id: a parameter that several names share is gathered once
@@ -129,7 +132,7 @@ class DeepSpeedBackend:
                 whole[id(tensor)] = value if writes else torch.empty(0)
             weights[name] = whole[id(tensor)]
         if writes:
-            write_pretrained(model, directory, weights)
+            write_pretrained(model, directory, weights, precision=self._dtype)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full weights by name, one at a time, on the CPU; a tied weight appears once, under its first name."""
@@ -193,4 +196,4 @@ class DeepSpeedBackend:
     def _state(self) -> ZeroState:
         persistent = self._loaded.model.state_dict(keep_vars=True)
         buffers = {name: tensor for name, tensor in self._loaded.model.named_buffers() if name in persistent}
-        return ZeroState(self._loaded.engine, self._loaded.parameters, buffers, self._device)
+        return ZeroState(self._loaded.engine, self._loaded.parameters, buffers, self._device, self.coords, self._seed)

@@ -1,10 +1,11 @@
 """Exact training state: every rank writes, by name, the parts of parameters that its optimizer owns.
 
-Weights can be read under any ZeRO stage on any number of ranks; training continues on the same number of ranks only.
+Any ZeRO stage on any number of ranks can read it. Resuming is exact, random states included, on the number of ranks that wrote it.
+No file is read in a way that could run code.
 """
 
+import logging
 import os
-import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,30 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from skyrl_engine import CheckpointError
+from skyrl_engine.contracts import RankCoords
 from skyrl_engine.modeling import random_states
+from skyrl_engine.modeling.unpickling import UNREADABLE, failure, load_pickled
 from skyrl_engine_deepspeed.fragments import adopt_weights, flats, fragments, moments
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+logger = logging.getLogger(__name__)
 
 
 @frozen(eq=False)
 class ZeroState:
     """The state that a checkpoint holds: weights, buffers, AdamW's moments and random states.
 
-    `engine` is None for a backend that scores with whole weights; an engine without an optimizer scores with divided weights.
+    `engine` is None for a backend that scores with whole weights; an engine without an optimizer scores with divided weights. `coords` and
+    `seed` are this run's.
     """
 
     engine: Any | None
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, Tensor]
     device: torch.device
+    coords: RankCoords
+    seed: int
 
     def save(self, directory: Path, steps_done: int) -> None:
         """Write this rank's part into `directory`. Raises CheckpointError."""
@@ -51,15 +59,16 @@ class ZeroState:
                 os.fsync(file.fileno())
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
-                f"rank {rank} cannot write its part of the checkpoint to {directory}: {_reason(error)}",
+                f"rank {rank} cannot write its part of the checkpoint to {directory}: {failure(error)}",
                 remedy="Make room there or choose another run.directory; the previous checkpoint is whole",
             ) from error
 
     def load(self, directory: Path) -> int:
         """Restore weights, moments and random states in place and return the number of optimizer steps taken.
 
-        A backend that only scores restores the weights alone, whatever number of ranks wrote them. Raises CheckpointError on all ranks
-        if one rank fails.
+        Any number of ranks may have written them. Random states belong to ranks: if another number wrote the checkpoint, they are seeded
+        anew from the run's seed, the step and the rank. A backend that only scores restores the weights alone. Raises CheckpointError on all
+        ranks if one rank fails.
         """
         steps_done, problem = 0, None
         try:
@@ -83,19 +92,26 @@ class ZeroState:
             with torch.no_grad():
                 self._fill(saved)
             if self._learns:
-                if saved.world_size != dist.get_world_size():
-                    raise CheckpointError(
-                        f"the checkpoint in {directory} is of {saved.world_size} ranks, this run has {dist.get_world_size()} "
-                        "and cannot continue it exactly",
-                        remedy=f"Set run.ranks = {saved.world_size}",
-                    )
-                random_states.restore(saved.states[rank]["random"], self.device)
-        except (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError) as error:
+                self._continue_random_states(directory, rank, saved)
+            return int(saved.states[0]["steps_done"])
+        except UNREADABLE as error:
             raise CheckpointError(
-                f"rank {rank} cannot read the checkpoint in {directory}: {_reason(error)}",
+                f"rank {rank} cannot read the checkpoint in {directory}: {failure(error)}",
                 remedy="Resume from an older checkpoint of the run",
             ) from error
-        return int(saved.states[0]["steps_done"])
+
+    def _continue_random_states(self, directory: Path, rank: int, saved: "_Saved") -> None:
+        if saved.world_size == dist.get_world_size():
+            random_states.restore(saved.states[rank]["random"], self.device)
+            return
+        if rank == 0:
+            logger.warning(
+                "the checkpoint in %s is of %d ranks, this run has %d: weights and optimizer state go on, random states (dropout) start anew",
+                directory,
+                saved.world_size,
+                dist.get_world_size(),
+            )
+        random_states.start_anew(self.seed, int(saved.states[0]["steps_done"]), self.coords)
 
     @property
     def _learns(self) -> bool:
@@ -208,9 +224,4 @@ def _file(directory: Path, rank: int) -> Path:
 
 
 def _read(directory: Path, rank: int) -> dict[str, Any]:
-    return torch.load(_file(directory, rank), map_location="cpu", mmap=True, weights_only=True)  # type: ignore[no-any-return] # what `save` wrote
-
-
-def _reason(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__).rstrip(".")
+    return load_pickled(_file(directory, rank))  # type: ignore[no-any-return] # what `save` wrote

@@ -75,7 +75,7 @@ class FsdpBackend:
             random_states.reseed(environment.seed + self.coords.dp)
         self._topology, self._seed = topology, environment.seed
         self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
-        self._settings = optimizer
+        self._settings, self._precision = optimizer, model.dtype
         self._optimizer = build_adamw(self._parameters().values(), optimizer) if optimizer is not None else None
         self._steps_done = 0
 
@@ -130,7 +130,7 @@ class FsdpBackend:
         self._steps_done = self._state().load(directory)
 
     def export(self, directory: Path) -> None:
-        """Write weights (in the precision they are kept in, float32 or float64) and configuration for `transformers`, on rank 0.
+        """Write weights, rounded to the precision that the run computes in, and configuration for `transformers`, on rank 0.
 
         A model with adapters is written as its adapters alone, for `peft`. Raises ModelError.
         """
@@ -145,7 +145,7 @@ class FsdpBackend:
             if writes:
                 weights[name] = weights[first] if whole is None else whole
         if writes:
-            write_pretrained(self._model, directory, weights)
+            write_pretrained(self._model, directory, weights, precision=self._precision)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full weights by name, one at a time, on the CPU; a tied weight appears once, under its first name."""

@@ -1,25 +1,26 @@
 """Training state through torch.distributed.checkpoint: every rank writes its shards, and its random states in a file of their own.
 
-Any layout of ranks can read it. Resuming is exact, random states included, on the layout that wrote it.
+Any layout of ranks can read it. Resuming is exact, random states included, on the layout that wrote it. No file is read in a way that could
+run code.
 """
 
 import logging
 import os
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
-from torch.distributed.checkpoint import api, filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import api, state_dict_loader, state_dict_saver
 
 from skyrl_engine import CheckpointError
 from skyrl_engine.contracts import Topology
 from skyrl_engine.modeling import random_states
+from skyrl_engine.modeling.unpickling import UNREADABLE, failure, load_pickled
+from skyrl_engine_fsdp.pieces import PiecesReader, PiecesWriter
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class ShardedTrainingState:
         rank = dist.get_rank()
         facts = {"steps_done": torch.tensor(steps_done), "layout": self._layout()}
         try:
-            state_dict_saver.save({**self._weights(), **self._moments(), **facts}, checkpoint_id=directory)
+            state_dict_saver.save({**self._weights(), **self._moments(), **facts}, storage_writer=PiecesWriter(directory))
             with _random_file(directory, rank).open("wb") as file:
                 torch.save(random_states.capture(self.device), file)
                 file.flush()
@@ -75,15 +76,15 @@ class ShardedTrainingState:
         """
         rank = dist.get_rank()
         try:
-            saved = filesystem.FileSystemReader(directory).read_metadata().state_dict_metadata
+            saved = PiecesReader(directory).read_metadata().state_dict_metadata
             self._prepare_moments(set(saved))
             facts = {"steps_done": torch.tensor(0), "layout": torch.zeros_like(self._layout())}
             wanted = {**self._weights(), **self._moments(), **facts}
             _refuse_differences(directory, set(wanted), set(saved), moments=self.optimizer is not None)
-            state_dict_loader.load(wanted, checkpoint_id=directory)
+            state_dict_loader.load(wanted, storage_reader=PiecesReader(directory))
             if self.optimizer is not None:
                 self._continue_random_states(directory, rank, facts["layout"], int(facts["steps_done"]))
-        except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError, api.CheckpointException) as error:
+        except (*UNREADABLE, api.CheckpointException) as error:
             raise CheckpointError(
                 f"rank {rank} cannot read the checkpoint in {directory}: {_reason(error)}",
                 remedy="Resume from an older checkpoint of the run",
@@ -96,7 +97,7 @@ class ShardedTrainingState:
 
     def _continue_random_states(self, directory: Path, rank: int, layout: Tensor, steps_done: int) -> None:
         if torch.equal(layout, self._layout()):
-            random_states.restore(torch.load(_random_file(directory, rank), weights_only=True), self.device)
+            random_states.restore(load_pickled(_random_file(directory, rank)), self.device)
             return
         if rank == 0:
             logger.warning(
@@ -106,8 +107,7 @@ class ShardedTrainingState:
                 *layout.tolist(),
                 *self._layout().tolist(),
             )
-        entropy = [self.seed % 2**64, steps_done, self.topology.coords(rank).dp]
-        random_states.reseed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] % 2**63))
+        random_states.start_anew(self.seed, steps_done, self.topology.coords(rank))
 
     def _prepare_moments(self, saved: set[str]) -> None:
         """Make AdamW's state of zeros for every parameter that has one in the checkpoint, so that loading can fill it."""
@@ -141,5 +141,4 @@ def _reason(error: BaseException) -> str:
     """Return the first underlying cause in a few words; torch's exception wraps the causes of all ranks, with their tracebacks."""
     if isinstance(error, api.CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__).rstrip(".")
+    return failure(error)

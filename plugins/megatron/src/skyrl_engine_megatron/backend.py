@@ -65,7 +65,7 @@ class MegatronBackend:
         self._device = torch.device(environment.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        self._settings = optimizer
+        self._settings, self._precision = optimizer, model.dtype
         self._steps_done = 0
         self._source = read(model, self._config)
         groups.take(topology, self._config.virtual_pipeline)
@@ -195,11 +195,14 @@ class MegatronBackend:
         self._steps_done = checkpoint.load(self._state, directory, self.coords)
 
     def export(self, directory: Path) -> None:
-        """Write weights (in the precision they are kept in) and configuration for `transformers`, on rank 0. Raises ModelError."""
+        """Write weights, rounded to the precision that the run computes in, and configuration for `transformers`, on rank 0.
+
+        Raises ModelError.
+        """
         weights = {name: tensor for name, tensor in self.weights() if self._source.model is not None}
         if self._source.model is None:
             return
-        write_pretrained(self._source.model, directory, weights)
+        write_pretrained(self._source.model, directory, weights, precision=self._precision)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full weights by Hugging Face name, one at a time, on the CPU; a tied weight appears once, under its first name."""

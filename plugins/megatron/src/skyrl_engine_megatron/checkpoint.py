@@ -1,7 +1,8 @@
 """Training state as whole tensors under Hugging Face's names, one file per part of the model, so that any layout of ranks can continue it.
 
 The first rank of each pipeline stage writes the parts of its stage one by one, and so never holds more than one. No random states are saved,
-because nothing draws from them: the models that are built have no dropout, and losses have generators of their own.
+because nothing draws from them: the models that are built have no dropout, and losses have generators of their own. The files are JSON and
+safetensors, which hold no code.
 """
 
 import json
@@ -85,7 +86,7 @@ def load(state: ShardedState, directory: Path, coords: RankCoords) -> int:
             if held:
                 with safe_open(_file(directory, part), framework="pt") as file:
                     _restore(state, held, file, steps_done)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(
             f"rank {coords.rank} cannot read the checkpoint in {directory}: {str(error).rstrip('.')}",
             remedy="Resume from an older checkpoint of the run",

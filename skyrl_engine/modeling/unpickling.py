@@ -1,0 +1,52 @@
+"""Read files that torch pickled without running code that they may hold, and say in our own words why one is refused.
+
+torch's own message advises to switch this protection off.
+"""
+
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+UNREADABLE: Final = (
+    OSError,
+    RuntimeError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    AssertionError,
+    pickle.UnpicklingError,
+)
+"""Exceptions that are raised for a file that is missing, damaged or made to do harm."""
+
+
+def load_pickled(path: Path) -> Any:
+    """Return the tensors and plain values in a file of torch.save, on the CPU and mapped into memory. Raises one of `UNREADABLE`."""
+    with warnings.catch_warnings():
+        # about pickles that torch.save does not write: they are refused, or hold nothing but plain values
+        warnings.filterwarnings("ignore", "Detected pickle protocol")
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def failure(error: BaseException) -> str:
+    """Return why a file cannot be read, in one clause: the first line of the error, or our own words where its content is refused."""
+    if is_refused(error):
+        return "it is damaged, or holds more than tensors and plain values, which could run code while it is read"
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).strip().rstrip(".")
+
+
+def is_refused(error: BaseException) -> bool:
+    """Return True if this error, or one behind it, is the refusal to unpickle a file's content."""
+    seen: set[int] = set()
+    behind: BaseException | None = error
+    while behind is not None and id(behind) not in seen:
+        if isinstance(behind, pickle.UnpicklingError):
+            return True
+        seen.add(id(behind))
+        behind = behind.__cause__ or behind.__context__
+    return False
