@@ -212,6 +212,7 @@ def show_preview(seen: "Preview") -> None:
             "dropped": f"{counts.dropped_overlong:,} over-long, {counts.dropped_without_loss:,} without a token that carries loss"
             + (f", {counts.dropped_bad_images:,} with bad images" if counts.dropped_bad_images else ""),
             "truncated": f"{counts.truncated:,}",
+            **({"left out": f"{counts.excluded_turns:,} assistant turns, by their own weight"} if counts.excluded_turns else {}),
             "tokens": f"{counts.tokens:,}, of which {counts.loss_tokens:,} carry loss ({counts.loss_tokens / max(counts.tokens, 1):.1%})",
             "length": f"{seen.shortest} to {seen.longest} tokens, median {seen.median:g}",
             "padding": f"{seen.padding_share:.1%} in batches of {seen.batch_size}, {seen.padding_share_sorted:.1%} if sorted by length",

@@ -40,6 +40,7 @@ class DataCounts:
     `dropped_overlong` were longer than max_length, or lost every loss-carrying token when cut; `dropped_without_loss` had none from the start;
     `dropped_bad_images` had an image that cannot be used. `truncated` were cut and kept. `tokens` and `loss_tokens` are those of the kept
     samples, as are `boundary_tokens` (tokens across the start of a response), `images`, and `image_tokens`, which `tokens` counts too.
+    `excluded_turns` are assistant turns of all rows whose own `weight` or `train` says that they carry no loss.
     `from_cache` says that nothing had to be tokenized.
     """
 
@@ -54,6 +55,7 @@ class DataCounts:
     boundary_tokens: int = 0
     images: int = 0
     image_tokens: int = 0
+    excluded_turns: int = 0
     from_cache: bool = False
 
     @property

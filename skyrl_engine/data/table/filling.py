@@ -52,6 +52,8 @@ class TableFilling:
             kind = kind or detect(self.data.format, batch[0])
             ids = ids or IdReader(batch[0])
             for row, example, whole in self._samples(batch, kind, encode, images):
+                if isinstance(example, Conversation):
+                    counts["excluded_turns"] += example.excluded
                 sample = _fitted(self.data, whole, counts)
                 if sample is not None:
                     if any(not image.written for image in sample.images):

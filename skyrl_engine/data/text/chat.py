@@ -35,20 +35,15 @@ class ChatTemplate:
     _marks_generation: dict[bool, bool] = field(factory=dict, init=False)
 
     def render(self, chat: Conversation, *, name: str, all_turns: bool) -> RenderedChat:
-        """Render the conversation with the loss spans of its last assistant turn, or of all from `chat.first_reply` on; `name` is for errors.
+        """Render the conversation with the loss spans of its last assistant turn, or of all from `chat.first_reply` on, except where a
+        message itself says otherwise; `name` is for errors.
 
         Raises DataError naming the sample where the template refuses it or where a turn cannot be found in what the template wrote.
         """
         full = self._whole(chat, name)
-        replies = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant" and i >= chat.first_reply]
-        wanted = replies if all_turns else replies[-1:]
-        if self._has_generation_tags(chat):
-            spans = self._marked_spans(chat, full, name, wanted)
-        else:
-            turns = _Turns(self, chat, full, name)
-            spans = []
-            for index in wanted:
-                spans.append(turns.span(index, after=spans[-1][1] if spans else 0))
+        wanted = chat.turns(all_turns=all_turns)
+        find = self._marked_spans if wanted and self._has_generation_tags(chat) else self._turn_spans
+        spans = find(chat, full, name, wanted)
         return RenderedChat(full, tuple(self._closed(full, start, end) for start, end in spans))
 
     def write(self, chat: Conversation, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
@@ -90,6 +85,13 @@ class ChatTemplate:
             self._marks_generation[with_tools] = bool(_GENERATION_TAG.search(template))
         return self._marks_generation[with_tools]
 
+    def _turn_spans(self, chat: Conversation, full: str, name: str, wanted: Sequence[int]) -> list[tuple[int, int]]:
+        turns = _Turns(self, chat, full, name)
+        spans: list[tuple[int, int]] = []
+        for index in wanted:
+            spans.append(turns.span(index, after=spans[-1][1] if spans else 0))
+        return spans
+
     def _marked_spans(self, chat: Conversation, full: str, name: str, wanted: Sequence[int]) -> list[tuple[int, int]]:
         """Return the spans of the template's `{% generation %}` blocks, of the wanted turns."""
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -106,8 +108,15 @@ class ChatTemplate:
                 "the installed transformers renders chat templates in two different ways",
                 remedy="Install another version of transformers, or remove the generation tags from the chat template",
             )
-        # a turn may have several blocks; those of the last turn lie behind everything rendered before it
         first = wanted[0]
+        if any(message["role"] == "assistant" and i not in wanted for i, message in enumerate(chat.messages[first:], start=first)):
+            # a turn between or behind them carries no loss: the blocks of the others lie where their turns do
+            turns = self._turn_spans(chat, full, name, wanted)
+            within = [(max(start, a), min(end, b)) for a, b in turns for start, end in marks[0] if start < b and end > a]
+            if not within:
+                raise _not_found(name, first, "the template's generation tags enclose nothing of it")
+            return within
+        # a turn may have several blocks; those of the last turn lie behind everything rendered before it
         before = self.attempt(chat, chat.messages[:first], generation_prompt=True) if first else ""
         floor = _common_prefix(before, full) if before is not None else 0
         spans = [(start, end) for start, end in marks[0] if end > max(start, floor)]

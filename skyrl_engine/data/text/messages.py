@@ -9,6 +9,7 @@ from attrs import Factory, frozen
 
 from skyrl_engine.data.images.files import StoredImage, stored_image
 from skyrl_engine.data.sources.rows import Row, kind_of, listed
+from skyrl_engine.data.text.turn_weights import in_prompt, taken_weight
 from skyrl_engine.errors import DataError, ImageError
 
 Message = dict[str, Any]
@@ -23,12 +24,15 @@ _ROLES = {
 }
 _IMAGE_KEYS = ("image", "image_url", "bytes", "url", "path")
 """Where an image part may hold its image."""
+_CARRIES = "skyrl_engine.carries"
+"""Key under which a message keeps what it says about its loss, until its conversation is made."""
 
 
 @frozen
 class Conversation:
     """Chat messages for the model's template. Loss may fall on assistant messages from position `first_reply` on.
 
+    `carries` holds, by position, what messages themselves say about their loss: it counts before `data.loss_on`.
     `images` are those of the messages' image parts, in their order, not yet read.
     """
 
@@ -37,6 +41,18 @@ class Conversation:
     template_options: Mapping[str, Any] = Factory(dict)
     first_reply: int = 0
     images: tuple[StoredImage, ...] = ()
+    carries: Mapping[int, bool] = Factory(dict)
+
+    def turns(self, *, all_turns: bool) -> list[int]:
+        """Return the positions of the assistant messages that carry loss: the last or all, except where a message says otherwise."""
+        replies = [i for i, message in enumerate(self.messages) if message["role"] == "assistant" and i >= self.first_reply]
+        chosen = set(replies if all_turns else replies[-1:])
+        return [i for i in replies if self.carries.get(i, i in chosen)]
+
+    @property
+    def excluded(self) -> int:
+        """Return the number of assistant messages that say they carry no loss."""
+        return sum(not carries and self.messages[i]["role"] == "assistant" for i, carries in self.carries.items())
 
 
 def messages_of(row: Row, column: str) -> list[Message]:
@@ -62,6 +78,7 @@ def _message(row: Row, column: str, number: int, given: object) -> Message:
             column, f"message {number} has no role; it has {listed(list(given))}", "Give every message a role and content"
         )
     message["role"] = _ROLES.get(role, role)
+    message[_CARRIES] = taken_weight(row, column, number, message)
     message["content"] = _content(row, column, number, message)
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [_tool_call(call) for call in calls]
@@ -124,6 +141,10 @@ def conversation_of(row: Row, messages: list[Message], first_reply: int = 0) -> 
             f"{row.name} has no assistant message to learn from, only {roles}",
             remedy="Remove the sample, or name the reply's role assistant",
         )
+    said = [message.pop(_CARRIES, None) for message in messages]
+    carries = {i: value for i, value in enumerate(said) if value is not None}
+    if wrong := [i for i, value in carries.items() if value and i < first_reply]:
+        raise in_prompt(row, wrong[0])
     tools = row.values.get("tools")
     if isinstance(tools, str):
         tools = _from_json(row, "tools", tools) if tools.strip() else None
@@ -137,7 +158,7 @@ def conversation_of(row: Row, messages: list[Message], first_reply: int = 0) -> 
             "chat_template_kwargs", f"an object is needed, not {kind_of(options)}", "Store the template's options by name"
         )
     messages, images = _with_images(row, messages)
-    return Conversation(messages, tools or None, dict(options or {}), first_reply, images)
+    return Conversation(messages, tools or None, dict(options or {}), first_reply, images, carries)
 
 
 def _with_images(row: Row, messages: list[Message]) -> tuple[list[Message], tuple[StoredImage, ...]]:

@@ -1,0 +1,66 @@
+"""Read what a message itself says about its loss: `weight` (OpenAI's format), or a boolean under one of the names that other trainers use."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_engine.data.sources.rows import Row
+from skyrl_engine.errors import DataError
+
+WEIGHT = "weight"
+SWITCHES = ("train", "training", "loss")
+_PARTS = ("train_detail", "training_detail")
+"""Keys that weigh parts of a message, which is not supported."""
+
+
+def taken_weight(row: Row, column: str, number: int, message: dict[str, Any]) -> bool | None:
+    """Remove the keys that say if a message carries loss, and return what they say; None where they say nothing.
+
+    Raises DataError for a value that none of them takes, for keys that contradict each other, and for loss on another role's message.
+    """
+    where = f"message {number}"
+    for key in _PARTS:
+        if message.pop(key, None):
+            raise row.wrong(
+                column, f"{where} has {key!r}, and loss cannot fall on a part of a message", "Split the message, or remove the key"
+            )
+    said: dict[str, bool] = {}
+    if (weight := message.pop(WEIGHT, None)) is not None:
+        said[WEIGHT] = _weight(row, column, where, weight)
+    for key in SWITCHES:
+        if (value := message.pop(key, None)) is not None:
+            if not isinstance(value, bool):
+                raise row.wrong(column, f"{where} has {key} {value!r}", f"Use true or false for {key!r}")
+            said[key] = value
+    if len(set(said.values())) > 1:
+        raise row.wrong(column, f"{where} contradicts itself: {_listed(said)}", "Keep one of these keys")
+    if not said:
+        return None
+    carries = next(iter(said.values()))
+    if carries and message["role"] != "assistant":
+        raise row.wrong(
+            column,
+            f"{where} of role {message['role']!r} asks for loss ({_listed(said)}), and loss falls on assistant messages alone",
+            "Remove the key, or give the message the role assistant",
+        )
+    return carries
+
+
+def in_prompt(row: Row, number: int) -> DataError:
+    """Return the error for a message of a prompt that asks for loss."""
+    return row.wrong(
+        "prompt", f"message {number} asks for loss, and a prompt carries none", "Store the whole conversation in a column messages"
+    )
+
+
+def _weight(row: Row, column: str, where: str, weight: object) -> bool:
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise row.wrong(column, f"{where} has weight {weight!r}", "Use 0 or 1")
+    if weight not in (0, 1):
+        raise row.wrong(
+            column, f"{where} has weight {weight!r}, and a message is trained on in full or not at all", "Use 0 or 1, as OpenAI does"
+        )
+    return bool(weight)
+
+
+def _listed(said: Mapping[str, bool]) -> str:
+    return ", ".join(f"{key} {int(value) if key == WEIGHT else str(value).lower()}" for key, value in said.items())
