@@ -1,5 +1,6 @@
 """Load a dataset split that a configuration names: tokenized, through the token cache, as sample columns."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "eval"]
 
+_log = logging.getLogger(__name__)
+
 _NO_VISION = NoVision()
 _EVAL_STREAM = 0x6576616C  # keeps this use of the run's seed apart from its other uses
 
@@ -40,7 +43,8 @@ class DataCounts:
     `dropped_overlong` were longer than max_length, or lost every loss-carrying token when cut; `dropped_without_loss` had none from the start;
     `dropped_bad_images` had an image that cannot be used. `truncated` were cut and kept. `tokens` and `loss_tokens` are those of the kept
     samples, as are `boundary_tokens` (tokens across the start of a response), `images`, and `image_tokens`, which `tokens` counts too.
-    `excluded_turns` are assistant turns of all rows whose own `weight` or `train` says that they carry no loss.
+    `excluded_turns` are assistant turns of all rows whose own `weight` or `train` says that they carry no loss. `removed_reasoning`
+    are rows whose chat template left out the reasoning of earlier turns.
     `from_cache` says that nothing had to be tokenized.
     """
 
@@ -56,6 +60,7 @@ class DataCounts:
     images: int = 0
     image_tokens: int = 0
     excluded_turns: int = 0
+    removed_reasoning: int = 0
     from_cache: bool = False
 
     @property
@@ -124,6 +129,14 @@ def load_columns(
             f"{counts.dropped_without_loss} had no token that carries loss"
             + (f", {counts.dropped_bad_images} had bad images" if counts.dropped_bad_images else ""),
             remedy="Raise data.max_length, or correct the dataset",
+        )
+    if counts.removed_reasoning:
+        _log.warning(
+            "the chat template leaves out the reasoning of earlier turns in %s of %s rows of %s; with data.loss_on = all, these turns "
+            "train without it",
+            counts.removed_reasoning,
+            counts.rows,
+            source.name,
         )
     kind: KnownFormat = table.info["format"]
     store = None

@@ -54,6 +54,7 @@ class TableFilling:
             for row, example, whole in self._samples(batch, kind, encode, images):
                 if isinstance(example, Conversation):
                     counts["excluded_turns"] += example.excluded
+                counts["removed_reasoning"] += whole.removed_reasoning
                 sample = _fitted(self.data, whole, counts)
                 if sample is not None:
                     if any(not image.written for image in sample.images):

@@ -13,6 +13,7 @@ from typing import Any
 from attrs import field, frozen
 
 from skyrl_engine.data.text.messages import Conversation, Message
+from skyrl_engine.data.text.omissions import OmissionCheck
 from skyrl_engine.errors import DataError, ModelError
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -21,10 +22,14 @@ _MARK = "qZmark{}Zq"
 
 @frozen
 class RenderedChat:
-    """The conversation as the template writes it, and the character spans [start, end) that carry loss, in order."""
+    """The conversation as the template writes it, and the character spans [start, end) that carry loss, in order.
+
+    `removed_reasoning` says that the template left out the reasoning of an earlier turn.
+    """
 
     text: str
     spans: tuple[tuple[int, int], ...]
+    removed_reasoning: bool = False
 
 
 @frozen(eq=False)
@@ -33,18 +38,25 @@ class ChatTemplate:
 
     tokenizer: Any
     _marks_generation: dict[bool, bool] = field(factory=dict, init=False)
+    _omissions: OmissionCheck = field(init=False)
+
+    @_omissions.default
+    def _check_of_this_template(self) -> OmissionCheck:
+        return OmissionCheck(lambda chat: self.attempt(chat, chat.messages))
 
     def render(self, chat: Conversation, *, name: str, all_turns: bool) -> RenderedChat:
         """Render the conversation with the loss spans of its last assistant turn, or of all from `chat.first_reply` on, except where a
         message itself says otherwise; `name` is for errors.
 
-        Raises DataError naming the sample where the template refuses it or where a turn cannot be found in what the template wrote.
+        Raises DataError naming the sample where the template refuses it, where it leaves out what a message holds, or where a turn cannot be
+        found in what the template wrote.
         """
         full = self._whole(chat, name)
+        removed_reasoning = self._omissions(chat, full, name=name)
         wanted = chat.turns(all_turns=all_turns)
         find = self._marked_spans if wanted and self._has_generation_tags(chat) else self._turn_spans
         spans = find(chat, full, name, wanted)
-        return RenderedChat(full, tuple(self._closed(full, start, end) for start, end in spans))
+        return RenderedChat(full, tuple(self._closed(full, start, end) for start, end in spans), removed_reasoning)
 
     def write(self, chat: Conversation, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
         text = self.tokenizer.apply_chat_template(

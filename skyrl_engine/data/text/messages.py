@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from attrs import Factory, frozen
+from attrs import Factory, evolve, frozen
 
 from skyrl_engine.data.images.files import StoredImage, stored_image
 from skyrl_engine.data.sources.rows import Row, kind_of, listed
@@ -48,6 +48,12 @@ class Conversation:
         replies = [i for i, message in enumerate(self.messages) if message["role"] == "assistant" and i >= self.first_reply]
         chosen = set(replies if all_turns else replies[-1:])
         return [i for i in replies if self.carries.get(i, i in chosen)]
+
+    def with_messages(self, messages: Sequence[Message]) -> "Conversation":
+        return evolve(self, messages=messages)
+
+    def with_tools(self, tools: Sequence[Any]) -> "Conversation":
+        return evolve(self, tools=tools)
 
     @property
     def excluded(self) -> int:

@@ -24,7 +24,7 @@ class TokenizedSample:
     """`input_ids` int32[T], `loss` bool[T]; `boundary_tokens` tokens that hold characters on both sides of a span's start.
 
     `response` is the number of tokens at the end that are the response, where the row holds tokens and says so. `images` have their
-    tokens in the text already, `image_tokens` in all.
+    tokens in the text already, `image_tokens` in all. `removed_reasoning` says that the chat template left out reasoning of earlier turns.
     """
 
     number: int
@@ -35,6 +35,7 @@ class TokenizedSample:
     images: tuple[MeasuredImage, ...] = ()
     image_tokens: int = 0
     response: int | None = None
+    removed_reasoning: bool = False
 
 
 @frozen
@@ -44,6 +45,7 @@ class _Text:
     text: str
     spans: Sequence[Span]
     plain: bool
+    removed_reasoning: bool = False
 
 
 class SampleTokenizer:
@@ -75,7 +77,7 @@ class SampleTokenizer:
             ids, loss, boundary = next(encoded)
             if text.plain:
                 ids, loss = self._with_ends(ids, loss)
-            samples.append(TokenizedSample(number, name, ids, loss, boundary))
+            samples.append(TokenizedSample(number, name, ids, loss, boundary, removed_reasoning=text.removed_reasoning))
         return samples
 
     def _text(self, example: Conversation | PlainText, name: str) -> _Text:
@@ -87,7 +89,7 @@ class SampleTokenizer:
                 remedy="Set model.chat_template to a Jinja template file, or use an instruction-tuned model's tokenizer",
             )
         chat = self._template.render(example, name=name, all_turns=self._all_turns)
-        return _Text(_encodable(chat.text, name), chat.spans, plain=False)
+        return _Text(_encodable(chat.text, name), chat.spans, plain=False, removed_reasoning=chat.removed_reasoning)
 
     def _encode(self, texts: Sequence[_Text]) -> list[tuple[AnyArray, BoolArray, int]]:
         if not texts:
