@@ -54,6 +54,33 @@ class EngineCommand(click.Command):
         super().__init__(*arguments, **keywords)
         self.params = [*self.params, *common_options()]
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse as click does; an option that is none is answered with the option or the key of that meaning."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if (told := _meant_by(error.option_name, self.params)) is not None:
+                raise click.UsageError(f"There is no option {error.option_name}. {told}", ctx) from error
+            raise
+
+
+def _meant_by(option: str, params: Collection[click.Parameter]) -> str | None:
+    """Say which option of the command, or which key of the configuration, has the meaning of a word that is no option."""
+    from skyrl_engine.config.other_words import key_for, meant
+    from skyrl_engine.config.reading.sources import option_name
+    from skyrl_engine.config.structure import home_of
+
+    word = option.lstrip("-").replace("-", "_")
+    key = key_for(word) or home_of(word)
+    if key is None:
+        return None
+    name = {"run.directory": "--output", "data.eval": "--eval-data"}.get(key) or option_name(key)
+    if any(name in each.opts for each in params):
+        return f"Did you mean {name}?"
+    if any(each.name == "overrides" for each in params):
+        return f"{meant(word) or f'Set {key}'}: write {key}=VALUE"
+    return None
+
 
 class EngineGroup(click.Group):
     command_class = EngineCommand

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from skyrl_engine.cli.command import EngineGroup, current_settings
-from skyrl_engine.cli.options import file_argument, load_config, overrides_argument
+from skyrl_engine.cli.options import file_argument, load_config, one_or_several, overrides_argument
 
 
 @click.group(cls=EngineGroup)
@@ -18,7 +18,14 @@ def data() -> None:
 @file_argument(required=False)
 @overrides_argument
 @click.option("--model", metavar="MODEL", help="The model whose tokenizer and chat template are used.")
-@click.option("--data", "dataset", metavar="DATA", help="The dataset: a file, a folder or a hub id.")
+@click.option(
+    "--data",
+    "dataset",
+    multiple=True,
+    callback=one_or_several,
+    metavar="DATA",
+    help="The dataset: a file, a folder or a hub id. Give it again for more, read one after the other.",
+)
 @click.option(
     "--split", type=click.Choice(["train", "eval"]), default="train", show_default=True, help="Training or held-out data."
 )
@@ -31,7 +38,7 @@ def preview(
     overrides: tuple[str, ...],
     *,
     model: str | None,
-    dataset: str | None,
+    dataset: str | list[str] | None,
     split: str,
     samples: int,
     as_json: bool,

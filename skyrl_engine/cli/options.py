@@ -48,6 +48,11 @@ def file_argument(*, required: bool) -> Callable[[Function], Function]:
     return click.argument("file", type=click.Path(path_type=Path), required=required, metavar="CONFIG" if required else "[CONFIG]")
 
 
+def one_or_several(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> str | list[str] | None:
+    """Return the value of an option that may be repeated as a key takes it: one text, a list of them, or None where it is not given."""
+    return None if not given else given[0] if len(given) == 1 else list(given)
+
+
 def flags_of(choices: Mapping[str, Any]) -> dict[str, Any]:
     """Return plugin options by the keys of the configuration that they set."""
     return {f"{kind}.use": choices[kind] for kind in _kinds() if choices.get(kind) is not None}

@@ -168,7 +168,8 @@ def show_plan(plan: "RunPlan") -> None:
             "held-out data": "none" if plan.evaluation is None else _described(plan.evaluation),
             "length limit": "none" if plan.longest_allowed is None else f"{plan.longest_allowed:,} tokens",
             **({} if plan.rotary_length is None else {"rotary frequencies": f"fixed for rows of {plan.rotary_length:,} tokens"}),
-            "steps": f"{plan.total_steps:,} of {plan.batch_size} samples ({plan.steps_per_epoch:,} an epoch)",
+            "steps": f"{plan.total_steps:,} of {plan.batch_size} samples ({plan.steps_per_epoch:,} an epoch)"
+            + (f"; {plan.samples_per_step}" if plan.samples_per_step else ""),
             "padding": f"{plan.padding_share:.1%} of the first mini-batch",
         }
     )

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from skyrl_engine.cli.command import EngineCommand, current_settings
-from skyrl_engine.cli.options import flags_of, load_config, overrides_argument, plugin_options
+from skyrl_engine.cli.options import flags_of, load_config, one_or_several, overrides_argument, plugin_options
 from skyrl_engine.cli.run import start
 
 _KEYS = {
@@ -29,7 +29,14 @@ _KEYS = {
 @click.command(cls=EngineCommand)
 @overrides_argument
 @click.option("--model", required=True, metavar="MODEL", help="A Hugging Face directory or hub id.")
-@click.option("--data", required=True, metavar="DATA", help="What to train on: a file, a folder or a hub id.")
+@click.option(
+    "--data",
+    required=True,
+    multiple=True,
+    callback=one_or_several,
+    metavar="DATA",
+    help="What to train on: a file, a folder or a hub id. Give it again for more, read one after the other.",
+)
 @click.option("--eval-data", metavar="DATA", help="Held-out data.")
 @click.option("--eval-fraction", type=float, metavar="SHARE", help="Share of the data to hold out instead.")
 @click.option("--max-length", type=int, metavar="TOKENS", help="Longest sample.")

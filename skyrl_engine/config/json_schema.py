@@ -146,10 +146,19 @@ def _default(default: Any) -> dict[str, Any]:
 
 
 def _add_bounds(entry: dict[str, Any], validator: Any) -> None:
-    """Write the bounds of attrs' own number and length validators into a number's or a text's entry, or the one behind `optional`."""
-    inner = entry["anyOf"][0] if "anyOf" in entry else entry
-    if inner.get("type") in ("integer", "number"):
-        inner.update({_BOUNDS[sign]: bound for sign, bound in bounds(validator)})
-    shortest = getattr(getattr(validator, "validator", validator), "min_length", None)
-    if shortest is not None and inner.get("type") == "string":
-        inner["minLength"] = shortest
+    """Write the bounds of attrs' own number and length validators into an entry, or into each of the types that it may have."""
+    for inner in entry.get("anyOf", [entry]):
+        if inner.get("type") in ("integer", "number"):
+            inner.update({_BOUNDS[sign]: bound for sign, bound in bounds(validator)})
+        shortest = _shortest(validator)
+        if shortest is not None and inner.get("type") in ("string", "array"):
+            inner["minLength" if inner["type"] == "string" else "minItems"] = shortest
+
+
+def _shortest(validator: Any) -> int | None:
+    """Return the bound of attrs' length validator: alone, combined or inside `optional`."""
+    own: int | None = getattr(validator, "min_length", None)
+    if own is not None:
+        return own
+    inner = (*getattr(validator, "_validators", ()), *([each] if (each := getattr(validator, "validator", None)) else []))
+    return next((found for each in inner if (found := _shortest(each)) is not None), None)

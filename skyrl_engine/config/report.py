@@ -12,6 +12,7 @@ import attrs
 import tomli_w
 
 from skyrl_engine.config.converter import NONE_WORD
+from skyrl_engine.config.other_words import words
 from skyrl_engine.config.schema import PLACE, EngineConfig
 from skyrl_engine.config.sections import sections
 from skyrl_engine.config.structure import plugin_lists
@@ -82,6 +83,18 @@ _PLUGIN_TABLE = """\
 """
 
 
+_OTHER_WORDS = """
+## Words of other trainers
+
+The keys of this configuration, and the words under which other trainers have them. Gradients are accumulated without a key of their own:
+a step takes `training.batch_size` samples over all ranks, a rank computes `training.micro_batch_rows` rows at once, and the number of
+micro-batches of a step follows: `batch_size / (micro_batch_rows * ranks)`.
+
+| key | elsewhere |
+|---|---|
+"""
+
+
 def configuration_reference() -> str:
     """The text of `docs/reference/configuration.md`: every table and key with type, default and meaning."""
     parts = [_INTRODUCTION]
@@ -107,6 +120,8 @@ def configuration_reference() -> str:
                 parts.append(_table(_rows(inner)))
         else:
             parts.append("One table for each observer that `run.observers` names and that takes options: `[observers.NAME]`.\n")
+    parts.append(_OTHER_WORDS)
+    parts += [f"| `{key}` | {', '.join(f'`{word}`' for word in known)} |\n" for key, known in words().items()]
     return "".join(parts)
 
 

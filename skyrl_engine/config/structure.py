@@ -9,6 +9,7 @@ from attrs import frozen
 
 from skyrl_engine.config.checks import cross_checks
 from skyrl_engine.config.converter import refusals, strict_converter, unknown_key
+from skyrl_engine.config.other_words import meant
 from skyrl_engine.config.reading.origins import KeyPath, Origin, dotted, leaves, nearest
 from skyrl_engine.config.reading.places import absolute_place, with_absolute_places
 from skyrl_engine.config.reading.sources import RawConfig
@@ -131,12 +132,14 @@ def _problem(raw: RawConfig, path: KeyPath, refusal: RefusedError) -> Problem:
         return Problem(f"{nearest(raw.origins, path[:-1])}: {key}", refusal.cause, "Set it in this entry of the list")
     if refusal.about == "missing":
         return Problem(f"{raw.label}: {key}", refusal.cause, f"Set it in the file or give {key}=... on the command line")
-    home = _home(path[-1]) if refusal.about == "stray" else None
-    remedy = refusal.remedy if home is None else f"Did you mean {home}?"
+    remedy = refusal.remedy
+    if refusal.about == "stray":
+        home = home_of(path[-1])
+        remedy = f"Did you mean {home}?" if home else meant(str(path[-1])) or remedy
     return Problem(f"{nearest(raw.origins, path)}: {key}", refusal.cause, remedy)
 
 
-def _home(key: str | int) -> str | None:
+def home_of(key: str | int) -> str | None:
     """Return the one key of that name in any table of the schema, for a key that was written into the wrong table."""
     homes = [
         f"{name}.{key}"

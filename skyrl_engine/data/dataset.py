@@ -149,14 +149,14 @@ def load_columns(
 def open_source_of(data: DataConfig, split: Split) -> Source:
     """Open the source that a split of the configuration is taken from. Raises DataError."""
     if split == "eval" and data.eval is not None:
-        own_file = Path(data.eval).expanduser().is_file()  # beside training data with subsets
-        return open_source(data.eval, split=data.eval_split, subset=None if own_file else data.subset)
+        own_file = isinstance(data.eval, str) and Path(data.eval).expanduser().is_file()  # beside training data with subsets
+        return open_source(data.eval, split=data.eval_split, subset=None if own_file else data.subset, names=data.map)
     if split == "eval" and not data.eval_fraction:
         raise DataError(
             "there is no evaluation data: neither data.eval nor data.eval_fraction is set",
             remedy="Set one of them, or do not evaluate",
         )
-    return open_source(data.train, split=data.train_split, subset=data.subset)
+    return open_source(data.train, split=data.train_split, subset=data.subset, names=data.map)
 
 
 def _wanted_rows(data: DataConfig, source: Source, split: Split, seed: int) -> BoolArray:

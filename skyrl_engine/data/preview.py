@@ -1,5 +1,6 @@
 """A look at a tokenized dataset before training: tokens, which of them carry loss, lengths, and what padding would cost."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +14,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_NO_CHARACTER = "\ufffd"
+"""What decoding writes for a part of a character."""
+_TOKENS_OF_A_CHARACTER = 12
+"""Most tokens that are looked at together: three characters of four bytes each, whose bytes tokens may share."""
+
+
 @frozen
 class TokenPreview:
-    """One token as text; or an image, whose `count` tokens are all `id`, in one piece."""
+    """One token as text; or an image, whose `count` tokens are all `id`, in one piece.
+
+    A character that several tokens make is the text of the last of them, and those before it have none.
+    """
 
     id: int
     text: str
@@ -122,16 +132,37 @@ def _sample(dataset: TokenizedDataset, tokenizer: Any, position: int) -> SampleP
     loss[len(ids) - len(weights) :] = weights != 0
     pieces = _pieces(dataset, position, ids)
     starts = np.cumsum([count for count, _ in pieces]) - [count for count, _ in pieces]
+    texts = _texts(tokenizer, [int(ids[start]) for start in starts], [image for _, image in pieces])
     tokens = tuple(
-        TokenPreview(
-            int(ids[start]),
-            tokenizer.decode([int(ids[start])], clean_up_tokenization_spaces=False) if image is None else image,
-            bool(loss[start]),
-            count,
-        )
-        for start, (count, image) in zip(starts.tolist(), pieces, strict=True)
+        TokenPreview(int(ids[start]), text, bool(loss[start]), count)
+        for start, (count, _), text in zip(starts.tolist(), pieces, texts, strict=True)
     )
     return SamplePreview(int(columns.sample_values["row"][position]), tokens, len(weights))
+
+
+def _texts(tokenizer: Any, ids: Sequence[int], images: Sequence[str | None]) -> list[str]:
+    """Return the text of every token, or what is shown for an image. Tokens that make a character together share its text; of a character
+    that is cut in two, the number of each token is shown.
+    """
+
+    def decoded(start: int, stop: int) -> str:
+        return str(tokenizer.decode(list(ids[start:stop]), clean_up_tokenization_spaces=False))
+
+    texts: list[str] = []
+    while (start := len(texts)) < len(ids):
+        shown = images[start]
+        if shown is not None:
+            texts.append(shown)
+            continue
+        limit = next((stop for stop in range(start, len(ids)) if images[stop] is not None), len(ids))
+        ends = range(start + 1, min(start + _TOKENS_OF_A_CHARACTER, limit) + 1)
+        whole = next(((stop, text) for stop in ends if _NO_CHARACTER not in (text := decoded(start, stop))), None)
+        if whole is None:
+            texts.append(f"<token {ids[start]}>")
+        else:
+            stop, text = whole
+            texts += [*[""] * (stop - start - 1), text]
+    return texts
 
 
 def _pieces(dataset: TokenizedDataset, position: int, ids: AnyArray) -> list[tuple[int, str | None]]:

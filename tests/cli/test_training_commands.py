@@ -154,3 +154,36 @@ def test_a_resume_that_is_not_exact_says_so_to_the_person(command, config):
     assert outcome.code == 0, outcome.err
     warnings = [line for line in outcome.err.splitlines() if line.startswith("warning: ")]
     assert any("run.seed: 0 -> 9" in line for line in warnings), outcome.err
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        (["--lr", "1e-4"], "There is no option --lr. Did you mean --learning-rate?"),
+        (["--output_dir", "x"], "There is no option --output_dir. Did you mean --output?"),
+        (
+            ["--per_device_train_batch_size", "2"],
+            "There is no option --per_device_train_batch_size. Did you mean --micro-batch-rows?",
+        ),
+        (
+            ["--weight-decay", "0.1"],
+            "There is no option --weight-decay. Set optimizer.weight_decay: write optimizer.weight_decay=VALUE.",
+        ),
+        (["--save_steps=5"], "There is no option --save_steps. Set checkpoint.every: write checkpoint.every=VALUE."),
+    ],
+)
+def test_an_option_of_another_trainer_is_answered_with_ours(command, option, told):
+    outcome = command("sft", "--model", "m", "--data", "d", *option)
+    assert outcome.code == 2
+    assert outcome.last_line == f"error: {told} See `skyrl-engine sft --help`."
+
+
+def test_data_given_twice_is_read_one_after_the_other(command, tmp_path, inputs):
+    (tmp_path / "a.csv").write_text("question,answer\n1,2\n", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"question": "3", "answer": "4"}\n', encoding="utf-8")
+    names = ("data.map.prompt=question", "data.map.response=answer")
+    files = ("--data", str(tmp_path / "a.csv"), "--data", str(tmp_path / "b.jsonl"))
+    outcome = command("data", "preview", "--model", str(inputs / "model"), *files, *names, "--json")
+    assert outcome.code == 0, outcome.err
+    seen = json.loads(outcome.out)
+    assert (seen["format"], seen["counts"]["samples"]) == ("prompt_completion", 2)

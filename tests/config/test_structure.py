@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_engine.config.reading.origins import DEFAULT
+from skyrl_engine.config.reading.origins import DEFAULT, Origin
 from skyrl_engine.config.reading.sources import RawConfig, load
 from skyrl_engine.config.reading.toml import read_toml
 from skyrl_engine.config.report import to_toml
@@ -248,6 +248,8 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
         fields = attrs.fields(attrs.resolve_types(kind))
         return st.builds(kind, **{attribute.name: _values(attribute.type) for attribute in fields})
     arguments = getattr(kind, "__args__", ())
+    if tuple[str, ...] in arguments:
+        return _texts | st.lists(_texts, min_size=1, max_size=2).map(tuple)
     if type(None) in arguments:
         return st.none() | _values(arguments[0])
     if str(kind).startswith("typing.Literal"):
@@ -255,6 +257,15 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
     assert "Mapping" in str(kind), kind
     inner = _texts if arguments[1] is str else st.dictionaries(_names, _plain_values, max_size=2)
     return st.dictionaries(_texts, inner, max_size=2)
+
+
+def test_data_may_be_a_list(tmp_path: Path) -> None:
+    """Places in it are relative like any other; an empty list, or an empty name in it, is none."""
+    raw = RawConfig({"data": {"train": ["./a.csv", "b/c"]}}, {"data.train": Origin("file", "x.toml", 1, tmp_path)})
+    assert structure(raw, need=()).sections["data"].train == (str(tmp_path / "a.csv"), "b/c")
+    for listed in ([], ["a", ""], [3]):
+        (problem,) = structure(RawConfig({"data": {"train": listed}}, {}), need=()).problems
+        assert "data.train" in problem.where
 
 
 @settings(max_examples=50, deadline=None)

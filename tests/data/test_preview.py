@@ -53,3 +53,22 @@ def test_groups_and_the_range_of_every_column(load, make_tokenizer):
     assert seen.columns == (ColumnPreview("advantages", -1, 0.5, 2),), "of tokens that carry loss"
     assert seen.groups == 1
     assert preview(load([{"text": "hello there"}], tokenizer), tokenizer).groups is None
+
+
+@pytest.mark.parametrize("text", ["🙂", "a🙂b", "日本語", "é", "👩‍👩‍👧 ok", "🇩🇪"])
+def test_characters_of_several_tokens_are_shown_whole(load, make_tokenizer, text):
+    """The byte-level tokenizer of these tests gives every byte of them a token."""
+    tokenizer = make_tokenizer("chatml")
+    seen = preview(load([{"prompt": "say:", "completion": text}], tokenizer), tokenizer)
+    (sample,) = seen.samples
+    assert "".join(token.text for token in sample.tokens) == f"say:{text}<|end|>"
+    assert "".join(token.text for token in sample.tokens if token.loss) == f"{text}<|end|>"
+    assert [token.id for token in sample.tokens] == tokenizer(f"say:{text}<|end|>")["input_ids"]
+
+
+def test_half_a_character_is_shown_by_its_tokens(load, make_tokenizer):
+    tokenizer = make_tokenizer("chatml")
+    ids = tokenizer("a🙂")["input_ids"]
+    dataset = load([{"input_ids": [*ids[:-1], *tokenizer("b")["input_ids"]], "num_actions": 2}], tokenizer)
+    (sample,) = preview(dataset, tokenizer).samples
+    assert [token.text for token in sample.tokens] == ["a", *(f"<token {id_}>" for id_ in ids[1:-1]), "b"]

@@ -1,23 +1,34 @@
 """`[data]`: the data to train on and to evaluate on."""
 
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from attrs import field, frozen
-from attrs.validators import deep_iterable, ge, in_, lt, min_len, optional
+from attrs.validators import and_, deep_iterable, deep_mapping, ge, in_, lt, min_len, optional
 
 from skyrl_engine.contracts.values.model import PLACE
 
+if TYPE_CHECKING:
+    from attrs import Attribute
+
 DataFormat = Literal["auto", "tokens", "rollouts", "messages", "prompt_completion", "alpaca", "text"]
+
+
+def _no_empty_name(_instance: object, attribute: "Attribute[Any]", value: Any) -> None:
+    if not isinstance(value, str) and "" in value:
+        raise ValueError(f"'{attribute.name}' must not hold an empty name")
 
 
 @frozen
 class DataConfig:
     """The data to train on and to evaluate on."""
 
-    train: str = field(validator=min_len(1), metadata={PLACE: "path"})
-    """Training data: a file (JSON, JSONL, Parquet, Arrow), a folder of such files, or a hub id."""
+    train: str | tuple[str, ...] = field(validator=and_(min_len(1), _no_empty_name), metadata={PLACE: "path"})
+    """Training data: a file (JSON, JSONL, CSV, Parquet, Arrow), a folder of such files, or a hub id; or a list of them, one after the other."""
 
-    eval: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
+    eval: str | tuple[str, ...] | None = field(
+        default=None, validator=optional(and_(min_len(1), _no_empty_name)), metadata={PLACE: "path"}
+    )
     """Held-out data, given like `train`; none: see `eval_fraction`."""
 
     subset: str | None = field(default=None, validator=optional(min_len(1)))
@@ -34,6 +45,9 @@ class DataConfig:
 
     format: DataFormat = field(default="auto", validator=in_(get_args(DataFormat)))
     """Shape of the samples; `auto` recognises it by the columns."""
+
+    map: Mapping[str, str] = field(factory=dict, validator=deep_mapping(min_len(1), min_len(1)))
+    """The data's own names of columns: `map.prompt = "question"` reads its column `question` as `prompt`. Holds for `train` and `eval`."""
 
     columns: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)))
     """Further columns to read, besides those that the loss, its terms and corrections need: one number per response token or sample."""

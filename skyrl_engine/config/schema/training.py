@@ -28,6 +28,9 @@ class TrainingConfig:
     shuffle: bool = True
     """Read the samples in a new random order in every epoch."""
 
+    drop_last: bool = False
+    """Leave out the samples at the end of an epoch that do not fill a mini-batch; otherwise they train, as a smaller one."""
+
     def layout(self, *, dp: int = 1, tp: int = 1, cp: int = 1, pp: int = 1) -> Layout:
         return Layout(
             dp=dp,

@@ -1,15 +1,17 @@
 """Parts of a dataset: files of several formats, and datasets that were loaded already."""
 
+import csv
 import gzip
 import hashlib
 import json
+import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 from attrs import field, frozen
@@ -154,6 +156,65 @@ class JsonArray(FilePart):
                 f"{self.path} does not hold an array of objects", remedy="Store a JSON array, or one object per line as .jsonl"
             )
         return values
+
+
+@frozen
+class CsvFile(FilePart):
+    """A CSV file whose first line names the columns. Every value is text; separated by commas, or by the tabs or semicolons of that line."""
+
+    path: Path
+
+    def scan(self) -> Scan:
+        return Scan(_file_digest(self.path), sum(1 for _ in self.read()))
+
+    def read(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        csv.field_size_limit(sys.maxsize)  # of the process; conversations are longer than the 128 KiB of the standard
+        try:
+            with self.path.open(encoding="utf-8-sig", newline="") as file:
+                yield from self._rows(file)
+        except OSError as error:
+            raise _unreadable(self.path, "CSV", error) from error
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self.path} is not UTF-8: {error.reason} at byte {error.start}", remedy="Save the file as UTF-8"
+            ) from error
+
+    def at(self, index: int) -> tuple[str, Mapping[str, Any]]:
+        return self._kept[index]
+
+    @cached_property
+    def _kept(self) -> list[tuple[str, Mapping[str, Any]]]:
+        return list(self.read())
+
+    def _rows(self, file: TextIO) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        first = file.readline()
+        file.seek(0)
+        delimiter = next((each for each in (",", "\t", ";") if each in first), ",")
+        lines = csv.reader(file, delimiter=delimiter, strict=True)
+        start = 1
+        try:
+            names = next(lines, [])
+            if "" in names or len(set(names)) != len(names) or not names:
+                raise DataError(
+                    f"{self.path} line 1 does not name its columns, each by a name of its own: {', '.join(map(repr, names)) or 'nothing'}",
+                    remedy="Write the names of the columns into the first line",
+                )
+            start = lines.line_num + 1
+            for cells in lines:
+                where, start = f"{self.path} line {start}", lines.line_num + 1
+                if not cells:
+                    continue
+                if len(cells) != len(names):
+                    raise DataError(
+                        f"{where} has {len(cells)} values for {len(names)} columns",
+                        remedy="Put values that hold separators or line ends in double quotes",
+                    )
+                yield where, dict(zip(names, cells, strict=True))
+        except csv.Error as error:
+            raise DataError(
+                f"{self.path} line {start} is not valid CSV: {error}",
+                remedy="Double the quotes inside quoted values, and close every quote",
+            ) from error
 
 
 @frozen

@@ -33,6 +33,8 @@ _NEEDED: Mapping[KnownFormat, tuple[tuple[str, ...], ...]] = {
     "alpaca": (("instruction",), ("output",)),
     "text": (("text",),),
 }
+# Tried where none of those fits, so that a row which one of them describes keeps its meaning.
+_ALSO: Mapping[KnownFormat, tuple[tuple[str, ...], ...]] = {"prompt_completion": (("prompt",), ("response",))}
 
 
 def detect(asked: DataFormat, first: Row) -> KnownFormat:
@@ -42,13 +44,15 @@ def detect(asked: DataFormat, first: Row) -> KnownFormat:
         if not _fits(asked, have):
             raise _missing(asked, first)
         return asked
-    for name in _NEEDED:
-        if _fits(name, have):
-            return name
+    for table in (_NEEDED, _ALSO):
+        for name, groups in table.items():
+            if _holds(groups, have):
+                return name
     known = [column for groups in _NEEDED.values() for group in groups for column in group]
     raise DataError(
         f"no known format has the columns of the dataset: {listed(have)}",
-        remedy=_suggestion(have, known) or "Rename the columns, or convert the dataset to one of the formats above",
+        remedy=_suggestion(have, known)
+        or 'Name them, for instance data.map.prompt="question" data.map.completion="answer", or convert the dataset',
         details=[f"format {name} needs {_described(name)}" for name in _NEEDED],
     )
 
@@ -81,7 +85,11 @@ def _example(row: Row, kind: KnownFormat, *, has_template: bool) -> Example:
 
 
 def _fits(name: KnownFormat, columns: Sequence[str]) -> bool:
-    return all(any(column in columns for column in group) for group in _NEEDED[name])
+    return any(name in table and _holds(table[name], columns) for table in (_NEEDED, _ALSO))
+
+
+def _holds(groups: Sequence[Sequence[str]], columns: Sequence[str]) -> bool:
+    return all(any(column in columns for column in group) for group in groups)
 
 
 def _missing(name: KnownFormat, row: Row) -> DataError:
@@ -94,7 +102,9 @@ def _missing(name: KnownFormat, row: Row) -> DataError:
 
 
 def _described(name: KnownFormat) -> str:
-    return " and ".join(" or ".join(group) for group in _NEEDED[name])
+    words = " and ".join(" or ".join(group) for group in _NEEDED[name])
+    also = [" and ".join(" or ".join(group) for group in table) for table in (_ALSO.get(name),) if table is not None]
+    return ", or ".join([words, *also])
 
 
 def _suggestion(have: Sequence[str], wanted: Sequence[str]) -> str | None:
@@ -113,17 +123,18 @@ def _string(row: Row, column: str) -> str:
 
 
 def _prompt_completion(row: Row) -> Example:
-    prompt, completion = row.values["prompt"], row.values["completion"]
+    column = "completion" if row.values.get("completion") is not None or "response" not in row.values else "response"
+    prompt, completion = row.values.get("prompt"), row.values.get(column)
     if isinstance(prompt, str) != isinstance(completion, str):
         raise row.wrong(
-            "completion",
+            column,
             f"it is {kind_of(completion)} while the prompt is {kind_of(prompt)}",
             "Store both as text, or both as lists of messages",
         )
     if isinstance(prompt, str):
-        return PlainText(prompt + _string(row, "completion"), len(prompt))
+        return PlainText(prompt + _string(row, column), len(prompt))
     before = messages_of(row, "prompt")
-    return conversation_of(row, [*before, *messages_of(row, "completion")], first_reply=len(before))
+    return conversation_of(row, [*before, *messages_of(row, column)], first_reply=len(before))
 
 
 def _alpaca(row: Row, *, has_template: bool) -> Example:

@@ -1,12 +1,15 @@
 """Open the source of rows that a user names: a file, a folder, a saved dataset or a hub id."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from skyrl_engine.data.sources.files import ArrowFile, DatasetPart, JsonArray, JsonLines, LoadedDataset, ParquetFile
+from attrs import evolve
+
+from skyrl_engine.data.sources.files import ArrowFile, CsvFile, DatasetPart, JsonArray, JsonLines, LoadedDataset, ParquetFile
 from skyrl_engine.data.sources.rows import Source
 from skyrl_engine.errors import DataError
 
@@ -26,6 +29,8 @@ _PARTS: Mapping[str, Callable[[Path], DatasetPart]] = {
     ".ndjson": JsonLines,
     ".jsonl.gz": JsonLines,
     ".json": _json_part,
+    ".csv": CsvFile,
+    ".tsv": CsvFile,
     ".parquet": ParquetFile,
     ".arrow": ArrowFile,
     ".feather": ArrowFile,
@@ -33,8 +38,21 @@ _PARTS: Mapping[str, Callable[[Path], DatasetPart]] = {
 }
 
 
-def open_source(location: str, *, split: str, subset: str | None = None) -> Source:
-    """Open one split of a dataset.
+def open_source(
+    location: str | Sequence[str], *, split: str, subset: str | None = None, names: Mapping[str, str] = MappingProxyType({})
+) -> Source:
+    """Open one split of a dataset, or of several, one after the other; `names` are the dataset's own names of columns, as `Source` takes them.
+
+    Raises DataError.
+    """
+    if isinstance(location, str):
+        return evolve(_open_one(location, split=split, subset=subset), names=names)
+    sources = [_open_one(each, split=split, subset=subset) for each in location]
+    return Source(", ".join(location), [part for source in sources for part in source.parts], names)
+
+
+def _open_one(location: str, *, split: str, subset: str | None) -> Source:
+    """Open one split of one dataset.
 
     A file is its own split. In a folder, files whose name or folder begins with a split's name (`train-00000.parquet`, `test/a.jsonl`)
     belong to that split; where no name does so, all files do. `subset` names a folder inside it. Anything that is no path is a hub id.
@@ -75,11 +93,18 @@ def _open_folder(path: Path, location: str, *, split: str, subset: str | None) -
             raise DataError(f"the subset {subset!r} is no folder in {location}", remedy=_path_hint(path))
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return Source(location, [_load_saved(path, location, split)])
+    if _is_model(path):
+        raise DataError(
+            f"{location} is the folder of a model, not of data",
+            remedy="Name the model in model.path (--model), and data in its place",
+        )
     files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file) and not _hidden(file.relative_to(path)))
     if not files:
         raise DataError(
             f"the folder {location} holds no data file", remedy=f"Put files into it that end in one of {', '.join(_PARTS)}"
         )
+    # a table beside other data is often about it
+    files = [file for file in files if _PARTS[_kind(file) or ""] is not CsvFile] or files
     splits = {file: _split_of(file.relative_to(path)) for file in files}
     if any(splits.values()):
         chosen = [file for file in files if splits[file] == split.lower()]
@@ -91,6 +116,13 @@ def _open_folder(path: Path, location: str, *, split: str, subset: str | None) -
             )
         files = chosen
     return Source(location, [_part(file) for file in files])
+
+
+def _is_model(path: Path) -> bool:
+    """Return True for a folder that `save_pretrained` of a model, an adapter or a tokenizer wrote."""
+    return any((path / name).is_file() for name in ("config.json", "adapter_config.json", "tokenizer_config.json")) and any(
+        any(path.glob(name)) for name in ("*.safetensors", "pytorch_model*.bin", "tokenizer.json", "tokenizer.model", "vocab.json")
+    )
 
 
 def _hidden(relative: Path) -> bool:

@@ -2,15 +2,17 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
-from skyrl_engine.data.sources.files import DatasetPart, Scan, parsed
+from skyrl_engine.data.sources.files import Content, DatasetPart, Scan, parsed
 from skyrl_engine.errors import DataError
 
 BoolArray = npt.NDArray[np.bool_]
@@ -49,10 +51,14 @@ def listed(names: Iterable[str]) -> str:
 
 @frozen(eq=False)
 class Source:
-    """A dataset split: its parts in order. `name` is what the user called it."""
+    """A dataset split: its parts in order. `name` is what the user called it.
+
+    `names` maps names of columns that the engine knows to those that the dataset has for them; rows have the engine's.
+    """
 
     name: str
     parts: Sequence[DatasetPart]
+    names: Mapping[str, str] = MappingProxyType({})
     _scans: list[Scan] = field(factory=list, init=False)
 
     def scan(self) -> Sequence[Scan]:
@@ -78,7 +84,7 @@ class Source:
                 if end is not None and number >= end:
                     return
                 if wanted is None or wanted[number]:
-                    yield Row(number, where, parsed(content, where), part.folder)
+                    yield self._row(number, where, content, part)
                 number += 1
 
     def folders(self, rows: npt.ArrayLike) -> list[Path | None]:
@@ -94,4 +100,18 @@ class Source:
         """Read row `number` alone. Raises DataError where its file's format does not allow that."""
         part = int(self.parts_of(number))
         where, content = self.parts[part].at(number - sum(scan.rows for scan in self.scan()[:part]))
-        return Row(number, where, parsed(content, where), self.parts[part].folder)
+        return self._row(number, where, content, self.parts[part])
+
+    def _row(self, number: int, where: str, content: Content, part: DatasetPart) -> Row:
+        row = Row(number, where, parsed(content, where), part.folder)
+        if not self.names:
+            return row
+        for ours, theirs in self.names.items():
+            if theirs not in row.values:
+                near = get_close_matches(theirs, list(row.values), n=1)
+                raise DataError(
+                    f"{row.name} has no column {theirs!r}, which data.map.{ours} names; it has {listed(row.values)}",
+                    remedy=f"Did you mean {near[0]!r}?" if near else f"Correct data.map.{ours}",
+                )
+        kept = {column: value for column, value in row.values.items() if column not in self.names.values()}
+        return evolve(row, values={**kept, **{ours: row.values[theirs] for ours, theirs in self.names.items()}})

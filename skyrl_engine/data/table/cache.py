@@ -29,7 +29,8 @@ def cache_key(
     the columns that are read beside the tokens, what decides the tokens of `images`, and the code itself.
     """
     digest = hashlib.sha256()
-    settings = json.dumps([data.format, data.loss_on, data.max_length, data.overlong, sorted(columns), data.bad_images, *images])
+    read = [data.format, sorted(data.map.items()), data.loss_on, data.max_length, data.overlong, sorted(columns), data.bad_images]
+    settings = json.dumps([*read, *images])
     for piece in (content.encode(), rows, _tokenizer_identity(tokenizer).encode(), settings.encode(), code_identity().encode()):
         digest.update(len(piece).to_bytes(8, "little") + piece)
     return digest.hexdigest()

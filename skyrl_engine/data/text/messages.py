@@ -62,7 +62,7 @@ class Conversation:
 
 
 def messages_of(row: Row, column: str) -> list[Message]:
-    value = row.values[column]
+    value = row.values.get(column)
     if isinstance(value, str):
         value = _from_json(row, column, value)
     if not isinstance(value, list | tuple) or not value:

@@ -57,7 +57,9 @@ def _weight(row: Row, column: str, where: str, weight: object) -> bool:
         raise row.wrong(column, f"{where} has weight {weight!r}", "Use 0 or 1")
     if weight not in (0, 1):
         raise row.wrong(
-            column, f"{where} has weight {weight!r}, and a message is trained on in full or not at all", "Use 0 or 1, as OpenAI does"
+            column,
+            f"{where} has weight {weight!r}, and a message is trained on in full or not at all",
+            "Use 0 or 1, as OpenAI does",
         )
     return bool(weight)
 

@@ -72,7 +72,20 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     _refuse_nothing_to_learn(train.columns)
 
     size = config.training.batch_size
-    order = SampleOrder.of(train.columns, batch_size=size, seed=config.run.seed, shuffle=config.training.shuffle)
+    order = SampleOrder.of(
+        train.columns,
+        batch_size=size,
+        seed=config.run.seed,
+        shuffle=config.training.shuffle,
+        drop_last=config.training.drop_last,
+    )
+    if size > order.samples:
+        logger.warning(
+            "training.batch_size is %s and the data has %s samples: every step trains on all %s of them",
+            size,
+            order.samples,
+            order.samples,
+        )
     if evaluation is not None:
         # A group that fits no mini-batch is refused now, not after hours.
         SampleOrder.of(evaluation.columns, batch_size=size)
@@ -111,8 +124,19 @@ def _with_rotary_length(resolved: ResolvedConfig, files: ModelFiles, datasets: S
 
 
 def limited_to_model(data: DataConfig, facts: ModelFacts) -> DataConfig:
-    """Set `max_length` to the model's context length where it is not set already; nothing changes where neither says."""
-    return data if data.max_length is not None else attrs.evolve(data, max_length=facts.context_length)
+    """Set `max_length` to the model's context length where it is not set already; nothing changes where neither says.
+
+    Raises DataError for a `max_length` beyond the positions that the model has.
+    """
+    positions = facts.context_length
+    if data.max_length is None:
+        return attrs.evolve(data, max_length=positions)
+    if positions is not None and data.max_length > positions:
+        raise DataError(
+            f"data.max_length is {data.max_length}, and the model has {positions} positions (max_position_embeddings)",
+            remedy=f"Set data.max_length to {positions} or less, or train a model that was extended to longer texts",
+        )
+    return data
 
 
 def columns_to_read(resolved: ResolvedConfig, tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:

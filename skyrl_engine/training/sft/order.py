@@ -1,6 +1,7 @@
 """The order in which samples are trained on: a pure function of (seed, epoch), so that a position in it is all a resume needs.
 
-An epoch passes over every sample once. Its last mini-batch holds what is left and may be smaller; no sample is ever dropped.
+An epoch passes over every sample once. Its last mini-batch holds what is left and may be smaller, as in PyTorch's data loader and in the
+trainers of transformers; `drop_last` ends the epoch before it, so that an epoch leaves out fewer than `batch_size` samples, others in each.
 
 Samples that share a group or a unit come together. The cuts between mini-batches, at multiples of `batch_size`, then move back to the next
 place between two such bundles: mini-batches hold `batch_size` samples on average, exactly as many where bundles of one size divide it, and
@@ -23,7 +24,8 @@ from skyrl_engine.errors import DataError
 class SampleOrder:
     """Mini-batches of `batch_size` out of `samples` samples, shuffled anew every epoch unless `shuffle` is false.
 
-    `bundles` (None: every sample on its own) are never cut. Raises DataError for one that is larger than `batch_size`.
+    `bundles` (None: every sample on its own) are never cut. Raises DataError for one that is larger than `batch_size`, and for `drop_last`
+    where no mini-batch is full.
     """
 
     samples: int = field(validator=ge(1))
@@ -31,6 +33,7 @@ class SampleOrder:
     seed: int = field(default=0, validator=ge(0))
     shuffle: bool = True
     bundles: Bundles | None = field(default=None, eq=False, repr=False)
+    drop_last: bool = field(default=False)
     _latest: dict[int, tuple[IntArray, IntArray | None]] = field(factory=dict, init=False, eq=False, repr=False)
 
     @bundles.validator
@@ -42,23 +45,39 @@ class SampleOrder:
                 remedy=f"Set training.batch_size to {largest} or more",
             )
 
+    @drop_last.validator
+    def _check_drop_last(self, _attribute: object, drop_last: bool) -> None:
+        if drop_last and self.samples < self.batch_size:
+            raise DataError(
+                f"training.drop_last leaves out every mini-batch: training.batch_size is {self.batch_size} and the data has "
+                f"{self.samples} samples",
+                remedy=f"Set training.batch_size to {self.samples} or less, or training.drop_last to false",
+            )
+
     @classmethod
-    def of(cls, columns: SampleColumns, *, batch_size: int, seed: int = 0, shuffle: bool = True) -> "SampleOrder":
+    def of(
+        cls, columns: SampleColumns, *, batch_size: int, seed: int = 0, shuffle: bool = True, drop_last: bool = False
+    ) -> "SampleOrder":
         """The order of these samples, which keeps groups and units together."""
         labels = inseparable(columns.group_ids, columns.unit_ids)
         everything = np.arange(len(columns), dtype=np.int64)
         alone = np.array_equal(labels, everything)
-        return cls(len(columns), batch_size, seed, shuffle, None if alone else Bundles.by_label(everything, labels))
+        return cls(len(columns), batch_size, seed, shuffle, None if alone else Bundles.by_label(everything, labels), drop_last)
 
     @property
     def steps_per_epoch(self) -> int:
-        return math.ceil(self.samples / self.batch_size)
+        return self.samples // self.batch_size if self.drop_last else math.ceil(self.samples / self.batch_size)
+
+    @property
+    def left_out(self) -> int:
+        """Return the number of samples that the first epoch leaves out."""
+        return self.samples - self._stop(self._planned(0)[1])
 
     def steps_in(self, epochs: float) -> int:
         """Optimizer steps of this many epochs; a part of an epoch counts its samples, rounded to whole mini-batches, at least one in all."""
         whole = math.floor(epochs)
         part = round((epochs - whole) * self.samples)
-        return max(1, whole * self.steps_per_epoch + math.ceil(part / self.batch_size))
+        return max(1, whole * self.steps_per_epoch + min(math.ceil(part / self.batch_size), self.steps_per_epoch))
 
     def epoch(self, epoch: int) -> IntArray:
         """int64[samples]: the order of epoch `epoch`, counted from 0; read-only."""
@@ -71,15 +90,30 @@ class SampleOrder:
         """int64[n]: the samples of the mini-batch at `position`, and the position after it."""
         assert 0 <= position.offset < self.samples, f"offset {position.offset} outside an epoch of {self.samples} samples"
         order, ends = self._planned(position.epoch)
+        if self._is_over(position.offset, ends):  # a resume has asked for drop_last
+            return self.mini_batch(Position(position.epoch + 1, 0))
         end = self._end(position.offset, ends)
-        after = Position(position.epoch + 1, 0) if end == self.samples else Position(position.epoch, end)
+        after = Position(position.epoch + 1, 0) if self._is_over(end, ends) else Position(position.epoch, end)
         return order[position.offset : end], after
+
+    def _is_over(self, offset: int, ends: IntArray | None) -> bool:
+        """Say if the epoch has no mini-batch from `offset` on."""
+        if self.drop_last and ends is None:
+            return self.samples - offset < self.batch_size
+        return offset >= self._stop(ends)
+
+    def _stop(self, ends: IntArray | None) -> int:
+        """Return the end of an epoch's last mini-batch; with `drop_last`, of the last one that can be full."""
+        full = self.samples // self.batch_size * self.batch_size
+        if not self.drop_last or full == self.samples:
+            return self.samples
+        return full if ends is None else int(ends[np.searchsorted(ends, full, side="right") - 1])
 
     def _end(self, offset: int, ends: IntArray | None) -> int:
         """Return the end of the mini-batch that starts at `offset`."""
         if ends is None:
             return min(offset + self.batch_size, self.samples)
-        multiples = np.arange(1, self.steps_per_epoch, dtype=np.int64) * self.batch_size
+        multiples = np.arange(1, math.ceil(self.samples / self.batch_size), dtype=np.int64) * self.batch_size
         # no bundle is larger than a mini-batch, so every cut moves back by less than one and none meets the cut before
         cuts = np.array([0, *ends[np.searchsorted(ends, multiples, side="right") - 1], self.samples], dtype=np.int64)
         following = int(np.searchsorted(cuts, offset, side="right"))

@@ -10,6 +10,7 @@ from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.training.sft.data import PreparedRun, describe_data, limited_to_model
+from skyrl_engine.training.sft.order import SampleOrder
 
 
 @frozen
@@ -28,6 +29,7 @@ class RunPlan:
 
     `longest_allowed` is the longest sample in tokens, by `data.max_length` or else by the model; None where neither says. `rotary_length` is
     the longest row for which rotary frequencies are fixed; None for models that do not choose them by length.
+    `samples_per_step` says how many samples a step trains on where that is not `batch_size`; else it is empty.
     `micro_batches` and `padding_share` (0 to 1) are those of the run's first mini-batch.
     """
 
@@ -45,6 +47,7 @@ class RunPlan:
     total_steps: int
     steps_per_epoch: int
     batch_size: int
+    samples_per_step: str
     micro_batches: tuple[MicroBatchShape, ...]
     padding_share: float
 
@@ -67,9 +70,22 @@ def describe_plan(prepared: PreparedRun) -> RunPlan:
         total_steps=prepared.total_steps,
         steps_per_epoch=prepared.order.steps_per_epoch,
         batch_size=prepared.order.batch_size,
+        samples_per_step=samples_per_step(prepared.order),
         micro_batches=_shapes(prepared.first_batch),
         padding_share=_padding_share(prepared),
     )
+
+
+def samples_per_step(order: SampleOrder) -> str:
+    """Say how many samples the steps train on that are not full mini-batches; empty where all are full."""
+    rest = order.samples % order.batch_size
+    if order.samples < order.batch_size:
+        return f"the data has {order.samples} samples, so every step trains on {order.samples}"
+    if not rest:
+        return ""
+    if order.drop_last:
+        return f"{order.left_out} samples at the end of an epoch are left out"
+    return f"about {rest} samples in the last of an epoch" if order.bundles else f"{rest} samples in the last of an epoch"
 
 
 def _shapes(plan: BatchPlan) -> tuple[MicroBatchShape, ...]:

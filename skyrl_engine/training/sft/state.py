@@ -37,8 +37,8 @@ class SftState:
         return attrs.asdict(self)
 
 
-def position_in(checkpoint: Checkpoint, order: SampleOrder, data: str) -> Position:
-    """Return the position to go on from.
+def position_in(checkpoint: Checkpoint, order: SampleOrder, data: str, *, split_by_seed: bool = False) -> Position:
+    """Return the position to go on from. `split_by_seed` says that the seed chooses which samples are held out.
 
     Raises CheckpointError when the data is not what the checkpoint was made with: the position would mean other samples.
     """
@@ -50,6 +50,12 @@ def position_in(checkpoint: Checkpoint, order: SampleOrder, data: str) -> Positi
             remedy="Resume with the engine version that wrote it",
         ) from error
     assert state.step == checkpoint.step, "a checkpoint's name and content disagree"
+    if state.data != data and split_by_seed and state.seed != order.seed:
+        raise CheckpointError(
+            f"run.seed is {order.seed}, and {checkpoint.path} was written with {state.seed}: with data.eval_fraction the seed chooses "
+            "which samples are held out, so the run would train on samples that were held out before",
+            remedy=f"Set run.seed = {state.seed}, or start a new run from an exported model",
+        )
     if (state.samples, state.data) != (order.samples, data):
         raise CheckpointError(
             f"the training data has changed since {checkpoint.path} was written ({state.samples} samples then, {order.samples} now)",

@@ -41,7 +41,12 @@ def run_sft(
         prepared = prepare(resolved, progress)
         checkpoint = session.resumed_from
         data = fingerprint(prepared.train.columns)
-        position = prepared.order.start() if checkpoint is None else position_in(checkpoint, prepared.order, data)
+        split_by_seed = config.data.eval_fraction > 0
+        position = (
+            prepared.order.start()
+            if checkpoint is None
+            else position_in(checkpoint, prepared.order, data, split_by_seed=split_by_seed)
+        )
         session.record_start(
             seeds={"run": config.run.seed},
             world={

@@ -173,3 +173,22 @@ def test_a_template_for_text_alone_refuses_images(load, make_tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
     with pytest.raises(DataError, match="does not know image parts"):
         load([{"messages": messages}], tokenizer)
+
+
+def test_prompt_and_response_are_a_prompt_and_its_completion(load, make_tokenizer, marked):
+    tokenizer = make_tokenizer("chatml")
+    as_completion = marked(load([{"prompt": "a", "completion": "b"}], tokenizer), tokenizer)
+    dataset = load([{"prompt": "a", "response": "b"}], tokenizer)
+    assert (dataset.format, marked(dataset, tokenizer)) == ("prompt_completion", as_completion)
+    dataset = load([{"prompt": "a", "response": "b"}], tokenizer, format="prompt_completion")
+    assert marked(dataset, tokenizer) == as_completion
+    # what another format describes already keeps its meaning
+    assert load([{"prompt": "a", "response": "b", "text": "c"}], tokenizer).format == "text"
+    messages = [{"role": "assistant", "content": "b"}]
+    row = {"prompt": [{"role": "user", "content": "a"}], "response": messages}
+    assert load([row], tokenizer).format == "prompt_completion"
+
+
+def test_columns_that_no_format_knows_are_answered_with_how_to_name_them(load, make_tokenizer):
+    with pytest.raises(DataError, match=r'data\.map\.prompt="question" data\.map\.completion="answer"'):
+        load([{"frage": "a", "antwort": "b"}], make_tokenizer("chatml"))

@@ -153,7 +153,7 @@ def test_tokens_in_arrow_are_read_as_arrays(tmp_path):
         ("a.json", b'[{"text": "x"}, 3]', r"a.json element 1 holds a JSON int"),
         ("a.parquet", b"PAR1 not", r"a.parquet cannot be read as Parquet"),
         ("a.arrow", b"ARROW1 not", r"a.arrow cannot be read as Arrow"),
-        ("a.csv", b"text\nx", r"a.csv is not in a format that can be read"),
+        ("a.xlsx", b"text\nx", r"a.xlsx is not in a format that can be read"),
         ("a.jsonl", b"\n", r"has no rows"),
         ("a.jsonl.gz", b"not gzip", r"a.jsonl.gz cannot be read"),
     ],
@@ -194,3 +194,107 @@ def test_a_hub_id_without_network_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     with pytest.raises(DataError, match="'nobody/nothing' is no file or folder here and cannot be loaded from the hub"):
         open_source("nobody/nothing", split="train")
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model-00001-of-00002.bin", "tokenizer.json"])
+def test_a_model_s_folder_is_told_from_data(tmp_path, weights):
+    (tmp_path / "config.json").write_text('{\n  "model_type": "qwen3"\n}', encoding="utf-8")
+    (tmp_path / weights).touch()
+    with pytest.raises(DataError, match=r"is the folder of a model, not of data\. Name the model in model\.path"):
+        open_source(str(tmp_path), split="train")
+
+
+def rows_of(location, **settings):
+    return [dict(row.values) for row in open_source(str(location), split="train", **settings).rows()]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", 'question,answer\n"1, 2?","say ""3"""\n\nBärbel,"two\nlines"\n'),
+        ("a.csv", '\ufeffquestion;answer\r\n"1, 2?";"say ""3"""\r\nBärbel;"two\nlines"\r\n'),
+        ("a.tsv", 'question\tanswer\n1, 2?\t"say ""3"""\nBärbel\t"two\nlines"\n'),
+    ],
+)
+def test_csv_is_read_with_the_names_of_its_first_line(tmp_path, name, text):
+    (tmp_path / name).write_text(text, encoding="utf-8", newline="")
+    expected = [{"question": "1, 2?", "answer": 'say "3"'}, {"question": "Bärbel", "answer": "two\nlines"}]
+    source = open_source(str(tmp_path / name), split="train")
+    assert rows_of(tmp_path / name) == expected
+    assert len(source) == 2
+    assert source.row(1).values == expected[1]
+    assert [row.where.partition(" line ")[2] for row in source.rows()] == (["2", "4"] if "\n\n" in text else ["2", "3"])
+
+
+def test_a_csv_value_may_be_as_long_as_a_conversation(tmp_path):
+    (tmp_path / "a.csv").write_text(f"text\n{'long ' * 50_000}\n", encoding="utf-8")
+    assert len(rows_of(tmp_path / "a.csv")[0]["text"]) == 250_000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a,b\n1,2\n3\n", r"a\.csv line 3 has 1 values for 2 columns"),
+        (b"a,b\n1,2,3\n", r"a\.csv line 2 has 3 values for 2 columns"),
+        (b'a,b\n1,2\n"3,4\n', r"a\.csv line 3 is not valid CSV"),
+        (b"a,a\n1,2\n", r"a\.csv line 1 does not name its columns, each by a name of its own: 'a', 'a'"),
+        (b"a,\n1,2\n", r"a\.csv line 1 does not name its columns"),
+        (b"", r"a\.csv line 1 does not name its columns, each by a name of its own: nothing"),
+        (b"a\n\xff\n", r"a\.csv is not UTF-8"),
+    ],
+)
+def test_a_csv_that_cannot_be_meant_is_refused_by_line(tmp_path, content, message):
+    (tmp_path / "a.csv").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        len(open_source(str(tmp_path / "a.csv"), split="train"))
+
+
+def test_columns_are_read_under_the_names_of_data_map(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"question": "q", "answer": "a", "prompt": "other", "kept": 1}\n', encoding="utf-8")
+    names = {"prompt": "question", "completion": "answer"}
+    assert rows_of(tmp_path / "a.jsonl", names=names) == [{"prompt": "q", "completion": "a", "kept": 1}]
+    swapped = {"question": "answer", "answer": "question"}
+    assert rows_of(tmp_path / "a.jsonl", names=swapped) == [{"question": "a", "answer": "q", "prompt": "other", "kept": 1}]
+    with pytest.raises(
+        DataError, match=r"sample 0 .* has no column 'questions', which data\.map\.prompt names.* Did you mean 'question'"
+    ):
+        rows_of(tmp_path / "a.jsonl", names={"prompt": "questions"})
+
+
+def test_a_list_of_datasets_is_read_in_order(tmp_path):
+    (tmp_path / "b.jsonl").write_text('{"text": "b"}\n', encoding="utf-8")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.csv").write_text("text\na\n", encoding="utf-8")
+    both = [str(tmp_path / "b.jsonl"), str(tmp_path / "folder")]
+    source = open_source(both, split="train")
+    assert [row.values["text"] for row in source.rows()] == ["b", "a"]
+    assert source.name == ", ".join(both)
+    assert source.digest != open_source(both[::-1], split="train").digest
+
+
+def test_rows_of_another_format_in_a_later_file_are_refused_by_line(tmp_path, make_tokenizer):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "response": "b"}\n', encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"text": "b"}\n', encoding="utf-8")
+    data = DataConfig(train=(str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")), cache=str(tmp_path / "cache"))
+    with pytest.raises(
+        DataError, match=r"sample 1 \(.*b\.jsonl line 1\) has no column 'prompt', which format 'prompt_completion' needs"
+    ):
+        load_columns(data, make_tokenizer("chatml"), split="train")
+
+
+def test_the_cache_knows_the_names_of_columns(tmp_path, make_tokenizer, marked):
+    tokenizer = make_tokenizer("chatml")
+    (tmp_path / "a.csv").write_text("one,two\nleft,right\n", encoding="utf-8")
+    texts = []
+    for names in ({"prompt": "one", "completion": "two"}, {"prompt": "two", "completion": "one"}):
+        data = DataConfig(train=str(tmp_path / "a.csv"), map=names, cache=str(tmp_path / "cache"))
+        texts.append(marked(load_columns(data, tokenizer, split="train"), tokenizer))
+    assert texts == ["left[[right<|end|>]]", "right[[left<|end|>]]"]
+
+
+def test_tables_beside_other_data_files_of_a_folder_are_passed_over(tmp_path):
+    """They are often statistics; alone in a folder they are the data."""
+    (tmp_path / "notes.csv").write_text("text\na\n", encoding="utf-8")
+    assert rows_of(tmp_path) == [{"text": "a"}]
+    (tmp_path / "b.jsonl").write_text('{"text": "b"}\n', encoding="utf-8")
+    assert rows_of(tmp_path) == [{"text": "b"}]

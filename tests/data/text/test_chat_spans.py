@@ -148,7 +148,7 @@ def test_the_template_s_beginning_of_text_is_not_doubled(load, make_tokenizer, c
 
 def test_a_turn_that_cannot_be_found_is_an_error_naming_the_sample(load, make_tokenizer, chat):
     with pytest.raises(DataError, match=r"sample 0 \(.*rows.jsonl line 1\): the assistant turn in message 1"):
-        load([chat("hi", "yo", "bye", "ok")], make_tokenizer("opaque"), loss_on="all")
+        load([chat("", "", "", "")], make_tokenizer("opaque"), loss_on="all")
 
 
 def test_a_template_s_refusal_names_the_sample_and_the_reason(load, make_tokenizer, chat):

@@ -24,7 +24,10 @@ def row(*messages, **more):
     [
         (row(ASK, CALLS), r"message 1, field 'tool_calls': the chat template leaves out the call of 'add'"),
         # its name and arguments stand in the question and in the answer of the tool
-        (row({"role": "user", "content": 'call add with {"a": 1, "b": 2}'}, CALLS, RESULT, ANSWER), "message 1, field 'tool_calls'"),
+        (
+            row({"role": "user", "content": 'call add with {"a": 1, "b": 2}'}, CALLS, RESULT, ANSWER),
+            "message 1, field 'tool_calls'",
+        ),
         (row(ASK, {**ANSWER, "tool_calls": [CALL["function"]]}), "message 1, field 'tool_calls'"),
         (row(ASK, {**ANSWER, "reasoning_content": "1 + 2"}), "message 1, field 'reasoning_content'"),
         (row(ASK, {**ANSWER, "thinking": "1 + 2"}), "message 1, field 'thinking'"),
@@ -88,10 +91,11 @@ def test_reasoning_of_earlier_turns_is_removed_by_design_and_told_once(load, mak
     with caplog.at_level(logging.WARNING, "skyrl_engine"):
         dataset = load([early, early], make_tokenizer("thinking"))
     assert dataset.counts.removed_reasoning == 2
-    assert [record.getMessage() for record in caplog.records] == [
+    (record,) = caplog.records
+    assert record.getMessage() == (
         f"the chat template leaves out the reasoning of earlier turns in 2 of 2 rows of {dataset.name}; "
         "with data.loss_on = all, these turns train without it"
-    ]
+    )
 
 
 def test_reasoning_of_the_last_turn_is_refused(load, make_tokenizer):

@@ -143,3 +143,41 @@ def test_a_group_larger_than_a_mini_batch_is_refused() -> None:
     with pytest.raises(DataError, match=r"a group of 3 samples does not fit a mini-batch of training.batch_size = 2") as caught:
         SampleOrder.of(columns([7, 8, 7, 7]), batch_size=2)
     assert caught.value.remedy == "Set training.batch_size to 3 or more"
+
+
+@settings(deadline=None)
+@given(orders, st.integers(1, 3))
+def test_drop_last_leaves_out_the_mini_batch_that_is_not_full_and_nothing_else(order: SampleOrder, epochs: int) -> None:
+    """The mini-batches that stay are those of the same order without it."""
+    if order.samples < order.batch_size:
+        with pytest.raises(DataError, match=rf"leaves out every mini-batch: training.batch_size is {order.batch_size}"):
+            evolve(order, drop_last=True)
+        return
+    dropping = evolve(order, drop_last=True)
+    position = dropping.start()
+    for epoch in range(epochs):
+        assert position == Position(epoch, 0)
+        batches, position = walk(dropping, position, dropping.steps_per_epoch)
+        assert batches == [
+            batch for batch in walk(order, Position(epoch, 0), order.steps_per_epoch)[0] if len(batch) == order.batch_size
+        ]
+    assert dropping.left_out == order.samples % order.batch_size
+    assert dropping.steps_in(float(epochs)) == epochs * dropping.steps_per_epoch
+    assert dropping.steps_in(0.99) <= dropping.steps_per_epoch
+
+
+def test_drop_last_keeps_groups_whole() -> None:
+    columns = SampleColumns.create(
+        input_ids=np.zeros(22, dtype=np.int32),
+        token_offsets=offsets_of([2] * 11),
+        action_offsets=offsets_of([1] * 11),
+        group_ids=np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]),
+    )
+    order = SampleOrder.of(columns, batch_size=4, shuffle=False, drop_last=True)
+    assert walk(order, order.start(), 3) == ([[0, 1, 2], [3, 4, 5], [0, 1, 2]], Position(1, 3))
+    assert (order.steps_per_epoch, order.left_out) == (2, 5)
+
+
+def test_a_resume_that_asks_for_drop_last_goes_on_with_the_next_epoch() -> None:
+    order = SampleOrder(samples=10, batch_size=4, shuffle=False, drop_last=True)
+    assert walk(order, Position(0, 8), 1) == ([[0, 1, 2, 3]], Position(1, 4))

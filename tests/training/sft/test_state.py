@@ -35,6 +35,19 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
         position_in(checkpoint, evolve(ORDER, samples=11), "abc")
 
 
+def test_a_changed_seed_is_named_where_it_chooses_the_held_out_samples(tmp_path: Path) -> None:
+    """The data itself is as it was; as many samples are left, but others."""
+    checkpoint = saved(tmp_path, SftState.create(5, Position(1, 8), ORDER, "abc"))
+    other = evolve(ORDER, seed=4)
+    with pytest.raises(
+        CheckpointError, match=r"run\.seed is 4, and .* was written with 3: with data\.eval_fraction .* Set run\.seed = 3"
+    ):
+        position_in(checkpoint, other, "abd", split_by_seed=True)
+    with pytest.raises(CheckpointError, match="the training data has changed"):
+        position_in(checkpoint, other, "abd", split_by_seed=False)
+    assert position_in(checkpoint, other, "abc", split_by_seed=True) == Position(1, 8)
+
+
 def test_a_state_of_another_making_is_refused(tmp_path: Path) -> None:
     checkpoint = CheckpointStore(tmp_path).save(5, lambda _: None, {"trainer.json": {"step": 5, "mood": "good"}})
     with pytest.raises(CheckpointError, match=r"trainer\.json is not of this engine's making"):
