@@ -35,7 +35,8 @@ class _ToPerson(logging.Handler):
         self._show = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno == logging.WARNING and record.exc_info is None:  # errors end in a line of their own
+        # Errors end in a line of their own; what several ranks warn of is shown once.
+        if record.levelno == logging.WARNING and record.exc_info is None and not getattr(record, "repeated", False):
             self._show(record.getMessage())
 
 

@@ -1,5 +1,8 @@
 """Start the ranks of a run and talk to them: `inline` in this process, `ray` in one actor per rank. The same code above both."""
 
+import logging
+import os
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +17,8 @@ from skyrl_engine.workers.dispatch import PlacedShard, Shard
 from skyrl_engine.workers.future import Calls, Future
 from skyrl_engine.workers.spec import WorkerSpec
 from skyrl_engine.workers.worker import Pass, RankReply, StepReply, Worker
+
+logger = logging.getLogger(__name__)
 
 
 class Transport(Protocol):
@@ -112,6 +117,7 @@ class InlineTransport:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._worker = Worker(spec, 0)
+        logger.info("rank 0: in the controller's process, on %s, pid %d", socket.gethostname(), os.getpid())
 
     def put(self, shard: Shard) -> Shard:
         return shard

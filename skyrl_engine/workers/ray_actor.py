@@ -11,6 +11,7 @@ from attrs import frozen
 from skyrl_engine.errors import EngineError
 from skyrl_engine.workers.parcel import Parcel
 from skyrl_engine.workers.process_group import Rendezvous
+from skyrl_engine.workers.rank_output import capture
 from skyrl_engine.workers.spec import WorkerSpec
 
 
@@ -25,11 +26,22 @@ class Failure:
 
 @frozen
 class Place:
-    """An actor's place: the Ray id of its machine, that machine's address, and a port that is free there."""
+    """An actor's place.
+
+    `machine` is Ray's id of it, `host` its address, `name` its name; `port` is free there, and `output` is the file of what the actor says.
+    """
 
     machine: str
     host: str
     port: int
+    name: str
+    pid: int
+    gpus: tuple[str, ...]
+    output: str
+
+    def __str__(self) -> str:
+        device = f"GPU {', '.join(self.gpus)}" if self.gpus else "CPU"
+        return f"{self.name} ({self.host}), pid {self.pid}, {device}"
 
 
 class RankActor:
@@ -37,6 +49,7 @@ class RankActor:
 
     def __init__(self) -> None:
         self._worker: Any = None
+        self._output = capture()
 
     def place(self) -> Place:
         import ray
@@ -44,7 +57,16 @@ class RankActor:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port)
+        context = ray.get_runtime_context()
+        return Place(
+            machine=context.get_node_id(),
+            host=ray.util.get_node_ip_address(),
+            port=port,
+            name=socket.gethostname(),
+            pid=os.getpid(),
+            gpus=tuple(context.get_accelerator_ids().get("GPU", [])),
+            output=self._output,
+        )
 
     def start(self, spec: WorkerSpec, rank: int, rendezvous: Rendezvous) -> Any:
         """Make the worker; a Failure when that raises."""

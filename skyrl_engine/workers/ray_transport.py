@@ -8,10 +8,12 @@ from typing import Any
 
 import attrs
 
+from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.errors import EngineError, WorkerError
 from skyrl_engine.workers.dispatch import Shard
 from skyrl_engine.workers.parcel import Parcel
 from skyrl_engine.workers.process_group import Rendezvous
+from skyrl_engine.workers.rank_log import RankLog, ranks_in_words
 from skyrl_engine.workers.ray_actor import Failure, Place, RankActor
 from skyrl_engine.workers.ray_cluster import by_machine, connect, import_ray, rank_resources, wait_for_room
 from skyrl_engine.workers.spec import WorkerSpec
@@ -28,6 +30,8 @@ class RayTransport:
     def __init__(self, spec: WorkerSpec, address: str | None) -> None:
         self._ray = import_ray()
         self._actors: list[Any] = []
+        self._places: list[Place] = []
+        self._log: RankLog | None = None
         self._group: Any = None
         self._owns_cluster = connect(self._ray, address, spec.topology.world_size)
         try:
@@ -57,7 +61,11 @@ class RayTransport:
         places: list[Place] = self._gather("start", [actor.place.remote() for actor in self._actors])
         order = by_machine([place.machine for place in places])
         self._actors = [self._actors[bundle] for bundle in order]
-        first = places[order[0]]
+        self._places = [places[bundle] for bundle in order]
+        self._log = RankLog(ray, self._places)
+        for rank, place in enumerate(self._places):
+            logger.info("rank %d: on %s, %s", rank, place, _role(spec.topology, rank))
+        first = self._places[0]
         # Decided here, once: machines that differ must not choose different devices.
         spec = attrs.evolve(spec, device="cuda" if "GPU" in resources else "cpu")
         meeting = Rendezvous(first.host, first.port)
@@ -101,14 +109,31 @@ class RayTransport:
             if (deaths or failures) and deadline is None:
                 deadline = time.monotonic() + GRACE_SECONDS
         if deaths or failures:
-            raise _explain(method, deaths, failures)
+            if deaths and (lost := self._lost_node(min(deaths), method)):
+                raise lost
+            raise _explain(method, deaths, failures, self._places)
         return [results[rank] for rank in range(len(pending))]
+
+    def _lost_node(self, dead: int, method: str) -> WorkerError | None:
+        """Return an error that names the node of a dead rank, if the node is lost too."""
+        if self._log is None or self._log.node_answers(self._places[dead].machine):
+            return None
+        place = self._places[dead]
+        gone = [rank for rank, other in enumerate(self._places) if other.machine == place.machine]
+        return WorkerError(
+            f"the node {place.name} ({place.host}) was lost during {method}, and {ranks_in_words(gone)} with it",
+            rank=dead,
+            remedy="See whether that machine and its Ray still run, then resume from the latest checkpoint",
+        )
 
     def close(self) -> None:
         for actor in self._actors:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor)
         self._actors = []
+        if self._log is not None:
+            self._log.close()
+            self._log = None
         if self._group is not None:
             from ray.util.placement_group import remove_placement_group
 
@@ -126,11 +151,20 @@ def _cause_of_death(error: Exception) -> str:
     return account.strip().rstrip(".")
 
 
-def _explain(method: str, deaths: dict[int, str], failures: dict[int, Failure]) -> EngineError:
+def _role(topology: Topology, rank: int) -> str:
+    """Return a rank's part in the work, such as `data-parallel 1 of 2, pipeline-parallel 0 of 2`."""
+    place = topology.coords(rank)
+    parts = {"data": (place.dp, topology.dp), "tensor": (place.tp, topology.tp), "context": (place.cp, topology.cp)}
+    parts["pipeline"] = (place.pp, topology.pp)
+    return ", ".join(f"{name}-parallel {at} of {size}" for name, (at, size) in parts.items() if size > 1 or name == "data")
+
+
+def _explain(method: str, deaths: dict[int, str], failures: dict[int, Failure], places: Sequence[Place]) -> EngineError:
     if deaths:
         rank = min(deaths)
+        where = f" (it was on {places[rank]})" if places else ""
         return WorkerError(
-            f"rank {rank} died during {method}: {deaths[rank]}",
+            f"rank {rank} died during {method}: {deaths[rank]}{where}",
             rank=rank,
             remedy="Look for lack of memory or a signal on that machine, then resume from the latest checkpoint",
         )

@@ -1,0 +1,105 @@
+"""The controller's side of what ranks print, log and warn: it becomes records of the logger `skyrl_engine.ranks`, and so lines of run.log.
+
+Every record says rank, host and process. A warning that several ranks give is in the log of each, and marked as repeated after the first,
+so that a terminal shows it once.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from skyrl_engine.workers.rank_output import Lines, OutputReader
+from skyrl_engine.workers.ray_actor import Place
+
+REPEATED = "repeated"
+"""The attribute of a record that another rank has brought before."""
+
+ANSWER_SECONDS = 5.0
+"""How long a node has to answer before it counts as lost."""
+
+END_SECONDS = 10.0
+"""How long to wait for the last lines when a run ends."""
+
+logger = logging.getLogger(__name__)
+ranks_logger = logging.getLogger("skyrl_engine.ranks")
+
+
+class RankLog:
+    """Reads the output of ranks, given by their places, until `close`; one reader on every node that has ranks."""
+
+    def __init__(self, ray: Any, places: Sequence[Place]) -> None:
+        self._ray = ray
+        self._places = places
+        self._lines = [Lines() for _ in places]
+        self._seen: set[tuple[str, str]] = set()
+        self._abandoned = threading.Event()
+        self._readers = {machine: self._reader(machine) for machine in dict.fromkeys(place.machine for place in places)}
+        self._thread = threading.Thread(target=self._listen, name="rank-log", daemon=True)
+        self._thread.start()
+
+    def node_answers(self, machine: str) -> bool:
+        """Return whether the reader on a node still answers; a rank can die alone, its node takes the reader along."""
+        try:
+            return bool(self._ray.get(self._readers[machine].here.remote(), timeout=ANSWER_SECONDS))
+        except self._ray.exceptions.RayError:
+            return False
+
+    def close(self) -> None:
+        """Take the last lines, of ranks that have ended, and end the readers."""
+        for reader in self._readers.values():
+            reader.stop.remote()
+        self._thread.join(END_SECONDS)
+        self._abandoned.set()
+        for reader in self._readers.values():
+            self._ray.kill(reader)
+
+    def _reader(self, machine: str) -> Any:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        paths = {rank: place.output for rank, place in enumerate(self._places) if place.machine == machine}
+        actor = self._ray.remote(OutputReader)
+        # "here" is answered while "read" waits and "stop" is on its way.
+        options = {"num_cpus": 0, "max_concurrency": 3, "scheduling_strategy": NodeAffinitySchedulingStrategy(machine, soft=False)}
+        return actor.options(**options).remote(paths)
+
+    def _listen(self) -> None:
+        ray = self._ray
+        pending = {reader.read.remote(): machine for machine, reader in self._readers.items()}
+        while pending and not self._abandoned.is_set():
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=1.0)
+            for reference in ready:
+                machine = pending.pop(reference)
+                try:
+                    new: Mapping[int, bytes] = ray.get(reference)
+                except ray.exceptions.RayError:
+                    logger.info("the output of %s is no longer read: its reader has ended", self._ranks_on(machine))
+                    continue
+                for rank, text in new.items():
+                    self._say(rank, self._lines[rank].add(text))
+                if new:
+                    pending[self._readers[machine].read.remote()] = machine
+        for rank, lines in enumerate(self._lines):
+            self._say(rank, lines.end())
+
+    def _say(self, rank: int, records: Sequence[logging.LogRecord]) -> None:
+        place = self._places[rank]
+        for record in records:
+            said = (record.name, str(record.msg))
+            if record.levelno >= logging.WARNING:
+                setattr(record, REPEATED, said in self._seen)
+                self._seen.add(said)
+            record.msg = f"rank {rank} ({place.name}, pid {place.pid}) {record.name}: {record.msg}"
+            record.name = ranks_logger.name
+            if ranks_logger.isEnabledFor(record.levelno):
+                ranks_logger.handle(record)
+
+    def _ranks_on(self, machine: str) -> str:
+        return ranks_in_words([rank for rank, place in enumerate(self._places) if place.machine == machine])
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, or `ranks 0, 1 and 3`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
