@@ -22,6 +22,7 @@ from skyrl_engine.engine.capability import (
     check_scores,
     required_capabilities,
 )
+from skyrl_engine.engine.cores import sharing
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.objective.parts import ObjectiveParts
@@ -125,6 +126,7 @@ def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length
     be loaded, and what the plugins raise.
     """
     config = resolved.config
+    sharing(config.run)
     backend = resolved.plugins["backend"]
     check_model(files.facts, backend.loaded.describe_backend(backend.options, config.run.ranks))
     context = FactoryContext(seed=config.run.seed, pad_token_id=files.pad_token_id, max_sequence_length=max_sequence_length)

@@ -1,6 +1,7 @@
 """`Engine`: plan, score, learn, step, save. The one way from a batch to the ranks, under every trainer."""
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutpu
 from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan
 from skyrl_engine.engine.accumulation import Accumulation, MiniBatchGradient
 from skyrl_engine.engine.assembly import Assembly, assemble
+from skyrl_engine.engine.cores import sharing
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import PassResult, counts_of, means_over, refuse_not_finite
@@ -32,6 +34,8 @@ from skyrl_engine.workers.dispatch import PlacedShard, batch_structure, compact_
 from skyrl_engine.workers.future import Future
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
 from skyrl_engine.workers.worker import Pass, RankReply, StepReply
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE: Final = "engine.json"
 """The engine's own part of a saved state, beside that of the ranks."""
@@ -111,6 +115,8 @@ class Engine:
         spec = assembly.worker_spec(config.model, config.optimizer.settings(), device=config.run.device)
         training = config.training
         layout = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens)
+        if shared := sharing(config.run):
+            logger.warning("%s", shared)
         group = launch_workers(spec, launch=config.run.launch, ray_address=config.run.ray_address)
         try:
             return cls(assembly, group, layout=layout, optimizer=config.optimizer, total_steps=total_steps, files=files)

@@ -12,7 +12,8 @@ from skyrl_engine.errors import CheckpointError, ConfigError, Problem
 from skyrl_engine.model_facts.identity import weights_fingerprint
 
 _IDENTITY = ("distribution", "name", "version", "sha256")
-_WITHOUT_EFFECT = ("run.directory", "run.observers", "run.ray_address", "observers.", "checkpoint.", "evaluation.", "plugins.")
+_OF_THE_MACHINE = ("run.directory", "run.observers", "run.ray_address", "run.oversubscribe")
+_WITHOUT_EFFECT = (*_OF_THE_MACHINE, "observers.", "checkpoint.", "evaluation.", "plugins.")
 """Configuration that no step's numbers depend on (which plugins were chosen is compared by itself)."""
 
 Lock = Mapping[str, Any]

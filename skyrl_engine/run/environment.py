@@ -17,7 +17,7 @@ def describe_environment() -> dict[str, Any]:
         "implementation": platform.python_implementation(),
         "platform": platform.platform(),
         "libraries": {name: _version(name) for name in LIBRARIES},
-        "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "usable_cores": _usable_cores()},
+        "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "usable_cores": usable_cores()},
         "accelerators": _accelerators(),
     }
 
@@ -29,7 +29,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _usable_cores() -> int | None:
+def usable_cores() -> int | None:
     """Cores this process may run on, where the platform can tell."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 

@@ -24,6 +24,9 @@ class RunConfig:
     ranks: int = field(default=1, validator=ge(1))
     """Processes that train together; more than one needs `launch = "ray"`."""
 
+    oversubscribe: bool = False
+    """Allow more than four ranks per core where the engine starts Ray on this machine."""
+
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", validator=in_(("auto", "cpu", "cuda")))
     """Device of every rank; `auto`: CUDA where torch finds a device, else the CPU."""
 
