@@ -157,12 +157,14 @@ def show_plan(plan: "RunPlan") -> None:
     """Print the plan of a run, on stdout."""
     topology = plan.topology
     sizes = ", ".join(f"{name} {size}" for name, size in attrs.asdict(topology).items())
+    shared = f"; {plan.sharing}" if plan.sharing else ""
     show_facts(
         {
             **plan.plugins,
             "observers": ", ".join(plan.observers) or "none",
             "model": plan.model,
-            "launch": f"{plan.launch}, world of {topology.world_size} ({sizes})",
+            "launch": f"{plan.launch}, world of {topology.world_size} ({sizes}){shared}",
+            **({"adapters": plan.adapters} if plan.adapters else {}),
             "capabilities": f"needs {', '.join(plan.required)}; the backend declares {', '.join(plan.capabilities)}",
             "training data": _described(plan.train),
             "held-out data": "none" if plan.evaluation is None else _described(plan.evaluation),

@@ -3,7 +3,9 @@
 Hu et al. 2021 (arXiv 2106.09685), section 4.1. A is drawn, B is zero: training starts at the base model.
 """
 
+import copy
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -45,7 +47,9 @@ def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -
     peft = _peft()
     inside = {id(module) for module in decoder.modules()}
     linear = {name: module for name, module in model.named_modules() if id(module) in inside and _is_linear(module)}
-    config = _drawn(spec, spec.lora, linear, peft) if spec.lora.path is None else _existing(spec, spec.lora, spec.lora.path, peft)
+    config = (
+        _drawn(spec, spec.lora, model, linear, peft) if spec.lora.path is None else _existing(spec, spec.lora, spec.lora.path, peft)
+    )
     with torch.random.fork_rng(devices=()), next(model.parameters()).device:
         torch.default_generator.manual_seed(seed)
         try:
@@ -67,6 +71,17 @@ def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -
             parameter.requires_grad_()
     counts = [sum(parameter.numel() for parameter in each) for each in (trained(model).values(), model.parameters())]
     logger.info("%s: %d of %d parameters are trained, as adapters of rank %d", spec.path, *counts, config.r)
+    logger.info("%s: adapted are %s", spec.path, describe_adapters(decoder))
+    if spec.lora.path is None and spec.lora.targets == "all-linear" and (left := _left_frozen(decoder)):
+        why = "they are no linear layers, or have names that PEFT takes for the experts'"
+        logger.warning('%s: model.lora.targets = "all-linear" leaves frozen %s: %s', spec.path, _counts(left), why)
+
+
+def describe_adapters(decoder: nn.Module) -> str:
+    """Count by name a decoder's matrices with adapters and those without: `q_proj (2); frozen stay experts.down_proj (2)`."""
+    names = (name for name, _ in decoder.named_parameters())
+    adapted = Counter(name.partition(".lora_A.")[0].rpartition(".")[2] for name in names if ".lora_A." in name)
+    return f"{_counts(adapted)}; frozen stay {_counts(_left_frozen(decoder))}"
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -121,8 +136,6 @@ def write_adapters(model: Any, directory: Path, weights: Mapping[str, Tensor]) -
 
     A value head becomes one of PEFT's `modules_to_save`; the base model is then loaded for token classification.
     """
-    import copy
-
     from safetensors.torch import save_file
 
     config = copy.copy(model.peft_config[ADAPTER])
@@ -158,8 +171,25 @@ def merged_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) ->
         yield f"{owner}.{kind}" if base else name, value
 
 
-def _drawn(spec: ModelConfig, lora: LoraConfig, linear: Mapping[str, nn.Module], peft: Any) -> Any:
-    """Return PEFT's configuration of new adapters. Raises ModelError for targets that no linear layer matches."""
+def _left_frozen(decoder: nn.Module) -> Counter[str]:
+    """Count the decoder's matrices without an adapter, by the last names of their paths; embeddings do not count."""
+    embeddings = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
+    left: Counter[str] = Counter()
+    for name, parameter in decoder.named_parameters():
+        if parameter.dim() > 1 and id(parameter) not in embeddings and ".lora_" not in name and ".base_layer." not in name:
+            left[".".join(name.removesuffix(".weight").split(".")[-2:])] += 1
+    return left
+
+
+def _counts(names: Counter[str]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in sorted(names.items())) or "none"
+
+
+def _drawn(spec: ModelConfig, lora: LoraConfig, model: nn.Module, linear: Mapping[str, nn.Module], peft: Any) -> Any:
+    """Return PEFT's configuration of new adapters.
+
+    Raises ModelError for targets that no linear layer matches, and for targets that PEFT takes for something else in this architecture.
+    """
     names = sorted({name.rpartition(".")[2] for name in linear})
     targets = names
     if lora.targets != "all-linear":
@@ -170,7 +200,7 @@ def _drawn(spec: ModelConfig, lora: LoraConfig, linear: Mapping[str, nn.Module],
                 f"model.lora.targets names {', '.join(map(repr, unknown))}, which no linear layer of {spec.path}'s decoder is called",
                 remedy=f'Choose among {", ".join(names)}, or write model.lora.targets = "all-linear"',
             )
-    return peft.LoraConfig(
+    config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
@@ -180,6 +210,32 @@ def _drawn(spec: ModelConfig, lora: LoraConfig, linear: Mapping[str, nn.Module],
         base_model_name_or_path=spec.path,
         revision=spec.revision,
     )
+    moved = [target for target in targets if not _keeps(config, target, model)]
+    if lora.targets == "all-linear":
+        config.target_modules = set(targets) - set(moved)
+    elif moved:
+        rest = ", ".join(name for name in names if _keeps(config, name, model))
+        raise ModelError(
+            f"model.lora.targets names {', '.join(map(repr, moved))}, which PEFT takes for the experts of {spec.path}, and the engine does not "
+            "adapt experts",
+            remedy=f'Choose among {rest}, or write model.lora.targets = "all-linear"',
+        )
+    return config
+
+
+def _keeps(config: Any, target: str, model: nn.Module) -> bool:
+    """Return whether PEFT takes `target` for linear layers of this model.
+
+    In architectures whose experts became one tensor with transformers 5, PEFT reads `gate_proj`, `up_proj` and `down_proj` as the experts',
+    in an adapter's file too: dense layers and shared experts of these names cannot be adapted.
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    probe = copy.deepcopy(config)
+    # All of a fused tensor's names together, as PEFT refuses one alone.
+    probe.target_modules = set(config.target_modules) | {target, "gate_proj", "up_proj", "w1", "w3"}
+    convert_peft_config_for_transformers(probe, model, None)
+    return target in probe.target_modules
 
 
 def _existing(spec: ModelConfig, lora: LoraConfig, path: str, peft: Any) -> Any:

@@ -1,6 +1,7 @@
 """`run`, `sft`, `data preview` and `export` on a tiny model."""
 
 import json
+import re
 import sys
 import tomllib
 
@@ -66,6 +67,30 @@ def test_dry_run_plans_and_writes_no_run(command, config, inputs, tmp_path):
     assert not (tmp_path / "run").exists()
     rows = [line.split() for line in outcome.out.splitlines()[-3:]]
     assert sum(int(row[-1]) for row in rows) == 8
+
+
+def test_the_plan_counts_what_lora_adapts(command, config):
+    planned = command("run", config, "--dry-run", "model.lora.targets=['q_proj']")
+    assert planned.code == 0, planned.err
+    said = " ".join(planned.out.split())
+    assert re.search(r"adapters q_proj \(\d\); frozen stay mlp.down_proj \(\d\), ", said)
+    refused = command("run", config, "--dry-run", "model.lora.targets=['no_such']")
+    assert refused.code != 0
+    assert "'no_such', which no linear layer" in refused.last_line
+
+
+def test_ranks_that_share_cores_are_planned_with_the_numbers_or_refused(command, config, monkeypatch):
+    """Nothing starts: the machine's cores are known before."""
+    monkeypatch.setattr("skyrl_engine.engine.cores.usable_cores", lambda: 1)
+    ranks = ("run.launch=ray", "training.micro_batch_rows=1")
+    planned = command("run", config, "--dry-run", *ranks, "run.ranks=4")
+    assert planned.code == 0, planned.err
+    assert "4 ranks share 1 core" in " ".join(planned.out.split())
+    refused = command("run", config, "--dry-run", *ranks, "run.ranks=8")
+    assert refused.code == 2
+    assert "8 ranks share 1 core: at most 4 ranks per core" in refused.last_line
+    meant = command("run", config, "--dry-run", *ranks, "run.ranks=8", "run.oversubscribe=true")
+    assert meant.code == 0, meant.err
 
 
 @pytest.mark.parametrize("flags", [["--dry-run"], []])

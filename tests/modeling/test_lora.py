@@ -1,6 +1,7 @@
 """Adapters in a model: which layers get them, what of an existing one is taken, and what is refused, in words."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.errors import EngineError, ModelError, UnsupportedError
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.loading import load_config, load_scorer, load_skeleton
-from skyrl_engine.modeling.lora import merged_weights, trained
+from skyrl_engine.modeling.lora import merged_weights, trained, write_adapters
 from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.testing.adapters import with_adapter, write_adapter
 
@@ -190,3 +191,94 @@ def test_the_file_names_its_base_model_and_layers_alike_in_every_process(base: s
     assert np.isclose(
         load_scorer(ModelConfig(base, lora=LoraConfig(path=str(adapter))))[0].model.layers[0].mlp.up_proj.scaling["default"], 2
     )
+
+
+MOE = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+OF_SHARED = {
+    "deepseek_v3": {
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "head_dim": 4,
+        "num_key_value_heads": 4,
+        "n_group": 2,
+        "topk_group": 1,
+    },
+    "glm4_moe": {"n_group": 1, "topk_group": 1},
+    "qwen3_next": {
+        "shared_expert_intermediate_size": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "qwen3_moe": {},
+}
+PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize("family", OF_SHARED)
+def test_all_linear_layers_of_a_mixture_are_those_that_peft_adapts_and_the_rest_is_said(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PEFT reads the names of dense projections as the experts': shared experts were refused as an adapter `None`, experts left out unsaid."""
+    write_model(tmp_path / "base", family, **MOE, **OF_SHARED[family])
+    with caplog.at_level("INFO"):
+        model = load_scorer(ModelConfig(str(tmp_path / "base"), lora=LoraConfig(rank=2)))[0]
+    adapted = {name.rpartition(".")[2] for name in layers_of(model)}
+    assert {"o_proj"} < adapted
+    assert not adapted & PROJECTIONS
+    [warning] = [each.getMessage() for each in caplog.records if "all-linear" in each.getMessage() and each.levelname == "WARNING"]
+    leaves = warning.partition(" leaves frozen ")[2]
+    assert "experts.gate_up_proj (" in leaves
+    [told] = [each.getMessage() for each in caplog.records if ": adapted are " in each.getMessage()]
+    adapts, _, frozen_too = told.partition("; frozen stay ")
+    assert "o_proj (" in adapts
+    assert leaves.startswith(f"{frozen_too}: ")
+    if family != "qwen3_moe":
+        assert re.search(r"shared_experts?\.gate_proj \(\d\)", leaves)
+    matrices = {name for name, value in model.get_decoder().named_parameters() if value.dim() > 1 and "embed_tokens" not in name}
+    frozen = [name for name in matrices if "base_layer" not in name and ".lora_" not in name]
+    assert sum(map(int, re.findall(r"\((\d+)\)", leaves))) == len(frozen)
+
+    with torch.no_grad():
+        for value in trained(model).values():
+            value.normal_(std=0.1)
+    write_adapters(model, tmp_path, trained(model))
+    model.set_attn_implementation("eager")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    again = peft.PeftModel.from_pretrained(plain, tmp_path, is_trainable=True)
+    ids = torch.arange(1, 9)[None]
+    gradients = []
+    for each in (model, again):
+        each.eval()
+        each(input_ids=ids, labels=ids).loss.backward()
+        named = each.named_parameters()
+        gradients.append({name.removeprefix("base_model.model."): value.grad for name, value in named if value.requires_grad})
+    ours, theirs = gradients
+    assert ours.keys() == theirs.keys() == trained(model).keys()
+    for name, gradient in ours.items():
+        # One computation twice in float32; the experts' sums may run in another order.
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-4, atol=1e-6)
+    assert any(gradient.abs().max() > 0 for gradient in ours.values())
+
+
+def test_a_projection_that_peft_takes_for_the_experts_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, "glm4_moe", **MOE, **OF_SHARED["glm4_moe"])
+    cause, remedy = refusal(ModelConfig(str(tmp_path), lora=LoraConfig(targets=("q_proj", "up_proj"))))
+    assert cause.startswith("model.lora.targets names 'up_proj', which PEFT takes for the experts of")
+    assert remedy.startswith("Choose among k_proj, o_proj, q_proj, v_proj, or")
+
+
+def test_a_dense_model_is_adapted_whole_without_a_warning(base: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        load_scorer(ModelConfig(base, lora=LoraConfig()))
+    assert (
+        "adapted are down_proj (2), gate_proj (2), k_proj (2), o_proj (2), q_proj (2), up_proj (2), v_proj (2); frozen stay none"
+        in caplog.text
+    )
+    assert not [record for record in caplog.records if record.levelname == "WARNING" and record.name.startswith("skyrl_engine")]

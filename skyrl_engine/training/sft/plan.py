@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
-from skyrl_engine.config import SelectedPlugin
+from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.topology import Topology
+from skyrl_engine.engine.cores import sharing
 from skyrl_engine.training.sft.data import PreparedRun, describe_data, limited_to_model
 from skyrl_engine.training.sft.order import SampleOrder
 
@@ -27,6 +28,8 @@ class MicroBatchShape:
 class RunPlan:
     """`plugins` describe each selected plugin by kind; `train` and `evaluation` are the data's name, format and counts.
 
+    `sharing` says how many ranks share how many cores of this machine, if they do.
+    `adapters` counts the matrices that LoRA adapts and those that it leaves frozen.
     `longest_allowed` is the longest sample in tokens, by `data.max_length` or else by the model; None where neither says. `rotary_length` is
     the longest row for which rotary frequencies are fixed; None for models that do not choose them by length.
     `samples_per_step` says how many samples a step trains on where that is not `batch_size`; else it is empty.
@@ -37,7 +40,9 @@ class RunPlan:
     observers: tuple[str, ...]
     model: str
     launch: str
+    sharing: str | None
     topology: Topology
+    adapters: str | None
     capabilities: tuple[str, ...]
     required: tuple[str, ...]
     train: Mapping[str, Any]
@@ -60,7 +65,9 @@ def describe_plan(prepared: PreparedRun) -> RunPlan:
         observers=tuple(_describe(selected) for selected in resolved.observers),
         model=resolved.config.model.path,
         launch=resolved.config.run.launch,
+        sharing=sharing(resolved.config.run),
         topology=prepared.assembly.description.topology,
+        adapters=_adapters(resolved),
         capabilities=tuple(sorted(prepared.assembly.description.capabilities)),
         required=tuple(sorted(prepared.required)),
         train=describe_data(prepared.train) or {},
@@ -86,6 +93,19 @@ def samples_per_step(order: SampleOrder) -> str:
     if order.drop_last:
         return f"{order.left_out} samples at the end of an epoch are left out"
     return f"about {rest} samples in the last of an epoch" if order.bundles else f"{rest} samples in the last of an epoch"
+
+
+def _adapters(resolved: ResolvedConfig) -> str | None:
+    """Count what LoRA adapts in a model without values. Raises ModelError for targets that the model does not have."""
+    model = resolved.config.model
+    if model.lora is None:
+        return None
+    from skyrl_engine.modeling.loading import load_skeleton
+    from skyrl_engine.modeling.lora import describe_adapters
+    from skyrl_engine.modeling.vision import language_part
+
+    _, scorer = load_skeleton(model, images=True)
+    return describe_adapters(language_part(scorer.decoder))
 
 
 def _shapes(plan: BatchPlan) -> tuple[MicroBatchShape, ...]:
