@@ -39,14 +39,17 @@ class Options:
         return getattr(self, name) if name in self else default
 
 
+_ANYTHING = bool | int | float | str | None
+"""The type of an option whose default is None."""
+
 _MADE: dict[tuple[str, str], type[Options]] = {}
 
 
 def options_class(name: str, defaults: Mapping[str, Any]) -> type[Options]:
     """Return an attrs class with one option per entry, typed as its default; a mapping becomes a nested table.
 
-    The same name and defaults give the same class. Raises TypeError for a default that no configuration can hold, and for None, which does
-    not tell a type.
+    None tells no type: such an option takes a truth value, a number, a text or "none". The same name and defaults give the same class. Raises
+    TypeError for a default that no configuration can hold.
     """
     key = (name, repr(sorted(defaults.items())))
     if key not in _MADE:
@@ -74,7 +77,9 @@ def _field(name: str, default: Any) -> Any:
     return attrs.field(default=default, type=_scalar(name, default))
 
 
-def _scalar(name: str, default: Any) -> type:
+def _scalar(name: str, default: Any) -> Any:
+    if default is None:
+        return _ANYTHING
     for kind in (bool, int, float, str):
         if type(default) is kind:
             return kind

@@ -8,8 +8,10 @@ from inspect import Parameter, Signature
 import attrs
 import pytest
 import torch
+from cattrs import ClassValidationError
 
 from skyrl_engine import LossOutput, Metric
+from skyrl_engine.config.converter import strict_converter
 from skyrl_engine.errors import ContractError, DataError
 from skyrl_engine.interop import masked_loss
 from skyrl_engine_losses.plugin import ppo
@@ -224,7 +226,7 @@ def test_options_pickle_and_are_equal():
         ("log_probs, loss_mask", {"arguments": {"logits": "logprobs"}}, "takes no argument 'logits'"),
         ("log_probs, loss_mask", {"per_sequence": ("advantages",)}, "per_sequence names 'advantages'"),
         ("log_probs, loss_mask", {"reduction": "mean"}, "reduction must be one of sum, token_mean"),
-        ("log_probs, loss_mask, config", {"config": {"clip": None}}, "from which no type can be told"),
+        ("log_probs, loss_mask, config", {"config": {"clip": object()}}, "from which no type can be told"),
     ],
 )
 def test_what_cannot_be_matched_is_refused_where_it_is_written(takes, keywords, message):
@@ -234,6 +236,63 @@ def test_what_cannot_be_matched_is_refused_where_it_is_written(takes, keywords, 
     function.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in takes.split(", ")])
     with pytest.raises(TypeError, match=message):
         masked_loss(function, **keywords)
+
+
+SKYRL_DEFAULTS = {
+    "temperature": None,
+    "policy_loss_type": "regular",
+    "loss_reduction": "token_mean",
+    "eps_clip_low": 0.2,
+    "eps_clip_high": 0.2,
+    "clip_ratio_c": 3.0,
+    "use_tis": False,
+    "max_seq_len": None,
+    "off_policy_correction": {
+        "tis_ratio_type": None,
+        "token_tis_ratio_clip_high": 2.0,
+        "sequence_mask_metric": None,
+        "outlier_token_is_threshold_low": None,
+        "outlier_token_is_threshold_high": None,
+    },
+    "dynamic_sampling": {"type": None, "max_sample_batches": 30},
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
+}
+"""As `dataclasses.asdict` shows SkyRL's AlgorithmConfig, with every kind of default: a scalar, a table, None."""
+
+
+def corrected_form(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None):
+    """Reads the options as SkyRL does: None means off."""
+    loss = clipped(log_probs, old_log_probs, advantages, config.eps_clip_low, config.eps_clip_high)
+    correction = config.off_policy_correction
+    if correction.tis_ratio_type is not None:
+        assert correction.tis_ratio_type == "token"
+        loss = loss * (old_log_probs - rollout_logprobs).exp().clamp(max=correction.token_tis_ratio_clip_high)
+    if correction.outlier_token_is_threshold_low is not None:
+        loss = loss * correction.outlier_token_is_threshold_low
+    return (loss * loss_mask).sum(), {}
+
+
+def test_the_defaults_of_skyrls_configuration_are_taken_as_they_are(make_tokens):
+    """None of them is an option that is off, and the table of a run can set it."""
+    needs = ("logprobs", "old_logprobs", "advantages", "rollout_logprobs")
+    plugin = masked_loss(corrected_form, config=SKYRL_DEFAULTS, needs=needs)
+    schema = plugin.skyrl_engine_config_schema()
+    tokens = make_tokens()
+    structured = strict_converter().structure
+    off = losses_of(plugin.skyrl_engine_make_loss(config=structured({}, schema)), tokens)
+    plain = losses_of(made(FORMS["skyrl"], eps_clip_high=0.2), tokens)
+    torch.testing.assert_close(off, plain, rtol=0, atol=0)
+
+    table = {"off_policy_correction": {"tis_ratio_type": "token", "outlier_token_is_threshold_low": 0.5}, "max_seq_len": 8}
+    config = structured(table, schema)
+    assert (config.max_seq_len, config.temperature) == (8, None)
+    assert pickle.loads(pickle.dumps(config)) == config
+    ratio = (tokens.old_logprobs - tokens.rollout_logprobs).exp().clamp(max=2.0)
+    corrected = losses_of(plugin.skyrl_engine_make_loss(config=config), tokens)
+    torch.testing.assert_close(corrected, plain * ratio * 0.5)
+    assert structured({"max_seq_len": "none"}, schema).max_seq_len is None
+    with pytest.raises(ClassValidationError):
+        structured({"max_seq_len": [1]}, schema)
 
 
 def test_declarations_reach_the_product():

@@ -141,6 +141,48 @@ def gradient_of(formula: Callable[[Batch], float], batch: Batch) -> list[float]:
     return [(at(s, t, STEP) - at(s, t, -STEP)) / (2 * STEP) for s, t in tokens(batch)]
 
 
+@pytest.mark.parametrize(
+    ("reducer", "ours", "theirs"),
+    [
+        # One sequence of two tokens of weight 1/4, one of two of weight 1/8; one group; each sequence a micro-batch.
+        ("token_mean", [1 / 3, 1 / 3, 1 / 6, 1 / 6], [1 / 4, 1 / 4, 1 / 8, 1 / 8]),
+        ("token_mean_legacy", [1 / 4, 1 / 4, 1 / 4, 1 / 4], [1 / 8, 1 / 8, 1 / 16, 1 / 16]),
+        ("sequence_mean", [1 / 4, 1 / 4, 1 / 4, 1 / 4], [1 / 8, 1 / 8, 1 / 16, 1 / 16]),
+        ("group_mean", [1 / 3, 1 / 3, 1 / 6, 1 / 6], [1 / 4, 1 / 4, 1 / 8, 1 / 8]),
+    ],
+)
+def test_what_the_page_says_of_weights_between_0_and_1(reducer: str, ours: list[float], theirs: list[float]) -> None:
+    """Theirs is the mean's own formula with its denominator at 1 or more, as SkyRL clamps it; ours divides by the sum of weights itself."""
+    weight = np.array([0.25, 0.25, 0.125, 0.125])
+    structure = BatchStructure(
+        loss_weight=weight.astype(np.float32),
+        action_offsets=np.array([0, 2, 4]),
+        group_ids=np.array([0, 0]),
+        unit_ids=np.arange(2),
+        micro_batch=np.arange(2),
+    )
+    made = selected("reducer", reducer, {}).make(evolve(CONTEXT, max_sequence_length=None))
+    np.testing.assert_allclose(made.weights(structure), ours, rtol=1e-6)
+    halves = np.array([0.5, 0.5, 0.25, 0.25])
+    sums, over = {"token_mean": (0.75, 1), "token_mean_legacy": (halves, 2), "sequence_mean": (halves, 2), "group_mean": (0.75, 1)}[
+        reducer
+    ]
+    np.testing.assert_allclose(weight / (over * np.maximum(sums, 1)), theirs)
+    np.testing.assert_allclose(weight / (over * np.asarray(sums)), ours)
+
+
+def test_what_the_page_says_of_gspo() -> None:
+    """The mean log-ratio of a sequence is over its tokens that carry loss, whatever their weights: a loss does not see them."""
+    p, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.4, -1.8])
+    ids = torch.tensor([0])
+    needs = {"logprobs": p, "old_logprobs": old, "advantages": torch.ones(2)}
+    loss = selected("loss", "gspo", {"clip_low": 1.0, "clip_high": 9.0}).make(CONTEXT)
+    output = loss(LossTokens(needs, Sequences(torch.zeros(2, dtype=torch.long), torch.tensor([2]), ids, ids), torch.Generator))
+    np.testing.assert_allclose(output.token_loss.numpy(), [-np.exp(0.1)] * 2, rtol=1e-6)
+    weights, differences = np.array([0.75, 0.25]), np.array([0.4, -0.2])
+    assert (weights * differences).sum() / max(weights.sum(), 1) == pytest.approx(0.25), "and this is SkyRL's"
+
+
 def test_the_batch_shows_what_rows_differ_in() -> None:
     """Formulas that some rows tell apart give different numbers here: no two reductions, no two clips agree by chance."""
     batch, _ = make_batch(one_advantage=False)
