@@ -64,8 +64,11 @@ def nightly(session: nox.Session) -> None:
     """What `.ci/run` leaves out: whole matrices, tests of tests, docs/examples, mutation testing; hours, before a release."""
     install(session)
     of_sources = ("-m", "nightly or of_sources", "--every-source")
+    if not session.posargs:  # a part of the night says nothing about the other tests on the list
+        python(session, "tests/running/unchanged_sources.py", "forget")
     pytest(session, *of_sources, *TWO_AT_A_TIME, *session.posargs, HYPOTHESIS_PROFILE="nightly")
-    python(session, "tests/running/unchanged_sources.py")
+    if not session.posargs:
+        python(session, "tests/running/unchanged_sources.py", "write")
     pytest(session, "-m", "example", *session.posargs)
     if not session.posargs:
         mutation(session)

@@ -87,7 +87,17 @@ of_every_fault = pytest.mark.parametrize(("name", "promises", "words", "layout")
 
 
 @pytest.mark.proof
-@pytest.mark.of_sources("skyrl_engine/testing", "skyrl_engine/modeling", "plugins/fsdp/src", "tests/meta/wrong_backends.py")
+@pytest.mark.of_sources(
+    "skyrl_engine/testing",
+    "skyrl_engine/contracts",
+    "skyrl_engine/modeling",
+    "skyrl_engine/model_facts",
+    "skyrl_engine/objective",
+    "skyrl_engine/workers",
+    "plugins/fsdp/src",
+    "tests/meta/breaking.py",
+    "tests/meta/wrong_backends.py",
+)
 @of_every_fault
 def test_a_wrong_backend_breaks_its_promises(bench, name, promises, words, layout):
     require_broken(broken_by(bench, name, layout, promises), promises, words)

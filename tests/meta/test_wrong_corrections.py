@@ -12,6 +12,8 @@ pytestmark = pytest.mark.of_sources(
     "skyrl_engine/testing",
     "skyrl_engine/contracts",
     "skyrl_engine/objective",
+    "skyrl_engine/workers",
+    "tests/meta/breaking.py",
     "tests/meta/wrong_corrections.py",
 )
 

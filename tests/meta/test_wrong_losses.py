@@ -14,7 +14,14 @@ from skyrl_engine.testing import Subject, Verdict
 from skyrl_engine.testing.losses.promises import LOSS_PROMISES
 
 pytestmark = pytest.mark.of_sources(
-    "skyrl_engine/testing", "skyrl_engine/contracts", "skyrl_engine/objective", "tests/meta/wrong_losses.py"
+    "skyrl_engine/testing",
+    "skyrl_engine/contracts",
+    "skyrl_engine/objective",
+    "skyrl_engine/workers",
+    "skyrl_engine/config",
+    "skyrl_engine/registry",
+    "tests/meta/breaking.py",
+    "tests/meta/wrong_losses.py",
 )
 
 broken_by = partial(breaking.broken_by, LOSS_PROMISES, examples=30)

@@ -9,7 +9,11 @@ import wrong_mergers as wrong
 from skyrl_engine.testing.mergers.promises import MERGER_PROMISES
 
 pytestmark = pytest.mark.of_sources(
-    "skyrl_engine/testing", "skyrl_engine/contracts", "skyrl_engine/workers", "tests/meta/wrong_mergers.py"
+    "skyrl_engine/testing",
+    "skyrl_engine/contracts",
+    "skyrl_engine/workers",
+    "tests/meta/breaking.py",
+    "tests/meta/wrong_mergers.py",
 )
 
 broken_by = partial(breaking.broken_by, MERGER_PROMISES, examples=60)

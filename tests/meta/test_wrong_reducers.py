@@ -10,7 +10,11 @@ import wrong_reducers as wrong
 from skyrl_engine.testing.reducers.promises import REDUCER_PROMISES
 
 pytestmark = pytest.mark.of_sources(
-    "skyrl_engine/testing", "skyrl_engine/contracts", "skyrl_engine/workers", "tests/meta/wrong_reducers.py"
+    "skyrl_engine/testing",
+    "skyrl_engine/contracts",
+    "skyrl_engine/workers",
+    "tests/meta/breaking.py",
+    "tests/meta/wrong_reducers.py",
 )
 
 broken_by = partial(breaking.broken_by, REDUCER_PROMISES, examples=80)

@@ -1,5 +1,6 @@
 """What checks are run with: tests of tests that rest while their sources do, and seconds by file."""
 
+import ast
 import json
 import os
 import shutil
@@ -9,8 +10,16 @@ from pathlib import Path
 
 import pytest
 import seconds_per_file
+import unchanged_sources
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+MARKED = sorted(
+    path
+    for folder in ("tests", "plugins")
+    for path in (ROOT / folder).rglob("test_*.py")
+    if "mark.of_sources(" in path.read_text() and path.parent != HERE
+)
 
 
 @pytest.fixture
@@ -60,6 +69,49 @@ def test_a_fresh_clone_rests_where_the_night_passed(project: Path) -> None:
     shutil.rmtree(kept)
     (project / "source.py").write_text("RIGHT = 3\n")
     assert counted(project).startswith("1 passed"), "with other sources the list says nothing"
+
+
+def test_what_fails_with_sources_that_it_has_passed_with_rests_no_longer(project: Path) -> None:
+    (project / "test_it.py").write_text(
+        "import os, pytest\n@pytest.mark.of_sources('source.py')\ndef test_it():\n    assert 'WRONG' not in os.environ\n"
+    )
+    assert counted(project).startswith("1 passed")
+    assert counted(project, "--every-source", WRONG="1").startswith("1 failed")
+    assert counted(project).startswith("1 passed"), "it would have rested on what it did before"
+
+
+def test_the_list_holds_what_the_night_passed_and_nothing_from_days_before(project: Path) -> None:
+    assert counted(project).startswith("1 passed")
+    unchanged_sources.forget(project)
+    assert unchanged_sources.write_passed(project) == 0
+    assert counted(project).startswith("1 passed"), "an empty list lets nothing rest"
+    assert unchanged_sources.write_passed(project) == 1
+    unchanged_sources.forget(project)
+    assert counted(project).startswith("1 deselected")
+
+
+@pytest.mark.parametrize("path", MARKED, ids=lambda path: path.stem)
+def test_a_marked_test_names_all_that_it_imports_from_here(path: Path) -> None:
+    """Else a change there would leave it at rest."""
+    tree = ast.parse(path.read_text())
+    marks = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.of_sources"]
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    imported |= {name for node in froms for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))}
+    roots = (path.parent, ROOT, *ROOT.glob("plugins/*/src"))
+    needed = {
+        found
+        for name in imported
+        for root in roots
+        for found in (root / f"{name.replace('.', '/')}.py", root / name.replace(".", "/") / "__init__.py")
+        if found.exists()
+    }
+    assert marks
+    assert needed
+    for mark in marks:
+        places = [ROOT / ast.literal_eval(place) for place in mark.args]
+        forgotten = {file.relative_to(ROOT) for file in needed if not any(file.is_relative_to(place) for place in places)}
+        assert not forgotten, f"of_sources of {path.name} leaves out {sorted(map(str, forgotten))}"
 
 
 def test_seconds_are_of_a_test_and_what_it_starts(project: Path) -> None:

@@ -1,10 +1,13 @@
 """Tests of tests, marked `of_sources("folder", "file", ...)`: run again when one of those has changed since they passed, and every night.
 
 What passed with which sources is kept under .cache, and what passed at night in passed.txt beside this file, for fresh clones and other
-machines. Run as a program, which `nox -s nightly` does after its tests, this file writes that list.
+machines. `nox -s nightly` runs this file as a program: with `forget` before its tests, so that nothing from earlier runs gets into the list,
+and with `write` after all of them have passed.
 """
 
 import hashlib
+import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import pytest
 
 RECORD = pytest.StashKey[Path]()
 KEPT = Path(".cache") / "unchanged-sources"
-PASSED = Path(__file__).with_name("passed.txt")
+PASSED = Path("tests") / "running" / "passed.txt"
 """One line per test: hash of its name, hash of the sources that it passed with."""
 
 
@@ -34,7 +37,7 @@ class UnchangedSources:
     def __init__(self, config: pytest.Config) -> None:
         self._root = config.rootpath
         self._known: dict[tuple[str, ...], str] = {}
-        own = config.rootpath / "tests" / "running" / PASSED.name
+        own = config.rootpath / PASSED
         self._passed = frozenset(own.read_text().split()) if own.exists() else frozenset()
 
     def _record(self, item: pytest.Item) -> Path | None:
@@ -64,7 +67,9 @@ class UnchangedSources:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
         report = yield
         record = item.stash.get(RECORD, None)
-        if report.when == "call" and report.passed and record is not None:
+        if report.failed and record is not None:
+            record.unlink(missing_ok=True)
+        elif report.when == "call" and report.passed and record is not None:
             record.parent.mkdir(parents=True, exist_ok=True)
             for older in record.parent.glob(f"{record.name.partition('-')[0]}-*"):
                 older.unlink()
@@ -72,10 +77,16 @@ class UnchangedSources:
         return report
 
 
+def forget(root: Path) -> None:
+    """Remove what is kept of runs on this machine."""
+    shutil.rmtree(root / KEPT, ignore_errors=True)
+
+
 def write_passed(root: Path) -> int:
-    """Write the list of what passed on this machine; return the number of its tests."""
+    """Write the list of what has passed since `forget`; return the number of its tests."""
     names = sorted(record.name for record in (root / KEPT).glob("*-*"))
-    PASSED.write_text("".join(f"{name}\n" for name in names))
+    (root / PASSED).parent.mkdir(parents=True, exist_ok=True)
+    (root / PASSED).write_text("".join(f"{name}\n" for name in names))
     return len(names)
 
 
@@ -88,4 +99,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 if __name__ == "__main__":
-    print(f"{PASSED.name}: {write_passed(Path(__file__).parents[2])} tests rest until their sources change")
+    here = Path(__file__).parents[2]
+    if sys.argv[1:] == ["forget"]:
+        forget(here)
+    elif sys.argv[1:] == ["write"]:
+        print(f"{PASSED}: {write_passed(here)} tests rest until their sources change")
+    else:
+        sys.exit("unchanged_sources.py forget|write, which `nox -s nightly` calls")

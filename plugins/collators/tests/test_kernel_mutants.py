@@ -19,7 +19,12 @@ from skyrl_engine_collators import kernels
 
 pytestmark = [
     pytest.mark.proof,
-    pytest.mark.of_sources("plugins/collators/native", "plugins/collators/tests", "plugins/collators/hatch_build.py"),
+    pytest.mark.of_sources(
+        "plugins/collators/native",
+        "plugins/collators/src",
+        "plugins/collators/tests",
+        "plugins/collators/hatch_build.py",
+    ),
 ]
 
 PROJECT = Path(__file__).parent.parent
