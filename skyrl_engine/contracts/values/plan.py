@@ -114,9 +114,10 @@ class BatchPlan:
     def joined(self) -> MicroBatchPlan:
         """Every row of the plan as one micro-batch, in the order of `micro_batches` and as wide as the widest of them."""
         parts = list(self.micro_batches)
+        rows = [np.diff(each.row_offsets) for each in parts]
         return MicroBatchPlan(
             samples=_samples_of(parts),
-            row_offsets=offsets_of(np.concatenate([np.zeros(0, dtype=np.int64), *(np.diff(each.row_offsets) for each in parts)])),
+            row_offsets=offsets_of(np.concatenate(rows) if rows else []),
             width=max((each.width for each in parts), default=1),
             action_width=max((each.action_width for each in parts), default=0),
             alignment=max((each.alignment for each in parts), default=1),

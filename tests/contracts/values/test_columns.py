@@ -108,6 +108,45 @@ def test_errors(changes, words):
     check_says_what_to_do(caught.value)
 
 
+def test_further_columns_stand_beside_those_there_are():
+    """One value per response token, flat or as one row per sample; a column of the same name gives way, and the samples stay as they were."""
+    before = SampleColumns.create(**FLAT, columns={"rewards": np.zeros(3, dtype=np.float32), "kept": np.ones(3, dtype=np.float32)})
+    after = before.with_columns(
+        {"old_logprobs": Ragged.from_list([[-0.5], [-0.25, -0.125]], np.float32), "rewards": np.full(3, 2, dtype=np.float32)}
+    )
+    assert {name: values.tolist() for name, values in after.columns.items()} == {
+        "rewards": [2, 2, 2],
+        "kept": [1, 1, 1],
+        "old_logprobs": [-0.5, -0.25, -0.125],
+    }
+    assert after.input_ids is before.input_ids
+    assert after.action_offsets is before.action_offsets
+    assert sorted(before.columns) == ["kept", "rewards"]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (np.zeros(2, dtype=np.float32), ["'old_logprobs'", "[2]"]),
+        (np.zeros(3), ["'old_logprobs'", "float64"]),
+        (Ragged.from_list([[0.0], [0.0, 0.0]], np.float64), ["'old_logprobs'", "float64"]),
+        (
+            Ragged.from_list([[0.0, 0.0], [0.0]], np.float32),
+            [
+                "column 'old_logprobs' has other numbers of response tokens than the samples. ",
+                "Give one value per response token of every sample, in the order of the samples",
+            ],
+        ),
+    ],
+    ids=["too-few", "float64", "ragged-float64", "other-lengths"],
+)
+def test_a_further_column_that_does_not_fit_is_refused(values, words):
+    with pytest.raises(DataError) as caught:
+        SampleColumns.create(**FLAT).with_columns({"old_logprobs": values})
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    check_says_what_to_do(caught.value)
+
+
 @settings(deadline=None)
 @given(sample_columns(), st.data())
 def test_take_is_each_chosen_sample(columns, data):

@@ -51,4 +51,4 @@ def _rows(samples: IntArray, lengths: SampleLengths) -> MicroBatchPlan:
     """Plan one row per sample, or one row without a sample if there are none."""
     if not len(samples):
         return MicroBatchPlan(samples, np.zeros(2, dtype=np.int64), width=1, action_width=0)
-    return one_sample_per_row(samples, int(lengths.tokens[samples].max(initial=1)), int(lengths.actions[samples].max()))
+    return one_sample_per_row(samples, int(lengths.tokens[samples].max()), int(lengths.actions[samples].max()))
