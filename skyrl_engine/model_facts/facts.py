@@ -7,7 +7,7 @@ from typing import Any
 from attrs import define
 
 from skyrl_engine.config.schema import ModelConfig
-from skyrl_engine.model_facts.thresholds import fixed_rotary_length
+from skyrl_engine.model_facts.thresholds import extended_length, fixed_rotary_length
 from skyrl_engine.model_facts.vision_language import takes_images
 
 
@@ -32,6 +32,11 @@ class ModelFacts:
         """Return the longest sequence in tokens that the model is made for; None where its configuration does not say."""
         length = None if self.config is None else getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return length if isinstance(length, int) and length > 0 else None
+
+    @property
+    def extended_length(self) -> int | None:
+        """Return the longest sequence in tokens that rotary positions extend the model to; `context_length` where they extend nothing."""
+        return None if self.config is None or self.context_length is None else extended_length(self.config, self.context_length)
 
     @property
     def rotary_length(self) -> int | None:

@@ -8,6 +8,9 @@ from skyrl_engine.errors import UnsupportedError
 _BY_LENGTH = ("longrope", "dynamic")
 """Types of rotary positions whose frequencies transformers chooses by the longest position of a forward pass."""
 
+_EXTENDING = ("linear", "dynamic", "yarn")
+"""Types of rotary positions that stretch a model's positions by a factor, which `max_position_embeddings` need not hold already."""
+
 
 def thresholds(config: Any) -> dict[str, int]:
     """Return every length in tokens that the decoder's configuration names as a threshold, by the name of its key.
@@ -36,6 +39,20 @@ def rotary_threshold(config: Any) -> int | None:
     return min(_rotary_thresholds(text), default=None)
 
 
+def extended_length(config: Any, positions: int) -> int:
+    """Return the longest row in tokens of a model with so many positions (`max_position_embeddings`), stretched by its rotary positions.
+
+    YaRN (arXiv 2309.00071), position interpolation ("linear", arXiv 2306.15595) and NTK-aware scaling ("dynamic") stretch the positions of
+    the pretrained model, `original_max_position_embeddings` where the configuration names them, by a factor.
+    """
+    reach = positions
+    for kind, table in _rotary_tables(config.get_text_config(decoder=True)):
+        factor, original = table.get("factor"), table.get("original_max_position_embeddings") or positions
+        if any(each in kind for each in _EXTENDING) and isinstance(factor, int | float) and isinstance(original, int):
+            reach = max(reach, int(factor * original))
+    return reach
+
+
 def fixed_rotary_length(config: Any, wanted: int | None) -> int | None:
     """Return the length in tokens for which a run fixes its rotary frequencies, so that they do not depend on how a batch is cut.
 
@@ -46,7 +63,7 @@ def fixed_rotary_length(config: Any, wanted: int | None) -> int | None:
     if threshold is None or wanted is None or wanted <= threshold:
         return threshold
     text = config.get_text_config(decoder=True)
-    if any("dynamic" in kind for kind, _ in _rotary_tables(text)):
+    if any("dynamic" in kind for kind, _ in _rotary_tables_by_length(text)):
         return wanted
     return max(wanted, int(text.max_position_embeddings))
 
@@ -67,7 +84,7 @@ def _slides(text: Any, name: str) -> bool:
 
 
 def _rotary_thresholds(text: Any) -> Iterator[int]:
-    for kind, table in _rotary_tables(text):
+    for kind, table in _rotary_tables_by_length(text):
         length = None
         if kind == "longrope":
             length = table.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
@@ -77,13 +94,16 @@ def _rotary_thresholds(text: Any) -> Iterator[int]:
             yield length
 
 
+def _rotary_tables_by_length(text: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield type and numbers of the rotary positions that depend on lengths."""
+    return ((kind, table) for kind, table in _rotary_tables(text) if any(each in kind for each in _BY_LENGTH))
+
+
 def _rotary_tables(text: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield type and numbers of the rotary positions that depend on lengths; some models have a table per type of layer."""
+    """Yield type and numbers of the rotary positions; some models have a table per type of layer."""
     parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     if not isinstance(parameters, Mapping):
         return
     nested = [table for table in parameters.values() if isinstance(table, Mapping)]
     for table in nested or [parameters]:
-        kind = str(table.get("rope_type") or table.get("type") or "")
-        if any(each in kind for each in _BY_LENGTH):
-            yield kind, table
+        yield str(table.get("rope_type") or table.get("type") or ""), table

@@ -22,7 +22,7 @@ THRESHOLD = 16
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 32.0}
     write_model(directory, "llama", rope_parameters=rope, max_position_embeddings=THRESHOLD)
     write_tokenizer(directory, ["some words to learn from"])
     return directory

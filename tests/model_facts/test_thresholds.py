@@ -6,13 +6,26 @@ import pytest
 from transformers import AutoConfig
 
 from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.model_facts.thresholds import fixed_rotary_length, refuse_longer_rows, rotary_threshold, thresholds, untried
+from skyrl_engine.model_facts.thresholds import (
+    extended_length,
+    fixed_rotary_length,
+    refuse_longer_rows,
+    rotary_threshold,
+    thresholds,
+    untried,
+)
 
 ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
 PHI = AutoConfig.for_model("phi3", max_position_embeddings=131072, original_max_position_embeddings=4096, rope_parameters=ROPE)
 NTK = AutoConfig.for_model(
     "llama", max_position_embeddings=2048, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 )
+
+
+def _stretched(kind: str, factor: float, original: int | None = None, **numbers: float) -> Any:
+    named = {} if original is None else {"original_max_position_embeddings": original}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": factor, **named, **numbers}
+    return AutoConfig.for_model("llama", max_position_embeddings=2048, rope_parameters=rope)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +60,24 @@ def test_frequencies_are_fixed_by_the_longest_row(config: Any, wanted: int | Non
 )
 def test_rows_must_lie_on_both_sides(shortest: int, longest: int, missed: bool) -> None:
     assert bool(untried(PHI, shortest, longest)) == missed
+
+
+@pytest.mark.parametrize(
+    ("config", "due"),
+    [
+        (NTK, 4096),
+        (PHI, 131072),
+        (AutoConfig.for_model("llama", max_position_embeddings=2048), 2048),
+        (_stretched("linear", 4.0), 8192),
+        (_stretched("yarn", 4.0), 8192),
+        (_stretched("yarn", 4.0, 512), 2048),
+        (_stretched("yarn", 4.0, 1024), 4096),
+        (_stretched("llama3", 8.0, 512, low_freq_factor=1.0, high_freq_factor=4.0), 2048),
+    ],
+)
+def test_positions_that_rotary_positions_stretch(config: Any, due: int) -> None:
+    """Qwen3 names YaRN's factor beside the positions before it, DeepSeek beside those after it; llama3's are always those after it."""
+    assert extended_length(config, config.max_position_embeddings) == due
 
 
 def test_a_table_per_type_of_layer() -> None:

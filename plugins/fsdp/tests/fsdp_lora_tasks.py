@@ -8,7 +8,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from fsdp_tasks import arrays, start
-from torch.distributed.checkpoint import filesystem
 
 from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, RankEnvironment
 from skyrl_engine.modeling.lora import trained
@@ -16,6 +15,7 @@ from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.backends.batches import Arrays, WeightedObjective, documents, packed, padded, picture_documents
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.gradients import full
+from skyrl_engine_fsdp.pieces import PiecesReader
 from skyrl_engine_fsdp.plugin import FsdpConfig
 
 LAYOUTS: dict[str, Callable[..., list[MicroBatch]]] = {"padded": padded, "packed": packed}
@@ -97,7 +97,7 @@ def continued(directory: str, checkpoint: Path, *, pictures: bool = False, **mod
     return (
         uninterrupted,
         resumed,
-        sorted(filesystem.FileSystemReader(checkpoint).read_metadata().state_dict_metadata),
+        sorted(PiecesReader(checkpoint).read_metadata().state_dict_metadata),
         len(second._optimizer.state),
     )
 

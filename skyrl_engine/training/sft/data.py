@@ -128,12 +128,13 @@ def limited_to_model(data: DataConfig, facts: ModelFacts) -> DataConfig:
 
     Raises DataError for a `max_length` beyond the positions that the model has.
     """
-    positions = facts.context_length
     if data.max_length is None:
-        return attrs.evolve(data, max_length=positions)
+        return attrs.evolve(data, max_length=facts.context_length)
+    positions = facts.extended_length
     if positions is not None and data.max_length > positions:
         raise DataError(
-            f"data.max_length is {data.max_length}, and the model has {positions} positions (max_position_embeddings)",
+            f"data.max_length is {data.max_length}, and the model has {positions} positions (max_position_embeddings, by the factor of "
+            "its rotary positions where they have one)",
             remedy=f"Set data.max_length to {positions} or less, or train a model that was extended to longer texts",
         )
     return data
