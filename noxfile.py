@@ -27,7 +27,7 @@ TWO_AT_A_TIME = ("--numprocesses", "2", "--dist", "loadfile", *SLOWEST)
 """One worker has all tests of several ranks, one file after the other; the other worker the rest. See tests/running/ranks_together.py."""
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-PROJECTS = [".", *sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("*/*/pyproject.toml"))]
+PROJECTS = [".", *sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("[!.]*/*/pyproject.toml"))]
 PLUGINS = [project for project in PROJECTS if project.startswith("plugins/")]
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of the many processes that tests start compiles everything again
