@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 _NO_CHARACTER = "\ufffd"
-"""What decoding writes for a part of a character."""
+"""Decoding writes this for a part of a character."""
 _TOKENS_OF_A_CHARACTER = 12
 """Most tokens that are looked at together: three characters of four bytes each, whose bytes tokens may share."""
 

@@ -10,7 +10,7 @@ from skyrl_engine.model_facts.facts import ModelFacts, find_file
 
 _IMAGES: Final = "preprocessor_config.json"
 _ALL: Final = "processor_config.json"
-"""Of models saved by recent transformers, with the image processor's settings inside, which then count more than those of `_IMAGES`."""
+"""Recent transformers write this file, with the image processor's settings inside, which then count more than those of `_IMAGES`."""
 _VIDEOS: Final = "video_preprocessor_config.json"
 
 

@@ -10,7 +10,7 @@ from skyrl_engine.testing.promise import Broken
 Numbers = npt.NDArray[np.float64]
 
 RELATIVE, ABSOLUTE = 1e-7, 1e-9
-"""What float64 leaves room for where sums are taken in another order; a wrong count is off by a factor, never by so little."""
+"""float64 sums in another order differ by so much; a wrong count is off by a factor, never by so little."""
 
 
 def same(one: Numbers, other: Numbers, *, relative: float = RELATIVE, absolute: float = ABSOLUTE) -> bool:

@@ -13,7 +13,7 @@ _SPECIAL: Final = 4
 """Token ids at the end of the vocabulary that have a meaning; text has none of them."""
 
 Variant = Literal["own", "negated", "swapped", "missing"]
-"""Of the pictures: as they are, with negated pixels, those of documents 0 and 3 exchanged, or that of document 0 forgotten."""
+"""Pictures are used as they are, with negated pixels, those of documents 0 and 3 exchanged, or that of document 0 forgotten."""
 
 
 @frozen(eq=False)

@@ -32,7 +32,7 @@ from skyrl_engine.workers.spec import WorkerSpec
 
 @frozen
 class ExportChoices:
-    """What the caller of an export decides beside its places.
+    """The caller of an export decides these beside its places.
 
     `model` is where the base model lies, in place of what the run names; `merge` writes adapters merged into it. `precision` is that of the
     written weights (None: the run's). `backend` is a reference to the backend plugin, which one from a local file needs.

@@ -16,10 +16,10 @@ REPEATED = "repeated"
 """The attribute of a record that another rank has brought before."""
 
 ANSWER_SECONDS = 5.0
-"""How long a node has to answer before it counts as lost."""
+"""A node that does not answer for so long counts as lost."""
 
 END_SECONDS = 10.0
-"""How long to wait for the last lines when a run ends."""
+"""The end of a run waits so long for the last lines."""
 
 logger = logging.getLogger(__name__)
 ranks_logger = logging.getLogger("skyrl_engine.ranks")

@@ -26,7 +26,7 @@ WARNINGS = "warnings"
 """The logger's name of what `warnings.warn` said."""
 
 PAUSE_SECONDS = 0.1
-"""How often a reader looks for new lines."""
+"""A reader pauses so long before it looks for new lines."""
 
 CHUNK_BYTES = 1 << 20
 """The most that is read of one rank at a time; a flood waits on the disk."""

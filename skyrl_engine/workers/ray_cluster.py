@@ -14,13 +14,13 @@ from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.workers.spec import Device
 
 PATIENCE_SECONDS = 300.0
-"""How long to wait for room that others hold in the cluster."""
+"""A run waits so long for room that others hold in the cluster."""
 
 WORD_SECONDS = 15.0
-"""How often to say that the run is still waiting."""
+"""A waiting run says so this often."""
 
 CONNECT_SECONDS = 10.0
-"""How long to wait for the cluster's address to answer; Ray itself tries for a quarter of an hour."""
+"""The cluster's address has so long to answer; Ray itself tries for a quarter of an hour."""
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 MODEL_SCORES = ("logprobs", "entropy", "values")
-"""What a backend can compute per token; every other need is a column of the data."""
+"""A backend computes these per token; every other need is a column of the data."""
 
 
 @frozen(eq=False)

@@ -26,7 +26,7 @@ PIXEL_VALUES = "pixel_values"
 IMAGE_GRID = "image_grid_thw"
 TOKEN_TYPES = "mm_token_type_ids"  # noqa: S105 the field's name, not a secret
 OF_IMAGES = (PIXEL_VALUES, IMAGE_GRID, TOKEN_TYPES)
-"""What a model that sees is given of images."""
+"""A vision-language model is given these."""
 
 ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.int16), np.dtype(np.int32))
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _OR_DROP = 'or set data.bad_images = "drop"'
 _BROKEN = (OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, OverflowError, struct.error, zlib.error)
-"""What Pillow raises for files that are not what they claim to be."""
+"""Pillow raises these for files that are not what they claim to be."""
 
 
 @frozen

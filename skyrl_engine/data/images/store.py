@@ -18,7 +18,7 @@ IMAGES = "images"
 """The extra that names images: int64 [images of the sample, 5], an image's number, its file's CRC-32, and its grid."""
 
 _IMAGE_TYPE = 1
-"""Of image tokens in `mm_token_type_ids`."""
+"""Image tokens have this type in `mm_token_type_ids`."""
 
 
 @frozen(eq=False)

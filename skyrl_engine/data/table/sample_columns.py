@@ -17,7 +17,7 @@ from skyrl_engine.errors import DataError
 ID_COLUMNS = ("sample_ids", "group_ids", "unit_ids")
 _TAKEN = RESERVED_NAMES | {*ID_COLUMNS, "num_actions", "loss_mask", "labels", "row", "images", "image_facts"}
 _OTHER_NAMES = {"rollout_logprobs": "logprobs"}
-"""What samplers call a column."""
+"""Samplers call columns so."""
 _KNOWN_NAMES = frozenset(
     ("advantages", "logprobs", "old_logprobs", "old_values", "ref_logprobs", "returns", "rewards", "rollout_logprobs")
 )

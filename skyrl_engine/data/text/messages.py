@@ -23,7 +23,7 @@ _ROLES = {
     "function_response": "tool",
 }
 _IMAGE_KEYS = ("image", "image_url", "bytes", "url", "path")
-"""Where an image part may hold its image."""
+"""An image part holds its image under one of these keys."""
 _CARRIES = "skyrl_engine.carries"
 """Key under which a message keeps what it says about its loss, until its conversation is made."""
 

@@ -186,7 +186,7 @@ TERMS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "values": lambda values: values**2,
     "logits": lambda logits: 0.01 * logits**2,
 }
-"""What a score contributes per token."""
+"""A score contributes so much per token."""
 
 
 @frozen(eq=False)

@@ -82,7 +82,7 @@ SETTINGS: tuple[AdamWSettings | None, ...] = (
     evolve(SPEC, learning_rate=5e-3, weight_decay=0.5),
     None,
 )
-"""What four steps are told one after the other, and that what one was told does not outlive it; None: nothing."""
+"""Four steps are told these, one after the other, and no step may remember what an earlier one was told; None: nothing."""
 
 
 @backend_promise(

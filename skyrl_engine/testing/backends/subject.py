@@ -18,7 +18,7 @@ from skyrl_engine.testing.backends.ranks import BackendRanks, Cut, Opening, Pass
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, claimed, promise
 
 LAYOUTS = ("dp1", "dp2")
-"""What every backend is tried on, unless asked otherwise."""
+"""Every backend is tried on these, unless asked otherwise."""
 
 NUMBERS = tuple(range(8))
 """The documents of most batches; one of them is empty."""

@@ -17,7 +17,7 @@ LOGPROBS = 1e-4
 """Largest difference of a log-probability from transformers', in nats."""
 
 SEEN = 1e-2
-"""How far, at least, other pixels move some log-probability of a document: a hundred times what rounding does."""
+"""Other pixels move some log-probability of a document by at least so much: a hundred times what rounding does."""
 
 WITH_PICTURES = (0, 1, 3, 6)
 

@@ -28,7 +28,7 @@ GRACE_SECONDS = 5.0
 """After the first failure of a rank, how long to listen to the others."""
 
 PATIENCE_SECONDS = 240.0
-"""How long ranks may take over one task: seconds are much, but the first task may import a library on a machine that is busy."""
+"""Ranks may take so long over one task: seconds are much, but the first task may import a library on a machine that is busy."""
 
 _preloaded = [
     "torch.distributed.fsdp",

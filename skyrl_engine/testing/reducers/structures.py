@@ -10,7 +10,7 @@ from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, offsets_of,
 
 MAX_SEQUENCE_LENGTH = 8
 LONG = 300
-"""How often a long sequence repeats its loss weights."""
+"""A long sequence repeats its loss weights so often."""
 _FRACTIONS = (1.0, 0.5, 0.25, 0.75, 2.0, 1 / 3)
 
 

@@ -28,7 +28,7 @@ class DualClipConfig(ClipConfig):
     """The clipping range of the ratio, and the bound of the loss where the advantage is negative."""
 
     dual_clip: float = field(default=3.0, validator=gt(1.0))
-    """Where the advantage A is negative, the loss is at most `dual_clip` times |A|."""
+    """The loss is at most `dual_clip` times |A| where the advantage A is negative."""
 
 
 def clipped_loss(ratio: "torch.Tensor", advantages: "torch.Tensor", config: ClipConfig) -> tuple["torch.Tensor", "torch.Tensor"]:
