@@ -166,8 +166,8 @@ class _Comparison:
     def layers(self) -> tuple[list[str], list[int]]:
         """Return the decoder's layers by name, and the numbers of them that both layouts can cut the model to. Raises ModelError."""
         from skyrl_engine.errors import UnsupportedError
+        from skyrl_engine.model_facts.configuration import load_config
         from skyrl_engine.modeling.first_layers import layer_names, shorten
-        from skyrl_engine.modeling.loading import load_config
 
         def can_be_cut(count: int) -> bool:
             config = load_config(model, images=True)

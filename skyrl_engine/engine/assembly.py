@@ -17,12 +17,14 @@ from skyrl_engine.engine.capability import (
     check_capabilities,
     check_carried,
     check_layout,
+    check_loading,
     check_model,
     check_reducer,
     check_scores,
     required_capabilities,
 )
 from skyrl_engine.engine.cores import sharing
+from skyrl_engine.engine.devices import refuse_absent_devices
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.objective.parts import ObjectiveParts
@@ -120,16 +122,19 @@ class Assembly:
 
 
 def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length: int | None) -> Assembly:
-    """Make the parts of a run and refuse what cannot work together. Starts nothing and reads no data.
+    """Make the parts of a run and refuse what cannot work together. Starts nothing and reads neither data nor weights.
 
-    `max_sequence_length` in tokens, where one is configured, is for reducers. Raises UnsupportedError, ModelError for a tokenizer that cannot
-    be loaded, and what the plugins raise.
+    `max_sequence_length` in tokens, where one is configured, is for reducers. Raises UnsupportedError, ModelError for a model or tokenizer
+    that cannot be loaded, and what the plugins raise.
     """
     config = resolved.config
     sharing(config.run)
+    refuse_absent_devices(config.run)
     backend = resolved.plugins["backend"]
     check_model(files.facts, backend.loaded.describe_backend(backend.options, config.run.ranks))
     context = FactoryContext(seed=config.run.seed, pad_token_id=files.pad_token_id, max_sequence_length=max_sequence_length)
     assembly = Assembly.of(resolved.plugins, context, config.run.ranks)
     assembly.check(files.facts)
+    owner, packed = Owner.of(backend.loaded.record), assembly.collator.product.rows == "packed"
+    check_loading(owner, files.facts, assembly.description, packed_rows=packed)
     return assembly

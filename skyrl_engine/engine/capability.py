@@ -10,8 +10,8 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.images.processor import NoVision, Vision
 from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.model_facts.facts import ModelFacts
-from skyrl_engine.model_facts.vision_language import refuse_vision_language
 from skyrl_engine.registry.host import Owner, blaming
 
 logger = logging.getLogger(__name__)
@@ -83,9 +83,10 @@ def check_capabilities(backend: str, declared: frozenset[Capability], required: 
 
 
 def check_model(facts: ModelFacts, described: BackendDescription) -> None:
-    """Raises UnsupportedError for a vision-language model that is not supported, or that the backend in its layout does not train."""
-    if facts.config is not None:
-        refuse_vision_language(facts.config, facts.model.path, images="vision" in described.capabilities)
+    """Raises ModelError for a configuration that cannot be read or is of no model that can be trained, and UnsupportedError for a
+    vision-language model that is not supported, or that the backend in its layout does not train.
+    """
+    load_config(facts.model, images="vision" in described.capabilities)
 
 
 def check_layout(owner: Owner, facts: ModelFacts, described: BackendDescription) -> None:
@@ -93,6 +94,12 @@ def check_layout(owner: Owner, facts: ModelFacts, described: BackendDescription)
     if facts.config is not None:
         with blaming(owner, "refuse_model"):
             described.refuse_model(facts.config, facts.model)
+
+
+def check_loading(owner: Owner, facts: ModelFacts, described: BackendDescription, *, packed_rows: bool) -> None:
+    """Raises ModelError or UnsupportedError for what the backend of `owner` would refuse when it loads the model, as far as it can tell."""
+    with blaming(owner, "rehearse"):
+        described.rehearse(facts.model, packed_rows)
 
 
 def vision_of(facts: ModelFacts, vision: Vision) -> Vision:

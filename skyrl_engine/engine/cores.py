@@ -17,7 +17,7 @@ def sharing(run: RunConfig) -> str | None:
     resources decide, when the ranks start.
     """
     cores = usable_cores()
-    if run.launch != "ray" or run.ray_address is not None or _in_a_cluster() or cores is None or run.ranks <= cores:
+    if not starts_ray_here(run) or cores is None or run.ranks <= cores:
         return None
     shared = f"{run.ranks} ranks share {cores} core{'s' if cores > 1 else ''}"
     if run.ranks > MOST_RANKS_PER_CORE * cores and not run.oversubscribe:
@@ -28,7 +28,11 @@ def sharing(run: RunConfig) -> str | None:
     return shared
 
 
-def _in_a_cluster() -> bool:
-    """Return whether the program has joined a Ray cluster itself, which is then used as it is. Does not import Ray."""
+def starts_ray_here(run: RunConfig) -> bool:
+    """Return True where all ranks will be on this machine under a Ray that the run starts itself.
+
+    A program that has joined a Ray cluster uses that one as it is. Does not import Ray.
+    """
     ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())
+    joined = ray is not None and bool(ray.is_initialized())
+    return run.launch == "ray" and run.ray_address is None and not joined

@@ -1,12 +1,13 @@
 """Facts about a model that its transformers configuration states, read once per run."""
 
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from attrs import define
 
 from skyrl_engine.config.schema import ModelConfig
+from skyrl_engine.errors import ModelError
+from skyrl_engine.model_facts.configuration import location_of, read_config
 from skyrl_engine.model_facts.thresholds import extended_length, fixed_rotary_length
 from skyrl_engine.model_facts.vision_language import takes_images
 
@@ -19,12 +20,10 @@ class ModelFacts:
 
     @cached_property
     def config(self) -> Any | None:
-        """The transformers configuration; None where it cannot be read, which the backend reports when it loads the model."""
-        from transformers import AutoConfig
-
+        """The transformers configuration; None where it cannot be read, which `load_config` refuses before a model is trained."""
         try:
-            return AutoConfig.from_pretrained(**location_of(self.model))
-        except (OSError, ValueError, KeyError):
+            return read_config(self.model)
+        except ModelError:
             return None
 
     @property
@@ -63,15 +62,3 @@ def find_file(model: ModelConfig, name: str) -> str | None:
         _raise_exceptions_for_connection_errors=False,
     )
     return path
-
-
-def location_of(model: ModelConfig) -> dict[str, Any]:
-    """Give the arguments of `from_pretrained` that say where the model's files are; a local directory is read without the network."""
-    folder = Path(model.path).expanduser()
-    local = folder.is_dir()
-    return {
-        "pretrained_model_name_or_path": str(folder) if local else model.path,
-        "revision": None if local else model.revision,
-        "trust_remote_code": model.trust_remote_code,
-        "local_files_only": local,
-    }

@@ -1,7 +1,7 @@
 """Load a Hugging Face causal or vision-language model for training, with errors that name the model and its fault."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from safetensors import SafetensorError
 
 from skyrl_engine.contracts.values.model import ComputeDtype, EmptyModelConfig, ModelConfig
 from skyrl_engine.errors import ModelError
-from skyrl_engine.model_facts.vision_language import refuse_vision_language, takes_images
+from skyrl_engine.model_facts.configuration import load_config, source_of
+from skyrl_engine.model_facts.vision_language import takes_images
+from skyrl_engine.model_facts.weight_files import holder_of, weight_files
 from skyrl_engine.modeling.causal_lm import split_causal_lm
 from skyrl_engine.modeling.lora import add_adapters, freeze_in, load_adapters
 from skyrl_engine.modeling.parity import check_parity
@@ -20,7 +22,7 @@ from skyrl_engine.modeling.rotary_frequencies import check_fixed, fix_rotary_fre
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.segment_adoption import adopt_segment_attention, attend_by_segments
 from skyrl_engine.modeling.segments import SegmentSupport
-from skyrl_engine.modeling.unpickling import UNREADABLE, failure, is_refused
+from skyrl_engine.modeling.unpickling import TO_SAFETENSORS, UNREADABLE, failure, is_refused, refuse_code
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
 from skyrl_engine.modeling.value_head import ValueHead, add_value_head, load_value_head
 from skyrl_engine.modeling.vision import language_part
@@ -43,7 +45,7 @@ def load_scorer(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tu
     model = load_causal_lm(spec, images=images)
     scorer = _scorer(spec, model, seed)
     empty = isinstance(spec, EmptyModelConfig)
-    if scorer.value_head is not None and not empty and not load_value_head(scorer.value_head, spec, _source(spec)):
+    if scorer.value_head is not None and not empty and not load_value_head(scorer.value_head, spec, source_of(spec)):
         logger.info("%s holds no value head; it starts at zero", spec.path)
     if spec.lora is not None and spec.lora.path is not None and not empty:
         load_adapters(model, spec)
@@ -63,9 +65,7 @@ def load_skeleton(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> 
     """
     config = load_config(spec, images=images)
     with torch.device("meta"):
-        model = _auto_class(config).from_config(
-            config, trust_remote_code=spec.trust_remote_code, dtype=weight_dtype(spec.dtype), **_experts(spec)
-        )
+        model = _built(spec, config)
     return _ready(spec, model, _scorer(spec, model, seed))
 
 
@@ -127,24 +127,27 @@ def load_causal_lm(spec: ModelConfig, *, images: bool = False) -> Any:
     config = load_config(spec, images=images)
     if isinstance(spec, EmptyModelConfig):
         return _made(spec, config)
+    files = weight_files(spec)
+    refuse_code(files)
     try:
         with quiet_progress():
             model, report = _auto_class(config).from_pretrained(
-                _source(spec),
+                source_of(spec),
                 config=config,
                 revision=spec.revision,
                 trust_remote_code=spec.trust_remote_code,
                 dtype=weight_dtype(spec.dtype),
                 output_loading_info=True,
+                # its own refusal of other shapes names none; ours follows
+                ignore_mismatched_sizes=True,
                 **_experts(spec),
             )
     except (*UNREADABLE, ImportError, SafetensorError) as error:
         raise ModelError(
-            f"the weights of {spec.path} cannot be loaded: {failure(error)}",
-            remedy="Use the model's safetensors files, from a source that you trust"
-            if is_refused(error)
-            else "Check that the directory or hub id holds a complete model",
+            f"the weights of {files[0] if len(files) == 1 else spec.path} cannot be loaded: {failure(error)}",
+            remedy=TO_SAFETENSORS if is_refused(error) else "Check that the directory or hub id holds a complete model",
         ) from error
+    _refuse_other_shapes(spec, files, report["mismatched_keys"])
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(
@@ -157,17 +160,41 @@ def load_causal_lm(spec: ModelConfig, *, images: bool = False) -> Any:
     return model
 
 
+def _refuse_other_shapes(spec: ModelConfig, files: list[Path], found: Iterable[tuple[str, Iterable[int], Iterable[int]]]) -> None:
+    """Raise ModelError for tensors (name, shape in the file, shape by the configuration) that do not fit the configuration."""
+    wrong = sorted((name, list(stored), list(due)) for name, stored, due in found)
+    if not wrong:
+        return
+    name, stored, due = wrong[0]
+    more = f" ({len(wrong)} tensors of other shapes in all)" if len(wrong) > 1 else ""
+    raise ModelError(
+        f"{name} has the shape {stored} in {holder_of(files, name) or spec.path}, and the model's config.json asks for {due}{more}",
+        remedy="Put the config.json and the weights of one and the same model together",
+    )
+
+
 def _made(spec: EmptyModelConfig, config: Any) -> Any:
     """Make the model with the weights that its class draws, leaving random states unchanged."""
     import transformers
 
     with torch.random.fork_rng(devices=()):
-        model = _auto_class(config).from_config(
-            config, trust_remote_code=spec.trust_remote_code, dtype=weight_dtype(spec.dtype), **_experts(spec)
-        )
+        model = _built(spec, config)
     if (Path(spec.configuration) / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(spec.configuration)
     return model
+
+
+def _built(spec: ModelConfig, config: Any) -> Any:
+    """Make the model by its class. Raises ModelError for a configuration that the class cannot be made from."""
+    try:
+        return _auto_class(config).from_config(
+            config, trust_remote_code=spec.trust_remote_code, dtype=weight_dtype(spec.dtype), **_experts(spec)
+        )
+    except Exception as error:
+        raise ModelError(
+            f"the {config.model_type} model of {spec.path} cannot be built from its config.json: {type(error).__name__}: {_first_line(error)}",
+            remedy="Correct that number or name in config.json, or copy it again from the model's source",
+        ) from error
 
 
 def enable_activation_checkpointing(model: Any, name: str) -> None:
@@ -185,72 +212,10 @@ def enable_activation_checkpointing(model: Any, name: str) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
-def load_config(spec: ModelConfig, *, images: bool = False) -> Any:
-    """Load the `transformers.PretrainedConfig` of a model that can be trained; a vision-language model only with `images`.
-
-    Raises ModelError if it cannot be read or is of another kind, and UnsupportedError for vision-language models that are not supported.
-    """
-    import transformers
-
-    local = Path(_source(spec))
-    if _source(spec).startswith((".", "/", "~")) and not local.is_dir():
-        raise ModelError(
-            f"there is no model directory {spec.path}", remedy="Correct model.path, or give a hub id such as organisation/model"
-        )
-    if local.is_dir() and not (local / "config.json").is_file():
-        raise ModelError(
-            f"the directory {spec.path} holds no config.json, so it is not a Hugging Face model",
-            remedy="Set model.path to the adapter's base model and model.lora.path to this directory"
-            if (local / "adapter_config.json").is_file()
-            else "Point model.path at the directory that save_pretrained wrote",
-        )
-    try:
-        config = transformers.AutoConfig.from_pretrained(
-            _source(spec), revision=spec.revision, trust_remote_code=spec.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        message = str(error)
-        if "trust_remote_code" in message:
-            remedy = (
-                "Read that code and allow it by model.trust_remote_code = true (export: --trust-remote-code), or use another model"
-            )
-        elif local.is_dir():
-            remedy = "Repair the directory's config.json"
-        else:
-            remedy = "Check model.path and model.revision, and that the hub can be reached or the model is in its cache"
-        raise ModelError(f"the configuration of {spec.path} cannot be loaded: {_first_line(error)}", remedy=remedy) from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(
-            f"{spec.path} holds quantized weights, which cannot be trained",
-            remedy="Use the model's full-precision version",
-        )
-    refuse_vision_language(config, spec.path, images=images)
-    if takes_images(config):
-        return config
-    if type(config) not in transformers.AutoModelForCausalLM._model_mapping and not _has_remote_code(config):  # noqa: SLF001 - the only list of what can be loaded
-        raise ModelError(
-            f"{spec.path} is a {config.model_type} model, which transformers {transformers.__version__} has no causal language model for",
-            remedy="Use a causal language model, or a version of transformers that knows this one",
-        )
-    return config
-
-
-def _source(spec: ModelConfig) -> str:
-    """Return the source for transformers to load from: the local directory if there is one, else the hub id."""
-    if isinstance(spec, EmptyModelConfig):
-        return spec.configuration
-    local = Path(spec.path).expanduser()
-    return str(local) if local.is_dir() else spec.path
-
-
 def _auto_class(config: Any) -> Any:
     import transformers
 
     return transformers.AutoModelForImageTextToText if takes_images(config) else transformers.AutoModelForCausalLM
-
-
-def _has_remote_code(config: Any) -> bool:
-    return "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
 
 
 def _first_line(error: Exception) -> str:

@@ -46,6 +46,26 @@ def adopt_segment_attention(model: Any, decoder: nn.Module, *, name: str) -> Seg
     return support
 
 
+def certain_refusal(model: Any, decoder: nn.Module) -> str | None:
+    """Return why `model`, which has no values, cannot be trained on packed rows, as a clause; None where values may be needed to tell.
+
+    Its attention is replaced, and one forward pass of the meta device shows what each layer asks of it. Code that looks at values cannot run
+    there, which tells nothing.
+    """
+    ids = torch.zeros(1, DOCUMENTS * LENGTH, dtype=torch.int64, device="meta")
+    positions = torch.zeros_like(ids)
+    segments = Segments((LENGTH,) * DOCUMENTS)
+    try:
+        with torch.no_grad():
+            attend_by_segments(model, decoder)
+            decoder(input_ids=ids, position_ids=positions, segments=segments, use_cache=False)
+    except EngineError as error:
+        return error.cause
+    except Exception:  # noqa: BLE001 - model code may fail in any way without values
+        return None
+    return _refusal_of_layers(model, decoder, segments)
+
+
 def attend_by_segments(model: Any, decoder: nn.Module) -> None:
     """Replace the attention of `model`, without a check. Raises UnsupportedError if transformers reports that the model would ignore it."""
     from skyrl_engine.modeling.segment_attention import NAME, register
@@ -77,21 +97,26 @@ def _adopt(model: Any, decoder: nn.Module) -> SegmentSupport:
 
     attend_by_segments(model, decoder)
     packed, gradient, segments = _packed(model, decoder, ids, generator)
-    layers = len(transformer_layers(language_part(decoder)))
-    if (calls := len(segments.windows)) != layers:
-        return SegmentSupport(refusal=f"{calls} of its {layers} layers attend through the attention that keeps documents apart")
-    sliding = sum(window is not None for window in segments.windows)
-    if sliding != (wanted := _sliding_layers(model.config, layers)):
-        return SegmentSupport(
-            refusal=f"{wanted} of its layers attend in a sliding window, {sliding} of them say so to their attention"
-        )
+    if (refusal := _refusal_of_layers(model, decoder, segments)) is not None:
+        return SegmentSupport(refusal=refusal)
     difference = ((packed - separate).abs() / (1 + separate.abs())).max().item()
     if not difference <= TOLERANCE:  # also true for NaN
         return SegmentSupport(refusal=f"its packed documents differ from separate ones by {difference:.1e}")
     inside = gradient.reshape(DOCUMENTS, LENGTH, -1)
     if not inside[1].any() or inside[[0, 2]].any():
         return SegmentSupport(refusal="its documents see each other in a packed row")
-    return SegmentSupport(layers, refusal="")
+    return SegmentSupport(len(segments.windows), refusal="")
+
+
+def _refusal_of_layers(model: Any, decoder: nn.Module, segments: Segments) -> str | None:
+    """Return why the layers' attention calls of one forward pass are not those that the configuration announces; None where they are."""
+    layers = len(transformer_layers(language_part(decoder)))
+    if (calls := len(segments.windows)) != layers:
+        return f"{calls} of its {layers} layers attend through the attention that keeps documents apart"
+    sliding = sum(window is not None for window in segments.windows)
+    if sliding != (wanted := _sliding_layers(model.config, layers)):
+        return f"{wanted} of its layers attend in a sliding window, {sliding} of them say so to their attention"
+    return None
 
 
 def _packed(model: Any, decoder: nn.Module, ids: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Segments]:

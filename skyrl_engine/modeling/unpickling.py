@@ -5,10 +5,13 @@ torch's own message advises to switch this protection off.
 
 import pickle
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+
+from skyrl_engine.errors import ModelError
 
 UNREADABLE: Final = (
     OSError,
@@ -22,6 +25,26 @@ UNREADABLE: Final = (
     pickle.UnpicklingError,
 )
 """Exceptions that are raised for a file that is missing, damaged or made to do harm."""
+
+
+TO_SAFETENSORS: Final = "Use the model's safetensors files, or convert this one to safetensors on a machine where you trust it"
+
+
+def refuse_code(files: Iterable[Path]) -> None:
+    """Raise ModelError for files of torch.save among these whose pickle names functions or classes that would run. Runs none of it."""
+    for file in files:
+        if file.suffix == ".safetensors":
+            continue
+        try:
+            named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        except UNREADABLE:
+            # damaged, or of the form before torch 1.6: what reads it says so
+            continue
+        if named:
+            raise ModelError(
+                f"{file} holds more than tensors and plain values, which could run code while it is read: {', '.join(sorted(named)[:3])}",
+                remedy=TO_SAFETENSORS,
+            )
 
 
 def load_pickled(path: Path) -> Any:

@@ -25,7 +25,10 @@ def pick_device(wanted: Device, index: int) -> str:
 
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
-        raise UnsupportedError('device = "cuda", but torch sees no CUDA device here', remedy='Set run.device to "cpu" or "auto"')
+        raise UnsupportedError(
+            'run.device = "cuda", and torch finds no CUDA device on this machine',
+            remedy='Set run.device to "cpu" or "auto", or install torch for CUDA',
+        )
     if wanted == "cpu" or not available:
         return "cpu"
     return f"cuda:{index}"

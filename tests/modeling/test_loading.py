@@ -74,7 +74,9 @@ def test_weights_that_are_a_pickle_of_code_are_refused_in_our_words(saved: Path)
     error = refused(saved, "more than tensors and plain values, which could run code")
     assert not (saved / "trace").exists()
     assert "weights_only" not in str(error)
-    assert "safetensors" in error.remedy
+    assert "pytorch_model.bin" in error.cause
+    assert "mkdir" in error.cause
+    assert "convert this one to safetensors on a machine where you trust it" in error.remedy
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -95,7 +97,7 @@ def test_a_directory_without_a_model(tmp_path: Path) -> None:
 
 def test_a_broken_configuration(saved: Path) -> None:
     (saved / "config.json").write_text("{")
-    assert "Repair" in refused(saved, "the configuration of .* cannot be loaded").remedy
+    assert "Repair" in refused(saved, r"config\.json is not valid JSON: line 1, column 2").remedy
 
 
 def test_an_unknown_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,19 +122,50 @@ def test_missing_weights_would_be_random(saved: Path) -> None:
 
 def test_no_weights_at_all(saved: Path) -> None:
     (saved / "model.safetensors").unlink()
-    refused(saved, "the weights of .* cannot be loaded")
+    refused(saved, "holds no weights: neither model.safetensors nor its index")
 
 
 def test_truncated_weights(saved: Path) -> None:
     file = saved / "model.safetensors"
     file.write_bytes(file.read_bytes()[:200])
-    refused(saved, "the weights of .* cannot be loaded")
+    refused(saved, r"model\.safetensors is damaged")
+
+
+def test_pickled_weights_that_are_damaged_are_named(saved: Path) -> None:
+    (saved / "model.safetensors").unlink()
+    (saved / "pytorch_model.bin").write_bytes(b"abc" * 100)
+    refused(saved, r"the weights of .*pytorch_model\.bin cannot be loaded")
 
 
 def test_weights_of_another_shape(saved: Path) -> None:
     config = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
-    refused(saved, "the weights of .* cannot be loaded")
+    error = refused(
+        saved,
+        r"mlp\.down_proj\.weight has the shape \[16, 32\] in .*/model\.safetensors, and the model's config\.json asks for \[16, 48\] "
+        r"\(3 tensors of other shapes in all\)",
+    )
+    assert "report" not in str(error)
+
+
+@pytest.mark.parametrize("shards", [True, False])
+def test_the_file_of_a_tensor_of_another_shape_is_named(saved: Path, shards: bool) -> None:
+    """Of several files it is the one that holds the tensor; a pickled file does not say what it holds."""
+    weights = load_file(saved / "model.safetensors")
+    weights["model.norm.weight"] = torch.zeros(17)
+    (saved / "model.safetensors").unlink()
+    if shards:
+        parts = {"a.safetensors": ["model.norm.weight"], "b.safetensors": [name for name in weights if name != "model.norm.weight"]}
+        for file, names in parts.items():
+            save_file({name: weights[name] for name in names}, saved / file, metadata={"format": "pt"})
+        places = {name: file for file, names in parts.items() for name in names}
+        (saved / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    else:
+        torch.save(weights, saved / "pytorch_model.bin")
+    where = "/a.safetensors" if shards else ""
+    refused(
+        saved, rf"model\.norm\.weight has the shape \[17\] in {saved}{where}, and the model's config\.json asks for \[16\]\. Put"
+    )
 
 
 def test_quantized_weights(saved: Path) -> None:
@@ -145,7 +178,7 @@ def test_remote_code_needs_permission(saved: Path) -> None:
     config = json.loads((saved / "config.json").read_text())
     code = {"auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}, "model_type": "own"}
     (saved / "config.json").write_text(json.dumps({**config, **code}))
-    assert "model.trust_remote_code = true" in refused(saved, "the configuration of .* cannot be loaded").remedy
+    assert "model.trust_remote_code = true" in refused(saved, "is computed by Python code of its own").remedy
 
 
 def test_a_head_behind_a_transform_is_refused(tmp_path: Path) -> None:

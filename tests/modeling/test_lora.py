@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.errors import EngineError, ModelError, UnsupportedError
+from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.modeling.exporting import write_pretrained
-from skyrl_engine.modeling.loading import load_config, load_scorer, load_skeleton
+from skyrl_engine.modeling.loading import load_scorer, load_skeleton
 from skyrl_engine.modeling.lora import merged_weights, trained, write_adapters
 from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.testing.adapters import with_adapter, write_adapter

@@ -12,8 +12,9 @@ from attrs import evolve
 from skyrl_engine.contracts.kinds.backend import MicroBatch
 from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.errors import ContractError, DataError, ModelError, UnsupportedError
+from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.modeling.causal_lm import all_layers, split_causal_lm, transformer_layers
-from skyrl_engine.modeling.loading import load_causal_lm, load_config, load_scorer, load_skeleton
+from skyrl_engine.modeling.loading import load_causal_lm, load_scorer, load_skeleton
 from skyrl_engine.modeling.model_inputs import model_inputs
 from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.scorer import Scorer

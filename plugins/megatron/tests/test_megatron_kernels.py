@@ -124,7 +124,7 @@ def test_what_cannot_be_imported_is_not_there(monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_other_precisions_are_refused_while_planning(models: dict[str, str]) -> None:
-    from skyrl_engine.modeling.loading import load_config
+    from skyrl_engine.model_facts.configuration import load_config
     from skyrl_engine_megatron.limits import refuse_model
 
     options = MegatronConfig(attention="transformer_engine")

@@ -39,19 +39,26 @@ def refuse_no_model(_config: Any, _model: ModelConfig) -> None:
     """Refuse nothing: the backend takes whatever can be loaded."""
 
 
+def rehearse_nothing(_model: ModelConfig, _packed_rows: bool) -> None:
+    """Refuse nothing: what the backend cannot load shows when it is loaded."""
+
+
 @frozen
 class BackendDescription:
     """A backend as the controller knows it before torch is imported: its layout of ranks, and what it declares to support.
 
     `refuse_model` gets a model's `transformers` configuration and how it is to be trained, and raises UnsupportedError for what the backend
     does not build or its layout does not divide. Planning calls it before a rank starts, so it needs no torch; backends call it again when
-    they load a model, for callers that did not plan. `means_over_step` declares terms inside the model that are means over an optimizer step,
-    such as losses of routers: gradients of several mini-batches then do not add up to that of one.
+    they load a model, for callers that did not plan. `rehearse` gets the same model and `RankEnvironment.packed_rows`, and raises the
+    ModelError or UnsupportedError of `setup` as far as that shows without weights and without a rank; it may import torch, on the controller.
+    Backends that load by `skyrl_engine.modeling` use `modeling.rehearsal.rehearse`. `means_over_step` declares terms inside the model that
+    are means over an optimizer step, such as losses of routers: gradients of several mini-batches then do not add up to that of one.
     """
 
     topology: Topology
     capabilities: frozenset[Capability]
     refuse_model: Callable[[Any, ModelConfig], None] = refuse_no_model
+    rehearse: Callable[[ModelConfig, bool], None] = rehearse_nothing
     means_over_step: bool = False
 
 

@@ -19,7 +19,8 @@ from skyrl_engine.config.schema import DataConfig, ModelConfig
 from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.data.images.files import StoredImage, decoded, first_line
 from skyrl_engine.errors import ImageError, UnsupportedError
-from skyrl_engine.model_facts.facts import ModelFacts, location_of
+from skyrl_engine.model_facts.configuration import location_of
+from skyrl_engine.model_facts.facts import ModelFacts
 
 Grid = tuple[int, int, int]
 """Patches along time, height and width."""

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from skyrl_engine.config import ResolvedConfig
@@ -28,7 +29,7 @@ from skyrl_engine.engine.capability import (
     needed_columns,
     required_capabilities,
 )
-from skyrl_engine.errors import PluginBrokenError, UnsupportedError
+from skyrl_engine.errors import ModelError, PluginBrokenError, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.vision_language import refuse_unequal_parts
 from skyrl_engine.registry.host import Owner
@@ -87,7 +88,8 @@ def test_vision_language_models_are_refused_before_a_rank_starts(tmp_path: Path)
     without = BackendDescription(Topology(), frozenset({"padded", "packed"}))
     check_model(facts("qwen3_vl"), with_vision)
     check_model(facts("qwen3"), without)
-    check_model(ModelFacts(ModelConfig(path=str(tmp_path / "nowhere"))), without)  # which the ranks report
+    with pytest.raises(ModelError, match="there is no model directory"):
+        check_model(ModelFacts(ModelConfig(path=str(tmp_path / "nowhere"))), without)
     with pytest.raises(UnsupportedError, match="is a vision-language model, and the backend in this layout does not") as caught:
         check_model(facts("qwen3_vl"), without)
     assert "fsdp without tensor parallelism" in caught.value.remedy
@@ -122,7 +124,10 @@ def test_a_backend_refuses_models_before_a_rank_starts(tmp_path: Path) -> None:
 
 @pytest.fixture
 def other_model(material: Path, tmp_path: Path) -> Callable[..., dict[str, str]]:
-    """The table `model` with the material's tokenizer, and a configuration of another family: what planning reads of a model."""
+    """The table `model` with the material's tokenizer, and a configuration of another family: what planning reads of a model.
+
+    The file of its weights is there and holds none.
+    """
 
     def make(family: str, **options: object) -> dict[str, str]:
         sizes = {
@@ -134,6 +139,7 @@ def other_model(material: Path, tmp_path: Path) -> Callable[..., dict[str, str]]
         }
         directory = tmp_path / "other"
         AutoConfig.for_model(family, **{**sizes, **options}).save_pretrained(directory)
+        save_file({}, directory / "model.safetensors", metadata={"format": "pt"})
         return {"path": str(directory), "tokenizer": str(material / "model")}
 
     return make

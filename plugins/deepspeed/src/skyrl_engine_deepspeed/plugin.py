@@ -3,7 +3,7 @@
 from typing import Any
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts import Backend, BackendDescription, Topology
+from skyrl_engine.contracts import Backend, BackendDescription, ModelConfig, Topology
 from skyrl_engine_deepspeed.options import DeepSpeedConfig
 
 
@@ -22,6 +22,7 @@ class DeepSpeedPlugin:
             Topology(dp=world_size),
             frozenset({"padded", "packed", "value_head", "lora", "logits"}),
             lambda _, model: options.refuse_precision(model.dtype, learns=True),
+            _rehearse,
         )
 
     @hookimpl
@@ -29,6 +30,12 @@ class DeepSpeedPlugin:
         from skyrl_engine_deepspeed.backend import DeepSpeedBackend
 
         return DeepSpeedBackend(config or DeepSpeedConfig())
+
+
+def _rehearse(model: ModelConfig, packed_rows: bool) -> None:
+    from skyrl_engine.modeling.rehearsal import rehearse
+
+    rehearse(model, packed_rows)
 
 
 deepspeed = DeepSpeedPlugin()

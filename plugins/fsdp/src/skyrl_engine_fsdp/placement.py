@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from skyrl_engine.contracts import ModelConfig
-from skyrl_engine.modeling.loading import load_config
+from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.modeling.placement import entry, load_on_ranks, named_tensors, replace_entries
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine_fsdp.layer_styles import refuse_model

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts import Backend, BackendDescription, Capability
+from skyrl_engine.contracts import Backend, BackendDescription, Capability, ModelConfig
 from skyrl_engine_fsdp.layer_styles import refuse_model
 from skyrl_engine_fsdp.options import FsdpConfig
 
@@ -22,14 +22,20 @@ class FsdpPlugin:
         capabilities: frozenset[Capability] = frozenset({"padded", "packed", "value_head", "tensor_parallel", "logits"})
         # transformers' tensor-parallel plans cut the linear layers of a text decoder; they say nothing about adapters and vision towers
         if topology.tp == 1:
-            return BackendDescription(topology, capabilities | {"lora", "vision"})
-        return BackendDescription(topology, capabilities, partial(refuse_model, topology.tp))
+            return BackendDescription(topology, capabilities | {"lora", "vision"}, rehearse=partial(_rehearse, images=True))
+        return BackendDescription(topology, capabilities, partial(refuse_model, topology.tp), partial(_rehearse, images=False))
 
     @hookimpl
     def skyrl_engine_make_backend(self, config: FsdpConfig | None) -> Backend:
         from skyrl_engine_fsdp.backend import FsdpBackend
 
         return FsdpBackend(config or FsdpConfig())
+
+
+def _rehearse(model: ModelConfig, packed_rows: bool, *, images: bool) -> None:
+    from skyrl_engine.modeling.rehearsal import rehearse
+
+    rehearse(model, packed_rows, images=images)
 
 
 fsdp = FsdpPlugin()

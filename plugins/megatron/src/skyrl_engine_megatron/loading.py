@@ -10,7 +10,8 @@ from torch import Tensor
 
 from skyrl_engine import EngineError
 from skyrl_engine.contracts import ModelConfig
-from skyrl_engine.modeling.loading import load_causal_lm, load_config
+from skyrl_engine.model_facts.configuration import load_config
+from skyrl_engine.modeling.loading import load_causal_lm
 from skyrl_engine_megatron.architecture import Architecture, architecture_of
 from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.options import MegatronConfig

@@ -4,7 +4,8 @@ from functools import partial
 from typing import Any
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts import Backend, BackendDescription
+from skyrl_engine.contracts import Backend, BackendDescription, ModelConfig
+from skyrl_engine.model_facts.weight_files import weight_files
 from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.options import MegatronConfig
 
@@ -23,6 +24,7 @@ class MegatronPlugin:
             options.topology(world_size),
             frozenset({"padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", "logits"}),
             partial(refuse_model, options),
+            _rehearse,
             means_over_step=options.router_losses,
         )
 
@@ -31,6 +33,12 @@ class MegatronPlugin:
         from skyrl_engine_megatron.backend import MegatronBackend
 
         return MegatronBackend(config or MegatronConfig())
+
+
+def _rehearse(model: ModelConfig, _packed_rows: bool) -> None:
+    from skyrl_engine.modeling.unpickling import refuse_code
+
+    refuse_code(weight_files(model))
 
 
 megatron = MegatronPlugin()

@@ -1,0 +1,118 @@
+"""What shows without weights is refused without them, in the words of loading."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
+from skyrl_engine.errors import ModelError, UnsupportedError
+from skyrl_engine.modeling.loading import load_scorer
+from skyrl_engine.modeling.rehearsal import rehearse
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+def saved(folder: Path, family: str, **options: Any) -> ModelConfig:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**SIZES, **options})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return ModelConfig(str(folder))
+
+
+def packs(spec: ModelConfig) -> str | None:
+    """Return why loading finds that the model cannot be trained on packed rows; None if it can."""
+    _, scorer = load_scorer(spec)
+    return None if scorer.segment_support.layers else scorer.segment_support.refusal
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
+        ("gemma2", {"attn_logit_softcapping": 30.0}),
+        ("mistral", {"sliding_window": 3}),
+        ("gpt2", {}),
+        ("mamba", {}),
+    ],
+)
+def test_packed_rows_are_refused_exactly_where_loading_refuses_them(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+    spec = saved(tmp_path, family, **options)
+    refusal = packs(spec)
+    if refusal is None:
+        rehearse(spec, True)
+    else:
+        with pytest.raises(UnsupportedError, match="cannot be trained on packed rows: ") as caught:
+            rehearse(spec, True)
+        assert refusal in caught.value.cause
+        assert "padded" in caught.value.remedy
+    rehearse(spec, False)
+
+
+def test_gemma_2_is_among_those_that_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="knows no way to compute Gemma2ForCausalLM's attention"):
+        rehearse(saved(tmp_path, "gemma2"), True)
+
+
+def test_random_states_and_weights_are_left_alone(tmp_path: Path) -> None:
+    spec = saved(tmp_path, "llama")
+    before = torch.get_rng_state()
+    rehearse(spec, True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"hidden_act": "nosuch"}, r"the llama model of .* cannot be built from its config\.json: KeyError: 'nosuch'"),
+        ({"vocab_size": -3}, r"cannot be built from its config\.json"),
+    ],
+)
+def test_a_configuration_that_no_model_can_be_made_from(tmp_path: Path, change: dict[str, Any], match: str) -> None:
+    spec = saved(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=match) as caught:
+        rehearse(spec, False)
+    assert caught.value.remedy
+
+
+def test_targets_that_do_not_exist(tmp_path: Path) -> None:
+    spec = saved(tmp_path, "llama")
+    with pytest.raises(ModelError, match="'no_such', which no linear layer"):
+        rehearse(ModelConfig(spec.path, lora=LoraConfig(targets=("no_such",))), False)
+
+
+class Code:
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.trace),)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_weights_that_are_missing_or_hold_code(tmp_path: Path) -> None:
+    spec = saved(tmp_path, "llama")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="holds no weights"):
+        rehearse(spec, False)
+    torch.save({"code": Code(tmp_path / "trace")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin holds more than tensors .*mkdir"):
+        rehearse(spec, False)
+    assert not (tmp_path / "trace").exists()
+    torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    rehearse(spec, False)
