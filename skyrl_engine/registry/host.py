@@ -182,7 +182,17 @@ def _place(error: BaseException) -> traceback.FrameSummary:
 def describe(error: BaseException) -> str:
     """Return type and message of an exception on one line, without final stop."""
     message = " ".join(str(error).split()).rstrip(".")
+    if isinstance(error, AttributeError) and "did you mean" not in message.lower() and (near := _nearest_attribute(error)):
+        message += f"; did you mean {near!r}?"
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _nearest_attribute(error: AttributeError) -> str | None:
+    """Return the attribute whose name is most like the one that was asked for; None where none is like it."""
+    if error.obj is None or error.name is None:
+        return None
+    names = [name for name in dir(error.obj) if not name.startswith("_") and name != error.name]
+    return next(iter(difflib.get_close_matches(error.name, names, n=1, cutoff=0.75)), None)
 
 
 def _reason(error: pluggy.PluginValidationError) -> str:

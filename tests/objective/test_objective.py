@@ -141,6 +141,27 @@ def test_reading_an_undeclared_need_says_what_to_declare():
         objective(lambda tokens, _: tokens.entropy)({"logprobs": torch.zeros(3)}, micro_batch([1, 1, 1]))
 
 
+@pytest.mark.parametrize(
+    ("read", "needs", "told"),
+    [
+        (lambda tokens: tokens.logprob, ("logprobs",), "reads tokens.logprob; did you mean tokens.logprobs?"),
+        (lambda tokens: tokens.advantage, ("logprobs", "advantages"), "reads tokens.advantage; did you mean tokens.advantages?"),
+        (
+            lambda tokens: tokens.value,
+            ("logprobs",),
+            "reads tokens.value; did you mean tokens.values? Declare it: needs = ['logprobs', 'values']",
+        ),
+        (lambda tokens: tokens.sequence, ("logprobs",), "reads tokens.sequence; did you mean tokens.sequences?"),
+        (lambda tokens: tokens.returns, ("logprobs",), "declares needs = ['logprobs']; add 'returns' to its needs"),
+    ],
+)
+def test_a_misspelt_need_is_answered_with_the_right_one(read, needs, told):
+    batch = micro_batch([1, 1, 1], advantages=[1, 1, 1])
+    with pytest.raises(PluginBrokenError) as caught:
+        objective(lambda tokens, _: read(tokens), needs=needs)({"logprobs": torch.zeros(3)}, batch)
+    assert told in caught.value.cause
+
+
 def test_no_scored_token_gives_a_differentiable_zero():
     empty = ScoredSamples(
         np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64),

@@ -72,9 +72,19 @@ class LossTokens:
         try:
             return self.needs[name]
         except KeyError:
-            raise AttributeError(
-                f"the loss reads tokens.{name} but declares needs = {sorted(self.needs)}; add {name!r} to its needs"
-            ) from None
+            raise AttributeError(self._absent(name)) from None
+
+    def _absent(self, name: str) -> str:
+        """Say what to write in place of a name that is no need, or to declare."""
+        from difflib import get_close_matches
+
+        reads = f"the function reads tokens.{name}"
+        close = get_close_matches(name, {*MODEL_SCORES, *self.needs, "sequences", "generator"}, n=1, cutoff=0.75)
+        if close and close[0] not in (name, *self.needs, "sequences", "generator"):
+            return f"{reads}; did you mean tokens.{close[0]}? Declare it: needs = {sorted([*self.needs, close[0]])}"
+        if close and close[0] != name:
+            return f"{reads}; did you mean tokens.{close[0]}?"
+        return f"{reads} but declares needs = {sorted(self.needs)}; add {name!r} to its needs"
 
     @property
     def generator(self) -> "torch.Generator":

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import Factory, field, frozen
 
+from skyrl_engine.contracts.kinds.loss import MODEL_SCORES
 from skyrl_engine.contracts.values.columns import RESERVED_NAMES
 from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.data.sources.rows import Row, kind_of, listed
@@ -85,6 +86,12 @@ class ColumnReader:
         if name in row.values:
             raise row.wrong(
                 name, f"it is null, and {self.needed[name]} it", "Give every sample its numbers, or leave the sample out"
+            )
+        score = get_close_matches(name, MODEL_SCORES, n=1, cutoff=0.85)
+        if score and name not in _KNOWN_NAMES and self.needed[name].endswith("needs"):
+            raise DataError(
+                f"{self.needed[name]} {name!r}, which is neither a score of the model ({', '.join(MODEL_SCORES)}) nor a column of {row.name}",
+                remedy=f"Did you mean {score[0]!r}? Correct its needs",
             )
         stray = [column for column in row.values if column not in self.needed and column not in _KNOWN_NAMES]
         near = get_close_matches(name, stray, n=1, cutoff=0.7)

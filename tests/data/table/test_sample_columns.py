@@ -138,6 +138,16 @@ def test_a_missing_column_says_who_needs_it_and_what_is_near(tmp_path, make_toke
         load({**ROLLOUT, "advantages": None})
 
 
+@pytest.mark.parametrize(("name", "score"), [("logprob", "logprobs"), ("value", "values"), ("entropys", "entropy")])
+def test_a_misspelt_score_of_the_model_is_answered_with_the_right_one(tmp_path, make_tokenizer, name, score):
+    """The data must not be asked for log-probabilities that the model computes."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROLLOUT) + "\n")
+    data = DataConfig(train=str(tmp_path / "rows.jsonl"), cache=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=f"^loss mine needs '{name}', which is neither a score of the model") as caught:
+        load_columns(data, make_tokenizer(None), split="train", needed={name: "loss mine needs"})
+    assert caught.value.remedy == f"Did you mean {score!r}? Correct its needs"
+
+
 def test_no_known_column_is_taken_for_another_one_misspelled(load, make_tokenizer):
     """The sampler's log-probabilities, renamed, would pass for the reference model's."""
     with pytest.raises(DataError, match="has no column 'ref_logprobs'") as caught:
