@@ -1,5 +1,7 @@
 """`skyrl-engine sft`: fine-tune without a configuration file; the one it makes is printed."""
 
+import sys
+from contextlib import redirect_stdout
 from typing import Any
 
 import click
@@ -52,14 +54,22 @@ _KEYS = {
 @plugin_options
 @click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
 def sft(overrides: tuple[str, ...], dry_run: bool, **given: Any) -> int:
-    """Fine-tune MODEL on DATA. Prints the configuration it makes, as TOML to keep and to `skyrl-engine run`."""
+    """Fine-tune MODEL on DATA, as the configuration says that the options make.
+
+    That configuration is printed, as TOML: `skyrl-engine sft ... > my.toml` keeps it for `skyrl-engine run my.toml`. All else goes to stderr.
+    """
     from skyrl_engine.config import Option, resolve
     from skyrl_engine.config.report import to_toml
 
     flags = {key: Option(f"--{name.replace('_', '-')}", given[name]) for name, key in _KEYS.items() if given[name] is not None}
     raw = load_config(None, overrides, {**flags, **flags_of(given)})
-    resolved = resolve(raw)
     settings = current_settings()
-    if not settings.quiet:
-        click.echo(to_toml(raw.table))
-    return start(resolved, settings, dry_run=dry_run)
+    if settings.quiet:
+        return start(resolve(raw), settings, dry_run=dry_run)
+    # stdout holds nothing but TOML, whatever plugins print when they are loaded and at work
+    with redirect_stdout(sys.stderr):
+        resolved = resolve(raw)
+    click.echo(to_toml(raw.table).rstrip("\n"))
+    sys.stdout.flush()
+    with redirect_stdout(sys.stderr):
+        return start(resolved, settings, dry_run=dry_run)

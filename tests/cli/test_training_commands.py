@@ -115,8 +115,10 @@ def test_sft_prints_a_configuration_that_runs_the_same(command, inputs, tmp_path
         *("--output", "first", "--learning-rate", "0.001", "data.cache=./cache", "--loss", "cross_entropy"),
     )
     assert outcome.code == 0, outcome.err
-    text = outcome.out.partition("\n\nlast step:")[0]
+    text = outcome.out
     made = tomllib.loads(text)
+    assert "last step:" in outcome.err
+    assert "run directory: first" in outcome.err
     assert made["optimizer"] == {"learning_rate": 0.001}
     assert made["loss"] == {"use": "cross_entropy"}
     (tmp_path / "made.toml").write_text(text)
@@ -126,6 +128,25 @@ def test_sft_prints_a_configuration_that_runs_the_same(command, inputs, tmp_path
         for name in ("first", "second")
     )
     assert first == second
+
+
+@pytest.mark.parametrize("flags", [["--dry-run"], ["--steps", "1"]])
+def test_stdout_of_sft_is_a_configuration_and_nothing_else(command, inputs, tmp_path, flags):
+    """`sft ... > my.toml` is kept and run again, whatever a plugin prints while it works."""
+    (tmp_path / "loud.py").write_text(
+        "from skyrl_engine import loss\nprint('imported')\n"
+        "@loss(needs=('logprobs',))\ndef loud(tokens, config):\n    print('called')\n    return -tokens.logprobs\n"
+    )
+    given = ("--model", inputs / "model", "--data", inputs / "data.jsonl", "--batch-size", "8", "data.cache=./cache")
+    outcome = command("sft", *given, "--loss", "./loud.py:loud", "--output", "run", *flags)
+    assert outcome.code == 0, outcome.err
+    (tmp_path / "my.toml").write_text(outcome.out)
+    assert tomllib.loads(outcome.out)["loss"] == {"use": "./loud.py:loud"}
+    assert "imported" in outcome.err
+    assert ("24 of 24 rows" if "--dry-run" in flags else "called") in outcome.err
+    again = command("run", "my.toml", "run.directory=again", "--dry-run")
+    assert again.code == 0, again.err
+    assert "24 of 24 rows" in again.out
 
 
 def test_sft_needs_model_and_data(command):
