@@ -2,13 +2,18 @@
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from skyrl_engine.config.schema import ModelConfig
 from skyrl_engine.errors import ModelError
+from skyrl_engine.model_facts.json_file import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_READ: Final = ("config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
+_OTHER_VOCABULARIES: Final = ("*.model", "*.tiktoken", "tekken.json", "vocab*")
+"""Patterns of files that transformers turns into a tokenizer where the tokenizer's class does not name them."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,13 +46,20 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
             trust_remote_code=model.trust_remote_code,
             local_files_only=local,
         )
-    except (OSError, ValueError, KeyError, ImportError, AttributeError, RuntimeError) as error:
+    except Exception as error:
+        if local:
+            _refuse_broken_files(folder)
         remedy = (
             f"Check that {location} holds tokenizer.json and tokenizer_config.json"
             if local
             else f"Set {key} to a local directory, or check the hub id and the network (HF_HUB_OFFLINE forbids downloads)"
         )
         raise ModelError(f"no tokenizer can be loaded from {location}", remedy=remedy, details=[_first_line(error)]) from error
+    if local and not _holds_vocabulary(folder, tokenizer):
+        raise ModelError(
+            f"the directory {location} holds no tokenizer: none of {', '.join(_vocabulary_files(tokenizer))} is there",
+            remedy="Copy or download the tokenizer's files too, or set model.tokenizer to a directory or hub id that holds them",
+        )
     if model.chat_template is not None:
         tokenizer.chat_template = _read_template(model.chat_template)
     if tokenizer.pad_token is None:
@@ -59,6 +71,23 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
         tokenizer.pad_token = tokenizer.eos_token
         _log.info("The tokenizer %s has no padding token; its end-of-text token %r pads.", location, tokenizer.eos_token)
     return tokenizer
+
+
+def _refuse_broken_files(folder: Path) -> None:
+    """Raise ModelError for the first of the files from which a tokenizer is made that is not what it must be."""
+    for name in _READ:
+        if (folder / name).is_file():
+            read_object(folder / name)
+
+
+def _vocabulary_files(tokenizer: Any) -> list[str]:
+    return sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()})
+
+
+def _holds_vocabulary(folder: Path, tokenizer: Any) -> bool:
+    """Return False where transformers found no vocabulary and made an empty tokenizer of the class that the model's architecture suggests."""
+    names = [*_vocabulary_files(tokenizer), *_OTHER_VOCABULARIES]
+    return not tokenizer.vocab_files_names or any(True for name in names for _ in folder.glob(name))
 
 
 def _looks_like_path(location: str) -> bool:

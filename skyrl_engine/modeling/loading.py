@@ -147,7 +147,7 @@ def load_causal_lm(spec: ModelConfig, *, images: bool = False) -> Any:
             f"the weights of {files[0] if len(files) == 1 else spec.path} cannot be loaded: {failure(error)}",
             remedy=TO_SAFETENSORS if is_refused(error) else "Check that the directory or hub id holds a complete model",
         ) from error
-    _refuse_other_shapes(spec, files, report["mismatched_keys"])
+    refuse_other_shapes(spec, files, report["mismatched_keys"])
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(
@@ -160,7 +160,7 @@ def load_causal_lm(spec: ModelConfig, *, images: bool = False) -> Any:
     return model
 
 
-def _refuse_other_shapes(spec: ModelConfig, files: list[Path], found: Iterable[tuple[str, Iterable[int], Iterable[int]]]) -> None:
+def refuse_other_shapes(spec: ModelConfig, files: list[Path], found: Iterable[tuple[str, Iterable[int], Iterable[int]]]) -> None:
     """Raise ModelError for tensors (name, shape in the file, shape by the configuration) that do not fit the configuration."""
     wrong = sorted((name, list(stored), list(due)) for name, stored, due in found)
     if not wrong:

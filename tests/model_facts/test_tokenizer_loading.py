@@ -46,3 +46,34 @@ def test_locations_that_hold_no_tokenizer(saved, tmp_path, monkeypatch):
         load_tokenizer(ModelConfig(path="nobody/nothing"))
     with pytest.raises(ModelError, match=r"model.chat_template names the file .*, which cannot be read"):
         load_tokenizer(ModelConfig(path=str(saved), chat_template=str(tmp_path / "gone.jinja")))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"a":\n 1,}', r"is not valid JSON: line 2, column 4: "),
+        ("[]", "holds a list, where a JSON object"),
+        ("", "is empty"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "is a Git LFS pointer"),
+    ],
+)
+def test_a_broken_file_is_blamed_itself_with_the_place(saved, name, content, told):
+    (saved / name).write_text(content)
+    with pytest.raises(ModelError, match=rf"/{name} {told}") as caught:
+        load_tokenizer(ModelConfig(path=str(saved)))
+    assert caught.value.remedy
+
+
+def test_a_broken_configuration_of_the_model_is_not_blamed_on_the_tokenizer(saved):
+    (saved / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"/config\.json is not valid JSON: line 1, column 2"):
+        load_tokenizer(ModelConfig(path=str(saved)))
+
+
+def test_a_model_without_a_tokenizer_gets_no_empty_one(tmp_path):
+    """Of the architecture transformers makes a tokenizer that knows no word, and every sample would be without a token."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ModelError, match=r"holds no tokenizer: none of .*tokenizer\.json.* is there") as caught:
+        load_tokenizer(ModelConfig(path=str(tmp_path)))
+    assert "model.tokenizer" in caught.value.remedy

@@ -90,6 +90,23 @@ def test_a_configuration_that_no_model_can_be_made_from(tmp_path: Path, change: 
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "gpt2"])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
+def test_weights_of_another_shape(tmp_path: Path, family: str, lora: LoraConfig | None) -> None:
+    """They are refused as loading does, or left to it where transformers makes one tensor of several; right ones always pass."""
+    spec = ModelConfig(saved(tmp_path, family).path, lora=lora)
+    rehearse(spec, False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 48}))
+    if family in ("qwen3_moe", "mixtral"):
+        rehearse(spec, False)
+    else:
+        with pytest.raises(ModelError, match=r"has the shape \[64, \d+\] in .*model\.safetensors, and .* asks for \[48, \d+\]"):
+            rehearse(spec, False)
+    with pytest.raises(ModelError, match=r"has the shape \[64, \d+\] in "):
+        load_scorer(ModelConfig(spec.path))
+
+
 def test_targets_that_do_not_exist(tmp_path: Path) -> None:
     spec = saved(tmp_path, "llama")
     with pytest.raises(ModelError, match="'no_such', which no linear layer"):

@@ -75,8 +75,16 @@ class ChatTemplate:
             return None
 
     def _whole(self, chat: Conversation, name: str) -> str:
+        from jinja2 import TemplateSyntaxError
+
         try:
             full = self.write(chat, chat.messages)
+        except TemplateSyntaxError as error:
+            place = self.tokenizer.name_or_path or "the tokenizer"
+            raise ModelError(
+                f"the chat template of {place} is no Jinja template: line {error.lineno}: {error.message}",
+                remedy="Correct the file of model.chat_template or, without that key, chat_template.jinja or tokenizer_config.json there",
+            ) from error
         except _template_failures() as error:
             kind = "images" if chat.images else "the conversation"
             raise DataError(

@@ -90,6 +90,7 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
         # A group that fits no mini-batch is refused now, not after hours.
         SampleOrder.of(evaluation.columns, batch_size=size)
     datasets = [dataset.columns for dataset in (train, evaluation) if dataset is not None]
+    _refuse_unknown_tokens(files.facts, datasets)
     resolved = _with_rotary_length(resolved, files, datasets)
     return PreparedRun(
         resolved=resolved,
@@ -168,6 +169,16 @@ def _first_batch(resolved: ResolvedConfig, assembly: Assembly, train: TokenizedD
 
 def _holds_out(data: DataConfig) -> bool:
     return data.eval is not None or data.eval_fraction > 0
+
+
+def _refuse_unknown_tokens(facts: ModelFacts, datasets: Sequence[SampleColumns]) -> None:
+    size = None if facts.config is None else getattr(facts.config.get_text_config(decoder=True), "vocab_size", None)
+    largest = max(int(columns.input_ids.max(initial=0)) for columns in datasets)
+    if isinstance(size, int) and largest >= size:
+        raise DataError(
+            f"the data holds token id {largest}, and the vocabulary of {facts.model.path} has {size} tokens",
+            remedy="Use the tokenizer that belongs to the model: correct model.tokenizer, or make ready tokens again",
+        )
 
 
 def _refuse_nothing_to_learn(columns: SampleColumns) -> None:

@@ -158,6 +158,14 @@ def test_a_template_s_refusal_names_the_sample_and_the_reason(load, make_tokeniz
         load([chat("hi", "yo")], tokenizer)
 
 
+def test_a_template_that_is_no_jinja_is_blamed_itself_with_its_line(load, make_tokenizer, chat):
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = "{% for message in messages %}\n{{ message.content }\n{% endfor %}"
+    with pytest.raises(ModelError, match=r"the chat template of .* is no Jinja template: line 2: unexpected '}'") as caught:
+        load([chat("hi", "yo")], tokenizer)
+    assert "chat_template.jinja" in caught.value.remedy
+
+
 def test_a_tokenizer_without_a_template_cannot_take_conversations(load, make_tokenizer, chat):
     with pytest.raises(ModelError, match=r"no chat template.*model.chat_template"):
         load([chat("hi", "yo")], make_tokenizer(None))

@@ -1,14 +1,18 @@
 """The model's own limit on a sample's length, which a preview and a run share."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from transformers import Qwen3Config
 
+from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.config.schema import DataConfig, ModelConfig
 from skyrl_engine.errors import DataError
 from skyrl_engine.model_facts.facts import ModelFacts
+from skyrl_engine.modeling.tiny import write_tokenizer
 from skyrl_engine.training.sft.data import limited_to_model
+from skyrl_engine.training.sft.trainer import plan_sft
 
 
 @pytest.fixture
@@ -35,3 +39,15 @@ def test_a_limit_beyond_the_model_s_positions_is_refused_with_the_numbers(model:
         DataError, match=r"data\.max_length is 49, and the model has 48 positions .* Set data\.max_length to 48 or less"
     ):
         limited_to_model(DataConfig(train="data", max_length=49), model)
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused_while_planning(
+    tmp_path: Path, configure: Callable[..., ResolvedConfig]
+) -> None:
+    """A tokenizer of another model: the first step would fail, or a lucky one would train the wrong words."""
+    texts = ["".join(map(chr, range(200, 400))), "äöüß"]
+    write_tokenizer(tmp_path / "other", [*texts, *(f"{a} + {b} = {a + b}" for a in range(60) for b in range(60))])
+    resolved = configure(model={"tokenizer": str(tmp_path / "other")})
+    with pytest.raises(DataError, match=r"the data holds token id \d+, and the vocabulary of .* has \d+ tokens") as caught:
+        plan_sft(resolved)
+    assert "model.tokenizer" in caught.value.remedy
