@@ -211,7 +211,7 @@ def _observers(raw: RawConfig, table: Any) -> tuple[Mapping[str, Mapping[str, An
     found: dict[str, Mapping[str, Any]] = {}
     for name, options in table.items():
         if isinstance(options, Mapping):
-            found[absolute_place(name, nearest(raw.origins, ("observers", name)).folder)] = options
+            found[absolute_place(name, nearest(raw.origins, ("observers", name)).folder, reference=True)] = options
         else:
             refusal = RefusedError(
                 wrong_kind(options, dict).cause, "Write the references in run.observers, and options in [observers.NAME]"

@@ -95,7 +95,23 @@ def wrong_kind(value: object, kind: Any) -> RefusedError:
     return RefusedError(f"must be {words}, is {shown(value)}", f"Write {words}")
 
 
+_SAME: Mapping[str, str] = {
+    "gpu": "cuda",
+    "local": "inline",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
+}
+"""What other programs call a value, in lower case."""
+
+
 def not_a_choice(value: object, allowed: Collection[object]) -> RefusedError:
+    """Return the refusal of a value that is none of those allowed, with the one that was meant."""
+    same = _SAME.get(value.lower()) if isinstance(value, str) else None
+    if same is not None and same in allowed:
+        return RefusedError(f"must be one of {choices(allowed)}, is {shown(value)}", f"Did you mean {shown(same)}?")
     meant = did_you_mean(value, [choice for choice in allowed if isinstance(choice, str)]) if isinstance(value, str) else None
     return RefusedError(f"must be one of {choices(allowed)}, is {shown(value)}", meant or "Choose one of them")
 

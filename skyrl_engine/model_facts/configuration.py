@@ -1,6 +1,7 @@
 """Read the transformers configuration of a model, and refuse models that cannot be trained. No torch."""
 
 import json
+import re
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,12 @@ def read_config(model: ModelConfig) -> Any:
         if stated is not None and "auto_map" not in stated and (kind is None or not _known(kind)):
             raise _unknown(place, kind) from error
         raise ModelError(
-            f"{place} cannot be loaded: {_one_line(error)}",
+            f"{place} cannot be loaded: {_one_line(error)}"
+            if stated is not None
+            else f"there is no directory {model.path} here, and {place} cannot be loaded from the hub: {_first_sentence(error)}",
             remedy="Repair it, or copy it again from the model's source"
             if stated is not None
-            else "Check model.path and model.revision, and that the hub can be reached or the model is in its cache",
+            else "Correct model.path (write ./NAME for a directory), or check model.revision and that the hub can be reached",
         ) from error
 
 
@@ -90,6 +93,7 @@ def load_config(model: ModelConfig, *, images: bool = False) -> Any:
 
 def _stated(model: ModelConfig, folder: Path) -> dict[str, Any] | None:
     """Return what config.json of a local directory says; None for models on the hub. Raises ModelError."""
+    _refuse_what_is_no_model(model.path, folder)
     if source_of(model).startswith((".", "/", "~")) and not folder.is_dir():
         raise ModelError(
             f"there is no model directory {model.path}", remedy="Correct model.path, or give a hub id such as organisation/model"
@@ -108,6 +112,23 @@ def _stated(model: ModelConfig, folder: Path) -> dict[str, Any] | None:
         # transformers takes a damaged one for none, and exports would lack it
         read_object(generation)
     return read_object(folder / "config.json")
+
+
+def _refuse_what_is_no_model(path: str, folder: Path) -> None:
+    """Raise ModelError for a file, and for an address of the web; `folder` is where the model would be."""
+    if folder.is_file():
+        raise ModelError(
+            f"model.path is the file {path}, where a model's directory must be",
+            remedy="GGUF files hold quantized weights: use the model's safetensors version, a directory with config.json"
+            if folder.suffix == ".gguf"
+            else "Name the directory that holds it together with config.json",
+        )
+    if "://" in path:
+        hub = re.fullmatch(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+).*", path)
+        raise ModelError(
+            f"model.path is the address {path}, where a directory or a hub id must be",
+            remedy=f'Write the hub id: "{hub[1]}"' if hub else "Download the model and name its directory",
+        )
 
 
 def _known(kind: object) -> bool:
@@ -136,6 +157,10 @@ def _unknown(place: str, kind: object) -> ModelError:
 
 def _has_remote_code(config: Any) -> bool:
     return "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+
+
+def _first_sentence(error: BaseException) -> str:
+    return re.split(r"(?<=[.!?])\s", _one_line(error), maxsplit=1)[0].rstrip(".")
 
 
 def _one_line(error: BaseException) -> str:

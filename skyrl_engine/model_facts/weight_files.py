@@ -32,10 +32,28 @@ def weight_files(model: ModelConfig) -> list[Path]:
         )
     files = _listed(folder, folder / first) if first.endswith(".json") else [folder / first]
     for file in files:
-        refuse_pointer(file)
-        if file.suffix == ".safetensors":
-            safetensors_header(file)
+        _refuse_broken(file)
     return files
+
+
+def refuse_broken_adapter(path: str) -> None:
+    """Raise ModelError where the adapter in a local directory lacks its weights, or they were cut off."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return
+    file = next((file for file in (folder / "adapter_model.safetensors", folder / "adapter_model.bin") if file.is_file()), None)
+    if file is None:
+        raise ModelError(
+            f"the adapter {path} holds no adapter_model.safetensors",
+            remedy="Copy or download the adapter's weights too, or point model.lora.path at the directory that PEFT wrote",
+        )
+    _refuse_broken(file)
+
+
+def _refuse_broken(file: Path) -> None:
+    refuse_pointer(file)
+    if file.suffix == ".safetensors":
+        safetensors_header(file)
 
 
 def safetensors_header(file: Path) -> dict[str, Any]:

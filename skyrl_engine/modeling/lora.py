@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.errors import ModelError, UnsupportedError
+from skyrl_engine.model_facts.json_file import read_object
 from skyrl_engine.modeling.unpickling import UNREADABLE, failure
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
 
@@ -55,10 +56,7 @@ def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -
         try:
             peft.inject_adapter_in_model(config, model, ADAPTER)
         except ValueError as error:
-            raise ModelError(
-                f"the adapter {spec.lora.path or ''} does not fit {spec.path}: {_first_line(error)}".replace("  ", " "),
-                remedy="Use the adapter with the model it was made for",
-            ) from error
+            raise _unfit(spec, spec.lora, linear, error) from error
     model.requires_grad_(requires_grad=False)
     for name, parameter in model.named_parameters():
         layer = name.partition(".lora_")[0]
@@ -75,6 +73,20 @@ def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -
     if spec.lora.path is None and spec.lora.targets == "all-linear" and (left := _left_frozen(decoder)):
         why = "they are no linear layers, or have names that PEFT takes for the experts'"
         logger.warning('%s: model.lora.targets = "all-linear" leaves frozen %s: %s', spec.path, _counts(left), why)
+
+
+def _unfit(spec: ModelConfig, lora: LoraConfig, linear: Mapping[str, nn.Module], error: ValueError) -> ModelError:
+    """Return the error for adapters that PEFT does not put into the model."""
+    if lora.path is not None:
+        return ModelError(
+            f"the adapter {lora.path} does not fit {spec.path}: {_first_line(error)}",
+            remedy="Use the adapter with the model it was made for",
+        )
+    names = sorted({name.rpartition(".")[2] for name in linear})
+    return ModelError(
+        f"PEFT refuses adapters in {spec.path}: {_first_line(error)}",
+        remedy=f"Name others of its linear layers in model.lora.targets; they are called {', '.join(names)}",
+    )
 
 
 def describe_adapters(decoder: nn.Module) -> str:
@@ -240,6 +252,9 @@ def _keeps(config: Any, target: str, model: nn.Module) -> bool:
 
 def _existing(spec: ModelConfig, lora: LoraConfig, path: str, peft: Any) -> Any:
     """Return PEFT's configuration of the adapter at `path`. Raises ModelError if it is not plain LoRA or differs from the options."""
+    stated = Path(path).expanduser() / "adapter_config.json"
+    if stated.is_file():
+        read_object(stated)
     config = _read(path, peft.PeftConfig.from_pretrained)
     if not isinstance(config, peft.LoraConfig):
         kind = getattr(config.peft_type, "value", None)

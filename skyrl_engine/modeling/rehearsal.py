@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from skyrl_engine.contracts.values.model import EmptyModelConfig, ModelConfig
-from skyrl_engine.model_facts.weight_files import safetensors_header, weight_files
+from skyrl_engine.model_facts.weight_files import refuse_broken_adapter, safetensors_header, weight_files
 from skyrl_engine.modeling.loading import load_skeleton, refuse_other_shapes
 from skyrl_engine.modeling.segment_adoption import certain_refusal
 from skyrl_engine.modeling.segments import SegmentSupport
@@ -29,6 +29,8 @@ def rehearse(spec: ModelConfig, packed_rows: bool, *, images: bool = False) -> N
             scorer.refuse_packed_rows_unless_supported()
     if isinstance(spec, EmptyModelConfig):
         return
+    if spec.lora is not None and spec.lora.path is not None:
+        refuse_broken_adapter(spec.lora.path)
     files = weight_files(spec)
     refuse_code(files)
     refuse_other_shapes(spec, files, _other_shapes(model, files))

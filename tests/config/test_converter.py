@@ -121,6 +121,8 @@ def test_nothing_is_coerced(value: object, kind: Any, cause: str) -> None:
         ("2", int, "Write a whole number such as 8, without quotes and decimal point"),
         (7, str, "Put it in quotes"),
         ("incline", Literal["inline", "ray"], 'Did you mean "inline"?'),
+        ("GPU", Literal["auto", "cpu", "cuda"], 'Did you mean "cuda"?'),
+        ("bf16", Literal["float64", "float32", "bfloat16"], 'Did you mean "bfloat16"?'),
         ("x", Literal["inline", "ray"], "Choose one of them"),
     ],
 )

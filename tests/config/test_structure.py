@@ -106,6 +106,15 @@ def test_a_plugin_table_keeps_its_options_and_may_leave_use_out() -> None:
     assert made.selected["loss"] == LossTable("focal", {"gamma": 2, "use_kl": {"coef": 1}})
 
 
+def test_options_of_an_observer_are_found_by_its_name_whatever_lies_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a reference in run.observers: a file called like the observer is not meant."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "watch").mkdir()
+    assert dict(config("run.observers=['watch']", "observers.watch.every=3").observers) == {"watch": {"every": 3}}
+
+
 def test_terms_and_corrections_are_plugin_tables_of_their_own() -> None:
     terms = "terms = [{use = 'kl', coef = 0.001, estimator = 'k3'}, {use = 'entropy', coef = -1}]"
     made = config(f"loss={{use = 'ppo', clip_low = 0.1, {terms}, corrections = [{{use = 'tis', high = 2.0}}]}}")

@@ -53,6 +53,44 @@ def test_a_configuration_that_cannot_be_used(tmp_path: Path, content: Any, match
     assert str(tmp_path) in caught.value.cause
 
 
+@pytest.mark.parametrize(
+    ("name", "match", "remedy"),
+    [
+        ("notes.txt", "model.path is the file .*notes.txt, where a model's directory must be", "together with config.json"),
+        ("model.gguf", "model.path is the file .*model.gguf, where", "safetensors version"),
+        ("nowhere", "there is no model directory .*nowhere", "hub id such as"),
+    ],
+)
+def test_a_path_that_is_no_directory(tmp_path: Path, name: str, match: str, remedy: str) -> None:
+    for file in ("notes.txt", "model.gguf"):
+        (tmp_path / file).write_text("x")
+    with pytest.raises(ModelError, match=match) as caught:
+        load_config(ModelConfig(str(tmp_path / name)))
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("https://huggingface.co/Qwen/Qwen3-0.6B", 'Write the hub id: "Qwen/Qwen3-0.6B"'),
+        ("https://huggingface.co/Qwen/Qwen3-0.6B/tree/main?x=1", 'Write the hub id: "Qwen/Qwen3-0.6B"'),
+        ("s3://bucket/model", "Download the model and name its directory"),
+    ],
+)
+def test_an_address_of_the_web(path: str, remedy: str) -> None:
+    with pytest.raises(ModelError, match=r"is the address .* where a directory or a hub id must be") as caught:
+        load_config(ModelConfig(path))
+    assert caught.value.remedy == remedy
+
+
+def test_a_name_that_is_neither_here_nor_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="there is no directory my-model here, and the configuration of my-model cannot") as caught:
+        load_config(ModelConfig("my-model"))
+    assert "./NAME" in caught.value.remedy
+    assert "installation#offline-mode" not in str(caught.value)
+
+
 def test_text_in_another_encoding(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ModelError, match=r"config\.json is no text file: byte 7 is not UTF-8"):

@@ -13,6 +13,7 @@ from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.modeling.loading import load_scorer
 from skyrl_engine.modeling.rehearsal import rehearse
+from skyrl_engine.testing.adapters import write_adapter
 
 SIZES = {
     "vocab_size": 64,
@@ -111,6 +112,30 @@ def test_targets_that_do_not_exist(tmp_path: Path) -> None:
     spec = saved(tmp_path, "llama")
     with pytest.raises(ModelError, match="'no_such', which no linear layer"):
         rehearse(ModelConfig(spec.path, lora=LoraConfig(targets=("no_such",))), False)
+
+
+def test_an_adapter_without_whole_weights_or_configuration(tmp_path: Path) -> None:
+    spec = saved(tmp_path / "base", "llama")
+    write_adapter(spec.path, adapter := tmp_path / "adapter")
+    spec = ModelConfig(spec.path, lora=LoraConfig(path=str(adapter)))
+    rehearse(spec, False)
+    file = adapter / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors is damaged"):
+        rehearse(spec, False)
+    file.unlink()
+    with pytest.raises(ModelError, match=r"the adapter .* holds no adapter_model\.safetensors"):
+        rehearse(spec, False)
+    (adapter / "adapter_config.json").write_text('{"r":\n')
+    with pytest.raises(ModelError, match=r"adapter_config\.json is not valid JSON: line 2, column 1"):
+        rehearse(spec, False)
+
+
+def test_layers_that_peft_refuses_are_answered_with_others(tmp_path: Path) -> None:
+    spec = saved(tmp_path, "mamba")
+    with pytest.raises(ModelError, match=r"PEFT refuses adapters in .*'out_proj' is incompatible") as caught:
+        rehearse(ModelConfig(spec.path, lora=LoraConfig(targets=("out_proj",))), False)
+    assert "they are called dt_proj, in_proj, out_proj, x_proj" in caught.value.remedy
 
 
 class Code:

@@ -70,6 +70,11 @@ def _open_one(location: str, *, split: str, subset: str | None) -> Source:
         return _open_folder(path, location, split=split, subset=subset)
     if path.exists():
         raise DataError(f"{location} is neither a file nor a folder", remedy="Name a data file, or a folder of them")
+    if "://" in location:
+        raise DataError(
+            f"the dataset {location} is an address, where a file, a folder or a hub id must be",
+            remedy="Download it and name the file",
+        )
     if _looks_like_path(location):
         raise DataError(f"the dataset {location} does not exist", remedy=_path_hint(path))
     return Source(location, [_load_from_hub(location, split=split, subset=subset)])

@@ -168,6 +168,8 @@ def test_locations_that_do_not_exist(tmp_path):
     (tmp_path / "train.jsonl").touch()
     with pytest.raises(DataError, match=r"does not exist. Did you mean .*train.jsonl\?"):
         open_source(str(tmp_path / "trian.jsonl"), split="train")
+    with pytest.raises(DataError, match=r"is an address, where a file, .* must be. Download it"):
+        open_source("https://example.com/train.jsonl", split="train")
     with pytest.raises(DataError, match=r"the file .* has no subsets"):
         open_source(str(tmp_path / "train.jsonl"), split="train", subset="x")
     with pytest.raises(DataError, match=r"/dev/null is neither a file nor a folder"):
