@@ -51,7 +51,13 @@ def load_scorer(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tu
         load_adapters(model, spec)
     if scorer.rotary_length is not None:
         check_fixed(model, scorer.rotary_length)
-    check_parity(model, scorer, name=spec.path)
+    try:
+        check_parity(model, scorer, name=spec.path)
+    except RuntimeError as error:
+        raise ModelError(
+            f"the forward pass of {spec.path} ({type(model).__name__}) fails: {_first_line(error)}",
+            remedy="Check that the numbers in its config.json fit each other, or copy it again from the model's source",
+        ) from error
     if spec.dtype == "bfloat16":
         _check_bfloat16(model, scorer, spec.path)
     scorer.segment_support = adopt_segment_attention(model, scorer.decoder, name=spec.path)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.modeling.causal_lm import transformer_layers
@@ -49,21 +50,24 @@ def adopt_segment_attention(model: Any, decoder: nn.Module, *, name: str) -> Seg
 def certain_refusal(model: Any, decoder: nn.Module) -> str | None:
     """Return why `model`, which has no values, cannot be trained on packed rows, as a clause; None where values may be needed to tell.
 
-    Its attention is replaced, and one forward pass of the meta device shows what each layer asks of it. Code that looks at values cannot run
-    there, which tells nothing.
+    Its attention is replaced, and one forward pass over fake tensors, which transformers' masks allow for, shows what each layer asks of it.
+    Code that looks at values cannot run there, which tells nothing. Afterwards the model is of no use: it may be in bfloat16.
     """
-    ids = torch.zeros(1, DOCUMENTS * LENGTH, dtype=torch.int64, device="meta")
-    positions = torch.zeros_like(ids)
-    segments = Segments((LENGTH,) * DOCUMENTS)
-    try:
-        with torch.no_grad():
+    # the second time for mixtures of experts: without values torch's grouped matrix product takes bfloat16 alone
+    for precision in (None, torch.bfloat16):
+        segments = Segments((LENGTH,) * DOCUMENTS)
+        try:
             attend_by_segments(model, decoder)
-            decoder(input_ids=ids, position_ids=positions, segments=segments, use_cache=False)
-    except EngineError as error:
-        return error.cause
-    except Exception:  # noqa: BLE001 - model code may fail in any way without values
-        return None
-    return _refusal_of_layers(model, decoder, segments)
+            model.to(precision)
+            with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+                ids = torch.zeros(1, DOCUMENTS * LENGTH, dtype=torch.int64, device="meta")
+                decoder(input_ids=ids, position_ids=torch.zeros_like(ids), segments=segments, use_cache=False)
+        except EngineError as error:
+            return error.cause
+        except Exception:  # noqa: BLE001, S112 - model code may fail in any way without values
+            continue
+        return _refusal_of_layers(model, decoder, segments)
+    return None
 
 
 def attend_by_segments(model: Any, decoder: nn.Module) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -52,6 +53,8 @@ def segment_attention(
     unknown = sorted(name for name, given in others.items() if given is not None and name not in _MEANINGLESS_HERE)
     if unknown:
         raise UnsupportedError(f"{type(module).__name__} attends with {unknown[0]}, which packing would drop", remedy=REMEDY)
+    if isinstance(attention_mask, FakeTensor):
+        raise RuntimeError("a mask without values does not tell if it hides anything")  # noqa: TRY004 - no argument of a wrong type
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal or attention_mask is not None or query.shape[2] != key.shape[2]:
         raise UnsupportedError(f"{type(module).__name__} does not attend causally from tokens to themselves", remedy=REMEDY)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, LlamaForCausalLM, T5Config
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, LlamaConfig, LlamaForCausalLM, T5Config
 
 from skyrl_engine.contracts.values.model import ComputeDtype, ModelConfig
 from skyrl_engine.errors import ModelError
@@ -179,6 +179,15 @@ def test_remote_code_needs_permission(saved: Path) -> None:
     code = {"auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}, "model_type": "own"}
     (saved / "config.json").write_text(json.dumps({**config, **code}))
     assert "model.trust_remote_code = true" in refused(saved, "is computed by Python code of its own").remedy
+
+
+def test_numbers_of_a_configuration_that_do_not_fit_each_other(tmp_path: Path) -> None:
+    """The weights have the right shapes, and the model's own code fails."""
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 16, "n_positions": 32}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("gptj", **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"the forward pass of .* \(GPTJForCausalLM\) fails: ") as caught:
+        load_scorer(ModelConfig(str(tmp_path)))
+    assert "config.json" in caught.value.remedy
 
 
 def test_a_head_behind_a_transform_is_refused(tmp_path: Path) -> None:

@@ -48,6 +48,11 @@ def packs(spec: ModelConfig) -> str | None:
         ("mistral", {"sliding_window": 3}),
         ("gpt2", {}),
         ("mamba", {}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+        ("stablelm", {}),
+        ("jamba", {"mamba_d_state": 4}),
+        ("diffllama", {"num_key_value_heads": 2}),
+        ("biogpt", {}),
     ],
 )
 def test_packed_rows_are_refused_exactly_where_loading_refuses_them(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
