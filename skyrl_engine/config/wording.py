@@ -104,7 +104,7 @@ _SAME: Mapping[str, str] = {
     "fp64": "float64",
     "double": "float64",
 }
-"""What other programs call a value, in lower case."""
+"""Other programs use these words for the value behind them, in lower case here."""
 
 
 def not_a_choice(value: object, allowed: Collection[object]) -> RefusedError:
