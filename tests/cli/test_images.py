@@ -24,8 +24,8 @@ def test_sft_trains_on_images(command, seeing, arguments, tmp_path):
     sft = ("sft", *arguments, "--data", seeing / "train.jsonl", "--steps", "2", "--batch-size", "6", "--output", "run")
     planned = command(*sft, "--dry-run")
     assert planned.code == 0, planned.err
-    assert "12 of 12 rows, 0 dropped" in planned.out
-    assert "12 images of 45 tokens" in " ".join(planned.out.split())
+    assert "12 of 12 rows, 0 dropped" in planned.err
+    assert "12 images of 45 tokens" in " ".join(planned.err.split())
     assert not (tmp_path / "run").exists()
     outcome = command(*sft)
     assert outcome.code == 0, outcome.err
@@ -100,7 +100,7 @@ def test_bad_images_stop_or_drop(command, seeing, arguments, tmp_path, spoil):
         assert 'data.bad_images = "drop"' in stopped.last_line
     planned = command(*sft, "--dry-run", "data.bad_images=drop")
     assert planned.code == 0, planned.err
-    assert "2 of 3 rows, 1 dropped (1 with bad images)" in " ".join(planned.out.split())
+    assert "2 of 3 rows, 1 dropped (1 with bad images)" in " ".join(planned.err.split())
     outcome = command(*sft, "data.bad_images=drop", "--output", "run")
     assert outcome.code == 0, outcome.err
     counts = json.loads((tmp_path / "run" / "run.json").read_text())["data"]["train"]

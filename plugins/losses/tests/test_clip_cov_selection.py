@@ -3,14 +3,16 @@
 import math
 from collections import Counter
 
+import pytest
 import torch
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_oracles import Case, clip_cov, random_batch
+from loss_oracles import Case, clip_cov, kl_cov, random_batch
 
 from skyrl_engine_losses import plugin
 from skyrl_engine_losses.clipping import ClipConfig
-from skyrl_engine_losses.covariance import ClipCovConfig, covariance
+from skyrl_engine_losses.covariance import ClipCovConfig, KlCovConfig, covariance
 
 BATCH = random_batch(8, (20, 20))
 
@@ -83,3 +85,14 @@ def test_what_clipping_has_silenced_already_is_not_drawn_for() -> None:
     assert past.any()
     assert torch.equal(output.token_loss[past], -advantages[past])
     assert not output.token_loss[~past].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_does_not_choose_between_tokens_of_equal_covariance(dtype: torch.dtype) -> None:
+    """Tokens 0 and 1 share the largest covariance, 2/9, and float32 computes more for the second; the penalty is the first one's."""
+    numbers = {"logprobs": [-1.0, -1.5, -1.0], "old_logprobs": [-1.0625, -1.5625, -1.0625], "advantages": [1.0, -1.0, -1.0]}
+    batch = evolve(random_batch(0, (1, 1, 1)), **numbers)
+    output, tokens = Case("kl_cov", KlCovConfig(), kl_cov).run(batch, dtype=dtype)
+    ratio = (tokens.logprobs - tokens.old_logprobs).exp()
+    assert (output.token_loss + tokens.advantages * ratio).tolist() == pytest.approx([0.0625, 0.0, 0.0], abs=1e-6)
+    assert output.token_loss.dtype == dtype

@@ -51,8 +51,9 @@ class KlCovConfig:
 
 
 def covariance(tokens: LossTokens) -> "torch.Tensor":
-    """[n]: each token's share of the covariance of advantage and log-probability; carries no gradient."""
-    advantages, logprobs = tokens.advantages, tokens.logprobs.detach()
+    """[n], float64: each token's share of the covariance of advantage and log-probability; carries no gradient."""
+    # Rounding may not choose among tokens of equal covariance: float32 and float64 would hold back different ones.
+    advantages, logprobs = tokens.advantages.double(), tokens.logprobs.detach().double()
     return (advantages - advantages.mean()) * (logprobs - logprobs.mean())
 
 
@@ -82,7 +83,7 @@ def kl_cov(tokens: LossTokens, config: KlCovConfig) -> LossOutput:
     ratio = probability_ratio(tokens.logprobs, tokens.old_logprobs)
     cov = covariance(tokens)
     held = cov.argsort(descending=True, stable=True)[: max(1, int(config.fraction * len(cov)))]
-    strength = cov.new_zeros(len(cov)).index_fill(0, held, config.coef)
+    strength = ratio.new_zeros(len(cov)).index_fill(0, held, config.coef)
     return LossOutput(
         -tokens.advantages * ratio + strength * (tokens.logprobs - tokens.old_logprobs).abs(),
         {"approximate_kl": approximate_kl(tokens.logprobs, tokens.old_logprobs)},
