@@ -1,8 +1,8 @@
 """skyrl_engine: a post-training engine for language models whose disputed parts are plugins chosen by name.
 
-This facade is what a plugin imports: `hookimpl`, the `loss`, `correction` and `reducer` decorators, the values that cross the contracts,
-and the errors; and what a program of one's own opens: `Engine`. Names are imported when first used, so that `skyrl-engine --help` pays for
-none of them.
+This facade is what a plugin imports: `hookimpl`, the decorators (`loss`, `correction`, `reducer`, `advantage`), the values that cross the
+contracts, and the errors; and what a program of one's own opens: `Engine`. Names are imported when first used, so that
+`skyrl-engine --help` pays for none of them.
 """
 
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         WorkerError,
     )
-    from skyrl_engine.hooks.decorators import correction, loss, reducer
+    from skyrl_engine.hooks.decorators import advantage, correction, loss, reducer
     from skyrl_engine.hooks.markers import hookimpl
 
 __version__ = "0.2.0"
@@ -62,6 +62,7 @@ __all__ = [
     "UnsupportedError",
     "WorkerError",
     "__version__",
+    "advantage",
     "correction",
     "hookimpl",
     "loss",
@@ -92,6 +93,7 @@ _HOMES = {
     "RankOutput": "skyrl_engine.contracts.values.outputs",
     "UnsupportedError": "skyrl_engine.errors",
     "WorkerError": "skyrl_engine.errors",
+    "advantage": "skyrl_engine.hooks.decorators",
     "correction": "skyrl_engine.hooks.decorators",
     "hookimpl": "skyrl_engine.hooks.markers",
     "loss": "skyrl_engine.hooks.decorators",

@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING
 from skyrl_engine.lazy import lazily
 
 if TYPE_CHECKING:
+    from skyrl_engine.contracts.kinds.advantage import (
+        Advantage,
+        AdvantageBatch,
+        AdvantageClaims,
+        AdvantageOutput,
+        FloatArray,
+        FunctionAdvantage,
+        as_advantage_output,
+    )
     from skyrl_engine.contracts.kinds.backend import (
         PARALLEL_SIZES,
         AdamWSettings,
@@ -93,6 +102,10 @@ __all__ = [
     "ROUTER_PADDING_MASK",
     "TOKEN_TYPES",
     "AdamWSettings",
+    "Advantage",
+    "AdvantageBatch",
+    "AdvantageClaims",
+    "AdvantageOutput",
     "AnyArray",
     "Backend",
     "BackendDescription",
@@ -111,6 +124,8 @@ __all__ = [
     "EmptySequence",
     "EvaluationFinished",
     "FactoryContext",
+    "FloatArray",
+    "FunctionAdvantage",
     "FunctionCorrection",
     "FunctionLoss",
     "FunctionReducer",
@@ -147,6 +162,7 @@ __all__ = [
     "StepCounts",
     "StepFinished",
     "Topology",
+    "as_advantage_output",
     "as_loss_output",
     "carried_by",
     "collate",
@@ -159,6 +175,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Advantage": "kinds.advantage",
+    "AdvantageBatch": "kinds.advantage",
+    "AdvantageClaims": "kinds.advantage",
+    "AdvantageOutput": "kinds.advantage",
     "AnyArray": "values.ragged",
     "Backend": "kinds.backend",
     "BackendDescription": "kinds.backend",
@@ -179,6 +199,8 @@ _HOMES = {
     "EmptySequence": "kinds.reducer",
     "EvaluationFinished": "kinds.observer",
     "FactoryContext": "kinds.context",
+    "FloatArray": "kinds.advantage",
+    "FunctionAdvantage": "kinds.advantage",
     "FunctionCorrection": "kinds.correction",
     "FunctionLoss": "kinds.loss",
     "FunctionReducer": "kinds.reducer",
@@ -226,6 +248,7 @@ _HOMES = {
     "StepFinished": "kinds.observer",
     "TOKEN_TYPES": "values.extras",
     "Topology": "values.topology",
+    "as_advantage_output": "kinds.advantage",
     "as_loss_output": "kinds.loss",
     "carried_by": "kinds.collator",
     "collate": "kinds.collator",

@@ -1,4 +1,4 @@
-"""`@loss`, `@correction` and `@reducer`: a plain function becomes a plugin, in a wheel and in a local file alike."""
+"""`@loss`, `@correction`, `@reducer` and `@advantage`: a plain function becomes a plugin, in a wheel and in a local file alike."""
 
 import inspect
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from typing import Any
 
 from attrs import define
 
+from skyrl_engine.contracts.kinds.advantage import AdvantageClaims, FunctionAdvantage
 from skyrl_engine.contracts.kinds.correction import FunctionCorrection
 from skyrl_engine.contracts.kinds.loss import FunctionLoss
 from skyrl_engine.contracts.kinds.reducer import EmptySequence, FunctionReducer
@@ -149,6 +150,44 @@ def reducer(
     def decorate(function: Callable[..., Any]) -> ReducerPlugin:
         _check_takes(function, "structure", "config")
         return ReducerPlugin(function, config, negative_weights, batch_local, additive)
+
+    return decorate
+
+
+Claims = AdvantageClaims | Callable[[Any], AdvantageClaims]
+"""Claims, or what gives them for a config, where an option decides."""
+
+
+@define(eq=False)
+class AdvantagePlugin(FunctionPlugin):
+    """One estimator of advantages as a plugin."""
+
+    needs: Needs
+    claims: Claims
+
+    @hookimpl
+    def skyrl_engine_make_advantage(self, config: Any) -> FunctionAdvantage:
+        claims = self.claims(config) if callable(self.claims) else self.claims
+        return FunctionAdvantage(self.name, self.function, config, _needs_for(config, self.needs), claims)
+
+
+def advantage(
+    *, needs: Needs = (), config: type[Any] | None = None, claims: Claims | None = None
+) -> Callable[[Callable[..., Any]], AdvantagePlugin]:
+    """Make an advantage plugin of `function(batch, config) -> float64[A] | AdvantageOutput`.
+
+    `needs` names columns that it reads beside rewards, `old_values` for instance, or gives them for a config; `config` is an attrs class of
+    the estimator's options; `claims` are the facts that planning and the kit may rely on (none: it compares trajectories of a group, and
+    nothing else is claimed).
+    Raises TypeError for names that are not in a tuple and for a function that does not take (batch, config).
+    """
+    _refuse_text(needs=needs)
+
+    def decorate(function: Callable[..., Any]) -> AdvantagePlugin:
+        _check_takes(function, "batch", "config")
+        return AdvantagePlugin(
+            function, config, needs if callable(needs) else tuple(needs), AdvantageClaims() if claims is None else claims
+        )
 
     return decorate
 

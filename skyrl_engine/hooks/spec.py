@@ -8,6 +8,7 @@ Factory hooks are addressed to exactly one plugin, once per run. Observer hooks 
 
 from typing import Any
 
+from skyrl_engine.contracts.kinds.advantage import Advantage
 from skyrl_engine.contracts.kinds.backend import Backend, BackendDescription
 from skyrl_engine.contracts.kinds.collator import Collator
 from skyrl_engine.contracts.kinds.context import FactoryContext
@@ -60,6 +61,11 @@ def skyrl_engine_describe_backend(config: Any, world_size: int) -> BackendDescri
 @hookspec(firstresult=True)
 def skyrl_engine_make_merger(config: Any, context: FactoryContext) -> Merger:
     """Make the merger. versionadded: 0.1"""
+
+
+@hookspec(firstresult=True)
+def skyrl_engine_make_advantage(config: Any, context: FactoryContext) -> Advantage:
+    """Make the estimator of advantages. versionadded: 0.2"""
 
 
 @hookspec(firstresult=True)

@@ -214,6 +214,20 @@ _ROWS = (
         first_party={"skyrl-engine-mergers": ("ordered", "list")},
     ),
     Kind(
+        "advantage",
+        ("skyrl_engine_make_advantage",),
+        "skyrl_engine.contracts.kinds.advantage:Advantage",
+        values="skyrl_engine.registry.values:of_advantage",
+        table=_PLUGIN_TABLE,
+        default="grpo",
+        option=True,
+        suite="skyrl_engine.testing.advantages.promises:ADVANTAGE_PROMISES",
+        scaffold="skyrl_engine.cli.scaffold.examples:ADVANTAGE",
+        first_party={
+            "skyrl-engine-advantages": ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae")
+        },
+    ),
+    Kind(
         "observer",
         ("skyrl_engine_make_observer",),
         product_hooks=OBSERVER_HOOKS,

@@ -3,7 +3,14 @@
 from collections.abc import Iterator
 from typing import Any, get_args
 
+from skyrl_engine.contracts.kinds.advantage import AdvantageClaims
 from skyrl_engine.contracts.kinds.reducer import EmptySequence
+
+
+def of_advantage(product: Any) -> Iterator[str]:
+    yield from of_correction(product)
+    if hasattr(product, "claims") and not isinstance(product.claims, AdvantageClaims):
+        yield f"claims must be AdvantageClaims, is {product.claims!r}"
 
 
 def of_collator(product: Any) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from skyrl_engine.lazy import lazily
 
 if TYPE_CHECKING:
+    from skyrl_engine.testing.advantages.suite import AdvantageConformance
     from skyrl_engine.testing.backends.suite import BackendConformance
     from skyrl_engine.testing.collators.strategies import layouts, sample_columns, sample_lengths
     from skyrl_engine.testing.collators.suite import CollatorConformance
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from skyrl_engine.testing.subject import Subject, selected
 
 __all__ = [
+    "AdvantageConformance",
     "BackendConformance",
     "Broken",
     "CollatorConformance",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AdvantageConformance": "advantages.suite",
     "BackendConformance": "backends.suite",
     "Broken": "promise",
     "CollatorConformance": "collators.suite",

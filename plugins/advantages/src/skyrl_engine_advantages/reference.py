@@ -1,0 +1,122 @@
+"""The estimators by definition: loops over trajectories and tokens in Python floats. Slow and obvious; tests compare bytes with them."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from skyrl_engine.contracts import AdvantageBatch, AdvantageOutput, FloatArray
+from skyrl_engine_advantages.options import GaeOptions, GroupOptions, SharedOptions, TokenOptions
+
+
+def grpo(batch: AdvantageBatch, options: GroupOptions) -> FloatArray:
+    """Compute (R - mean) / (std + epsilon) of each group."""
+    return _by_group(batch, options, lambda distance, _mean, _count: distance)
+
+
+def rloo(batch: AdvantageBatch, options: GroupOptions) -> FloatArray:
+    """Compute G / (G - 1) (R - mean)."""
+    return _by_group(batch, options, lambda distance, _mean, count: count / (count - 1) * distance if count > 1 else 0.0)
+
+
+def maxrl(batch: AdvantageBatch, options: GroupOptions) -> FloatArray:
+    """Compute (R - mean) / mean."""
+    return _by_group(batch, options, lambda distance, mean, _count: distance / mean if mean > 0 else 0.0)
+
+
+def reinforce_pp(batch: AdvantageBatch, options: TokenOptions) -> AdvantageOutput:
+    """Compute discounted returns over scored tokens."""
+    returns = np.zeros(len(batch.rewards))
+    for tokens in _scored_tokens(batch).values():
+        following = 0.0
+        for token in reversed(tokens):
+            following = float(batch.rewards[token]) + options.gamma * following
+            returns[token] = following
+    return AdvantageOutput(_finish(batch, returns, options, options.normalize == "batch"), returns)
+
+
+def gae(batch: AdvantageBatch, options: GaeOptions) -> AdvantageOutput:
+    """Compute generalized advantage estimates (Schulman et al. 2016, arXiv:1506.02438, equation 16) over scored tokens."""
+    values = batch.columns["old_values"]
+    decay = options.gamma * options.lam
+    estimates, returns = np.zeros(len(batch.rewards)), np.zeros(len(batch.rewards))
+    for tokens in _scored_tokens(batch).values():
+        following_value = following_estimate = 0.0
+        for token in reversed(tokens):
+            value = float(values[token])
+            delta = float(batch.rewards[token]) + options.gamma * following_value - value
+            following_estimate = delta + decay * following_estimate
+            estimates[token], returns[token] = following_estimate, following_estimate + value
+            following_value = value
+    return AdvantageOutput(_finish(batch, estimates, options, options.normalize == "batch"), returns)
+
+
+def _by_group(batch: AdvantageBatch, options: GroupOptions, formula: Callable[[float, float, int], float]) -> FloatArray:
+    rewards: dict[int, float] = defaultdict(float)
+    group_of, finished = {}, {}
+    for sample in range(len(batch)):
+        trajectory = int(batch.trajectory_ids[sample])
+        group_of[trajectory], finished[trajectory] = int(batch.group_ids[sample]), bool(batch.finished[sample])
+        for token in range(batch.action_offsets[sample], batch.action_offsets[sample + 1]):
+            rewards[trajectory] += float(batch.rewards[token])
+    members = defaultdict(list)
+    for trajectory in sorted(group_of):
+        if finished[trajectory]:
+            members[group_of[trajectory]].append(trajectory)
+    worth: dict[int, float] = defaultdict(float)
+    for trajectories in members.values():
+        count, total = len(trajectories), 0.0
+        for each in trajectories:
+            total += rewards[each]
+        mean = total / count
+        squares = 0.0
+        for each in trajectories:
+            squares += (rewards[each] - mean) * (rewards[each] - mean)
+        deviation = math.sqrt(squares / max(count - 1, 1))
+        if len({rewards[each] for each in trajectories}) == 1:
+            continue
+        for each in trajectories:
+            value = formula(rewards[each] - mean, mean, count)
+            if options.normalize == "group" and value != 0:
+                value = value / (deviation + options.epsilon)
+            worth[each] = value
+    advantages = np.zeros(len(batch.rewards))
+    for sample in range(len(batch)):
+        for token in range(batch.action_offsets[sample], batch.action_offsets[sample + 1]):
+            if batch.scored[token]:
+                advantages[token] = worth[int(batch.trajectory_ids[sample])]
+    return _finish(batch, advantages, options, options.normalize == "batch")
+
+
+def _scored_tokens(batch: AdvantageBatch) -> dict[int, list[int]]:
+    """The places of each trajectory's scored tokens, turn by turn."""
+    tokens: dict[int, list[int]] = defaultdict(list)
+    for sample in sorted(range(len(batch)), key=lambda each: int(batch.turn[each])):
+        for token in range(batch.action_offsets[sample], batch.action_offsets[sample + 1]):
+            if batch.scored[token]:
+                tokens[int(batch.trajectory_ids[sample])].append(token)
+    return tokens
+
+
+def _finish(batch: AdvantageBatch, values: FloatArray, options: SharedOptions, normalize: bool) -> FloatArray:
+    scored = [token for token in range(len(values)) if batch.scored[token]]
+    result = values.copy()
+    if normalize and scored:
+        mean = _in_order(float(values[token]) for token in scored) / len(scored)
+        squares = _in_order((float(values[token]) - mean) * (float(values[token]) - mean) for token in scored)
+        deviation = math.sqrt(squares / len(scored))
+        equal = len({float(values[token]) for token in scored}) == 1
+        for token in scored:
+            result[token] = 0.0 if equal else (float(values[token]) - mean) / (deviation + options.epsilon)
+    if options.clip is not None:
+        for token in scored:
+            result[token] = min(max(result[token], -options.clip), options.clip)
+    return result
+
+
+def _in_order(values: Iterable[float]) -> float:
+    total = 0.0
+    for value in values:
+        total += value
+    return total

@@ -1,0 +1,101 @@
+"""Each estimator keeps the promises, and its array operations give the bytes of the loops that define it."""
+
+import numpy as np
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_engine.contracts import AdvantageOutput
+from skyrl_engine.testing import AdvantageConformance
+from skyrl_engine.testing.advantages.batches import AWKWARD, REWARDS, Rows, Sample, Token, rows
+from skyrl_engine_advantages import reference, vectorized
+from skyrl_engine_advantages.options import GaeOptions, GroupOptions, TokenOptions
+
+ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae")
+
+
+def _suite(name, options):
+    return type(f"Test_{name}", (AdvantageConformance,), {"plugin": f"skyrl-engine-advantages:{name}", "options": options})
+
+
+for _name in ESTIMATORS:
+    globals()[f"Test_{_name}"] = _suite(_name, {})
+    globals()[f"Test_{_name}_other"] = _suite(_name, {"normalize": "none" if _name != "dr_grpo" else "batch", "clip": 1.5})
+
+CASES = [
+    *(
+        (name, GroupOptions(normalize=each, clip=clip))
+        for name in ("grpo", "rloo", "maxrl")
+        for each in ("none", "group", "batch")
+        for clip in (None, 0.7)
+    ),
+    *(("reinforce_pp", TokenOptions(gamma=gamma, normalize=each)) for gamma in (1.0, 0.9) for each in ("none", "batch")),
+    *(
+        ("gae", GaeOptions(gamma=gamma, lam=lam, normalize=each))
+        for gamma, lam in ((1.0, 0.95), (0.9, 0.5))
+        for each in ("none", "batch")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value)[:90])
+@given(batch=rows(("old_values",), rewards=(*REWARDS, *AWKWARD), turns=3))
+def test_array_operations_give_the_bytes_of_the_loops(name, options, batch):
+    due, got = (_output(getattr(module, name)(batch.batch(), options)) for module in (reference, vectorized))
+    assert got.advantages.tobytes() == due.advantages.tobytes()
+    assert (got.returns is None) == (due.returns is None)
+    if due.returns is not None:
+        assert got.returns.tobytes() == due.returns.tobytes()
+
+
+def _output(result):
+    return result if isinstance(result, AdvantageOutput) else AdvantageOutput(result)
+
+
+@given(reward=st.floats(-1e6, 1e6, width=32), size=st.integers(1, 64), name=st.sampled_from(("grpo", "rloo", "maxrl")))
+def test_equal_rewards_give_exactly_zero_whatever_they_are(reward, size, name):
+    batch = Rows(tuple(Sample(i, 0, i, 0, True, (Token(1.0), Token(1.0, reward))) for i in range(size)))
+    for normalize in ("none", "group", "batch"):
+        assert not getattr(vectorized, name)(batch.batch(), GroupOptions(normalize=normalize)).any()
+
+
+def test_four_trajectories_by_hand():
+    rewards = (1.0, 0.0, 0.0, 1.0)
+    batch = Rows(
+        tuple(Sample(i, 0, i, 0, True, (Token(1.0), Token(0.0), Token(1.0, each))) for i, each in enumerate(rewards))
+    ).batch()
+    deviation = np.sqrt(4 * 0.25 / 3)
+    due = np.array([0.5, 0.0, 0.5, -0.5, 0.0, -0.5, -0.5, 0.0, -0.5, 0.5, 0.0, 0.5])
+    np.testing.assert_allclose(vectorized.grpo(batch, GroupOptions(normalize="group")), due / (deviation + 1e-6), rtol=1e-12)
+    np.testing.assert_array_equal(vectorized.grpo(batch, GroupOptions()), due)
+    np.testing.assert_allclose(vectorized.rloo(batch, GroupOptions()), due * 4 / 3, rtol=1e-15)
+    np.testing.assert_allclose(vectorized.maxrl(batch, GroupOptions()), due * 2, rtol=1e-15)
+
+
+def test_gae_of_one_trajectory_in_two_turns_by_hand():
+    first, second = (Token(1.0, 0.0, 0.5), Token(0.0, 0.0, 9.0)), (Token(1.0, 1.0, 0.25),)
+    batch = Rows((Sample(0, 0, 0, 1, True, second), Sample(0, 0, 0, 0, True, first)), ("old_values",)).batch()
+    made = vectorized.gae(batch, GaeOptions(gamma=0.5, lam=0.5, normalize="none"))
+    last = 1.0 - 0.25
+    before = 0.5 * 0.25 - 0.5 + 0.25 * last
+    np.testing.assert_array_equal(made.advantages, [last, before, 0.0])
+    np.testing.assert_array_equal(made.returns, [1.0, before + 0.5, 0.0])
+
+
+def test_a_batch_of_nothing():
+    empty = Rows((), ("old_values",)).batch()
+    for name, options in (
+        ("grpo", GroupOptions()),
+        ("maxrl", GroupOptions(normalize="batch")),
+        ("gae", GaeOptions()),
+        ("reinforce_pp", TokenOptions()),
+    ):
+        assert _output(getattr(vectorized, name)(empty, options)).advantages.shape == (0,)
+
+
+def test_failed_members_stay_out_of_the_baseline():
+    samples = tuple(Sample(i, 0, i, 0, i != 2, (Token(1.0, reward),)) for i, reward in enumerate((1.0, 0.0, 100.0)))
+    np.testing.assert_array_equal(vectorized.grpo(Rows(samples).batch(), GroupOptions()), [0.5, -0.5, 0.0])
+    alone = tuple(evolve(each, finished=each.key == 0) for each in samples)
+    np.testing.assert_array_equal(vectorized.grpo(Rows(alone).batch(), GroupOptions(normalize="group")), [0.0, 0.0, 0.0])

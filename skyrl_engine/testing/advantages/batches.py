@@ -1,0 +1,164 @@
+"""Batches for estimators: groups of trajectories in turns, with observations, failed members, and trajectories of no token."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from attrs import evolve, frozen
+from hypothesis import strategies as st
+
+from skyrl_engine.contracts.kinds.advantage import AdvantageBatch
+from skyrl_engine.contracts.values.ragged import AnyArray, offsets_of
+
+REWARDS = (0.0, 0.25, 0.5, 1.0, -1.0, 2.0, -0.5)
+"""Sums and differences of these are exact in float32, so that a difference in a promise is the estimator's."""
+
+AWKWARD = (0.1, 3.3, -0.7, 1e-3, 1 / 3)
+"""Rewards whose mean, computed from several equal ones, is not the reward itself."""
+
+
+@frozen
+class Token:
+    """One action token: its loss weight, its reward, and a number that every column is made of."""
+
+    weight: float
+    reward: float = 0.0
+    number: float = 0.0
+
+
+@frozen
+class Sample:
+    """One sample of a batch. `key` tells the trajectory apart for those who compare; the estimator sees `trajectory`."""
+
+    key: int
+    group: int
+    trajectory: int
+    turn: int
+    finished: bool
+    tokens: tuple[Token, ...]
+
+
+@frozen
+class Rows:
+    """A batch as rows, which describes itself in words. `needs` are the columns that it holds."""
+
+    samples: tuple[Sample, ...]
+    needs: tuple[str, ...] = ()
+    fractions: bool = False
+
+    def batch(self) -> AdvantageBatch:
+        """Make the arrays that an estimator sees, new ones in every call."""
+        tokens = [token for sample in self.samples for token in sample.tokens]
+        dtype = np.float32 if self.fractions else np.uint8
+        numbers = np.asarray([token.number for token in tokens], dtype=np.float32)
+        return AdvantageBatch(
+            rewards=np.asarray([token.reward for token in tokens], dtype=np.float32),
+            loss_weight=np.asarray([token.weight for token in tokens], dtype=dtype),
+            action_offsets=offsets_of([len(sample.tokens) for sample in self.samples]),
+            group_ids=_ids(sample.group for sample in self.samples),
+            trajectory_ids=_ids(sample.trajectory for sample in self.samples),
+            turn=_ids(sample.turn for sample in self.samples),
+            finished=np.asarray([sample.finished for sample in self.samples], dtype=np.bool_),
+            columns={name: numbers + np.float32(place) for place, name in enumerate(self.needs)},
+        )
+
+    def scored(self, values: AnyArray) -> dict[tuple[int, int], float]:
+        """Return the values [A] of scored tokens by trajectory and place among its scored tokens, whatever the order of the samples."""
+        found: dict[tuple[int, int], float] = {}
+        starts = offsets_of([len(sample.tokens) for sample in self.samples])
+        seen: dict[int, int] = {}
+        for position in sorted(range(len(self.samples)), key=lambda each: self.samples[each].turn):
+            sample = self.samples[position]
+            for place, token in enumerate(sample.tokens):
+                if token.weight and sample.finished:
+                    ordinal = seen.get(sample.key, 0)
+                    found[sample.key, ordinal] = float(values[starts[position] + place])
+                    seen[sample.key] = ordinal + 1
+        return found
+
+    def rewarded(self, changed: Callable[[int], float]) -> "Rows":
+        """Return the batch in which the last token of every trajectory's last sample with tokens has `changed(key)` more reward."""
+        last = {sample.key: i for i, sample in sorted(enumerate(self.samples), key=lambda each: each[1].turn) if sample.tokens}
+        samples = list(self.samples)
+        for key, place in last.items():
+            *others, final = samples[place].tokens
+            more = evolve(final, reward=final.reward + changed(key))
+            samples[place] = evolve(samples[place], tokens=(*others, more))
+        return evolve(self, samples=tuple(samples))
+
+    def __str__(self) -> str:
+        lines = []
+        for sample in self.samples:
+            tokens = " ".join(f"{'.' if not token.weight else f'{token.weight:g}'}:{token.reward:g}" for token in sample.tokens)
+            failed = "" if sample.finished else ", failed"
+            told = f"group {sample.group}, trajectory {sample.trajectory}, turn {sample.turn}{failed}"
+            lines.append(f"{told}: weight:reward of its tokens {tokens or 'none'}")
+        return "\n".join(lines)
+
+
+def _ids(numbers: Iterable[int]) -> AnyArray:
+    return np.asarray(list(numbers), dtype=np.int64)
+
+
+@st.composite
+def rows(
+    draw: st.DrawFn,
+    needs: Sequence[str] = (),
+    *,
+    rewards: Sequence[float] = REWARDS,
+    turns: int = 2,
+    failures: bool = True,
+    empty: bool = True,
+    least_group: int = 1,
+    even: bool = False,
+) -> Rows:
+    """Draw batches of up to three groups of `least_group` to four trajectories of up to `turns` samples, in any order.
+
+    `failures` allows trajectories that failed, `empty` samples and trajectories without scored tokens; `even` gives every trajectory one
+    sample of two scored tokens, whose last one is rewarded.
+    """
+    samples, key = [], 0
+    fractions = draw(st.booleans())
+    weights: tuple[float, ...] = (1.0, 1.0, 0.5) if fractions else (1.0,)
+    for group in range(draw(st.integers(1, 3))):
+        for _ in range(draw(st.integers(least_group, 4))):
+            finished = not failures or draw(st.sampled_from((True, True, True, True, False)))
+            for turn in range(1 if even else draw(st.integers(1, turns))):
+                tokens = _tokens(draw, rewards, weights, empty=empty, even=even)
+                samples.append(Sample(key, group, key, turn, finished, tokens))
+            key += 1
+    order = draw(st.permutations(samples))
+    return Rows(tuple(order), tuple(needs), fractions)
+
+
+def _tokens(draw: st.DrawFn, rewards: Sequence[float], weights: Sequence[float], *, empty: bool, even: bool) -> tuple[Token, ...]:
+    numbers = st.sampled_from((0.0, 0.5, -1.0, 0.25))
+    reward = draw(st.sampled_from(tuple(rewards)))
+    if even:
+        return (Token(1.0, 0.0, draw(numbers)), Token(1.0, reward, draw(numbers)))
+    scored = draw(st.lists(st.booleans(), min_size=0 if empty else 1, max_size=4))
+    if not empty and not any(scored):
+        scored[0] = True
+    tokens = [Token(draw(st.sampled_from(tuple(weights))) if each else 0.0, 0.0, draw(numbers)) for each in scored]
+    last = max((place for place, each in enumerate(scored) if each), default=None)
+    if last is not None:
+        tokens[last] = evolve(tokens[last], reward=reward)
+    return tuple(tokens)
+
+
+def joined_turns(batch: Rows) -> Rows:
+    """Return the batch in which every trajectory is one sample."""
+    first: dict[int, Sample] = {}
+    for sample in sorted(batch.samples, key=lambda each: each.turn):
+        if sample.key in first:
+            before = first[sample.key]
+            first[sample.key] = evolve(before, tokens=before.tokens + sample.tokens)
+        else:
+            first[sample.key] = evolve(sample, turn=0)
+    return evolve(batch, samples=tuple(first.values()))
+
+
+def with_observations(batch: Rows, number: float) -> Rows:
+    """Return the batch with two tokens of no weight and no reward before every token of every sample."""
+    seen = (Token(0.0, 0.0, number), Token(0.0, 0.0, -number))
+    samples = [evolve(sample, tokens=tuple(each for token in sample.tokens for each in (*seen, token))) for sample in batch.samples]
+    return evolve(batch, samples=tuple(samples))

@@ -1,0 +1,352 @@
+"""Promises of every estimator of advantages, as far as its claims go."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import evolve
+from hypothesis import strategies as st
+
+from skyrl_engine.contracts.kinds.advantage import AdvantageBatch, AdvantageOutput, as_advantage_output
+from skyrl_engine.errors import EngineError
+from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.testing.advantages import batches
+from skyrl_engine.testing.advantages.batches import Rows
+from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
+from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
+from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
+from skyrl_engine.testing.subject import Subject
+
+TOLERANCE = 2e-5
+"""Relative and absolute: advantages are float32, and sums in another order differ by less."""
+
+
+def _drawn(subject: Subject[Any], **options: Any) -> "st.SearchStrategy[Rows]":
+    return batches.rows(subject.make().needs, **options)
+
+
+def _made(subject: Subject[Any], batch: AdvantageBatch) -> AdvantageOutput:
+    """Return the output as the engine takes it. Raises the error that a run would show."""
+    product = subject.make()
+    with blaming(Owner.named(subject.label, "advantage"), "__call__"):
+        result = product(batch)
+    return as_advantage_output(subject.label, result, batch, returns=product.claims.returns)
+
+
+def _decided(subject: Subject[Any], rows: Rows) -> dict[tuple[int, int], float]:
+    """Return advantages of scored tokens. Raises Undecidable for an estimator that fails or returns something else."""
+    try:
+        return rows.scored(_made(subject, rows.batch()).advantages)
+    except EngineError as error:
+        raise Undecidable(error.cause) from error
+
+
+def _require_same(
+    before: dict[tuple[int, int], float], after: dict[tuple[int, int], float], when: str, cause: str, remedy: str
+) -> None:
+    for (trajectory, place), value in before.items():
+        if not np.isclose(value, after[trajectory, place], rtol=TOLERANCE, atol=TOLERANCE):
+            raise Broken(
+                f"the advantage of scored token {place} of trajectory {trajectory} changes from {value:.6g} to "
+                f"{after[trajectory, place]:.6g} {when}: {cause}",
+                remedy,
+            )
+
+
+def _worth(values: dict[tuple[int, int], float]) -> dict[int, float]:
+    """Return the value of each trajectory's first scored token."""
+    return {trajectory: value for (trajectory, place), value in values.items() if place == 0}
+
+
+# --- what it returns ---------------------------------------------------------------------------------------------------------------
+
+
+@promise(
+    "It returns finite numbers [A], 0 where a token is not scored, also for a group of one and an empty response", cases=_drawn
+)
+def finite_values(subject: Subject[Any], case: Rows) -> None:
+    try:
+        _made(subject, case.batch())
+    except EngineError as error:
+        raise Broken(error.cause, error.remedy) from error
+
+
+def _has_no_oracle(subject: Subject[Any]) -> str | None:
+    return None if "oracle" in subject.hooks else "there is no oracle to compare with"
+
+
+@promise("Its advantages are those of the oracle", cases=_drawn, exempt=_has_no_oracle)
+def oracle(subject: Subject[Any], case: Rows) -> None:
+    due = case.scored(np.asarray(subject.hooks["oracle"](case.batch()), dtype=np.float64))
+    _require_same(due, _decided(subject, case), "from what the oracle gives", "formula and code differ", "Compare the two")
+
+
+@promise("Columns that it does not name among its needs change nothing", cases=_drawn)
+def needs(subject: Subject[Any], case: Rows) -> None:
+    batch = case.batch()
+    others = {name: np.linspace(-1, 1, len(batch.rewards), dtype=np.float32) for name in _COLUMNS if name not in case.needs}
+    before = _decided(subject, case)
+    try:
+        given = _made(subject, evolve(batch, columns={**batch.columns, **others}))
+    except EngineError as error:
+        raise Undecidable(error.cause) from error
+    _require_same(
+        before, case.scored(given.advantages), "with other columns", "it reads what it does not declare", "Name it in needs"
+    )
+
+
+_COLUMNS = ("old_values", "values", "old_logprobs", "rollout_logprobs", "ref_logprobs")
+
+# --- what it may depend on ---------------------------------------------------------------------------------------------------------
+
+
+def _no_order(subject: Subject[Any]) -> "st.SearchStrategy[tuple[Rows, Rows]]":
+    def moved(rows: Rows) -> "st.SearchStrategy[tuple[Rows, Rows]]":
+        return st.permutations(rows.samples).map(lambda order: (rows, evolve(rows, samples=tuple(order))))
+
+    return _drawn(subject).flatmap(moved)
+
+
+@promise("The order of the samples changes nothing", cases=_no_order)
+def sample_order(subject: Subject[Any], case: tuple[Rows, Rows]) -> None:
+    one, other = case
+    _require_same(
+        _decided(subject, one),
+        _decided(subject, other),
+        "in another order of samples",
+        "it takes neighbours for members of one group, or for turns of one trajectory",
+        "Use batch.group_of_trajectory, batch.trajectory_index and batch.walk()",
+    )
+
+
+@promise("The ids of groups and trajectories change nothing", cases=_drawn)
+def labels(subject: Subject[Any], case: Rows) -> None:
+    renamed = tuple(evolve(sample, group=7 * sample.group + 11, trajectory=3 * sample.trajectory + 5) for sample in case.samples)
+    other = evolve(case, samples=renamed)
+    before = _decided(subject, case)
+    try:
+        after = other.scored(_made(subject, other.batch()).advantages)
+    except EngineError as error:
+        raise Broken(f"fails where ids are other numbers: {error.cause}", "Take no id for a place") from error
+    _require_same(before, after, "under other ids", "it takes an id for a place", "Use batch.group_of_trajectory")
+
+
+def _whole_batch(subject: Subject[Any]) -> str | None:
+    return "the estimator claims whole_batch: groups reach each other by nature" if subject.make().claims.whole_batch else None
+
+
+@promise("The rewards of one group change nothing in another", cases=_drawn, exempt=_whole_batch)
+def groups_apart(subject: Subject[Any], case: Rows) -> None:
+    group_of = {sample.key: sample.group for sample in case.samples}
+    before = _decided(subject, case)
+    after = _decided(subject, case.rewarded(lambda key: 4.0 * (key + 1) if group_of[key] == 0 else 0.0))
+    apart = {place: value for place, value in before.items() if group_of[place[0]] != 0}
+    _require_same(
+        apart,
+        after,
+        "when rewards of another group change",
+        "it counts over the batch",
+        "Compare within groups, or claim whole_batch",
+    )
+
+
+def _no_outcome(subject: Subject[Any]) -> str | None:
+    return None if subject.make().claims.outcome else "the estimator does not claim outcome: tokens have values of their own"
+
+
+@promise(
+    "The number of samples that a trajectory is cut into changes nothing", cases=lambda s: _drawn(s, turns=3), exempt=_no_outcome
+)
+def turns(subject: Subject[Any], case: Rows) -> None:
+    _require_same(
+        _decided(subject, case),
+        _decided(subject, batches.joined_turns(case)),
+        "when a trajectory is one sample instead of several",
+        "it counts samples, not trajectories",
+        "Take rewards from batch.trajectory_rewards(), one per trajectory",
+    )
+
+
+@promise("Observed tokens, wherever they stand, change nothing", cases=_drawn)
+def observations(subject: Subject[Any], case: Rows) -> None:
+    _require_same(
+        _decided(subject, case),
+        _decided(subject, batches.with_observations(case, 5.0)),
+        "with observed tokens in between",
+        "it counts tokens that the model did not sample, or padding",
+        "Use batch.scored and batch.walk()",
+    )
+
+
+@promise("A failed trajectory changes nobody else's advantage", cases=lambda s: _drawn(s, failures=False, least_group=2))
+def failures(subject: Subject[Any], case: Rows) -> None:
+    spoilt = case.samples[0].key
+    failed = tuple(evolve(sample, finished=sample.key != spoilt) for sample in case.samples)
+    present = evolve(case, samples=failed)
+    if all(sample.key == spoilt for sample in case.samples):
+        raise Undecidable("there is one trajectory alone")
+    absent = evolve(case, samples=tuple(sample for sample in case.samples if sample.key != spoilt))
+    _require_same(
+        _decided(subject, absent),
+        _decided(subject, present),
+        "beside a trajectory that failed",
+        "the failed trajectory is in a mean, or among the counted",
+        "Leave out trajectories that are not in batch.finished_trajectories",
+    )
+
+
+# --- what it claims ----------------------------------------------------------------------------------------------------------------
+
+
+def _not_claiming(flag: str) -> Any:
+    def exempt(subject: Subject[Any]) -> str | None:
+        return None if getattr(subject.make().claims, flag) else f"the estimator does not claim {flag}"
+
+    return exempt
+
+
+def _no_groups(subject: Subject[Any]) -> str | None:
+    return None if subject.make().claims.groups == "needed" else "the estimator does not compare trajectories of a group"
+
+
+@promise(
+    "A constant added to all rewards of the batch changes nothing",
+    cases=lambda s: _drawn(s, empty=False),
+    exempt=_not_claiming("shift"),
+)
+def shift(subject: Subject[Any], case: Rows) -> None:
+    _require_same(
+        _decided(subject, case),
+        _decided(subject, case.rewarded(lambda _key: 8.0)),
+        "when every reward is 8 more",
+        "the baseline is not the mean of all that it is subtracted from",
+        "Subtract the mean of the finished trajectories' rewards, or do not claim shift",
+    )
+
+
+@promise("Rewards times 4 give advantages times 4, or the same ones, as it claims", cases=_drawn, exempt=_not_claiming("scale"))
+def scale(subject: Subject[Any], case: Rows) -> None:
+    claimed = subject.make().claims.scale
+    larger = tuple(
+        evolve(sample, tokens=tuple(evolve(token, reward=4 * token.reward) for token in sample.tokens)) for sample in case.samples
+    )
+    before, after = _decided(subject, case), _decided(subject, evolve(case, samples=larger))
+    due = {place: value * (4 if claimed == "linear" else 1) for place, value in before.items()}
+    _require_same(due, after, "where the claim gives the former", f"it claims scale = {claimed!r}", "Correct it, or the claim")
+
+
+@promise(
+    "Equal rewards give exactly 0",
+    cases=lambda s: st.sampled_from(batches.AWKWARD).flatmap(lambda reward: _drawn(s, rewards=(reward,), turns=1, empty=False)),
+    exempt=_no_groups,
+)
+def equal_rewards(subject: Subject[Any], case: Rows) -> None:
+    for (trajectory, _), value in _decided(subject, case).items():
+        if value != 0:
+            raise Broken(
+                f"gives trajectory {trajectory} the advantage {value:.6g} where all rewards of its group are equal: a rounded mean is not "
+                "the reward itself",
+                "Give 0 where the largest reward of a group is the smallest",
+            )
+
+
+@promise(
+    "The values of a group's trajectories add up to 0",
+    cases=lambda s: _drawn(s, even=True),
+    exempt=_not_claiming("zero_sum"),
+)
+def zero_sum(subject: Subject[Any], case: Rows) -> None:
+    group_of = {sample.key: sample.group for sample in case.samples}
+    totals: dict[int, float] = {}
+    for trajectory, value in _worth(_decided(subject, case)).items():
+        totals[group_of[trajectory]] = totals.get(group_of[trajectory], 0.0) + value
+    for group, total in totals.items():
+        if abs(total) > TOLERANCE:
+            raise Broken(
+                f"the values of group {group} add up to {total:.6g}",
+                "Subtract the mean of the finished trajectories' rewards, or do not claim zero_sum",
+            )
+
+
+@promise("Inside a group, a higher reward never has a lower advantage", cases=lambda s: _drawn(s, even=True), exempt=_no_groups)
+def monotone(subject: Subject[Any], case: Rows) -> None:
+    values = _worth(_decided(subject, case))
+    finished = {sample.key: sample for sample in case.samples if sample.key in values}
+    for one in finished.values():
+        for other in finished.values():
+            higher = _reward(one) > _reward(other)
+            if one.group == other.group and higher and values[one.key] < values[other.key] - TOLERANCE:
+                raise Broken(
+                    f"the reward {_reward(one):g} has the advantage {values[one.key]:.6g}, and the lower reward {_reward(other):g} of the "
+                    f"same group {values[other.key]:.6g}",
+                    "Look for a sign, or a division by a number below 0",
+                )
+
+
+def _reward(sample: batches.Sample) -> float:
+    return sum(token.reward for token in sample.tokens)
+
+
+# --- what it leaves alone ----------------------------------------------------------------------------------------------------------
+
+
+@promise("It does not change the batch", cases=_drawn)
+def inputs_unchanged(subject: Subject[Any], case: Rows) -> None:
+    batch, names = case.batch(), ("rewards", "loss_weight", "action_offsets", "group_ids", "trajectory_ids", "turn", "finished")
+    before = {name: _copied(getattr(batch, name)) for name in names}
+    columns = {name: _copied(column) for name, column in batch.columns.items()}
+    try:
+        _made(subject, batch)
+    except EngineError as error:
+        raise Undecidable(error.cause) from error
+    changed = [name for name, array in before.items() if not np.array_equal(array, getattr(batch, name))]
+    changed += [f"columns[{name!r}]" for name, array in columns.items() if not np.array_equal(array, batch.columns[name])]
+    if changed:
+        raise Broken(f"changes batch.{changed[0]} in place, which the engine reads afterwards", "Work on a copy: x - y, not x -= y")
+
+
+def _copied(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return array.copy()
+
+
+@promise("It gives the same bytes for the same batch, in every call and whatever the random state", cases=_drawn)
+def repeatable(subject: Subject[Any], case: Rows) -> None:
+    product, made = subject.make(), []
+    with restored_random_state():
+        for seed in range(4):
+            seed_everything(seed)
+            before, batch = global_random_state(), case.batch()
+            try:
+                with blaming(Owner.named(subject.label, "advantage"), "__call__"):
+                    result = product(batch)
+                made.append(as_advantage_output(subject.label, result, batch, returns=product.claims.returns).advantages)
+            except EngineError as error:
+                raise Undecidable(error.cause) from error
+            if global_random_state() != before:
+                raise Broken("draws from the global random state", "Let advantages be a function of the batch alone")
+    if any(each.tobytes() != made[0].tobytes() for each in made):
+        raise Broken(
+            "gives other numbers from one call to the next: it keeps something, or draws numbers",
+            "Let advantages be a function of the batch alone",
+        )
+
+
+ADVANTAGE_PROMISES: tuple[Promise[Any, Any], ...] = (
+    repeatable,
+    finite_values,
+    oracle,
+    needs,
+    sample_order,
+    labels,
+    groups_apart,
+    turns,
+    observations,
+    failures,
+    shift,
+    scale,
+    equal_rewards,
+    zero_sum,
+    monotone,
+    inputs_unchanged,
+    *PLUGIN_PROMISES,
+)
