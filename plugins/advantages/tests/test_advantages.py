@@ -15,13 +15,16 @@ from skyrl_engine_advantages.options import GaeOptions, GroupOptions, TokenOptio
 ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae")
 
 
-def _suite(name, options):
-    return type(f"Test_{name}", (AdvantageConformance,), {"plugin": f"skyrl-engine-advantages:{name}", "options": options})
+def _suite(name, options, examples):
+    members = {"plugin": f"skyrl-engine-advantages:{name}", "options": options, "examples": examples}
+    return type(f"Test_{name}", (AdvantageConformance,), members)
 
+
+OTHER = {name: {"normalize": "none" if name != "dr_grpo" else "batch", "clip": 1.5} for name in ESTIMATORS}
 
 for _name in ESTIMATORS:
-    globals()[f"Test_{_name}"] = _suite(_name, {})
-    globals()[f"Test_{_name}_other"] = _suite(_name, {"normalize": "none" if _name != "dr_grpo" else "batch", "clip": 1.5})
+    globals()[f"Test_{_name}"] = _suite(_name, {}, 15)
+    globals()[f"Test_{_name}_other"] = pytest.mark.nightly(_suite(_name, OTHER[_name], 60))
 
 CASES = [
     *(

@@ -145,6 +145,14 @@ def _tokens(draw: st.DrawFn, rewards: Sequence[float], weights: Sequence[float],
     return tuple(tokens)
 
 
+@st.composite
+def equal(draw: st.DrawFn, needs: Sequence[str] = ()) -> Rows:
+    """Draw one group of up to 13 trajectories that all have the same reward, of any size."""
+    reward = draw(st.sampled_from(AWKWARD) | st.floats(-1e4, 1e4, width=32))
+    size = draw(st.integers(1, 13))
+    return Rows(tuple(Sample(key, 0, key, 0, True, (Token(1.0), Token(1.0, reward))) for key in range(size)), tuple(needs))
+
+
 def joined_turns(batch: Rows) -> Rows:
     """Return the batch in which every trajectory is one sample."""
     first: dict[int, Sample] = {}

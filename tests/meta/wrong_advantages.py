@@ -1,0 +1,187 @@
+"""Estimators of advantages with one fault each, made from a right one: R minus the mean of its group."""
+
+import numpy as np
+from attrs import define, evolve
+
+from skyrl_engine.contracts import AdvantageClaims, AdvantageOutput
+
+CLAIMS = AdvantageClaims(groups="needed", shift=True, scale="linear", zero_sum=True, outcome=True)
+
+
+class Plain:
+    needs: tuple[str, ...] = ()
+    claims = CLAIMS
+
+    def __call__(self, batch):
+        return batch.spread(self.values(batch, batch.trajectory_rewards(), batch.group_of_trajectory, batch.finished_trajectories))
+
+    def values(self, batch, rewards, groups, finished):
+        count, mean = self.means(rewards, groups, finished)
+        lowest, highest = np.full(len(count), np.inf), np.full(len(count), -np.inf)
+        np.minimum.at(lowest, groups[finished], rewards[finished])
+        np.maximum.at(highest, groups[finished], rewards[finished])
+        return np.where((lowest < highest)[groups] & finished, rewards - mean[groups], 0.0)
+
+    def means(self, rewards, groups, finished):
+        size = int(groups.max(initial=-1)) + 1
+        count = np.bincount(groups[finished], minlength=size)
+        return count, np.bincount(groups[finished], weights=rewards[finished], minlength=size) / np.maximum(count, 1)
+
+
+class RoundedMean(Plain):
+    """Added up in float32, without a look at whether rewards differ."""
+
+    def values(self, batch, rewards, groups, finished):
+        count, _ = self.means(rewards, groups, finished)
+        total = np.zeros(len(count), np.float32)
+        np.add.at(total, groups[finished], rewards[finished].astype(np.float32))
+        mean = total / np.maximum(count, 1).astype(np.float32)
+        return np.where(finished, rewards - mean[groups], 0.0)
+
+
+class FailedMembersCount(Plain):
+    def means(self, rewards, groups, finished):
+        return super().means(rewards, groups, np.ones_like(finished))
+
+
+class NanForOne(Plain):
+    claims = evolve(CLAIMS, scale=None)
+
+    def values(self, batch, rewards, groups, finished):
+        count, _ = self.means(rewards, groups, finished)
+        with np.errstate(all="ignore"):
+            return super().values(batch, rewards, groups, finished) * (count - 1)[groups] / (count - 1)[groups]
+
+
+class WrongSign(Plain):
+    def values(self, batch, rewards, groups, finished):
+        return -super().values(batch, rewards, groups, finished)
+
+
+class GroupsByPlace(Plain):
+    """Two neighbouring samples are a group, whatever their ids."""
+
+    def __call__(self, batch):
+        pairs = np.arange(len(batch)) // 2
+        rewards = np.bincount(batch.sample_index, weights=batch.rewards * batch.scored, minlength=len(batch))
+        count = np.maximum(np.bincount(pairs), 1)
+        worth = rewards - (np.bincount(pairs, weights=rewards) / count)[pairs] if len(batch) else rewards
+        return np.where(batch.scored, worth[batch.sample_index], 0.0)
+
+
+class MeanOverSamples(Plain):
+    """A trajectory in two samples counts twice."""
+
+    def means(self, rewards, groups, finished):
+        raise AssertionError("not used")
+
+    def __call__(self, batch):
+        rewards = batch.trajectory_rewards()[batch.trajectory_index]
+        groups = np.unique(batch.group_ids, return_inverse=True)[1]
+        own = batch.finished
+        size = int(groups.max(initial=-1)) + 1
+        count = np.maximum(np.bincount(groups[own], minlength=size), 1)
+        mean = np.bincount(groups[own], weights=rewards[own], minlength=size) / count
+        lowest, highest = np.full(size, np.inf), np.full(size, -np.inf)
+        np.minimum.at(lowest, groups[own], rewards[own])
+        np.maximum.at(highest, groups[own], rewards[own])
+        worth = np.where((lowest < highest)[groups], rewards - mean[groups], 0.0)
+        return np.where(batch.scored, worth[batch.sample_index], 0.0)
+
+
+class MeanOfTheBatch(Plain):
+    def values(self, batch, rewards, groups, finished):
+        return super().values(batch, rewards, np.zeros_like(groups), finished)
+
+
+class CountsObservations(Plain):
+    """Divides by the length of the response, observed tokens included."""
+
+    claims = evolve(CLAIMS, zero_sum=False, outcome=False)
+
+    def values(self, batch, rewards, groups, finished):
+        length = np.bincount(batch.trajectory_index[batch.sample_index], minlength=len(rewards))
+        return super().values(batch, rewards, groups, finished) / np.maximum(length, 1)
+
+
+class AdvantagesForObservations(Plain):
+    def __call__(self, batch):
+        values = self.values(batch, batch.trajectory_rewards(), batch.group_of_trajectory, batch.finished_trajectories)
+        return values[batch.trajectory_index[batch.sample_index]]
+
+
+class HalvedBySize(Plain):
+    """Divides by a deviation of the rewards, and claims what that takes away."""
+
+    def values(self, batch, rewards, groups, finished):
+        worth = super().values(batch, rewards, groups, finished)
+        return worth / (1.0 + np.abs(worth).max(initial=0.0))
+
+
+class ReadsUndeclared(Plain):
+    def __call__(self, batch):
+        shown = batch.columns.get("values")
+        return super().__call__(batch) if shown is None else super().__call__(batch) - np.where(batch.scored, shown, 0.0)
+
+
+class TakesIdsForPlaces(Plain):
+    def __call__(self, batch):
+        worth = np.zeros(len(np.unique(batch.trajectory_ids)))
+        values = self.values(batch, batch.trajectory_rewards(), batch.group_of_trajectory, batch.finished_trajectories)
+        worth[:] = values
+        return np.where(batch.scored, worth[batch.trajectory_ids[batch.sample_index]], 0.0)
+
+
+class MinusTheOthers(Plain):
+    """The mean of the others, and a group of which the last member has no reward of its own."""
+
+    def values(self, batch, rewards, groups, finished):
+        worth = super().values(batch, rewards, groups, finished)
+        return worth - np.where(worth < 0, worth / 2, 0.0)
+
+
+class WeighsTheMean(Plain):
+    """Subtracts nine tenths of the mean, which leaves a part of every constant."""
+
+    def means(self, rewards, groups, finished):
+        count, mean = super().means(rewards, groups, finished)
+        return count, 0.9 * mean
+
+
+class SubtractsInPlace(Plain):
+    def __call__(self, batch):
+        made = super().__call__(batch)
+        batch.rewards[:] -= 1
+        return made
+
+
+class Draws(Plain):
+    def __call__(self, batch):
+        np.random.random()
+        return super().__call__(batch)
+
+
+@define
+class Tires(Plain):
+    calls: int = 0
+
+    def __call__(self, batch):
+        self.calls += 1
+        return super().__call__(batch) / self.calls
+
+
+class NoReturns(Plain):
+    claims = evolve(CLAIMS, returns=True)
+
+    def __call__(self, batch):
+        return AdvantageOutput(super().__call__(batch))
+
+
+class OnePerTrajectory(Plain):
+    def __call__(self, batch):
+        return self.values(batch, batch.trajectory_rewards(), batch.group_of_trajectory, batch.finished_trajectories)[:-1]
+
+
+class HoldsALambda(Plain):
+    def __init__(self):
+        self.scale = lambda: 1.0
