@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         PluginError,
         PluginIncompatibleError,
         PluginNotFoundError,
+        RolloutError,
         UnsupportedError,
         WorkerError,
     )
@@ -58,6 +59,7 @@ __all__ = [
     "PluginError",
     "PluginIncompatibleError",
     "PluginNotFoundError",
+    "RolloutError",
     "RankOutput",
     "UnsupportedError",
     "WorkerError",
@@ -90,6 +92,7 @@ _HOMES = {
     "PluginError": "skyrl_engine.errors",
     "PluginIncompatibleError": "skyrl_engine.errors",
     "PluginNotFoundError": "skyrl_engine.errors",
+    "RolloutError": "skyrl_engine.errors",
     "RankOutput": "skyrl_engine.contracts.values.outputs",
     "UnsupportedError": "skyrl_engine.errors",
     "WorkerError": "skyrl_engine.errors",

@@ -130,6 +130,10 @@ class WorkerError(EngineError):
         super().__init__(cause, remedy=remedy, details=details)
 
 
+class RolloutError(EngineError):
+    """Rollouts cannot go on: too many attempts fail, or the sampler does not hold the weights it was given."""
+
+
 class OutputError(EngineError):
     """Outputs of ranks do not form the batch: samples missing, duplicated or unexpected."""
 

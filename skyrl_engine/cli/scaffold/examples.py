@@ -26,7 +26,9 @@ CORRECTION = Scaffold(
     "A correction for skyrl-engine that drops tokens the model finds hopeless", ('loss.corrections=[{ use = "${name}" }]',), TORCH
 )
 REDUCER = Scaffold("A reducer for skyrl-engine between the mean over tokens and the mean over sequences", ("--reducer", "${name}"))
-ADVANTAGE = Scaffold("An advantage for skyrl-engine: the best trajectories of a group against the others", ("--advantage", "${name}"))
+ADVANTAGE = Scaffold(
+    "An advantage for skyrl-engine: the best trajectories of a group against the others", ("--advantage", "${name}")
+)
 MERGER = Scaffold("A merger for skyrl-engine that restores the caller's order of samples", ("--merger", "${name}"))
 COLLATOR = Scaffold("A collator for skyrl-engine: one sample per row, widths rounded up", ("--collator", "${name}"), TORCH)
 OBSERVER = Scaffold(

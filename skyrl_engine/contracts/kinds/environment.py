@@ -1,0 +1,123 @@
+"""Environment: tasks, and episodes that answer a model's turns with rewards and messages. No torch."""
+
+from collections.abc import Awaitable, Mapping
+from typing import Any, Literal, Protocol
+
+from attrs import Factory, field, frozen
+
+from skyrl_engine.contracts.values.rollout import FinishReason
+
+Message = Mapping[str, Any]
+"""A chat message of plain JSON values: `role`, `content`, and what chat templates read beside them."""
+
+Split = Literal["train", "eval"]
+
+
+@frozen
+class Task:
+    """A prompt and what scoring it needs, as plain JSON values. `key` is the same in every run and after every resume.
+
+    The prompt is `messages`, or `prompt_ids` where it is tokens already; exactly one of them. `data` is the environment's own, `tools` are
+    function schemas for the chat template. Images are refused for now.
+    """
+
+    key: str
+    messages: tuple[Message, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+    data: Mapping[str, Any] = Factory(dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    images: tuple[str, ...] = ()
+
+
+@frozen
+class ToolCall:
+    """A call of a tool as the model wrote it: its name, and its arguments as JSON values."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str | None = None
+
+
+@frozen
+class Action:
+    """One turn of the model.
+
+    `text` is decoded without special tokens, stop string included; `token_ids` are what was sampled; `turn` counts from 0; `finish` says how it
+    ended. `tool_calls` are those that could be read from the text, and `tool_problem` says what could not.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    turn: int
+    finish: FinishReason
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_problem: str | None = None
+
+
+@frozen
+class StepResult:
+    """The answer to a turn.
+
+    `reward` is this turn's, finite; the rewards of its turns add up to the trajectory's. `done` is False exactly where `messages` go on: of
+    roles user, tool and system, never assistant. `parts` are components of the reward, shown and never trained on. `token_rewards`, one per
+    token of the action, stand for `reward` where a process is scored. `sampling` overrides `max_tokens` and `stop_strings` of the next turn.
+    """
+
+    reward: float
+    done: bool = True
+    messages: tuple[Message, ...] = ()
+    parts: Mapping[str, float] = Factory(dict)
+    metrics: Mapping[str, float] = Factory(dict)
+    success: bool | None = None
+    info: Mapping[str, Any] = Factory(dict)
+    token_rewards: tuple[float, ...] | None = None
+    sampling: Mapping[str, Any] = Factory(dict)
+
+
+class Episode(Protocol):
+    """One attempt at a task. Its methods may be coroutines."""
+
+    def begin(self) -> "tuple[Message, ...] | Awaitable[tuple[Message, ...]]":
+        """Messages that follow those of the task, before the model's first turn."""
+
+    def step(self, action: Action) -> "StepResult | Awaitable[StepResult]":
+        """Answer a turn of the model."""
+
+    def close(self) -> "Awaitable[None] | None":
+        """Free what the episode holds; always called, also after a failure, and a second call does nothing."""
+
+
+class Tasks(Protocol):
+    """Tasks by number: a pure function of the number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Task: ...
+
+
+@frozen
+class EnvironmentClaims:
+    """The facts that an environment declares about itself, which planning reads and the kit holds it to.
+
+    `max_turns` bounds an episode. A `random` environment may answer the same turns of the same seed differently, and resumes are not exact with
+    it. `shared_tasks` says that train and eval share tasks.
+    """
+
+    max_turns: int = field(default=1)
+    random: bool = False
+    shared_tasks: bool = False
+    isolation: Literal["process", "thread"] = "process"
+    pass_threshold: float = 1.0
+    version: str = ""
+
+
+class Environment(Protocol):
+    """The product of `skyrl_engine_make_environment`. An attempt whose episode does not say succeeds with a reward >= `pass_threshold`."""
+
+    claims: EnvironmentClaims
+
+    def tasks(self, split: Split) -> Tasks:
+        """The tasks to train on, or those held out. Raises DataError where there are none to read."""
+
+    def open(self, task: Task, seed: int) -> Episode:
+        """Start an attempt; `seed` (uint64) is all it may draw from."""

@@ -1,0 +1,176 @@
+"""Generator: tokens in, sampled tokens and their log-probabilities out. No torch at import."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from attrs import field, frozen
+from attrs.validators import ge, gt, instance_of, le, lt
+
+from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.contracts.values.rollout import FinishReason, VersionSpans
+
+if TYPE_CHECKING:
+    import torch
+
+WeightForm = Literal["module", "tensors", "directory", "adapter"]
+"""Storage of the backend in this process; a stream of (name, tensor); a folder of safetensors; a PEFT folder."""
+
+GeneratorCapability = Literal[
+    "logprobs",
+    "seeded",
+    "abort",
+    "stop_strings",
+    "filters",
+    "prompt_logprobs",
+    "top_logprobs",
+    "images",
+    "routes",
+    "update_while_generating",
+    "prefix_reuse",
+]
+
+POLICY = "policy"
+"""The weight set that is trained."""
+
+
+@frozen
+class Sampling:
+    """The distribution to sample from, and where to stop.
+
+    `max_tokens` counts the token that stops; logits are divided by `temperature`, and 0 takes the most likely token. `top_p`, `top_k` (0: all)
+    and `min_p` cut the distribution off, for evaluation alone. Sampling stops behind a token of `stop_token_ids` or of the model's own end
+    tokens (not with `ignore_eos`), and behind the token that completes one of `stop_strings`, in both cases not before `min_tokens`.
+    """
+
+    max_tokens: int = field(validator=[instance_of(int), ge(1)])
+    temperature: float = field(default=1.0, validator=[ge(0.0), lt(float("inf"))])
+    top_p: float = field(default=1.0, validator=[gt(0.0), le(1.0)])
+    top_k: int = field(default=0, validator=ge(0))
+    min_p: float = field(default=0.0, validator=[ge(0.0), lt(1.0)])
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    min_tokens: int = field(default=0, validator=ge(0))
+    ignore_eos: bool = False
+
+    @property
+    def filtered(self) -> bool:
+        """Say whether a part of the distribution is cut off, so that log-probabilities are not the model's own."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+@frozen(eq=False)
+class GenerationRequest:
+    """One stretch of tokens to sample behind `prompt_ids` int32[P], P >= 1.
+
+    `request_id` is unique among the requests of a generator. Turns of one trajectory share a `session`, and attempts at one task share a
+    `prefix_group` (None: nobody does), for caches. `seed` (uint64) alone decides what is drawn, whatever else is sampled beside it. `target`
+    names the weight set. `prompt_logprobs` and `top_logprobs` (how many tokens per place) ask for what the capabilities of these names give.
+    """
+
+    request_id: int
+    prompt_ids: npt.NDArray[np.int32]
+    sampling: Sampling
+    seed: int
+    session: int = 0
+    prefix_group: int | None = None
+    target: str = POLICY
+    prompt_logprobs: bool = False
+    top_logprobs: int = 0
+
+
+@frozen(eq=False)
+class TopLogprobs:
+    """The k most likely tokens at n places: `token_ids` int32[n, k] and `logprobs` float32[n, k], the most likely first."""
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+
+
+@frozen(eq=False)
+class Completion:
+    """What came of a request.
+
+    `token_ids` int32[n], 0 <= n <= max_tokens, include the token that stopped sampling, and nothing is cut off behind it. `logprobs` float32[n]
+    are in nats, of softmax(logits / temperature) that was sampled from (temperature 0: of softmax(logits)). `stop` is the token id or string
+    that ended it where `finish` is "stop". `error` says what failed where `finish` is "error". `prompt_logprobs` float32[P], NaN at place 0.
+    """
+
+    request_id: int
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    versions: VersionSpans
+    finish: FinishReason
+    stop: int | str | None = None
+    error: str | None = None
+    prompt_logprobs: npt.NDArray[np.float32] | None = None
+    top_logprobs: TopLogprobs | None = None
+
+
+class WeightSource(Protocol):
+    """Weights on offer, in the forms of `forms`; a generator takes one of them, once per update."""
+
+    @property
+    def forms(self) -> frozenset[WeightForm]: ...
+
+    def storage(self) -> "dict[str, torch.Tensor]":
+        """Form "module": the backend's own parameters and buffers under their Hugging Face names, which every step changes in place."""
+
+    def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Form "tensors": full weights under their Hugging Face names, adapters merged, one at a time, on CPU."""
+
+
+@frozen
+class GeneratorStart:
+    """What a generator is told when it starts: the model, the device of its process, and the end tokens of the model's generation config."""
+
+    model: ModelConfig
+    device: str
+    eos_token_ids: tuple[int, ...]
+    weights: WeightSource
+    version: int = 0
+
+
+@frozen
+class GeneratorDescription:
+    """A generator as planning knows it, before torch is imported.
+
+    `accepts` are the forms of weights that it takes, the preferred first (none: a frozen endpoint, which cannot be trained with). `placement`
+    "rank" lives in the process of a rank. `concurrency` counts the requests that it makes use of at once.
+    """
+
+    capabilities: frozenset[GeneratorCapability]
+    accepts: tuple[WeightForm, ...]
+    placement: Literal["rank", "process", "remote"]
+    concurrency: int
+
+
+class Generator(Protocol):
+    """The product of `skyrl_engine_make_generator`."""
+
+    def start(self, start: GeneratorStart) -> None:
+        """Load the model with the weights of version `start.version`. Raises ModelError or UnsupportedError."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Take requests; returns at once. Raises ContractError for a request that no generator could serve, before any is taken."""
+
+    def poll(self, timeout: float) -> list[Completion]:
+        """Completions that are ready, in any order; none after `timeout` seconds. Computes where nothing else does.
+
+        Every request comes back exactly once. A failure of one request is its completion's `error`.
+        """
+
+    def abort(self, request_ids: Sequence[int] | None = None) -> None:
+        """End requests (None: all). Each still comes back once, with what was sampled and `finish` "abort"."""
+
+    def update(self, weights: WeightSource, version: int, target: str = POLICY) -> None:
+        """Take new weights: tokens sampled from now on carry `version`. Raises ModelError for names or shapes that do not fit, before any
+        weight changes.
+        """
+
+    def release(self, target: str) -> None:
+        """Drop a weight set other than the policy's."""
+
+    def close(self) -> None:
+        """End, with requests in flight too."""

@@ -1,0 +1,110 @@
+"""Rollouts: attempts of a model at tasks, as tokens that were sampled once and are never made again. No torch."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from attrs import Factory, frozen
+
+from skyrl_engine.contracts.values.ragged import IntArray
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+Status = Literal["finished", "truncated", "failed"]
+
+PROMPT, SAMPLED, OBSERVED = 0, 1, 2
+"""Kinds of a segment of tokens: what the task asks, what the model sampled, what an environment answered."""
+
+
+@frozen(eq=False, slots=False)
+class VersionSpans:
+    """The weights that made every sampled token: from token `starts[i]` on, those of version `versions[i]`, the number of steps behind them.
+
+    `starts` int32[k] rise from 0, `versions` int64[k] rise; k is 0 where nothing was sampled.
+    """
+
+    starts: npt.NDArray[np.int32]
+    versions: npt.NDArray[np.int64]
+
+    @classmethod
+    def one(cls, version: int, tokens: int) -> "VersionSpans":
+        """Say that `version` made all tokens."""
+        made = tokens > 0
+        return cls(np.zeros(int(made), dtype=np.int32), np.full(int(made), version, dtype=np.int64))
+
+    def per_token(self, tokens: int) -> npt.NDArray[np.int64]:
+        """int64[tokens]: the version of every token."""
+        return np.repeat(self.versions, np.diff(np.append(self.starts, tokens)))
+
+
+@frozen(eq=False, slots=False)
+class Trajectory:
+    """One attempt at one task: T tokens in K segments, S of them sampled, over `turns` turns of the model.
+
+    `token_ids` int32[T]; segment k is `token_ids[segment_offsets[k]:segment_offsets[k + 1]]` and of `kinds[k]` (uint8[K]: PROMPT, SAMPLED,
+    OBSERVED). The first segment is a prompt. A further prompt starts a new *stretch*: the history was rewritten, and what stands before it was
+    not in front of the model any more. Without one, every turn's prompt is all that stands before it.
+
+    On the sampled tokens, in their order: `logprobs` float32[S] in nats under the distribution that was sampled from, `versions`, and
+    `rewards` float32[S], a turn's reward at its last token. An empty turn has no place for its reward: `unplaced_reward` sums those up.
+
+    `status` is "truncated" where the length limit ended it and "failed" where `cause` says why it cannot be trained on. `parts` are components
+    of the reward for people; `stops` says per turn what ended it; `seconds` are wall seconds by phase.
+    """
+
+    ticket: int
+    member: int
+    token_ids: npt.NDArray[np.int32]
+    kinds: npt.NDArray[np.uint8]
+    segment_offsets: IntArray
+    logprobs: npt.NDArray[np.float32]
+    versions: VersionSpans
+    rewards: npt.NDArray[np.float32]
+    unplaced_reward: float = 0.0
+    status: Status = "finished"
+    cause: str | None = None
+    success: bool | None = None
+    start_version: int = 0
+    stops: tuple[str, ...] = ()
+    tool_problems: int = 0
+    parts: Mapping[str, float] = Factory(dict)
+    metrics: Mapping[str, float] = Factory(dict)
+    info: Mapping[str, Any] = Factory(dict)
+    seconds: Mapping[str, float] = Factory(dict)
+
+    @property
+    def turns(self) -> int:
+        """Count the stretches of tokens that the model sampled."""
+        return int(np.count_nonzero(self.kinds == SAMPLED))
+
+    @cached_property
+    def sampled(self) -> npt.NDArray[np.bool_]:
+        """bool[T]: tokens that the model sampled."""
+        return np.repeat(self.kinds == SAMPLED, np.diff(self.segment_offsets))
+
+    @property
+    def reward(self) -> float:
+        """Return the sum of all rewards, in float64."""
+        return float(self.rewards.sum(dtype=np.float64)) + self.unplaced_reward
+
+
+@frozen(eq=False)
+class Group:
+    """The attempts at one task: what baselines compare, what is journaled, kept or dropped as a whole.
+
+    `ticket` is its ordinal in the run, from 0; `start_version` the version of the weights when it was started; `task_key` names the task in
+    its `environment`. `dropped` is the reason for which it is not trained on; None: it may be.
+    """
+
+    ticket: int
+    environment: str
+    task_key: str
+    start_version: int
+    trajectories: tuple[Trajectory, ...]
+    dropped: str | None = None
+
+    @property
+    def finished(self) -> tuple[Trajectory, ...]:
+        """Return the attempts that did not fail."""
+        return tuple(each for each in self.trajectories if each.status != "failed")
