@@ -43,6 +43,8 @@ def _section(section: Section, plugins: "Sequence[LoadedPlugin]") -> dict[str, A
         return {"enum": list(TRAINERS), "description": key_meanings(EngineConfig)["trainer"], **_default(section.default)}
     if section.name == "observers":
         return {"type": "object", "additionalProperties": {"type": "object"}}
+    if section.kind is not None and section.listed:
+        return {"type": "array", "items": _plugin_table(section.schema, section.kind.name, plugins)}
     if section.kind is not None:
         return _plugin_table(section.schema, section.kind.name, plugins, section.kind.default)
     return {**table_schema(section.schema), **({} if section.required else _default(section.default))}

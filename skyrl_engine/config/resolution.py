@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import frozen
 
+from skyrl_engine.config.presets import with_preset
 from skyrl_engine.config.reading.origins import DEFAULT, KeyPath, Origin, dotted, nearest
 from skyrl_engine.config.reading.sources import RawConfig, from_dict
 from skyrl_engine.config.schema import EngineConfig, PluginsConfig, PluginTable, RunConfig
@@ -108,6 +109,7 @@ def resolve(raw: RawConfig, *, need: Collection[str] | None = None) -> ResolvedC
 
     Raises ConfigError with every mistake found (those of plugin selection included) or, when all else is right, the plugin's own PluginError.
     """
+    raw = with_preset(raw)
     structured = structure(raw, need)
     problems = list(structured.problems)
     plugin_errors: list[tuple[KeyPath, PluginError]] = []
@@ -143,6 +145,10 @@ def _plugin_tables(sections: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, 
                 for index, entry in enumerate(getattr(table, key)):
                     if entry is not None:  # refused
                         yield (kind, key, index), listed.kind, entry
+    for key, listed in plugin_lists(EngineConfig).items():
+        for index, entry in enumerate(sections.get(key, ())):
+            if entry is not None:
+                yield (key, index), listed.kind, entry
 
 
 def _registry(plugins: PluginsConfig) -> "Registry":
@@ -287,7 +293,8 @@ def _as_problems(errors: Sequence[tuple[KeyPath, PluginError]], raw: RawConfig) 
 
 def _as_dict(config: EngineConfig, plugins: Mapping[str, SelectedPlugin], observers: Sequence[SelectedPlugin]) -> dict[str, Any]:
     table: dict[str, Any] = plain(config)
-    for path, _, selected_table in _plugin_tables(config.selected):
+    lists = {key: getattr(config, key) for key in plugin_lists(EngineConfig) if config.has(key)}
+    for path, _, selected_table in _plugin_tables({**config.selected, **lists}):
         place: Any = table
         for part in path[:-1]:
             place = place[part]

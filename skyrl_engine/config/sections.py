@@ -1,24 +1,28 @@
 """The top-level keys of a configuration in their order: `trainer`, the engine's tables, a table per kind of plugin, the trainers' tables."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 from attrs import frozen
 
-from skyrl_engine.config.schema import EngineConfig
+from skyrl_engine.config.schema import KIND, EngineConfig
 from skyrl_engine.config.trainers import Trainer, owners_of
-from skyrl_engine.registry.kinds import TABLES, Kind, imported
+from skyrl_engine.registry.kinds import KINDS, TABLES, Kind, imported
 
 
 @frozen
 class Section:
-    """One top-level key: its type, its value where nobody gives it (`attrs.NOTHING`: somebody must), and the kind it selects a plugin of."""
+    """One top-level key: its type, its value where nobody gives it (`attrs.NOTHING`: somebody must), and the kind it selects plugins of.
+
+    A `listed` section is a list of tables, each of which selects a plugin, and `schema` is the class of one of them.
+    """
 
     name: str
     schema: Any
     default: Any
     kind: Kind | None = None
+    listed: bool = False
 
     @property
     def required(self) -> bool:
@@ -40,6 +44,9 @@ def sections() -> Mapping[str, Section]:
             for name, kind in TABLES.items():
                 schema = imported(kind.table or "")
                 found[name] = Section(name, schema, schema(kind.default), kind)
+        elif KIND in attribute.metadata:
+            schema, kind = get_args(attribute.type)[0], KINDS[attribute.metadata[KIND]]
+            found[attribute.name] = Section(attribute.name, schema, attribute.default, kind, listed=True)
         else:
             found[attribute.name] = Section(attribute.name, attribute.type, attribute.default)
     return found

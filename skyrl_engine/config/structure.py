@@ -58,7 +58,9 @@ def structure(raw: RawConfig, need: Collection[str] | None = None) -> Structured
             continue
         table = raw.table.get(name, {})
         structured: Any
-        if section.kind is not None:
+        if section.listed:
+            structured, found = _plugin_tables(raw, section.schema, raw.table.get(name, []), (name,))
+        elif section.kind is not None:
             structured, found = _plugin_table(raw, section.schema, table, (name,), section.kind.default)
             found += [] if trainer is None else _foreign_lists(raw, section, table, trainer)
         elif name == "observers":

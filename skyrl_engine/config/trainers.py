@@ -29,6 +29,14 @@ _ROWS = (
         tables=("data", "training", "evaluation", "checkpoint"),
         kinds=("collator", "loss", "correction", "reducer", "backend", "merger"),
     ),
+    Trainer(
+        "rl",
+        tables=("rl", "rollouts", "reference", "evaluation", "checkpoint"),
+        kinds=(
+            *("collator", "loss", "correction", "reducer", "backend", "merger"),
+            *("generator", "environment", "advantage", "group_filter"),
+        ),
+    ),
 )
 
 TRAINERS: Mapping[str, Trainer] = MappingProxyType({trainer.name: trainer for trainer in _ROWS})

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Final, Literal, Self
 
 import numpy as np
@@ -29,6 +29,7 @@ from skyrl_engine.engine.results import PassResult, counts_of, means_over, refus
 from skyrl_engine.engine.schedule import learning_rate as scheduled_rate
 from skyrl_engine.errors import CheckpointError, ConfigError, Problem, UnsupportedError
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
+from skyrl_engine.objective.policy_metrics import OLD, SAMPLED, Watched
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.dispatch import PlacedShard, batch_structure, compact_weights, cut, merged, planned
 from skyrl_engine.workers.future import Future
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE: Final = "engine.json"
 """The engine's own part of a saved state, beside that of the ranks."""
+
+NOTHING_BOUND: Final[Mapping[str, str]] = MappingProxyType({})
 
 CONFIGURED: Final = "configured"
 """Stands for the configured number where None means something else."""
@@ -185,22 +188,27 @@ class Engine:
         micro_batches: tuple[int, int] | None = None,
         temperature: float = 1.0,
         per_token_outputs: bool = True,
+        bound: Mapping[str, str] = NOTHING_BOUND,
+        watch: Iterable[Watched] = (),
     ) -> Future[PassResult]:
         """Differentiate the objective of one mini-batch, and add the gradient to what is accumulated on the ranks.
 
         `micro_batches` are the first and the one behind the last of those that every rank runs now, out of `plan.micro_batches(mini_batch)`;
         None: all that are not done. However a mini-batch is cut into calls, the gradient is the same.
 
+        `bound` names columns that this pass's own scores stand for, detached: `{"old_logprobs": "logprobs"}` makes the policy its own old one, so
+        that every ratio is exactly 1. `watch` adds metrics: "policy" the distances from the old and the sampling policy, "entropy" the model's.
+
         Raises UnsupportedError for a micro-batch that was run already, and for another mini-batch than the one that is being accumulated:
         weights of tokens count within their mini-batch, so gradients of two of them do not add up to anything. The exception is an additive
         reducer, such as `sum`, on a backend without terms that are means over a step.
         """
         with _refused_in_words("forward_backward"):
-            work = Pass("forward_backward", self.step + 1, per_token_outputs, temperature)
+            work = self._learning_pass(per_token_outputs, temperature, bound, watch)
         first, last = self._gradient.to_run(plan, mini_batch, micro_batches)
         current = self._gradient.of(plan, mini_batch)
         if current is None:
-            current = MiniBatchGradient(plan, mini_batch, self._weighed(plan, mini_batch))
+            current = MiniBatchGradient(plan, mini_batch, self._weighed(plan, mini_batch, self._columns_of(work)))
             self._gradient.parts.append(current)
         current.done |= set(range(first, last))
         work = evolve(work, micro_batches=(first, last))
@@ -241,17 +249,27 @@ class Engine:
                 one.result()
         return self._applied(settings)
 
-    def train(self, plan: Plan, *, staged: bool = False, temperature: float = 1.0, per_token_outputs: bool = True) -> PassResult:
+    def train(
+        self,
+        plan: Plan,
+        *,
+        staged: bool = False,
+        temperature: float = 1.0,
+        per_token_outputs: bool = True,
+        bound: Mapping[str, str] = NOTHING_BOUND,
+        watch: Iterable[Watched] = (),
+    ) -> PassResult:
         """Take one optimizer step on every mini-batch of a plan, in order, with the configured numbers.
 
         `loss` is the objective, the sum of weight times term; over several mini-batches sums become their mean. `staged` places the shards of
         all mini-batches before the first step, for passes that must not wait for the controller; otherwise each mini-batch is cut and placed
-        when its turn comes. Raises ModelError, before the weights change, where the loss or the gradient of a mini-batch is not finite.
+        when its turn comes. `bound` and `watch` as in `forward_backward`. Raises ModelError, before the weights change, where the loss or the gradient of a mini-batch is not finite.
         """
         self._gradient.refuse_any()
         with _refused_in_words("train"):
-            work = Pass("forward_backward", self.step + 1, per_token_outputs, temperature)
-        shards: Iterable[list[PlacedShard]] = (self._weighed(plan, each) for each in range(len(plan)))
+            work = self._learning_pass(per_token_outputs, temperature, bound, watch)
+        columns = self._columns_of(work)
+        shards: Iterable[list[PlacedShard]] = (self._weighed(plan, each, columns) for each in range(len(plan)))
         if staged:
             shards = list(shards)
         outputs: list[RankOutput] = []
@@ -379,13 +397,30 @@ class Engine:
                 remedy=f"Ask for some of {', '.join(sorted(has))}; values need model.value_head = true",
             )
 
-    def _weighed(self, plan: Plan, mini_batch: int) -> list[PlacedShard]:
+    def _learning_pass(
+        self, per_token_outputs: bool, temperature: float, bound: Mapping[str, str], watch: Iterable[Watched]
+    ) -> Pass:
+        return Pass(
+            "forward_backward",
+            self.step + 1,
+            per_token_outputs,
+            temperature,
+            bound=dict(bound),
+            watch=frozenset(watch),
+        )
+
+    def _columns_of(self, work: Pass) -> list[str]:
+        """Name the columns that a learning pass reads on the ranks."""
+        watched = (OLD, SAMPLED) if "policy" in work.watch else ()
+        return [name for name in (*self.assembly.objective.columns, *watched) if name not in work.bound]
+
+    def _weighed(self, plan: Plan, mini_batch: int, columns: Sequence[str]) -> list[PlacedShard]:
         """Shards of a mini-batch with the reducer's weights, on their way to the ranks."""
         chosen = plan.cut.mini_batches[mini_batch]
         with self._spans("reduce"):
             structure = batch_structure(plan.columns, chosen, self.assembly.context.max_sequence_length, self._join)
             weights = compact_weights(self.assembly.reducer, structure)
-        return self._placed(plan.columns, chosen, weights, self.assembly.objective.columns)
+        return self._placed(plan.columns, chosen, weights, columns)
 
     def _placed(
         self, columns: SampleColumns, mini_batch: MiniBatchPlan, weights: TokenWeights, needs: Sequence[str]

@@ -5,7 +5,7 @@ from functools import reduce
 from operator import add
 
 import torch
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch
 from skyrl_engine.contracts.kinds.loss import Loss, LossOutput, as_loss_output
@@ -14,6 +14,7 @@ from skyrl_engine.errors import ContractError
 from skyrl_engine.objective.corrections import correct
 from skyrl_engine.objective.outputs import collect
 from skyrl_engine.objective.parts import ObjectiveParts
+from skyrl_engine.objective.policy_metrics import Watched, policy_metrics, scores_for
 from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.objective.tokens import MicroBatchTokens
 from skyrl_engine.registry.host import blaming
@@ -26,7 +27,8 @@ class LossObjective:
     """Weighs the per-token values of the main loss and its terms and sums them; collects per-token outputs when asked.
 
     Stateless between calls. `seed` and `step` seed the generators of losses together with the micro-batch's sample ids. `shown` are model
-    scores that per-token outputs hold beside those that the parts read.
+    scores that per-token outputs hold beside those that the parts read. `bound` are columns that this pass's own scores stand for, detached:
+    `{"old_logprobs": "logprobs"}` makes the policy its own old one. `watch` adds metrics of the policy (`objective/policy_metrics.py`).
     """
 
     parts: ObjectiveParts
@@ -36,6 +38,8 @@ class LossObjective:
     spans: Spans = field(factory=Spans)
     temperature: float = 1.0
     shown: frozenset[str] = frozenset()
+    bound: Mapping[str, str] = Factory(dict)
+    watch: frozenset[Watched] = frozenset()
 
     @property
     def needs(self) -> frozenset[str]:
@@ -43,7 +47,11 @@ class LossObjective:
 
         A critic's pass reads values alone; it is spared everything of the vocabulary's size.
         """
-        read = self.parts.scores
+        read = (
+            self.parts.scores
+            | scores_for(self.watch)
+            | {score for column, score in self.bound.items() if column in self.parts.columns}
+        )
         return read if read and not self.per_token_outputs else read | self.shown | {"logprobs"}
 
     def __call__(self, scores: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> tuple[torch.Tensor, RankOutput]:
@@ -54,7 +62,7 @@ class LossObjective:
         """
         with self.spans("objective"):
             samples: ScoredSamples = micro_batch.samples
-            tokens = MicroBatchTokens(scores, samples, self.seed, self.step)
+            tokens = MicroBatchTokens(scores, samples, self.seed, self.step, self.bound)
             metrics: dict[str, Metric] = {}
             values = list(self._values(tokens, metrics))
             token_loss = reduce(add, values)
@@ -64,6 +72,8 @@ class LossObjective:
                 # Take part in the backward pass, and in the collectives of its ranks, through all that others take part through.
                 total = sum((scores[name].sum() for name in sorted(self.parts.scores)), start=total)
             metrics |= self._sums(weights, total, values)
+            if self.watch:
+                metrics |= policy_metrics(tokens, self.watch)
             return total, collect(samples, {**scores, "token_loss": token_loss}, metrics, per_token_outputs=self.per_token_outputs)
 
     def _values(self, tokens: MicroBatchTokens, metrics: dict[str, Metric]) -> Iterator[torch.Tensor]:

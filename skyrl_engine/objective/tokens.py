@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import Factory, frozen
 
 from skyrl_engine.contracts.kinds.loss import MODEL_SCORES, LossTokens, Sequences
 from skyrl_engine.errors import DataError
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 
 @frozen(eq=False)
 class MicroBatchTokens:
-    """The n scored tokens of a micro-batch. `scores` are the model's, [n] by name; `seed` and `step` seed generators with the sample ids."""
+    """The n scored tokens of a micro-batch. `scores` are the model's, [n] by name; `seed` and `step` seed generators with the sample ids.
+
+    `bound` names columns that are scores of this very pass: each is the score it names, detached.
+    """
 
     scores: Mapping[str, torch.Tensor]
     samples: ScoredSamples
     seed: int
     step: int
+    bound: Mapping[str, str] = Factory(dict)
 
     @property
     def like(self) -> torch.Tensor:
@@ -55,13 +59,19 @@ class MicroBatchTokens:
     def _need(self, label: str, name: str) -> torch.Tensor:
         if name in MODEL_SCORES:
             return self.scores[name]
+        if name in self.bound:
+            return self.scores[self.bound[name]].detach()
         columns = self.samples.columns
         if name not in columns:
             raise DataError(
                 f"{label} needs the column {name!r}, the data has {', '.join(sorted(columns)) or 'none'}",
                 remedy="Provide the column or choose a loss that does not need it",
             )
-        return torch.from_numpy(columns[name]).to(device=self.like.device, dtype=self.like.dtype)
+        return self.column(name)
+
+    def column(self, name: str) -> torch.Tensor:
+        """A column that the samples have, [n] of the scores' type."""
+        return torch.from_numpy(self.samples.columns[name]).to(device=self.like.device, dtype=self.like.dtype)
 
     def _moved(self, array: "IntArray") -> torch.Tensor:
         return torch.from_numpy(array).to(self.like.device)

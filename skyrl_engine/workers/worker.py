@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 from attrs.validators import gt, lt
 
 from skyrl_engine.config import SelectedPlugin
@@ -17,6 +17,7 @@ from skyrl_engine.contracts.values.outputs import RankOutput
 from skyrl_engine.errors import ContractError
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import KINDS_OF_PARTS, ObjectiveParts
+from skyrl_engine.objective.policy_metrics import Watched
 from skyrl_engine.objective.score import ScoreObjective
 from skyrl_engine.registry.part import Part
 from skyrl_engine.spans import Spans
@@ -34,7 +35,7 @@ class Pass:
 
     `forward_backward` differentiates the objective, `evaluate` computes it without gradients, `score` gives the model's `scores` alone, of the
     loss-carrying tokens or of all action tokens. `step` counts optimizer steps and seeds losses that draw random numbers. `micro_batches` are
-    the first and the one behind the last of those that every rank runs; None: all.
+    the first and the one behind the last of those that every rank runs; None: all. `bound` and `watch` as in `LossObjective`.
     """
 
     mode: Mode
@@ -44,6 +45,8 @@ class Pass:
     scores: frozenset[str] = frozenset()
     tokens: Selection = "loss"
     micro_batches: tuple[int, int] | None = None
+    bound: Mapping[str, str] = Factory(dict)
+    watch: frozenset[Watched] = frozenset()
 
 
 @frozen(eq=False)
@@ -123,6 +126,8 @@ class Worker:
             spans=self._spans,
             temperature=work.temperature,
             shown=self._shown,
+            bound=work.bound,
+            watch=work.watch,
         )
 
     def optim_step(self, settings: AdamWSettings | None) -> StepReply:

@@ -12,6 +12,14 @@ from skyrl_engine.config.schema.evaluation import EvaluationConfig
 from skyrl_engine.config.schema.metadata import KIND
 from skyrl_engine.config.schema.optimizer import OptimizerConfig
 from skyrl_engine.config.schema.plugins import PluginsConfig
+from skyrl_engine.config.schema.rl import (
+    EnvironmentTable,
+    KlConfig,
+    OverlongConfig,
+    ReferenceConfig,
+    RlConfig,
+    RolloutsConfig,
+)
 from skyrl_engine.config.schema.run import RunConfig
 from skyrl_engine.config.schema.tables import LossTable, PluginTable, TermTable
 from skyrl_engine.config.schema.training import TrainingConfig
@@ -25,13 +33,19 @@ __all__ = [
     "DataConfig",
     "DataFormat",
     "EngineConfig",
+    "EnvironmentTable",
     "EvaluationConfig",
+    "KlConfig",
     "LoraConfig",
     "LossTable",
     "ModelConfig",
     "OptimizerConfig",
+    "OverlongConfig",
     "PluginTable",
     "PluginsConfig",
+    "ReferenceConfig",
+    "RlConfig",
+    "RolloutsConfig",
     "RunConfig",
     "TermTable",
     "TrainingConfig",

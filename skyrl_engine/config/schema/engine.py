@@ -3,14 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import Factory, frozen
+from attrs import Factory, field, frozen
 
 from skyrl_engine.config.schema.absent import AbsentTable
 from skyrl_engine.config.schema.checkpoint import CheckpointConfig
 from skyrl_engine.config.schema.data import DataConfig
 from skyrl_engine.config.schema.evaluation import EvaluationConfig
+from skyrl_engine.config.schema.metadata import KIND
 from skyrl_engine.config.schema.optimizer import OptimizerConfig
 from skyrl_engine.config.schema.plugins import PluginsConfig
+from skyrl_engine.config.schema.rl import EnvironmentTable, ReferenceConfig, RlConfig, RolloutsConfig
 from skyrl_engine.config.schema.run import RunConfig
 from skyrl_engine.config.schema.tables import PluginTable
 from skyrl_engine.config.schema.training import TrainingConfig
@@ -23,6 +25,7 @@ class EngineConfig:
     """A whole configuration. A table that this run does not have is an `AbsentTable`, whose keys cannot be read.
 
     `selected` are the tables that select one plugin each, by kind; in a file they stand among the others: `[loss]`, `[backend]`.
+    Each table of a list, such as `[[environments]]`, selects one too.
     """
 
     trainer: str = DEFAULT_TRAINER
@@ -36,6 +39,11 @@ class EngineConfig:
     observers: Mapping[str, Mapping[str, Any]] = Factory(dict)
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig(epochs=1.0)
+    rl: RlConfig = RlConfig()
+    environments: tuple[EnvironmentTable, ...] = field(default=(), metadata={KIND: "environment"})
+    group_filters: tuple[PluginTable, ...] = field(default=(), metadata={KIND: "group_filter"})
+    rollouts: RolloutsConfig = RolloutsConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

@@ -1,0 +1,72 @@
+"""Published recipes of reinforcement learning as data: a TOML file each, over which every key of a configuration wins."""
+
+import tomllib
+from collections.abc import Mapping
+from copy import deepcopy
+from importlib import resources
+from typing import Any
+
+from attrs import evolve
+
+from skyrl_engine.config.reading.origins import Origin, dotted, leaves, nearest
+from skyrl_engine.config.reading.sources import RawConfig
+from skyrl_engine.config.trainers import DEFAULT_TRAINER
+from skyrl_engine.config.wording import choices, did_you_mean, shown
+from skyrl_engine.errors import Problem
+from skyrl_engine.registry.kinds import TABLES
+
+NO_PRESET = "none"
+
+
+def preset_names() -> list[str]:
+    """Return the names of all presets."""
+    files = resources.files(__name__).iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def preset(name: str) -> dict[str, Any]:
+    """Return the tables of a preset."""
+    return tomllib.loads((resources.files(__name__) / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def with_preset(raw: RawConfig) -> RawConfig:
+    """Lay a configuration of trainer rl over its preset, `rl.preset`; others are returned as they are.
+
+    A plugin table that names another plugin than the preset's does not get the preset's options for it.
+    """
+    if raw.table.get("trainer", DEFAULT_TRAINER) != "rl":
+        return raw
+    own = raw.table.get("rl", {})
+    name = own.get("preset", "grpo") if isinstance(own, Mapping) else "grpo"
+    if name == NO_PRESET:
+        return raw
+    if name not in (names := preset_names()):
+        where = f"{nearest(raw.origins, ('rl', 'preset'))}: rl.preset"
+        remedy = did_you_mean(str(name), names) or f"Choose one of {choices([*names, NO_PRESET])}"
+        problem = Problem(where, f"there is no preset {shown(name)}", remedy)
+        return evolve(raw, problems=(*raw.problems, problem))
+    table, origins = deepcopy(dict(raw.table)), dict(raw.origins)
+    for key, value in preset(name).items():
+        if key in TABLES and _chooses_another(table.get(key), value):
+            continue
+        _lay_under(table, (key,), value, origins, Origin("default", f"preset {name}"))
+    return evolve(raw, table=table, origins=origins)
+
+
+def _chooses_another(given: Any, ours: Mapping[str, Any]) -> bool:
+    return isinstance(given, Mapping) and given.get("use", ours["use"]) != ours["use"]
+
+
+def _lay_under(table: dict[str, Any], path: tuple[str, ...], value: Any, origins: dict[str, Origin], origin: Origin) -> None:
+    """Set a key that nobody gave; within tables, every key for itself."""
+    place: Any = table
+    for part in path[:-1]:
+        place = place[part]
+    key = path[-1]
+    if key not in place:
+        place[key] = deepcopy(value)
+        for inner, _ in leaves(value, path):
+            origins[dotted(inner)] = origin
+    elif isinstance(value, Mapping) and isinstance(place[key], dict):
+        for inner_key, item in value.items():
+            _lay_under(table, (*path, inner_key), item, origins, origin)

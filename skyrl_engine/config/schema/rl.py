@@ -1,0 +1,163 @@
+"""`[rl]`, `[rollouts]`, `[reference]` and `[[environments]]`: the tables of training by reinforcement."""
+
+from typing import Literal
+
+from attrs import field, frozen
+from attrs.validators import and_, ge, gt, in_, le, lt, min_len, optional
+
+from skyrl_engine.config.schema.tables import PluginTable
+from skyrl_engine.contracts.values.model import PLACE
+
+Old = Literal["auto", "current", "score", "rollout"]
+Truncated = Literal["keep", "mask", "zero_reward"]
+Estimator = Literal["k1", "k2", "k3"]
+_FINITE = lt(float("inf"))
+
+
+@frozen
+class OverlongConfig:
+    """A soft punishment of long attempts (DAPO, Yu et al. 2025, eq. 13), which grows evenly from `start` to `rl.max_tokens`."""
+
+    start: float = field(default=0.8, validator=[ge(0.0), lt(1.0)])
+    """Length, as a share of `rl.max_tokens`, up to which nothing is punished."""
+
+    penalty: float = field(default=1.0, validator=[ge(0.0), _FINITE])
+    """Reward that is taken off at `rl.max_tokens`."""
+
+
+@frozen
+class KlConfig:
+    """A penalty in the reward for leaving the reference model, per sampled token."""
+
+    coef: float = field(validator=[ge(0.0), _FINITE])
+    """Coefficient of the penalty; with `target` the one to begin with."""
+
+    estimator: Estimator = field(default="k1", validator=in_(("k1", "k2", "k3")))
+    """Estimator of the divergence (Schulman 2020): `k1` is the log-ratio, `k2` half its square, `k3` ratio - 1 - log-ratio."""
+
+    target: float | None = field(default=None, validator=optional(gt(0.0)))
+    """Divergence per attempt, in nats, that the coefficient is steered to (Ziegler et al. 2019); none: the coefficient stays."""
+
+    horizon: int = field(default=10_000, validator=ge(1))
+    """Attempts over which the coefficient is steered."""
+
+
+@frozen
+class RlConfig:
+    """Training by reinforcement: the length of training, its batches, and what is computed from rollouts."""
+
+    preset: str = "grpo"
+    """A published recipe by name; every key of the configuration wins over it. `none` takes the engine's own defaults."""
+
+    steps: int = field(default=100, validator=ge(1))
+    """Batches of rollouts to train on."""
+
+    groups: int = field(default=16, validator=ge(1))
+    """Tasks per step."""
+
+    group_size: int = field(default=8, validator=ge(1))
+    """Attempts per task."""
+
+    mini_batches: int = field(default=1, validator=ge(1))
+    """Optimizer steps per pass over a batch; groups stay whole."""
+
+    epochs: int = field(default=1, validator=ge(1))
+    """Passes over a batch."""
+
+    max_prompt_tokens: int = field(default=1024, validator=ge(1))
+    """Longest prompt of a task; a longer one is refused."""
+
+    max_tokens: int = field(default=512, validator=ge(1))
+    """Most tokens of an attempt behind its prompt, sampled and observed ones."""
+
+    temperature: float = field(default=1.0, validator=[gt(0.0), _FINITE])
+    """Temperature that attempts are sampled and scored with."""
+
+    old: Old = field(default="auto", validator=in_(("auto", "current", "score", "rollout")))
+    """The old policy's log-probabilities: `current` are those of the training pass itself, `score` those of a pass before the first update,
+    `rollout` the sampler's own; `auto` takes `current` where a batch is one optimizer step, else `score`."""
+
+    history: Literal["append", "template"] = field(default="append", validator=in_(("append", "template")))
+    """What precedes a later turn: `append` all tokens as they were, `template` the messages rendered anew."""
+
+    truncated: Truncated = field(default="keep", validator=in_(("keep", "mask", "zero_reward")))
+    """Attempts that ended at `rl.max_tokens`: `keep` trains on them, `mask` gives them no loss, `zero_reward` no reward."""
+
+    max_gap: float | Literal["auto", "off"] = "auto"
+    """Mean distance in nats, over two steps, between the sampler's log-probabilities and the model's at which the run stops; `auto` is 1e-3 in
+    float32 and 0.05 in other precisions."""
+
+    repeat_tasks: bool = True
+    """Begin again, in another order, when every task was attempted; otherwise too few tasks are refused."""
+
+    entropy_metric: bool = True
+    """Report the entropy of the model over sampled tokens."""
+
+    micro_batch_rows: int | None = field(default=None, validator=optional(ge(1)))
+    """Rows per micro-batch; give this or `micro_batch_tokens`. With neither, each rank computes all its samples in one micro-batch."""
+
+    micro_batch_tokens: int | None = field(default=None, validator=optional(ge(1)))
+    """Most tokens per micro-batch, padding included. Give this or `micro_batch_rows`."""
+
+    rollouts: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
+    """Rollouts to train on instead of sampling: a run directory, or a file that `rollouts export` wrote."""
+
+    overlong: OverlongConfig | None = None
+    """`[rl.overlong]`: a soft punishment of long attempts."""
+
+    kl: KlConfig | None = None
+    """`[rl.kl]`: a penalty in the reward for leaving the reference model."""
+
+
+@frozen
+class RolloutsConfig:
+    """Episodes of environments: their processes, their failures, and what is kept of them."""
+
+    workers: int | None = field(default=None, validator=optional(ge(1)))
+    """Processes for environments; none: one less than the machine has cores, at least one."""
+
+    timeout_s: float = field(default=60.0, validator=[gt(0.0), _FINITE])
+    """Seconds that an environment may take to answer; then its process is ended and the attempt has failed."""
+
+    retries: int = field(default=1, validator=ge(0))
+    """Further tries, with the same seed, at an attempt that failed."""
+
+    min_group_size: int = field(default=2, validator=ge(1))
+    """Attempts of a group that must not have failed; with fewer the group is dropped."""
+
+    max_failure_share: float = field(default=0.1, validator=and_(ge(0.0), le(1.0)))
+    """Share of failed attempts among the last 200 above which the run stops."""
+
+    max_drop_share: float = field(default=0.9, validator=and_(ge(0.0), le(1.0)))
+    """Share of groups that filters dropped, of the last 20 batches, above which `on_starved` decides."""
+
+    on_starved: Literal["train", "stop"] = field(default="train", validator=in_(("train", "stop")))
+    """`train` suspends the filters for the rest of the step, `stop` ends the run."""
+
+    keep: int | None = field(default=200, validator=optional(ge(1)))
+    """Steps whose rollouts are kept in the run directory; none: all."""
+
+
+@frozen
+class ReferenceConfig:
+    """The frozen model that a KL term or penalty compares with; it is loaded where somebody reads `ref_logprobs`."""
+
+    path: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
+    """A Hugging Face directory or hub id; none: the model as it was before training."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub."""
+
+    adapters_off: bool | None = None
+    """Use the trained model without its adapters, which takes no memory; none: where adapters are trained and no path is given."""
+
+    refresh_every: int | None = field(default=None, validator=optional(ge(1)))
+    """Steps after which the reference becomes a copy of the trained model; none: never."""
+
+
+@frozen
+class EnvironmentTable(PluginTable):
+    """An environment to draw tasks from, and its share of them."""
+
+    weight: float = field(default=1.0, validator=[gt(0.0), _FINITE], kw_only=True)
+    """Share of the groups, relative to the other environments."""

@@ -1,0 +1,65 @@
+"""Metrics of a policy that samples of its own are trained on: its entropy, and its distance from the old and the sampling policy."""
+
+from collections.abc import Set as AbstractSet
+from typing import Final, Literal
+
+import torch
+
+from skyrl_engine.contracts.values.outputs import Metric
+from skyrl_engine.objective.tokens import MicroBatchTokens
+
+Watched = Literal["policy", "entropy"]
+"""Distances between policies; the model's entropy, which costs a pass over the vocabulary."""
+
+OLD: Final = "old_logprobs"
+SAMPLED: Final = "rollout_logprobs"
+
+WEIGHTS: Final = ("policy/weight_count", "policy/weight_sum", "policy/weight_squares")
+"""Sums that `effective_share` makes one number of: tokens, importance weights against the sampler, and their squares."""
+
+
+def scores_for(watch: AbstractSet[Watched]) -> frozenset[str]:
+    """Name the model scores that these metrics read."""
+    return frozenset(("logprobs",) if watch == {"policy"} else ("logprobs", "entropy") if watch else ())
+
+
+@torch.no_grad()
+def policy_metrics(tokens: MicroBatchTokens, watch: AbstractSet[Watched]) -> dict[str, Metric]:
+    """Metrics of the n tokens of a micro-batch; none where n is 0.
+
+    `policy/entropy` is the mean entropy in nats. With `old_logprobs` (bound or a column), `policy/ratio_mean` and `ratio_max` are of the ratio
+    to the old policy. With the column `rollout_logprobs`, `policy/gap_mean`, `gap_max` and `gap_k3` measure the distance of the old policy,
+    or else the present one, from the sampler's log-probabilities.
+    """
+    count = len(tokens.like)
+    if not count:
+        return {}
+    metrics: dict[str, Metric] = {}
+    if "entropy" in watch:
+        metrics["policy/entropy"] = Metric.mean(tokens.scores["entropy"].double().sum(), count)
+    if "policy" not in watch:
+        return metrics
+    present = tokens.scores["logprobs"].double()
+    columns = tokens.samples.columns
+    old = tokens.scores[tokens.bound[OLD]].double() if OLD in tokens.bound else None
+    if old is None and OLD in columns:
+        old = tokens.column(OLD).double()
+    if old is not None:
+        ratio = (present - old).exp()
+        metrics["policy/ratio_mean"] = Metric.mean(ratio.sum(), count)
+        metrics["policy/ratio_max"] = Metric.max(ratio.max())
+    if SAMPLED in columns:
+        sampled = tokens.column(SAMPLED).double()
+        gap = (present if old is None else old) - sampled
+        metrics["policy/gap_mean"] = Metric.mean(gap.abs().sum(), count)
+        metrics["policy/gap_max"] = Metric.max(gap.abs().max())
+        metrics["policy/gap_k3"] = Metric.mean((gap.exp() - 1 - gap).sum(), count)
+        weights = (present - sampled).exp()
+        sums = (count, weights.sum(), weights.square().sum())
+        metrics |= {name: Metric.sum(value) for name, value in zip(WEIGHTS, sums, strict=True)}
+    return metrics
+
+
+def effective_share(count: float, total: float, squares: float) -> float:
+    """Effective sample size of importance weights as a share of their number: (sum w)^2 / (n sum w^2) (Kong 1992)."""
+    return total * total / (count * squares) if squares else float("nan")
