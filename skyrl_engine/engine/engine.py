@@ -23,6 +23,7 @@ from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan
 from skyrl_engine.engine.accumulation import Accumulation, MiniBatchGradient
 from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.cores import sharing
+from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import PassResult, counts_of, means_over, refuse_not_finite
@@ -87,6 +88,7 @@ class Engine:
         self._spans = Spans()
         self._join = ReusableJoin()
         self._gradient = Accumulation(assembly)
+        self._frozen: set[str] = set()
         if optimizer is not None and optimizer.schedule != "constant" and total_steps is None:
             raise UnsupportedError(
                 f'optimizer.schedule = "{optimizer.schedule}" ends at the last step, and nobody says how many there will be',
@@ -155,18 +157,24 @@ class Engine:
         scores: Iterable[str] = ("logprobs",),
         tokens: Literal["actions", "loss"] = "actions",
         temperature: float = 1.0,
+        model: str | None = None,
     ) -> Future[BatchOutput]:
         """Score a batch with the model as it is, without a loss and without gradients.
 
         `scores` are names of model scores: "logprobs" and "entropy" (nats), "values" of a model with a value head. `tokens` are all response
-        tokens, or those that carry loss. `temperature` divides the logits. The output has one field per score, float32.
+        tokens, or those that carry loss. `temperature` divides the logits. `model` names a frozen model that was added. The output has one
+        field per score, float32.
 
-        Raises UnsupportedError for a score that the model does not have.
+        Raises UnsupportedError for a score that the model does not have, and for a model that was not added.
         """
         wanted = frozenset(scores)
+        if model is not None and model not in self._frozen:
+            raise UnsupportedError(
+                f"there is no frozen model {model!r}", remedy="Add it first: FrozenModel(name, model).load(engine)"
+            )
         self._refuse_scores(wanted)
         with _refused_in_words("score"):
-            work = Pass("score", self.step, temperature=temperature, scores=wanted, tokens=tokens)
+            work = Pass("score", self.step, temperature=temperature, scores=wanted, tokens=tokens, model=model)
         return self._forward(plan, work, needs=()).then(lambda outputs: self._merged(outputs, plan.cut))
 
     def evaluate(self, plan: Plan, *, temperature: float = 1.0, per_token_outputs: bool = True) -> Future[PassResult]:
@@ -196,8 +204,8 @@ class Engine:
         `micro_batches` are the first and the one behind the last of those that every rank runs now, out of `plan.micro_batches(mini_batch)`;
         None: all that are not done. However a mini-batch is cut into calls, the gradient is the same.
 
-        `bound` names columns that this pass's own scores stand for, detached: `{"old_logprobs": "logprobs"}` makes the policy its own old one, so
-        that every ratio is exactly 1. `watch` adds metrics: "policy" the distances from the old and the sampling policy, "entropy" the model's.
+        `bound` names columns that this pass's own scores stand for, detached: `{"old_logprobs": "logprobs"}` makes the policy its own old one,
+        so that every ratio is exactly 1. `watch` adds metrics: "policy" distances from the old and the sampling policy, "entropy" the model's.
 
         Raises UnsupportedError for a micro-batch that was run already, and for another mini-batch than the one that is being accumulated:
         weights of tokens count within their mini-batch, so gradients of two of them do not add up to anything. The exception is an additive
@@ -263,7 +271,8 @@ class Engine:
 
         `loss` is the objective, the sum of weight times term; over several mini-batches sums become their mean. `staged` places the shards of
         all mini-batches before the first step, for passes that must not wait for the controller; otherwise each mini-batch is cut and placed
-        when its turn comes. `bound` and `watch` as in `forward_backward`. Raises ModelError, before the weights change, where the loss or the gradient of a mini-batch is not finite.
+        when its turn comes. `bound` and `watch` as in `forward_backward`. Raises ModelError, before the weights change, where the loss or
+        the gradient of a mini-batch is not finite.
         """
         self._gradient.refuse_any()
         with _refused_in_words("train"):
@@ -287,6 +296,11 @@ class Engine:
         }
         metrics = {**means_over(output.metrics, count), **reported, **counts_of(plan.columns, plan.cut)}
         return PassResult(metrics, output, self._spans.drain())
+
+    def add_frozen(self, frozen: FrozenModel) -> None:
+        """Load a model that scores beside the trained one and that no step changes. Raises ModelError."""
+        self.group.add_frozen(frozen.name, frozen.model)
+        self._frozen.add(frozen.name)
 
     def discard(self) -> None:
         """Drop the accumulated gradient: a step of rate 0, which changes no weight and does not count. AdamW's moments do see it."""

@@ -7,6 +7,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -141,6 +142,22 @@ def has_adapter_name(name: str) -> bool:
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters by name: adapters, and the value head if there is one."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Let every adapted layer compute as its base layer does, until the context is left. Trained parameters stay trained."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    for layer in layers:
+        # enable_adapters(False) would freeze the adapters' parameters too, which sharding and optimizer rely on
+        layer._disable_adapters = True  # noqa: SLF001
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False  # noqa: SLF001
 
 
 def write_adapters(model: Any, directory: Path, weights: Mapping[str, Tensor]) -> None:

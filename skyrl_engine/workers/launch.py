@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, Self
 import numpy.typing as npt
 
 from skyrl_engine.contracts.kinds.backend import AdamWSettings
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.workers.dispatch import PlacedShard, Shard
@@ -64,6 +65,10 @@ class WorkerGroup:
     def use(self, plugins: Mapping[str, Mapping[str, Any]]) -> None:
         """Use the collator and the objective of these locks from now on; the model stays loaded. For proofs and comparisons."""
         self._everywhere("use", plugins)
+
+    def add_frozen(self, name: str, model: ModelConfig | None) -> None:
+        """Load a further model that scores and never learns; None: the trained one without its adapters. Raises ModelError."""
+        self._everywhere("add_frozen", name, model)
 
     def optim_step(self, settings: AdamWSettings | None = None) -> Future[list[StepReply]]:
         """Apply the accumulated gradients with these numbers (None: those the ranks were started with); replies by rank."""

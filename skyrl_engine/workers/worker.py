@@ -13,6 +13,7 @@ from attrs.validators import gt, lt
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, Objective, OptimStep, RankEnvironment
 from skyrl_engine.contracts.kinds.collator import Collator
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.outputs import RankOutput
 from skyrl_engine.errors import ContractError
 from skyrl_engine.objective.objective import LossObjective
@@ -23,6 +24,7 @@ from skyrl_engine.registry.part import Part
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.batch import Selection, ShardBatch
 from skyrl_engine.workers.dispatch import Shard
+from skyrl_engine.workers.frozen import FrozenModel, WithoutAdapters
 from skyrl_engine.workers.process_group import Rendezvous, join, leave, pick_device
 from skyrl_engine.workers.spec import WorkerSpec
 
@@ -35,7 +37,8 @@ class Pass:
 
     `forward_backward` differentiates the objective, `evaluate` computes it without gradients, `score` gives the model's `scores` alone, of the
     loss-carrying tokens or of all action tokens. `step` counts optimizer steps and seeds losses that draw random numbers. `micro_batches` are
-    the first and the one behind the last of those that every rank runs; None: all. `bound` and `watch` as in `LossObjective`.
+    the first and the one behind the last of those that every rank runs; None: all. `model` names the
+    frozen model that scores; None: the one that is trained. `bound` and `watch` as in `LossObjective`.
     """
 
     mode: Mode
@@ -45,6 +48,7 @@ class Pass:
     scores: frozenset[str] = frozenset()
     tokens: Selection = "loss"
     micro_batches: tuple[int, int] | None = None
+    model: str | None = None
     bound: Mapping[str, str] = Factory(dict)
     watch: frozenset[Watched] = frozenset()
 
@@ -86,15 +90,36 @@ class Worker:
         self._shown = spec.shown
         if spec.plugins.keys() - {"backend"}:
             self.use(spec.plugins)
-        backend = SelectedPlugin.from_lock(spec.plugins["backend"])
-        self._backend: Backend = backend.make(spec.context)
-        environment = RankEnvironment(rank, spec.topology.world_size, device, spec.context.seed, spec.packed_rows)
-        self._backend.setup(spec.model, spec.optimizer, environment)
+        self._plugin = SelectedPlugin.from_lock(spec.plugins["backend"])
+        self._environment = RankEnvironment(rank, spec.topology.world_size, device, spec.context.seed, spec.packed_rows)
+        self._backend = self._set_up_model(spec.model, spec.optimizer)
+        self._frozen: dict[str, FrozenModel] = {}
         if self._backend.coords != (described := spec.topology.coords(rank)):
             raise ContractError(
-                f"{backend.loaded.record} stands at {self._backend.coords} and described {described}",
+                f"{self._plugin.loaded.record} stands at {self._backend.coords} and described {described}",
                 remedy="Lay out ranks in setup as skyrl_engine_describe_backend says: tp fastest, then cp, dp, pp",
             )
+
+    def _set_up_model(self, model: ModelConfig, optimizer: AdamWSettings | None) -> Backend:
+        backend: Backend = self._plugin.make(self._context)
+        backend.setup(model, optimizer, self._environment)
+        return backend
+
+    def add_frozen(self, name: str, model: ModelConfig | None) -> None:
+        """Have a further model, which no step changes, for passes that name it: `model`, or None for the trained one without its adapters.
+
+        One of that name is replaced. The random states of the process stay as they are.
+        """
+        if (before := self._frozen.pop(name, None)) is not None:
+            before.close()
+        if model is None:
+            self._frozen[name] = WithoutAdapters(self._backend)
+            return
+        states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+        self._frozen[name] = self._set_up_model(model, None)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.random.set_rng_state(states[2])
 
     def use(self, plugins: Mapping[str, Mapping[str, Any]]) -> None:
         """Make collator and objective of these locks, for the passes from now on; the model stays as it is."""
@@ -112,7 +137,8 @@ class Worker:
             if work.mode == "forward_backward":
                 output = self._backend.forward_backward(batch, objective)
             else:
-                output = self._backend.forward(batch, objective)
+                scoring: FrozenModel = self._backend if work.model is None else self._frozen[work.model]
+                output = scoring.forward(batch, objective)
         return RankReply(output, self._spans.drain())
 
     def _objective(self, work: Pass) -> Objective:
@@ -158,6 +184,8 @@ class Worker:
         self._backend.export(directory)
 
     def close(self) -> None:
+        for model in self._frozen.values():
+            model.close()
         self._backend.close()  # before the group that its collectives run in
         self._leave()
 

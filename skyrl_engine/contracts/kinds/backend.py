@@ -5,6 +5,7 @@ The import of this file needs no torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
@@ -30,6 +31,8 @@ Capability = Literal[
     "value_head",
     "lora",
     "logits",
+    "second_model",
+    "reference_by_adapters",
 ]
 PARALLEL_SIZES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "virtual_pipeline", "replicate")
 """Options by which backends divide the world among parallel dimensions, under these names in all of them; one rank alone has none."""
@@ -53,6 +56,9 @@ class BackendDescription:
     ModelError or UnsupportedError of `setup` as far as that shows without weights and without a rank; it may import torch, on the controller.
     Backends that load by `skyrl_engine.modeling` use `modeling.rehearsal.rehearse`. `means_over_step` declares terms inside the model that
     are means over an optimizer step, such as losses of routers: gradients of several mini-batches then do not add up to that of one.
+
+    The capability `second_model` says that a further product of the plugin can be set up on the same ranks, with `optimizer=None`, and that
+    neither changes what the other computes; `reference_by_adapters` that products are `SwitchesAdapters`.
     """
 
     topology: Topology
@@ -158,6 +164,13 @@ class OptimStep:
 
     grad_norm: float
     learning_rate: float
+
+
+class SwitchesAdapters(Protocol):
+    """What a backend has besides, that declares the capability `reference_by_adapters`."""
+
+    def without_adapters(self) -> "AbstractContextManager[None]":
+        """Score with the base model alone, until the context is left; only `forward` is called in it."""
 
 
 class Backend(Protocol):

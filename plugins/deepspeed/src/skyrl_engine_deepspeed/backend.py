@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from skyrl_engine.contracts import (
     RankOutput,
 )
 from skyrl_engine.modeling.exporting import exported, write_pretrained
-from skyrl_engine.modeling.lora import merged_weights
+from skyrl_engine.modeling.lora import adapters_off, merged_weights
 from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, score
 from skyrl_engine.modeling.optimizer import use_settings
 from skyrl_engine.modeling.scorer import Scorer
@@ -67,6 +68,10 @@ class DeepSpeedBackend:
         self._loaded.scorer.eval()
         parts = [objective(self._scores(micro_batch, objective), micro_batch)[1] for micro_batch in batch]
         return RankOutput.concat(parts, self.coords)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Score with the base model alone."""
+        return adapters_off(self._loaded.model)
 
     def forward_backward(self, batch: RankBatch, objective: Objective) -> RankOutput:
         """Score, differentiate and accumulate gradients on this rank; `optim_step` and `gradients` sum them over ranks."""

@@ -20,7 +20,7 @@ class DeepSpeedPlugin:
         options.refuse_contradictions()
         return BackendDescription(
             Topology(dp=world_size),
-            frozenset({"padded", "packed", "value_head", "lora", "logits"}),
+            frozenset({"padded", "packed", "value_head", "lora", "logits", "second_model", "reference_by_adapters"}),
             lambda _, model: options.refuse_precision(model.dtype, learns=True),
             _rehearse,
         )

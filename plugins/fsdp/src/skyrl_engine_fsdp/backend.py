@@ -1,6 +1,7 @@
 """The FSDP2 backend: a Hugging Face causal language model sharded over data-parallel ranks that scores, learns and saves."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from skyrl_engine.contracts import (
 )
 from skyrl_engine.modeling import random_states
 from skyrl_engine.modeling.exporting import exported, write_pretrained
-from skyrl_engine.modeling.lora import merged_weights
+from skyrl_engine.modeling.lora import adapters_off, merged_weights
 from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, score
 from skyrl_engine.modeling.optimizer import build_adamw, use_settings
 from skyrl_engine.modeling.scorer import Scorer
@@ -86,6 +87,10 @@ class FsdpBackend:
         parts = [objective(self._scores(micro_batch, objective), micro_batch)[1] for micro_batch in batch]
         reshard(self._scorer)
         return RankOutput.concat(parts, self.coords)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Score with the base model alone."""
+        return adapters_off(self._model)
 
     def forward_backward(self, batch: RankBatch, objective: Objective) -> RankOutput:
         """Score, differentiate and accumulate gradients; each micro-batch's gradient is summed over ranks in its backward pass."""

@@ -19,10 +19,13 @@ class FsdpPlugin:
     @hookimpl
     def skyrl_engine_describe_backend(self, config: FsdpConfig | None, world_size: int) -> BackendDescription:
         topology = (config or FsdpConfig()).topology(world_size)
-        capabilities: frozenset[Capability] = frozenset({"padded", "packed", "value_head", "tensor_parallel", "logits"})
+        capabilities: frozenset[Capability] = frozenset(
+            {"padded", "packed", "value_head", "tensor_parallel", "logits", "second_model"}
+        )
         # transformers' tensor-parallel plans cut the linear layers of a text decoder; they say nothing about adapters and vision towers
         if topology.tp == 1:
-            return BackendDescription(topology, capabilities | {"lora", "vision"}, rehearse=partial(_rehearse, images=True))
+            adapters: frozenset[Capability] = frozenset({"lora", "reference_by_adapters", "vision"})
+            return BackendDescription(topology, capabilities | adapters, rehearse=partial(_rehearse, images=True))
         return BackendDescription(topology, capabilities, partial(refuse_model, topology.tp), partial(_rehearse, images=False))
 
     @hookimpl
