@@ -75,7 +75,8 @@ class FrozenModel:
 
         A run that is resumed finds it there. All weights must be trained. Raises ModelError.
         """
-        assert self.model is not None and self.model.lora is None, "planning refuses to refresh where adapters are trained"
+        assert self.model is not None, "a model without its adapters is never refreshed"
+        assert self.model.lora is None, "planning refuses to refresh where adapters are trained"
         engine.export(directory)
         made = evolve(self, model=evolve(self.model, path=str(directory), revision=None, lora=None))
         made.load(engine)

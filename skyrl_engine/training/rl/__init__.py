@@ -1,0 +1,1 @@
+"""Training by reinforcement: attempts at tasks, their advantages, and steps on them."""

@@ -1,0 +1,85 @@
+"""Which passes a step needs before it learns, decided from what the parts of the run read."""
+
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from attrs import frozen
+
+from skyrl_engine.config.schema import RlConfig
+from skyrl_engine.contracts.kinds.advantage import Advantage
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.objective.parts import ObjectiveParts
+from skyrl_engine.objective.policy_metrics import OLD
+from skyrl_engine.registry.part import Part
+
+REFERENCE: Final = "ref_logprobs"
+VALUES: Final = "old_values"
+BOUND: Final[Mapping[str, str]] = {OLD: "logprobs"}
+"""The policy as its own old one."""
+
+_GIVEN: Final = ("rewards", "rollout_logprobs", "advantages", "returns", OLD, REFERENCE, VALUES)
+"""Columns that the trainer can provide; `returns` where the advantage gives them."""
+
+
+@frozen
+class Recipe:
+    """The passes of a step.
+
+    `old` says where the old policy's log-probabilities come from, None where nobody reads them. `scores` are scores of the trained model before
+    the first update, by the column that they become; `reference` says that the reference is scored.
+    """
+
+    old: Literal["current", "score", "rollout"] | None
+    scores: Mapping[str, str]
+    reference: bool
+
+    @property
+    def bound(self) -> Mapping[str, str]:
+        """Columns that the learning pass's own scores stand for."""
+        return BOUND if self.old == "current" else {}
+
+
+def recipe(config: RlConfig, objective: ObjectiveParts, advantage: Part[Advantage], *, lora_dropout: float = 0.0) -> Recipe:
+    """Choose the passes of every step. Raises UnsupportedError for what a part needs and no pass gives, and for contradictions."""
+    _refuse_unknown(objective, advantage)
+    early = {*advantage.product.needs, *(("ref_logprobs",) if config.kl is not None else ())}
+    read = {*objective.columns, *early}
+    old = _old(config, read=OLD in read, early=OLD in early)
+    if old == "score" and lora_dropout > 0:
+        raise UnsupportedError(
+            f"the old policy is scored without dropout, and adapters train with model.lora.dropout = {lora_dropout}: ratios would not be 1",
+            remedy="Set model.lora.dropout = 0, or let one optimizer step take the whole batch (rl.mini_batches = 1, rl.epochs = 1)",
+        )
+    scores = {**({OLD: "logprobs"} if old == "score" else {}), **({VALUES: "values"} if VALUES in read else {})}
+    return Recipe(old, scores, REFERENCE in read)
+
+
+def _old(config: RlConfig, *, read: bool, early: bool) -> Literal["current", "score", "rollout"] | None:
+    one_step = config.mini_batches * config.epochs == 1
+    if not read:
+        return None
+    if config.old == "auto":
+        return "current" if one_step and not early else "score"
+    if config.old == "current" and (early or not one_step):
+        why = "the advantage reads them before that pass" if early else "later optimizer steps of the batch need those of its first"
+        raise UnsupportedError(
+            f'rl.old = "current" takes the old log-probabilities of the training pass itself, and {why}',
+            remedy='Set rl.old = "auto" or "score"',
+        )
+    return config.old
+
+
+def _refuse_unknown(objective: ObjectiveParts, advantage: Part[Advantage]) -> None:
+    asked = {**objective.needs, advantage.label: advantage.product.needs}
+    known = {*_GIVEN, "logprobs", "entropy", "values"}
+    for label, needs in asked.items():
+        for name in needs:
+            if name not in known:
+                raise UnsupportedError(
+                    f"{label} needs the column {name!r}, which no rollout has",
+                    remedy=f"Choose a part that reads some of {', '.join(_GIVEN)}",
+                )
+            if name == "returns" and not advantage.product.claims.returns:
+                raise UnsupportedError(
+                    f"{label} needs returns, and {advantage.label} gives none", remedy='Set advantage.use = "gae"'
+                )

@@ -1,0 +1,71 @@
+"""The tasks of a run in their order: which environment and which task a ticket is, a pure function of the run's seed."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from attrs import define, field
+
+from skyrl_engine.contracts.kinds.environment import Environment, Task, Tasks
+from skyrl_engine.errors import DataError
+from skyrl_engine.registry.part import Part
+
+_SHUFFLED: Final = 2**22
+"""More tasks than these are made by a procedure; they are taken in their own order, which is random already."""
+
+
+@define(eq=False)
+class TaskOrder:
+    """Tickets 0, 1, ... over several environments, each with its weight.
+
+    Every ticket draws its environment; the k-th ticket of an environment takes the k-th task of that environment's order, which is another one
+    in every pass over its tasks.
+    """
+
+    environments: Sequence[Part[Environment]]
+    weights: Sequence[float]
+    seed: int
+    tasks: list[Tasks] = field(factory=list, init=False)
+    _drawn: list[tuple[int, int]] = field(factory=list, init=False)
+    _counts: list[int] = field(factory=list, init=False)
+    _orders: dict[tuple[int, int], np.ndarray] = field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.tasks = [each.product.tasks("train") for each in self.environments]
+        for environment, tasks in zip(self.environments, self.tasks, strict=True):
+            if len(tasks) == 0:
+                raise DataError(f"{environment.label} has no task to train on", remedy="Check the environment's options")
+        self._counts = [0] * len(self.environments)
+
+    def needs(self, tickets: int) -> list[int]:
+        """int[environments]: how many tasks of each environment so many tickets take."""
+        self._draw(tickets)
+        taken = np.bincount([environment for environment, _ in self._drawn[:tickets]], minlength=len(self.tasks))
+        return [int(each) for each in taken]
+
+    def of(self, ticket: int) -> tuple[int, Task]:
+        """Return the number of the ticket's environment, and its task."""
+        self._draw(ticket + 1)
+        environment, place = self._drawn[ticket]
+        tasks = self.tasks[environment]
+        epoch, offset = divmod(place, len(tasks))
+        return environment, tasks[self._index(environment, epoch, offset, len(tasks))]
+
+    def _draw(self, tickets: int) -> None:
+        shares = np.cumsum(np.asarray(self.weights, dtype=np.float64))
+        while len(self._drawn) < tickets:
+            ticket = len(self._drawn)
+            point = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, ticket]))).random() * shares[-1]
+            environment = int(np.searchsorted(shares, point, side="right")) if len(shares) > 1 else 0
+            self._drawn.append((environment, self._counts[environment]))
+            self._counts[environment] += 1
+
+    def _index(self, environment: int, epoch: int, offset: int, count: int) -> int:
+        if count > _SHUFFLED:
+            return offset
+        key = (environment, epoch)
+        if key not in self._orders:
+            generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, environment, epoch, 1])))
+            self._orders = {kept: order for kept, order in self._orders.items() if kept[0] != environment or kept[1] == epoch - 1}
+            self._orders[key] = generator.permutation(count)
+        return int(self._orders[key][offset])
