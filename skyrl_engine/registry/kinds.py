@@ -179,6 +179,7 @@ _ROWS = (
                 "sequence_mean_token_sum_norm",
                 "group_mean",
                 "prompt_mean",
+                "trajectory_mean",
             )
         },
     ),

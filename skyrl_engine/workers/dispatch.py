@@ -110,6 +110,7 @@ def batch_structure(
         max_sequence_length=max_sequence_length,
         sample_ids=columns.sample_ids[samples],
         grouped=columns.grouped,
+        trajectory_ids=columns.trajectory_ids[samples],
     )
 
 

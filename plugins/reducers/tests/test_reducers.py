@@ -19,6 +19,7 @@ from skyrl_engine_reducers.plugin import (
     sum_reducer,
     token_mean,
     token_mean_legacy,
+    trajectory_mean,
 )
 
 MAXIMUM = 10
@@ -40,6 +41,7 @@ REDUCERS = {
     "sequence_mean": lambda empty: sequence_mean.skyrl_engine_make_reducer(MeanConfig(empty)),
     "sequence_mean_token_sum_norm": lambda empty: sequence_mean_token_sum_norm.skyrl_engine_make_reducer(TokenSumNormConfig(empty)),
     "group_mean": lambda empty: group_mean.skyrl_engine_make_reducer(MeanConfig(empty)),
+    "trajectory_mean": lambda empty: trajectory_mean.skyrl_engine_make_reducer(MeanConfig(empty)),
 }
 names = pytest.mark.parametrize("name", REDUCERS)
 empties = pytest.mark.parametrize("empty", ["count", "skip"])
@@ -59,6 +61,7 @@ def by_loops(name: str, empty: str, structure: BatchStructure) -> list[float]:
         "sequence_mean": np.arange(len(rows)),
         "sequence_mean_token_sum_norm": np.arange(len(rows)),
         "group_mean": structure.group_ids,
+        "trajectory_mean": structure.trajectory_ids,
     }.get(name, np.zeros(len(rows)))
     counted = {part for part, row in zip(parts.tolist(), rows, strict=True) if empty == "count" or any(row)}
     weights = []
@@ -83,7 +86,8 @@ def structures(draw: st.DrawFn, weights: tuple[float, ...] = (0.0, 1.0, 0.5, 0.2
     rows = draw(st.lists(st.lists(st.sampled_from(weights), max_size=6), min_size=1, max_size=6))
     labels = st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows)).map(np.array)
     dtype = np.uint8 if draw(st.booleans()) and {weight for row in rows for weight in row} <= {0, 1} else np.float32
-    return structure_of(rows, dtype, micro_batch=np.sort(draw(labels)), group_ids=draw(labels) * 2**40)
+    ids = {"group_ids": draw(labels) * 2**40, "trajectory_ids": draw(labels) * 2**40}
+    return structure_of(rows, dtype, micro_batch=np.sort(draw(labels)), **ids)
 
 
 @names
@@ -117,6 +121,7 @@ def test_weights_sum_as_documented(empty: str, structure: BatchStructure) -> Non
         "sequence_mean": share(np.arange(len(structure))),
         "sequence_mean_token_sum_norm": mass / (counted * MAXIMUM),
         "group_mean": share(structure.group_ids),
+        "trajectory_mean": share(structure.trajectory_ids),
     }
     for name, total in expected.items():
         assert made(name, empty).weights(structure).sum() == pytest.approx(total, rel=1e-12), name
@@ -158,6 +163,7 @@ def test_the_order_of_sequences_does_not_matter(name: str, empty: str, structure
         unit_ids=structure.unit_ids[order],
         micro_batch=structure.micro_batch[order],
         sample_ids=structure.sample_ids[order],
+        trajectory_ids=structure.trajectory_ids[order],
     )
     reducer = made(name, empty)
     assert reducer.weights(shuffled).tolist() == reducer.weights(structure)[moved].tolist()
@@ -174,10 +180,17 @@ def test_a_uniform_weight_changes_nothing_in_a_mean(name: str, structure: BatchS
     np.testing.assert_allclose(reducer.weights(scaled), wanted, rtol=1e-15)
 
 
+def test_stretches_of_one_attempt_count_once() -> None:
+    """An attempt of 3 + 1 tokens in two sequences, and one of 2 in one: 1/2 each, whatever they were cut into."""
+    structure = structure_of([[1, 1, 1], [1], [1, 1]], np.uint8, trajectory_ids=np.array([7, 7, 4]))
+    assert made("trajectory_mean").weights(structure).tolist() == [1 / 8] * 4 + [1 / 4] * 2
+    assert made("sequence_mean").weights(structure).tolist() == [1 / 9] * 3 + [1 / 3] + [1 / 6] * 2
+
+
 def test_masses_are_summed_in_float64() -> None:
     """2^24 + 1 + 1 is 2^24 in float32, one term after the other; the mass is exact."""
     structure = structure_of([[2.0**24, 1.0, 1.0]])
-    for name in ("token_mean", "token_mean_legacy", "sequence_mean", "group_mean"):
+    for name in ("token_mean", "token_mean_legacy", "sequence_mean", "group_mean", "trajectory_mean"):
         assert made(name).weights(structure).tolist() == [2**24 / (2**24 + 2), *[1 / (2**24 + 2)] * 2], name
 
 

@@ -20,7 +20,8 @@ class BatchStructure:
     `loss_weight` uint8 or float32 [A] with `action_offsets` int64[n+1]; `group_ids`, `unit_ids` int64[n]; `micro_batch` int64[n]
     numbers each sequence's micro-batch over all ranks (sequences of one micro-batch share the number); `max_sequence_length` in
     tokens, if set; `sample_ids` int64[n], by which errors name a sequence (0..n-1 where the caller has none). `grouped` says whether the
-    data has group ids; without them `group_ids` makes every sequence a group of its own.
+    data has group ids; without them `group_ids` makes every sequence a group of its own. `trajectory_ids` int64[n] name the attempt that a
+    sequence is a stretch of; each is its own where nobody says.
     """
 
     loss_weight: AnyArray
@@ -31,6 +32,7 @@ class BatchStructure:
     max_sequence_length: int | None = None
     sample_ids: IntArray = Factory(lambda structure: np.arange(len(structure), dtype=np.int64), takes_self=True)
     grouped: bool = True
+    trajectory_ids: IntArray = Factory(lambda structure: np.arange(len(structure), dtype=np.int64), takes_self=True)
 
     def __len__(self) -> int:
         return len(self.action_offsets) - 1

@@ -32,6 +32,7 @@ class SampleColumns:
     `input_ids` int32 or int64, flat over tokens, with `token_offsets` int64[N+1]; `loss_weight` uint8 (0/1) or float32 on the action axis,
     with `action_offsets` int64[N+1]; `columns` float32[A] by name (rewards, advantages, old_logprobs, ... : an open set);
     `sample_values` arrays [N] by name; `sample_ids`, `group_ids`, `unit_ids` int64[N] (samples of one unit stay in one micro-batch);
+    `trajectory_ids` int64[N] name the attempt that a sample is a stretch of (each its own, unless it is said);
     `extras` ragged per sample (expert routes, images; `contracts.extras` says what each holds), which choosing samples does not copy.
 
     Position 0 of a sample has no predecessor and is never scored: its loss weight is 0 from construction on, and
@@ -51,6 +52,7 @@ class SampleColumns:
     extras: Mapping[str, RaggedView] = Factory(dict)
     unscored_first_tokens: int = 0
     grouped: bool = False
+    trajectory_ids: IntArray = Factory(lambda columns: np.arange(len(columns), dtype=np.int64), takes_self=True)
 
     def __len__(self) -> int:
         return len(self.token_offsets) - 1
@@ -68,6 +70,7 @@ class SampleColumns:
         sample_ids: IntArray | None = None,
         group_ids: IntArray | None = None,
         unit_ids: IntArray | None = None,
+        trajectory_ids: IntArray | None = None,
         extras: Mapping[str, Any] | None = None,
     ) -> "SampleColumns":
         """Validate flat arrays and make columns of them; arrays that already fit are not copied.
@@ -110,6 +113,7 @@ class SampleColumns:
             extras=checked_extras(extras or {}, lengths),
             unscored_first_tokens=cleared,
             grouped=group_ids is not None,
+            trajectory_ids=own_ids if trajectory_ids is None else _checked_ids("trajectory_ids", trajectory_ids, count),
         )
 
     @classmethod
@@ -228,6 +232,7 @@ class SampleColumns:
             unit_ids=self.unit_ids[chosen],
             extras={name: view.take(chosen) for name, view in self.extras.items()},
             grouped=self.grouped,
+            trajectory_ids=self.trajectory_ids[chosen],
         )
 
 

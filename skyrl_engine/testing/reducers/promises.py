@@ -236,7 +236,7 @@ def negative_weights(subject: Subject[Any], case: Drawn) -> None:
 
 @promise("It does not change the structure", cases=_drawn)
 def inputs_unchanged(subject: Subject[Any], case: Drawn) -> None:
-    names = ("loss_weight", "action_offsets", "group_ids", "unit_ids", "micro_batch", "sample_ids")
+    names = ("loss_weight", "action_offsets", "group_ids", "unit_ids", "micro_batch", "sample_ids", "trajectory_ids")
     before = {name: getattr(case.structure, name).copy() for name in names}
     copy = evolve(case.structure, **{name: array.copy() for name, array in before.items()})
     _decided(subject, copy)

@@ -15,7 +15,11 @@ _FRACTIONS = (1.0, 0.5, 0.25, 0.75, 2.0, 1 / 3)
 
 
 def structure_of(
-    weights: list[AnyArray], *, group_ids: IntArray | None = None, micro_batch: IntArray | None = None
+    weights: list[AnyArray],
+    *,
+    group_ids: IntArray | None = None,
+    micro_batch: IntArray | None = None,
+    trajectory_ids: IntArray | None = None,
 ) -> BatchStructure:
     """Make a structure from one array of loss weights per sequence."""
     numbers = np.arange(len(weights), dtype=np.int64)
@@ -26,6 +30,7 @@ def structure_of(
         unit_ids=numbers,
         micro_batch=np.zeros(len(weights), np.int64) if micro_batch is None else micro_batch,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
+        trajectory_ids=numbers if trajectory_ids is None else trajectory_ids,
     )
 
 
@@ -45,6 +50,8 @@ class Drawn:
         lines = [f"sequence {i} has the loss weights {_listed(each)}" for i, each in enumerate(sequences_of(structure))]
         if len(np.unique(structure.group_ids)) < len(structure):
             lines.append(f"groups {_listed(structure.group_ids)}")
+        if len(np.unique(structure.trajectory_ids)) < len(structure):
+            lines.append(f"trajectories {_listed(structure.trajectory_ids)}")
         if len(np.unique(structure.micro_batch)) > 1:
             lines.append(f"micro-batches {_listed(structure.micro_batch)}")
         return "\n".join(lines)
@@ -67,6 +74,7 @@ class Reordered(Drawn):
             unit_ids=structure.unit_ids[order],
             micro_batch=structure.micro_batch[order],
             sample_ids=structure.sample_ids[order],
+            trajectory_ids=structure.trajectory_ids[order],
         )
 
     @property
@@ -106,6 +114,7 @@ class Relabelled(Drawn):
             group_ids=self.names[structure.group_ids],
             unit_ids=self.names[structure.unit_ids],
             sample_ids=self.names[structure.sample_ids],
+            trajectory_ids=self.names[structure.trajectory_ids],
         )
 
     def __str__(self) -> str:
@@ -133,6 +142,7 @@ class WithEmpty(Drawn):
             unit_ids=np.concatenate([structure.unit_ids, names]),
             micro_batch=np.concatenate([structure.micro_batch, np.full(more, structure.micro_batch[-1])]),
             max_sequence_length=structure.max_sequence_length,
+            trajectory_ids=np.concatenate([structure.trajectory_ids, names]),
         )
 
     def __str__(self) -> str:
@@ -165,8 +175,9 @@ def structures(draw: st.DrawFn, *, min_sequences: int = 1, max_sequences: int = 
         if not empty and not any(row):
             row[0] = 1.0
         weights.append(np.tile(np.asarray(row, dtype=np.float32 if fractions else np.uint8), repeated))
-    groups = np.asarray(draw(st.lists(st.integers(0, count - 1), min_size=count, max_size=count)), dtype=np.int64)
-    return structure_of(weights, group_ids=groups, micro_batch=_micro_batches(draw, count))
+    labels = st.lists(st.integers(0, count - 1), min_size=count, max_size=count)
+    groups, trajectories = (np.asarray(draw(labels), dtype=np.int64) for _ in range(2))
+    return structure_of(weights, group_ids=groups, micro_batch=_micro_batches(draw, count), trajectory_ids=trajectories)
 
 
 def _micro_batches(draw: st.DrawFn, count: int) -> IntArray:

@@ -65,6 +65,15 @@ def sequence_mean(structure: BatchStructure, config: MeanConfig) -> PerSequence:
     return _mean_of_means(structure, np.arange(len(structure), dtype=np.int64), config.empty_sequence)
 
 
+@reducer(config=MeanConfig)
+def trajectory_mean(structure: BatchStructure, config: MeanConfig) -> PerSequence:
+    """The weight w / (R [M_r]): the mean over R trajectories of each one's mean over all its tokens, `sequence_mean` of whole attempts.
+
+    A trajectory whose history was rewritten lies in several sequences, and counts once all the same.
+    """
+    return _mean_of_means(structure, structure.trajectory_ids, config.empty_sequence)
+
+
 @reducer(config=TokenSumNormConfig)
 def sequence_mean_token_sum_norm(structure: BatchStructure, config: TokenSumNormConfig) -> PerSequence:
     """The weight w / (n L): the mean over sequences of each one's sum over tokens, divided by the constant L = `max_sequence_length`.

@@ -1,0 +1,121 @@
+"""A trajectory while it grows: tokens are added behind what is there, and none is ever changed or encoded again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from skyrl_engine.contracts.kinds.generator import Completion
+from skyrl_engine.contracts.values.ragged import offsets_of
+from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, Status, Trajectory, VersionSpans
+from skyrl_engine.errors import ContractError
+
+Ids = npt.NDArray[np.int32]
+
+
+class Transcript:
+    """The tokens of one attempt, from its first prompt on."""
+
+    def __init__(self, prompt_ids: Ids) -> None:
+        self._segments: list[tuple[int, Ids]] = []
+        self._logprobs: list[npt.NDArray[np.float32]] = []
+        self._rewards: list[npt.NDArray[np.float32]] = []
+        self._versions: list[npt.NDArray[np.int64]] = []
+        self._stops: list[str] = []
+        self._unplaced = 0.0
+        self._behind_prompts = 0
+        self.restarted(prompt_ids)
+
+    @property
+    def prompt_ids(self) -> Ids:
+        """int32[P]: what stands in front of the model now."""
+        return np.concatenate([ids for _, ids in self._segments[self._stretch :]])
+
+    @property
+    def length(self) -> int:
+        """Count the sampled and observed tokens."""
+        return self._behind_prompts
+
+    @property
+    def turns(self) -> int:
+        """Count the turns of the model."""
+        return len(self._stops)
+
+    def restarted(self, prompt_ids: Ids) -> None:
+        """Begin a new stretch with a prompt of its own: the history was rewritten."""
+        self._stretch = len(self._segments)
+        self._segments.append((PROMPT, _ids(prompt_ids)))
+
+    def sampled(self, completion: Completion) -> None:
+        """Add a turn of the model as it was sampled."""
+        ids = _ids(completion.token_ids)
+        if len(completion.logprobs) != len(ids):
+            raise ContractError(
+                f"the generator gave {len(completion.logprobs)} log-probabilities for {len(ids)} tokens",
+                remedy="Give one log-probability per sampled token",
+            )
+        self._segments.append((SAMPLED, ids))
+        self._logprobs.append(np.asarray(completion.logprobs, dtype=np.float32))
+        self._rewards.append(np.zeros(len(ids), dtype=np.float32))
+        self._versions.append(completion.versions.per_token(len(ids)))
+        self._stops.append(stop_reason(completion))
+        self._behind_prompts += len(ids)
+
+    def observed(self, ids: Ids) -> None:
+        """Add what an environment answered."""
+        if len(ids):
+            self._segments.append((OBSERVED, _ids(ids)))
+            self._behind_prompts += len(ids)
+
+    def rewarded(self, reward: float, token_rewards: Sequence[float] | None = None) -> None:
+        """Add the reward of the last turn: at its last token, or one per token."""
+        place = self._rewards[-1]
+        if token_rewards is not None:
+            place += np.asarray(token_rewards, dtype=np.float32)
+        elif len(place):
+            place[-1] += np.float32(reward)
+        else:
+            self._unplaced += reward
+
+    def trajectory(self, *, ticket: int, member: int, start_version: int, status: Status = "finished", **facts: Any) -> Trajectory:
+        """Return the attempt as it stands; `facts` are fields of `Trajectory` that tokens do not say."""
+        kinds = np.array([kind for kind, _ in self._segments], dtype=np.uint8)
+        return Trajectory(
+            ticket=ticket,
+            member=member,
+            token_ids=np.concatenate([ids for _, ids in self._segments]),
+            kinds=kinds,
+            segment_offsets=offsets_of([len(ids) for _, ids in self._segments]),
+            logprobs=_joined(self._logprobs, np.float32),
+            versions=_spans(_joined(self._versions, np.int64)),
+            rewards=_joined(self._rewards, np.float32),
+            unplaced_reward=self._unplaced,
+            status=status,
+            start_version=start_version,
+            stops=tuple(self._stops),
+            **facts,
+        )
+
+
+def stop_reason(completion: Completion) -> str:
+    """Name what ended a turn, for counts: "eos", "stop_string", "length", "abort" or "error"."""
+    if completion.finish != "stop":
+        return completion.finish
+    return "stop_string" if isinstance(completion.stop, str) else "eos"
+
+
+def _ids(values: npt.ArrayLike) -> Ids:
+    return np.ascontiguousarray(values, dtype=np.int32)
+
+
+def _joined(parts: list[Any], dtype: Any) -> Any:
+    return np.concatenate([np.zeros(0, dtype=dtype), *parts]).astype(dtype, copy=False)
+
+
+def _spans(versions: npt.NDArray[np.int64]) -> VersionSpans:
+    """Return runs of equal versions."""
+    first = np.ones(len(versions), dtype=np.bool_)
+    first[1:] = versions[1:] != versions[:-1]
+    starts = np.flatnonzero(first)
+    return VersionSpans(starts.astype(np.int32), versions[starts])
