@@ -106,7 +106,6 @@ class EnvironmentClaims:
     max_turns: int = field(default=1)
     random: bool = False
     shared_tasks: bool = False
-    isolation: Literal["process", "thread"] = "process"
     pass_threshold: float = 1.0
     version: str = ""
 

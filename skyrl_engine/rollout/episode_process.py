@@ -1,0 +1,157 @@
+"""The process in which episodes of environments run: it answers one line of JSON with one line of JSON, and holds episodes in between.
+
+Started as `python -m skyrl_engine.rollout.episode_process IN OUT` with two open file descriptors; what environments print goes elsewhere.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+from attrs import define, field
+
+from skyrl_engine.contracts.kinds.environment import Action, Environment, Episode, StepResult, Task, ToolCall
+from skyrl_engine.errors import EngineError
+
+ROLES = ("user", "tool", "system")
+
+
+@define(eq=False)
+class EpisodeServer:
+    """Environments and their open episodes. `handle` takes a request and returns the answer, both of plain JSON values."""
+
+    environments: Sequence[Environment]
+    names: Sequence[str]
+    _episodes: dict[int, tuple[Episode, str]] = field(factory=dict, init=False)
+    _loop: asyncio.AbstractEventLoop = field(factory=asyncio.new_event_loop, init=False)
+
+    def handle(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what is asked. Whatever an environment raises becomes `{"failure": cause}`."""
+        episode = request["episode"]
+        try:
+            match request["do"]:
+                case "open":
+                    return {"messages": self._open(request)}
+                case "step":
+                    return {"result": self._step(episode, _action(request["action"]))}
+                case _:
+                    self._close(episode)
+                    return {}
+        except EngineError as error:
+            return {"failure": error.cause}
+        except Exception as error:  # noqa: BLE001 -- an environment may raise anything
+            return {"failure": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc(limit=-8)}
+
+    def _open(self, request: Mapping[str, Any]) -> list[Any]:
+        number = request["environment"]
+        task = task_of(request["task"])
+        opened = self.environments[number].open(task, request["seed"])
+        self._episodes[request["episode"]] = (opened, f"environment {self.names[number]}, task {task.key!r}")
+        return _messages(self._waited(opened.begin()), "begin")
+
+    def _step(self, number: int, action: Action) -> dict[str, Any]:
+        episode, label = self._episodes[number]
+        result = self._waited(episode.step(action))
+        wrong = wrong_with(result, tokens=len(action.token_ids))
+        if wrong is not None:
+            raise AnswerError(f"{label}, turn {action.turn}: {wrong}")
+        return _plain(result)
+
+    def _close(self, number: int) -> None:
+        if (held := self._episodes.pop(number, None)) is not None:
+            self._waited(held[0].close())
+
+    def _waited(self, value: Any) -> Any:
+        return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
+
+
+class AnswerError(EngineError):
+    """An environment answered with what is no answer."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause, remedy="Return a StepResult with a finite reward")
+
+
+def wrong_with(returned: Any, *, tokens: int) -> str | None:
+    """Say what is wrong with an answer to a turn of so many tokens; None where nothing is."""
+    if not isinstance(returned, StepResult):
+        return f"step returned {type(returned).__name__} where a StepResult is due"
+    result: Any = returned
+    for name, value in (("reward", result.reward), *result.parts.items(), *result.metrics.items()):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            return f"{name} is {value!r:.80}, where a finite number is due"
+    if not isinstance(result.done, bool):
+        return f"done is {result.done!r:.80}, where true or false is due"
+    if result.done == bool(result.messages):
+        return "done is true, and messages follow" if result.done else "done is false, and no message follows"
+    given = result.token_rewards
+    if given is not None and (len(given) != tokens or not all(math.isfinite(each) for each in given)):
+        return f"token_rewards holds {len(given)} numbers for {tokens} tokens, or one that is not finite"
+    return None
+
+
+def _messages(given: Any, method: str) -> list[Any]:
+    messages = list(given)
+    for message in messages:
+        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+            raise AnswerError(f"{method} gave the message {message!r:.120}, which is not of the roles {', '.join(ROLES)}")
+    return [dict(message) for message in messages]
+
+
+def _plain(result: StepResult) -> dict[str, Any]:
+    table = {name: getattr(result, name) for name in attrs.fields_dict(StepResult)}
+    numbers = ("parts", "metrics")
+    return {
+        **table,
+        "reward": float(result.reward),
+        "messages": _messages(result.messages, "step"),
+        **{name: {key: float(value) for key, value in table[name].items()} for name in numbers},
+    }
+
+
+def _action(table: Mapping[str, Any]) -> Action:
+    calls = tuple(ToolCall(**call) for call in table["tool_calls"])
+    return Action(**{**table, "token_ids": tuple(table["token_ids"]), "tool_calls": calls})
+
+
+def task_of(table: Mapping[str, Any]) -> Task:
+    """Return the task that `attrs.asdict` made plain."""
+    lists = ("messages", "prompt_ids", "tools", "images")
+    return Task(**{**table, **{name: tuple(table[name]) for name in lists}})
+
+
+def _line(answer: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(answer, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        return json.dumps({"id": answer["id"], "failure": f"the answer is not of JSON values: {error}"}).encode() + b"\n"
+
+
+def main(inwards: int, outwards: int) -> None:
+    """Make the environments that the first line names, then answer line by line until the other side closes."""
+    from skyrl_engine.config import SelectedPlugin
+    from skyrl_engine.contracts.kinds.context import FactoryContext
+
+    with os.fdopen(inwards, "rb") as requests, os.fdopen(outwards, "wb", buffering=0) as answers:
+        setup = json.loads(requests.readline())
+        try:
+            context = FactoryContext(**setup["context"])
+            made = [SelectedPlugin.from_lock(lock).make(context) for lock in setup["locks"]]
+        except EngineError as error:
+            answers.write(_line({"id": -1, "failure": error.cause}))
+            return
+        answers.write(_line({"id": -1}))
+        server = EpisodeServer(made, setup["names"])
+        for line in requests:
+            request = json.loads(line)
+            answers.write(_line({"id": request["id"], **server.handle(request)}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
