@@ -1,0 +1,335 @@
+"""Attempts at tasks, from a ticket to a finished group: prompts to the sampler, turns to the environment, until every attempt has ended."""
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+from attrs import define, evolve, field, frozen
+
+from skyrl_engine.contracts.kinds.environment import Action, EnvironmentClaims, Message, StepResult, Task
+from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
+from skyrl_engine.contracts.values.rollout import Group, Status, Trajectory
+from skyrl_engine.errors import DataError, RolloutError
+from skyrl_engine.rollout.episodes import EpisodeReply
+from skyrl_engine.rollout.transcript import Ids, Transcript
+
+logger = logging.getLogger(__name__)
+
+FAILURES_OF: Final = 200
+"""Attempts among which failures are counted."""
+
+_IDLE_S: Final = 0.5
+_COMMON: Final = 3
+
+
+class Sampler(Protocol):
+    """Where requests go and completions come from."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None: ...
+
+    def poll(self, timeout: float) -> list[Completion]: ...
+
+    def abort(self, request_ids: Sequence[int] | None = None) -> None: ...
+
+
+class Episodes(Protocol):
+    """Where environments run; `EpisodePool` is one."""
+
+    @property
+    def pending(self) -> int: ...
+
+    def open(self, episode: int, environment: int, task: Task, seed: int) -> None: ...
+
+    def step(self, episode: int, action: Action) -> None: ...
+
+    def close(self, episode: int) -> None: ...
+
+    def poll(self, timeout: float) -> list[EpisodeReply]: ...
+
+
+class Turns(Protocol):
+    """How messages become tokens and tokens a turn."""
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Ids: ...
+
+    def suffix(self, messages: Sequence[Message], last_token: int | None) -> Ids: ...
+
+    def action(self, completion: Completion, turn: int, tools: Sequence[Mapping[str, Any]] = ()) -> Action: ...
+
+
+@frozen
+class Bounds:
+    """The limits of every attempt. `keeps_history` appends to what stands there; otherwise later prompts are rendered anew."""
+
+    group_size: int
+    max_prompt_tokens: int
+    max_tokens: int
+    min_group_size: int = 1
+    max_failure_share: float = 1.0
+    keeps_history: bool = True
+
+
+@define(eq=False)
+class _Attempt:
+    ticket: int
+    member: int
+    number: int
+    environment: int
+    task: Task
+    version: int
+    messages: list[Message]
+    transcript: Transcript | None = None
+    sampling: Mapping[str, Any] = field(factory=dict)
+    last: Completion | None = None
+    tool_problems: int = 0
+    success: bool | None = None
+    parts: dict[str, float] = field(factory=dict)
+    metrics: dict[str, float] = field(factory=dict)
+    info: dict[str, Any] = field(factory=dict)
+    seconds: dict[str, float] = field(factory=dict)
+    since: float = 0.0
+
+    def spend(self, phase: str) -> None:
+        """Count the time since the last call as spent in `phase`."""
+        now = time.monotonic()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.since
+        self.since = now
+
+
+@define(eq=False)
+class _Running:
+    environment: int
+    task: Task
+    version: int
+    ended: dict[int, Trajectory] = field(factory=dict)
+
+
+@define(eq=False)
+class RolloutRunner:
+    """Runs the attempts of groups side by side. `start` begins a group, `advance` brings groups that have ended.
+
+    What is sampled depends on `seed`, the ticket, the attempt's number in its group and the turn, and on nothing else. `names` and `claims` are
+    those of the environments, in their order; `sampling` holds for every turn, within `bounds`.
+    """
+
+    sampler: Sampler
+    episodes: Episodes
+    turns: Turns
+    names: Sequence[str]
+    claims: Sequence[EnvironmentClaims]
+    sampling: Sampling
+    bounds: Bounds
+    seed: int
+    _running: dict[int, _Running] = field(factory=dict, init=False)
+    _attempts: dict[int, _Attempt] = field(factory=dict, init=False)
+    _requests: dict[int, _Attempt] = field(factory=dict, init=False)
+    _to_send: list[GenerationRequest] = field(factory=list, init=False)
+    _numbers: int = field(default=0, init=False)
+    _request_ids: int = field(default=0, init=False)
+    _failed: deque[str | None] = field(factory=lambda: deque(maxlen=FAILURES_OF), init=False)
+
+    @property
+    def running(self) -> int:
+        """Count the groups under way."""
+        return len(self._running)
+
+    def start(self, ticket: int, environment: int, task: Task, version: int) -> None:
+        """Begin the attempts at a task, with weights of `version`."""
+        self._running[ticket] = _Running(environment, task, version)
+        for member in range(self.bounds.group_size):
+            self._numbers += 1
+            attempt = _Attempt(ticket, member, self._numbers, environment, task, version, list(task.messages))
+            attempt.since = time.monotonic()
+            self._attempts[attempt.number] = attempt
+            self.episodes.open(attempt.number, environment, task, self._seed(ticket, member))
+
+    def advance(self, timeout: float) -> list[Group]:
+        """Go on for about `timeout` seconds, or until a group has ended. Raises RolloutError where too many attempts fail."""
+        ended: list[Group] = []
+        until = time.monotonic() + timeout
+        while self._running and not ended:
+            sampling = bool(self._requests)
+            waiting = max(0.0, until - time.monotonic())
+            for reply in self.episodes.poll(0.0 if sampling else min(waiting, _IDLE_S)):
+                ended += self._replied(reply)
+            self._send()
+            if self._requests:
+                for completion in self.sampler.poll(min(waiting, _IDLE_S)):
+                    ended += self._completed(completion)
+            if time.monotonic() >= until:
+                break
+        return ended
+
+    def stop(self) -> None:
+        """Give up all groups under way: their attempts are forgotten."""
+        if self._requests:
+            self.sampler.abort()
+            while self._requests:
+                for completion in self.sampler.poll(_IDLE_S):
+                    self._requests.pop(completion.request_id, None)
+        for number in self._attempts:
+            self.episodes.close(number)
+        self._attempts.clear()
+        self._running.clear()
+        self._to_send.clear()
+
+    def _seed(self, *place: int) -> int:
+        return int(np.random.SeedSequence([self.seed, *place]).generate_state(1, np.uint64)[0])
+
+    def _replied(self, reply: EpisodeReply) -> list[Group]:
+        attempt = self._attempts.get(reply.episode)
+        if attempt is None:
+            return []
+        attempt.spend("environment")
+        if reply.failure is not None:
+            return self._end(attempt, "failed", reply.failure)
+        if reply.messages is not None:
+            attempt.messages += reply.messages
+            attempt.transcript = Transcript(self._first_prompt(attempt))
+            return self._ask(attempt)
+        assert reply.result is not None, "an answer is one of three"
+        return self._stepped(attempt, reply.result)
+
+    def _first_prompt(self, attempt: _Attempt) -> Ids:
+        task = attempt.task
+        ids = np.asarray(task.prompt_ids, dtype=np.int32) if task.prompt_ids else self.turns.prompt(attempt.messages, task.tools)
+        if len(ids) > self.bounds.max_prompt_tokens:
+            raise DataError(
+                f"task {task.key!r} of environment {self.names[attempt.environment]} has a prompt of {len(ids):,} tokens, and "
+                f"rl.max_prompt_tokens is {self.bounds.max_prompt_tokens:,}",
+                remedy="Raise rl.max_prompt_tokens, or leave such tasks out",
+            )
+        return ids
+
+    def _ask(self, attempt: _Attempt) -> list[Group]:
+        """Ask the sampler for the attempt's next turn, or end it where no token is left to it."""
+        transcript = attempt.transcript
+        assert transcript is not None, "a prompt comes first"
+        room = self.bounds.max_tokens - transcript.length
+        if room < 1:
+            return self._end(attempt, "truncated")
+        given = attempt.sampling
+        sampling = evolve(
+            self.sampling,
+            max_tokens=min(room, int(given.get("max_tokens", room))),
+            stop_strings=tuple(given.get("stop_strings", self.sampling.stop_strings)),
+        )
+        self._request_ids += 1
+        session = attempt.ticket * self.bounds.group_size + attempt.member
+        request = GenerationRequest(
+            self._request_ids,
+            transcript.prompt_ids,
+            sampling,
+            self._seed(attempt.ticket, attempt.member, transcript.turns + 1),
+            session=session,
+            prefix_group=attempt.ticket if transcript.turns == 0 else None,
+        )
+        self._requests[request.request_id] = attempt
+        self._to_send.append(request)
+        return []
+
+    def _send(self) -> None:
+        if self._to_send:
+            requests, self._to_send = sorted(self._to_send, key=lambda each: (each.session, each.request_id)), []
+            self.sampler.submit(requests)
+
+    def _completed(self, completion: Completion) -> list[Group]:
+        attempt = self._requests.pop(completion.request_id, None)
+        if attempt is None or attempt.number not in self._attempts:
+            return []
+        attempt.spend("generate")
+        transcript = attempt.transcript
+        assert transcript is not None, "a prompt comes first"
+        if completion.finish in ("error", "abort") or not len(completion.token_ids):
+            return self._end(attempt, "failed", f"the generator gave up: {completion.error or completion.finish}")
+        transcript.sampled(completion)
+        attempt.last = completion
+        action = self.turns.action(completion, transcript.turns - 1, attempt.task.tools)
+        attempt.tool_problems += action.tool_problem is not None
+        attempt.messages.append(_as_message(action))
+        self.episodes.step(attempt.number, action)
+        return []
+
+    def _stepped(self, attempt: _Attempt, result: StepResult) -> list[Group]:
+        transcript, last = attempt.transcript, attempt.last
+        assert transcript is not None, "a turn comes first"
+        assert last is not None, "a turn comes first"
+        transcript.rewarded(result.reward, result.token_rewards)
+        for kept, given in ((attempt.parts, result.parts), (attempt.metrics, result.metrics)):
+            for name, value in given.items():
+                kept[name] = kept.get(name, 0.0) + value
+        attempt.info |= result.info
+        attempt.sampling = result.sampling
+        if result.success is not None:
+            attempt.success = result.success
+        if result.done:
+            return self._end(attempt, "truncated" if last.finish == "length" else "finished")
+        if last.finish == "length" or transcript.turns >= self.claims[attempt.environment].max_turns:
+            return self._end(attempt, "truncated")
+        attempt.messages += result.messages
+        if self.bounds.keeps_history:
+            transcript.observed(self.turns.suffix(result.messages, int(last.token_ids[-1])))
+        else:
+            transcript.restarted(self.turns.prompt(attempt.messages, attempt.task.tools))
+        return self._ask(attempt)
+
+    def _end(self, attempt: _Attempt, status: Status, cause: str | None = None) -> list[Group]:
+        del self._attempts[attempt.number]
+        self.episodes.close(attempt.number)
+        transcript = attempt.transcript or Transcript(np.zeros(0, dtype=np.int32))
+        success = attempt.success
+        made = transcript.trajectory(
+            ticket=attempt.ticket,
+            member=attempt.member,
+            start_version=attempt.version,
+            status=status,
+            cause=cause,
+            tool_problems=attempt.tool_problems,
+            parts=attempt.parts,
+            metrics=attempt.metrics,
+            info=attempt.info,
+            seconds=attempt.seconds,
+        )
+        if success is None and status != "failed":
+            success = made.reward >= self.claims[attempt.environment].pass_threshold
+        self._count(cause)
+        running = self._running[attempt.ticket]
+        running.ended[attempt.member] = evolve(made, success=success)
+        if len(running.ended) < self.bounds.group_size:
+            return []
+        del self._running[attempt.ticket]
+        trajectories = tuple(running.ended[member] for member in range(self.bounds.group_size))
+        group = Group(attempt.ticket, self.names[running.environment], running.task.key, running.version, trajectories)
+        few = len(group.finished) < min(self.bounds.min_group_size, self.bounds.group_size)
+        return [evolve(group, dropped="failed") if few else group]
+
+    def _count(self, cause: str | None) -> None:
+        """Count failures. Raises RolloutError, with the commonest causes, where too many of the last attempts failed."""
+        self._failed.append(cause)
+        causes = [each for each in self._failed if each is not None]
+        if cause is None or len(causes) <= self.bounds.max_failure_share * FAILURES_OF:
+            if cause is not None:
+                logger.info("an attempt failed: %s", cause)
+            return
+        common = Counter(causes).most_common(_COMMON)
+        raise RolloutError(
+            f"{len(causes)} of the last {len(self._failed)} attempts failed, and rollouts.max_failure_share is "
+            f"{self.bounds.max_failure_share:g} of {FAILURES_OF}",
+            remedy="Correct the environment, or raise rollouts.timeout_s or rollouts.max_failure_share",
+            details=[f"{count} x {each}" for each, count in common],
+        )
+
+
+def _as_message(action: Action) -> Message:
+    """Return a turn of the model as a message, for prompts that are rendered anew and for people."""
+    message: dict[str, Any] = {"role": "assistant", "content": action.text}
+    if action.tool_calls:
+        calls = [
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in action.tool_calls
+        ]
+        message["tool_calls"] = calls
+    return message
