@@ -4,7 +4,6 @@ Version v is the number of steps that are done; step t (from 1) trains B groups 
 and is trained in step t has the staleness t - 1 - s, and no group has more than S.
 """
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self
 
@@ -30,11 +29,7 @@ class RolloutLedger:
     trained_count: int = field(default=0, init=False)
     _running: dict[int, int] = field(factory=dict, init=False)
     _ready: dict[int, int] = field(factory=dict, init=False)
-    _outcomes: deque[bool] = field(init=False)
-
-    @_outcomes.default
-    def _last_batches(self) -> deque[bool]:
-        return deque(maxlen=20 * self.groups)
+    _filtered: set[int] = field(factory=set, init=False)
 
     @property
     def running(self) -> Mapping[int, int]:
@@ -46,10 +41,18 @@ class RolloutLedger:
         """Tickets that wait to be trained on, with the version each started at."""
         return self._ready
 
-    @property
-    def drop_share(self) -> float:
-        """The share of groups that were dropped among those of the last 20 batches that ended."""
-        return sum(self._outcomes) / (self._outcomes.maxlen or 1)
+    def starved(self, ticket: int, share: float) -> bool | None:
+        """Say whether filters dropped more than `share` of the 20 batches of tickets before this one; None while that is not decided yet.
+
+        It depends on tickets alone, and not on the order in which groups finish.
+        """
+        window = 20 * self.groups
+        before = range(ticket - window, ticket)
+        dropped = sum(each in before for each in self._filtered)
+        if dropped > share * window:
+            return True
+        undecided = sum(each in before for each in self._running)
+        return False if dropped + undecided <= share * window else None
 
     def may_start(self) -> int:
         """Count the groups that may start now: alive ones stay below (version + staleness + 1) batches."""
@@ -68,12 +71,12 @@ class RolloutLedger:
         """Take a group that finished; `start_version` where it is an older one, out of a journal."""
         started = self._running.pop(ticket)
         self._ready[ticket] = started if start_version is None else start_version
-        self._outcomes.append(False)
 
-    def dropped(self, ticket: int) -> None:
-        """Take a group that is not trained on; another one may start in its place."""
+    def dropped(self, ticket: int, *, filtered: bool = True) -> None:
+        """Take a group that is not trained on, because a filter dropped it or its attempts failed; another one may start in its place."""
         self._running.pop(ticket)
-        self._outcomes.append(True)
+        if filtered:
+            self._filtered = {each for each in self._filtered if each >= ticket - 20 * self.groups} | {ticket}
 
     def take(self, step: int) -> tuple[int, ...] | None:
         """Return the tickets that `step` trains on, in ascending order; None while it has to wait.
@@ -112,7 +115,7 @@ class RolloutLedger:
             "next_ticket": self.next_ticket,
             "trained": self.trained_count,
             "alive": sorted([*self._running, *self._ready]),
-            "outcomes": [int(each) for each in self._outcomes],
+            "filtered": sorted(self._filtered),
         }
 
     def restored(self, state: Mapping[str, Any]) -> Self:
@@ -121,6 +124,5 @@ class RolloutLedger:
         self.trained_count = int(state["trained"])
         self._ready.clear()
         self._running = {int(ticket): self.version for ticket in state["alive"]}
-        self._outcomes.clear()
-        self._outcomes.extend(bool(each) for each in state["outcomes"])
+        self._filtered = {int(ticket) for ticket in state["filtered"]}
         return self

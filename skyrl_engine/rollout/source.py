@@ -45,9 +45,9 @@ class Taken:
 class RolloutSource:
     """Gives a trainer its groups, step by step, and learns from it when they were trained on.
 
-    `task_of(ticket)` gives the number of a ticket's environment, and its task. `filters` drop groups that finished; another ticket starts in the
-    place of each. When more than `max_drop_share` of the groups of the last 20 batches were dropped, `on_starved` "train" suspends the
-    filters for the rest of the step, and "stop" raises RolloutError.
+    `task_of(ticket)` gives the number of a ticket's environment, and its task. `filters` drop groups that finished; another ticket starts in
+    the place of each. Where they dropped more than `max_drop_share` of the 20 batches of tickets before a group, `on_starved` "train" keeps
+    that group whatever they say, and "stop" raises RolloutError.
     """
 
     ledger: RolloutLedger
@@ -60,7 +60,8 @@ class RolloutSource:
     progress: Callable[[int, int], None] | None = None
     _groups: dict[int, Group] = field(factory=dict, init=False)
     _since: list[Group] = field(factory=list, init=False)
-    _suspended: bool = field(default=False, init=False)
+    _held: dict[int, Group] = field(factory=dict, init=False)
+    _warned: int = field(default=-1, init=False)
 
     def restart(self) -> None:
         """Start what was under way when a checkpoint was written, under its own tickets."""
@@ -73,11 +74,10 @@ class RolloutSource:
         while (tickets := self.ledger.take(step)) is None:
             while self.ledger.may_start():
                 self._begin(self.ledger.started())
-            for group in self.runner.advance(_PATIENCE_S):
-                self._ended(group)
+            self._held |= {group.ticket: group for group in self.runner.advance(_PATIENCE_S)}
+            self._decide()
             if self.progress is not None:
                 self.progress(len(self.ledger.ready), self.ledger.groups)
-        self._suspended = False
         finished, self._since = tuple(sorted(self._since, key=lambda group: group.ticket)), []
         groups = tuple(self._groups.pop(ticket) for ticket in tickets)
         return Taken(groups, finished, {"rollout": time.monotonic() - began})
@@ -98,39 +98,45 @@ class RolloutSource:
         environment, task = self.task_of(ticket)
         self.runner.start(ticket, environment, task, self.ledger.version)
 
-    def _ended(self, group: Group) -> None:
-        reason = group.dropped or self._filtered(group)
-        if reason is not None:
-            group = evolve(group, dropped=reason)
-        self.records.append(group)
-        self._took(group)
+    def _decide(self) -> None:
+        """Keep or drop groups that have ended, in the order of their tickets; one waits where earlier ones decide if filters count."""
+        for ticket in sorted(self._held):
+            group = self._held[ticket]
+            starved = self.ledger.starved(ticket, self.max_drop_share) if self.filters and group.dropped is None else False
+            if starved is None:
+                return
+            del self._held[ticket]
+            reason = group.dropped or self._filtered(group)
+            if starved and reason is not None:
+                self._refuse_to_starve(ticket, reason)
+                reason = None
+            if reason is not None:
+                group = evolve(group, dropped=reason)
+            self.records.append(group)
+            self._took(group)
 
     def _took(self, group: Group) -> None:
         self._since.append(group)
         if group.dropped is None:
             self._groups[group.ticket] = group
             self.ledger.finished(group.ticket, group.start_version)
-            return
-        self.ledger.dropped(group.ticket)
-        if self.ledger.drop_share > self.max_drop_share:
-            self._starved(group)
+        else:
+            self.ledger.dropped(group.ticket, filtered=group.dropped != "failed")
 
-    def _starved(self, group: Group) -> None:
-        if group.dropped == "failed":
-            return
-        share = f"{self.ledger.drop_share:.0%} of the groups of the last 20 batches were dropped, the last as {group.dropped!r}"
+    def _refuse_to_starve(self, ticket: int, reason: str) -> None:
+        share = f"filters dropped more than {self.max_drop_share:.0%} of the last 20 batches of groups"
         if self.on_starved == "stop":
             raise RolloutError(
-                share,
+                f"{share}, and would drop ticket {ticket} as {reason!r}",
                 remedy="Choose easier or harder tasks, leave the filter out, or raise rollouts.max_drop_share",
             )
-        if not self._suspended:
-            logger.warning("%s: filters are suspended for the rest of this step", share)
-        self._suspended = True
+        if self._warned < self.ledger.version:
+            self._warned = self.ledger.version
+            logger.warning("%s: the next ones are trained on whatever filters say", share)
 
     def _filtered(self, group: Group) -> str | None:
         """Ask the filters, in their order, for a reason to drop a group."""
-        if self._suspended or not self.filters:
+        if not self.filters:
             return None
         view = view_of(group, staleness=self.ledger.version - group.start_version)
         for part in self.filters:
