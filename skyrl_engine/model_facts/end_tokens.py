@@ -1,6 +1,7 @@
 """The tokens that end what a model says."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_engine.contracts.values.model import ModelConfig
@@ -18,7 +19,7 @@ def end_tokens(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase | None" =
     a generation configuration that cannot be read.
     """
     found = find_file(model, "generation_config.json")
-    stated = [] if found is None else [*_numbers(read_object(found).get("eos_token_id"))]
+    stated = [] if found is None else [*_numbers(read_object(Path(found)).get("eos_token_id"))]
     config = ModelFacts(model).config
     if config is not None:
         stated += _numbers(getattr(config.get_text_config(decoder=True), "eos_token_id", None))
