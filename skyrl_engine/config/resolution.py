@@ -104,13 +104,13 @@ class ResolvedConfig:
         return to_toml(self.as_dict())
 
 
-def resolve(raw: RawConfig, *, need: Collection[str] | None = None) -> ResolvedConfig:
-    """Check everything, select and load the plugins, structure their options; `need` as in `structure`.
+def resolve(raw: RawConfig, *, need: Collection[str] | None = None, also: Collection[str] = ()) -> ResolvedConfig:
+    """Check everything, select and load the plugins, structure their options; `need` and `also` as in `structure`.
 
     Raises ConfigError with every mistake found (those of plugin selection included) or, when all else is right, the plugin's own PluginError.
     """
     raw = with_preset(raw)
-    structured = structure(raw, need)
+    structured = structure(raw, need, also)
     problems = list(structured.problems)
     plugin_errors: list[tuple[KeyPath, PluginError]] = []
     sections = structured.sections

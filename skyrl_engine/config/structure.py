@@ -37,10 +37,11 @@ class Structured:
         return EngineConfig(selected=selected, **{name: self.sections.get(name, AbsentTable(name)) for name in names})
 
 
-def structure(raw: RawConfig, need: Collection[str] | None = None) -> Structured:
+def structure(raw: RawConfig, need: Collection[str] | None = None, also: Collection[str] = ()) -> Structured:
     """Check every table on its own, then tables against each other.
 
-    `need` names those required tables that must be given; None: all that the engine and the chosen trainer require.
+    `need` names those required tables that must be given; None: all that the engine and the chosen trainer require. `also` names kinds of
+    plugin that the caller uses beside the trainer's, where the configuration has their tables.
     """
     known = sections()
     trainer, problems = _trainer(raw)
@@ -50,7 +51,7 @@ def structure(raw: RawConfig, need: Collection[str] | None = None) -> Structured
     for name, section in known.items():
         if name == "trainer":
             continue
-        if trainer is not None and not section.belongs_to(trainer):
+        if trainer is not None and not section.belongs_to(trainer) and not (name in also and name in raw.table):
             problems += [_foreign(raw, name, trainer, section.kind)] if name in raw.table else []
             continue
         demanded = trainer is not None if need is None else name in need

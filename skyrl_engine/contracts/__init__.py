@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         OptimStep,
         RankBatch,
         RankEnvironment,
+        SharesStorage,
         StepCounts,
     )
     from skyrl_engine.contracts.kinds.collator import (
@@ -216,6 +217,7 @@ __all__ = [
     "Sequences",
     "SessionFinished",
     "SessionStarted",
+    "SharesStorage",
     "Split",
     "Status",
     "StepCounts",
@@ -333,6 +335,7 @@ _HOMES = {
     "Sequences": "kinds.loss",
     "SessionFinished": "kinds.observer",
     "SessionStarted": "kinds.observer",
+    "SharesStorage": "kinds.backend",
     "Split": "kinds.environment",
     "Status": "values.rollout",
     "StepCounts": "kinds.backend",

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve
 
-from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.schema import OptimizerConfig
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, OptimStep
+from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.kinds.reducer import PerSequence, TokenWeights
 from skyrl_engine.contracts.values.buffers import ReusableJoin
 from skyrl_engine.contracts.values.columns import SampleColumns
@@ -27,8 +28,10 @@ from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import PassResult, counts_of, means_over, refuse_not_finite
+from skyrl_engine.engine.sampler import Sampler
 from skyrl_engine.engine.schedule import learning_rate as scheduled_rate
 from skyrl_engine.errors import CheckpointError, ConfigError, Problem, UnsupportedError
+from skyrl_engine.model_facts.end_tokens import end_tokens
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.objective.policy_metrics import OLD, SAMPLED, Watched
 from skyrl_engine.spans import Spans
@@ -49,7 +52,7 @@ CONFIGURED: Final = "configured"
 
 
 class Engine:
-    """A model on its ranks, and the verbs to train it: `plan`, `score`, `forward_backward`, `optim_step`, `save`, `load`, `export`.
+    """A model on its ranks, and the verbs: `plan`, `score`, `forward_backward`, `optim_step`, `generate`, `save`, `load`, `export`.
 
     Opened from a configuration, which says everything that a training run would be told but the data:
 
@@ -89,6 +92,7 @@ class Engine:
         self._join = ReusableJoin()
         self._gradient = Accumulation(assembly)
         self._frozen: set[str] = set()
+        self._sampler: Sampler | None = None
         if optimizer is not None and optimizer.schedule != "constant" and total_steps is None:
             raise UnsupportedError(
                 f'optimizer.schedule = "{optimizer.schedule}" ends at the last step, and nobody says how many there will be',
@@ -106,7 +110,7 @@ class Engine:
         from skyrl_engine.config import load, resolve
 
         raw = load(config if isinstance(config, Mapping) else Path(config), overrides)
-        resolved = resolve(raw, need=("model",))
+        resolved = resolve(raw, need=("model",), also=("generator",))
         files = ModelFiles.of(resolved.config.model)
         data = resolved.config.data if resolved.config.has("data") else None
         assembly = assemble(resolved, files, max_sequence_length=None if data is None else data.max_length)
@@ -302,6 +306,40 @@ class Engine:
         self.group.add_frozen(frozen.name, frozen.model)
         self._frozen.add(frozen.name)
 
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler that `start_sampler` or `generate` started, for requests and completions as a stream."""
+        assert self._sampler is not None, "start_sampler or generate comes first"
+        return self._sampler
+
+    def start_sampler(self, generator: SelectedPlugin) -> Sampler:
+        """Start a generator on every data-parallel rank, with the weights as they are; it ends one that was started before.
+
+        Raises UnsupportedError for a generator or weights that do not go together, and what the generator's start raises.
+        """
+        assert self._files is not None, "an engine that was made by hand knows no end tokens"
+        ends = end_tokens(self._files.facts.model, self._files.tokenizer)
+        self._sampler = Sampler(self.group, generator, ends, self.step)
+        return self._sampler
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:
+        """Sample from the model as it is: completions in the order of the requests, whose tokens carry the number of steps behind the weights.
+
+        The first call starts the generator that the configuration's table `[generator]` selects. Raises UnsupportedError without one, and for
+        what the generator does not claim; ContractError for a request that no generator could serve.
+        """
+        sampler = self._sampler
+        if sampler is None:
+            selected = self.assembly.plugins.get("generator")
+            if selected is None:
+                raise UnsupportedError(
+                    "the engine was opened without a generator", remedy='Add [generator] with use = "hf" to the configuration'
+                )
+            sampler = self.start_sampler(selected)
+        elif sampler.version != self.step:
+            sampler.update(self.step)
+        return sampler.generate(requests)
+
     def discard(self) -> None:
         """Drop the accumulated gradient: a step of rate 0, which changes no weight and does not count. AdamW's moments do see it."""
         self._gradient.parts.clear()
@@ -346,6 +384,8 @@ class Engine:
         self.group.load(directory)
         self._gradient.parts.clear()
         self.step = step
+        if self._sampler is not None:
+            self._sampler.update(step)
 
     def export(self, directory: str | Path) -> None:
         """Write the model as a Hugging Face directory, tokenizer included, or its adapters as PEFT takes them. Raises ModelError."""

@@ -13,6 +13,7 @@ from skyrl_engine.contracts.kinds.backend import Backend, BackendDescription
 from skyrl_engine.contracts.kinds.collator import Collator
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.correction import Correction
+from skyrl_engine.contracts.kinds.generator import Generator, GeneratorDescription
 from skyrl_engine.contracts.kinds.loss import Loss
 from skyrl_engine.contracts.kinds.merger import Merger
 from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
@@ -66,6 +67,16 @@ def skyrl_engine_make_merger(config: Any, context: FactoryContext) -> Merger:
 @hookspec(firstresult=True)
 def skyrl_engine_make_advantage(config: Any, context: FactoryContext) -> Advantage:
     """Make the estimator of advantages. versionadded: 0.2"""
+
+
+@hookspec(firstresult=True)
+def skyrl_engine_make_generator(config: Any, context: FactoryContext) -> Generator:
+    """Make the generator where its description places it; torch may be imported here. versionadded: 0.2"""
+
+
+@hookspec(firstresult=True)
+def skyrl_engine_describe_generator(config: Any) -> GeneratorDescription:
+    """Declare capabilities, forms of weights and placement; called on the controller, without torch. versionadded: 0.2"""
 
 
 @hookspec(firstresult=True)

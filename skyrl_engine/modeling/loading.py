@@ -71,7 +71,7 @@ def load_skeleton(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> 
     """
     config = load_config(spec, images=images)
     with torch.device("meta"):
-        model = _built(spec, config)
+        model = build_causal_lm(spec, config)
     return _ready(spec, model, _scorer(spec, model, seed))
 
 
@@ -184,13 +184,13 @@ def _made(spec: EmptyModelConfig, config: Any) -> Any:
     import transformers
 
     with torch.random.fork_rng(devices=()):
-        model = _built(spec, config)
+        model = build_causal_lm(spec, config)
     if (Path(spec.configuration) / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(spec.configuration)
     return model
 
 
-def _built(spec: ModelConfig, config: Any) -> Any:
+def build_causal_lm(spec: ModelConfig, config: Any) -> Any:
     """Make the model by its class. Raises ModelError for a configuration that the class cannot be made from."""
     try:
         return _auto_class(config).from_config(

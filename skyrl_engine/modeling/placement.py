@@ -95,9 +95,9 @@ def _attempt(spec: ModelConfig, *, reads: bool, images: bool, seed: int) -> tupl
         model, scorer = load_skeleton(spec, images=images, seed=seed)
     except EngineError as error:
         return None, None, error
-    return model, scorer, _Loaded(_keeps_loose_tensors(model), scorer.segment_support)
+    return model, scorer, _Loaded(keeps_loose_tensors(model), scorer.segment_support)
 
 
-def _keeps_loose_tensors(model: nn.Module) -> bool:
+def keeps_loose_tensors(model: nn.Module) -> bool:
     """Return True if a module of a skeleton holds a meta tensor that is neither parameter nor buffer, so that nothing fills it."""
     return any(isinstance(value, Tensor) and value.is_meta for module in model.modules() for value in vars(module).values())

@@ -13,6 +13,7 @@ from attrs import field, frozen
 
 CONFIG_SCHEMA_HOOK = "skyrl_engine_config_schema"
 DESCRIBE_BACKEND_HOOK = "skyrl_engine_describe_backend"
+DESCRIBE_GENERATOR_HOOK = "skyrl_engine_describe_generator"
 
 OBSERVER_HOOKS = (
     "skyrl_engine_session_started",
@@ -227,6 +228,20 @@ _ROWS = (
         first_party={
             "skyrl-engine-advantages": ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae")
         },
+    ),
+    Kind(
+        "generator",
+        ("skyrl_engine_make_generator", DESCRIBE_GENERATOR_HOOK),
+        "skyrl_engine.contracts:Generator",
+        table=_PLUGIN_TABLE,
+        default="hf",
+        option=True,
+        suite="skyrl_engine.testing.generators.promises:GENERATOR_PROMISES",
+        no_scaffold=(
+            "it holds or reaches a model, its caches and its sampling, and a few generated lines of that would only look like a sampler"
+        ),
+        start_from="a copy of plugins/generators, whose loop over slots leaves the model to transformers",
+        first_party={"skyrl-engine-generators": ("hf",)},
     ),
     Kind(
         "observer",

@@ -6,11 +6,13 @@ from attrs import field, frozen
 
 from skyrl_engine.contracts.kinds.backend import BackendDescription
 from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.kinds.generator import GeneratorDescription
 from skyrl_engine.errors import ContractError
 from skyrl_engine.registry.host import Owner, PluginHost
-from skyrl_engine.registry.kinds import DESCRIBE_BACKEND_HOOK, KINDS
+from skyrl_engine.registry.kinds import DESCRIBE_BACKEND_HOOK, DESCRIBE_GENERATOR_HOOK, KINDS
 from skyrl_engine.registry.product import check_product
 from skyrl_engine.registry.record import PluginRecord
+from skyrl_engine.registry.values import of_generator_description
 
 
 @frozen(eq=False)
@@ -52,5 +54,17 @@ class LoadedPlugin:
             raise ContractError(
                 f"{DESCRIBE_BACKEND_HOOK} of {self.record} lays out {description.topology.world_size} ranks in a world of {world_size}",
                 remedy="Return a topology whose sizes multiply to the world size",
+            )
+        return description
+
+    def describe_generator(self, config: object | None) -> GeneratorDescription:
+        """Ask the generator for its capabilities, the weights it takes and its placement. Raises as `make` does."""
+        assert self.record.kind == "generator", f"{self.record} is no generator"
+        description = self._host.hook.skyrl_engine_describe_generator(config=config)
+        if problems := list(of_generator_description(description)):
+            raise ContractError(
+                f"{DESCRIBE_GENERATOR_HOOK} of {self.record}: {problems[0]}",
+                remedy="Return a GeneratorDescription with such values",
+                details=problems[1:],
             )
         return description

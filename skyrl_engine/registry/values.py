@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from skyrl_engine.contracts.kinds.advantage import AdvantageClaims
+from skyrl_engine.contracts.kinds.generator import GeneratorCapability, GeneratorDescription, WeightForm
 from skyrl_engine.contracts.kinds.reducer import EmptySequence
 
 
@@ -21,6 +22,22 @@ def of_collator(product: Any) -> Iterator[str]:
 def of_correction(product: Any) -> Iterator[str]:
     if hasattr(product, "needs") and not _names(product.needs):
         yield f"needs must be a tuple of names, is {product.needs!r}"
+
+
+def of_generator_description(described: Any) -> Iterator[str]:
+    """Check what describes a generator; the generator itself declares nothing."""
+    if not isinstance(described, GeneratorDescription):
+        yield f"it returned {type(described).__name__}"
+        return
+    for name, allowed in (("capabilities", get_args(GeneratorCapability)), ("accepts", get_args(WeightForm))):
+        if strange := sorted(set(getattr(described, name)) - set(allowed)):
+            yield f"{name} must be among {', '.join(map(repr, allowed))}, and there is {strange[0]!r}"
+    if described.placement not in (places := ("rank", "process", "remote")):
+        yield f"placement must be one of {', '.join(map(repr, places))}, is {described.placement!r}"
+    if not isinstance(described.concurrency, int) or described.concurrency < 1:
+        yield f"concurrency must be a number from 1 on, is {described.concurrency!r}"
+    if "module" in described.accepts and described.placement != "rank":
+        yield 'the form "module" is memory of a rank, so placement must be "rank"'
 
 
 def of_loss(product: Any) -> Iterator[str]:

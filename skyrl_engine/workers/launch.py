@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, Self
 import numpy.typing as npt
 
 from skyrl_engine.contracts.kinds.backend import AdamWSettings
+from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.errors import UnsupportedError
@@ -87,6 +88,39 @@ class WorkerGroup:
         """The weights by parameter name, gathered over ranks; for proofs and comparisons."""
         weights: dict[str, npt.NDArray[Any]] = self._everywhere("weights")[0]
         return weights
+
+    def start_generator(self, lock: Mapping[str, Any], eos_token_ids: tuple[int, ...], version: int) -> None:
+        """Make the generator of a lock on every data-parallel rank, with the weights as they are."""
+        self._everywhere("start_generator", lock, eos_token_ids, version)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Hand requests to the data-parallel ranks: those of a session to the same one, always."""
+        shares: list[list[GenerationRequest]] = [[] for _ in range(self.topology.dp)]
+        for request in requests:
+            shares[request.session % self.topology.dp].append(request)
+        places = (self.topology.coords(rank) for rank in range(self.topology.world_size))
+        self._call("submit", [(shares[at.dp] if at.tp == at.cp == at.pp == 0 else [],) for at in places]).result()
+
+    def poll(self, timeout: float) -> list[Completion]:
+        """Let every rank sample: a single one until something is finished, of several each for `timeout` seconds while it has work."""
+        replies = self._everywhere("poll", timeout, self.topology.dp == 1)
+        return [completion for each in replies for completion in each]
+
+    def abort(self, request_ids: Sequence[int] | None = None) -> None:
+        """End requests (None: all) on whatever rank they are."""
+        self._everywhere("abort", request_ids)
+
+    def update_generator(self, version: int, target: str) -> None:
+        """Give the generators the present weights, as those of `target`."""
+        self._everywhere("update_generator", version, target)
+
+    def release_target(self, target: str) -> None:
+        """Drop a weight set of the generators."""
+        self._everywhere("release_target", target)
+
+    def close_generator(self) -> None:
+        """End the generators; the model stays."""
+        self._everywhere("close_generator")
 
     def save(self, directory: Path) -> None:
         """Write the training state of every rank into an existing directory."""

@@ -1,9 +1,9 @@
 """One rank at work: it makes plugins from their locks, drives the backend over shards, and counts CPU time. It knows nothing of Ray."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from attrs.validators import gt, lt
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, Objective, OptimStep, RankEnvironment
 from skyrl_engine.contracts.kinds.collator import Collator
+from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.outputs import RankOutput
 from skyrl_engine.errors import ContractError
@@ -27,6 +28,9 @@ from skyrl_engine.workers.dispatch import Shard
 from skyrl_engine.workers.frozen import FrozenModel, WithoutAdapters
 from skyrl_engine.workers.process_group import Rendezvous, join, leave, pick_device
 from skyrl_engine.workers.spec import WorkerSpec
+
+if TYPE_CHECKING:
+    from skyrl_engine.workers.generation import RankGenerator
 
 Mode = Literal["forward_backward", "evaluate", "score"]
 
@@ -88,6 +92,8 @@ class Worker:
         self._spans = Spans()
         self._context = spec.context
         self._shown = spec.shown
+        self._model, self._device = spec.model, device
+        self._generator: RankGenerator | None = None
         if spec.plugins.keys() - {"backend"}:
             self.use(spec.plugins)
         self._plugin = SelectedPlugin.from_lock(spec.plugins["backend"])
@@ -174,6 +180,53 @@ class Worker:
         """The weights by parameter name; as `gradients`. A copy: the backend may go on with the memory it showed."""
         return {name: tensor.detach().numpy().copy() for name, tensor in self._backend.weights() if self._rank == 0}
 
+    def start_generator(self, lock: Mapping[str, Any], eos_token_ids: tuple[int, ...], version: int) -> None:
+        """Make the generator of a lock, after closing the one before; one per data-parallel rank samples, the others gather weights for it."""
+        from skyrl_engine.workers.generation import RankGenerator
+
+        self.close_generator()
+        place = self._backend.coords
+        self._generator = RankGenerator.started(
+            lock,
+            self._context,
+            self._backend,
+            model=self._model,
+            device=self._device,
+            eos_token_ids=eos_token_ids,
+            version=version,
+            samples=place.tp == place.cp == place.pp == 0,
+        )
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        if requests:
+            self._sampler.submit(requests)
+
+    def poll(self, timeout: float, eager: bool) -> list[Completion]:
+        """Sample for so many seconds at most; `eager` as in `RankGenerator.poll`."""
+        with self._spans("generate"):
+            return self._sampler.poll(timeout, eager=eager)
+
+    def abort(self, request_ids: Sequence[int] | None) -> None:
+        self._sampler.abort(request_ids)
+
+    def update_generator(self, version: int, target: str) -> None:
+        """Give the generators the present weights; every rank takes part."""
+        with self._spans("publish"):
+            self._sampler.update(version, target)
+
+    def release_target(self, target: str) -> None:
+        self._sampler.release(target)
+
+    def close_generator(self) -> None:
+        if self._generator is not None:
+            generator, self._generator = self._generator, None
+            generator.close()
+
+    @property
+    def _sampler(self) -> "RankGenerator":
+        assert self._generator is not None, "the generator was not started"
+        return self._generator
+
     def save(self, directory: Path) -> None:
         self._backend.save(directory)
 
@@ -184,6 +237,7 @@ class Worker:
         self._backend.export(directory)
 
     def close(self) -> None:
+        self.close_generator()
         for model in self._frozen.values():
             model.close()
         self._backend.close()  # before the group that its collectives run in

@@ -7,7 +7,7 @@ The import of this file needs no torch.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
 
 from attrs import Factory, field, frozen
 from attrs.validators import and_, deep_iterable, ge, gt, instance_of, lt, max_len, min_len, optional
@@ -213,3 +213,15 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Free the model. The process group is not the backend's."""
+
+
+@runtime_checkable
+class SharesStorage(Protocol):
+    """A backend that may show the memory of its weights to others in its process, such as a sampler. A backend need not have this member."""
+
+    def storage(self) -> "Mapping[str, torch.Tensor] | None":
+        """Parameters and buffers under their Hugging Face names, tied ones under each; the very memory that every step changes in place.
+
+        Without gradients, and to be read alone. None where no such memory is whole and in the precision of the computation: several ranks,
+        adapters, weights that are cast or moved before they are used.
+        """

@@ -1,6 +1,6 @@
 """Generator: tokens in, sampled tokens and their log-probabilities out. No torch at import."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -39,9 +39,12 @@ POLICY = "policy"
 class Sampling:
     """The distribution to sample from, and where to stop.
 
-    `max_tokens` counts the token that stops; logits are divided by `temperature`, and 0 takes the most likely token. `top_p`, `top_k` (0: all)
-    and `min_p` cut the distribution off, for evaluation alone. Sampling stops behind a token of `stop_token_ids` or of the model's own end
-    tokens (not with `ignore_eos`), and behind the token that completes one of `stop_strings`, in both cases not before `min_tokens`.
+    `max_tokens` counts the token that stops; logits are divided by `temperature`, and 0 takes the most likely token. `top_k` (0: all), `top_p`
+    and `min_p` cut the distribution off, in this order, for evaluation alone: the `top_k` most likely tokens; of those the fewest that hold
+    `top_p` of what is left; of those the ones at least `min_p` times as likely as the most likely one.
+
+    Sampling stops behind a token of `stop_token_ids` or of the model's own end tokens (not with `ignore_eos`), and behind the token that
+    completes one of `stop_strings`, in both cases not before `min_tokens`.
     """
 
     max_tokens: int = field(validator=[instance_of(int), ge(1)])
@@ -93,7 +96,8 @@ class Completion:
     """What came of a request.
 
     `token_ids` int32[n], 0 <= n <= max_tokens, include the token that stopped sampling, and nothing is cut off behind it. `logprobs` float32[n]
-    are in nats, of softmax(logits / temperature) that was sampled from (temperature 0: of softmax(logits)). `stop` is the token id or string
+    are in nats, of softmax(logits / temperature) that was sampled from (temperature 0: of softmax(logits)); where the distribution was cut off,
+    of what was left. `prompt_logprobs` are at the same temperature and never cut off. `stop` is the token id or string
     that ended it where `finish` is "stop". `error` says what failed where `finish` is "error". `prompt_logprobs` float32[P], NaN at place 0.
     """
 
@@ -114,8 +118,8 @@ class WeightSource(Protocol):
     @property
     def forms(self) -> frozenset[WeightForm]: ...
 
-    def storage(self) -> "dict[str, torch.Tensor]":
-        """Form "module": the backend's own parameters and buffers under their Hugging Face names, which every step changes in place."""
+    def storage(self) -> "Mapping[str, torch.Tensor]":
+        """Form "module": what `SharesStorage.storage` of the backend gives; every step changes it in place."""
 
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """Form "tensors": full weights under their Hugging Face names, adapters merged, one at a time, on CPU."""
@@ -162,7 +166,7 @@ class Generator(Protocol):
         """
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
-        """End requests (None: all). Each still comes back once, with what was sampled and `finish` "abort"."""
+        """End requests (None: all). Each still comes back once, with what was sampled and `finish` "abort"; unknown ids are passed over."""
 
     def update(self, weights: WeightSource, version: int, target: str = POLICY) -> None:
         """Take new weights: tokens sampled from now on carry `version`. Raises ModelError for names or shapes that do not fit, before any

@@ -23,7 +23,7 @@ from skyrl_engine.contracts import (
 )
 from skyrl_engine.modeling import random_states
 from skyrl_engine.modeling.exporting import exported, write_pretrained
-from skyrl_engine.modeling.lora import adapters_off, merged_weights
+from skyrl_engine.modeling.lora import adapters_off, has_adapters, merged_weights
 from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, score
 from skyrl_engine.modeling.optimizer import build_adamw, use_settings
 from skyrl_engine.modeling.scorer import Scorer
@@ -156,6 +156,14 @@ class FsdpBackend:
         """Yield full weights by name, one at a time, on the CPU; a tied weight appears once, under its first name."""
         reshard(self._scorer)
         yield from merged_weights(self._model, lambda parameter: full(parameter.detach()).cpu())
+
+    def storage(self) -> dict[str, Tensor] | None:
+        """Return parameters and buffers by name, tied ones under each; None if they are sharded, cast, moved or adapted to be used."""
+        plain = self._topology.world_size == 1 and self._precision != "bfloat16" and not self._config.cpu_offload
+        if not plain or has_adapters(self._model):
+            return None
+        named = [*self._model.named_parameters(remove_duplicate=False), *self._model.named_buffers(remove_duplicate=False)]
+        return {name: tensor.detach() for name, tensor in named}
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full accumulated gradients by name, one at a time, on the CPU; parameters without a gradient are left out."""

@@ -1,0 +1,166 @@
+"""The generator `hf`: samples from a transformers model in its own process, over the memory of the weights that are trained or a copy."""
+
+from collections.abc import Sequence
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from attrs import define
+
+from skyrl_engine import ContractError, UnsupportedError
+from skyrl_engine.contracts import POLICY, Completion, GenerationRequest, GeneratorStart, WeightSource
+from skyrl_engine.model_facts.facts import ModelFacts
+from skyrl_engine.model_facts.tokenizer import load_tokenizer
+from skyrl_engine.modeling.twin import copied_model, fill, model_over
+from skyrl_engine_generators.loop import Row, SlotLoop
+from skyrl_engine_generators.options import HfOptions
+from skyrl_engine_generators.rows import ReadRows, Rows
+from skyrl_engine_generators.self_proof import proven_rows
+from skyrl_engine_generators.stops import Decode, StopRule
+
+
+@define(eq=False)
+class _WeightSet:
+    """One set of weights and the requests that are sampled from it."""
+
+    model: Any
+    rows: Rows
+    loop: SlotLoop
+    shared: bool
+
+
+class HfGenerator:
+    """`contracts.Generator`. It computes inside `poll`, and draws nothing but from the requests' own seeds."""
+
+    def __init__(self, options: HfOptions) -> None:
+        self._options = options
+        self._sets: dict[str, _WeightSet] = {}
+        self._ready: list[Completion] = []
+        self._known: set[int] = set()
+        self._decode: Decode | None = None
+
+    def start(self, start: GeneratorStart) -> None:
+        """Put a model over the backend's memory where it is shown, else load a copy; prove that cached rows are right for it."""
+        self._start = start
+        shared = "module" in start.weights.forms
+        if shared:
+            model = model_over(start.model, start.weights.storage())
+        else:
+            model = copied_model(start.model, start.device)
+            fill(model, start.weights.tensors(), start.model.path)
+        self._limit = _longest_row(start)
+        rows = proven_rows(model, self._options.slots, name=start.model.path, limit=self._limit)
+        self._cached = not isinstance(rows, ReadRows)
+        self._sets[POLICY] = _WeightSet(model, rows, self._loop(rows, start.version), shared)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Take requests. Raises ContractError for ids that are taken, for prompts that are none, and for targets without weights."""
+        for request in requests:
+            self._refuse(request)
+        if len({request.request_id for request in requests}) < len(requests):
+            raise ContractError("two requests have one request_id", remedy="Count requests through")
+        for request in requests:
+            self._known.add(request.request_id)
+            rule = StopRule.of(request.sampling, self._start.eos_token_ids, self._decoder)
+            row = Row(request, rule, request.prompt_ids.astype(np.int64))
+            needed = len(request.prompt_ids) + request.sampling.max_tokens
+            if self._limit is not None and needed > self._limit:
+                cause = (
+                    f"a prompt of {len(request.prompt_ids)} tokens leaves no room for {request.sampling.max_tokens} more: "
+                    f"{self._start.model.path} takes {self._limit}"
+                )
+                self._ready.append(row.completion("error", error=cause))
+            else:
+                self._sets[request.target].loop.add(row)
+
+    def _refuse(self, request: GenerationRequest) -> None:
+        prompt = request.prompt_ids
+        if request.request_id in self._known:
+            raise ContractError(f"request {request.request_id} is under way already", remedy="Give every request an id of its own")
+        if request.target not in self._sets:
+            raise ContractError(
+                f"request {request.request_id} asks for the weights {request.target!r}, which nobody gave",
+                remedy=f"Update that target first; there are {', '.join(self._sets)}",
+            )
+        if prompt.ndim != 1 or not len(prompt):
+            raise ContractError(f"request {request.request_id} has no prompt", remedy="Give at least one token to begin with")
+        vocabulary = self._sets[request.target].rows.vocabulary
+        if prompt.min() < 0 or prompt.max() >= vocabulary:
+            place = int(np.argmax((prompt < 0) | (prompt >= vocabulary)))
+            raise ContractError(
+                f"request {request.request_id} has the token {prompt[place]} at place {place}, outside of the vocabulary of {vocabulary}",
+                remedy="Encode the prompt with the model's own tokenizer",
+            )
+
+    def poll(self, timeout: float) -> list[Completion]:
+        """Sample until something is finished, or for `timeout` seconds; at least one step."""
+        until = monotonic() + timeout
+        while not self._ready and (busy := [each for each in self._sets.values() if len(each.loop)]):
+            for each in busy:
+                self._ready += each.loop.step()
+            if monotonic() >= until:
+                break
+        ready, self._ready = self._ready, []
+        self._known -= {each.request_id for each in ready}
+        return ready
+
+    def abort(self, request_ids: Sequence[int] | None = None) -> None:
+        """End requests; the next poll returns them."""
+        chosen = None if request_ids is None else set(request_ids)
+        for each in self._sets.values():
+            self._ready += each.loop.abort(lambda number: chosen is None or number in chosen)
+
+    def update(self, weights: WeightSource, version: int, target: str = POLICY) -> None:
+        """Take new weights; rows under way go on with them, read anew."""
+        held = self._sets.get(target)
+        if held is None:
+            model = copied_model(self._start.model, self._start.device)
+            rows: Rows = self._rows_of(model)
+            held = _WeightSet(model, rows, self._loop(rows, version), shared=False)
+        if not held.shared:
+            fill(held.model, weights.tensors(), self._start.model.path)
+        self._sets[target] = held
+        held.loop.update(version)
+
+    def release(self, target: str) -> None:
+        """Drop a weight set; requests that are sampled from it end as aborted."""
+        if target == POLICY:
+            raise UnsupportedError(f"the weights {POLICY!r} are those that are trained", remedy="Close the generator")
+        held = self._sets.pop(target, None)
+        if held is not None:
+            self._ready += held.loop.abort(lambda _number: True)
+
+    def close(self) -> None:
+        """Free models and caches; requests under way are forgotten."""
+        self._sets.clear()
+        self._ready.clear()
+        self._known.clear()
+
+    def _loop(self, rows: Rows, version: int) -> SlotLoop:
+        return SlotLoop(rows, self._options.slots, version=version, prefill_tokens=self._options.prefill_tokens)
+
+    def _rows_of(self, model: Any) -> Rows:
+        """Rows of another copy of the model that was proven at the start."""
+        from skyrl_engine_generators.rows import CachedRows
+
+        return CachedRows(model, self._options.slots) if self._cached else ReadRows(model, self._options.slots)
+
+    def _decoder(self) -> Decode:
+        """Decode as texts of actions are: without special tokens. The tokenizer is read when the first stop string is asked for."""
+        if self._decode is None:
+            tokenizer = load_tokenizer(self._start.model)
+
+            def decode(ids: Sequence[int]) -> str:
+                text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                assert isinstance(text, str)
+                return text
+
+            self._decode = decode
+        return self._decode
+
+
+def _longest_row(start: GeneratorStart) -> int | None:
+    """Return how many tokens a row may have: those that the model is made for, and that rotary frequencies are fixed for."""
+    facts = ModelFacts(start.model)
+    lengths = [length for length in (facts.extended_length, facts.rotary_length) if length is not None]
+    return min(lengths, default=None)

@@ -1,0 +1,259 @@
+"""The loop over slots: requests wait, are read, are sampled a token a step, and leave; free slots are filled while others go on.
+
+A request waits until some slots are free, or all. Then its prompt is read in one forward pass, beside those of others, and it is live: every
+step samples one token of every live row. A finished one leaves its slot to the last live row. After an update all live rows wait again, in
+front, and are read anew with what was sampled of them.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import Factory, define, field
+from torch import Tensor
+
+from skyrl_engine.contracts import Completion, FinishReason, GenerationRequest, TopLogprobs, VersionSpans
+from skyrl_engine_generators.rows import Rows
+from skyrl_engine_generators.sampling import Settings, draw, logprobs_of
+from skyrl_engine_generators.stops import StopRule
+
+DRAWS = 256
+"""Uniform numbers of a request that are drawn at once."""
+
+LOGITS_AT_ONCE = 2**22
+"""Logits that log-probabilities of a prompt are computed from at once."""
+
+
+@define(eq=False)
+class Row:
+    """A request on its way: what was sampled so far, by which versions."""
+
+    request: GenerationRequest
+    rule: StopRule
+    prompt: npt.NDArray[np.int64]
+    tokens: list[int] = Factory(list)
+    logprobs: list[float] = Factory(list)
+    starts: list[int] = Factory(list)
+    versions: list[int] = Factory(list)
+    top: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = Factory(list)
+    prompt_logprobs: npt.NDArray[np.float32] | None = None
+    _uniforms: list[float] = Factory(list)
+    _draw: np.random.Generator = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._draw = np.random.Generator(np.random.PCG64(np.random.SeedSequence(self.request.seed)))
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        return np.concatenate([self.prompt, np.array(self.tokens, dtype=np.int64)])
+
+    @property
+    def read(self) -> int:
+        """Count the tokens that a step finds read: all but the last, which the step reads."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def last(self) -> int:
+        return self.tokens[-1] if self.tokens else int(self.prompt[-1])
+
+    @property
+    def prefix(self) -> tuple[int, bytes] | None:
+        """Return what rows have alike whose prompts need to be read once; None where this one is read by itself."""
+        if self.request.prefix_group is None or self.tokens or (self.request.prompt_logprobs and self.prompt_logprobs is None):
+            return None
+        return self.request.prefix_group, self.prompt.tobytes()
+
+    def uniform(self) -> float:
+        """The number in [0, 1) that the next token is drawn with: the n-th of the seed's for the n-th token, whenever it is drawn."""
+        place = len(self.tokens)
+        while place >= len(self._uniforms):
+            self._uniforms += self._draw.random(DRAWS).tolist()
+        return self._uniforms[place]
+
+    def add(self, token: int, logprob: float, version: int) -> None:
+        if not self.versions or self.versions[-1] != version:
+            self.starts.append(len(self.tokens))
+            self.versions.append(version)
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+
+    def completion(self, finish: FinishReason, stop: int | str | None = None, error: str | None = None) -> Completion:
+        top = None
+        if self.request.top_logprobs:
+            wide = (0, self.request.top_logprobs)
+            ids, values = zip(*self.top, strict=True) if self.top else ((np.zeros(wide, np.int32),), (np.zeros(wide, np.float32),))
+            top = TopLogprobs(np.vstack(ids), np.vstack(values))
+        return Completion(
+            self.request.request_id,
+            np.array(self.tokens, dtype=np.int32),
+            np.array(self.logprobs, dtype=np.float32),
+            VersionSpans(np.array(self.starts, dtype=np.int32), np.array(self.versions, dtype=np.int64)),
+            finish,
+            stop,
+            error,
+            self.prompt_logprobs,
+            top,
+        )
+
+
+class SlotLoop:
+    """Samples requests from `rows`, `slots` of them at once. `version` counts the steps behind the weights that `rows` computes with."""
+
+    def __init__(self, rows: Rows, slots: int, *, version: int = 0, prefill_tokens: int = 8192) -> None:
+        self._rows = rows
+        self._slots = slots
+        self._prefill_tokens = prefill_tokens
+        # few free slots are not worth a forward pass of their own
+        self._refill = max(1, slots // 16)
+        self._waiting: deque[Row] = deque()
+        # the row in slot i is the i-th
+        self._live: list[Row] = []
+        self._settings: Settings | None = None
+        self.version = version
+
+    def __len__(self) -> int:
+        """Count the requests that are not finished."""
+        return len(self._waiting) + len(self._live)
+
+    def add(self, row: Row) -> None:
+        self._waiting.append(row)
+
+    def update(self, version: int) -> None:
+        """Go on with other weights: what was computed by the old ones is forgotten, and live rows are read anew before their next token."""
+        self._waiting.extendleft(reversed(self._live))
+        self._live.clear()
+        self._settings = None
+        self.version = version
+
+    def abort(self, chosen: Callable[[int], bool]) -> list[Completion]:
+        """End the requests of chosen ids."""
+        ended = [row for row in (*self._live, *self._waiting) if chosen(row.request.request_id)]
+        if ended:
+            gone = {id(row) for row in ended}
+            self._waiting = deque(row for row in self._waiting if id(row) not in gone)
+            self._compact(id(row) in gone for row in self._live)
+        return [row.completion("abort") for row in ended]
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """Read prompts into free slots where enough of them are free, else sample one token of every live row; what finished by it."""
+        free = self._slots - len(self._live)
+        if self._waiting and free and (free >= self._refill or not self._live):
+            return self._admit(free)
+        if not self._live:
+            return []
+        hidden = self._rows.step([row.last for row in self._live], [row.read for row in self._live])
+        if self._settings is None:
+            self._settings = self._of(self._live)
+        done = self._sample(self._live, self._rows.logits(hidden), self._settings)
+        self._compact(each is not None for each in done)
+        return [each for each in done if each is not None]
+
+    def _of(self, rows: Sequence[Row]) -> Settings:
+        return Settings.of([row.request.sampling for row in rows], self._rows.device)
+
+    def _admit(self, free: int) -> list[Completion]:
+        """Read waiting rows into free slots. Rows whose prompt a live one has read already get a copy, all but its last token."""
+        fresh: list[Row] = []
+        alike: dict[tuple[int, bytes], list[Row]] = {}
+        donors = {row_prefix: place for place, row in enumerate(self._live) if (row_prefix := _prompt_of(row)) is not None}
+        copied: list[Row] = []
+        longest = 0
+        while self._waiting and len(fresh) + sum(map(len, alike.values())) + len(copied) < free:
+            row = self._waiting[0]
+            prefix = row.prefix
+            if prefix is not None and prefix in donors:
+                copied.append(row)
+            elif prefix is not None and prefix in alike:
+                alike[prefix].append(row)
+            else:
+                longest = max(longest, len(row.prompt) + len(row.tokens))
+                if fresh and longest * (len(fresh) + 1) > self._prefill_tokens:
+                    break
+                fresh.append(row)
+                if prefix is not None:
+                    alike[prefix] = []
+            self._waiting.popleft()
+        self._settings = None
+        for row in copied:
+            self._live.append(row)
+            self._rows.copy(donors[row.prefix], [len(self._live) - 1], row.read)  # type: ignore[index] # only rows with a prefix are here
+        if not fresh:
+            return []
+        return self._read(fresh, alike)
+
+    def _read(self, fresh: Sequence[Row], alike: dict[tuple[int, bytes], list[Row]]) -> list[Completion]:
+        first = len(self._live)
+        slots = range(first, first + len(fresh))
+        ids = [row.ids for row in fresh]
+        hidden = self._rows.read(slots, ids)
+        ends = torch.tensor([len(each) - 1 for each in ids], device=hidden.device)
+        logits = self._rows.logits(hidden[torch.arange(len(fresh), device=hidden.device), ends])
+        for place, row in enumerate(fresh):
+            if row.request.prompt_logprobs and row.prompt_logprobs is None:
+                row.prompt_logprobs = self._of_prompt(row, hidden[place])
+        joined, sources = list(fresh), list(range(len(fresh)))
+        for source, row in enumerate(fresh):
+            others = alike.get(row.prefix, []) if row.prefix is not None else []
+            places = range(first + len(joined), first + len(joined) + len(others))
+            if others:
+                self._rows.copy(first + source, places, len(row.prompt))
+            joined += others
+            sources += [source] * len(others)
+        if len(joined) > len(fresh):
+            logits = logits[torch.tensor(sources, device=logits.device)]
+        done = self._sample(joined, logits, self._of(joined))
+        self._live += joined
+        self._compact([*([False] * first), *(each is not None for each in done)])
+        return [each for each in done if each is not None]
+
+    def _sample(self, rows: Sequence[Row], logits: Tensor, settings: Settings) -> list[Completion | None]:
+        """Draw a token of every row; the completions of rows that end by it."""
+        uniforms = torch.tensor([row.uniform() for row in rows], dtype=torch.float64, device=logits.device)
+        drawn = draw(logits, uniforms, settings)
+        tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
+        done: list[Completion | None] = []
+        for place, (row, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
+            # false for NaN too
+            if not logprob > -float("inf"):
+                done.append(row.completion("error", error=f"the model's logits are not finite behind token {row.read}"))
+                continue
+            row.add(token, logprob, self.version)
+            if row.request.top_logprobs:
+                values, ids = (drawn.scaled[place] - drawn.normalizer[place]).topk(row.request.top_logprobs)
+                row.top.append((ids.cpu().numpy().astype(np.int32), values.cpu().numpy().astype(np.float32)))
+            finish, stop = row.rule.after(row.tokens)
+            done.append(None if finish is None else row.completion(finish, stop))
+        return done
+
+    def _of_prompt(self, row: Row, hidden: Tensor) -> npt.NDArray[np.float32]:
+        """float32[P]: the log-probability of every prompt token behind those before it, NaN at place 0."""
+        found = np.full(len(row.prompt), np.nan, dtype=np.float32)
+        step = max(1, LOGITS_AT_ONCE // self._rows.vocabulary)
+        for start in range(0, len(row.prompt) - 1, step):
+            stop = min(start + step, len(row.prompt) - 1)
+            labels = torch.from_numpy(row.prompt[start + 1 : stop + 1]).to(hidden.device)
+            logits = self._rows.logits(hidden[start:stop])
+            found[start + 1 : stop + 1] = logprobs_of(logits, labels, row.request.sampling.temperature).cpu().numpy()
+        return found
+
+    def _compact(self, ended: Iterable[bool]) -> None:
+        """Drop rows that ended, and move the last live ones into their slots."""
+        gone = {place for place, each in enumerate(ended) if each}
+        if not gone:
+            return
+        kept = len(self._live) - len(gone)
+        movers = (place for place in range(len(self._live) - 1, kept - 1, -1) if place not in gone)
+        for hole in sorted(each for each in gone if each < kept):
+            mover = next(movers)
+            self._rows.copy(mover, [hole], self._live[mover].read)
+            self._live[hole] = self._live[mover]
+        del self._live[kept:]
+        self._settings = None
+
+
+def _prompt_of(row: Row) -> tuple[int, bytes] | None:
+    group = row.request.prefix_group
+    return None if group is None else (group, row.prompt.tobytes())

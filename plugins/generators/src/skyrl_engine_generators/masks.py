@@ -1,0 +1,45 @@
+"""The masks of a step of one token per row, as transformers' layers take them ready-made: every row has its own position."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyrl_engine import UnsupportedError
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+
+def kinds_of_attention(config: Any) -> tuple[str, ...]:
+    """Return the kinds that layers of a text model have. Raises UnsupportedError for others than those that `step_masks` makes."""
+    text = config.get_text_config(decoder=True)
+    types = getattr(text, "layer_types", None)
+    kinds = tuple(sorted(set(types))) if types else (SLIDING if getattr(text, "sliding_window", None) else FULL,)
+    if strange := set(kinds) - {FULL, SLIDING, CHUNKED}:
+        raise UnsupportedError(
+            f"layers of the type {min(strange)} hold more than keys and values",
+            remedy="Sample without a cache, as the fall-back does",
+        )
+    return kinds
+
+
+def step_masks(config: Any, kinds: tuple[str, ...], at_N: Tensor, end: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    """Let the token at `at_N` int64[n] of each row see those of its row, itself included, that its layer may see, among `end` places.
+
+    [n, 1, 1, end], in boolean, or to be added where attention is computed by matrix products; by kind where layers differ.
+    """
+    text = config.get_text_config(decoder=True)
+    places = torch.arange(end, device=at_N.device)
+    at = at_N[:, None]
+    made = {}
+    for kind in kinds:
+        seen = places <= at
+        if kind == SLIDING:
+            seen = seen & (places > at - text.sliding_window)
+        elif kind == CHUNKED:
+            seen = seen & (places >= at // text.attention_chunk_size * text.attention_chunk_size)
+        seen = seen[:, None, None]
+        if config._attn_implementation == "eager":  # noqa: SLF001 - transformers offers no other way to read it
+            seen = torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)
+        made[kind] = seen
+    return made if len(made) > 1 else next(iter(made.values()))

@@ -1,0 +1,121 @@
+"""Hidden states of rows that grow by a token a step: from cached keys and values, or by reading every row anew."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from skyrl_engine.modeling.causal_lm import split_causal_lm
+from skyrl_engine_generators.masks import kinds_of_attention, step_masks
+from skyrl_engine_generators.slots import Slots
+
+Ids = npt.NDArray[np.int64]
+
+
+class Rows(Protocol):
+    """Rows of tokens by slot; live rows are the first ones. `vocabulary` counts the tokens that there are logits for."""
+
+    device: torch.device
+    vocabulary: int
+
+    def read(self, slots: Sequence[int], rows: Sequence[Ids]) -> Tensor:
+        """Put whole rows into slots; hidden states [k, longest, width], of a row's own places alone."""
+
+    def step(self, tokens: Sequence[int], at: Sequence[int]) -> Tensor:
+        """Append a token to each of the first rows, at its place `at`; hidden states [n, width] there."""
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Copy the first tokens of a row to other slots."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, vocabulary] of hidden states [n, width]."""
+
+
+class _Model:
+    """The decoder, the head and the rule of a plain transformers model."""
+
+    def __init__(self, model: Any) -> None:
+        self._parts = split_causal_lm(model)
+        self._config = model.config
+        self._dtype = self._parts.head.weight.dtype
+        self.device = self._parts.head.weight.device
+        self.vocabulary = self._parts.head.out_features
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._parts.rule(self._parts.head(hidden))
+
+    def _hidden(self, **inputs: Any) -> Tensor:
+        states: Tensor = self._parts.decoder(**inputs).last_hidden_state
+        return states
+
+    def _padded(self, rows: Sequence[Ids]) -> Tensor:
+        """int64[k, longest] on the device, zeros behind the shorter ones."""
+        padded = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
+        for place, row in enumerate(rows):
+            padded[place, : len(row)] = row
+        return torch.from_numpy(padded).to(self.device)
+
+
+class CachedRows(_Model):
+    """Rows whose keys and values are kept: a step computes one token per row.
+
+    Raises UnsupportedError for a model that keeps something else.
+    """
+
+    def __init__(self, model: Any, slots: int) -> None:
+        super().__init__(model)
+        self._kinds = kinds_of_attention(model.config)
+        self._slots = Slots(slots)
+
+    def read(self, slots: Sequence[int], rows: Sequence[Ids]) -> Tensor:
+        ids = self._padded(rows)
+        self._slots.begin_prompts(torch.tensor(slots, device=self.device), ids.shape[1])
+        places = torch.arange(ids.shape[1], device=self.device)[None].expand(len(rows), -1)
+        # rows are aligned to the left, so the model's own causal mask keeps their tokens from what is padded behind them
+        return self._hidden(input_ids=ids, position_ids=places, past_key_values=self._slots, use_cache=True)
+
+    def step(self, tokens: Sequence[int], at: Sequence[int]) -> Tensor:
+        at_N = torch.tensor(at, device=self.device)
+        end = max(at) + 1
+        self._slots.begin_step(at_N, end)
+        masks = step_masks(self._config, self._kinds, at_N, end, self._dtype)
+        ids = torch.tensor(tokens, device=self.device)[:, None]
+        hidden = self._hidden(
+            input_ids=ids, attention_mask=masks, position_ids=at_N[:, None], past_key_values=self._slots, use_cache=True
+        )
+        return hidden[:, 0]
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        self._slots.copy(source, targets, length)
+
+
+class ReadRows(_Model):
+    """Rows that are read from the first token on in every step: right for every causal model, and slow."""
+
+    def __init__(self, model: Any, slots: int) -> None:
+        super().__init__(model)
+        self._rows: list[Ids] = [np.zeros(0, dtype=np.int64)] * slots
+
+    def read(self, slots: Sequence[int], rows: Sequence[Ids]) -> Tensor:
+        for slot, row in zip(slots, rows, strict=True):
+            self._rows[slot] = np.asarray(row)
+        return self._read(rows)
+
+    def step(self, tokens: Sequence[int], at: Sequence[int]) -> Tensor:
+        for slot, (token, place) in enumerate(zip(tokens, at, strict=True)):
+            self._rows[slot] = np.append(self._rows[slot][:place], token)
+        hidden = self._read(self._rows[: len(tokens)])
+        return hidden[torch.arange(len(tokens)), torch.tensor(at)]
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        for target in targets:
+            self._rows[target] = self._rows[source][:length]
+
+    def _read(self, rows: Sequence[Ids]) -> Tensor:
+        ids = self._padded(rows)
+        lengths = torch.tensor([len(row) for row in rows], device=self.device)
+        mask = torch.arange(ids.shape[1], device=self.device) < lengths[:, None]
+        return self._hidden(input_ids=ids, attention_mask=mask.long(), use_cache=False)

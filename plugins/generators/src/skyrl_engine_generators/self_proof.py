@@ -1,0 +1,109 @@
+"""Prove at the start that rows with cached keys and values compute the model's own function, on this model and this transformers."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_engine.contracts import Completion, GenerationRequest, Sampling
+from skyrl_engine_generators.loop import Row, SlotLoop
+from skyrl_engine_generators.rows import CachedRows, ReadRows, Rows
+from skyrl_engine_generators.sampling import logprobs_of
+from skyrl_engine_generators.stops import StopRule
+
+logger = logging.getLogger(__name__)
+
+SLOTS, NEW = 3, (9, 3, 6, 4, 5, 7)
+"""Six rows over three slots: some end early, others take their place, and the last live ones move."""
+
+LONGEST_WINDOW, SHORT_WINDOW = 512, 16
+"""Rows are longer than an attention window of up to `LONGEST_WINDOW`; a larger one is made `SHORT_WINDOW` for as long as the proof takes."""
+
+TOLERANCE = 1e-4
+"""Nats, for float32 and float64: sums over other shapes are rounded in another order."""
+
+TOLERANCE_BFLOAT16 = 0.05
+"""Mean over tokens, in nats: of rounding to 8 bits in every layer."""
+
+
+def proven_rows(model: Any, slots: int, *, name: str, limit: int | None) -> Rows:
+    """Return rows that give the model's own log-probabilities: cached ones where they agree with the whole model, others with a warning."""
+    try:
+        gap = _gap(model, limit)
+    except Exception as error:  # noqa: BLE001 - model code that keeps something else than keys and values may fail in any way
+        lines = str(error).strip().splitlines()
+        refusal = f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}"
+    else:
+        bound = TOLERANCE_BFLOAT16 if next(model.parameters()).dtype == torch.bfloat16 else TOLERANCE
+        if gap <= bound:
+            return CachedRows(model, slots)
+        refusal = f"log-probabilities of cached rows are {gap:.2g} nats off"
+    logger.warning(
+        "%s (%s) is sampled without a cache, each token by reading its whole row, which is slow: %s",
+        name,
+        type(model).__name__,
+        refusal,
+    )
+    return ReadRows(model, slots)
+
+
+@torch.inference_mode()
+def _gap(model: Any, limit: int | None) -> float:
+    """Return the largest distance in nats, the mean in bfloat16, between sampled log-probabilities and those of the plain model."""
+    with _short_windows(model.config) as window:
+        rows = CachedRows(model, SLOTS)
+        loop = SlotLoop(rows, SLOTS)
+        asked = _requests(rows.vocabulary, window, limit)
+        for request in asked:
+            rule = StopRule(frozenset(), (), 0, request.sampling.max_tokens, None)
+            loop.add(Row(request, rule, request.prompt_ids.astype(np.int64)))
+        got: dict[int, Completion] = {}
+        while len(loop):
+            got |= {each.request_id: each for each in loop.step()}
+        gaps = []
+        for request in asked:
+            sampled = got[request.request_id].token_ids
+            ids = torch.from_numpy(np.concatenate([request.prompt_ids, sampled]).astype(np.int64)).to(rows.device)
+            logits = model(input_ids=ids[None], use_cache=False).logits[0]
+            first = len(request.prompt_ids)
+            whole = logprobs_of(logits[first - 1 : -1], ids[first:], 1.0).cpu().numpy()
+            gaps.append(np.abs(whole - got[request.request_id].logprobs))
+    found = np.concatenate(gaps)
+    gap = float(found.mean() if next(model.parameters()).dtype == torch.bfloat16 else found.max())
+    # what is no number is no agreement
+    return gap if gap == gap else float("inf")  # noqa: PLR0124 - false for NaN alone
+
+
+def _requests(vocabulary: int, window: int, limit: int | None) -> list[GenerationRequest]:
+    """Six prompts of random tokens and unequal lengths, two of them a little longer than the window."""
+    draw = np.random.default_rng(0)
+    most = 10**9 if limit is None else max(1, limit - max(NEW))
+    lengths = [min(most, each) for each in (2, window + 3, 7, 1, window // 2 + 4, window + 1)]
+    return [
+        GenerationRequest(
+            request_id=number,
+            prompt_ids=draw.integers(0, vocabulary, length).astype(np.int32),
+            sampling=Sampling(max_tokens=new, ignore_eos=True),
+            seed=number,
+        )
+        for number, (length, new) in enumerate(zip(lengths, NEW, strict=True))
+    ]
+
+
+@contextmanager
+def _short_windows(config: Any) -> Iterator[int]:
+    """Make windows that are larger than `LONGEST_WINDOW` short, and yield the longest; masks are made of what the configuration says."""
+    text = config.get_text_config(decoder=True)
+    present = {name: getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    windows = {name: size for name, size in present.items() if isinstance(size, int) and size > 0}
+    try:
+        for name, size in windows.items():
+            if size > LONGEST_WINDOW:
+                setattr(text, name, SHORT_WINDOW)
+        yield max((min(size, SHORT_WINDOW) if size > LONGEST_WINDOW else size for size in windows.values()), default=4)
+    finally:
+        for name, size in windows.items():
+            setattr(text, name, size)

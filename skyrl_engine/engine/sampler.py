@@ -1,0 +1,138 @@
+"""`Sampler`: requests to the generators of the ranks, completions back; every one exactly once."""
+
+from collections.abc import Collection, Sequence
+
+from skyrl_engine.config import SelectedPlugin
+from skyrl_engine.contracts.kinds.generator import POLICY, Completion, GenerationRequest, GeneratorCapability, GeneratorDescription
+from skyrl_engine.errors import ContractError, EngineError, UnsupportedError
+from skyrl_engine.workers.future import Future
+from skyrl_engine.workers.launch import WorkerGroup
+
+SLICE_SECONDS = 0.25
+"""The longest that several ranks sample without a word: a rank that is done earlier waits for the others so long."""
+
+PATIENCE_SECONDS = 60.0
+"""How long `generate` lets one rank sample without a word."""
+
+
+class Sampler:
+    """Samples from the model of an engine, on its ranks. `submit` and `poll` stream; `generate` waits for a list of requests.
+
+    `version` counts the steps behind the weights that are sampled from; tokens carry it.
+    """
+
+    def __init__(self, group: WorkerGroup, plugin: SelectedPlugin, eos_token_ids: tuple[int, ...], version: int) -> None:
+        """Start the generators. Raises UnsupportedError for one that does not run on ranks, and what its start raises."""
+        self.label = str(plugin.loaded.record)
+        self.description: GeneratorDescription = plugin.loaded.describe_generator(plugin.options)
+        if self.description.placement != "rank":
+            raise UnsupportedError(
+                f"{self.label} runs as placement {self.description.placement!r}, and the engine starts generators on its ranks",
+                remedy='Choose a generator of the placement "rank", such as hf',
+            )
+        self.eos_token_ids = eos_token_ids
+        self.version = version
+        self._group = group
+        self._under_way: set[int] = set()
+        self._awaited: set[int] = set()
+        self._kept: dict[int, Completion] = {}
+        self._ready: list[Completion] = []
+        group.start_generator(plugin.lock(), eos_token_ids, version)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Send requests to the ranks: those of a session always to the same one. Returns at once.
+
+        Raises UnsupportedError for what the generator does not claim, ContractError for a request that no generator could serve.
+        """
+        taken = {*self._under_way, *self._kept}
+        for request in requests:
+            self._refuse(request)
+            if request.request_id in taken:
+                raise ContractError(
+                    f"the request_id {request.request_id} is given twice", remedy="Give every request of a run an id of its own"
+                )
+            taken.add(request.request_id)
+        ids = {request.request_id for request in requests}
+        try:
+            self._group.submit(requests)
+        except EngineError:
+            if self._group.topology.dp > 1:
+                # a rank refused its share; the others took theirs
+                self._group.abort(list(ids))
+                self._gather(0.0, forgotten=ids)
+            raise
+        self._under_way |= ids
+
+    def poll(self, timeout: float = PATIENCE_SECONDS) -> list[Completion]:
+        """Return completions as they come, in any order: none after `timeout` seconds, and none where nothing is under way."""
+        if not self._ready and self._under_way - self._awaited:
+            self._gather(timeout)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:
+        """Send requests, and return a future of their completions in the order of the requests. Raises as `submit` does."""
+        self.submit(requests)
+        ids = [request.request_id for request in requests]
+        self._awaited |= set(ids)
+
+        def gathered() -> list[Completion]:
+            while any(each not in self._kept for each in ids):
+                self._gather(PATIENCE_SECONDS)
+            return [self._kept.pop(each) for each in ids]
+
+        return Future(gathered)
+
+    def abort(self, request_ids: Sequence[int] | None = None) -> None:
+        """End requests (None: all). Each still comes back once, with what was sampled of it."""
+        self._group.abort(request_ids)
+
+    def update(self, version: int, target: str = POLICY) -> None:
+        """Sample from the engine's present weights from now on: those of `version`, under the name `target`."""
+        self._group.update_generator(version, target)
+        if target == POLICY:
+            self.version = version
+
+    def release(self, target: str) -> None:
+        """Drop a weight set other than the policy's."""
+        self._group.release_target(target)
+
+    def close(self) -> None:
+        """End the generators. Requests under way are forgotten."""
+        self._group.close_generator()
+        self._under_way.clear()
+
+    def _gather(self, timeout: float, forgotten: Collection[int] = ()) -> None:
+        """Let the ranks sample, and put what came where it is waited for; completions of `forgotten` requests are dropped."""
+        several = self._group.topology.dp > 1
+        for completion in self._group.poll(min(timeout, SLICE_SECONDS) if several else timeout):
+            number = completion.request_id
+            if number in forgotten:
+                continue
+            if number not in self._under_way:
+                raise ContractError(
+                    f"{self.label} answered request {number}, which is not under way: it was answered before, or never sent",
+                    remedy="Return every request exactly once",
+                )
+            self._under_way.discard(number)
+            if number in self._awaited:
+                self._awaited.discard(number)
+                self._kept[number] = completion
+            else:
+                self._ready.append(completion)
+
+    def _refuse(self, request: GenerationRequest) -> None:
+        """Refuse what the generator does not claim; it might leave it out without a word."""
+        sampling = request.sampling
+        asked: list[tuple[GeneratorCapability, bool]] = [
+            ("filters", sampling.filtered),
+            ("stop_strings", bool(sampling.stop_strings)),
+            ("prompt_logprobs", request.prompt_logprobs),
+            ("top_logprobs", request.top_logprobs > 0),
+        ]
+        for capability, wanted in asked:
+            if wanted and capability not in self.description.capabilities:
+                raise UnsupportedError(
+                    f"{self.label} does not declare the capability {capability!r}, which request {request.request_id} asks for",
+                    remedy="Ask for less, or choose another generator",
+                )

@@ -1,0 +1,165 @@
+"""A rank's generator: made from its lock, given the backend's weights, driven by the controller."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field
+
+from skyrl_engine.config import SelectedPlugin
+from skyrl_engine.contracts.kinds.backend import Backend, SharesStorage
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.kinds.generator import (
+    POLICY,
+    Completion,
+    GenerationRequest,
+    Generator,
+    GeneratorStart,
+    WeightForm,
+)
+from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.registry.host import blaming
+from skyrl_engine.registry.part import Part
+
+if TYPE_CHECKING:
+    import torch
+
+
+@define(eq=False)
+class OfferedWeights:
+    """The `WeightSource` of one update, in one form, so that every rank knows whether weights are gathered."""
+
+    form: WeightForm
+    _backend: Backend
+    _stream: "Iterator[tuple[str, torch.Tensor]] | None" = field(default=None, init=False)
+
+    @property
+    def forms(self) -> frozenset[WeightForm]:
+        return frozenset({self.form})
+
+    def storage(self) -> "Mapping[str, torch.Tensor]":
+        """The backend's own memory."""
+        shown = shown_storage(self._backend) if self.form == "module" else None
+        assert shown is not None, "the memory of a backend was asked for that shows none"
+        return shown
+
+    def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Full weights, which all ranks gather together: they come once."""
+        assert self._stream is None, "weights are gathered once per update"
+        self._stream = iter(self._backend.weights())
+        return self._stream
+
+    def finish(self) -> None:
+        """Gather what nobody took: other ranks wait in the same collectives, whatever happened here."""
+        if self.form == "tensors":
+            for _ in self._stream or self.tensors():
+                pass
+
+
+def shown_storage(backend: Backend) -> "Mapping[str, torch.Tensor] | None":
+    """Return the memory of a backend's weights; None where it shows none."""
+    return backend.storage() if isinstance(backend, SharesStorage) else None
+
+
+def form_for(accepts: Sequence[WeightForm], backend: Backend, generator: str, target: str = POLICY) -> WeightForm:
+    """Return the first form that a generator accepts and a backend gives. Raises UnsupportedError.
+
+    Weights other than the policy's must not change by its steps, so they never are the backend's memory.
+    """
+    given = {"tensors"} if target != POLICY or shown_storage(backend) is None else {"module", "tensors"}
+    for form in accepts:
+        if form in given:
+            return form
+    raise UnsupportedError(
+        f"{generator} takes weights as {' or '.join(accepts) or 'nothing'}, and the backend gives {' or '.join(sorted(given))}",
+        remedy="Choose another generator",
+    )
+
+
+@define(eq=False)
+class RankGenerator:
+    """The generator of a rank, if it has one, and the forms in which weights reach it; without one, weights are gathered for others."""
+
+    _backend: Backend
+    _accepts: tuple[WeightForm, ...]
+    _label: str
+    _part: Part[Generator] | None
+    _open: int = field(default=0, init=False)
+
+    @classmethod
+    def started(
+        cls,
+        lock: Mapping[str, Any],
+        context: FactoryContext,
+        backend: Backend,
+        *,
+        model: ModelConfig,
+        device: str,
+        eos_token_ids: tuple[int, ...],
+        version: int,
+        samples: bool,
+    ) -> "RankGenerator":
+        """Make the generator of a lock, and give it the weights as they are. `samples` is False on ranks that share another's samples."""
+        selected = SelectedPlugin.from_lock(lock)
+        accepts = selected.loaded.describe_generator(selected.options).accepts
+        part: Part[Generator] | None = selected.part("generator", context) if samples else None
+        made = cls(backend, accepts, str(selected.loaded.record), part)
+        weights = OfferedWeights(form_for(accepts, backend, made._label), backend)
+        try:
+            if part is not None:
+                with blaming(part.owner, "start"):
+                    part.product.start(GeneratorStart(model, device, eos_token_ids, weights, version))
+        finally:
+            weights.finish()
+        return made
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        part = self._sampling
+        with blaming(part.owner, "submit"):
+            part.product.submit(requests)
+        self._open += len(requests)
+
+    def poll(self, timeout: float, *, eager: bool) -> list[Completion]:
+        """Sample for `timeout` seconds or until nothing is left; if `eager`, until something is finished."""
+        if self._part is None:
+            return []
+        until, found = monotonic() + timeout, list[Completion]()
+        while self._open:
+            with blaming(self._part.owner, "poll"):
+                came = self._part.product.poll(max(0.0, until - monotonic()))
+            self._open -= len(came)
+            found += came
+            if (found and eager) or monotonic() >= until:
+                break
+        return found
+
+    def abort(self, request_ids: Sequence[int] | None) -> None:
+        if self._part is not None:
+            with blaming(self._part.owner, "abort"):
+                self._part.product.abort(request_ids)
+
+    def update(self, version: int, target: str) -> None:
+        """Give the present weights to `target`. Every rank takes part."""
+        weights = OfferedWeights(form_for(self._accepts, self._backend, self._label, target), self._backend)
+        try:
+            if self._part is not None:
+                with blaming(self._part.owner, "update"):
+                    self._part.product.update(weights, version, target)
+        finally:
+            weights.finish()
+
+    def release(self, target: str) -> None:
+        if self._part is not None:
+            with blaming(self._part.owner, "release"):
+                self._part.product.release(target)
+
+    def close(self) -> None:
+        if self._part is not None:
+            with blaming(self._part.owner, "close"):
+                self._part.product.close()
+
+    @property
+    def _sampling(self) -> Part[Generator]:
+        assert self._part is not None, "requests reached a rank that samples nothing"
+        return self._part
