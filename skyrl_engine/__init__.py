@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         WorkerError,
     )
-    from skyrl_engine.hooks.decorators import advantage, correction, loss, reducer
+    from skyrl_engine.hooks.decorators import advantage, correction, group_filter, loss, reducer
     from skyrl_engine.hooks.markers import hookimpl
 
 __version__ = "0.2.0"
@@ -66,6 +66,7 @@ __all__ = [
     "__version__",
     "advantage",
     "correction",
+    "group_filter",
     "hookimpl",
     "loss",
     "reducer",
@@ -97,6 +98,7 @@ _HOMES = {
     "UnsupportedError": "skyrl_engine.errors",
     "WorkerError": "skyrl_engine.errors",
     "advantage": "skyrl_engine.hooks.decorators",
+    "group_filter": "skyrl_engine.hooks.decorators",
     "correction": "skyrl_engine.hooks.decorators",
     "hookimpl": "skyrl_engine.hooks.markers",
     "loss": "skyrl_engine.hooks.decorators",

@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     from skyrl_engine.contracts.values.columns import SampleColumns
     from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, IMAGE_GRID, OF_IMAGES, PIXEL_VALUES, TOKEN_TYPES
     from skyrl_engine.contracts.values.ingest import ListReader
-    from skyrl_engine.contracts.values.model import ComputeDtype, EmptyModelConfig, LoraConfig, ModelConfig
+    from skyrl_engine.contracts.values.model import PLACE, ComputeDtype, EmptyModelConfig, LoraConfig, ModelConfig
     from skyrl_engine.contracts.values.outputs import (
         ENGINE_METRICS,
         PADDING_SAMPLE,
@@ -137,6 +137,7 @@ __all__ = [
     "PADDING_SAMPLE",
     "PARALLEL_SIZES",
     "PIXEL_VALUES",
+    "PLACE",
     "POLICY",
     "PROMPT",
     "ROUTER_PADDING_MASK",
@@ -316,6 +317,7 @@ _HOMES = {
     "PADDING_SAMPLE": "values.outputs",
     "PARALLEL_SIZES": "kinds.backend",
     "PIXEL_VALUES": "values.extras",
+    "PLACE": "values.model",
     "POLICY": "kinds.generator",
     "PROMPT": "values.rollout",
     "PerSequence": "kinds.reducer",

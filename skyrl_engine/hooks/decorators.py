@@ -1,4 +1,4 @@
-"""`@loss`, `@correction`, `@reducer` and `@advantage`: a plain function becomes a plugin, in a wheel and in a local file alike."""
+"""`@loss`, `@reducer`, `@advantage`, `@group_filter` and others: a plain function becomes a plugin, in a wheel and in a local file alike."""
 
 import inspect
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from attrs import define
 
 from skyrl_engine.contracts.kinds.advantage import AdvantageClaims, FunctionAdvantage
 from skyrl_engine.contracts.kinds.correction import FunctionCorrection
+from skyrl_engine.contracts.kinds.group_filter import FunctionGroupFilter
 from skyrl_engine.contracts.kinds.loss import FunctionLoss
 from skyrl_engine.contracts.kinds.reducer import EmptySequence, FunctionReducer
 from skyrl_engine.hooks.markers import hookimpl
@@ -188,6 +189,28 @@ def advantage(
         return AdvantagePlugin(
             function, config, needs if callable(needs) else tuple(needs), AdvantageClaims() if claims is None else claims
         )
+
+    return decorate
+
+
+@define(eq=False)
+class GroupFilterPlugin(FunctionPlugin):
+    """One filter of groups as a plugin."""
+
+    @hookimpl
+    def skyrl_engine_make_group_filter(self, config: Any) -> FunctionGroupFilter:
+        return FunctionGroupFilter(self.name, self.function, config)
+
+
+def group_filter(*, config: type[Any] | None = None) -> Callable[[Callable[..., Any]], GroupFilterPlugin]:
+    """Make a group-filter plugin of `function(group, config) -> str | None`; `config` is an attrs class of the filter's options.
+
+    Raises TypeError for a function that does not take (group, config).
+    """
+
+    def decorate(function: Callable[..., Any]) -> GroupFilterPlugin:
+        _check_takes(function, "group", "config")
+        return GroupFilterPlugin(function, config)
 
     return decorate
 

@@ -13,7 +13,9 @@ from skyrl_engine.contracts.kinds.backend import Backend, BackendDescription
 from skyrl_engine.contracts.kinds.collator import Collator
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.correction import Correction
+from skyrl_engine.contracts.kinds.environment import Environment
 from skyrl_engine.contracts.kinds.generator import Generator, GeneratorDescription
+from skyrl_engine.contracts.kinds.group_filter import GroupFilter
 from skyrl_engine.contracts.kinds.loss import Loss
 from skyrl_engine.contracts.kinds.merger import Merger
 from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
@@ -67,6 +69,16 @@ def skyrl_engine_make_merger(config: Any, context: FactoryContext) -> Merger:
 @hookspec(firstresult=True)
 def skyrl_engine_make_advantage(config: Any, context: FactoryContext) -> Advantage:
     """Make the estimator of advantages. versionadded: 0.2"""
+
+
+@hookspec(firstresult=True)
+def skyrl_engine_make_environment(config: Any, context: FactoryContext) -> Environment:
+    """Make the environment, on the controller for its tasks and in every process that runs its episodes. versionadded: 0.2"""
+
+
+@hookspec(firstresult=True)
+def skyrl_engine_make_group_filter(config: Any, context: FactoryContext) -> GroupFilter:
+    """Make the filter of groups. versionadded: 0.2"""
 
 
 @hookspec(firstresult=True)

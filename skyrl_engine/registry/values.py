@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from skyrl_engine.contracts.kinds.advantage import AdvantageClaims
+from skyrl_engine.contracts.kinds.environment import EnvironmentClaims
 from skyrl_engine.contracts.kinds.generator import GeneratorCapability, GeneratorDescription, WeightForm
 from skyrl_engine.contracts.kinds.reducer import EmptySequence
 
@@ -22,6 +23,11 @@ def of_collator(product: Any) -> Iterator[str]:
 def of_correction(product: Any) -> Iterator[str]:
     if hasattr(product, "needs") and not _names(product.needs):
         yield f"needs must be a tuple of names, is {product.needs!r}"
+
+
+def of_environment(product: Any) -> Iterator[str]:
+    if hasattr(product, "claims") and not isinstance(product.claims, EnvironmentClaims):
+        yield f"claims must be EnvironmentClaims, is {product.claims!r}"
 
 
 def of_generator_description(described: Any) -> Iterator[str]:

@@ -112,7 +112,8 @@ class RolloutRunner:
     """Runs the attempts of groups side by side. `start` begins a group, `advance` brings groups that have ended.
 
     What is sampled depends on `seed`, the ticket, the attempt's number in its group and the turn, and on nothing else. `names` and `claims` are
-    those of the environments, in their order; `sampling` holds for every turn, within `bounds`.
+    those of the environments, in their order; `sampling` holds for every turn, within `bounds`. Runners that share a sampler or environments
+    number their attempts from different `first_number`s on.
     """
 
     sampler: Sampler
@@ -123,13 +124,19 @@ class RolloutRunner:
     sampling: Sampling
     bounds: Bounds
     seed: int
+    first_number: int = 0
     _running: dict[int, _Running] = field(factory=dict, init=False)
     _attempts: dict[int, _Attempt] = field(factory=dict, init=False)
     _requests: dict[int, _Attempt] = field(factory=dict, init=False)
     _to_send: list[GenerationRequest] = field(factory=list, init=False)
-    _numbers: int = field(default=0, init=False)
-    _request_ids: int = field(default=0, init=False)
+    _numbers: int = field(init=False)
+    _request_ids: int = field(init=False)
     _failed: deque[str | None] = field(factory=lambda: deque(maxlen=FAILURES_OF), init=False)
+
+    @_numbers.default
+    @_request_ids.default
+    def _first(self) -> int:
+        return self.first_number
 
     @property
     def running(self) -> int:

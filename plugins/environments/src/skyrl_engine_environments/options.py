@@ -1,0 +1,98 @@
+"""Options of the environments."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from attrs import Factory, field, frozen
+from attrs.validators import ge, gt, min_len
+
+from skyrl_engine.contracts import PLACE
+from skyrl_engine.environments import PromptOptions, TableOptions
+
+
+@frozen
+class RewardTable:
+    """A reward function, and its share of the sum."""
+
+    use: str = field(validator=min_len(1), metadata={PLACE: "reference"})
+    """The function: `./file.py:name`, or `package.module:name`."""
+
+    weight: float = 1.0
+    """Factor of its number in the reward."""
+
+
+@frozen
+class FunctionOptions(TableOptions):
+    """Options of `function`."""
+
+    reward: str | tuple[str, ...] | None = field(default=None, kw_only=True, metadata={PLACE: "reference"})
+    """The reward: `./file.py:name`, a function of (text, task); or a list of them, which are added up."""
+
+    rewards: tuple[RewardTable, ...] = field(default=(), kw_only=True)
+    """Rewards with weights: `[[environments.rewards]]` with `use` and `weight`."""
+
+    form: Literal["auto", "skyrl_engine", "trl", "verl"] = field(default="auto", kw_only=True)
+    """What rewards take: ours, TRL's (prompts, completions, **columns) or verl's (data_source, solution_str, ...); `auto` tells by the names of
+    their parameters."""
+
+    tools: tuple[str, ...] = field(default=(), kw_only=True, metadata={PLACE: "reference"})
+    """Functions that the model may call: `./file.py:name`, with types and a docstring."""
+
+    max_turns: int = field(default=8, kw_only=True, validator=ge(1))
+    """Turns after which an attempt is scored, where there are tools."""
+
+    pass_threshold: float = field(default=1.0, kw_only=True)
+    """Reward from which on an attempt counts as a success."""
+
+
+@frozen
+class ReasoningGymOptions(PromptOptions):
+    """Options of `reasoning_gym`. A task's own options stand beside these, under `config`."""
+
+    task: str | tuple[str, ...] = field(kw_only=True)
+    """Data sets by name, such as `spell_backward`; several are mixed evenly."""
+
+    config: Mapping[str, Any] = field(default=Factory(dict), kw_only=True)
+    """Options of the data set, such as `config.max_word_len = 5`; with several data sets, a table per name."""
+
+    size: int = field(default=1_000_000, kw_only=True, validator=ge(1))
+    """Tasks to train on; they are made when they are asked for."""
+
+    eval_size: int = field(default=1000, kw_only=True, validator=ge(1))
+    """Held-out tasks, of another seed."""
+
+    seed: int = field(default=0, kw_only=True, validator=ge(0))
+    """Seed of the tasks."""
+
+    answer_pattern: str | None = field(default=None, kw_only=True)
+    """Regular expression whose last match, its first group, is the answer; none: the whole text. Scorers pay for an answer that stands
+    anywhere."""
+
+    exact: bool = field(default=False, kw_only=True)
+    """Pay 1 for the answer itself and 0 for all else, whatever the data set's own scorer says."""
+
+    pass_threshold: float = field(default=1.0, kw_only=True, validator=gt(0.0))
+    """Score from which on an attempt counts as a success."""
+
+
+@frozen
+class GymnasiumOptions(PromptOptions):
+    """Options of `gymnasium`."""
+
+    id: str = field(kw_only=True, validator=min_len(1))
+    """The environment's registered id, as `gymnasium.make` takes it; `package.module:Id` imports a module first."""
+
+    kwargs: Mapping[str, Any] = field(default=Factory(dict), kw_only=True)
+    """Arguments of `gymnasium.make`."""
+
+    max_turns: int = field(default=16, kw_only=True, validator=ge(1))
+    """Turns after which an attempt is cut off."""
+
+    size: int = field(default=10_000, kw_only=True, validator=ge(1))
+    """Starts to train on: an episode's seed is its number."""
+
+    eval_size: int = field(default=256, kw_only=True, validator=ge(1))
+    """Held-out starts, behind those."""
+
+    pass_threshold: float = field(default=1.0, kw_only=True)
+    """Sum of rewards from which on an attempt counts as a success."""

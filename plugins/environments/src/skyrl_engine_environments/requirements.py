@@ -1,0 +1,14 @@
+"""What an environment needs beside the engine."""
+
+import importlib.util
+
+from skyrl_engine import PluginIncompatibleError
+
+
+def needed(package: str, extra: str) -> None:
+    """Raises PluginIncompatibleError, with the command that installs it, where a package is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise PluginIncompatibleError(
+            f"the environment {extra} needs the package {package}, which is not installed",
+            remedy=f'python -m pip install "skyrl-engine-environments[{extra}]"',
+        )

@@ -1,0 +1,11 @@
+"""What environments are made of: tasks out of tables, functions as rewards, functions as tools. For authors of environments; no torch.
+
+Authors import from here; the files behind may move between minor versions.
+"""
+
+from skyrl_engine.environments.functions import FunctionEnvironment, reward, weighted
+from skyrl_engine.environments.prompts import PromptOptions
+from skyrl_engine.environments.references import content_of, function_of
+from skyrl_engine.environments.table_tasks import TableOptions, TableTasks
+
+__all__ = ["FunctionEnvironment", "PromptOptions", "TableOptions", "TableTasks", "content_of", "function_of", "reward", "weighted"]

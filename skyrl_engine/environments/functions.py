@@ -1,0 +1,162 @@
+"""Tasks out of a table, functions as rewards, functions as tools; and `reward`, which makes an environment of a function."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from attrs import define, field, frozen
+
+from skyrl_engine.contracts.kinds.environment import Action, EnvironmentClaims, Message, Split, StepResult, Task, Tasks
+from skyrl_engine.environments.table_tasks import TableOptions, TableTasks
+from skyrl_engine.environments.tools import Tool, tool_message
+from skyrl_engine.errors import ContractError
+from skyrl_engine.hooks.markers import hookimpl
+from skyrl_engine.interop.rewards import Form, as_reward
+
+Score = Callable[[Action, Task], Any]
+
+
+@frozen(eq=False)
+class WeightedReward:
+    """A reward function by its name, and its share of the sum."""
+
+    name: str
+    score: Score
+    weight: float = 1.0
+
+
+@define(eq=False)
+class FunctionEnvironment:
+    """Scores an attempt with functions, when the model stops calling tools.
+
+    The reward is the sum of `rewards` times their weights; with several, `parts` shows each summand. A reward function returns a number, or,
+    where it is alone, a `StepResult`.
+    """
+
+    options: TableOptions
+    rewards: Sequence[WeightedReward]
+    tools: Sequence[Tool] = ()
+    claims: EnvironmentClaims = field(factory=EnvironmentClaims)
+
+    def tasks(self, split: Split) -> Tasks:
+        """Return the rows of a split as tasks; none are held out where no option says so."""
+        return TableTasks(self.options, split, tuple(tool.schema for tool in self.tools))
+
+    def open(self, task: Task, seed: int) -> "FunctionEpisode":  # noqa: ARG002 -- functions draw nothing
+        return FunctionEpisode(self, task)
+
+
+@define(eq=False)
+class FunctionEpisode:
+    """One attempt."""
+
+    environment: FunctionEnvironment
+    task: Task
+
+    def begin(self) -> tuple[Message, ...]:
+        return ()
+
+    async def step(self, action: Action) -> StepResult:
+        """Answer calls of tools, or score the attempt."""
+        asked = await self._tool_messages(action)
+        if asked and action.turn + 1 < self.environment.claims.max_turns:
+            return StepResult(0.0, done=False, messages=asked)
+        return await self._scored(action)
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+    async def _tool_messages(self, action: Action) -> tuple[Message, ...]:
+        tools = {tool.name: tool for tool in self.environment.tools}
+        if not tools:
+            return ()
+        if action.tool_problem is not None:
+            return ({"role": "tool", "name": "error", "content": f"error: {action.tool_problem}"},)
+        answers = []
+        for call in action.tool_calls:
+            tool = tools.get(call.name)
+            unknown = f"error: there is no tool {call.name!r}; there are {', '.join(tools)}"
+            answers.append(tool_message(call, unknown) if tool is None else await tool.answer(call))
+        return tuple(answers)
+
+    async def _scored(self, action: Action) -> StepResult:
+        rewards = self.environment.rewards
+        made = [await _waited(each.score(action, self.task)) for each in rewards]
+        if len(rewards) == 1 and isinstance(made[0], StepResult):
+            result: StepResult = made[0]
+            return result
+        parts = {each.name: each.weight * number_of(each.name, value) for each, value in zip(rewards, made, strict=True)}
+        return StepResult(sum(parts.values()), parts=parts if len(rewards) > 1 else {})
+
+
+async def _waited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def number_of(name: str, value: Any) -> float:
+    """Return what a reward function returned as a number. Raises ContractError for what is none, or not finite."""
+    made = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
+    if not isinstance(made, int | float) or not math.isfinite(made):
+        raise ContractError(
+            f"the reward {name} returned {value!r:.80}",
+            remedy="Return a finite number (or a StepResult) for every text, also for wrong ones",
+        )
+    return float(made)
+
+
+@define(eq=False)
+class RewardPlugin:
+    """A reward function as an environment of one turn; calling it calls the function."""
+
+    function: Callable[..., Any]
+    config: type[TableOptions]
+    pass_threshold: float
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.function(*arguments, **keywords)
+
+    @hookimpl
+    def skyrl_engine_config_schema(self) -> type[Any]:
+        return self.config
+
+    @hookimpl
+    def skyrl_engine_make_environment(self, config: TableOptions) -> FunctionEnvironment:
+        takes_config = "config" in inspect.signature(self.function).parameters
+
+        def score(action: Action, task: Task) -> Any:
+            return self.function(action.text, task, config) if takes_config else self.function(action.text, task)
+
+        claims = EnvironmentClaims(pass_threshold=self.pass_threshold)
+        return FunctionEnvironment(config, [WeightedReward(self.name, score)], claims=claims)
+
+
+def reward(
+    *, config: type[TableOptions] = TableOptions, pass_threshold: float = 1.0
+) -> Callable[[Callable[..., Any]], RewardPlugin]:
+    """Make an environment plugin of `function(text, task[, config]) -> float | StepResult`, which may be a coroutine.
+
+    Its tasks are rows of `data`; `config` is an attrs class that extends `TableOptions` by options of its own. Raises TypeError for another
+    class, and for a function that does not take (text, task).
+    """
+    if not (isinstance(config, type) and issubclass(config, TableOptions)):
+        raise TypeError(f"config must be a class that extends TableOptions, not {config!r}")
+
+    def decorate(function: Callable[..., Any]) -> RewardPlugin:
+        names: Mapping[str, Any] = inspect.signature(function).parameters
+        if list(names)[:2] != ["text", "task"] or set(names) - {"text", "task", "config"}:
+            raise TypeError(
+                f"{function.__name__} takes ({', '.join(names)}), and a reward takes (text, task) or (text, task, config)"
+            )
+        return RewardPlugin(function, config, pass_threshold)
+
+    return decorate
+
+
+def weighted(function: Callable[..., Any], name: str, weight: float = 1.0, form: Form = "auto") -> WeightedReward:
+    """Make a reward of a function of ours, of TRL's form or of verl's."""
+    return WeightedReward(name, as_reward(function, form), weight)

@@ -1,0 +1,146 @@
+"""Tasks out of tables: the readers of training data, one task per row."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attrs import Factory, field, frozen
+from attrs.validators import ge, lt
+
+from skyrl_engine.contracts.kinds.environment import Message, Split, Task
+from skyrl_engine.contracts.values.model import PLACE
+from skyrl_engine.data.sources.locate import open_source
+from skyrl_engine.data.sources.rows import Row
+from skyrl_engine.environments.prompts import PromptOptions
+from skyrl_engine.errors import DataError
+
+_SPLIT_STREAM = 0x7461736B
+"""Keeps this use of a seed apart from others."""
+
+_IMAGES = ("images", "image")
+
+
+@frozen
+class TableOptions(PromptOptions):
+    """Options of an environment whose tasks are rows: where they are read, and what is held out."""
+
+    data: str | tuple[str, ...] = field(kw_only=True, metadata={PLACE: "path"})
+    """Tasks: a file (JSON, JSONL, CSV, Parquet, Arrow), a folder of such files, or a hub id; or a list of them. A row has `prompt` (text or
+    messages) or `messages`; every other column is the task's data."""
+
+    eval_data: str | tuple[str, ...] | None = field(default=None, kw_only=True, metadata={PLACE: "path"})
+    """Held-out tasks, given like `data`; none: see `eval_fraction`."""
+
+    eval_fraction: float = field(default=0.0, kw_only=True, validator=[ge(0.0), lt(1.0)])
+    """Share of `data` to hold out where `eval_data` is not set."""
+
+    subset: str | None = field(default=None, kw_only=True)
+    """Configuration of a hub dataset that has several."""
+
+    train_split: str = field(default="train", kw_only=True)
+    """Split of `data` to read, where it has splits."""
+
+    eval_split: str = field(default="test", kw_only=True)
+    """Split of `eval_data` to read, where it has splits."""
+
+    map: Mapping[str, str] = field(default=Factory(dict), kw_only=True)
+    """The data's own names of columns: `map.prompt = "question"` reads its column `question` as `prompt`."""
+
+    split_seed: int = field(default=0, kw_only=True)
+    """Seed that chooses the held-out tasks of `eval_fraction`."""
+
+
+@frozen(eq=False, slots=False)
+class TableTasks:
+    """The rows of one split as tasks. Rows are read once, when the first is asked for, and checked all.
+
+    A task's key is its row's column `key` or `id`, else the number of the row.
+    """
+
+    options: TableOptions
+    split: Split
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __getitem__(self, index: int) -> Task:
+        return self._tasks[index]
+
+    @cached_property
+    def _tasks(self) -> list[Task]:
+        tasks = [self._task(row) for row in self._rows()]
+        seen: dict[str, int] = {}
+        for number, task in enumerate(tasks):
+            if task.key in seen:
+                raise DataError(
+                    f"two tasks have the key {task.key!r}: the {seen[task.key] + 1}. and the {number + 1}. of {self.split}",
+                    remedy="Give every row its own `key` (or `id`), or remove the column",
+                )
+            seen[task.key] = number
+        return tasks
+
+    def _rows(self) -> list[Row]:
+        options = self.options
+        if self.split == "eval" and options.eval_data is not None:
+            own_file = isinstance(options.eval_data, str) and Path(options.eval_data).expanduser().is_file()
+            subset = None if own_file else options.subset
+            return list(open_source(options.eval_data, split=options.eval_split, subset=subset, names=options.map).rows())
+        rows = list(open_source(options.data, split=options.train_split, subset=options.subset, names=options.map).rows())
+        if options.eval_data is not None or not options.eval_fraction:
+            return [] if self.split == "eval" else rows
+        held_out = max(1, round(len(rows) * options.eval_fraction))
+        order = np.random.default_rng([options.split_seed, _SPLIT_STREAM]).permutation(len(rows))
+        chosen = np.sort(order[:held_out] if self.split == "eval" else order[held_out:])
+        return [rows[int(number)] for number in chosen]
+
+    def _task(self, row: Row) -> Task:
+        values = {name: _plain(value) for name, value in row.values.items()}
+        for name in _IMAGES:
+            if values.get(name):
+                raise DataError(
+                    f"{row.name} has images, and tasks with images are not supported yet", remedy="Remove the column, or such rows"
+                )
+        given = [name for name in ("prompt", "messages") if values.get(name) not in (None, "", [])]
+        if len(given) != 1:
+            what = (
+                "both prompt and messages"
+                if given
+                else f"neither prompt nor messages; it has {', '.join(map(repr, values)) or 'nothing'}"
+            )
+            raise DataError(
+                f"{row.name} has {what}",
+                remedy='Give every row one of them, or say which column is the prompt: map.prompt = "question"',
+            )
+        prompt = values.pop(given[0])
+        key = next((str(values[name]) for name in ("key", "id") if values.get(name) is not None), str(row.number))
+        tools = values.pop("tools", None)
+        return Task(key, self.options.messages(_prompt(row, given[0], prompt)), data=values, tools=tuple(tools or self.tools))
+
+
+def _prompt(row: Row, column: str, given: Any) -> str | list[Message]:
+    if isinstance(given, str) and given.lstrip().startswith("[") and column == "messages":
+        given = json.loads(given)
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list) or not all(isinstance(each, dict) and "role" in each and "content" in each for each in given):
+        raise row.wrong(column, "a text or a list of {role, content} objects is needed", "Store one of them")
+    if given[-1]["role"] == "assistant":
+        raise row.wrong(column, "its last message is the assistant's, and the model is to speak next", "Remove that message")
+    if any(not isinstance(each["content"], str) for each in given):
+        raise row.wrong(column, "a message's content is not a text; images are not supported in tasks yet", "Store text")
+    return given
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a table as JSON values."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
