@@ -118,12 +118,15 @@ class Engine:
         return cls.launch(resolved, assembly, files, training.steps if total_steps is None else total_steps)
 
     @classmethod
-    def launch(cls, resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles, total_steps: int | None) -> Self:
-        """Start the ranks of an assembly. Raises WorkerError, or the typed error that a rank's start met."""
+    def launch(
+        cls, resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles, total_steps: int | None, layout: Layout | None = None
+    ) -> Self:
+        """Start the ranks of an assembly. `layout` None is that of `[training]`. Raises WorkerError, or the typed error that a rank's start met."""
         config = resolved.config
         spec = assembly.worker_spec(config.model, config.optimizer.settings(), device=config.run.device)
-        training = config.training
-        layout = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens)
+        if layout is None:
+            training = config.training
+            layout = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens)
         if shared := sharing(config.run):
             logger.warning("%s", shared)
         group = launch_workers(spec, launch=config.run.launch, ray_address=config.run.ray_address)

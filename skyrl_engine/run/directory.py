@@ -15,7 +15,9 @@ from skyrl_engine.errors import ConfigError, EngineError, Problem
 
 RUNS = Path("runs")
 _LOCK = ".lock"
-_OWN_NAMES = frozenset({_LOCK, "run.json", "run.log", "config.toml", "metrics.jsonl", "checkpoints", "model"})
+_OWN_NAMES = frozenset(
+    {_LOCK, "run.json", "run.log", "config.toml", "metrics.jsonl", "checkpoints", "model", "rollouts", "reference"}
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,16 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def rollouts(self) -> Path:
+        """The journal of a run by reinforcement."""
+        return self.path / "rollouts"
+
+    @property
+    def reference(self) -> Path:
+        """Copies of the trained model that became its reference, by step."""
+        return self.path / "reference"
 
     @property
     def model(self) -> Path:

@@ -42,7 +42,7 @@ class StepSource(Protocol):
         """Do step `number`, counted from 1."""
 
     def evaluate(self) -> Mapping[str, float] | None:
-        """Metrics of held-out data, among them `loss`; None where there is none."""
+        """Metrics of held-out data, with `loss` where that is what is measured; None where there is none."""
 
     def state(self) -> Mapping[str, Any]:
         """JSON values that say where the trainer stands."""
@@ -99,7 +99,7 @@ class Loop:
         metrics = self.source.evaluate()
         if metrics is None:
             return
-        self._metrics["evaluation_loss"] = metrics["loss"]
+        self._metrics |= {"evaluation_loss": metrics["loss"]} if "loss" in metrics else metrics
         self.session.evaluation_finished(EvaluationFinished(self.session.step, metrics, time.perf_counter() - started))
 
     def _save(self) -> None:

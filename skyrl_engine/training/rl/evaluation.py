@@ -1,0 +1,106 @@
+"""Evaluation on held-out tasks: average rewards, pass@k, and how sure they are."""
+
+from collections.abc import Sequence
+from math import comb
+from typing import Final
+
+import numpy as np
+from attrs import evolve
+
+from skyrl_engine.config.schema import EvaluationConfig
+from skyrl_engine.contracts.kinds.environment import Environment, Task
+from skyrl_engine.contracts.kinds.generator import Sampling
+from skyrl_engine.contracts.values.rollout import Group
+from skyrl_engine.registry.part import Part
+from skyrl_engine.rollout.runner import Bounds, Episodes, RolloutRunner, Sampler, Turns
+
+FIRST_NUMBER: Final = 2**40
+"""Numbers of attempts of evaluations, and of their requests, begin here: no training attempt has them."""
+
+_RESAMPLES: Final = 1000
+
+
+def held_out(environments: Sequence[Part[Environment]], count: int) -> list[tuple[int, Task]]:
+    """Return the first held-out tasks of every environment, `count` of all together in equal shares; fewer where there are fewer."""
+    found: list[tuple[int, Task]] = []
+    for number, part in enumerate(environments):
+        tasks = part.product.tasks("eval")
+        share = count // len(environments) + (number < count % len(environments))
+        found += [(number, tasks[index]) for index in range(min(share, len(tasks)))]
+    return found
+
+
+def attempts(
+    tasks: Sequence[tuple[int, Task]],
+    config: EvaluationConfig,
+    *,
+    sampler: Sampler,
+    episodes: Episodes,
+    turns: Turns,
+    names: Sequence[str],
+    environments: Sequence[Part[Environment]],
+    bounds: Bounds,
+    sampling: Sampling,
+    seed: int,
+) -> list[Group]:
+    """Attempt every task `config.samples` times, with the evaluation's own temperature and seeds; groups in the order of the tasks."""
+    runner = RolloutRunner(
+        sampler,
+        episodes,
+        turns,
+        names,
+        [part.product.claims for part in environments],
+        evolve(sampling, temperature=config.temperature),
+        evolve(bounds, group_size=config.samples, max_failure_share=1.0, min_group_size=0),
+        seed=int(np.random.SeedSequence([seed, FIRST_NUMBER]).generate_state(1, np.uint32)[0]),
+        first_number=FIRST_NUMBER,
+    )
+    for ticket, (environment, task) in enumerate(tasks):
+        runner.start(ticket, environment, task, 0)
+    groups: list[Group] = []
+    while runner.running:
+        groups += runner.advance(1.0)
+    return sorted(groups, key=lambda group: group.ticket)
+
+
+def pass_at(attempts_made: int, right: int, k: int) -> float:
+    """Estimate the chance that one of k attempts is right, without bias: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374)."""
+    return 1.0 - comb(attempts_made - right, k) / comb(attempts_made, k)
+
+
+def evaluation_metrics(groups: Sequence[Group], names: Sequence[str], *, seed: int) -> dict[str, float]:
+    """Metrics of evaluated groups, for all environments together and, where there are several, for each.
+
+    `evaluation/avg@n` is the mean reward of n attempts, `evaluation/pass@k` for k of 1, 2, 4 up to n; `_low` and `_high` bound avg@n with 95 % by
+    resampling tasks. Attempts that failed count as wrong, with reward 0.
+    """
+    metrics = _of(groups, "evaluation/", seed)
+    if len(names) > 1:
+        for name in names:
+            if own := [group for group in groups if group.environment == name]:
+                metrics |= _of(own, f"evaluation/{name}/", seed)
+    return metrics
+
+
+def _of(groups: Sequence[Group], prefix: str, seed: int) -> dict[str, float]:
+    size = max((len(group.trajectories) for group in groups), default=0)
+    if not size:
+        return {}
+    rewards = np.array([[0.0 if each.status == "failed" else each.reward for each in group.trajectories] for group in groups])
+    right = [sum(bool(each.success) for each in group.trajectories) for group in groups]
+    means = rewards.mean(axis=1)
+    generator = np.random.Generator(np.random.PCG64(seed))
+    resampled = means[generator.integers(0, len(means), (_RESAMPLES, len(means)))].mean(axis=1)
+    low, high = np.quantile(resampled, (0.025, 0.975))
+    lengths = [len(each.logprobs) for group in groups for each in group.trajectories]
+    metrics = {
+        f"{prefix}avg@{size}": float(means.mean()),
+        f"{prefix}avg@{size}_low": float(low),
+        f"{prefix}avg@{size}_high": float(high),
+        f"{prefix}tokens_mean": float(np.mean(lengths)),
+    }
+    k = 1
+    while k <= size:
+        metrics[f"{prefix}pass@{k}"] = float(np.mean([pass_at(size, count, k) for count in right]))
+        k = k * 2 if k * 2 <= size or k == size else size
+    return metrics

@@ -1,0 +1,207 @@
+"""Everything of a run by reinforcement that can be decided before a rank starts."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from skyrl_engine.config import ResolvedConfig, SelectedPlugin
+from skyrl_engine.contracts.kinds.advantage import Advantage
+from skyrl_engine.contracts.kinds.environment import Environment
+from skyrl_engine.contracts.kinds.generator import Sampling
+from skyrl_engine.contracts.kinds.group_filter import GroupFilter
+from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.engine.assembly import Assembly, assemble
+from skyrl_engine.engine.frozen_model import FrozenModel
+from skyrl_engine.engine.model_files import ModelFiles
+from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
+from skyrl_engine.registry.part import Part
+from skyrl_engine.rollout.columns import Overlong
+from skyrl_engine.rollout.turns import TurnRenderer
+from skyrl_engine.training.rl.recipe import Recipe, recipe
+from skyrl_engine.training.rl.tasks import TaskOrder
+
+logger = logging.getLogger(__name__)
+
+REFERENCE_MODEL = "reference"
+
+
+@frozen(eq=False)
+class PreparedRl:
+    """A run that is ready to start its ranks. `environments` are selected plugins in their order, and `names` what they are called."""
+
+    resolved: ResolvedConfig
+    files: ModelFiles
+    assembly: Assembly
+    layout: Layout
+    advantage: Part[Advantage]
+    filters: tuple[Part[GroupFilter], ...]
+    environments: tuple[SelectedPlugin, ...]
+    names: tuple[str, ...]
+    tasks: TaskOrder
+    renderer: TurnRenderer
+    recipe: Recipe
+    reference: FrozenModel | None
+
+    @property
+    def sampling(self) -> Sampling:
+        """The distribution that attempts are sampled from, but for what an environment or the length says."""
+        config = self.resolved.config.rl
+        return Sampling(config.max_tokens, config.temperature)
+
+    @property
+    def overlong(self) -> Overlong | None:
+        config = self.resolved.config.rl
+        if config.overlong is None:
+            return None
+        return Overlong(config.overlong.start * config.max_tokens, config.max_tokens, config.overlong.penalty)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Count the optimizer steps of the whole run."""
+        config = self.resolved.config.rl
+        return config.steps * config.mini_batches * config.epochs
+
+
+def prepare(resolved: ResolvedConfig) -> PreparedRl:
+    """Make the controller's plugins and tasks, and refuse what cannot work. Starts nothing and writes nothing.
+
+    Raises ConfigError, UnsupportedError, DataError, ModelError, and what plugins raise.
+    """
+    config = resolved.config
+    settings = config.rl
+    _refuse_contradictions(resolved)
+    files = ModelFiles.of(config.model)
+    assembly = assemble(resolved, files, max_sequence_length=settings.max_tokens)
+    assembly.check_data(files.facts, [])
+    _refuse_beyond_positions(resolved, files)
+    context = assembly.context
+    advantage: Part[Advantage] = resolved.plugins["advantage"].part("advantage", context)
+    if settings.group_size == 1 and advantage.product.claims.groups == "needed":
+        raise UnsupportedError(
+            f"{advantage.label} compares attempts at one task, and rl.group_size is 1: every advantage would be 0",
+            remedy="Raise rl.group_size, or choose an advantage without groups, such as gae or reinforce_pp",
+        )
+    environments = _at(resolved, "environments")
+    parts: list[Part[Environment]] = [each.part(f"environments[{number}]", context) for number, each in enumerate(environments)]
+    tasks = TaskOrder(parts, [table.weight for table in config.environments], config.run.seed)
+    _refuse_too_few(resolved, tasks)
+    renderer = TurnRenderer(files.tokenizer, history=settings.history)
+    _prove_turns(renderer, parts, tasks)
+    lora = config.model.lora
+    chosen = recipe(settings, assembly.objective, advantage, lora_dropout=0.0 if lora is None else lora.dropout)
+    return PreparedRl(
+        resolved=resolved,
+        files=files,
+        assembly=assembly,
+        layout=assembly.layout(micro_batch_rows=settings.micro_batch_rows, micro_batch_tokens=settings.micro_batch_tokens),
+        advantage=advantage,
+        filters=tuple(each.part(f"group_filters[{number}]", context) for number, each in enumerate(_at(resolved, "group_filters"))),
+        environments=environments,
+        names=_names(environments),
+        tasks=tasks,
+        renderer=renderer,
+        recipe=chosen,
+        reference=_reference(resolved, assembly) if chosen.reference else None,
+    )
+
+
+def _at(resolved: ResolvedConfig, key: str) -> tuple[SelectedPlugin, ...]:
+    """Return the plugins of a list of the configuration, in its order."""
+    count = len(getattr(resolved.config, key))
+    return tuple(resolved.plugins[f"{key}[{number}]"] for number in range(count))
+
+
+def _names(environments: Sequence[SelectedPlugin]) -> tuple[str, ...]:
+    """Name environments after their plugins; of several of one plugin each has its number."""
+    names = [each.loaded.record.name for each in environments]
+    counts = Counter(names)
+    return tuple(name if counts[name] == 1 else f"{name}_{names[: number + 1].count(name)}" for number, name in enumerate(names))
+
+
+def _refuse_contradictions(resolved: ResolvedConfig) -> None:
+    settings = resolved.config.rl
+    problems = []
+    if not resolved.config.environments:
+        problems.append(
+            Problem("environments", "there is no environment", 'Add [[environments]] with use = "...", or give --env or --reward')
+        )
+    if settings.mini_batches > settings.groups:
+        problems.append(
+            Problem(
+                "rl.mini_batches",
+                f"is {settings.mini_batches}, and a batch has {settings.groups} groups, which are never cut",
+                "Lower rl.mini_batches or raise rl.groups",
+            )
+        )
+    if settings.micro_batch_rows is not None and settings.micro_batch_tokens is not None:
+        problems.append(
+            Problem(
+                "rl.micro_batch_tokens",
+                "rl.micro_batch_rows is set too",
+                "Give one of rl.micro_batch_rows and rl.micro_batch_tokens",
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _refuse_beyond_positions(resolved: ResolvedConfig, files: ModelFiles) -> None:
+    settings = resolved.config.rl
+    longest, positions = settings.max_prompt_tokens + settings.max_tokens, files.facts.extended_length
+    if positions is not None and longest > positions:
+        raise UnsupportedError(
+            f"rl.max_prompt_tokens and rl.max_tokens make attempts of up to {longest:,} tokens, and the model has {positions:,} positions",
+            remedy="Lower one of them",
+        )
+
+
+def _refuse_too_few(resolved: ResolvedConfig, tasks: TaskOrder) -> None:
+    settings = resolved.config.rl
+    if settings.repeat_tasks:
+        return
+    for part, own, needed in zip(tasks.environments, tasks.tasks, tasks.needs(settings.steps * settings.groups), strict=True):
+        if needed > len(own):
+            raise DataError(
+                f"{part.label} has {len(own):,} tasks, and {settings.steps} steps of {settings.groups} groups take {needed:,} of it",
+                remedy="Set rl.repeat_tasks = true, or lower rl.steps",
+            )
+
+
+def _prove_turns(renderer: TurnRenderer, parts: Sequence[Part[Environment]], tasks: TaskOrder) -> None:
+    """Render the first task of every environment, and prove that later turns can be appended where there are any."""
+    for part, own in zip(parts, tasks.tasks, strict=True):
+        task = own[0]
+        if task.images:
+            raise UnsupportedError(
+                f"{part.label} has tasks with images, which rollouts do not take yet", remedy="Choose tasks of text"
+            )
+        if task.messages and task.prompt_ids:
+            raise DataError(
+                f"{part.label}: task {task.key!r} has both messages and prompt_ids", remedy="Give every task one of them"
+            )
+        if part.product.claims.max_turns > 1:
+            roles = ("tool",) if task.tools else ("user",)
+            for warning in renderer.prove(roles, task.tools):
+                logger.warning("%s", warning)
+        elif task.messages:
+            renderer.prompt(task.messages, task.tools, name=f"task {task.key!r}")
+
+
+def _reference(resolved: ResolvedConfig, assembly: Assembly) -> FrozenModel:
+    table, trained = resolved.config.reference, resolved.config.model
+    if table.refresh_every is not None and trained.lora is not None:
+        raise UnsupportedError(
+            "reference.refresh_every copies the whole trained model, and this run trains adapters",
+            remedy="Remove reference.refresh_every, or train all weights",
+        )
+    return FrozenModel.planned(
+        REFERENCE_MODEL,
+        trained,
+        assembly.description,
+        table="reference",
+        path=table.path,
+        revision=table.revision,
+        adapters_off=table.adapters_off,
+    )

@@ -1,0 +1,373 @@
+"""Reinforcement learning: attempts at tasks, what they were worth, and optimizer steps on them, with an exact resume."""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+from attrs import define, field
+
+from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.contracts.kinds.advantage import AdvantageBatch, AdvantageOutput, as_advantage_output
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.outputs import Metric, combine_metrics, results_of
+from skyrl_engine.contracts.values.rollout import Group
+from skyrl_engine.engine.engine import Engine
+from skyrl_engine.engine.plan import Plan
+from skyrl_engine.objective.policy_metrics import WEIGHTS, effective_share
+from skyrl_engine.registry.host import blaming
+from skyrl_engine.rollout.columns import to_columns
+from skyrl_engine.rollout.episodes import EpisodePool
+from skyrl_engine.rollout.guard import SamplerGuard
+from skyrl_engine.rollout.journal import open_journal
+from skyrl_engine.rollout.ledger import RolloutLedger
+from skyrl_engine.rollout.runner import Bounds, RolloutRunner
+from skyrl_engine.rollout.source import RolloutSource
+from skyrl_engine.run.session import RunSession, open_session
+from skyrl_engine.training.loop import Loop, RunResult, StepDone
+from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffled
+from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, held_out
+from skyrl_engine.training.rl.metrics import rollout_metrics
+from skyrl_engine.training.rl.preparation import REFERENCE_MODEL, PreparedRl, prepare
+from skyrl_engine.training.rl.recipe import REFERENCE
+from skyrl_engine.training.rl.rewards import KlPenalty
+from skyrl_engine.training.rl.state import RlState, state_in
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being waited for, how much of it is there, and how much is wanted."""
+
+
+def run_rl(
+    resolved: ResolvedConfig,
+    *,
+    observers: Sequence[object] = (),
+    resume: bool | None = None,
+    progress: Progress | None = None,
+) -> RunResult:
+    """Train to the configured end, or until a signal asks to stop.
+
+    `observers` listen beside those of the configuration; `resume` overrides `checkpoint.resume`; `progress` is told how many groups of a step are
+    there. Whatever goes wrong ends the ranks and the environments, is recorded in the run directory, and is raised again.
+    """
+    with open_session(resolved, observers=observers, resume=resume) as session:
+        prepared = prepare(resolved)
+        config = resolved.config
+        checkpoint = session.resumed_from
+        state = None if checkpoint is None else state_in(checkpoint, environment_versions(prepared))
+        session.record_start(
+            seeds={"run": config.run.seed},
+            world={"launch": config.run.launch, "ranks": config.run.ranks, **attrs.asdict(prepared.assembly.description.topology)},
+            data={"environments": environment_versions(prepared)},
+        )
+        with (
+            Engine.launch(
+                prepared.resolved, prepared.assembly, prepared.files, prepared.optimizer_steps, prepared.layout
+            ) as engine,
+            _trainer(prepared, engine, session, state, progress) as trainer,
+        ):
+            session.announce_start(config.rl.steps)
+            return Loop(
+                session,
+                engine,
+                trainer,
+                evaluation=config.evaluation,
+                checkpoint=config.checkpoint,
+                total_steps=config.rl.steps,
+                inline=config.run.launch == "inline",
+            ).run()
+
+
+def environment_versions(prepared: PreparedRl) -> dict[str, str]:
+    """Return the version of every environment by its name: what it says of itself, and its plugin's."""
+    versions = {}
+    for name, selected, part in zip(prepared.names, prepared.environments, prepared.tasks.environments, strict=True):
+        record = selected.loaded.record
+        versions[name] = f"{record.version or record.sha256} {part.product.claims.version}".strip()
+    return versions
+
+
+@contextmanager
+def _trainer(
+    prepared: PreparedRl, engine: Engine, session: RunSession, state: RlState | None, progress: Progress | None
+) -> "Iterator[RlTrainer]":
+    """Start sampler, environments and journal, and end them."""
+    config = prepared.resolved.config
+    settings = config.rl
+    reference = prepared.reference
+    if session.resumed_from is not None:
+        engine.load(session.resumed_from.state)
+    if reference is not None:
+        if state is not None and state.reference is not None:
+            assert reference.model is not None, "a copy of the model is a second model"
+            reference = attrs.evolve(reference, model=attrs.evolve(reference.model, path=state.reference, revision=None))
+        reference.load(engine)
+    sampler = engine.start_sampler(prepared.resolved.plugins["generator"])
+    version = 0 if state is None else state.step
+    sampler.update(version)
+    rules = RolloutLedger(
+        settings.groups,
+        order="ticket",
+        max_drop_share=config.rollouts.max_drop_share,
+        on_starved=config.rollouts.on_starved,
+    )
+    pool = EpisodePool(
+        [selected.lock() for selected in prepared.environments],
+        prepared.names,
+        prepared.assembly.context,
+        workers=config.rollouts.workers,
+        timeout_s=config.rollouts.timeout_s,
+        retries=config.rollouts.retries,
+    )
+    try:
+        with open_journal(
+            session.directory.rollouts,
+            run=_identity(session),
+            keep=config.rollouts.keep,
+            resumed=None if state is None else state.step,
+        ) as journal:
+            ledger = rules if state is None else RolloutLedger.from_state(state.ledger, rules, journal.index.recorded())
+            runner = RolloutRunner(
+                sampler,
+                pool,
+                prepared.renderer,
+                prepared.names,
+                [part.product.claims for part in prepared.tasks.environments],
+                prepared.sampling,
+                bounds_of(prepared),
+                config.run.seed,
+            )
+            told = None if progress is None else lambda ready, wanted: progress("attempts", ready, wanted)
+            source = RolloutSource(ledger, runner, journal, prepared.tasks.of, prepared.filters, told)
+            guard = SamplerGuard.of(settings.max_gap, config.model.dtype)
+            penalty = None if settings.kl is None else KlPenalty.start(settings.kl)
+            trainer = RlTrainer(prepared, engine, session.directory.reference, source, pool, guard, penalty, reference)
+            if state is not None:
+                trainer.restore(state)
+            yield trainer
+    finally:
+        pool.shutdown()
+
+
+def bounds_of(prepared: PreparedRl) -> Bounds:
+    """Return the limits of every attempt."""
+    config = prepared.resolved.config
+    return Bounds(
+        group_size=config.rl.group_size,
+        max_prompt_tokens=config.rl.max_prompt_tokens,
+        max_tokens=config.rl.max_tokens,
+        min_group_size=min(config.rollouts.min_group_size, config.rl.group_size),
+        max_failure_share=config.rollouts.max_failure_share,
+        keeps_history=config.rl.history == "append",
+    )
+
+
+def _identity(session: RunSession) -> str:
+    """Name the run, the same for all of its sessions: by the moment its directory's first session began."""
+    path = session.directory.rollouts / "run"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(hashlib.sha256(f"{time.time_ns()} {session.directory.path}".encode()).hexdigest()[:16])
+    return path.read_text()
+
+
+@define(eq=False)
+class RlTrainer:
+    """The steps of reinforcement learning: each trains the weights of version t - 1 into those of version t."""
+
+    prepared: PreparedRl
+    engine: Engine
+    references: Path
+    source: RolloutSource
+    pool: EpisodePool
+    guard: SamplerGuard
+    penalty: KlPenalty | None
+    reference: Any
+    _copied: str | None = field(default=None, init=False)
+    _cpu: dict[str, float] = field(factory=dict, init=False)
+    _seconds: dict[str, float] = field(factory=dict, init=False)
+
+    def restore(self, state: RlState) -> None:
+        """Go on from what a checkpoint says."""
+        self.guard.above = state.above
+        self._copied = state.reference
+        if self.penalty is not None and state.kl_coef is not None:
+            self.penalty.coef = state.kl_coef
+
+    def step(self, number: int) -> StepDone:
+        """One batch of rollouts: wait for it, score it, estimate advantages, train on it, and hand the new weights to the sampler."""
+        config = self.prepared.resolved.config
+        self._cpu, self._seconds = {}, {}
+        with self._timed("rollout"):
+            taken = self.source.take(number)
+        with self._timed("prepare"):
+            columns = self._columns(taken.groups, number)
+            plan = self.engine.plan(columns, mini_batch_size=mini_batch_size(group_sizes(columns), config.rl.mini_batches))
+        with self._timed("score"):
+            plan = self._scored(plan)
+        metrics: dict[str, Metric] = {}
+        with self._timed("advantage"):
+            if self.penalty is not None:
+                shaped, metrics = self.penalty.shaped(plan.columns)
+                plan = attrs.evolve(plan, columns=shaped)
+            made = self._advantages(plan.columns)
+            gives = {} if made.returns is None else {"returns": made.returns}
+            plan = plan.with_columns({"advantages": made.advantages, **gives})
+            metrics |= made.metrics
+        with self._timed("train"):
+            learned = self._learn(plan, number)
+        with self._timed("publish"):
+            self.source.trained(number, taken.groups)
+            self._refresh(number)
+            self.engine.sampler.update(number)
+            self.source.published(number)
+        reported = {
+            **results_of({**learned, **metrics}),
+            **rollout_metrics(taken.groups, taken.ended, self.prepared.names),
+        }
+        self._finish(reported)
+        if "policy/gap_mean" in reported:
+            self.guard.look(reported["policy/gap_mean"], number - 1)
+        return StepDone(reported, self._cpu)
+
+    def evaluate(self) -> Mapping[str, float] | None:
+        """Rewards and successes on held-out tasks, if there are any."""
+        config = self.prepared.resolved.config
+        environments = self.prepared.tasks.environments
+        tasks = held_out(environments, config.evaluation.tasks)
+        if not tasks:
+            return None
+        groups = attempts(
+            tasks,
+            config.evaluation,
+            sampler=self.engine.sampler,
+            episodes=self.pool,
+            turns=self.prepared.renderer,
+            names=self.prepared.names,
+            environments=environments,
+            bounds=bounds_of(self.prepared),
+            sampling=self.prepared.sampling,
+            seed=config.run.seed,
+        )
+        return evaluation_metrics(groups, self.prepared.names, seed=config.run.seed)
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the ledger, and what is steered from step to step."""
+        self.source.journal.commit()
+        return RlState(
+            "rl",
+            self.source.ledger.step,
+            self.source.ledger.state(),
+            None if self.penalty is None else self.penalty.coef,
+            self.guard.above,
+            self._copied,
+            environment_versions(self.prepared),
+        ).document()
+
+    def _columns(self, groups: Sequence[Group], number: int) -> SampleColumns:
+        config = self.prepared.resolved.config.rl
+        return to_columns(
+            groups,
+            environments=self.prepared.names,
+            version=number - 1,
+            truncated=config.truncated,
+            overlong=self.prepared.overlong,
+        )
+
+    def _scored(self, plan: Plan) -> Plan:
+        """Add what the model and the reference say of the batch before it is learned from."""
+        recipe, temperature = self.prepared.recipe, self.prepared.resolved.config.rl.temperature
+        found: dict[str, Any] = {}
+        if recipe.scores:
+            output = self.engine.score(plan, scores=set(recipe.scores.values()), temperature=temperature).result()
+            found = {column: output.on_actions(score) for column, score in recipe.scores.items()}
+        if recipe.old == "rollout":
+            found["old_logprobs"] = plan.columns.columns["rollout_logprobs"]
+        if recipe.reference:
+            output = self.engine.score(plan, temperature=temperature, model=REFERENCE_MODEL).result()
+            found[REFERENCE] = output.on_actions("logprobs")
+        return plan.with_columns(found)
+
+    def _advantages(self, columns: SampleColumns) -> AdvantageOutput:
+        part = self.prepared.advantage
+        batch = advantage_batch(columns, part.product.needs)
+        with blaming(part.owner, "its call"):
+            given = part.product(batch)
+        return as_advantage_output(part.label, given, batch, returns=part.product.claims.returns)
+
+    def _learn(self, plan: Plan, number: int) -> dict[str, Metric]:
+        """Take the optimizer steps of all epochs; metrics of all of them together."""
+        config = self.prepared.resolved.config
+        settings = config.rl
+        parts: list[Mapping[str, Metric]] = []
+        for epoch in range(settings.epochs):
+            own = plan
+            if epoch:
+                order = shuffled(plan.columns, seed=config.run.seed, step=number, epoch=epoch)
+                columns = plan.columns.take(order)
+                own = self.engine.plan(columns, mini_batch_size=mini_batch_size(group_sizes(columns), settings.mini_batches))
+            watch = {"policy", *(("entropy",) if settings.entropy_metric and epoch == 0 else ())}
+            result = self.engine.train(
+                own,
+                temperature=settings.temperature,
+                per_token_outputs=False,
+                bound=self.prepared.recipe.bound,
+                watch=watch,
+            )
+            parts.append(result.metrics)
+            for span, seconds in result.cpu_seconds.items():
+                self._cpu[span] = self._cpu.get(span, 0.0) + seconds
+        return combine_metrics(parts)
+
+    def _refresh(self, number: int) -> None:
+        """Make the new weights the reference, where its turn has come."""
+        every = self.prepared.resolved.config.reference.refresh_every
+        if self.reference is None or every is None or number % every:
+            return
+        directory = self.references / f"step-{number}"
+        if not directory.exists():
+            self.reference = self.reference.refreshed(self.engine, directory)
+        else:
+            self.reference = attrs.evolve(
+                self.reference, model=attrs.evolve(self.reference.model, path=str(directory), revision=None)
+            )
+            self.reference.load(self.engine)
+        self._copied = str(directory)
+
+    def _finish(self, reported: dict[str, float]) -> None:
+        """Turn sums into what is reported, and add the seconds of every phase."""
+        sums = [reported.pop(name) for name in WEIGHTS if name in reported]
+        if sums:
+            reported["policy/ess"] = effective_share(*sums)
+        reported |= {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
+        if (seconds := self._seconds.get("rollout", 0.0)) > 0:
+            sampled = reported.get("rollout/tokens_mean", 0.0)
+            reported["rollout/tokens_per_second"] = sampled * reported.get("samples", 0.0) / seconds
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began, cpu = time.perf_counter(), time.process_time()
+        yield
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
+        if phase not in ("train", "score"):
+            self._cpu[phase] = self._cpu.get(phase, 0.0) + time.process_time() - cpu
+
+
+def advantage_batch(columns: SampleColumns, needs: Sequence[str]) -> AdvantageBatch:
+    """Return what an estimator sees of a batch; attempts that failed are not in it."""
+    return AdvantageBatch(
+        rewards=columns.columns["rewards"],
+        loss_weight=columns.loss_weight,
+        action_offsets=columns.action_offsets,
+        group_ids=columns.group_ids,
+        trajectory_ids=columns.trajectory_ids,
+        turn=columns.sample_values["turn"].astype(np.int64),
+        finished=np.ones(len(columns), dtype=np.bool_),
+        columns={name: columns.columns[name] for name in needs if name in columns.columns},
+    )
