@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from skyrl_engine.testing.collators.suite import CollatorConformance
     from skyrl_engine.testing.conformance import Conformance
     from skyrl_engine.testing.corrections.suite import CorrectionConformance
+    from skyrl_engine.testing.generators.suite import GeneratorConformance
     from skyrl_engine.testing.kit import promises_of, verify
     from skyrl_engine.testing.losses.suite import LossConformance
     from skyrl_engine.testing.mergers.suite import MergerConformance
@@ -30,6 +31,7 @@ __all__ = [
     "Conformance",
     "CorrectionConformance",
     "Finding",
+    "GeneratorConformance",
     "LossConformance",
     "MergerConformance",
     "Promise",
@@ -53,6 +55,7 @@ _HOMES = {
     "Conformance": "conformance",
     "CorrectionConformance": "corrections.suite",
     "Finding": "promise",
+    "GeneratorConformance": "generators.suite",
     "LossConformance": "losses.suite",
     "MergerConformance": "mergers.suite",
     "Promise": "promise",

@@ -127,6 +127,7 @@ class SlotLoop:
         self._settings = None
         self.version = version
 
+    @torch.inference_mode()
     def abort(self, chosen: Callable[[int], bool]) -> list[Completion]:
         """End the requests of chosen ids."""
         ended = [row for row in (*self._live, *self._waiting) if chosen(row.request.request_id)]

@@ -1,0 +1,395 @@
+"""The generator `hf` by its contract, on tiny models of real architectures; refusals name what is wrong."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_engine import ContractError, ModelError, UnsupportedError
+from skyrl_engine.contracts import POLICY, GenerationRequest, GeneratorStart, ModelConfig, Sampling
+from skyrl_engine.modeling.loading import load_causal_lm
+from skyrl_engine.modeling.tiny import make_parts_differ, write_model, write_tokenizer
+from skyrl_engine_generators.generator import HfGenerator
+from skyrl_engine_generators.options import HfOptions
+from skyrl_engine_generators.rows import CachedRows, ReadRows
+
+MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+ARCHITECTURES = {
+    "qwen3": {},
+    "llama": {},
+    "gemma3_text": {"sliding_window": 6, "num_hidden_layers": 7},
+    "mistral": {"sliding_window": 6},
+    "qwen2": {},
+    "qwen3_moe": MOE,
+    "mixtral": MOE,
+    "phi3": {"sliding_window": 2047},
+    "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 160},
+    "gemma2": {"sliding_window": 6},
+    "gpt_oss": {**MOE, "sliding_window": 6},
+    "deepseek_v3": LATENT,
+    "mamba": {"hidden_size": 32},
+}
+QUICK = {"qwen3", "llama", "gemma3_text"}
+READ_ANEW = {"mamba"}
+"""Architectures that keep more than keys and values."""
+
+
+class Weights:
+    """The weights of a model that is loaded here, as a rank offers them."""
+
+    def __init__(self, model, form="tensors"):
+        self._model = model
+        self.forms = frozenset({form})
+
+    def storage(self):
+        named = [*self._model.named_parameters(remove_duplicate=False), *self._model.named_buffers(remove_duplicate=False)]
+        return {name: tensor.detach() for name, tensor in named}
+
+    def tensors(self):
+        return ((name, tensor.detach()) for name, tensor in self._model.named_parameters())
+
+
+def write(directory, family, **settings):
+    write_model(directory, family, **settings)
+    make_parts_differ(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    directory = write(tmp_path_factory.mktemp("qwen3"), "qwen3")
+    write_tokenizer(directory, ["some words to learn from, and more words to say"])
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_causal_lm(ModelConfig(str(folder))).eval()
+
+
+def started(folder, model, *, form="tensors", slots=4, ends=(), version=0, **settings):
+    generator = HfGenerator(HfOptions(slots=slots))
+    generator.start(GeneratorStart(ModelConfig(str(folder), **settings), "cpu", ends, Weights(model, form), version))
+    return generator
+
+
+def requests(count, *, first=0, seed=0, **sampling):
+    draw = np.random.default_rng(seed)
+    return [
+        GenerationRequest(
+            first + number,
+            draw.integers(0, 128, draw.integers(1, 20)).astype(np.int32),
+            Sampling(**{"max_tokens": int(draw.integers(1, 12)), **sampling}),
+            seed=number,
+        )
+        for number in range(count)
+    ]
+
+
+def finished(generator, asked):
+    generator.submit(asked)
+    done = {}
+    while len(done) < len(asked):
+        for each in generator.poll(10.0):
+            assert each.request_id not in done
+            done[each.request_id] = each
+    assert generator.poll(0.0) == []
+    return [done[each.request_id] for each in asked]
+
+
+@torch.no_grad()
+def distance(model, asked, done, temperature=1.0):
+    """The largest distance in nats between log-probabilities of completions and those of the whole model."""
+    found = []
+    for request, each in zip(asked, done, strict=True):
+        ids = torch.from_numpy(np.concatenate([request.prompt_ids, each.token_ids]).astype(np.int64))
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].double() / temperature
+        first = len(request.prompt_ids)
+        whole = logits[first - 1 : -1].log_softmax(-1).gather(1, ids[first:, None])[:, 0].numpy()
+        found.append(np.abs(whole - each.logprobs).max())
+    return max(found)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in ARCHITECTURES]
+)
+def test_log_probabilities_are_the_models_own(family, tmp_path, caplog):
+    """Where keys and values are not all that a model keeps, rows are read anew, with a warning that names it."""
+    write(tmp_path, family, **ARCHITECTURES[family])
+    model = load_causal_lm(ModelConfig(str(tmp_path))).eval()
+    with caplog.at_level(logging.WARNING):
+        generator = started(tmp_path, model)
+    rows = generator._sets[POLICY].rows
+    assert isinstance(rows, ReadRows if family in READ_ANEW else CachedRows)
+    assert ("is sampled without a cache" in caplog.text) == (family in READ_ANEW)
+    asked = requests(9, ignore_eos=True)
+    assert distance(model, asked, finished(generator, asked)) < 1e-4
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_are_the_same_in_any_company(folder, model, temperature):
+    asked = requests(12, temperature=temperature)
+    together = finished(started(folder, model, slots=16), asked)
+    assert distance(model, asked, together, temperature) < 1e-4
+    few = finished(started(folder, model, slots=3), asked[::-1])[::-1]
+    alone = started(folder, model, slots=1)
+    for request, here, there in zip(asked, together, few, strict=True):
+        assert here.token_ids.tolist() == there.token_ids.tolist() == finished(alone, [request])[0].token_ids.tolist()
+
+
+def test_a_shared_prefix_changes_nothing(folder, model):
+    prompt = np.arange(30, dtype=np.int32)
+    each = [GenerationRequest(number, prompt, Sampling(max_tokens=2 + number % 7), seed=number) for number in range(20)]
+    grouped = [GenerationRequest(one.request_id, prompt, one.sampling, one.seed, prefix_group=0) for one in each]
+    apart, together = (finished(started(folder, model, slots=6), asked) for asked in (each, grouped))
+    assert [one.token_ids.tolist() for one in apart] == [one.token_ids.tolist() for one in together]
+    assert distance(model, grouped, together) < 1e-4
+
+
+def test_shared_memory_sees_every_change_and_a_copy_only_what_it_is_given(folder):
+    model = load_causal_lm(ModelConfig(str(folder))).eval()
+    sharing, copying = (started(folder, model, form=form) for form in ("module", "tensors"))
+    weights = sharing._sets[POLICY].model.get_input_embeddings().weight
+    assert weights.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    asked = requests(4, ignore_eos=True)
+    before = finished(copying, asked)
+    assert [one.token_ids.tolist() for one in finished(sharing, asked)] == [one.token_ids.tolist() for one in before]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+    sharing.update(Weights(model, "module"), 1)
+    assert distance(model, asked, after := finished(sharing, asked)) < 1e-4
+    assert [one.versions.versions.tolist() for one in after] == [[1]] * 4
+    assert [one.logprobs.tolist() for one in finished(copying, asked)] == [one.logprobs.tolist() for one in before]
+    copying.update(Weights(model), 1)
+    assert distance(model, asked, finished(copying, asked)) < 1e-4
+
+
+def test_weights_under_another_name_stay_what_they_were(folder):
+    model = load_causal_lm(ModelConfig(str(folder))).eval()
+    generator = started(folder, model, form="module")
+    generator.update(Weights(model), 0, "reference")
+    asked = requests(3, ignore_eos=True)
+    first = finished(generator, asked)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(2.0)
+    generator.update(Weights(model, "module"), 1)
+    now = finished(generator, asked)
+    frozen = finished(
+        generator, [GenerationRequest(one.request_id, one.prompt_ids, one.sampling, one.seed, target="reference") for one in asked]
+    )
+    assert [one.token_ids.tolist() for one in frozen] == [one.token_ids.tolist() for one in first]
+    assert [one.versions.versions.tolist() for one in frozen] == [[0]] * 3
+    assert [one.logprobs.tolist() for one in now] != [one.logprobs.tolist() for one in first]
+    generator.release("reference")
+    with pytest.raises(ContractError, match="asks for the weights 'reference', which nobody gave"):
+        generator.submit([GenerationRequest(9, asked[0].prompt_ids, asked[0].sampling, 0, target="reference")])
+    with pytest.raises(UnsupportedError, match="are those that are trained"):
+        generator.release(POLICY)
+
+
+def test_an_update_while_sampling_goes_on_with_the_new_weights(folder):
+    model = load_causal_lm(ModelConfig(str(folder))).eval()
+    generator = started(folder, model)
+    request = GenerationRequest(0, np.array([5, 6, 7], dtype=np.int32), Sampling(max_tokens=8, ignore_eos=True), seed=3)
+    (undisturbed,) = finished(generator, [request])
+    generator.submit([request])
+    for _ in range(3):
+        assert generator.poll(0.0) == []
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    generator.update(Weights(model), 7)
+    (done,) = generator.poll(10.0)
+    assert done.versions.per_token(8).tolist() == [0] * 3 + [7] * 5
+    assert done.token_ids[:3].tolist() == undisturbed.token_ids[:3].tolist()
+    ids = torch.from_numpy(np.concatenate([request.prompt_ids, done.token_ids]).astype(np.int64))
+    with torch.no_grad():
+        whole = model(input_ids=ids[None]).logits[0].log_softmax(-1)[2:-1].gather(1, ids[3:, None])[:, 0].numpy()
+    assert np.abs(whole[3:] - done.logprobs[3:]).max() < 1e-4
+    assert np.abs(whole[:3] - done.logprobs[:3]).max() > 1e-3
+
+
+def test_scores_of_prompts_and_of_the_most_likely_tokens(folder, model):
+    ids = np.array([3, 9, 27, 81], dtype=np.int32)
+    asked = GenerationRequest(
+        0, ids, Sampling(max_tokens=3, temperature=0.5, ignore_eos=True), 0, prompt_logprobs=True, top_logprobs=5, prefix_group=1
+    )
+    (done,) = finished(started(folder, model), [asked])
+    whole = torch.from_numpy(np.concatenate([ids, done.token_ids]).astype(np.int64))
+    with torch.no_grad():
+        scores = (model(input_ids=whole[None]).logits[0].double() / 0.5).log_softmax(-1)
+    assert np.isnan(done.prompt_logprobs[0])
+    np.testing.assert_allclose(done.prompt_logprobs[1:], scores[:3].gather(1, whole[1:4, None])[:, 0], atol=1e-4)
+    most = scores[3:6].topk(5)
+    np.testing.assert_allclose(done.top_logprobs.logprobs, most.values, atol=1e-4)
+    assert done.top_logprobs.token_ids.tolist() == most.indices.tolist()
+
+
+def test_stop_strings_are_found_in_the_text_as_it_is_decoded(folder, model):
+    from skyrl_engine.model_facts.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(ModelConfig(str(folder)))
+    # the tokenizer's vocabulary is smaller than the model's, so that some tokens are no text
+    request = GenerationRequest(0, np.array([7], dtype=np.int32), Sampling(max_tokens=60, ignore_eos=True), seed=5)
+    generator = started(folder, model)
+    (free,) = finished(generator, [request])
+    text = tokenizer.decode(free.token_ids, skip_special_tokens=True)
+    string = text[len(text) // 2 : len(text) // 2 + 3]
+    sampling = Sampling(max_tokens=60, ignore_eos=True, stop_strings=("never said", string))
+    (done,) = finished(generator, [GenerationRequest(0, request.prompt_ids, sampling, seed=5)])
+    assert (done.finish, done.stop) == ("stop", string)
+    assert done.token_ids.tolist() == free.token_ids[: len(done.token_ids)].tolist()
+    assert string in tokenizer.decode(done.token_ids, skip_special_tokens=True)
+    assert string not in tokenizer.decode(done.token_ids[:-1], skip_special_tokens=True)
+
+
+def test_several_end_tokens_count(folder, model):
+    ends = tuple(range(0, 128, 4))
+    asked = requests(8, max_tokens=30)
+    for each in finished(started(folder, model, ends=ends), asked):
+        assert each.finish == "stop"
+        assert each.stop == each.token_ids[-1]
+        assert each.token_ids[-1] in ends
+        assert not set(each.token_ids[:-1].tolist()) & set(ends)
+
+
+def test_a_prompt_without_room_fails_alone(folder, model):
+    long = GenerationRequest(0, np.zeros(155, dtype=np.int32), Sampling(max_tokens=6), seed=0)
+    fits = GenerationRequest(1, np.zeros(154, dtype=np.int32), Sampling(max_tokens=6, ignore_eos=True), seed=0)
+    failed, done = finished(started(folder, model), [long, fits])
+    assert (failed.finish, len(failed.token_ids)) == ("error", 0)
+    assert f"a prompt of 155 tokens leaves no room for 6 more: {folder} takes 160" in failed.error
+    assert (done.finish, len(done.token_ids)) == ("length", 6)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([1, 128], "has the token 128 at place 1, outside of the vocabulary of 128"),
+        ([-1], "has the token -1 at place 0"),
+        ([], "has no prompt"),
+    ],
+)
+def test_prompts_that_no_model_reads_are_refused_before_anything_is_taken(folder, model, prompt, words):
+    generator = started(folder, model)
+    wrong = GenerationRequest(1, np.array(prompt, dtype=np.int32), Sampling(max_tokens=2), seed=0)
+    with pytest.raises(ContractError, match=words):
+        generator.submit([*requests(1), wrong])
+    assert generator.poll(0.0) == []
+    assert len(finished(generator, requests(1))) == 1
+
+
+def test_ids_under_way_are_not_given_again(folder, model):
+    generator = started(folder, model)
+    generator.submit(requests(1, max_tokens=5, ignore_eos=True))
+    with pytest.raises(ContractError, match="request 0 is under way already"):
+        generator.submit(requests(1))
+    with pytest.raises(ContractError, match="two requests have one request_id"):
+        generator.submit([*requests(1, first=5), *requests(1, first=5)])
+
+
+def test_weights_that_do_not_fit_change_nothing(folder, model):
+    generator = started(folder, model)
+    asked = requests(3, ignore_eos=True)
+    before = finished(generator, asked)
+
+    class Other(Weights):
+        def __init__(self, change):
+            super().__init__(model)
+            self._change = change
+
+        def tensors(self):
+            return iter(self._change([(name, tensor * 2) for name, tensor in super().tensors()]))
+
+    for change, words in (
+        (lambda given: given[1:], "embed_tokens.weight is not among the weights"),
+        (lambda given: [*given, ("model.other", torch.zeros(2))], "model.other has no place, or one of another shape"),
+        (lambda given: [(name, tensor[:1]) for name, tensor in given], "has no place, or one of another shape"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            generator.update(Other(change), 1)
+    after = finished(generator, asked)
+    assert [each.logprobs.tolist() for each in after] == [each.logprobs.tolist() for each in before]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_other_precisions(folder, dtype, caplog):
+    model = load_causal_lm(ModelConfig(str(folder), dtype=dtype)).eval()
+    with caplog.at_level(logging.WARNING):
+        generator = started(folder, model, dtype=dtype)
+    assert "without a cache" not in caplog.text
+    asked = requests(6, ignore_eos=True)
+    done = finished(generator, asked)
+    assert distance(model, asked, done) < (1e-6 if dtype == "float64" else 0.5)
+
+
+def test_a_model_whose_cached_rows_are_wrong_is_sampled_by_reading_rows_anew(folder, model, monkeypatch, caplog):
+    """Were the mask of a step wrong for some architecture, the start would say so; and the samples are right all the same."""
+    from skyrl_engine_generators import rows
+
+    def sees_too_much(config, kinds, at, end, dtype):
+        return torch.ones(len(at), 1, 1, end, dtype=torch.bool)
+
+    monkeypatch.setattr(rows, "step_masks", sees_too_much)
+    with caplog.at_level(logging.WARNING):
+        generator = started(folder, model)
+    assert "Qwen3ForCausalLM) is sampled without a cache" in caplog.text
+    assert "nats off" in caplog.text
+    asked = requests(6, ignore_eos=True)
+    assert distance(model, asked, finished(generator, asked)) < 1e-4
+
+
+def test_an_abort_returns_a_beginning_of_what_would_have_come(folder, model):
+    generator = started(folder, model, slots=3)
+    asked = requests(5, max_tokens=20, ignore_eos=True)
+    whole = finished(generator, asked)
+    generator.submit(asked)
+    for _ in range(4):
+        generator.poll(0.0)
+    generator.abort([0, 4, 77])
+    came = {each.request_id: each for _ in range(2) for each in generator.poll(10.0)}
+    generator.abort()
+    came |= {each.request_id: each for each in generator.poll(10.0)}
+    while len(came) < 5:
+        came |= {each.request_id: each for each in generator.poll(10.0)}
+    assert came[0].finish == came[4].finish == "abort"
+    assert 0 < len(came[0].token_ids) < 20
+    for each, full in zip((came[number] for number in range(5)), whole, strict=True):
+        assert each.token_ids.tolist() == full.token_ids[: len(each.token_ids)].tolist()
+        np.testing.assert_allclose(each.logprobs, full.logprobs[: len(each.token_ids)], atol=1e-5)
+
+
+def test_close_forgets_what_is_under_way(folder, model):
+    generator = started(folder, model)
+    generator.submit(requests(5))
+    generator.close()
+    assert generator.poll(0.0) == []
+
+
+def test_global_states_are_left_alone(folder, model):
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    finished(started(folder, model, form="module"), requests(3))
+    finished(started(folder, model), requests(3))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads
+    assert torch.is_grad_enabled()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert Path(folder).is_dir()

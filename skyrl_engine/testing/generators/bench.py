@@ -1,0 +1,212 @@
+"""A tiny model to sample from, what is due for it, and a generator set to work on it."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import define, evolve, field
+from torch import Tensor
+
+from skyrl_engine.contracts.kinds.generator import (
+    POLICY,
+    Completion,
+    GenerationRequest,
+    Generator,
+    GeneratorDescription,
+    GeneratorStart,
+    Sampling,
+    WeightForm,
+)
+from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.errors import EngineError
+from skyrl_engine.modeling.loading import load_causal_lm
+from skyrl_engine.modeling.tiny import VOCABULARY, make_parts_differ, write_model, write_tokenizer
+from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.testing.promise import Broken, Undecidable
+from skyrl_engine.testing.subject import Subject
+
+PATIENCE_SECONDS = 60.0
+"""A generator that has answered nothing for so long has lost a request: the model is tiny."""
+
+AT_ONCE_SECONDS, AT_ONCE_TIMES = 0.05, 200
+
+TEXT = "some words to learn from, and a few more words that may stop what is said"
+
+
+@cache
+def model_folder() -> Path:
+    """A tiny model with a tokenizer, in a temporary folder, once per process."""
+    folder = Path(mkdtemp(prefix="skyrl-engine-generators-"))
+    write_model(folder, "qwen3")
+    make_parts_differ(folder)
+    write_tokenizer(folder, [TEXT], size=VOCABULARY)
+    return folder
+
+
+@define(eq=False)
+class TinyWeights:
+    """The model's weights as a rank offers them, in one form, each times `factor`."""
+
+    form: WeightForm
+    factor: float = 1.0
+    model: Any = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.model = load_causal_lm(ModelConfig(str(model_folder()))).eval()
+        self.change(self.factor)
+
+    def change(self, factor: float) -> None:
+        """Multiply all weights, in place, as a step changes them."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(factor)
+
+    @property
+    def forms(self) -> frozenset[WeightForm]:
+        return frozenset({self.form})
+
+    def storage(self) -> Mapping[str, Tensor]:
+        named = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers(remove_duplicate=False)]
+        return {name: tensor.detach() for name, tensor in named}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, parameter.detach().clone()) for name, parameter in self.model.named_parameters())
+
+    @torch.no_grad()
+    def logprobs(self, ids: Sequence[int], temperature: float = 1.0) -> npt.NDArray[np.float64]:
+        """float64[T, vocabulary]: log-probabilities behind every place of a row, of the whole model without a cache."""
+        logits = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].double()
+        found: npt.NDArray[np.float64] = (logits / temperature).log_softmax(-1).numpy()
+        return found
+
+
+def description_of(subject: Subject[Any]) -> GeneratorDescription:
+    """Return what the generator declares: its plugin's description, or that which a suite gives."""
+    if subject.plugin is not None:
+        return subject.plugin.loaded.describe_generator(subject.plugin.options)
+    described: GeneratorDescription = subject.hooks["description"]()
+    return described
+
+
+def form_of(subject: Subject[Any]) -> WeightForm | None:
+    """Return the form in which the kit gives weights; None where the generator takes none that the kit has."""
+    return next((form for form in description_of(subject).accepts if form in ("module", "tensors")), None)
+
+
+def no_weights(subject: Subject[Any]) -> str | None:
+    """Exempt generators that cannot be given the kit's model."""
+    return None if form_of(subject) else "the generator takes no weights that the kit could give it: neither a module nor tensors"
+
+
+@define(eq=False)
+class Running:
+    """A generator at work on the tiny model of `weights`."""
+
+    product: Generator
+    owner: Owner
+    weights: TinyWeights
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        with blaming(self.owner, "submit"):
+            self.product.submit(requests)
+
+    def poll(self, timeout: float) -> list[Completion]:
+        with blaming(self.owner, "poll"):
+            return self.product.poll(timeout)
+
+    def abort(self, request_ids: Sequence[int] | None = None) -> None:
+        with blaming(self.owner, "abort"):
+            self.product.abort(request_ids)
+
+    def update(self, factor: float, version: int) -> None:
+        """Change all weights and hand them over, as after a step."""
+        self.weights.change(factor)
+        with blaming(self.owner, "update"):
+            self.product.update(self.weights, version, POLICY)
+
+    def collected(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Poll until every request is back, and return completions in the order of the requests. Raises Broken for what comes too often."""
+        waited = {request.request_id for request in requests}
+        found: dict[int, Completion] = {}
+        since, idle = monotonic(), 0
+        while len(found) < len(waited):
+            before = monotonic()
+            came = self.poll(1.0)
+            for each in came:
+                if each.request_id not in waited or each.request_id in found:
+                    raise Broken(
+                        f"answers request {each.request_id}, which {'is answered already' if each.request_id in found else 'nobody sent'}",
+                        "Return every request once, under its own id",
+                    )
+                found[each.request_id] = each
+            if came:
+                since, idle = monotonic(), 0
+                continue
+            # one that answers at once, with nothing, where it may wait a second, has nothing left
+            idle += monotonic() - before < AT_ONCE_SECONDS
+            if idle > AT_ONCE_TIMES or monotonic() - since > PATIENCE_SECONDS:
+                lost = min(waited - found.keys())
+                raise Broken(
+                    f"never answers request {lost} of {len(waited)}", "Keep every request until its completion was returned"
+                )
+        return [found[request.request_id] for request in requests]
+
+    def sampled(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        self.submit(requests)
+        return self.collected(requests)
+
+
+@contextmanager
+def running(subject: Subject[Any], *, ends: tuple[int, ...] = (), version: int = 0) -> Iterator[Running]:
+    """Start the generator on the tiny model, and close it in the end."""
+    form = form_of(subject)
+    assert form is not None, "exempt without a form"
+    weights, owner, product = TinyWeights(form), Owner.named(subject.label, "generator"), subject.make()
+    with blaming(owner, "start"):
+        product.start(GeneratorStart(ModelConfig(str(model_folder())), "cpu", ends, weights, version))
+    try:
+        yield Running(product, owner, weights)
+    finally:
+        with blaming(owner, "close"):
+            product.close()
+
+
+@contextmanager
+def decided() -> Iterator[None]:
+    """Turn an error of the generator, which other promises tell, into Undecidable."""
+    try:
+        yield
+    except EngineError as error:
+        raise Undecidable(error.cause) from error
+
+
+def requests_of(count: int, *, first: int = 0, seed: int = 0, longest: int = 14, **sampling: Any) -> list[GenerationRequest]:
+    """Draw requests of unequal prompts, lengths and seeds; `sampling` overrides what they ask for."""
+    draw = np.random.default_rng(seed)
+    made = []
+    for number in range(count):
+        prompt = draw.integers(0, VOCABULARY, draw.integers(1, 17)).astype(np.int32)
+        asked = Sampling(max_tokens=int(draw.integers(1, longest)), ignore_eos=True)
+        made.append(GenerationRequest(first + number, prompt, evolve(asked, **sampling), seed=1000 * seed + number, session=number))
+    return made
+
+
+def due_logprobs(weights: TinyWeights, request: GenerationRequest, done: Completion) -> npt.NDArray[np.float64]:
+    """float64[n, vocabulary]: the model's log-probabilities at the places of the sampled tokens, at the request's temperature."""
+    ids = [*request.prompt_ids.tolist(), *done.token_ids.tolist()]
+    first = len(request.prompt_ids)
+    return weights.logprobs(ids, request.sampling.temperature or 1.0)[first - 1 : len(ids) - 1]
+
+
+def largest_chi_square(degrees: int) -> float:
+    """The chi-square that a right sampler exceeds once in 10,000 (Wilson and Hilferty 1931)."""
+    part = 2 / (9 * degrees)
+    return float(degrees * (1 - part + 3.719 * math.sqrt(part)) ** 3)

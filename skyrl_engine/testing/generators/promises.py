@@ -1,0 +1,521 @@
+"""Promises of every generator, as far as its capabilities go."""
+
+import os
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from attrs import evolve
+
+from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, GeneratorCapability, Sampling
+from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.errors import ContractError, EngineError
+from skyrl_engine.model_facts.tokenizer import load_tokenizer
+from skyrl_engine.modeling.tiny import SIZES, VOCABULARY
+from skyrl_engine.testing.generators.bench import (
+    Running,
+    decided,
+    description_of,
+    due_logprobs,
+    largest_chi_square,
+    model_folder,
+    no_weights,
+    requests_of,
+    running,
+)
+from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
+from skyrl_engine.testing.process_settings import settings_left_alone
+from skyrl_engine.testing.promise import Broken, Promise, any_of, promise
+from skyrl_engine.testing.random_state import global_random_state, restored_random_state
+from skyrl_engine.testing.subject import Subject
+
+TOLERANCE = 1e-4
+"""Nats, in float32: sums over other shapes are rounded in another order."""
+
+ENDS = (5, 17, 40, 41, 42, 80, 81, 99, 101, 120)
+"""End tokens of the model, so many that most requests meet one."""
+
+DRAWS = 4000
+
+
+def _lacks(*capabilities: GeneratorCapability) -> Callable[[Subject[Any]], str | None]:
+    def exempt(subject: Subject[Any]) -> str | None:
+        missing = [each for each in capabilities if each not in description_of(subject).capabilities]
+        return f"the generator does not declare the capability {missing[0]!r}" if missing else None
+
+    return exempt
+
+
+def _claims(*capabilities: GeneratorCapability) -> Callable[[Subject[Any]], str | None]:
+    return any_of(no_weights, _lacks(*capabilities))
+
+
+def _named(request: GenerationRequest) -> str:
+    return f"request {request.request_id} ({len(request.prompt_ids)} prompt tokens, {request.sampling})"
+
+
+# --- what comes back ---------------------------------------------------------------------------------------------------------------
+
+
+@promise("Every request comes back exactly once under its own id, also where several finish at once", exempt=no_weights)
+def exactly_once(subject: Subject[Any], _case: None) -> None:
+    with running(subject) as at_work:
+        equal = [evolve(request, sampling=Sampling(max_tokens=3, ignore_eos=True)) for request in requests_of(9, first=40)]
+        at_work.sampled(requests_of(11))
+        at_work.sampled(equal)
+        if late := at_work.poll(0.0):
+            raise Broken(f"answers request {late[0].request_id} again", "Forget a request when its completion was returned")
+
+
+@promise("No more than max_tokens come, and finish is length exactly where so many came without a stop", exempt=no_weights)
+def length(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject, ends=ENDS) as at_work:
+        requests = requests_of(24, ignore_eos=False)
+        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+            most, count = request.sampling.max_tokens, len(done.token_ids)
+            if count > most:
+                raise Broken(f"samples {count} tokens for {_named(request)}", "Count the token that stops among max_tokens")
+            if (done.finish == "length") != (count == most and done.token_ids[-1] not in ENDS):
+                raise Broken(
+                    f"ends {_named(request)} as {done.finish!r} behind {count} tokens, the last of them {done.token_ids[-1:]}",
+                    'Say "length" where max_tokens came and none of them stopped it',
+                )
+
+
+@promise("At least one token comes, with its log-probability, unless the request was aborted or failed", exempt=no_weights)
+def something(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject, ends=tuple(range(VOCABULARY))) as at_work:
+        requests = requests_of(6, ignore_eos=False)
+        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+            if not len(done.token_ids) or len(done.logprobs) != len(done.token_ids):
+                raise Broken(
+                    f"returns {len(done.token_ids)} tokens and {len(done.logprobs)} log-probabilities for {_named(request)}",
+                    "Keep the token that stops: it was sampled",
+                )
+
+
+@promise("A request stops behind the first end or stop token, which is kept, from min_tokens on", exempt=no_weights)
+def stop_tokens(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject, ends=ENDS) as at_work:
+        own = (3, 8, 30, 77, 78)
+        asked = {
+            "end tokens": (requests_of(16, max_tokens=30, ignore_eos=False), ENDS),
+            "stop tokens": (requests_of(16, first=20, max_tokens=30, stop_token_ids=own), own),
+            "both": (requests_of(16, first=40, max_tokens=30, ignore_eos=False, stop_token_ids=own), (*ENDS, *own)),
+            "ignore_eos": (requests_of(4, first=60, max_tokens=30), ()),
+            "min_tokens": (requests_of(16, first=80, max_tokens=30, ignore_eos=False, min_tokens=6), ENDS),
+        }
+        for what, (requests, stops) in asked.items():
+            for request, done in zip(requests, at_work.sampled(requests), strict=True):
+                _require_stop(request, done, set(stops), what)
+
+
+def _require_stop(request: GenerationRequest, done: Completion, stops: set[int], what: str) -> None:
+    least = request.sampling.min_tokens
+    places = [place for place, token in enumerate(done.token_ids.tolist()) if token in stops and place + 1 >= least]
+    last = len(done.token_ids) - 1
+    if places and places[0] != last:
+        raise Broken(
+            f"goes on behind the token {done.token_ids[places[0]]}, which stops it ({what})", "Stop behind every end token"
+        )
+    if (done.finish == "stop") != bool(places):
+        raise Broken(
+            f"ends a request as {done.finish!r} behind the tokens {done.token_ids.tolist()} ({what}: {sorted(stops)})",
+            'Say "stop" where the last token stops it, and keep that token',
+        )
+    if places and done.stop != done.token_ids[last]:
+        raise Broken(
+            f"names {done.stop!r} as the stop, where the token {done.token_ids[last]} stopped it", "Name the token in `stop`"
+        )
+
+
+@promise(
+    "A request stops behind the token that completes a stop string, and no sooner",
+    exempt=_claims("stop_strings"),
+)
+def stop_strings(subject: Subject[Any], _case: None) -> None:
+    tokenizer = load_tokenizer(ModelConfig(str(model_folder())))
+
+    def text(ids: Any) -> str:
+        said = tokenizer.decode([int(each) for each in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(said, str)
+        return said
+
+    with decided(), running(subject) as at_work:
+        free = at_work.sampled(requests_of(10, max_tokens=24))
+        requests, due = [], []
+        for request, done in zip(requests_of(10, first=20, max_tokens=24), free, strict=True):
+            said = text(done.token_ids)
+            string = said[len(said) // 2 : len(said) // 2 + 2 + request.request_id % 2]
+            if string.strip("\ufffd") != string or not string:
+                continue
+            upto = next(count for count in range(1, len(done.token_ids) + 1) if string in text(done.token_ids[:count]))
+            requests.append(evolve(request, sampling=evolve(request.sampling, stop_strings=("never said at all", string))))
+            due.append((string, upto, done.token_ids[:upto].tolist()))
+        for (string, upto, tokens), done in zip(due, at_work.sampled(requests), strict=True):
+            if done.token_ids.tolist() == tokens and (done.finish, done.stop) == ("stop", string):
+                continue
+            raise Broken(
+                f"ends as {done.finish!r}, {done.stop!r} with {len(done.token_ids)} tokens, where {string!r} is complete with token {upto}",
+                "Look for stop strings in the text of all tokens, and keep the token that completes one",
+            )
+
+
+@promise("Spans of versions cover the tokens and rise", exempt=no_weights)
+def spans(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject, version=3) as at_work:
+        for done in at_work.sampled(requests_of(6)):
+            starts, versions = done.versions.starts.tolist(), done.versions.versions.tolist()
+            rising = all(one < two for each in (starts, versions) for one, two in pairwise(each))
+            if not starts or starts[0] != 0 or starts[-1] >= len(done.token_ids) or not rising or versions != [3]:
+                raise Broken(
+                    f"says that tokens from {starts} on are of versions {versions}, of {len(done.token_ids)} tokens that version 3 made",
+                    "Start a span at 0 and wherever the version changed",
+                )
+
+
+# --- what is sampled ---------------------------------------------------------------------------------------------------------------
+
+
+def _require_logprobs(at_work: Running, request: GenerationRequest, done: Completion, remedy: str, since: int = 0) -> None:
+    due = due_logprobs(at_work.weights, request, done)[np.arange(len(done.token_ids)), done.token_ids]
+    gap = np.abs(due - done.logprobs)[since:]
+    if not gap.size or gap.max() <= TOLERANCE:
+        return
+    place = since + int(np.argmax(gap > TOLERANCE))
+    raise Broken(
+        f"gives token {place} of {_named(request)} the log-probability {done.logprobs[place]:.4f}, where the model gives {due[place]:.4f}",
+        remedy,
+    )
+
+
+@promise(
+    "Log-probabilities are those of the distribution that was sampled from, at temperatures 0.5, 1 and 2",
+    exempt=_claims("logprobs"),
+)
+def log_probabilities(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        for place, temperature in enumerate((1.0, 0.5, 2.0)):
+            requests = requests_of(12, first=20 * place, seed=place, temperature=temperature)
+            for request, done in zip(requests, at_work.sampled(requests), strict=True):
+                remedy = "Report log_softmax(logits / temperature) at the sampled token, of the whole vocabulary"
+                _require_logprobs(at_work, request, done, remedy)
+
+
+@promise("The same seeds give the same tokens: once more, in another order, one at a time", exempt=_claims("seeded"))
+def seeded(subject: Subject[Any], _case: None) -> None:
+    requests = requests_of(12, seed=3)
+    with decided(), running(subject) as at_work:
+        first = at_work.sampled(requests)
+        ways = {
+            "once more": at_work.sampled(requests),
+            "in another order": at_work.sampled(requests[::-1])[::-1],
+            "one at a time": [at_work.sampled([request])[0] for request in requests],
+        }
+    for way, again in ways.items():
+        for request, one, other in zip(requests, first, again, strict=True):
+            if one.token_ids.tolist() != other.token_ids.tolist():
+                raise Broken(
+                    f"samples {one.token_ids.tolist()} and then, {way}, {other.token_ids.tolist()} for {_named(request)}",
+                    "Draw from a generator of each request's own seed",
+                )
+
+
+@promise("Draws of different seeds follow the model's distribution, and attempts at one task differ", exempt=no_weights)
+def distribution(subject: Subject[Any], _case: None) -> None:
+    prompt = np.array([11, 22, 33], dtype=np.int32)
+    with decided(), running(subject) as at_work:
+        once = Sampling(max_tokens=1, ignore_eos=True, temperature=2.0)
+        requests = [GenerationRequest(seed, prompt, once, seed, session=seed, prefix_group=seed // 8) for seed in range(DRAWS)]
+        tokens = np.array([done.token_ids[0] for done in at_work.sampled(requests)])
+        due = np.exp(at_work.weights.logprobs(prompt.tolist(), 2.0)[-1]) * DRAWS
+    groups = [len(set(group.tolist())) for group in tokens.reshape(-1, 8)]
+    if max(groups) == 1:
+        raise Broken("gives all attempts of a group the same token", "Draw from the request's own seed, not from the group's")
+    counts = np.bincount(tokens, minlength=VOCABULARY)
+    # tokens that are due less than five times count together
+    rare = due < 5
+    counts, due = np.append(counts[~rare], counts[rare].sum()), np.append(due[~rare], due[rare].sum())
+    counts, due = counts[due > 0], due[due > 0]
+    squares = float(((counts - due) ** 2 / due).sum())
+    if squares > (bound := largest_chi_square(len(due) - 1)):
+        worst = int(np.argmax((counts - due) ** 2 / due))
+        raise Broken(
+            f"draws a token {counts[worst]} times in {DRAWS} that is due {due[worst]:.0f} times; chi-square {squares:.0f}, at most {bound:.0f}",
+            "Sample from softmax(logits / temperature) of the whole vocabulary",
+        )
+
+
+@promise("Temperature 0 takes the most likely token", exempt=no_weights)
+def greedy(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        requests = requests_of(8, temperature=0.0)
+        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+            due = due_logprobs(at_work.weights, request, done)
+            if (due.max(-1) - due[np.arange(len(done.token_ids)), done.token_ids]).max() > TOLERANCE:
+                raise Broken(
+                    f"takes another token than the most likely one for {_named(request)}", "Take the argmax at temperature 0"
+                )
+            _require_logprobs(at_work, request, done, "Report log_softmax(logits) at temperature 0")
+
+
+@promise(
+    "top_k, top_p and min_p cut off what they say, and log-probabilities are of what is left", exempt=_claims("filters", "logprobs")
+)
+def filters(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        for place, cut in enumerate(({"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.6, "min_p": 0.1})):
+            requests = requests_of(8, first=20 * place, seed=place, temperature=2.0, **cut)
+            for request, done in zip(requests, at_work.sampled(requests), strict=True):
+                for token, logprob, scores in zip(
+                    done.token_ids.tolist(), done.logprobs.tolist(), due_logprobs(at_work.weights, request, done), strict=True
+                ):
+                    left = _left(np.exp(scores), request.sampling)
+                    if token not in left:
+                        raise Broken(f"samples a token that {cut} cuts off", "Cut by top_k, then by top_p, then by min_p")
+                    if abs(np.log(left[token]) - logprob) > 10 * TOLERANCE:
+                        raise Broken(
+                            f"gives a token the log-probability {logprob:.4f} under {cut}, and {np.log(left[token]):.4f} is due",
+                            "Divide by the mass that is left",
+                        )
+
+
+def _left(probabilities: Any, sampling: Sampling) -> dict[int, float]:
+    """What is left of a distribution, by token, normalised; a token at the very edge of `top_p` or `min_p` is left too."""
+    order = np.argsort(-probabilities, kind="stable")[: sampling.top_k or None]
+    kept = probabilities[order] / probabilities[order].sum()
+    before = np.cumsum(kept) - kept
+    stays = (before < sampling.top_p) & (kept >= sampling.min_p * kept[0])
+    order, kept = order[stays], kept[stays]
+    return dict(zip(order.tolist(), (kept / kept.sum()).tolist(), strict=True))
+
+
+@promise("Log-probabilities of prompts are the model's, and NaN at their first token", exempt=_claims("prompt_logprobs"))
+def prompt_scores(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        requests = [evolve(request, prompt_logprobs=True) for request in requests_of(6, temperature=0.5)]
+        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+            ids = request.prompt_ids.tolist()
+            due = at_work.weights.logprobs(ids, 0.5)[np.arange(len(ids) - 1), ids[1:]]
+            given = done.prompt_logprobs
+            if (
+                given is None
+                or len(given) != len(ids)
+                or not np.isnan(given[0])
+                or np.abs(given[1:] - due).max(initial=0) > TOLERANCE
+            ):
+                raise Broken(
+                    f"gives a prompt of {len(ids)} tokens the log-probabilities {given}",
+                    "Give one per token, behind all tokens before it, at the request's temperature, and NaN for the first",
+                )
+
+
+@promise("The most likely tokens at every place are the model's, the most likely first", exempt=_claims("top_logprobs"))
+def top_scores(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        requests = [evolve(request, top_logprobs=4) for request in requests_of(6)]
+        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+            due = due_logprobs(at_work.weights, request, done)
+            top = done.top_logprobs
+            if top is None or top.token_ids.shape != (len(done.token_ids), 4) or top.logprobs.shape != top.token_ids.shape:
+                raise Broken("gives no 4 most likely tokens per sampled token", "Fill Completion.top_logprobs, [n, k]")
+            best = -np.sort(-due, axis=-1)[:, :4]
+            own = np.take_along_axis(due, top.token_ids.astype(np.int64), axis=-1)
+            if max(np.abs(best - top.logprobs).max(), np.abs(own - top.logprobs).max()) > TOLERANCE:
+                raise Broken(
+                    "gives other tokens or log-probabilities than the model's most likely ones", "Take the largest of log_softmax"
+                )
+
+
+# --- what happens on the way -------------------------------------------------------------------------------------------------------
+
+
+@promise("An aborted request returns what was sampled of it, a beginning of what would have come", exempt=_claims("abort"))
+def aborts(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        requests = requests_of(6, max_tokens=60)
+        whole = at_work.sampled(requests)
+        at_work.submit(requests)
+        early = [each for _ in range(5) for each in at_work.poll(0.0)]
+        at_work.abort([requests[0].request_id, requests[1].request_id])
+        at_work.abort()
+        done = {each.request_id: each for each in early}
+        left = [request for request in requests if request.request_id not in done]
+        done |= {each.request_id: each for each in at_work.collected(left)}
+    seeded_too = "seeded" in description_of(subject).capabilities
+    some = 0
+    for request, full in zip(requests, whole, strict=True):
+        each = done[request.request_id]
+        count = len(each.token_ids)
+        some += count
+        if len(each.logprobs) != count or (each.finish != "abort" and count < len(full.token_ids)):
+            raise Broken(
+                f"ends an aborted request as {each.finish!r} with {count} tokens", 'Return what was sampled, with finish "abort"'
+            )
+        if seeded_too and each.token_ids.tolist() != full.token_ids[:count].tolist():
+            raise Broken(
+                "returns other tokens for an aborted request than it would have sampled", "Return the tokens as they were sampled"
+            )
+    if not some:
+        raise Broken(
+            "returns no token of six requests that were sampled for five polls", "Keep what was sampled when a request is aborted"
+        )
+
+
+@promise("After an update, new tokens have the log-probabilities of the new weights and their version", exempt=_claims("logprobs"))
+def updates(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        requests = requests_of(8)
+        at_work.sampled(requests)
+        at_work.update(1.4, 1)
+        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+            _require_logprobs(at_work, request, done, "Sample from the weights of the last update")
+            if done.versions.versions.tolist() != [1]:
+                raise Broken(
+                    f"says that tokens sampled after the update are of version {done.versions.versions.tolist()}",
+                    "Take the update's version",
+                )
+
+
+@promise(
+    "Requests under way at an update go on with the new weights; older tokens keep the older version",
+    exempt=_claims("logprobs", "update_while_generating"),
+)
+def updates_on_the_way(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        requests = requests_of(3, max_tokens=40)
+        at_work.submit(requests)
+        early = [each for _ in range(8) for each in at_work.poll(0.0)]
+        at_work.update(1.4, 1)
+        left = [request for request in requests if all(each.request_id != request.request_id for each in early)]
+        for request, done in zip(left, at_work.collected(left), strict=True):
+            versions = done.versions.per_token(len(done.token_ids))
+            since = int(np.searchsorted(versions, 1))
+            due = due_logprobs(at_work.weights, request, done)[np.arange(len(versions)), done.token_ids]
+            older = np.abs(due - done.logprobs) > TOLERANCE
+            remedy = "Write down the version of every token when it is sampled"
+            if since == len(versions):
+                raise Broken(f"says that all {since} tokens of a request are older than the update that it went on behind", remedy)
+            if since == 0 and older[0]:
+                raise Broken("says that tokens of the old weights are of the new version", remedy)
+            _require_logprobs(at_work, request, done, "Compute keys and values anew after an update", since)
+            if since and not older[:since].any():
+                raise Broken("says that tokens of the new weights are of the old version", remedy)
+
+
+@promise("What was computed of a prompt does not outlive an update", exempt=_claims("logprobs"))
+def no_stale_prefix(subject: Subject[Any], _case: None) -> None:
+    prompt = np.arange(20, 40, dtype=np.int32)
+    with decided(), running(subject) as at_work:
+        for version in (0, 1):
+            asked = Sampling(max_tokens=6, ignore_eos=True)
+            requests = [GenerationRequest(10 * version + n, prompt, asked, n, session=1, prefix_group=0) for n in range(6)]
+            for request, done in zip(requests, at_work.sampled(requests), strict=True):
+                _require_logprobs(at_work, request, done, "Empty prefix caches when weights change")
+            at_work.update(1.4, version + 1)
+
+
+# --- what is refused, and what is left alone ---------------------------------------------------------------------------------------
+
+
+@promise("A prompt that leaves no room for max_tokens fails alone, naming its length and the limit", exempt=no_weights)
+def no_room(subject: Subject[Any], _case: None) -> None:
+    limit = int(SIZES["max_position_embeddings"])  # type: ignore[call-overload] # a number
+    with decided(), running(subject) as at_work:
+        fits = requests_of(2, first=1)
+        long = GenerationRequest(0, np.zeros(limit - 2, dtype=np.int32), Sampling(max_tokens=3, ignore_eos=True), 0)
+        failed, *others = at_work.sampled([long, *fits])
+    if any(done.finish == "error" for done in others):
+        raise Broken("fails requests beside one whose prompt is too long", "Fail that request alone")
+    words = failed.error or ""
+    if failed.finish != "error" or str(limit) not in words or str(limit - 2) not in words:
+        raise Broken(
+            f"ends a prompt of {limit - 2} tokens with 3 to come as {failed.finish!r} ({failed.error}), where the model takes {limit}",
+            "Fail it with an error that names both numbers; do not cut max_tokens down",
+        )
+
+
+@promise("Prompts that are empty or hold ids outside of the vocabulary are refused, before any request is taken", exempt=no_weights)
+def vocabulary(subject: Subject[Any], _case: None) -> None:
+    for prompt in ([VOCABULARY], [3, -1], []):
+        with running(subject) as at_work:
+            wrong = GenerationRequest(0, np.array(prompt, dtype=np.int32), Sampling(max_tokens=2), 0)
+            try:
+                at_work.submit([*requests_of(1, first=1), wrong])
+            except ContractError:
+                pass
+            except EngineError as error:
+                raise Broken(f"fails for the prompt {prompt}: {error.cause}", "Raise ContractError that names the token") from error
+            else:
+                raise Broken(
+                    f"takes the prompt {prompt} of a vocabulary of {VOCABULARY}", "Raise ContractError that names the token"
+                )
+            if at_work.poll(0.5):
+                raise Broken("takes the requests before the one that it refuses", "Look at all of them before taking one")
+
+
+@promise("Global random states and torch's settings stay as they are", exempt=no_weights)
+def process_state(subject: Subject[Any], _case: None) -> None:
+    with restored_random_state(), settings_left_alone():
+        with decided(), running(subject) as warm:
+            warm.sampled(requests_of(2))
+        before = global_random_state()
+        with decided(), running(subject) as at_work:
+            after_start = global_random_state()
+            at_work.sampled(requests_of(4))
+            at_work.update(1.1, 1)
+            at_work.sampled(requests_of(2))
+        if before != after_start or global_random_state() != before:
+            raise Broken("draws from a global random state", "Draw from generators of the requests' seeds")
+
+
+@promise("Closing with requests under way takes less than 10 seconds and leaves no process", exempt=no_weights)
+def closes(subject: Subject[Any], _case: None) -> None:
+    before = _children()
+    with decided():
+        with running(subject) as at_work:
+            at_work.submit(requests_of(20, max_tokens=100))
+            at_work.poll(0.0)
+            since = monotonic()
+        taken = monotonic() - since
+    if taken > 10:
+        raise Broken(f"takes {taken:.0f} seconds to close", "End what is under way")
+    if left := _children() - before:
+        raise Broken(f"leaves the process {min(left)}", "End processes when it is closed")
+
+
+def _children() -> set[int]:
+    """Processes that this one started, where the system says so."""
+    tasks = Path(f"/proc/{os.getpid()}/task")
+    if not tasks.is_dir():
+        return set()
+    return {int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()}
+
+
+GENERATOR_PROMISES: tuple[Promise[Any, Any], ...] = (
+    exactly_once,
+    length,
+    something,
+    stop_tokens,
+    stop_strings,
+    spans,
+    log_probabilities,
+    seeded,
+    distribution,
+    greedy,
+    filters,
+    prompt_scores,
+    top_scores,
+    aborts,
+    updates,
+    updates_on_the_way,
+    no_stale_prefix,
+    no_room,
+    vocabulary,
+    process_state,
+    closes,
+    *PLUGIN_PROMISES,
+)

@@ -1,0 +1,295 @@
+"""Sampling through the engine: log-probabilities are those of its own score pass, tokens carry versions, no request gets lost."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skyrl_engine import ContractError, Engine, UnsupportedError
+from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.errors import ConfigError
+from skyrl_engine.modeling.tiny import make_parts_differ, write_model, write_tokenizer
+
+TEMPERATURES = (0.5, 1.0, 2.0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Embedding and head are tied."""
+    return written(tmp_path_factory.mktemp("model"))
+
+
+def written(directory: Path, family: str = "qwen3", **settings: Any) -> Path:
+    write_model(directory, family, **settings)
+    make_parts_differ(directory)
+    write_tokenizer(directory, ["some words to learn from"])
+    return directory
+
+
+@pytest.fixture
+def opened(model: Path) -> Iterator[Any]:
+    """`opened(**tables)`: an engine with the generator hf, closed with the test; `model` keys beside the tiny model's path."""
+    engines = []
+
+    def make(path: Path = model, **tables: Any) -> Engine:
+        own = {"path": str(path), **tables.pop("model", {})}
+        base = {"generator": {"use": "hf", "slots": 5}, "optimizer": {"learning_rate": 1e-2}, "training": {"micro_batch_rows": 4}}
+        engine = Engine.open({**base, "model": own, **tables})
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def asked(count: int = 12, *, first: int = 0, **settings: Any) -> list[GenerationRequest]:
+    draw = np.random.default_rng(first)
+    return [
+        GenerationRequest(
+            first + number,
+            draw.integers(3, 128, draw.integers(1, 12)).astype(np.int32),
+            Sampling(**{"max_tokens": int(draw.integers(1, 20)), "ignore_eos": True, **settings}),
+            seed=number,
+            session=number,
+        )
+        for number in range(count)
+    ]
+
+
+def as_columns(requests: Sequence[GenerationRequest], done: Sequence[Completion]) -> SampleColumns:
+    return SampleColumns.from_rollouts(
+        prompts=[request.prompt_ids.tolist() for request in requests],
+        responses=[each.token_ids.tolist() for each in done],
+        logprobs=[each.logprobs.tolist() for each in done],
+        columns={"advantages": [[1.0 - (place % 2) * 2.0] * len(each.token_ids) for place, each in enumerate(done)]},
+    )
+
+
+def gap(engine: Engine, requests: Sequence[GenerationRequest], done: Sequence[Completion], temperature: float = 1.0) -> float:
+    """The largest distance in nats between the sampler's log-probabilities and those of a score pass."""
+    assert [each.request_id for each in done] == [request.request_id for request in requests]
+    scored = engine.score(engine.plan(as_columns(requests, done)), temperature=temperature).result().fields["logprobs"].values
+    return float(np.abs(scored - np.concatenate([each.logprobs for each in done])).max())
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "untied": {"family": "llama"},
+    "value head": {"value_head": True},
+    "lora": {"lora": {"rank": 2}},
+    "lora with a value head": {"value_head": True, "lora": {"rank": 2}},
+    "float64": {"dtype": "float64"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "sliding windows": {"family": "mistral", "settings": {"sliding_window": 6}},
+    "packed": {"tables": {"collator": {"use": "packed"}, "training": {"micro_batch_tokens": 64}}},
+}
+QUICK = {"tied", "value head", "lora"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in VARIANTS])
+def test_what_is_sampled_has_the_log_probabilities_of_a_score_pass(name: str, opened: Any, tmp_path: Path) -> None:
+    """Before any step and after each of two; in float32 within 1e-4 nats: sums over other shapes are rounded in another order."""
+    variant = dict(VARIANTS[name])
+    path = written(
+        tmp_path, variant.pop("family", "qwen3"), **variant.pop("settings", {}), value_head=variant.get("value_head", False)
+    )
+    engine = opened(path, **{"loss": {"use": "reinforce"}, **variant.pop("tables", {})}, model=variant)
+    bound = 0.5 if name == "bfloat16" else 1e-4
+    for step in range(3):
+        for place, temperature in enumerate(TEMPERATURES):
+            requests = asked(first=100 * step + 20 * place, temperature=temperature)
+            done = engine.generate(requests).result()
+            assert gap(engine, requests, done, temperature) < bound
+            assert all(each.versions.versions.tolist() == [step] for each in done)
+            assert all(len(each.token_ids) == request.sampling.max_tokens for each, request in zip(done, requests, strict=True))
+        engine.train(engine.plan(as_columns(requests, done)))
+
+
+def test_a_step_changes_what_is_sampled_and_loading_takes_it_back(opened: Any, tmp_path: Path) -> None:
+    engine = opened(loss={"use": "reinforce"})
+    requests = asked()
+    before = engine.generate(requests).result()
+    engine.save(tmp_path)
+    engine.train(engine.plan(as_columns(requests, before)))
+    after = engine.generate(requests).result()
+    assert [each.logprobs.tolist() for each in after] != [each.logprobs.tolist() for each in before]
+    engine.load(tmp_path)
+    again = engine.generate(requests).result()
+    assert [each.token_ids.tolist() for each in again] == [each.token_ids.tolist() for each in before]
+    assert [each.logprobs.tolist() for each in again] == [each.logprobs.tolist() for each in before]
+
+
+def test_completions_stream_and_lists_are_waited_for(opened: Any) -> None:
+    """Two users of one sampler: each gets its own requests."""
+    engine = opened()
+    listed = engine.generate(asked(6))
+    sampler = engine.sampler
+    sampler.submit(asked(6, first=50))
+    assert [each.request_id for each in listed.result()] == list(range(6))
+    streamed: list[int] = []
+    while len(streamed) < 6:
+        came = sampler.poll(5.0)
+        assert came
+        streamed += [each.request_id for each in came]
+    assert sorted(streamed) == list(range(50, 56))
+    assert sampler.poll(5.0) == []
+    sampler.submit(asked(3, first=70, max_tokens=100))
+    sampler.poll(0.0)
+    sampler.abort([70, 72])
+    rest = {each.request_id: each for _ in range(3) for each in sampler.poll(5.0)}
+    assert {number: each.finish for number, each in rest.items()} == {70: "abort", 71: "length", 72: "abort"}
+
+
+def test_a_generator_by_hand_and_its_versions(opened: Any) -> None:
+    engine = opened(generator={"use": "hf", "slots": 2})
+    sampler = engine.start_sampler(engine.assembly.plugins["generator"])
+    assert sampler is engine.sampler
+    assert sampler.description.concurrency == 2
+    sampler.update(5)
+    sampler.submit(asked(1))
+    (done,) = sampler.poll(5.0)
+    assert done.versions.versions.tolist() == [5]
+    sampler.update(9, "frozen")
+    assert sampler.version == 5
+    (request,) = asked(1, first=1)
+    sampler.submit([GenerationRequest(1, request.prompt_ids, request.sampling, 0, target="frozen")])
+    assert sampler.poll(5.0)[0].versions.versions.tolist() == [9]
+    sampler.release("frozen")
+    sampler.close()
+
+
+def test_an_engine_without_a_generator_says_so(opened: Any, model: Path) -> None:
+    with Engine.open({"model": {"path": str(model)}}) as engine:
+        assert "generator" not in engine.assembly.plugins
+        with pytest.raises(UnsupportedError, match="was opened without a generator"):
+            engine.generate(asked(1))
+    with pytest.raises(ConfigError, match="slotz"):
+        opened(generator={"use": "hf", "slotz": 2})
+
+
+def test_requests_of_one_id_are_refused(opened: Any) -> None:
+    engine = opened()
+    engine.generate(asked(2))
+    with pytest.raises(ContractError, match="the request_id 1 is given twice"):
+        engine.generate(asked(1, first=1))
+    with pytest.raises(ContractError, match="the request_id 7 is given twice"):
+        engine.generate([*asked(1, first=7), *asked(1, first=7)])
+
+
+OTHER = """
+from skyrl_engine import hookimpl
+from skyrl_engine.contracts import Completion, GeneratorDescription, VersionSpans
+import numpy as np
+
+
+class Other:
+    def __init__(self):
+        self.taken = []
+
+    def start(self, start): ...
+    def submit(self, requests): self.taken += requests
+    def poll(self, timeout):
+        requests, self.taken = self.taken, []
+        return [
+            Completion(each.request_id, np.zeros(1, np.int32), np.zeros(1, np.float32), VersionSpans.one(0, 1), "length")
+            for each in requests * 2
+        ]
+    def abort(self, request_ids=None): ...
+    def update(self, weights, version, target="policy"): ...
+    def release(self, target): ...
+    def close(self): ...
+
+
+class Plugin:
+    def __init__(self, accepts=("tensors",), placement="rank"):
+        self.described = GeneratorDescription(frozenset({"logprobs"}), accepts, placement, 1)
+
+    @hookimpl
+    def skyrl_engine_describe_generator(self, config):
+        return self.described
+
+    @hookimpl
+    def skyrl_engine_make_generator(self, config):
+        return Other()
+
+
+twice = Plugin()
+nothing = Plugin(accepts=())
+far = Plugin(placement="remote")
+folders = Plugin(accepts=("directory",))
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    file = tmp_path / "other.py"
+    file.write_text(OTHER)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nothing", "takes weights as nothing, and the backend gives module or tensors"),
+        ("folders", "takes weights as directory"),
+        ("far", "runs as placement 'remote'"),
+    ],
+)
+def test_generators_that_cannot_sample_here_are_refused(opened: Any, other: Path, name: str, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        opened(generator={"use": f"{other}:{name}"}).generate(asked(1))
+
+
+def test_an_answer_that_nobody_waits_for_names_the_generator(opened: Any, other: Path) -> None:
+    engine = opened(generator={"use": f"{other}:twice"})
+    with pytest.raises(ContractError, match=r"generator 'twice' of .* answered request 0, which is not under way"):
+        engine.generate(asked(1)).result()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"top_p": 0.5}, "'filters'"), ({"stop_strings": ("a",)}, "'stop_strings'")],
+)
+def test_what_a_generator_does_not_claim_is_refused_before_it_is_sent(
+    opened: Any, other: Path, settings: dict[str, Any], words: str
+) -> None:
+    engine = opened(generator={"use": f"{other}:twice"})
+    with pytest.raises(UnsupportedError, match=f"does not declare the capability {words}"):
+        engine.generate(asked(1, **settings))
+
+
+def test_two_ranks_sample_their_sessions(opened: Any, model: Path, without_ray: None) -> None:
+    """Every rank fills a copy with the gathered weights and samples its sessions; tokens are those of one rank."""
+    ranks = {"run": {"launch": "ray", "ranks": 2}}
+    alone, together = opened(loss={"use": "reinforce"}), opened(loss={"use": "reinforce"}, **ranks)
+    requests = asked(9)
+    for step in range(2):
+        here, there = (engine.generate(requests).result() for engine in (alone, together))
+        assert gap(together, requests, there) < 1e-4
+        if step == 0:
+            assert [each.token_ids.tolist() for each in here] == [each.token_ids.tolist() for each in there]
+        assert all(each.versions.versions.tolist() == [step] for each in there)
+        for engine, done in ((alone, here), (together, there)):
+            engine.train(engine.plan(as_columns(requests, done)))
+    wrong = GenerationRequest(100, np.array([500], dtype=np.int32), Sampling(max_tokens=2), seed=0, session=1)
+    with pytest.raises(ContractError, match="outside of the vocabulary"):
+        together.sampler.submit([*asked(1, first=200), wrong])
+    assert [each.request_id for each in together.generate(asked(3, first=200)).result()] == [200, 201, 202]
+    together.sampler.submit(asked(4, first=300, max_tokens=120))
+    together.sampler.abort()
+    done = [each for _ in range(4) for each in together.sampler.poll(1.0)]
+    assert {each.request_id: each.finish for each in done} == dict.fromkeys(range(300, 304), "abort")
+
+
+@pytest.mark.nightly
+def test_ranks_that_share_samples_gather_weights_for_one_generator(opened: Any, without_ray: None) -> None:
+    engine = opened(run={"launch": "ray", "ranks": 2}, backend={"use": "fsdp", "tensor_parallel": 2}, loss={"use": "reinforce"})
+    for first in (0, 20):
+        requests = asked(6, first=first)
+        done = engine.generate(requests).result()
+        assert gap(engine, requests, done) < 1e-4
+        engine.train(engine.plan(as_columns(requests, done)))

@@ -1,0 +1,336 @@
+"""Generators with one fault each, made from a right one: it reads every row anew in every step, and samples a token of each."""
+
+import numpy as np
+import torch
+from attrs import define, evolve, field
+
+from skyrl_engine import ContractError
+from skyrl_engine.contracts import Completion, GeneratorDescription, VersionSpans
+from skyrl_engine.model_facts.tokenizer import load_tokenizer
+from skyrl_engine.modeling.tiny import SIZES, VOCABULARY
+from skyrl_engine.modeling.twin import copied_model, fill
+
+LIMIT = SIZES["max_position_embeddings"]
+
+
+@define(eq=False)
+class State:
+    request: object
+    tokens: list = field(factory=list)
+    logprobs: list = field(factory=list)
+    versions: list = field(factory=list)
+    draws: object = None
+    submitted: int = 0
+
+
+class Plain:
+    description = GeneratorDescription(
+        frozenset({"logprobs", "seeded", "abort", "stop_strings", "update_while_generating"}), ("tensors",), "rank", 8
+    )
+
+    def __init__(self):
+        self.states, self.ready = {}, []
+
+    def start(self, start):
+        self.start_values, self.version = start, start.version
+        self.model = copied_model(start.model, start.device)
+        self.tokenizer = load_tokenizer(start.model)
+        fill(self.model, start.weights.tensors(), "the model")
+
+    def submit(self, requests):
+        for request in requests:
+            if not len(request.prompt_ids) or request.prompt_ids.min() < 0 or request.prompt_ids.max() >= VOCABULARY:
+                raise ContractError("there is a token outside of the vocabulary", remedy="Encode anew")
+        for request in requests:
+            state = State(request, draws=np.random.default_rng(self.seed(request)), submitted=self.version)
+            if len(request.prompt_ids) + request.sampling.max_tokens > LIMIT:
+                self.ready.append(self.completion(state, "error", error=f"{len(request.prompt_ids)} tokens of {LIMIT}"))
+            else:
+                self.states[request.request_id] = state
+
+    def seed(self, request):
+        return request.seed
+
+    def poll(self, timeout):
+        while self.states and not self.ready:
+            self.ready += self.step()
+            if timeout == 0.0:
+                break
+        ready, self.ready = self.ready, []
+        return ready
+
+    @torch.inference_mode()
+    def step(self):
+        states = list(self.states.values())
+        rows = [[*state.request.prompt_ids.tolist(), *state.tokens] for state in states]
+        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+        for place, row in enumerate(rows):
+            ids[place, : len(row)] = torch.tensor(row)
+        logits = self.logits(states, ids)[torch.arange(len(rows)), torch.tensor([len(row) - 1 for row in rows])]
+        done = []
+        for state, row in zip(states, logits.double(), strict=True):
+            self.take(state, row)
+            finish, stop = self.ends(state)
+            if finish:
+                del self.states[state.request.request_id]
+                done.append(self.completion(state, finish, stop))
+        return done
+
+    def logits(self, states, ids):
+        return self.model(input_ids=ids, use_cache=False).logits
+
+    def take(self, state, row):
+        temperature = state.request.sampling.temperature
+        scaled = row / (temperature or 1.0)
+        token = int(scaled.argmax()) if temperature == 0 else self.draw(state, scaled)
+        state.tokens.append(token)
+        state.logprobs.append(self.score(row, scaled, token))
+        state.versions.append(self.version_of(state))
+
+    def draw(self, state, scaled):
+        running = scaled.softmax(-1).cumsum(-1)
+        return min(int(torch.searchsorted(running, state.draws.random() * running[-1], right=True)), VOCABULARY - 1)
+
+    def score(self, row, scaled, token):
+        return float(scaled.log_softmax(-1)[token])
+
+    def version_of(self, state):
+        return self.version
+
+    def stops(self, request):
+        return {*request.sampling.stop_token_ids, *(() if request.sampling.ignore_eos else self.start_values.eos_token_ids)}
+
+    def ends(self, state):
+        sampling, count = state.request.sampling, len(state.tokens)
+        if count >= sampling.min_tokens:
+            if state.tokens[-1] in self.stops(state.request):
+                return "stop", state.tokens[-1]
+            for string in sampling.stop_strings:
+                if string in self.tokenizer.decode(state.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False):
+                    return "stop", string
+        return ("length", None) if count >= sampling.max_tokens else (None, None)
+
+    def completion(self, state, finish, stop=None, error=None):
+        versions = np.array(state.versions, dtype=np.int64)
+        starts = np.flatnonzero(np.diff(versions, prepend=-1)).astype(np.int32)
+        return Completion(
+            state.request.request_id,
+            np.array(state.tokens, dtype=np.int32),
+            np.array(state.logprobs, dtype=np.float32),
+            VersionSpans(starts, versions[starts]),
+            finish,
+            stop,
+            error,
+        )
+
+    def abort(self, request_ids=None):
+        for number in list(self.states) if request_ids is None else request_ids:
+            if number in self.states:
+                self.ready.append(self.completion(self.states.pop(number), "abort"))
+
+    def update(self, weights, version, target="policy"):
+        fill(self.model, weights.tensors(), "the model")
+        self.version = version
+
+    def release(self, target): ...
+
+    def close(self):
+        self.states.clear()
+
+
+class LogprobsAtOne(Plain):
+    """Of softmax(logits), whatever the temperature, as servers return raw log-probabilities."""
+
+    def score(self, row, scaled, token):
+        return float(row.log_softmax(-1)[token])
+
+
+class TopTwenty(Plain):
+    """Samples from the 20 most likely tokens, a generation configuration's default, and reports their log-probabilities."""
+
+    def take(self, state, row):
+        super().take(state, row.masked_fill(row < row.topk(20).values[-1], -torch.inf))
+
+
+class ShiftedByOne(Plain):
+    def completion(self, state, finish, stop=None, error=None):
+        done = super().completion(state, finish, stop, error)
+        return evolve(done, logprobs=np.roll(done.logprobs, 1))
+
+
+class StopTokenLeftOut(Plain):
+    def completion(self, state, finish, stop=None, error=None):
+        done = super().completion(state, finish, stop, error)
+        kept = len(done.token_ids) - (isinstance(stop, int))
+        starts = done.versions.starts[done.versions.starts < kept]
+        spans = VersionSpans(starts, done.versions.versions[: len(starts)])
+        return evolve(done, token_ids=done.token_ids[:kept], logprobs=done.logprobs[:kept], versions=spans)
+
+
+class OneTooMany(Plain):
+    def ends(self, state):
+        finish, stop = super().ends(state)
+        return (None, None) if finish == "length" and len(state.tokens) == state.request.sampling.max_tokens else (finish, stop)
+
+
+class GroupsShareASeed(Plain):
+    def seed(self, request):
+        return request.seed if request.prefix_group is None else request.prefix_group
+
+
+class SeedOfTheBatch(Plain):
+    """One stream of numbers for all that is sampled together."""
+
+    def step(self):
+        stream = np.random.default_rng(sum(self.states))
+        for state in self.states.values():
+            state.draws = stream
+        return super().step()
+
+
+class TakesTheMostLikely(Plain):
+    def draw(self, state, scaled):
+        return int(scaled.argmax())
+
+
+class VersionOfSubmission(Plain):
+    def version_of(self, state):
+        return state.submitted
+
+
+class VersionOfTheEnd(Plain):
+    def completion(self, state, finish, stop=None, error=None):
+        state.versions = [self.version] * len(state.versions)
+        return super().completion(state, finish, stop, error)
+
+
+class AbortLosesPartials(Plain):
+    def abort(self, request_ids=None):
+        for number in list(self.states) if request_ids is None else request_ids:
+            if number in self.states:
+                self.ready.append(self.completion(State(self.states.pop(number).request), "abort"))
+
+
+class AnswersTwice(Plain):
+    def step(self):
+        done = super().step()
+        return done + done[:1]
+
+
+class DropsOneOfTwo(Plain):
+    """Keeps one completion per step."""
+
+    def step(self):
+        return super().step()[-1:]
+
+
+class StalePrefix(Plain):
+    """The logits of a prompt are those of the weights that read it first, for everybody of its group."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = {}
+
+    def logits(self, states, ids):
+        logits = super().logits(states, ids).clone()
+        for place, state in enumerate(states):
+            group, last = state.request.prefix_group, len(state.request.prompt_ids) - 1
+            if group is not None and not state.tokens:
+                logits[place, last] = self.known.setdefault((group, state.request.prompt_ids.tobytes()), logits[place, last])
+        return logits
+
+
+class IgnoresUpdates(Plain):
+    def update(self, weights, version, target="policy"):
+        self.version = version
+
+
+class StopsInTheMiddle(Plain):
+    """Looks for stop strings in the last token alone."""
+
+    def ends(self, state):
+        finish, stop = super().ends(state)
+        if isinstance(stop, str) and stop not in self.tokenizer.decode(state.tokens[-1:]):
+            return ("length", None) if len(state.tokens) >= state.request.sampling.max_tokens else (None, None)
+        return finish, stop
+
+
+class FirstEndTokenOnly(Plain):
+    def stops(self, request):
+        return {*request.sampling.stop_token_ids, *(() if request.sampling.ignore_eos else self.start_values.eos_token_ids[:1])}
+
+
+class CutsMaxTokensDown(Plain):
+    def submit(self, requests):
+        room = [LIMIT - len(request.prompt_ids) for request in requests]
+        cut = [
+            evolve(request, sampling=evolve(request.sampling, max_tokens=min(request.sampling.max_tokens, max(1, left))))
+            for request, left in zip(requests, room, strict=True)
+        ]
+        super().submit(cut)
+
+
+class TakesAnyToken(Plain):
+    def submit(self, requests):
+        known = [evolve(each, prompt_ids=np.clip(each.prompt_ids, 0, VOCABULARY - 1)) for each in requests if len(each.prompt_ids)]
+        super().submit(known)
+
+
+class TakesSomeBeforeItRefuses(Plain):
+    def submit(self, requests):
+        for request in requests:
+            super().submit([request])
+
+
+class SamplesAtZero(Plain):
+    def take(self, state, row):
+        super().take(state, row)
+        if state.request.sampling.temperature == 0:
+            state.tokens[-1] = self.draw(state, row)
+
+
+class DrawsGlobally(Plain):
+    def draw(self, state, scaled):
+        torch.rand(1)
+        return super().draw(state, scaled)
+
+
+class WrongSpans(Plain):
+    def completion(self, state, finish, stop=None, error=None):
+        done = super().completion(state, finish, stop, error)
+        return evolve(done, versions=VersionSpans(done.versions.starts + 1, done.versions.versions))
+
+
+class SlowToClose(Plain):
+    """Stands still for as long as the kit's clock says."""
+
+    wait = staticmethod(lambda: None)
+
+    def close(self):
+        type(self).wait()
+
+
+class Silent(Plain):
+    """Returns nothing of requests that end at once."""
+
+    def completion(self, state, finish, stop=None, error=None):
+        done = super().completion(state, finish, stop, error)
+        return evolve(done, logprobs=done.logprobs[:0])
+
+
+class FilterIgnored(Plain):
+    description = evolve(Plain.description, capabilities=Plain.description.capabilities | {"filters"})
+
+
+class PromptScoresFromZero(Plain):
+    """Gives the first token a log-probability, and the others those of their successors."""
+
+    description = evolve(Plain.description, capabilities=Plain.description.capabilities | {"prompt_logprobs"})
+
+    def completion(self, state, finish, stop=None, error=None):
+        count = len(state.request.prompt_ids)
+        return evolve(super().completion(state, finish, stop, error), prompt_logprobs=np.zeros(count, dtype=np.float32))
+
+
+class NoTopScores(Plain):
+    description = evolve(Plain.description, capabilities=Plain.description.capabilities | {"top_logprobs"})
