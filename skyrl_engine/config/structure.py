@@ -165,8 +165,8 @@ class PluginList:
     kind: str
 
 
-def plugin_lists(schema: type[PluginTable]) -> Mapping[str, PluginList]:
-    """Return the engine's keys of a plugin table that hold a list of plugin tables."""
+def plugin_lists(schema: type[Any]) -> Mapping[str, PluginList]:
+    """Return the keys of a table, or of the whole configuration, that hold a list of plugin tables."""
     return {
         attribute.name: PluginList(typing.get_args(attribute.type)[0], attribute.metadata[KIND])
         for attribute in attrs.fields(attrs.resolve_types(schema))

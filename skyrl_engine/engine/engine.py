@@ -121,7 +121,7 @@ class Engine:
     def launch(
         cls, resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles, total_steps: int | None, layout: Layout | None = None
     ) -> Self:
-        """Start the ranks of an assembly. `layout` None is that of `[training]`. Raises WorkerError, or the typed error that a rank's start met."""
+        """Start the ranks of an assembly; `layout` None is that of `[training]`. Raises WorkerError, or the typed error that a rank met."""
         config = resolved.config
         spec = assembly.worker_spec(config.model, config.optimizer.settings(), device=config.run.device)
         if layout is None:

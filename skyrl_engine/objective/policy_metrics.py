@@ -36,7 +36,7 @@ def policy_metrics(tokens: MicroBatchTokens, watch: AbstractSet[Watched]) -> dic
         return {}
     metrics: dict[str, Metric] = {}
     if "entropy" in watch:
-        metrics["policy/entropy"] = Metric.mean(tokens.scores["entropy"].double().sum(), count)
+        metrics["policy/entropy"] = Metric.mean(float(tokens.scores["entropy"].double().sum()), count)
     if "policy" not in watch:
         return metrics
     present = tokens.scores["logprobs"].double()
@@ -46,16 +46,16 @@ def policy_metrics(tokens: MicroBatchTokens, watch: AbstractSet[Watched]) -> dic
         old = tokens.column(OLD).double()
     if old is not None:
         ratio = (present - old).exp()
-        metrics["policy/ratio_mean"] = Metric.mean(ratio.sum(), count)
-        metrics["policy/ratio_max"] = Metric.max(ratio.max())
+        metrics["policy/ratio_mean"] = Metric.mean(float(ratio.sum()), count)
+        metrics["policy/ratio_max"] = Metric.max(float(ratio.max()))
     if SAMPLED in columns:
         sampled = tokens.column(SAMPLED).double()
         gap = (present if old is None else old) - sampled
-        metrics["policy/gap_mean"] = Metric.mean(gap.abs().sum(), count)
-        metrics["policy/gap_max"] = Metric.max(gap.abs().max())
-        metrics["policy/gap_k3"] = Metric.mean((gap.exp() - 1 - gap).sum(), count)
+        metrics["policy/gap_mean"] = Metric.mean(float(gap.abs().sum()), count)
+        metrics["policy/gap_max"] = Metric.max(float(gap.abs().max()))
+        metrics["policy/gap_k3"] = Metric.mean(float((gap.exp() - 1 - gap).sum()), count)
         weights = (present - sampled).exp()
-        sums = (count, weights.sum(), weights.square().sum())
+        sums = (float(count), float(weights.sum()), float(weights.square().sum()))
         metrics |= {name: Metric.sum(value) for name, value in zip(WEIGHTS, sums, strict=True)}
     return metrics
 

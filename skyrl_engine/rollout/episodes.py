@@ -158,7 +158,7 @@ class EpisodePool:
         for process in self._processes:
             if process.episode is not None:
                 moments.append(process.since + self._timeout_s)
-                if self._waiting and now < process.since + _STUCK_S:
+                if self._waiting and process.ready and now < process.since + _STUCK_S:
                     moments.append(process.since + _STUCK_S)
         return min(moments)
 
@@ -195,7 +195,7 @@ class EpisodePool:
         if free:
             return min(free, key=lambda process: len(process.held))
         now = time.monotonic()
-        counted = sum(now - process.since < _STUCK_S for process in self._processes)
+        counted = sum(not process.ready or now - process.since < _STUCK_S for process in self._processes)
         if counted < self._workers and len(self._processes) < self._workers + _MORE:
             return self._start()
         return None
@@ -223,7 +223,9 @@ class EpisodePool:
             if answer["id"] == process.awaited and process.episode is not None:
                 episode, process.episode = process.episode, None
                 self._answered(episode, answer)
-            elif "failure" in answer and answer["id"] == -1:
+            elif answer["id"] == -1 and "failure" not in answer:
+                process.ready, process.since = True, time.monotonic()
+            elif answer["id"] == -1:
                 raise RolloutError(
                     f"an environment cannot be made in a process of its own: {answer['failure']}",
                     remedy="Check that the environment's plugin is installed where the run is, in the same version",
@@ -307,6 +309,8 @@ class _Process:
     episode: _Episode | None = None
     since: float = 0.0
     awaited: int = 0
+    ready: bool = False
+    """It has made the environments; until then a call waits for that, and not for an answer."""
     _buffer: bytes = b""
 
     @classmethod

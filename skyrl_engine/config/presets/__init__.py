@@ -1,4 +1,7 @@
-"""Published recipes of reinforcement learning as data: a TOML file each, over which every key of a configuration wins."""
+"""Published recipes of reinforcement learning as data: a TOML file each, over which every key of a configuration wins.
+
+A value "@rl.key" is that key of the configuration.
+"""
 
 import tomllib
 from collections.abc import Mapping
@@ -10,12 +13,15 @@ from attrs import evolve
 
 from skyrl_engine.config.reading.origins import Origin, dotted, leaves, nearest
 from skyrl_engine.config.reading.sources import RawConfig
+from skyrl_engine.config.schema import RlConfig
 from skyrl_engine.config.trainers import DEFAULT_TRAINER
 from skyrl_engine.config.wording import choices, did_you_mean, shown
 from skyrl_engine.errors import Problem
 from skyrl_engine.registry.kinds import TABLES
 
 NO_PRESET = "none"
+
+_KEY = "@rl."
 
 
 def preset_names() -> list[str]:
@@ -49,7 +55,7 @@ def with_preset(raw: RawConfig) -> RawConfig:
     for key, value in preset(name).items():
         if key in TABLES and _chooses_another(table.get(key), value):
             continue
-        _lay_under(table, (key,), value, origins, Origin("default", f"preset {name}"))
+        _lay_under(table, (key,), value, origins, Origin("default", f"preset {name}"), own)
     return evolve(raw, table=table, origins=origins)
 
 
@@ -57,16 +63,30 @@ def _chooses_another(given: Any, ours: Mapping[str, Any]) -> bool:
     return isinstance(given, Mapping) and given.get("use", ours["use"]) != ours["use"]
 
 
-def _lay_under(table: dict[str, Any], path: tuple[str, ...], value: Any, origins: dict[str, Origin], origin: Origin) -> None:
+def _lay_under(
+    table: dict[str, Any], path: tuple[str, ...], value: Any, origins: dict[str, Origin], origin: Origin, own: Mapping[str, Any]
+) -> None:
     """Set a key that nobody gave; within tables, every key for itself."""
     place: Any = table
     for part in path[:-1]:
         place = place[part]
     key = path[-1]
     if key not in place:
-        place[key] = deepcopy(value)
+        place[key] = _filled(value, own)
         for inner, _ in leaves(value, path):
             origins[dotted(inner)] = origin
     elif isinstance(value, Mapping) and isinstance(place[key], dict):
         for inner_key, item in value.items():
-            _lay_under(table, (*path, inner_key), item, origins, origin)
+            _lay_under(table, (*path, inner_key), item, origins, origin, own)
+
+
+def _filled(value: Any, own: Mapping[str, Any]) -> Any:
+    """Return a preset's value with keys of `[rl]` in the place of their names."""
+    if isinstance(value, Mapping):
+        return {key: _filled(item, own) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_filled(item, own) for item in value]
+    if isinstance(value, str) and value.startswith(_KEY):
+        name = value.removeprefix(_KEY)
+        return own.get(name, getattr(RlConfig(), name))
+    return value

@@ -1,6 +1,6 @@
 """`[rl]`, `[rollouts]`, `[reference]` and `[[environments]]`: the tables of training by reinforcement."""
 
-from typing import Literal
+from typing import Literal, cast
 
 from attrs import field, frozen
 from attrs.validators import and_, ge, gt, in_, le, lt, min_len, optional
@@ -134,7 +134,7 @@ class RolloutsConfig:
     on_starved: Literal["train", "stop"] = field(default="train", validator=in_(("train", "stop")))
     """`train` suspends the filters for the rest of the step, `stop` ends the run."""
 
-    keep: int | None = field(default=200, validator=optional(ge(1)))
+    keep: int | None = field(default=cast("int | None", 200), validator=optional(ge(1)))
     """Steps whose rollouts are kept in the run directory; none: all."""
 
 

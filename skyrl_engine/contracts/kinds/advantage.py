@@ -73,7 +73,9 @@ class AdvantageBatch:
     def trajectory_rewards(self) -> FloatArray:
         """float64[R]: the sum of each trajectory's rewards over all its samples, scored or not."""
         count = int(self.trajectory_index.max(initial=-1)) + 1
-        return np.bincount(self.trajectory_index[self.sample_index], weights=self.rewards, minlength=count)
+        return np.bincount(self.trajectory_index[self.sample_index], weights=self.rewards, minlength=count).astype(
+            np.float64, copy=False
+        )
 
     def spread(self, values: FloatArray) -> FloatArray:
         """float64[A]: every scored token gets its trajectory's entry of `values` [R]; all others get 0."""

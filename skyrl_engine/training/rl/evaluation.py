@@ -71,8 +71,8 @@ def pass_at(attempts_made: int, right: int, k: int) -> float:
 def evaluation_metrics(groups: Sequence[Group], names: Sequence[str], *, seed: int) -> dict[str, float]:
     """Metrics of evaluated groups, for all environments together and, where there are several, for each.
 
-    `evaluation/avg@n` is the mean reward of n attempts, `evaluation/pass@k` for k of 1, 2, 4 up to n; `_low` and `_high` bound avg@n with 95 % by
-    resampling tasks. Attempts that failed count as wrong, with reward 0.
+    `evaluation/avg@n` is the mean reward of n attempts, `evaluation/pass@k` for k of 1, 2, 4 up to n; `_low` and `_high` bound avg@n with 95 %
+    by resampling tasks. Attempts that failed count as wrong, with reward 0.
     """
     metrics = _of(groups, "evaluation/", seed)
     if len(names) > 1:

@@ -73,7 +73,7 @@ def prepare(resolved: ResolvedConfig) -> PreparedRl:
     settings = config.rl
     _refuse_contradictions(resolved)
     files = ModelFiles.of(config.model)
-    assembly = assemble(resolved, files, max_sequence_length=settings.max_tokens)
+    assembly = assemble(resolved, files, max_sequence_length=settings.max_prompt_tokens + settings.max_tokens)
     assembly.check_data(files.facts, [])
     _refuse_beyond_positions(resolved, files)
     context = assembly.context

@@ -53,8 +53,8 @@ def run_rl(
 ) -> RunResult:
     """Train to the configured end, or until a signal asks to stop.
 
-    `observers` listen beside those of the configuration; `resume` overrides `checkpoint.resume`; `progress` is told how many groups of a step are
-    there. Whatever goes wrong ends the ranks and the environments, is recorded in the run directory, and is raised again.
+    `observers` listen beside those of the configuration; `resume` overrides `checkpoint.resume`; `progress` is told how many groups of a step
+    are there. Whatever goes wrong ends the ranks and the environments, is recorded in the run directory, and is raised again.
     """
     with open_session(resolved, observers=observers, resume=resume) as session:
         prepared = prepare(resolved)
