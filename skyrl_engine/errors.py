@@ -131,7 +131,7 @@ class WorkerError(EngineError):
 
 
 class RolloutError(EngineError):
-    """Rollouts cannot go on: too many attempts fail, or the sampler does not hold the weights it was given."""
+    """Rollouts cannot go on, be kept or be read: too many attempts fail, the sampler holds other weights, the disk refuses them."""
 
 
 class OutputError(EngineError):

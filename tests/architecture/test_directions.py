@@ -17,6 +17,7 @@ ORDER = (
     ("objective", "data", "modeling"),
     ("workers",),
     ("run",),
+    ("rollout",),
     ("engine",),
     ("training",),
     ("proof",),

@@ -1,0 +1,259 @@
+"""Rollouts as rows of other programs: JSON lines or Parquet, written from a journal and read back as groups.
+
+A row is one *stretch* of an attempt: a prompt, and everything behind it up to where the history was rewritten, so almost always the whole
+attempt. The columns `prompt_ids`, `response_ids` and `loss_mask` are those of the data format `rollouts`, which `skyrl-engine sft` trains
+on; nothing of a failed attempt carries loss. `prompt` and `response` are texts for people. The other columns hold what training by
+reinforcement needs, so that nothing is lost on the way.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from skyrl_engine.contracts.values.ragged import offsets_of
+from skyrl_engine.contracts.values.rollout import PROMPT, SAMPLED, Group, Trajectory, VersionSpans
+from skyrl_engine.errors import DataError, RolloutError
+from skyrl_engine.rollout.journal import read_groups
+
+To = Literal["jsonl", "parquet"]
+Decode = Callable[[Sequence[int]], str]
+
+_DOCUMENTS: Final = ("parts", "metrics", "info", "seconds")
+"""Mappings, which Parquet keeps as JSON texts: their keys differ from row to row."""
+
+_ROWS_PER_WRITE: Final = 1024
+
+
+def rows_of(group: Group, *, step: int | None = None, decode: Decode | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a group; `step` is the one that trained on it. Without `decode` the texts are None."""
+    for each in group.trajectories:
+        starts = [int(place) for place in np.flatnonzero(each.kinds == PROMPT)]
+        sampled = np.concatenate([[0], np.cumsum(each.sampled)]).astype(np.int64)
+        for stretch, (first, end) in enumerate(pairwise([*(starts or [0]), len(each.kinds)])):
+            yield _row(group, each, stretch, (first, end), sampled, step, decode)
+
+
+def _row(
+    group: Group, each: Trajectory, stretch: int, segments: tuple[int, int], sampled: Any, step: int | None, decode: Decode | None
+) -> dict[str, Any]:
+    first, end = segments
+    begin, behind, last = (int(each.segment_offsets[place]) for place in (first, min(first + 1, end), end))
+    prompt, response = each.token_ids[begin:behind].tolist(), each.token_ids[behind:last].tolist()
+    scored = slice(int(sampled[begin]), int(sampled[last]))
+    versions = each.versions.per_token(len(each.logprobs))[scored]
+    return {
+        "ticket": group.ticket,
+        "member": each.member,
+        "stretch": stretch,
+        "environment": group.environment,
+        "task_key": group.task_key,
+        "group_start_version": group.start_version,
+        "dropped": group.dropped,
+        "step": step,
+        "prompt": None if decode is None else decode(prompt),
+        "response": None if decode is None else decode(response),
+        "prompt_ids": prompt,
+        "response_ids": response,
+        "loss_mask": [int(one and each.status != "failed") for one in each.sampled[behind:last]],
+        "segment_kinds": each.kinds[first:end].tolist(),
+        "segment_lengths": np.diff(each.segment_offsets[first : end + 1]).tolist(),
+        "logprobs": each.logprobs[scored].tolist(),
+        "versions": versions.tolist(),
+        "rewards": each.rewards[scored].tolist(),
+        "reward": each.reward,
+        "unplaced_reward": float(each.unplaced_reward),
+        "status": each.status,
+        "cause": each.cause,
+        "success": None if each.success is None else bool(each.success),
+        "start_version": each.start_version,
+        "stops": list(each.stops),
+        "tool_problems": each.tool_problems,
+        **{name: dict(getattr(each, name)) for name in _DOCUMENTS},
+    }
+
+
+def write_rows(rows: Iterable[Mapping[str, Any]], out: Path, to: To) -> int:
+    """Write rows to a new file, and return how many there are. Raises RolloutError where the file cannot be written."""
+    if out.exists():
+        raise RolloutError(f"{out} is there already", remedy="Name a new file")
+    aside = out.with_name(f".{out.name}.partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        count = _write_jsonl(rows, aside) if to == "jsonl" else _write_parquet(rows, aside)
+        aside.replace(out)
+    except OSError as error:
+        with suppress(OSError):
+            aside.unlink()
+        raise RolloutError(
+            f"{out} cannot be written ({error.strerror or error})", remedy="Name a file on a disk with space"
+        ) from error
+    return count
+
+
+def _write_jsonl(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+            count += 1
+    return count
+
+
+def _write_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    count, kept = 0, []
+    schema = _parquet_schema()
+    with pq.ParquetWriter(path, schema) as writer:
+        for row in rows:
+            kept.append({**row, **{name: json.dumps(row[name], allow_nan=False) for name in _DOCUMENTS}})
+            count += 1
+            if len(kept) == _ROWS_PER_WRITE:
+                writer.write_table(pa.Table.from_pylist(kept, schema=schema))
+                kept = []
+        if kept:
+            writer.write_table(pa.Table.from_pylist(kept, schema=schema))
+    return count
+
+
+def _parquet_schema() -> Any:
+    import pyarrow as pa
+
+    number, text, numbers = pa.int64(), pa.string(), pa.list_(pa.int32())
+    return pa.schema(
+        {
+            **dict.fromkeys(("ticket", "member", "stretch"), number),
+            **dict.fromkeys(("environment", "task_key"), text),
+            "group_start_version": number,
+            "dropped": text,
+            "step": number,
+            **dict.fromkeys(("prompt", "response"), text),
+            **dict.fromkeys(("prompt_ids", "response_ids", "loss_mask", "segment_kinds", "segment_lengths"), numbers),
+            "logprobs": pa.list_(pa.float32()),
+            "versions": pa.list_(number),
+            "rewards": pa.list_(pa.float32()),
+            **dict.fromkeys(("reward", "unplaced_reward"), pa.float64()),
+            **dict.fromkeys(("status", "cause"), text),
+            "success": pa.bool_(),
+            "start_version": number,
+            "stops": pa.list_(text),
+            "tool_problems": number,
+            **dict.fromkeys(_DOCUMENTS, text),
+        }
+    )
+
+
+def read_rollouts(place: Path) -> Iterator[Group]:
+    """Read recorded groups, by ticket: of a run directory, of its `rollouts` folder, or of a file that `write_rows` wrote.
+
+    Raises RolloutError for a place that holds none, DataError for rows that are not as they were written.
+    """
+    if place.is_dir():
+        folder = place / "rollouts" if (place / "rollouts").is_dir() else place
+        found = False
+        for group in read_groups(folder):
+            found = True
+            yield group
+        if not found:
+            raise RolloutError(
+                f"{place} holds no rollouts", remedy="Name a run of trainer rl, or a file that `rollouts export` wrote"
+            )
+        return
+    if not place.is_file():
+        raise RolloutError(f"there is no file or run directory {place}", remedy="Name a run of trainer rl, or an exported file")
+    rows = _parquet_rows(place) if place.suffix == ".parquet" else _jsonl_rows(place)
+    for _, of_group in groupby(rows, key=lambda named: named[1].get("ticket")):
+        yield _group_of(list(of_group))
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{path} line {number} is not JSON ({error})", remedy="Export the rollouts again") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{path} line {number} is no JSON object", remedy="Export the rollouts again")
+            yield f"{path} line {number}", row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches(batch_size=_ROWS_PER_WRITE):
+                for row in batch.to_pylist():
+                    yield f"{path} row {number}", {**row, **{name: json.loads(row[name]) for name in _DOCUMENTS if name in row}}
+                    number += 1
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet ({error})", remedy="Export the rollouts again") from error
+
+
+def _group_of(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Group:
+    name, first = rows[0]
+    try:
+        members = [
+            _trajectory([row for _, row in of_member]) for _, of_member in groupby(rows, key=lambda named: named[1]["member"])
+        ]
+        return Group(
+            int(first["ticket"]),
+            str(first["environment"]),
+            str(first["task_key"]),
+            int(first["group_start_version"]),
+            tuple(members),
+            first["dropped"],
+        )
+    except (LookupError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{name}: rollouts to train on by reinforcement need all columns of an export ({type(error).__name__}: {error})",
+            remedy="Write the file with `skyrl-engine rollouts export`",
+        ) from error
+
+
+def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
+    def joined(column: str, dtype: type[np.generic]) -> Any:
+        return np.concatenate([np.asarray(row[column], dtype=dtype) for row in rows])
+
+    tokens = [np.asarray([*row["prompt_ids"], *row["response_ids"]], dtype=np.int32) for row in rows]
+    versions = joined("versions", np.int64)
+    starts = np.flatnonzero(np.diff(versions, prepend=-1))
+    last = rows[-1]
+    return Trajectory(
+        ticket=int(last["ticket"]),
+        member=int(last["member"]),
+        token_ids=np.concatenate(tokens),
+        kinds=joined("segment_kinds", np.uint8),
+        segment_offsets=offsets_of(joined("segment_lengths", np.int64)),
+        logprobs=joined("logprobs", np.float32),
+        versions=VersionSpans(starts.astype(np.int32), versions[starts]),
+        rewards=joined("rewards", np.float32),
+        unplaced_reward=float(last["unplaced_reward"]),
+        status=last["status"],
+        cause=last["cause"],
+        success=last["success"],
+        start_version=int(last["start_version"]),
+        stops=tuple(last["stops"]),
+        tool_problems=int(last["tool_problems"]),
+        **{name: last[name] for name in _DOCUMENTS},
+    )
+
+
+def segments_of(trajectory: Trajectory) -> Iterator[tuple[int, slice]]:
+    """Yield the kind of every segment, and the places of its tokens."""
+    for kind, (begin, end) in zip(trajectory.kinds.tolist(), pairwise(trajectory.segment_offsets.tolist()), strict=True):
+        yield kind, slice(begin, end)
+
+
+def sampled_length(trajectory: Trajectory) -> int:
+    """Count the tokens that the model sampled."""
+    return int(np.diff(trajectory.segment_offsets)[trajectory.kinds == SAMPLED].sum())

@@ -1,0 +1,74 @@
+"""How often one of k attempts at a task succeeds, and how sure that is.
+
+With c of n attempts right, pass@k = 1 - C(n - c, k) / C(n, k): the share of all sets of k of the n attempts that hold a right one, which
+estimates the chance without bias (Chen et al. 2021, arXiv:2107.03374, eq. 1). avg@k is the share of right attempts, which is pass@1.
+"""
+
+from collections.abc import Sequence
+from math import comb
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+RESAMPLES: Final = 2000
+CONFIDENCE: Final = 0.95
+_PIECE: Final = 2**20
+
+
+def pass_at_k(attempts: int, right: int, k: int) -> float:
+    """Estimate the chance that one of `k` attempts is right, from `right` of `attempts`. Raises ValueError where k is more than there are."""
+    if not 0 <= right <= attempts or not 1 <= k <= attempts:
+        raise ValueError(f"pass@{k} of {right} right ones among {attempts} attempts")
+    return 1.0 - comb(attempts - right, k) / comb(attempts, k)
+
+
+@frozen
+class Estimate:
+    """A mean over tasks, and its 95 % interval; `tasks` were counted."""
+
+    mean: float
+    low: float
+    high: float
+    tasks: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def estimate(per_task: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Estimate:
+    """Return the mean over tasks, with the percentile bootstrap interval: tasks are drawn anew, attempts of a task stay together."""
+    values = np.asarray(per_task, dtype=np.float64)
+    if not len(values):
+        raise ValueError("no task")
+    generator = np.random.Generator(np.random.PCG64(seed))
+    means = _resampled_means(values, generator, resamples)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return Estimate(float(values.mean()), float(low), float(high), len(values))
+
+
+def _resampled_means(values: npt.NDArray[Any], generator: np.random.Generator, resamples: int) -> npt.NDArray[np.float64]:
+    """float64[resamples], computed in pieces of bounded memory."""
+    piece = max(1, _PIECE // len(values))
+    means = [
+        values[generator.integers(len(values), size=(min(piece, resamples - done), len(values)))].mean(axis=1)
+        for done in range(0, resamples, piece)
+    ]
+    return np.concatenate(means)
+
+
+def estimates(counts: Sequence[tuple[int, int]], ks: Sequence[int], *, seed: int = 0) -> dict[str, Estimate]:
+    """Return `pass@k` for every k that some task has attempts for, and `avg@n` with n the most attempts, from (attempts, right) per task.
+
+    A task with fewer than k attempts does not count for pass@k.
+    """
+    most = max(attempts for attempts, _ in counts)
+    found: dict[str, Estimate] = {}
+    found[f"avg@{most}"] = estimate([right / attempts for attempts, right in counts], seed=seed)
+    for k in sorted(set(ks)):
+        values = [pass_at_k(attempts, right, k) for attempts, right in counts if attempts >= k]
+        if values:
+            found[f"pass@{k}"] = estimate(values, seed=seed)
+    return found

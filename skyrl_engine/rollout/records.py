@@ -1,0 +1,172 @@
+"""A group as one Arrow record batch, and back: a row per attempt, every field to the last bit."""
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from skyrl_engine.contracts.values.ragged import AnyArray, offsets_of
+from skyrl_engine.contracts.values.rollout import Group, Trajectory, VersionSpans
+from skyrl_engine.errors import ContractError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_ARRAYS: Final[Mapping[str, type[np.generic]]] = {
+    "token_ids": np.int32,
+    "kinds": np.uint8,
+    "segment_offsets": np.int64,
+    "logprobs": np.float32,
+    "version_starts": np.int32,
+    "versions": np.int64,
+    "rewards": np.float32,
+}
+"""Array fields of a trajectory by column, with their types."""
+
+_NUMBERS: Final[Mapping[str, type[np.generic]]] = {
+    "member": np.int64,
+    "unplaced_reward": np.float64,
+    "start_version": np.int64,
+    "tool_problems": np.int64,
+}
+_DOCUMENT: Final = ("status", "cause", "success", "stops", "parts", "metrics", "info", "seconds")
+"""Fields that are kept as one JSON object per attempt, in the column `document`."""
+
+
+@cache
+def schema(metadata: tuple[tuple[str, str], ...] = ()) -> "pa.Schema":
+    """Return the schema of groups, with what is to be said of the whole stream."""
+    import pyarrow as pa
+
+    fields = [pa.field(name, pa.from_numpy_dtype(dtype), nullable=False) for name, dtype in _NUMBERS.items()]
+    fields += [pa.field(name, pa.list_(pa.from_numpy_dtype(dtype)), nullable=False) for name, dtype in _ARRAYS.items()]
+    fields.append(pa.field("document", pa.string(), nullable=False))
+    return pa.schema(fields, metadata=dict(metadata))
+
+
+@cache
+def no_rows() -> "pa.RecordBatch":
+    """Return a batch without attempts."""
+    import pyarrow as pa
+
+    return pa.RecordBatch.from_pylist([], schema=schema())
+
+
+def batch_of(group: Group) -> "tuple[pa.RecordBatch, int]":
+    """Return the group as a record batch, and the checksum of its values.
+
+    Raises ContractError for values that are not finite or not JSON.
+    """
+    import pyarrow as pa
+
+    for each in group.trajectories:
+        _refuse_unfit(group, each)
+    numbers: dict[str, AnyArray] = {
+        name: np.array([getattr(each, name) for each in group.trajectories], dtype=dtype) for name, dtype in _NUMBERS.items()
+    }
+    ragged: dict[str, tuple[AnyArray, npt.NDArray[np.int32]]] = {}
+    for name, dtype in _ARRAYS.items():
+        pieces = [_array(each, name) for each in group.trajectories]
+        offsets = offsets_of([len(piece) for piece in pieces]).astype(np.int32)
+        ragged[name] = np.concatenate(pieces) if pieces else np.zeros(0, dtype=dtype), offsets
+    documents = [_document(group, each) for each in group.trajectories]
+    arrays = [pa.array(values) for values in numbers.values()]
+    arrays += [pa.ListArray.from_arrays(pa.array(offsets), pa.array(values)) for values, offsets in ragged.values()]
+    arrays.append(pa.array(documents, type=pa.string()))
+    batch = pa.RecordBatch.from_arrays(arrays, schema=schema())
+    crc = 0
+    if group.trajectories:
+        crc = checksum_of([*numbers.values(), *(each for pair in ragged.values() for each in pair), "".join(documents).encode()])
+    return batch, crc
+
+
+def _array(trajectory: Trajectory, name: str) -> AnyArray:
+    if name == "version_starts":
+        return trajectory.versions.starts
+    array: AnyArray = trajectory.versions.versions if name == "versions" else getattr(trajectory, name)
+    return array
+
+
+def _refuse_unfit(group: Group, trajectory: Trajectory) -> None:
+    """Raise ContractError for values that are not finite, and AssertionError for arrays that are not what the contract says."""
+    place = f"attempt {trajectory.member} at task {group.task_key!r} of {group.environment} (group {group.ticket})"
+    assert trajectory.ticket == group.ticket, f"{place} is of group {trajectory.ticket}"
+    for name, dtype in _ARRAYS.items():
+        array = _array(trajectory, name)
+        assert array.ndim == 1, f"{place}: {name} has the shape {array.shape}"
+        assert array.dtype == dtype, f"{place}: {name} is {array.dtype}, not {np.dtype(dtype)}"
+    for name in ("logprobs", "rewards"):
+        values = getattr(trajectory, name)
+        if not np.isfinite(values).all():
+            at = int(np.argmin(np.isfinite(values)))
+            raise ContractError(
+                f"{place}: {name}[{at}] is {values[at]}", remedy="Give finite numbers: an attempt that cannot be scored has failed"
+            )
+    if not np.isfinite(trajectory.unplaced_reward):
+        raise ContractError(f"{place}: its reward is {trajectory.unplaced_reward}", remedy="Give finite rewards")
+
+
+def _document(group: Group, trajectory: Trajectory) -> str:
+    values = {name: getattr(trajectory, name) for name in _DOCUMENT}
+    try:
+        return json.dumps(values, allow_nan=False, default=_plain)
+    except (TypeError, ValueError) as error:
+        raise ContractError(
+            f"attempt {trajectory.member} at task {group.task_key!r} of {group.environment} (group {group.ticket}) reports a value that is not "
+            f"JSON ({error})",
+            remedy="Return plain finite values in parts, metrics and info",
+        ) from error
+
+
+def _plain(value: object) -> object:
+    """Return a NumPy number, or a mapping of another class, as what JSON knows."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def columns_of(batch: "pa.RecordBatch") -> list[AnyArray | bytes]:
+    """Return the values of a batch as they were when it was made."""
+    found: list[AnyArray | bytes] = [batch.column(name).to_numpy() for name in _NUMBERS]
+    for name in _ARRAYS:
+        column = batch.column(name)
+        found += [column.values.to_numpy(), column.offsets.to_numpy()]
+    found.append("".join(batch.column("document").to_pylist()).encode())
+    return found
+
+
+def checksum_of(values: Sequence[AnyArray | bytes]) -> int:
+    """Return the CRC-32 over values in their order."""
+    crc = 0
+    for each in values:
+        crc = zlib.crc32(each if isinstance(each, bytes) else np.ascontiguousarray(each).data, crc)
+    return crc
+
+
+def group_of(batch: "pa.RecordBatch", header: Mapping[str, Any]) -> Group:
+    """Return the group of a batch; `header` says what belongs to all of it."""
+    ticket = int(header["ticket"])
+    columns: dict[str, list[AnyArray]] = {}
+    for name in _ARRAYS:
+        values, offsets = batch.column(name).values.to_numpy(), batch.column(name).offsets.to_numpy()
+        columns[name] = [values[start:end] for start, end in pairwise(offsets)]
+    numbers = {name: batch.column(name).to_pylist() for name in _NUMBERS}
+    documents = [json.loads(text) for text in batch.column("document").to_pylist()]
+    trajectories = []
+    for row, document in enumerate(documents):
+        arrays: dict[str, Any] = {name: values[row] for name, values in columns.items()}
+        versions = VersionSpans(arrays.pop("version_starts"), arrays.pop("versions"))
+        plain: dict[str, Any] = {name: values[row] for name, values in numbers.items()}
+        trajectories.append(
+            Trajectory(ticket=ticket, versions=versions, **arrays, **plain, **{**document, "stops": tuple(document["stops"])})
+        )
+    return Group(
+        ticket, header["environment"], header["task_key"], int(header["start_version"]), tuple(trajectories), header["dropped"]
+    )

@@ -1,0 +1,95 @@
+"""What was exported comes back as the same groups, and is what SFT reads as data."""
+
+import json
+
+import numpy as np
+import pytest
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_engine.data.sources.formats import detect, to_example
+from skyrl_engine.data.sources.rows import Row
+from skyrl_engine.errors import DataError, RolloutError
+from skyrl_engine.rollout.exported import read_rollouts, rows_of, write_rows
+from skyrl_engine.rollout.journal import open_journal
+from skyrl_engine.testing.rollout_cases import groups, plain_group, require_same
+
+
+@pytest.mark.parametrize("to", ["jsonl", "parquet"])
+@settings(deadline=None, max_examples=25)
+@given(data=st.lists(groups(least=1), min_size=1, max_size=3, unique_by=lambda group: group.ticket))
+def test_groups_come_back_as_they_were(tmp_path_factory, to, data):
+    out = tmp_path_factory.mktemp("export") / f"rollouts.{to}"
+    written = write_rows((row for group in data for row in rows_of(group, decode=str)), out, to)
+    assert written >= len(data)
+    for got, due in zip(read_rollouts(out), data, strict=True):
+        require_same(got, due)
+
+
+def test_a_run_and_its_folder_are_read_alike(tmp_path):
+    with open_journal(tmp_path / "rollouts", run="a") as journal:
+        journal.append(plain_group(0))
+    for place in (tmp_path, tmp_path / "rollouts"):
+        require_same(next(iter(read_rollouts(place))), plain_group(0))
+
+
+def test_sft_reads_the_rows(tmp_path):
+    """The response carries loss where it was sampled; an attempt that failed carries none."""
+    good, failed = rows_of(plain_group(0)), rows_of(plain_group(1, status="failed", cause="timed out"))
+    for row, loss in ((next(good), [False, False, True, True, True]), (next(failed), [False] * 5)):
+        values = json.loads(json.dumps(row))
+        assert detect("auto", Row(0, "line 1", values)) == "rollouts"
+        tokens = to_example(Row(0, "line 1", values), "rollouts", has_template=True)
+        assert tokens.input_ids.tolist() == [0, 1, 2, 3, 4]
+        assert tokens.loss.tolist() == loss
+        assert tokens.response == 3
+
+
+def test_a_rewritten_history_is_two_rows():
+    group = plain_group(0, rewards=(1.0,))
+    (first,) = group.trajectories
+    two = evolve(
+        first,
+        token_ids=np.arange(8, dtype=np.int32),
+        kinds=np.array([0, 1, 0, 1], dtype=np.uint8),
+        segment_offsets=np.array([0, 2, 3, 6, 8], dtype=np.int64),
+    )
+    rows = list(rows_of(evolve(group, trajectories=(two,))))
+    assert [(row["prompt_ids"], row["response_ids"], row["logprobs"]) for row in rows] == [
+        ([0, 1], [2], [-0.5]),
+        ([3, 4, 5], [6, 7], [-0.5, -0.5]),
+    ]
+
+
+def test_places_without_rollouts_are_told(tmp_path):
+    with pytest.raises(RolloutError, match="holds no rollouts"):
+        list(read_rollouts(tmp_path))
+    with pytest.raises(RolloutError, match="there is no file or run directory"):
+        list(read_rollouts(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "line 1 is not JSON"),
+        ("[]", "line 1 is no JSON object"),
+        ('{"ticket": 0, "prompt_ids": [1], "response_ids": [2]}', "need all columns of an export"),
+    ],
+)
+def test_other_rows_are_told(tmp_path, text, words):
+    (tmp_path / "x.jsonl").write_text(text + "\n")
+    with pytest.raises(DataError, match=words):
+        list(read_rollouts(tmp_path / "x.jsonl"))
+    (tmp_path / "x.parquet").write_text("no Parquet")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        list(read_rollouts(tmp_path / "x.parquet"))
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path):
+    (tmp_path / "x.jsonl").write_text("mine")
+    with pytest.raises(RolloutError, match="is there already"):
+        write_rows([], tmp_path / "x.jsonl", "jsonl")
+    (tmp_path / "folder").write_text("in the way")
+    with pytest.raises(RolloutError, match="cannot be written"):
+        write_rows([{"a": 1}], tmp_path / "folder" / "x.jsonl", "jsonl")

@@ -1,0 +1,529 @@
+"""Proof P11: whatever happens in whichever order, the ledger trains every group once, in time, and loses nothing that a crash leaves behind.
+
+A machine of Hypothesis plays generator, filter, trainer and crash. It holds what the ledger is not told: which weights sampled every token,
+by a name of their own, so that a record of weights that were left behind is seen for what it is. I1 to I9 are the invariants that the
+specification of the ledger counts.
+"""
+
+import json
+import random
+
+import pytest
+from attrs import define, field
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from skyrl_engine.errors import RolloutError
+from skyrl_engine.rollout.ledger import WINDOW_STEPS, Recorded, RolloutLedger
+
+
+@define
+class Sampling:
+    """A group in the making: version and name of the weights behind every piece of it."""
+
+    start: int
+    pieces: list[tuple[int, str]]
+
+
+@define
+class Written:
+    """A line of the fake journal: a group with its pieces, or that a session went on from a version."""
+
+    ticket: int = -1
+    record: Recorded | None = None
+    pieces: tuple[tuple[int, str], ...] = ()
+    resumed: int | None = None
+
+
+@define
+class Saved:
+    """A checkpoint: the ledger's state, the names of the weights behind it, what was trained, and how long the journal was."""
+
+    state: dict
+    weights: dict[int, str]
+    trained: dict[int, int]
+    dropped: set[int]
+    alive: set[int]
+    next: int
+
+
+def surviving(journal):
+    """The records that count, as skyrl_engine.rollout.journal's index has them."""
+    found = {}
+    for line in journal:
+        if line.resumed is None:
+            found[line.ticket] = line
+        else:
+            found = {ticket: each for ticket, each in found.items() if each.record.newest_version <= line.resumed}
+    return found
+
+
+@define(eq=False)
+class World:
+    """A run around a ledger, without a clock."""
+
+    ledger: RolloutLedger
+    in_flight: bool
+    running: dict[int, Sampling] = field(factory=dict)
+    finished: dict[int, tuple[tuple[int, str], ...]] = field(factory=dict)
+    weights: dict[int, str] = field(factory=lambda: {0: "0"})
+    journal: list[Written] = field(factory=list)
+    trained: dict[int, int] = field(factory=dict)
+    dropped: set[int] = field(factory=set)
+    order: list[int] = field(factory=list)
+    saved: Saved | None = None
+    names: int = 0
+    events: int = 0
+    unpublished: bool = False
+
+    def __attrs_post_init__(self):
+        self.save()
+
+    def start(self, at_most=None):
+        """Start what may start; I3 and I8 hold afterwards."""
+        ledger = self.ledger
+        room = ledger.may_start()
+        before = len(self.living())
+        started = ledger.started(at_most)
+        self.events += len(started)
+        self.take_up_recalled()
+        for ticket in started:
+            assert ticket not in self.trained
+            assert ticket not in self.dropped
+            assert ticket not in self.running
+            self.running[ticket] = Sampling(ledger.version, [(ledger.version, self.weights[ledger.version])])
+        bound = (ledger.version - ledger.step + ledger.staleness + 1) * ledger.groups
+        assert len(started) <= room
+        assert len(self.living()) <= max(bound, before), "I3"
+        assert ledger.concurrency is None or len(self.running) <= ledger.concurrency, "I8"
+
+    def take_up_recalled(self):
+        """Look up what the ledger took from the journal without sampling."""
+        found = surviving(self.journal)
+        for ticket in self.ledger.ready():
+            if ticket not in self.finished:
+                self.finished[ticket] = found[ticket].pieces
+        for ticket, line in found.items():
+            if self.ledger.state_of(ticket) == "done" and ticket not in self.trained and ticket not in self.dropped:
+                assert line.record.failed or line.record.dropped, "I6: a finished group was dropped by a resume"
+                self.dropped.add(ticket)
+
+    def finish(self, ticket, fate):
+        sampling = self.running.pop(ticket)
+        newest = max(version for version, _ in sampling.pieces)
+        record = Recorded(sampling.start, newest, "of no use" if fate == "dropped" else None, failed=fate == "failed")
+        self.journal.append(Written(ticket, record, tuple(sampling.pieces)))
+        self.events += 1
+        if fate == "failed":
+            self.ledger.failed(ticket)
+        elif fate == "dropped":
+            self.ledger.dropped(ticket, "of no use")
+        else:
+            self.ledger.finished(ticket)
+        self.finished[ticket] = tuple(sampling.pieces)
+        self.sweep()
+
+    def sweep(self):
+        """Forget groups that the ledger let go of."""
+        for ticket in list(self.finished):
+            if self.ledger.state_of(ticket) == "done":
+                del self.finished[ticket]
+                self.dropped.add(ticket)
+
+    def train(self):
+        ledger = self.ledger
+        step = ledger.step + 1
+        tickets = ledger.take(step)
+        assert tickets is not None
+        for ticket in tickets:
+            start = ledger.start_version(ticket)
+            assert step - 1 - start <= ledger.staleness, "I4"
+            assert ticket not in self.trained, "I2"
+            assert ticket not in self.dropped, "I6"
+            for version, name in self.finished[ticket]:
+                assert self.weights.get(version) == name, "a token of weights that were left behind"
+        if ledger.staleness == 0 or ledger.order == "ticket":
+            assert list(tickets) == sorted(tickets)
+            assert all(ticket > max(self.order, default=-1) for ticket in tickets), "I7"
+        ledger.trained(step, tickets)
+        self.events += 1
+        for ticket in tickets:
+            del self.finished[ticket]
+            self.trained[ticket] = step
+            self.order.append(ticket)
+        self.names += 1
+        self.weights[step] = f"{step}:{self.names}"
+        self.unpublished = True
+
+    def publish(self):
+        version = self.ledger.step
+        self.ledger.published(version)
+        self.events += 1
+        if self.in_flight:
+            for sampling in self.running.values():
+                sampling.pieces.append((version, self.weights[version]))
+        self.unpublished = False
+
+    def save(self):
+        ledger = self.ledger
+        self.saved = Saved(
+            ledger.state(),
+            {version: name for version, name in self.weights.items() if version <= ledger.step},
+            dict(self.trained),
+            set(self.dropped),
+            set(self.living()),
+            ledger.state()["next"],
+        )
+
+    def crash(self, kept):
+        """Go on from the checkpoint, with the first `kept` lines of the journal."""
+        saved = self.saved
+        self.journal = self.journal[:kept]
+        version = saved.state["step"]
+        found = surviving([*self.journal, Written(resumed=version)])
+        self.journal.append(Written(resumed=version))
+        self.running, self.finished = {}, {}
+        self.weights, self.trained, self.dropped = dict(saved.weights), dict(saved.trained), set(saved.dropped)
+        self.order = sorted(saved.trained, key=lambda ticket: (saved.trained[ticket], ticket))
+        recorded = {ticket: line.record for ticket, line in found.items()}
+        self.ledger = RolloutLedger.from_state(saved.state, self.ledger, recorded)
+        self.unpublished = False
+        self.take_up_recalled()
+        self.sweep()
+        for ticket in saved.alive:
+            usable = ticket in found and found[ticket].record.start_version >= version - self.ledger.staleness
+            if usable:
+                assert self.ledger.state_of(ticket) != "waiting", f"I5: ticket {ticket} is sampled again"
+            else:
+                assert self.ledger.state_of(ticket) == "waiting"
+
+    def living(self):
+        return {*self.running, *self.finished}
+
+    def check(self):
+        """I1: every ticket has one state, and the ledger's is the world's."""
+        ledger = self.ledger
+        assert set(ledger.running()) == set(self.running)
+        for ticket in self.living():
+            expected = "running" if ticket in self.running else ("ready", "undecided")
+            assert ledger.state_of(ticket) in expected
+        for ticket in [*self.trained, *self.dropped]:
+            assert ledger.state_of(ticket) == "done"
+        assert not {*self.trained} & self.dropped, "I6"
+        assert len(self.trained) == ledger.step * ledger.groups
+        for version in range(ledger.version + 1):
+            old = sum(1 for ticket in self.living() if ledger.start_version(ticket) <= version)
+            assert old <= max(0, version - ledger.step + ledger.staleness + 1) * ledger.groups or ledger.order == "ticket"
+
+    def stuck(self):
+        """I9: something can always happen."""
+        return not (self.running or self.ledger.may_start() or self.ledger.take(self.ledger.step + 1) or self.unpublished)
+
+
+@st.composite
+def rules(draw):
+    groups, staleness = draw(st.integers(1, 5)), draw(st.integers(0, 3))
+    return RolloutLedger(
+        groups=groups,
+        staleness=staleness,
+        order=draw(st.sampled_from(["finished", "ticket"])),
+        concurrency=draw(st.none() | st.integers(1, 4 * groups * (staleness + 1))),
+        max_drop_share=draw(st.sampled_from([1.0, 1.0, 0.9, 0.2])),
+    )
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Every order of events that Hypothesis can think of."""
+
+    @initialize(ledger=rules(), in_flight=st.booleans())
+    def begin(self, ledger, in_flight):
+        self.world = World(ledger, in_flight)
+
+    @precondition(lambda self: self.world.ledger.may_start())
+    @rule(at_most=st.none() | st.integers(1, 3))
+    def start(self, at_most):
+        self.world.start(at_most)
+
+    @precondition(lambda self: self.world.running)
+    @rule(data=st.data(), fate=st.sampled_from(["finished", "finished", "dropped", "failed"]))
+    def finish(self, data, fate):
+        self.world.finish(data.draw(st.sampled_from(sorted(self.world.running))), fate)
+
+    @precondition(lambda self: not self.world.unpublished and self.world.ledger.take(self.world.ledger.step + 1) is not None)
+    @rule()
+    def train(self):
+        self.world.train()
+
+    @precondition(lambda self: self.world.unpublished)
+    @rule()
+    def publish(self):
+        self.world.publish()
+
+    @rule()
+    def save(self):
+        self.world.save()
+
+    @rule(data=st.data())
+    def crash(self, data):
+        self.world.crash(data.draw(st.integers(0, len(self.world.journal))))
+
+    @invariant()
+    def holds(self):
+        if hasattr(self, "world"):
+            self.world.check()
+            assert not self.world.stuck(), "I9"
+
+
+LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLedger = LedgerMachine.TestCase
+
+
+class NightlyMachine(LedgerMachine):
+    """The same, for longer."""
+
+
+NightlyMachine.TestCase.settings = settings(max_examples=1500, stateful_step_count=120, deadline=None)
+TestLedgerLong = pytest.mark.nightly(NightlyMachine.TestCase)
+
+
+def play(seed, steps):
+    """One random run of `steps` steps, with late groups, drops of up to 60 % and up to four crashes; returns the world."""
+    draw = random.Random(seed)
+    groups, staleness = draw.randint(1, 5), draw.randint(0, 3)
+    ledger = RolloutLedger(
+        groups=groups,
+        staleness=staleness,
+        order=draw.choice(["finished", "ticket"]),
+        concurrency=draw.choice([None, draw.randint(1, 4 * groups * (staleness + 1))]),
+        max_drop_share=draw.choice([1.0, 0.9, 0.3]),
+    )
+    world = World(ledger, in_flight=draw.random() < 0.5)
+    drops, crashes = draw.choice([0.0, 0.2, 0.6]), 0
+    while world.ledger.step < steps:
+        assert world.events < 20_000, "I9: no progress"
+        acts = [world.publish] if world.unpublished else []
+        if world.ledger.may_start():
+            acts.append(world.start)
+        if world.running:
+            tickets = sorted(world.running)
+            late = draw.choice(tickets[1:] or tickets) if draw.random() < 0.3 else draw.choice(tickets)
+            fate = draw.choice(["dropped", "failed"]) if draw.random() < drops else "finished"
+            acts.append(lambda ticket=late, fate=fate: world.finish(ticket, fate))
+        if not world.unpublished and world.ledger.take(world.ledger.step + 1) is not None:
+            acts.append(world.train)
+        assert acts, "I9: a deadlock"
+        if draw.random() < 0.004 and crashes < 4:
+            crashes += 1
+            world.crash(draw.randint(0, len(world.journal)))
+        else:
+            draw.choice(acts)()
+        if draw.random() < 0.05:
+            world.save()
+        world.check()
+    return world
+
+
+def test_twenty_thousand_events():
+    """Runs of 12 steps, one after another."""
+    events = seed = 0
+    while events < 20_000:
+        events += play(seed, steps=12).events
+        seed += 1
+    assert seed > 20
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(1000, 5000, 1000))
+def test_more_random_runs(first):
+    for seed in range(first, first + 1000):
+        play(seed, steps=12)
+
+
+# --- by hand -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_synchronous_run_starts_a_batch_and_waits_for_all_of_it():
+    ledger = RolloutLedger(groups=2)
+    assert ledger.may_start() == 2
+    assert ledger.started() == (0, 1)
+    assert ledger.started() == ()
+    ledger.finished(1)
+    assert ledger.take(1) is None
+    ledger.finished(0)
+    assert ledger.take(1) == (0, 1)
+    ledger.trained(1, (0, 1))
+    assert ledger.may_start() == 0, "the sampler has the old weights"
+    ledger.published(1)
+    assert ledger.started() == (2, 3)
+
+
+def test_a_dropped_group_is_replaced_at_once():
+    ledger = RolloutLedger(groups=2)
+    ledger.started()
+    assert ledger.dropped(0, "zero variance") is True
+    assert ledger.started() == (2,)
+    ledger.failed(1)
+    assert ledger.started() == (3,)
+    ledger.finished(3)
+    ledger.finished(2)
+    assert ledger.take(1) == (2, 3)
+
+
+def test_one_step_of_staleness_lets_the_next_batch_start_and_no_more():
+    ledger = RolloutLedger(groups=2, staleness=1)
+    assert ledger.started() == (0, 1, 2, 3)
+    ledger.finished(3)
+    ledger.finished(2)
+    assert ledger.take(1) == (2, 3), "the rest is due in the step after"
+    ledger.trained(1, (2, 3))
+    ledger.published(1)
+    assert ledger.started() == (4, 5)
+    ledger.finished(4)
+    ledger.finished(5)
+    assert ledger.take(2) is None, "0 and 1 are due now"
+    ledger.finished(0)
+    ledger.finished(1)
+    assert ledger.take(2) == (0, 1)
+
+
+def test_more_than_a_batch_must_not_become_due_at_once():
+    """The rule that waits for due groups alone fails here: it would take 2 young ones and leave 3 old ones for a step of 2."""
+    ledger = RolloutLedger(groups=2, staleness=2)
+    assert ledger.started() == (0, 1, 2, 3, 4, 5)
+    for ticket in (4, 5):
+        ledger.finished(ticket)
+    ledger.trained(1, ledger.take(1))
+    ledger.published(1)
+    assert ledger.started() == (6, 7)
+    ledger.finished(6)
+    ledger.finished(7)
+    assert ledger.take(2) is None, "four groups of version 0 would be left for the one step that may still take them"
+    ledger.finished(0)
+    assert ledger.take(2) is None
+    ledger.finished(1)
+    assert ledger.take(2) == (0, 1)
+
+
+def test_the_state_is_plain_json_and_goes_on():
+    ledger = RolloutLedger(groups=2, staleness=1)
+    ledger.started()
+    ledger.finished(0)
+    ledger.finished(2)
+    ledger.trained(1, ledger.take(1))
+    ledger.dropped(1, "zero variance")
+    state = json.loads(json.dumps(ledger.state()))
+    assert state == {"step": 1, "version": 0, "next": 4, "alive": [3], "drops": [1]}
+    again = RolloutLedger.from_state(state, ledger)
+    assert again.state_of(3) == "waiting"
+    assert again.started() == (3, 4, 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "used"),
+    [
+        (Recorded(0, 0), True),
+        (Recorded(0, 1), True),
+        (Recorded(0, 2), False),
+        (Recorded(1, 1), True),
+    ],
+)
+def test_a_record_is_used_where_its_weights_are_behind_the_checkpoint(recorded, used):
+    state = {"step": 1, "version": 1, "next": 1, "alive": [0], "drops": []}
+    ledger = RolloutLedger.from_state(state, RolloutLedger(groups=1, staleness=1), {0: recorded})
+    assert ledger.state_of(0) == ("ready" if used else "waiting")
+
+
+def test_a_record_that_is_too_old_is_sampled_again():
+    state = {"step": 2, "version": 2, "next": 2, "alive": [1], "drops": []}
+    rules = RolloutLedger(groups=1, staleness=1)
+    ledger = RolloutLedger.from_state(state, rules, {1: Recorded(0, 0), 2: Recorded(2, 2), 3: Recorded(2, 2, "equal")})
+    assert ledger.started(1) == (1,)
+    assert ledger.started() == (), "2 is ready without sampling, and so there are two groups"
+    assert ledger.ready() == (2,)
+    ledger.finished(1)
+    ledger.trained(3, ledger.take(3))
+    ledger.published(3)
+    assert ledger.started() == (4,), "3 was dropped before the crash, and is again"
+
+
+def test_a_later_ticket_is_not_taken_up_where_it_would_get_too_old():
+    """In the order of tickets, its turn would come too late."""
+    state = {"step": 1, "version": 1, "next": 4, "alive": [0, 1, 2, 3], "drops": []}
+    rules = RolloutLedger(groups=1, staleness=3, order="ticket")
+    ledger = RolloutLedger.from_state(state, rules, {3: Recorded(0, 0), 2: Recorded(0, 0)})
+    assert ledger.state_of(2) == "ready"
+    assert ledger.state_of(3) == "waiting"
+
+
+def test_records_of_larger_batches_are_taken_up_as_far_as_they_can_be_trained_in_time():
+    """The run was resumed with fewer groups per step: three groups of version 0 are there, and one step may still take one of them."""
+    state = {"step": 1, "version": 1, "next": 3, "alive": [0, 1, 2], "drops": []}
+    records = dict.fromkeys((0, 1, 2), Recorded(0, 0))
+    ledger = RolloutLedger.from_state(state, RolloutLedger(groups=1, staleness=1), records)
+    assert [ledger.state_of(ticket) for ticket in (0, 1, 2)] == ["ready", "waiting", "waiting"]
+    assert ledger.started() == (1,)
+
+
+# --- filters that drop too much -------------------------------------------------------------------------------------------------------
+
+
+def all_dropped(ledger, finish_order):
+    """Let a filter want to drop everything, until a step could be trained; returns the tickets of the step."""
+    for _ in range(1000):
+        started = list(ledger.started())
+        for ticket in finish_order(started):
+            ledger.dropped(ticket, "zero variance")
+        if (tickets := ledger.take(ledger.step + 1)) is not None:
+            return tickets
+    raise AssertionError("no step within 1000 rounds")
+
+
+def test_filters_that_drop_everything_do_not_stop_training():
+    ledger = RolloutLedger(groups=2, max_drop_share=0.9)
+    taken = all_dropped(ledger, list)
+    assert taken == (2 * WINDOW_STEPS - 1, 2 * WINDOW_STEPS), "the first two of which more than 36 of 40 would be dropped"
+    assert ledger.kept == 2
+    ledger.trained(1, taken)
+    ledger.published(1)
+    assert [all_dropped(ledger, list)[-1] - taken[-1], ledger.kept] == [2, 4]
+
+
+def test_what_is_kept_does_not_depend_on_which_group_finishes_first():
+    shuffle = random.Random(1)
+
+    def in_any_order(tickets):
+        return shuffle.sample(tickets, len(tickets))
+
+    runs = []
+    for order in (list, reversed, in_any_order, in_any_order):
+        ledger, taken = RolloutLedger(groups=3, max_drop_share=0.5), []
+        for _ in range(6):
+            tickets = all_dropped(ledger, order)
+            taken.append(tickets)
+            ledger.trained(ledger.step + 1, tickets)
+            ledger.published(ledger.step)
+        runs.append((taken, ledger.kept))
+    assert all(run == runs[0] for run in runs)
+
+
+def test_a_run_can_be_told_to_stop_where_filters_drop_too_much():
+    ledger = RolloutLedger(groups=1, max_drop_share=0.9, on_starved="stop")
+    with pytest.raises(RolloutError, match="dropped more than 90% of the last 20 groups") as caught:
+        all_dropped(ledger, list)
+    assert "rollouts.on_starved" in caught.value.remedy
+
+
+def test_events_that_cannot_be_are_refused():
+    ledger = RolloutLedger(groups=1)
+    with pytest.raises(AssertionError, match="ticket 0 is waiting, not running"):
+        ledger.finished(0)
+    ledger.started()
+    ledger.finished(0)
+    with pytest.raises(AssertionError, match="ticket 0 is ready, not running"):
+        ledger.failed(0)
+    with pytest.raises(AssertionError, match="step 2 after step 0"):
+        ledger.take(2)
+    ledger.trained(1, (0,))
+    with pytest.raises(AssertionError, match="version 2 after 0"):
+        ledger.published(2)
