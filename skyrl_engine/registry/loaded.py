@@ -60,7 +60,7 @@ class LoadedPlugin:
     def describe_generator(self, config: object | None) -> GeneratorDescription:
         """Ask the generator for its capabilities, the weights it takes and its placement. Raises as `make` does."""
         assert self.record.kind == "generator", f"{self.record} is no generator"
-        description = self._host.hook.skyrl_engine_describe_generator(config=config)
+        description: GeneratorDescription = self._host.hook.skyrl_engine_describe_generator(config=config)
         if problems := list(of_generator_description(description)):
             raise ContractError(
                 f"{DESCRIBE_GENERATOR_HOOK} of {self.record}: {problems[0]}",

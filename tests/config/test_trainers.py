@@ -88,6 +88,16 @@ def test_kinds_that_a_trainer_does_not_use_are_neither_loaded_nor_accepted() -> 
     ]
 
 
+def test_a_caller_may_use_kinds_beside_the_trainers_where_the_configuration_names_them() -> None:
+    """As `Engine.open` does, which samples whatever the trainer; the trainer itself still refuses the table."""
+    given = load(None, ["model.path=m", "data.train=d", "generator.slots=3"])
+    made = resolve(given, also=("generator",))
+    assert made.plugins["generator"].table["slots"] == 3
+    assert "generator" not in resolve(load(None, ["model.path=m", "data.train=d"]), also=("generator",)).plugins
+    with pytest.raises(ConfigError, match=r"\[generator\] selects a generator, and this run's trainer sft uses none"):
+        resolve(given)
+
+
 @pytest.mark.usefixtures("scoring")
 def test_the_json_schema_agrees() -> None:
     schema = config_schema()

@@ -377,6 +377,44 @@ silent = Silent()
         load(resolve("silent", "backend"))
 
 
+def test_a_generator_is_described_with_values_that_mean_something(install) -> None:
+    source = """
+from attrs import evolve
+from skyrl_engine import hookimpl
+from skyrl_engine.contracts import GeneratorDescription
+RIGHT = GeneratorDescription(frozenset({"logprobs"}), ("tensors",), "process", 4)
+class P:
+    def __init__(self, answer): self.answer = answer
+    @hookimpl
+    def skyrl_engine_make_generator(self): pass
+    @hookimpl
+    def skyrl_engine_describe_generator(self, config): return self.answer
+good = P(RIGHT)
+capability = P(evolve(RIGHT, capabilities=frozenset({"logprobs", "logprobz"})))
+form = P(evolve(RIGHT, accepts=("tensor",)))
+place = P(evolve(RIGHT, placement="somewhere"))
+memory = P(evolve(RIGHT, accepts=("module",)))
+none_at_once = P(evolve(RIGHT, concurrency=0))
+wrong = P({"accepts": ()})
+"""
+    wrong = {
+        "capability": "capabilities must be among .* there is 'logprobz'",
+        "form": "accepts must be among .* there is 'tensor'",
+        "place": "placement must be one of 'rank', 'process', 'remote', is 'somewhere'",
+        "memory": 'the form "module" is memory of a rank',
+        "none_at_once": "concurrency must be a number from 1 on, is 0",
+        "wrong": "it returned dict",
+    }
+    names = {name: f"my_generator:{name}" for name in ("good", *wrong)}
+    install("my-generator", entry_points={"generator": names}, modules={"my_generator.py": source})
+    assert load(resolve("good", "generator")).describe_generator(None).concurrency == 4
+    for name, words in wrong.items():
+        with pytest.raises(
+            ContractError, match=f"skyrl_engine_describe_generator of generator '{name}' of my-generator .*: {words}"
+        ):
+            load(resolve(name, "generator")).describe_generator(None)
+
+
 EVERY_FACTORY = '''
 from skyrl_engine import hookimpl
 

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine import DataError, ModelError, UnsupportedError
-from skyrl_engine.contracts import AdamWSettings, MicroBatch, RankOutput, Topology
+from skyrl_engine.contracts import AdamWSettings, LoraConfig, MicroBatch, RankOutput, Topology
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.backends.batches import WeightedObjective, documents, padded
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
@@ -157,3 +159,26 @@ def test_scoring_only_needs_no_optimizer(models: dict[str, str]) -> None:
     assert np.isfinite(backend.forward(padded(documents(), 8), WeightedObjective()).metrics["loss"].value)
     backend.close()
     backend.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "critic"])
+def test_storage_is_the_memory_that_steps_and_checkpoints_change(models: dict[str, str], name: str, tmp_path: Path) -> None:
+    backend = start(models[name], AdamWSettings(learning_rate=1e-2), value_head=name == "critic")
+    shown = backend.storage()
+    assert shown is not None
+    before = {key: tensor.clone() for key, tensor in shown.items()}
+    assert not any(tensor.requires_grad for tensor in shown.values())
+    assert dict(backend.weights()).keys() | {"lm_head.weight"} <= shown.keys()
+    backend.save(tmp_path)
+    train(backend, 2)
+    for key, weight in backend.weights():
+        assert torch.equal(shown[key], weight)
+        # the steps' loss reads no values
+        assert torch.equal(shown[key], before[key]) == key.startswith("score.")
+    backend.load(tmp_path)
+    assert all(torch.equal(shown[key], before[key]) for key in shown)
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"lora": LoraConfig()}])
+def test_weights_that_are_cast_or_adapted_are_not_shown(models: dict[str, str], settings: dict[str, Any]) -> None:
+    assert start(models["qwen3-tied"], **settings).storage() is None

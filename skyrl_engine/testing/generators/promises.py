@@ -267,7 +267,8 @@ def greedy(subject: Subject[Any], _case: None) -> None:
 )
 def filters(subject: Subject[Any], _case: None) -> None:
     with decided(), running(subject) as at_work:
-        for place, cut in enumerate(({"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.6, "min_p": 0.1})):
+        cuts: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.6, "min_p": 0.1}]
+        for place, cut in enumerate(cuts):
             requests = requests_of(8, first=20 * place, seed=place, temperature=2.0, **cut)
             for request, done in zip(requests, at_work.sampled(requests), strict=True):
                 for token, logprob, scores in zip(
@@ -423,7 +424,7 @@ def no_stale_prefix(subject: Subject[Any], _case: None) -> None:
 
 @promise("A prompt that leaves no room for max_tokens fails alone, naming its length and the limit", exempt=no_weights)
 def no_room(subject: Subject[Any], _case: None) -> None:
-    limit = int(SIZES["max_position_embeddings"])  # type: ignore[call-overload] # a number
+    limit = int(SIZES["max_position_embeddings"])
     with decided(), running(subject) as at_work:
         fits = requests_of(2, first=1)
         long = GenerationRequest(0, np.zeros(limit - 2, dtype=np.int32), Sampling(max_tokens=3, ignore_eos=True), 0)

@@ -107,7 +107,7 @@ def _block_sums(weights_NV: Tensor) -> Tensor:
     blocks, rest = divmod(weights_NV.shape[1], BLOCK)
     parts = []
     if blocks:
-        parts.append(weights_NV[:, : blocks * BLOCK].unflatten(1, (blocks, BLOCK)).sum(-1, dtype=torch.float64))
+        parts.append(weights_NV[:, : blocks * BLOCK].view(-1, blocks, BLOCK).sum(-1, dtype=torch.float64))
     if rest:
         parts.append(weights_NV[:, blocks * BLOCK :].sum(-1, keepdim=True, dtype=torch.float64))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

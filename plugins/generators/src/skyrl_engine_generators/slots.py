@@ -13,7 +13,7 @@ GROWTH = 64
 """Capacity grows to multiples of so many tokens, and by half at least, so that growing costs little in all."""
 
 
-class Slots(Cache):
+class Slots(Cache):  # type: ignore[misc] # transformers is not typed
     """Room for `count` rows of keys and values [count, heads, capacity, width] per layer, made when a layer first writes."""
 
     def __init__(self, count: int) -> None:
@@ -29,7 +29,8 @@ class Slots(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         while len(self.layers) <= layer_idx:
             self.layers.append(SlotLayer(self))
-        return self.layers[layer_idx].update(key_states, value_states)
+        layer: SlotLayer = self.layers[layer_idx]
+        return layer.update(key_states, value_states)
 
     def begin_prompts(self, rows: Tensor, width: int) -> None:
         """Let the next forward pass write whole prompts of at most `width` tokens."""

@@ -1,0 +1,75 @@
+"""Weights reach generators in one form, which every rank knows; a generator that fails leaves no rank waiting."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_engine.contracts.kinds.generator import WeightForm
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.workers.generation import OfferedWeights, form_for
+
+
+class Gathers:
+    """A backend without memory to show; it counts the tensors that were gathered."""
+
+    def __init__(self) -> None:
+        self.gathered = 0
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in ("a", "b", "c"):
+            self.gathered += 1
+            yield name, torch.zeros(1)
+
+
+class Shows(Gathers):
+    def storage(self) -> dict[str, torch.Tensor]:
+        return {"a": torch.ones(1)}
+
+
+class ShowsNone(Gathers):
+    def storage(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("accepts", "backend", "target", "form"),
+    [
+        (("module", "tensors"), Shows(), "policy", "module"),
+        (("tensors", "module"), Shows(), "policy", "tensors"),
+        (("module", "tensors"), ShowsNone(), "policy", "tensors"),
+        (("module", "tensors"), Gathers(), "policy", "tensors"),
+        (("module", "tensors"), Shows(), "reference", "tensors"),
+        (("directory", "tensors"), Gathers(), "policy", "tensors"),
+    ],
+)
+def test_the_first_form_that_both_have(accepts: tuple[WeightForm, ...], backend: Any, target: str, form: str) -> None:
+    assert form_for(accepts, backend, "generator 'x'", target) == form
+
+
+def test_without_a_common_form() -> None:
+    with pytest.raises(UnsupportedError, match="generator 'x' takes weights as module, and the backend gives tensors"):
+        form_for(("module",), Gathers(), "generator 'x'")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_weights_are_gathered_to_the_end_however_many_were_taken(taken: int) -> None:
+    """Ranks gather together: one that stopped in the middle would leave the others in a collective."""
+    backend: Any = Gathers()
+    offered = OfferedWeights("tensors", backend)
+    if taken:
+        stream = offered.tensors()
+        for _ in range(taken):
+            next(stream)
+    offered.finish()
+    assert backend.gathered == 3
+
+
+def test_memory_that_is_shown_is_not_gathered() -> None:
+    backend: Any = Shows()
+    offered = OfferedWeights("module", backend)
+    assert offered.forms == {"module"}
+    assert list(offered.storage()) == ["a"]
+    offered.finish()
+    assert backend.gathered == 0
