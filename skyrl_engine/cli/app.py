@@ -21,8 +21,9 @@ COMMANDS = {
     "demo": LazyCommand(
         "skyrl_engine.cli.demo.command:demo", "Fine-tune a small model on this CPU, offline, and see what it learned."
     ),
-    "run": LazyCommand("skyrl_engine.cli.run:run", "Fine-tune as a configuration file says."),
+    "run": LazyCommand("skyrl_engine.cli.run:run", "Train as a configuration file says."),
     "sft": LazyCommand("skyrl_engine.cli.sft:sft", "Fine-tune a model on a dataset without a configuration file."),
+    "rl": LazyCommand("skyrl_engine.cli.rl:rl", "Train a model by reinforcement, on tasks and rewards of your own."),
     "prove": LazyCommand(
         "skyrl_engine.cli.prove:prove", "Prove on this machine that gradients do not depend on how a batch is cut."
     ),

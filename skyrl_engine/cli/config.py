@@ -18,7 +18,7 @@ def config() -> None:
 @config.command("show")
 @file_argument(required=False)
 @overrides_argument
-@plugin_options
+@plugin_options()
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object of key to value and origin.")
 def show_config(file: Path | None, overrides: tuple[str, ...], as_json: bool, **choices: Any) -> None:
     """Print every key of the resolved configuration, plugin options and defaults included, and where its value comes from."""
@@ -39,7 +39,7 @@ def show_config(file: Path | None, overrides: tuple[str, ...], as_json: bool, **
 @config.command("check")
 @file_argument(required=True)
 @overrides_argument
-@plugin_options
+@plugin_options()
 def check_config(file: Path, overrides: tuple[str, ...], **choices: Any) -> None:
     """Check a configuration and the plugins it names; print every mistake at once."""
     from skyrl_engine.config import resolve

@@ -11,7 +11,7 @@ import click
 
 from skyrl_engine.cli.command import EngineCommand
 from skyrl_engine.cli.json_output import measured_json
-from skyrl_engine.cli.options import file_argument, flags_of, load_config, overrides_argument, plugin_options_without
+from skyrl_engine.cli.options import file_argument, flags_of, load_config, overrides_argument, plugin_options
 from skyrl_engine.cli.prove import BROKEN, with_default_loss
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _number_from_zero(_context: click.Context, _parameter: click.Parameter, valu
 @click.option("--b", "second", required=True, metavar="BACKEND", help="The backend it is compared with.")
 @click.option("--layout-a", default="dp1", show_default=True, metavar="LAYOUT", help="Parallel sizes of the first, such as dp2.")
 @click.option("--layout", default="dp1", show_default=True, metavar="LAYOUT", help="Parallel sizes of the second, such as tp2xpp2.")
-@plugin_options_without("backend")
+@plugin_options("sft", without=("backend",))
 @click.option(
     "--micro-batch-tokens", type=click.IntRange(min=1), metavar="TOKENS", help="Tokens of a micro-batch, over what CONFIG says."
 )

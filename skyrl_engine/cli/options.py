@@ -1,11 +1,12 @@
 """Options and arguments that several commands share, and the configuration they make together."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from skyrl_engine.config.trainers import TRAINERS
 from skyrl_engine.registry.kinds import KINDS
 
 if TYPE_CHECKING:
@@ -16,17 +17,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 OVERRIDES = "[section.key=value ...]"
 
 
-def plugin_options(function: Function) -> Function:
-    """Add an option for each kind of plugin that has one, such as `--loss`, which takes a reference."""
-    return plugin_options_without()(function)
+def plugin_options(trainer: str | None = None, *, without: Collection[str] = ()) -> Callable[[Function], Function]:
+    """Add an option for each kind of plugin that has one, such as `--loss`, which takes a reference.
 
-
-def plugin_options_without(*left_out: str) -> Callable[[Function], Function]:
-    """Add the options of `plugin_options` except those of these kinds."""
+    `trainer` leaves out the kinds that it does not use (None: those of any trainer stay); `without` leaves out more.
+    """
 
     def decorate(function: Function) -> Function:
+        used = TRAINERS[trainer].kinds if trainer is not None else tuple(KINDS)
         for kind in reversed(_kinds()):
-            if kind not in left_out:
+            if kind in used and kind not in without:
                 function = click.option(
                     f"--{kind}", metavar="REFERENCE", help=f"The {kind} plugin: name, distribution:name or ./file.py:name."
                 )(function)

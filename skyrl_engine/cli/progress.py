@@ -19,8 +19,10 @@ class ProgressLines:
         self._last = Progress(0, 0)
         self._written_at = clock()
         self._header_written = False
+        self._of_reward = False
 
     def __call__(self, progress: Progress) -> None:
+        self._of_reward = progress.reward is not None
         if progress.evaluation_loss is not None and progress.evaluation_loss != self._last.evaluation_loss:
             self._line(f"held-out loss {progress.evaluation_loss:.4f} after step {progress.step}")
         elif progress.step > self._last.step and progress.loss is not None and self._is_due(progress):
@@ -34,7 +36,7 @@ class ProgressLines:
 
     def _line(self, line: str) -> None:
         if not self._header_written:
-            self._write(HEADER)
+            self._write(HEADER.replace("    loss", "  reward") if self._of_reward else HEADER)
             self._header_written = True
         self._write(line if line.startswith(" ") else f"{'':>12}  {line}")
         self._written_at = self._clock()
@@ -46,7 +48,7 @@ def progress_row(progress: Progress) -> str:
     return "  ".join(
         (
             f"{position:>12}",
-            _number(progress.loss, 8, ".4f"),
+            _number(progress.loss if progress.reward is None else progress.reward, 8, ".4f"),
             _number(progress.tokens_per_second, 9, ",.0f"),
             _number(progress.learning_rate, 13, ".2e"),
             _number(progress.grad_norm, 13, ".4f"),

@@ -29,7 +29,7 @@ _DEFAULT_LOSS: Mapping[str, Any] = {
 @click.command(cls=EngineCommand)
 @file_argument(required=False)
 @overrides_argument
-@plugin_options
+@plugin_options("sft")
 @click.option("--plant", metavar="MISTAKE", help="Plant a mistake and see which rows notice; `list` names them all.")
 @click.option(
     "--ranks", type=click.IntRange(min=1), metavar="RANKS", default=2, show_default=True, help="Processes of the last rows, by Ray."

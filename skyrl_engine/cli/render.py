@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from skyrl_engine.proof.backends import BackendDifference
     from skyrl_engine.proof.prover import CaseResult
     from skyrl_engine.testing.promise import Verdict
+    from skyrl_engine.training.rl.plan import RlPlan
     from skyrl_engine.training.sft.plan import RunPlan
 
 _PIPE_WIDTH = 10_000
@@ -153,8 +154,13 @@ def _ignore(*_: object) -> None:
     pass
 
 
-def show_plan(plan: "RunPlan") -> None:
+def show_plan(plan: "RunPlan | RlPlan") -> None:
     """Print the plan of a run, on stdout."""
+    from skyrl_engine.training.rl.plan import RlPlan, facts
+
+    if isinstance(plan, RlPlan):
+        show_facts(facts(plan))
+        return
     topology = plan.topology
     sizes = ", ".join(f"{name} {size}" for name, size in attrs.asdict(topology).items())
     shared = f"; {plan.sharing}" if plan.sharing else ""

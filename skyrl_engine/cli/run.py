@@ -1,4 +1,4 @@
-"""`skyrl-engine run`: fine-tune as a configuration file says."""
+"""`skyrl-engine run`: train as a configuration file says."""
 
 import shlex
 from pathlib import Path
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 @click.command(cls=EngineCommand)
 @file_argument(required=True)
 @overrides_argument
-@plugin_options
+@plugin_options()
 @click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
 def run(file: Path, overrides: tuple[str, ...], dry_run: bool, **choices: Any) -> int:
-    """Fine-tune with the configuration file CONFIG; section.key=value after CONFIG overrides its keys, and options override both."""
+    """Train with the configuration file CONFIG; section.key=value after CONFIG overrides its keys, and options override both."""
     from skyrl_engine.config import resolve
 
     resolved = resolve(load_config(file, overrides, flags_of(choices)))
@@ -33,10 +33,11 @@ def start(resolved: "ResolvedConfig", settings: Settings, *, dry_run: bool) -> i
     from skyrl_engine.cli import render
 
     if dry_run:
-        from skyrl_engine.training.sft.trainer import plan_sft
+        from skyrl_engine.config.trainers import TRAINERS
+        from skyrl_engine.registry.kinds import imported
 
         with render.show_progress(quiet=settings.quiet) as display:
-            plan = plan_sft(resolved, progress=display.data)
+            plan = imported(TRAINERS[resolved.config.trainer].plan)(resolved, progress=display.data)
         render.show_plan(plan)
         return 0
     from skyrl_engine.cli.training import train

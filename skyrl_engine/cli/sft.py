@@ -51,7 +51,7 @@ _KEYS = {
 @click.option("--launch", metavar="HOW", help="inline (this process) or ray.")
 @click.option("--ranks", type=int, metavar="RANKS", help="Processes that train together; more than one needs --launch ray.")
 @click.option("--seed", type=int, metavar="SEED", help="Seed of every random number.")
-@plugin_options
+@plugin_options("sft")
 @click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
 def sft(overrides: tuple[str, ...], dry_run: bool, **given: Any) -> int:
     """Fine-tune MODEL on DATA, as the configuration says that the options make.

@@ -1,4 +1,4 @@
-"""Run a checked configuration with live progress, for `run`, `sft` and `demo`."""
+"""Run a checked configuration with live progress, for `run`, `sft`, `rl` and `demo`."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -54,12 +54,14 @@ def warnings_to(show: Callable[[str], None]) -> Iterator[None]:
 def train(resolved: "ResolvedConfig", settings: Settings, observers: Sequence[object] = ()) -> "RunResult":
     """Train, show progress on stderr unless `--quiet`, and return what the run returns."""
     from skyrl_engine.cli.render import show_progress
+    from skyrl_engine.config.trainers import TRAINERS
+    from skyrl_engine.registry.kinds import imported
     from skyrl_engine.run.progress import ProgressObserver
-    from skyrl_engine.training.sft.trainer import run_sft
 
     with show_progress(quiet=settings.quiet) as display, warnings_to(display.warning):
-        return run_sft(
+        result: RunResult = imported(TRAINERS[resolved.config.trainer].run)(
             resolved,
             observers=[LogLocation(settings), ProgressObserver(display.training), *observers],
             progress=display.data,
         )
+    return result

@@ -15,12 +15,15 @@ DEFAULT_TRAINER = "sft"
 class Trainer:
     """One trainer, by the name that `trainer = "..."` chooses. `tables` are keys of EngineConfig; several trainers may share one.
 
-    `kinds` are the kinds of plugin it uses; observers are every run's and stand in no row.
+    `kinds` are the kinds of plugin it uses; observers are every run's and stand in no row. `run` and `plan` are its functions, as text
+    "module:name": of a resolved configuration, to train and to say what would be done.
     """
 
     name: str
     tables: tuple[str, ...]
     kinds: tuple[str, ...]
+    run: str
+    plan: str
 
 
 _ROWS = (
@@ -28,6 +31,8 @@ _ROWS = (
         DEFAULT_TRAINER,
         tables=("data", "training", "evaluation", "checkpoint"),
         kinds=("collator", "loss", "correction", "reducer", "backend", "merger"),
+        run="skyrl_engine.training.sft.trainer:run_sft",
+        plan="skyrl_engine.training.sft.trainer:plan_sft",
     ),
     Trainer(
         "rl",
@@ -36,6 +41,8 @@ _ROWS = (
             *("collator", "loss", "correction", "reducer", "backend", "merger"),
             *("generator", "environment", "advantage", "group_filter"),
         ),
+        run="skyrl_engine.training.rl.trainer:run_rl",
+        plan="skyrl_engine.training.rl.plan:plan_rl",
     ),
 )
 

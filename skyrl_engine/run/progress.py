@@ -13,7 +13,7 @@ _WINDOW = 20
 
 @frozen
 class Progress:
-    """`tokens_per_second` (real tokens, all ranks) and `seconds_left` come from the last steps; None while unknown."""
+    """`tokens_per_second` (real tokens, all ranks) and `seconds_left` come from the last steps; None while unknown. `reward` is that of RL."""
 
     step: int
     total_steps: int
@@ -21,6 +21,7 @@ class Progress:
     grad_norm: float | None = None
     learning_rate: float | None = None
     evaluation_loss: float | None = None
+    reward: float | None = None
     tokens_per_second: float | None = None
     seconds_left: float | None = None
     finished: bool = False
@@ -28,7 +29,9 @@ class Progress:
     def __str__(self) -> str:
         """One line, for logs and terminals without graphics."""
         parts = [f"step {self.step}/{self.total_steps}"]
-        if self.loss is not None:
+        if self.reward is not None:
+            parts.append(f"reward {self.reward:.4f}")
+        elif self.loss is not None:
             parts.append(f"loss {self.loss:.4f}")
         if self.evaluation_loss is not None:
             parts.append(f"evaluation loss {self.evaluation_loss:.4f}")
@@ -63,6 +66,7 @@ class ProgressObserver:
                 self._progress,
                 step=event.step,
                 loss=event.metrics.get("loss"),
+                reward=event.metrics.get("reward/mean"),
                 grad_norm=event.metrics.get("grad_norm"),
                 learning_rate=event.metrics.get("learning_rate"),
                 tokens_per_second=tokens / seconds if seconds > 0 else None,

@@ -1,7 +1,6 @@
 """Evaluation on held-out tasks: average rewards, pass@k, and how sure they are."""
 
 from collections.abc import Sequence
-from math import comb
 from typing import Final
 
 import numpy as np
@@ -12,12 +11,11 @@ from skyrl_engine.contracts.kinds.environment import Environment, Task
 from skyrl_engine.contracts.kinds.generator import Sampling
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.registry.part import Part
+from skyrl_engine.rollout.pass_at_k import estimate, pass_at_k
 from skyrl_engine.rollout.runner import Bounds, Episodes, RolloutRunner, Sampler, Turns
 
 FIRST_NUMBER: Final = 2**40
 """Numbers of attempts of evaluations, and of their requests, begin here: no training attempt has them."""
-
-_RESAMPLES: Final = 1000
 
 
 def held_out(environments: Sequence[Part[Environment]], count: int) -> list[tuple[int, Task]]:
@@ -63,11 +61,6 @@ def attempts(
     return sorted(groups, key=lambda group: group.ticket)
 
 
-def pass_at(attempts_made: int, right: int, k: int) -> float:
-    """Estimate the chance that one of k attempts is right, without bias: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374)."""
-    return 1.0 - comb(attempts_made - right, k) / comb(attempts_made, k)
-
-
 def evaluation_metrics(groups: Sequence[Group], names: Sequence[str], *, seed: int) -> dict[str, float]:
     """Metrics of evaluated groups, for all environments together and, where there are several, for each.
 
@@ -88,19 +81,16 @@ def _of(groups: Sequence[Group], prefix: str, seed: int) -> dict[str, float]:
         return {}
     rewards = np.array([[0.0 if each.status == "failed" else each.reward for each in group.trajectories] for group in groups])
     right = [sum(bool(each.success) for each in group.trajectories) for group in groups]
-    means = rewards.mean(axis=1)
-    generator = np.random.Generator(np.random.PCG64(seed))
-    resampled = means[generator.integers(0, len(means), (_RESAMPLES, len(means)))].mean(axis=1)
-    low, high = np.quantile(resampled, (0.025, 0.975))
+    average = estimate(rewards.mean(axis=1).tolist(), seed=seed)
     lengths = [len(each.logprobs) for group in groups for each in group.trajectories]
     metrics = {
-        f"{prefix}avg@{size}": float(means.mean()),
-        f"{prefix}avg@{size}_low": float(low),
-        f"{prefix}avg@{size}_high": float(high),
+        f"{prefix}avg@{size}": average.mean,
+        f"{prefix}avg@{size}_low": average.low,
+        f"{prefix}avg@{size}_high": average.high,
         f"{prefix}tokens_mean": float(np.mean(lengths)),
     }
     k = 1
     while k <= size:
-        metrics[f"{prefix}pass@{k}"] = float(np.mean([pass_at(size, count, k) for count in right]))
+        metrics[f"{prefix}pass@{k}"] = float(np.mean([pass_at_k(size, count, k) for count in right]))
         k = k * 2 if k * 2 <= size or k == size else size
     return metrics

@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from math import comb
 
 import numpy as np
 
 from skyrl_engine.contracts.values.rollout import Group, Trajectory
+from skyrl_engine.rollout.pass_at_k import pass_at_k
 
 
 def rollout_metrics(trained: Sequence[Group], finished: Sequence[Group], environments: Sequence[str]) -> dict[str, float]:
@@ -69,7 +69,7 @@ def _successes(groups: Sequence[Group]) -> dict[str, float]:
     metrics = {"rollout/success": sum(right for _, right in counts) / sum(attempts for attempts, _ in counts)}
     largest = max(attempts for attempts, _ in counts)
     for k in sorted({1, largest}):
-        shares = [1 - comb(attempts - right, k) / comb(attempts, k) for attempts, right in counts if attempts >= k]
+        shares = [pass_at_k(attempts, right, k) for attempts, right in counts if attempts >= k]
         metrics[f"rollout/pass@{k}"] = _mean(shares)
     return metrics
 

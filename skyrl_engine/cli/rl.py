@@ -1,0 +1,130 @@
+"""`skyrl-engine rl`: train by reinforcement without a configuration file; the one it makes is printed."""
+
+import sys
+from contextlib import redirect_stdout
+from typing import Any
+
+import click
+
+from skyrl_engine.cli.command import EngineCommand, current_settings
+from skyrl_engine.cli.options import flags_of, load_config, overrides_argument, plugin_options
+from skyrl_engine.cli.run import start
+
+_KEYS = {
+    "model": "model.path",
+    "preset": "rl.preset",
+    "steps": "rl.steps",
+    "groups": "rl.groups",
+    "group_size": "rl.group_size",
+    "max_tokens": "rl.max_tokens",
+    "temperature": "rl.temperature",
+    "micro_batch_rows": "rl.micro_batch_rows",
+    "learning_rate": "optimizer.learning_rate",
+    "output": "run.directory",
+    "seed": "run.seed",
+    "launch": "run.launch",
+    "ranks": "run.ranks",
+}
+
+
+@click.command(cls=EngineCommand)
+@overrides_argument
+@click.option("--model", required=True, metavar="MODEL", help="A Hugging Face directory or hub id.")
+@click.option(
+    "--env",
+    multiple=True,
+    metavar="ENVIRONMENT",
+    help="Where tasks and rewards come from: an environment plugin, such as reasoning_gym:spell_backward. Give it again for a mixture.",
+)
+@click.option("--reward", multiple=True, metavar="FUNCTION", help="A reward function, ./file.py:name; several are added up.")
+@click.option("--data", multiple=True, metavar="DATA", help="Tasks for --reward: a file, a folder or a hub id.")
+@click.option("--eval-data", metavar="DATA", help="Held-out tasks for --reward.")
+@click.option("--eval-fraction", type=float, metavar="SHARE", help="Share of --data to hold out instead.")
+@click.option("--tool", multiple=True, metavar="FUNCTION", help="A function that the model may call, ./file.py:name.")
+@click.option(
+    "--preset", metavar="NAME", help="A published recipe: grpo (the default), dapo, dr_grpo, gspo, cispo, rloo, reinforce_pp, ppo."
+)
+@click.option("--steps", type=int, metavar="STEPS", help="Batches of rollouts to train on.")
+@click.option("--groups", type=int, metavar="TASKS", help="Tasks per step.")
+@click.option("--group-size", type=int, metavar="ATTEMPTS", help="Attempts per task.")
+@click.option("--max-tokens", type=int, metavar="TOKENS", help="Longest attempt.")
+@click.option("--temperature", type=float, metavar="TEMPERATURE", help="Temperature to sample with.")
+@click.option("--micro-batch-rows", type=int, metavar="ROWS", help="Rows a rank computes at once.")
+@click.option("--learning-rate", type=float, metavar="RATE", help="Peak learning rate of AdamW.")
+@click.option("--output", metavar="DIRECTORY", help="The run directory; without it, a new one under runs/.")
+@click.option("--launch", metavar="HOW", help="inline (this process) or ray.")
+@click.option("--ranks", type=int, metavar="RANKS", help="Processes that train together; more than one needs --launch ray.")
+@click.option("--seed", type=int, metavar="SEED", help="Seed of every random number.")
+@plugin_options("rl")
+@click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
+def rl(
+    overrides: tuple[str, ...],
+    *,
+    env: tuple[str, ...],
+    reward: tuple[str, ...],
+    data: tuple[str, ...],
+    eval_data: str | None,
+    eval_fraction: float | None,
+    tool: tuple[str, ...],
+    dry_run: bool,
+    **given: Any,
+) -> int:
+    """Train MODEL by reinforcement, on the tasks of ENVIRONMENT or of DATA with a reward FUNCTION.
+
+    The configuration that the options make is printed, as TOML: `skyrl-engine rl ... > my.toml` keeps it for `skyrl-engine run my.toml`. All
+    else goes to stderr.
+    """
+    from skyrl_engine.config import Option, resolve
+    from skyrl_engine.config.report import to_toml
+
+    environments = [*map(_environment, env), *_function(reward, data, eval_data, eval_fraction, tool)]
+    flags = {key: Option(f"--{name.replace('_', '-')}", given[name]) for name, key in _KEYS.items() if given[name] is not None}
+    if environments:
+        flags["environments"] = Option("--env" if env else "--reward", environments)
+    raw = load_config(None, overrides, {"trainer": "rl", **flags, **flags_of(given)})
+    settings = current_settings()
+    if settings.quiet:
+        return start(resolve(raw), settings, dry_run=dry_run)
+    # stdout holds nothing but TOML, whatever plugins print when they are loaded and at work
+    with redirect_stdout(sys.stderr):
+        resolved = resolve(raw)
+    click.echo(to_toml(raw.table).rstrip("\n"))
+    sys.stdout.flush()
+    with redirect_stdout(sys.stderr):
+        return start(resolved, settings, dry_run=dry_run)
+
+
+def _environment(reference: str) -> dict[str, Any]:
+    """Return the table of an environment: behind the last colon of a plugin's name stands its task, unless that is a distribution's plugin."""
+    from skyrl_engine.registry.kinds import KINDS
+
+    name, colon, task = reference.partition(":")
+    known = {plugin for names in KINDS["environment"].first_party.values() for plugin in names}
+    if colon and name in known:
+        return {"use": name, "id" if name == "gymnasium" else "task": task}
+    return {"use": reference}
+
+
+def _function(
+    reward: tuple[str, ...], data: tuple[str, ...], eval_data: str | None, eval_fraction: float | None, tools: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """Return the table of the environment `function`, if a reward is given."""
+    if not reward:
+        for option, value in (("--data", data), ("--eval-data", eval_data), ("--eval-fraction", eval_fraction), ("--tool", tools)):
+            if value:
+                raise click.UsageError(f"{option} is for tasks with a reward function. Give --reward ./file.py:name too.")
+        return []
+    if not data:
+        raise click.UsageError("--reward needs tasks. Give --data FILE, whose rows have a prompt.")
+    table: dict[str, Any] = {"use": "function", "reward": _one_or_list(reward), "data": _one_or_list(data)}
+    if eval_data is not None:
+        table["eval_data"] = eval_data
+    if eval_fraction is not None:
+        table["eval_fraction"] = eval_fraction
+    if tools:
+        table["tools"] = list(tools)
+    return [table]
+
+
+def _one_or_list(values: tuple[str, ...]) -> str | list[str]:
+    return values[0] if len(values) == 1 else list(values)

@@ -1,0 +1,132 @@
+"""The plan of a run by reinforcement as plain values: the answer to --dry-run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import asdict, frozen
+
+from skyrl_engine.config import ResolvedConfig, SelectedPlugin
+from skyrl_engine.config.schema import RlConfig
+from skyrl_engine.contracts.values.topology import Topology
+from skyrl_engine.engine.cores import sharing
+from skyrl_engine.training.rl.preparation import PreparedRl, prepare
+
+
+@frozen
+class RlPlan:
+    """What a run would do. `plugins` describe each selected plugin by its place in the configuration.
+
+    `passes` names the passes over a batch in their order. `prompt` is the first prompt of every environment as pieces of text, a token each;
+    `suffix` is what stands between a turn and the next one, where there are several turns.
+    """
+
+    plugins: Mapping[str, str]
+    observers: tuple[str, ...]
+    model: str
+    launch: str
+    sharing: str | None
+    topology: Topology
+    capabilities: tuple[str, ...]
+    tasks: Mapping[str, tuple[int, int]]
+    steps: int
+    batch: str
+    passes: tuple[str, ...]
+    reference: str | None
+    prompt: Mapping[str, tuple[str, ...]]
+    suffix: Mapping[str, tuple[str, ...]]
+
+
+def plan_rl(resolved: ResolvedConfig, *, progress: Any = None) -> RlPlan:  # noqa: ARG001 -- all trainers are told the same
+    """Do everything up to starting ranks and environments, and say what the run would do. Writes no run directory."""
+    prepared = prepare(resolved)
+    config = resolved.config
+    return RlPlan(
+        plugins={place: _described(selected) for place, selected in resolved.plugins.items()},
+        observers=tuple(_described(selected) for selected in resolved.observers),
+        model=config.model.path,
+        launch=config.run.launch,
+        sharing=sharing(config.run),
+        topology=prepared.assembly.description.topology,
+        capabilities=tuple(sorted(prepared.assembly.description.capabilities)),
+        tasks=_tasks(prepared),
+        steps=config.rl.steps,
+        batch=_batch(config.rl),
+        passes=_passes(prepared),
+        reference=_reference(prepared),
+        prompt=_prompts(prepared),
+        suffix=_suffixes(prepared),
+    )
+
+
+def _batch(rl: RlConfig) -> str:
+    return f"{rl.groups} tasks x {rl.group_size} attempts, {rl.mini_batches} optimizer steps x {rl.epochs} epochs"
+
+
+def _passes(prepared: PreparedRl) -> tuple[str, ...]:
+    recipe = prepared.recipe
+    scored = [f"score {score} as {column}" for column, score in recipe.scores.items()]
+    reference = ["score logprobs of the reference as ref_logprobs"] if recipe.reference else []
+    learning = "train" if recipe.old != "current" else "train (the policy is its own old one)"
+    return ("sample", *scored, *reference, learning)
+
+
+def _reference(prepared: PreparedRl) -> str | None:
+    if prepared.reference is None:
+        return None
+    model = prepared.reference.model
+    return "the trained model without its adapters" if model is None else f"a second model, {model.path}"
+
+
+def _tasks(prepared: PreparedRl) -> Mapping[str, tuple[int, int]]:
+    """Tasks to train on and held-out ones, by environment."""
+    environments = prepared.tasks.environments
+    counts = ((len(own), len(part.product.tasks("eval"))) for own, part in zip(prepared.tasks.tasks, environments, strict=True))
+    return dict(zip(prepared.names, counts, strict=True))
+
+
+def _prompts(prepared: PreparedRl) -> Mapping[str, tuple[str, ...]]:
+    found = {}
+    for name, own in zip(prepared.names, prepared.tasks.tasks, strict=True):
+        task = own[0]
+        ids = list(task.prompt_ids) if task.prompt_ids else prepared.renderer.prompt(task.messages, task.tools).tolist()
+        found[name] = _pieces(prepared, ids)
+    return found
+
+
+def _suffixes(prepared: PreparedRl) -> Mapping[str, tuple[str, ...]]:
+    found = {}
+    for name, part, own in zip(prepared.names, prepared.tasks.environments, prepared.tasks.tasks, strict=True):
+        if part.product.claims.max_turns > 1 and prepared.renderer.history == "append":
+            tools = own[0].tools
+            observation = (
+                {"role": "tool", "name": "tool", "content": "an answer"} if tools else {"role": "user", "content": "an answer"}
+            )
+            found[name] = _pieces(prepared, prepared.renderer.suffix((observation,), None, tools).tolist())
+    return found
+
+
+def _pieces(prepared: PreparedRl, ids: list[int]) -> tuple[str, ...]:
+    return tuple(prepared.files.tokenizer.decode([each]) for each in ids)
+
+
+def _described(selected: SelectedPlugin) -> str:
+    record = selected.loaded.record
+    return f"{record.reference} {record.version or record.sha256}"
+
+
+def facts(plan: RlPlan) -> dict[str, str]:
+    """Return the plan in lines, by what each is about."""
+    sizes = ", ".join(f"{name} {size}" for name, size in asdict(plan.topology).items())
+    shared = f"; {plan.sharing}" if plan.sharing else ""
+    return {
+        **plan.plugins,
+        "observers": ", ".join(plan.observers) or "none",
+        "model": plan.model,
+        "launch": f"{plan.launch}, world of {plan.topology.world_size} ({sizes}){shared}",
+        **({} if plan.reference is None else {"reference": plan.reference}),
+        **{f"tasks of {name}": f"{train:,} to train on, {held_out:,} held out" for name, (train, held_out) in plan.tasks.items()},
+        "steps": f"{plan.steps:,} of {plan.batch}",
+        "passes": ", ".join(plan.passes),
+        **{f"first prompt of {name}": "|".join(pieces) for name, pieces in plan.prompt.items()},
+        **{f"between turns of {name}": "|".join(pieces) for name, pieces in plan.suffix.items()},
+    }
