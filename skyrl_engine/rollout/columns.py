@@ -8,7 +8,7 @@ import numpy.typing as npt
 from attrs import frozen
 
 from skyrl_engine.contracts.values.columns import SampleColumns
-from skyrl_engine.contracts.values.ragged import offsets_of
+from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
 from skyrl_engine.contracts.values.rollout import PROMPT, SAMPLED, Group, Trajectory
 
 Truncated = Literal["keep", "mask", "zero_reward"]
@@ -25,7 +25,7 @@ class Overlong:
     end: int
     penalty: float
 
-    def taken_off(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    def taken_off(self, lengths: IntArray) -> npt.NDArray[np.float64]:
         """float64 of the shape of `lengths`: what attempts of these lengths lose."""
         shares: npt.NDArray[np.float64] = np.clip((lengths - self.start) / (self.end - self.start), 0.0, 1.0)
         return shares * self.penalty
@@ -41,85 +41,111 @@ def to_columns(
 ) -> SampleColumns:
     """Lay out the attempts of groups that did not fail, in the order of groups and members; `version` is that of the weights to be trained.
 
-    The action axis of a sample is everything behind its prompt; the loss weight is 1 on sampled tokens and 0 on observed ones. Columns:
-    `rewards`, each at the last token of its turn, and `rollout_logprobs`, 0 where nothing was sampled. Per sample: `truncated`, `staleness`
-    (steps since the weights that started it), `environment` (its number in `environments`), and `turn`, which orders the stretches of an
-    attempt. Group ids are tickets. `truncated` "mask" takes the loss of attempts that were cut off, "zero_reward" their rewards.
+    A stretch becomes a sample; one in which nothing was sampled is left out. The action axis of a sample is everything behind its prompt; the
+    loss weight is 1 on sampled tokens and 0 on observed ones. Columns: `rewards`, each at the last token of its turn, and `rollout_logprobs`, 0
+    where nothing was sampled. Per sample: `truncated`, `staleness` (steps since the weights that started it), `environment` (its number in
+    `environments`), and `turn`, which orders the stretches of an attempt. Group ids are tickets. `truncated` "mask" takes the loss of attempts
+    that were cut off, "zero_reward" their rewards.
     """
-    attempts = [each for group in groups for each in group.finished]
     owners = [group for group in groups for _ in group.finished]
+    attempts = [each for group in groups for each in group.finished]
+    tokens = _joined([each.token_ids for each in attempts], np.int32)
     kinds = _joined([each.kinds for each in attempts], np.uint8)
-    segments = _joined([np.diff(each.segment_offsets) for each in attempts], np.int64)
-    sampled_counts = np.array([len(each.logprobs) for each in attempts], dtype=np.int64)
+    lengths = _lengths([each.segment_offsets for each in attempts])
+    attempt = np.repeat(np.arange(len(attempts), dtype=np.int64), [len(each.kinds) for each in attempts])
 
-    # stretches: each begins with a prompt, and so does every attempt
+    earned = _rewards(attempts, _sums(attempt, lengths * (kinds != PROMPT), len(attempts)), truncated, overlong)
+
+    # every attempt begins with a prompt, and every prompt begins a stretch
+    stretch = np.cumsum(kinds == PROMPT) - 1
+    kept = (_sums(stretch, lengths * (kinds == SAMPLED)) > 0)[stretch]
+    if not kept.all():
+        tokens = tokens[np.repeat(kept, lengths)]
+        kinds, lengths, attempt, stretch = kinds[kept], lengths[kept], attempt[kept], stretch[kept]
     begins = kinds == PROMPT
+    behind = ~begins
+    attempt_of_sample = attempt[begins]
     stretch = np.cumsum(begins) - 1
-    count = int(begins.sum())
-    tokens = _sums(stretch, segments, count)
-    actions = tokens - segments[begins]
-    per_attempt = np.array([int((each.kinds == PROMPT).sum()) for each in attempts], dtype=np.int64)
-    attempt = np.repeat(np.arange(len(attempts), dtype=np.int64), per_attempt)
+    actions = _sums(stretch, lengths * behind)
 
-    behind = np.repeat(~begins, segments)
-    scored = np.repeat(kinds == SAMPLED, segments)[behind]
-    rewards, logprobs = np.zeros(len(scored), dtype=np.float32), np.zeros(len(scored), dtype=np.float32)
+    answers, answer_lengths = kinds[behind] == SAMPLED, lengths[behind]
+    scored = np.repeat(answers, answer_lengths)
+    logprobs = np.zeros(len(scored), dtype=np.float32)
     logprobs[scored] = _joined([each.logprobs for each in attempts], np.float32)
-    rewards[scored] = _rewards(attempts, sampled_counts, truncated, overlong)
+    rewards = np.zeros(len(scored), dtype=np.float32)
+    # few tokens have a reward: only those are looked up
+    rewarded = np.flatnonzero(earned != 0)
+    rewards[_places(rewarded, answers, answer_lengths)] = earned[rewarded]
 
-    cut_off = np.array([each.status == "truncated" for each in attempts], dtype=np.bool_)
+    cut_off = _cut_off(attempts)
     action_offsets = offsets_of(actions)
-    weight = scored.astype(np.uint8)
+    weight = scored.view(np.uint8)
     if truncated == "mask":
-        weight[np.repeat(cut_off[attempt], actions)] = 0
-    tickets = np.array([group.ticket for group in owners], dtype=np.int64)
-    started = np.array([group.start_version for group in owners], dtype=np.int64)
+        weight[np.repeat(cut_off[attempt_of_sample], actions)] = 0
     number_of = {name: number for number, name in enumerate(environments)}
-    where = np.array([number_of[group.environment] for group in owners], dtype=np.int64)
+    of_attempts = {
+        "truncated": cut_off,
+        "staleness": version - np.array([group.start_version for group in owners], dtype=np.int64),
+        "environment": np.array([number_of[group.environment] for group in owners], dtype=np.int64),
+        # its first sample's number, taken off below
+        "turn": -np.searchsorted(attempt_of_sample, np.arange(len(attempts))),
+    }
+    sample_values = {name: values[attempt_of_sample] for name, values in of_attempts.items()}
+    sample_values["turn"] += np.arange(len(actions), dtype=np.int64)
     return SampleColumns.create(
-        input_ids=_joined([each.token_ids for each in attempts], np.int32),
-        token_offsets=offsets_of(tokens),
+        input_ids=tokens,
+        token_offsets=offsets_of(_sums(stretch, lengths)),
         action_offsets=action_offsets,
         loss_weight=weight,
         columns={"rewards": rewards, "rollout_logprobs": logprobs},
-        sample_values={
-            "truncated": cut_off[attempt],
-            "staleness": (version - started)[attempt],
-            "environment": where[attempt],
-            "turn": np.arange(count, dtype=np.int64) - offsets_of(per_attempt)[:-1][attempt],
-        },
-        group_ids=tickets[attempt],
-        trajectory_ids=attempt,
+        sample_values=sample_values,
+        group_ids=np.array([group.ticket for group in owners], dtype=np.int64)[attempt_of_sample],
+        trajectory_ids=attempt_of_sample,
     )
 
 
 def _rewards(
-    attempts: Sequence[Trajectory], sampled: npt.NDArray[np.int64], truncated: Truncated, overlong: Overlong | None
+    attempts: Sequence[Trajectory], lengths: IntArray, truncated: Truncated, overlong: Overlong | None
 ) -> npt.NDArray[np.float32]:
-    """float32: the rewards of all sampled tokens, shaped."""
+    """float32: the rewards of all sampled tokens, shaped; `lengths` int64[attempts] count sampled and observed tokens."""
     rewards = _joined([each.rewards for each in attempts], np.float32)
-    last = offsets_of(sampled)[1:] - 1
-    has = sampled > 0
+    sampled = np.array([len(each.rewards) for each in attempts], dtype=np.int64)
     more = np.array([each.unplaced_reward for each in attempts], dtype=np.float64)
     if truncated == "zero_reward":
-        cut_off = np.array([each.status == "truncated" for each in attempts], dtype=np.bool_)
+        cut_off = _cut_off(attempts)
         rewards[np.repeat(cut_off, sampled)] = 0
         more[cut_off] = 0
     if overlong is not None:
-        lengths = np.array([int((~_prompt(each)).sum()) for each in attempts], dtype=np.int64)
         more -= overlong.taken_off(lengths)
-    rewards[last[has]] += more[has].astype(np.float32)
+    changed = (sampled > 0) & (more != 0)
+    last = (offsets_of(sampled)[1:] - 1)[changed]
+    rewards[last] = rewards[last] + more[changed]
     return rewards
 
 
-def _prompt(attempt: Trajectory) -> npt.NDArray[np.bool_]:
-    return np.repeat(attempt.kinds == PROMPT, np.diff(attempt.segment_offsets))
+def _places(sampled: IntArray, answers: npt.NDArray[np.bool_], lengths: IntArray) -> IntArray:
+    """Return, for numbers of sampled tokens, their places among all tokens of the segments, of which `answers` were sampled."""
+    ends = np.cumsum(lengths)[answers]
+    counted = np.cumsum(lengths[answers])
+    segment = np.searchsorted(counted, sampled, side="right")
+    return sampled + (ends - counted)[segment]
 
 
-def _sums(index: npt.NDArray[np.int64], values: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """int64[count]: exact sums of `values` by `index`, below 2^53."""
+def _lengths(offsets: Sequence[IntArray]) -> IntArray:
+    """int64: the lengths of all segments, one attempt after the other."""
+    joined = np.diff(_joined(offsets, np.int64))
+    between = offsets_of([len(each) for each in offsets])[1:-1] - 1
+    return np.delete(joined, between)
+
+
+def _cut_off(attempts: Sequence[Trajectory]) -> npt.NDArray[np.bool_]:
+    return np.array([each.status == "truncated" for each in attempts], dtype=np.bool_)
+
+
+def _sums(index: IntArray, values: IntArray, count: int = 0) -> IntArray:
+    """int64[count or more]: exact sums of `values` by `index`, below 2^53."""
     return np.bincount(index, weights=values, minlength=count).astype(np.int64)
 
 
-def _joined(parts: Sequence[npt.ArrayLike], dtype: type[np.generic]) -> npt.NDArray[Any]:
+def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
     return np.concatenate([np.zeros(0, dtype=dtype), *parts]).astype(dtype, copy=False)

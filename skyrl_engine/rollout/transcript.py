@@ -37,13 +37,26 @@ class Transcript:
         """Count the sampled and observed tokens."""
         return self._behind_prompts
 
+    def room(self, max_tokens: int) -> int:
+        """Count the tokens that may still be sampled where sampled and observed ones are at most `max_tokens`."""
+        return max(0, max_tokens - self._behind_prompts)
+
     @property
     def turns(self) -> int:
         """Count the turns of the model."""
         return len(self._stops)
 
     def restarted(self, prompt_ids: Ids) -> None:
-        """Begin a new stretch with a prompt of its own: the history was rewritten."""
+        """Go on from a prompt that was rendered anew.
+
+        Where it begins with all that stands in front of the model, the rest is observed; otherwise the history was rewritten, and a new stretch
+        begins.
+        """
+        if self._segments:
+            standing = self.prompt_ids
+            if np.array_equal(standing, prompt_ids[: len(standing)]):
+                self.observed(prompt_ids[len(standing) :])
+                return
         self._stretch = len(self._segments)
         self._segments.append((PROMPT, _ids(prompt_ids)))
 
@@ -55,10 +68,16 @@ class Transcript:
                 f"the generator gave {len(completion.logprobs)} log-probabilities for {len(ids)} tokens",
                 remedy="Give one log-probability per sampled token",
             )
+        versions = completion.versions.per_token(len(ids))
+        if len(versions) != len(ids):
+            raise ContractError(
+                f"the generator says of {len(versions)} of {len(ids)} tokens which weights made them",
+                remedy="Give version spans that begin at token 0",
+            )
         self._segments.append((SAMPLED, ids))
-        self._logprobs.append(np.asarray(completion.logprobs, dtype=np.float32))
+        self._logprobs.append(np.array(completion.logprobs, dtype=np.float32))
         self._rewards.append(np.zeros(len(ids), dtype=np.float32))
-        self._versions.append(completion.versions.per_token(len(ids)))
+        self._versions.append(versions)
         self._stops.append(stop_reason(completion))
         self._behind_prompts += len(ids)
 
@@ -72,6 +91,11 @@ class Transcript:
         """Add the reward of the last turn: at its last token, or one per token."""
         place = self._rewards[-1]
         if token_rewards is not None:
+            if len(token_rewards) != len(place):
+                raise ContractError(
+                    f"the environment gave {len(token_rewards)} token_rewards for a turn of {len(place)} tokens",
+                    remedy="Give one reward per token of the action, or one reward for the turn",
+                )
             place += np.asarray(token_rewards, dtype=np.float32)
         elif len(place):
             place[-1] += np.float32(reward)
@@ -106,7 +130,10 @@ def stop_reason(completion: Completion) -> str:
 
 
 def _ids(values: npt.ArrayLike) -> Ids:
-    return np.ascontiguousarray(values, dtype=np.int32)
+    # copied: a generator may reuse its memory
+    ids = np.array(values, dtype=np.int32)
+    ids.setflags(write=False)
+    return ids
 
 
 def _joined(parts: list[Any], dtype: Any) -> Any:

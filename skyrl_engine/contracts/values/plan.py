@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import numpy as np
-from attrs import evolve, field, frozen
+from attrs import Factory, evolve, field, frozen
 from attrs.validators import ge, optional
 
 from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
@@ -12,13 +12,17 @@ from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
 
 @frozen(eq=False)
 class SampleLengths:
-    """All that planning may look at. Every field is int64[N]; `tokens` counts prompt and response, `actions` the response alone."""
+    """All that planning may look at. Every field is int64[N]; `tokens` counts prompt and response, `actions` the response alone.
+
+    `trajectory_ids` name the attempt that a sample is a stretch of; each is its own where nobody says.
+    """
 
     tokens: IntArray
     actions: IntArray
     sample_ids: IntArray
     group_ids: IntArray
     unit_ids: IntArray
+    trajectory_ids: IntArray = Factory(lambda lengths: np.arange(len(lengths), dtype=np.int64), takes_self=True)
 
     def __len__(self) -> int:
         return len(self.tokens)

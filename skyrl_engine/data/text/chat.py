@@ -58,6 +58,11 @@ class ChatTemplate:
         spans = find(chat, full, name, wanted)
         return RenderedChat(full, tuple(self._closed(full, start, end) for start, end in spans), removed_reasoning)
 
+    def prompt(self, chat: Conversation, *, name: str) -> str:
+        """Render the conversation as a model is given it: the reply comes next. Raises DataError as `render` does."""
+        self._omissions(chat, self._whole(chat, name), name=name)
+        return self._whole(chat, name, generation_prompt=True)
+
     def write(self, chat: Conversation, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
         text = self.tokenizer.apply_chat_template(
             list(messages), tools=chat.tools, add_generation_prompt=generation_prompt, tokenize=False, **chat.template_options
@@ -74,11 +79,11 @@ class ChatTemplate:
         except _template_failures():
             return None
 
-    def _whole(self, chat: Conversation, name: str) -> str:
+    def _whole(self, chat: Conversation, name: str, *, generation_prompt: bool = False) -> str:
         from jinja2 import TemplateSyntaxError
 
         try:
-            full = self.write(chat, chat.messages)
+            full = self.write(chat, chat.messages, generation_prompt=generation_prompt)
         except TemplateSyntaxError as error:
             place = self.tokenizer.name_or_path or "the tokenizer"
             raise ModelError(
@@ -148,10 +153,10 @@ class ChatTemplate:
         """Return the span without white space behind its end-of-turn token: the model stops at that token and never writes the space."""
         turn = text[start:end]
         stripped = turn.rstrip()
-        return (start, start + len(stripped)) if stripped.endswith(self._added_tokens) else (start, end)
+        return (start, start + len(stripped)) if stripped.endswith(self.added_tokens) else (start, end)
 
     @cached_property
-    def _added_tokens(self) -> tuple[str, ...]:
+    def added_tokens(self) -> tuple[str, ...]:
         return (*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens)
 
 

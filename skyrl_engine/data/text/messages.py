@@ -70,6 +70,11 @@ def messages_of(row: Row, column: str) -> list[Message]:
     return [_message(row, column, number, message) for number, message in enumerate(value)]
 
 
+def prompt_messages_of(row: Row, column: str) -> list[Message]:
+    """Return messages that a model is given: what they say about their loss is left out."""
+    return [{key: value for key, value in message.items() if key != _CARRIES} for message in messages_of(row, column)]
+
+
 def _message(row: Row, column: str, number: int, given: object) -> Message:
     if not isinstance(given, Mapping):
         raise row.wrong(column, f"message {number} is {kind_of(given)}, not an object", "Store a list of {role, content} objects")

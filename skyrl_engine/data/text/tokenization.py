@@ -82,14 +82,14 @@ class SampleTokenizer:
 
     def _text(self, example: Conversation | PlainText, name: str) -> _Text:
         if isinstance(example, PlainText):
-            return _Text(_encodable(example.text, name), [(example.response_start, len(example.text))], plain=True)
+            return _Text(encodable(example.text, name), [(example.response_start, len(example.text))], plain=True)
         if not self._tokenizer.chat_template:
             raise ModelError(
                 f"{name} is a conversation, and the tokenizer {self._tokenizer.name_or_path or 'given'} has no chat template",
                 remedy="Set model.chat_template to a Jinja template file, or use an instruction-tuned model's tokenizer",
             )
         chat = self._template.render(example, name=name, all_turns=self._all_turns)
-        return _Text(_encodable(chat.text, name), chat.spans, plain=False, removed_reasoning=chat.removed_reasoning)
+        return _Text(encodable(chat.text, name), chat.spans, plain=False, removed_reasoning=chat.removed_reasoning)
 
     def _encode(self, texts: Sequence[_Text]) -> list[tuple[AnyArray, BoolArray, int]]:
         if not texts:
@@ -138,7 +138,7 @@ class SampleTokenizer:
         return ids, loss
 
 
-def _encodable(text: str, name: str) -> str:
+def encodable(text: str, name: str) -> str:
     """Return the text, or refuse it: JSON can spell half a character (one surrogate without the other), which no tokenizer takes."""
     try:
         text.encode()

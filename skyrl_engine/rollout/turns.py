@@ -1,0 +1,431 @@
+"""Messages as the tokens that a model is given, turn by turn, without ever encoding again what it sampled.
+
+A first prompt is rendered whole. What follows a sampled turn is the *suffix* that the chat template writes behind an assistant's text:
+
+    render: [a question, an assistant saying MARK, observations] with generation prompt
+    text:   <|im_start|>user ... <|im_start|>assistant MARK<|im_end|> <|im_start|>user an observation<|im_end|> <|im_start|>assistant
+    suffix:                                                ^ from here on, tokenized alone
+
+Where the model sampled exactly the token with which the suffix begins, that token stands there already and is left out. The renderer proves
+for a run's template that the suffix does not depend on what stands before.
+"""
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+from attrs import Factory, define, field, frozen
+
+from skyrl_engine.contracts.kinds.environment import Action, Message
+from skyrl_engine.contracts.kinds.generator import Completion
+from skyrl_engine.data.sources.rows import Row
+from skyrl_engine.data.text.chat import ChatTemplate
+from skyrl_engine.data.text.messages import Conversation, prompt_messages_of
+from skyrl_engine.data.text.tokenization import encodable
+from skyrl_engine.errors import DataError, ModelError, UnsupportedError
+from skyrl_engine.rollout.tool_calls import Family, read_tool_calls, template_family, text_before_calls
+
+History = Literal["append", "template"]
+Ids = npt.NDArray[np.int32]
+Tools = Sequence[Mapping[str, Any]]
+
+_log = logging.getLogger(__name__)
+
+_TEXTS_KEPT: Final = 4096
+"""Texts whose token ids are kept: the attempts at a task share their prompt, and environments often answer alike."""
+
+_REMEDY: Final = 'Set rl.history = "template", which renders every prompt anew, or model.chat_template to another template'
+_ROUNDS: Final = "Set model.chat_template to a template that takes several rounds"
+
+_QUESTION: Final[Message] = {"role": "user", "content": "a question"}
+
+
+@define(eq=False)
+class TurnRenderer:
+    """Renders and tokenizes with the tokenizer of a run; `name` is that of its chat template, for messages.
+
+    `history` says how a later turn's prompt is made: "append" puts the suffix behind the tokens that are there, "template" renders all messages
+    anew with `prompt`. `options` go to the template. Arrays that it returns are read-only.
+    """
+
+    tokenizer: Any
+    history: History = "append"
+    name: str = field()
+    options: Mapping[str, Any] = Factory(dict)
+    _template: ChatTemplate = field(init=False)
+    _encoded: Any = field(init=False)
+    _proofs: dict[tuple[str, bool], dict[bool, UnsupportedError | None]] = field(factory=dict, init=False)
+
+    @name.default
+    def _name_of_template(self) -> str:
+        return f"the chat template of {self.tokenizer.name_or_path or 'the tokenizer'}"
+
+    @_template.default
+    def _own_template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer)
+
+    @_encoded.default
+    def _own_cache(self) -> Any:
+        return lru_cache(_TEXTS_KEPT)(self._encode)
+
+    def prompt(self, messages: Sequence[Message], tools: Tools = (), *, name: str = "the task") -> Ids:
+        """int32[P]: the tokens of messages, with the template's generation prompt; `name` is the task's, for errors.
+
+        Raises DataError where the template refuses the messages or leaves out what they say.
+        """
+        self._require_template()
+        chat = self._conversation(self._readable(messages, name), tools)
+        return self._ids(self._template.prompt(chat, name=name), name)
+
+    def suffix(self, messages: Sequence[Message], last_token: int | None, tools: Tools = (), *, name: str = "the task") -> Ids:
+        """int32[n]: the observed tokens between a sampled turn and the next one, with the template's end of that turn and generation prompt.
+
+        `messages` are what the environment answered, `last_token` is the turn's last one (None: it has none). Where that is `end_of_turn`, it
+        stands there already and is left out; another end token, a cut at the length limit or a stop string count as not sampled, and the
+        template's own follows. Raises DataError where the template refuses the messages, and UnsupportedError where such ones cannot be
+        appended.
+        """
+        text = self._suffix(messages, tools, name)
+        ids = self._ids(text, name)
+        ending = self._ending(text)
+        if ending is None or last_token != ending:
+            return ids
+        # white space may stand before the token; the model ended its turn without it
+        return ids[int(np.argmax(ids == ending)) + 1 :]
+
+    def end_of_turn(self, messages: Sequence[Message] = (_QUESTION,), tools: Tools = (), *, name: str = "the task") -> int | None:
+        """Return the special token with which the template ends a turn that these messages follow; None where it has none."""
+        return self._ending(self._suffix(messages, tools, name))
+
+    def action(self, completion: Completion, turn: int, tools: Tools = ()) -> Action:
+        """Return a sampled turn as an environment sees it; where the task has tools, calls are read as its template writes them."""
+        ids = completion.token_ids.tolist()
+        calls, problem = read_tool_calls(self._with_marks(ids), self.family(tools), tools) if tools else ((), None)
+        return Action(self._decoded(ids, without_special=True), tuple(ids), turn, completion.finish, calls, problem)
+
+    def reply(self, action: Action, tools: Tools = ()) -> Message:
+        """Return a sampled turn as the message that a rewritten history holds of it: calls that could be read are no text there."""
+        if not action.tool_calls:
+            return {"role": "assistant", "content": action.text}
+        calls = [
+            {"type": "function", "id": each.id, "function": {"name": each.name, "arguments": dict(each.arguments)}}
+            for each in action.tool_calls
+        ]
+        return {"role": "assistant", "content": text_before_calls(action.text, self.family(tools)), "tool_calls": calls}
+
+    def family(self, tools: Tools = ()) -> Family | None:
+        """Return how the model writes calls of tools, as far as the template's text tells."""
+        return (
+            template_family(self.tokenizer.get_chat_template(None, list(tools) or None)) if self.tokenizer.chat_template else None
+        )
+
+    def prove(self, roles: Sequence[str] = ("user",), tools: Tools = ()) -> tuple[str, ...]:
+        """Check that a run's turns can be rendered; return warnings.
+
+        With history "template" the template must take observations of each of `roles` behind a turn of the assistant.
+        With history "append": what observations of each of `roles` (and of "tool" where there are tools) make of a suffix must not depend on
+        the turns before, and its special tokens must come out of the tokenizer whole. Raises UnsupportedError naming the template. Other roles
+        are looked at when they come.
+        """
+        self._require_template()
+        self._require_prompt(tools)
+        warnings = [*self._warn_of_generation_prompt(tools)]
+        asked = {*roles, *(("tool",) if tools else ())}
+        if self.history == "template":
+            self._require_rounds(asked, tools)
+        else:
+            for role in sorted(asked):
+                self._ways(role, tools)
+            warnings += self._warn_of_thoughts(tools)
+        return tuple(warnings)
+
+    # renderings
+
+    def _readable(self, messages: Sequence[Message], name: str) -> list[dict[str, Any]]:
+        """Return messages in the one shape that templates take. Raises DataError."""
+        readable = prompt_messages_of(_Messages(0, name, {"messages": list(messages)}), "messages")
+        waiting: list[str] = []
+        for number, message in enumerate(readable):
+            if not isinstance(message["content"], str):
+                raise DataError(
+                    f"{name}, message {number} holds images, which rollouts do not take yet", remedy="Choose tasks of text"
+                )
+            # calls and their answers are matched by ids, which neither the model nor every environment writes
+            if message["role"] == "tool":
+                if waiting and message.get("tool_call_id") is None:
+                    message["tool_call_id"] = waiting.pop(0)
+                continue
+            waiting = []
+            if message.get("tool_calls"):
+                calls = [{**call, "id": call.get("id") or _call_id(place)} for place, call in enumerate(message["tool_calls"])]
+                message["tool_calls"] = calls
+                waiting = [call["id"] for call in calls]
+        return readable
+
+    def _conversation(self, messages: Sequence[Message], tools: Tools) -> Conversation:
+        shaped = [_in_parts(message) if self._takes_parts else dict(message) for message in messages]
+        return Conversation(shaped, list(tools) or None, self.options)
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Say that the template takes a text only as a list of parts."""
+        message = {"role": "user", "content": _mark("")}
+        for shaped in (message, _in_parts(message)):
+            text = self._template.attempt(Conversation([shaped], None, self.options), [shaped])
+            if text is not None and message["content"] in text:
+                return shaped is not message
+        return False
+
+    def _attempt(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool = False) -> str | None:
+        chat = self._conversation(messages, tools)
+        return self._template.attempt(chat, chat.messages, generation_prompt=generation_prompt)
+
+    def _suffix(self, observations: Sequence[Message], tools: Tools, name: str) -> str:
+        self._require_template()
+        readable = self._readable(observations, name)
+        ways = [self._ways(message["role"], tools) for message in readable]
+        texts = (self._behind([_QUESTION], readable, tools, calling=calling) for calling in ways[0])
+        text = next((each for each in texts if each is not None), None)
+        if text is None:
+            roles = ", ".join(message["role"] for message in readable)
+            raise DataError(
+                f"{name}: {self.name} refuses the environment's answer (messages of roles {roles}) behind a turn of the assistant",
+                remedy="Let the environment answer in roles that the template takes, or set model.chat_template to another template",
+            )
+        return text
+
+    def _behind(self, history: Sequence[Message], observations: Sequence[Message], tools: Tools, *, calling: bool) -> str | None:
+        """Return what the template writes behind an assistant's turn, which calls tools or not, after `history`; None where it refuses."""
+        if calling:
+            return self._behind_call(history, observations, tools)
+        mark = _mark(str(observations))
+        text = self._attempt([*history, {"role": "assistant", "content": mark}, *observations], tools, generation_prompt=True)
+        return text.partition(mark)[2] if text is not None and text.count(mark) == 1 else None
+
+    def _behind_call(self, history: Sequence[Message], observations: Sequence[Message], tools: Tools) -> str | None:
+        """Return what the template writes behind a turn that calls tools: its end, found in the rendering without answers, and the answers."""
+        mark = _mark("")
+        calls, answers = _calls(observations)
+        said = self._attempt([*history, {"role": "assistant", "content": mark}], tools)
+        called = self._attempt([*history, calls], tools)
+        whole = self._attempt([*history, calls, *answers], tools, generation_prompt=True)
+        if said is None or called is None or whole is None or said.count(mark) != 1 or not whole.startswith(called):
+            return None
+        ending = said.partition(mark)[2]
+        if not called.endswith(ending):
+            # calls end with a token of their own
+            last = next((found for found in self._special.finditer(called) if not called[found.end() :].strip()), None)
+            if last is None:
+                return None
+            ending = called[last.start() :]
+        return ending + whole[len(called) :]
+
+    # tokens
+
+    def _ids(self, text: str, name: str) -> Ids:
+        ids: Ids = self._encoded(encodable(text, name))
+        return ids
+
+    def _encode(self, text: str) -> Ids:
+        # what special tokens there are, the template wrote
+        ids = np.asarray(
+            self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"], dtype=np.int32
+        )
+        ids.setflags(write=False)
+        return ids
+
+    def _decoded(self, ids: list[int], *, without_special: bool) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=without_special, clean_up_tokenization_spaces=False)
+        return text
+
+    def _with_marks(self, ids: list[int]) -> str:
+        """Return a turn's text with special tokens, which may mark calls, but for those at its end."""
+        special = set(self.tokenizer.all_special_ids)
+        kept = next((place for place in range(len(ids), 0, -1) if ids[place - 1] not in special), 0)
+        return self._decoded(ids[:kept], without_special=False)
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        longest_first = sorted(map(re.escape, {*self._template.added_tokens} - {""}), key=len, reverse=True)
+        return re.compile("|".join(longest_first) if longest_first else r"(?!)")
+
+    def _special_ids(self, text: str) -> list[int]:
+        ids: list[int] = [self.tokenizer.convert_tokens_to_ids(found) for found in self._special.findall(text)]
+        return ids
+
+    def _ending(self, suffix: str) -> int | None:
+        """Return the special token with which a suffix begins, white space aside."""
+        found = self._special.match(suffix, len(suffix) - len(suffix.lstrip()))
+        return None if found is None else int(self.tokenizer.convert_tokens_to_ids(found.group()))
+
+    # proofs
+
+    def _require_template(self) -> None:
+        if not self.tokenizer.chat_template:
+            raise ModelError(
+                f"tasks hold messages, and the tokenizer {self.tokenizer.name_or_path or 'given'} has no chat template",
+                remedy="Set model.chat_template to a Jinja template file, or use an instruction-tuned model's tokenizer",
+            )
+
+    def _require_prompt(self, tools: Tools) -> None:
+        text = self._attempt([_QUESTION], tools, generation_prompt=True)
+        if text is None or _QUESTION["content"] not in text:
+            raise UnsupportedError(
+                f"{self.name} does not write a user's question, neither as a text nor as a list of parts",
+                remedy="Set model.chat_template to a template that does",
+            )
+
+    def _require_rounds(self, roles: set[str], tools: Tools) -> None:
+        for role in sorted(roles):
+            observation = _observation(role)
+            turn, answers = (
+                _calls([observation]) if role == "tool" else ({"role": "assistant", "content": "a reply"}, [observation])
+            )
+            if self._attempt([_QUESTION, turn, *answers], tools, generation_prompt=True) is None:
+                raise UnsupportedError(
+                    f"{self.name} refuses a message of role {role!r} behind a turn of the assistant",
+                    remedy=_ROUNDS,
+                )
+
+    def _ways(self, role: str, tools: Tools) -> Sequence[bool]:
+        """Return behind which turns of the assistant observations of this role can be rendered: one that calls tools (True), one that does not.
+
+        Some templates write answers of tools behind calls alone, some write no calls, and some take one call a turn. Found out when it is first
+        asked. Raises UnsupportedError where there is none.
+        """
+        key = (role, bool(tools))
+        if key not in self._proofs:
+            asked = (True, False) if role == "tool" else (False,)
+            self._proofs[key] = {calling: self._refusal(role, tools, calling=calling) for calling in asked}
+        ways = [calling for calling, refused in self._proofs[key].items() if refused is None]
+        first = next(iter(self._proofs[key].values()))
+        if not ways and first is not None:
+            raise first
+        return ways
+
+    def _refusal(self, role: str, tools: Tools, *, calling: bool) -> UnsupportedError | None:
+        """Return why observations of this role cannot be put behind a turn that calls tools, or that does not; None where they can."""
+        observation = _observation(role)
+        short, *longer = _histories(observation)
+        wanted = self._behind(short, [observation], tools, calling=calling)
+        if wanted is None:
+            return self._cannot(
+                f"refuses a message of role {role!r} behind a turn of the assistant", _REMEDY if role == "tool" else _ROUNDS
+            )
+        if observation["content"] not in wanted:
+            return self._cannot(f"leaves out what a message of role {role!r} says behind a turn of the assistant", _ROUNDS)
+        accepted = 0
+        for history in longer:
+            found = self._behind(history, [observation], tools, calling=calling)
+            accepted += found is not None
+            if found is not None and found != wanted:
+                return self._cannot(
+                    f"writes {found!r} behind the assistant's turn after {len(history)} messages and {wanted!r} after {len(short)}, so that no "
+                    "observation can be put behind sampled tokens"
+                )
+        if not accepted:
+            return self._cannot("refuses a second round of messages", _ROUNDS)
+        return self._proof_of_tokens(wanted)
+
+    def _proof_of_tokens(self, suffix: str) -> UnsupportedError | None:
+        written = self._special_ids(suffix)
+        known = set(self.tokenizer.get_added_vocab().values()) | set(self.tokenizer.all_special_ids)
+        for before in ("", "a reply", "4", "\n", "."):
+            ids = [int(token) for token in self._encode(before + suffix) if int(token) in known]
+            if ids != written:
+                where = f"behind {before!r}" if before else "alone"
+                return self._cannot(
+                    f"writes the special tokens {self._special.findall(suffix)} behind a turn, and its tokenizer, given them {where}, makes "
+                    f"{self.tokenizer.convert_ids_to_tokens(ids)} of them"
+                )
+        return None
+
+    def _cannot(self, why: str, remedy: str = _REMEDY) -> UnsupportedError:
+        return UnsupportedError(f"{self.name} {why}", remedy=remedy)
+
+    def _warn_of_generation_prompt(self, tools: Tools) -> Iterator[str]:
+        mark = _mark("")
+        question = self._attempt([_QUESTION], tools)
+        prompt = self._attempt([_QUESTION], tools, generation_prompt=True)
+        answered = self._attempt([_QUESTION, {"role": "assistant", "content": mark}], tools)
+        if question is None or answered is None or prompt != question or not answered.startswith(question):
+            return
+        header = answered[len(question) :].partition(mark)[0].strip()
+        if header:
+            yield f"{self.name} has no generation prompt: the model must write {header!r} itself before every answer"
+
+    def _warn_of_thoughts(self, tools: Tools) -> Iterator[str]:
+        thought = _mark("")
+        said = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\nan answer"}
+        text = self._attempt([_QUESTION, said, _QUESTION], tools, generation_prompt=True)
+        if text is not None and thought not in text:
+            yield (
+                f'{self.name} removes what an assistant thought in earlier turns; the model still sees it, since rl.history is "append". '
+                'Set rl.history = "template" to train on the histories that the template writes'
+            )
+
+
+@frozen
+class _Messages(Row):
+    """Messages under the name of their task."""
+
+    @property
+    def name(self) -> str:
+        return self.where
+
+
+def _mark(beside: str) -> str:
+    """Return a word that stands nowhere in `beside`."""
+    return next(mark for number in range(1000) if (mark := f"qZturn{number}Zq") not in beside)
+
+
+def _observation(role: str) -> Message:
+    answer: Message = {"role": role, "content": _mark("")}
+    return {**answer, "name": "lookup", "tool_call_id": _call_id(0)} if role == "tool" else answer
+
+
+def _call_id(number: int) -> str:
+    """Name a call in nine letters and digits, as the strictest templates ask for."""
+    return f"call{number + 1:05d}"
+
+
+def _in_parts(message: Message) -> dict[str, Any]:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _calls(observations: Sequence[Message]) -> tuple[Message, list[Message]]:
+    """Return a turn of the assistant that calls the tools whose answers come first, and the observations with the calls' ids."""
+    calls, answers = [], []
+    calling = True
+    for number, message in enumerate(observations):
+        calling = calling and message["role"] == "tool"
+        if not calling:
+            answers.append(message)
+            continue
+        own = {
+            "tool_call_id": f"call{number + 1:05d}",
+            "name": "tool",
+            **{key: value for key, value in message.items() if value is not None},
+        }
+        calls.append({"type": "function", "id": own["tool_call_id"], "function": {"name": own["name"], "arguments": {}}})
+        answers.append(own)
+    return {"role": "assistant", "content": "", "tool_calls": calls}, answers
+
+
+def _histories(observation: Message) -> Iterator[list[Message]]:
+    """Yield what may stand before an assistant's turn: the shortest first, then others that templates may refuse."""
+    yield [_QUESTION]
+    again: list[Message] = [
+        {"role": "assistant", "content": "a reply"},
+        {"role": "user", "content": "Another question,\nand a longer one."},
+    ]
+    yield [{"role": "user", "content": "Something else"}, *again]
+    yield [_QUESTION, *again, *again]
+    yield [{"role": "system", "content": "Be brief."}, _QUESTION]
+    yield [_QUESTION, {"role": "assistant", "content": "a reply"}, observation]
+    calls, answers = _calls([{"role": "tool", "content": "an answer", "name": "lookup"}])
+    yield [_QUESTION, calls, *answers]

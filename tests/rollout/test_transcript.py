@@ -1,0 +1,113 @@
+"""A trajectory while it grows: nothing that stands there ever changes."""
+
+import numpy as np
+import pytest
+
+from skyrl_engine.contracts.kinds.generator import Completion
+from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, FinishReason, Trajectory, VersionSpans
+from skyrl_engine.errors import ContractError
+from skyrl_engine.rollout.transcript import Transcript
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def completion(
+    *tokens: int, spans: VersionSpans | None = None, finish: FinishReason = "stop", stop: int | str | None = None
+) -> Completion:
+    logprobs = np.array([-token / 10 for token in tokens], dtype=np.float32)
+    return Completion(0, ids(*tokens), logprobs, spans or VersionSpans.one(3, len(tokens)), finish, stop)
+
+
+def made(transcript: Transcript) -> Trajectory:
+    return transcript.trajectory(ticket=5, member=2, start_version=3)
+
+
+def test_segments_follow_one_another() -> None:
+    transcript = Transcript(ids(1, 2))
+    transcript.sampled(completion(3, 4, spans=VersionSpans(ids(0, 1), np.array([3, 4])), stop="s"))
+    transcript.rewarded(0.5)
+    transcript.observed(ids(5))
+    assert transcript.prompt_ids.tolist() == [1, 2, 3, 4, 5]
+    transcript.sampled(completion(6, 7, 8, spans=VersionSpans.one(4, 3), finish="length"))
+    transcript.rewarded(0.0, [0.25, 0.0, 1.0])
+    trajectory = made(transcript)
+    assert trajectory.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert trajectory.kinds.tolist() == [PROMPT, SAMPLED, OBSERVED, SAMPLED]
+    assert trajectory.segment_offsets.tolist() == [0, 2, 4, 5, 8]
+    assert trajectory.logprobs.tolist() == pytest.approx([-0.3, -0.4, -0.6, -0.7, -0.8])
+    assert trajectory.rewards.tolist() == [0, 0.5, 0.25, 0, 1]
+    assert trajectory.versions.starts.tolist() == [0, 1]
+    assert trajectory.versions.versions.tolist() == [3, 4]
+    assert trajectory.stops == ("stop_string", "length")
+    assert (transcript.length, transcript.turns) == (6, 2)
+    assert (transcript.room(10), transcript.room(6), transcript.room(5)) == (4, 0, 0)
+
+
+def test_a_generator_that_reuses_its_memory_changes_nothing() -> None:
+    """Every array is copied, and what was sent can be changed by nobody."""
+    prompt, turn = ids(1, 2), completion(3, 4)
+    transcript = Transcript(prompt)
+    transcript.sampled(turn)
+    observed = ids(5)
+    transcript.observed(observed)
+    for array in (prompt, turn.token_ids, turn.logprobs, observed):
+        array[:] = 9
+    assert made(transcript).token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert made(transcript).logprobs.tolist() == pytest.approx([-0.3, -0.4])
+
+
+def test_a_rewritten_history_begins_a_stretch_and_an_extension_does_not() -> None:
+    transcript = Transcript(ids(1, 2))
+    transcript.sampled(completion(3))
+    transcript.restarted(ids(1, 2, 3, 4, 5))
+    transcript.sampled(completion(6))
+    transcript.restarted(ids(1, 3, 7))
+    assert transcript.prompt_ids.tolist() == [1, 3, 7]
+    transcript.sampled(completion(8))
+    trajectory = made(transcript)
+    assert trajectory.kinds.tolist() == [PROMPT, SAMPLED, OBSERVED, SAMPLED, PROMPT, SAMPLED]
+    assert trajectory.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 1, 3, 7, 8]
+    # the new prompt counts as no answer of the environment
+    assert transcript.length == 5
+
+
+def test_a_shorter_prompt_is_a_rewritten_one() -> None:
+    transcript = Transcript(ids(1, 2))
+    transcript.sampled(completion(3))
+    transcript.restarted(ids(1, 2))
+    assert made(transcript).kinds.tolist() == [PROMPT, SAMPLED, PROMPT]
+
+
+def test_the_reward_of_an_empty_turn_is_kept() -> None:
+    transcript = Transcript(ids(1))
+    transcript.sampled(completion())
+    transcript.rewarded(0.75)
+    transcript.sampled(completion(2))
+    transcript.rewarded(0.5)
+    trajectory = made(transcript)
+    assert trajectory.unplaced_reward == 0.75
+    assert trajectory.reward == 1.25
+    assert trajectory.versions.starts.tolist() == [0]
+
+
+def test_a_trajectory_of_which_nothing_was_sampled_is_whole() -> None:
+    trajectory = made(Transcript(ids()))
+    assert trajectory.turns == 0
+    assert trajectory.versions.starts.tolist() == []
+    assert trajectory.logprobs.dtype == trajectory.rewards.dtype == np.float32
+
+
+def test_what_does_not_fit_the_tokens_is_refused() -> None:
+    transcript = Transcript(ids(1))
+    for spans in (VersionSpans(ids(), np.zeros(0, dtype=np.int64)), VersionSpans(ids(1), np.array([3]))):
+        with pytest.raises(ContractError, match=r"the generator says of [01] of 2 tokens which weights made them"):
+            transcript.sampled(completion(2, 3, spans=spans))
+    short = Completion(0, ids(2, 3), np.zeros(1, dtype=np.float32), VersionSpans.one(0, 2), "stop")
+    with pytest.raises(ContractError, match="1 log-probabilities for 2 tokens"):
+        transcript.sampled(short)
+    assert transcript.turns == 0
+    transcript.sampled(completion(2, 3))
+    with pytest.raises(ContractError, match="1 token_rewards for a turn of 2 tokens"):
+        transcript.rewarded(0.0, [1.0])
