@@ -55,20 +55,30 @@ class EngineCommand(click.Command):
         self.params = [*self.params, *common_options()]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as click does; an option that is none is answered with the option or the key of that meaning."""
+        """Parse as click does; an option that is none is answered with the option or the key of that meaning, a file with its command."""
+        given = tuple(args)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             if (told := _meant_by(error.option_name, self.params)) is not None:
                 raise click.UsageError(f"There is no option {error.option_name}. {told}", ctx) from error
             raise
+        except click.MissingParameter as error:
+            if (file := next(filter(_is_configuration, given), None)) is not None:
+                told = f"{file} is a configuration, and {ctx.info_name} makes its own: write `skyrl-engine run {file}`."
+                raise click.UsageError(told, ctx) from error
+            raise
+
+
+def _is_configuration(word: str) -> bool:
+    return Path(word).suffix in (".toml", ".yaml", ".yml") and Path(word).is_file()
 
 
 def _meant_by(option: str, params: Collection[click.Parameter]) -> str | None:
     """Say which option of the command, or which key of the configuration, has the meaning of a word that is no option."""
     from skyrl_engine.config.other_words import key_for, meant
     from skyrl_engine.config.reading.sources import option_name
-    from skyrl_engine.config.structure import home_of
+    from skyrl_engine.config.structure import home_of, is_switch
 
     word = option.lstrip("-").replace("-", "_")
     key = key_for(word) or home_of(word)
@@ -78,7 +88,7 @@ def _meant_by(option: str, params: Collection[click.Parameter]) -> str | None:
     if any(name in each.opts for each in params):
         return f"Did you mean {name}?"
     if any(each.name == "overrides" for each in params):
-        return f"{meant(word) or f'Set {key}'}: write {key}=VALUE"
+        return f"{meant(word) or f'Set {key}'}: write {key}={'true' if is_switch(key) else 'VALUE'}"
     return None
 
 

@@ -152,6 +152,13 @@ def home_of(key: str | int) -> str | None:
     return homes[0] if len(homes) == 1 else None
 
 
+def is_switch(key: str) -> bool:
+    """Say whether "table.key" of the schema is true or false."""
+    table, _, name = key.partition(".")
+    section = sections().get(table)
+    return section is not None and attrs.has(section.schema) and typing.get_type_hints(section.schema).get(name) is bool
+
+
 def own_keys(schema: type[PluginTable]) -> tuple[str, ...]:
     """Return the keys of a plugin's table that are the engine's; every other key is an option of the plugin."""
     return tuple(attribute.name for attribute in attrs.fields(schema) if attribute.name != "options")

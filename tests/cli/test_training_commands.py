@@ -215,6 +215,7 @@ def test_a_resume_that_is_not_exact_says_so_to_the_person(command, config):
             ["--weight-decay", "0.1"],
             "There is no option --weight-decay. Set optimizer.weight_decay: write optimizer.weight_decay=VALUE.",
         ),
+        (["--resume"], "There is no option --resume. Set checkpoint.resume: write checkpoint.resume=true."),
         (["--save_steps=5"], "There is no option --save_steps. Set checkpoint.every: write checkpoint.every=VALUE."),
     ],
 )
@@ -222,6 +223,13 @@ def test_an_option_of_another_trainer_is_answered_with_ours(command, option, tol
     outcome = command("sft", "--model", "m", "--data", "d", *option)
     assert outcome.code == 2
     assert outcome.last_line == f"error: {told} See `skyrl-engine sft --help`."
+
+
+def test_a_configuration_given_to_sft_is_answered_with_run(command, config):
+    outcome = command("sft", str(config))
+    assert outcome.code == 2
+    said = f"error: {config} is a configuration, and sft makes its own: write `skyrl-engine run {config}`."
+    assert outcome.last_line == f"{said} See `skyrl-engine sft --help`."
 
 
 def test_data_given_twice_is_read_one_after_the_other(command, tmp_path, inputs):

@@ -67,6 +67,8 @@ ON_ONE_RANK = [
     ("stale_export", {"export"}, "it is the model from before training"),
     ("claims_context_parallel", {"description"}, "declares 'context_parallel'"),
     ("stands_elsewhere", {"coordinates", "outputs"}, "rank 0 stands at"),
+    ("refuses_what_it_trains", {"rehearsal"}, "refuses while planning a model that it trains: no model is known to keep documents"),
+    ("rehearsal_draws", {"rehearsal"}, "draws from a global random state when it rehearses"),
     ("once_a_process", {"working"}, "a second time in the same processes: rank 0 fails in setup"),
     (
         "scores_one_token_early",

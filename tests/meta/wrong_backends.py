@@ -19,6 +19,7 @@ class Wrong:
     change: Make
     more: frozenset[str] = frozenset()
     fewer: frozenset[str] = frozenset()
+    rehearse: Callable[[Any, bool], None] | None = None
 
     @hookimpl
     def skyrl_engine_config_schema(self) -> type[Any]:
@@ -27,7 +28,8 @@ class Wrong:
     @hookimpl
     def skyrl_engine_describe_backend(self, config: Any, world_size: int) -> BackendDescription:
         described = as_fsdp_describes(config, world_size)
-        return attrs.evolve(described, capabilities=(described.capabilities | self.more) - self.fewer)
+        rehearse = self.rehearse or described.rehearse
+        return attrs.evolve(described, capabilities=(described.capabilities | self.more) - self.fewer, rehearse=rehearse)
 
     @hookimpl
     def skyrl_engine_make_backend(self, config: Any) -> Any:
@@ -371,6 +373,22 @@ def _once(self: Any, original: Any, *arguments: Any) -> None:
         raise RuntimeError("already set up in this process")
     original(*arguments)
 
+
+def _rehearses_nothing_packed(_model: Any, packed_rows: bool) -> None:
+    from skyrl_engine import UnsupportedError
+
+    if packed_rows:
+        raise UnsupportedError("no model is known to keep documents apart", remedy="Use the collator padded")
+
+
+def _draws_in_rehearsal(_model: Any, _packed_rows: bool) -> None:
+    import torch
+
+    torch.rand(1)
+
+
+refuses_what_it_trains = Wrong(overriding(), rehearse=_rehearses_nothing_packed)
+rehearsal_draws = Wrong(overriding(), rehearse=_draws_in_rehearsal)
 
 _set_up: list[bool] = []
 once_a_process = Wrong(overriding(setup=_once))

@@ -1,14 +1,17 @@
 """Promises of a backend about its description: its layouts, its ranks' coordinates, and its declared capabilities are true."""
 
+import torch
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.backend import BackendDescription, Capability
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import EngineError
 from skyrl_engine.proof.layouts import OPTIONS
 from skyrl_engine.testing.backends.ranks import RankFailed
 from skyrl_engine.testing.backends.subject import BackendCase, BackendSubject, backend_promise, cases
 from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine.testing.promise import Broken, Promise, promise
+from skyrl_engine.testing.random_state import global_random_state
 
 PARALLEL: dict[str, Capability] = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel"}
 
@@ -64,6 +67,28 @@ def description(subject: BackendSubject, _case: None) -> None:
         _require_honest(subject, name, capability)
 
 
+@backend_promise("Its rehearsal refuses no model that it trains, and changes no global state")
+def rehearsal(subject: BackendSubject, case: BackendCase) -> None:
+    described = subject.described(case.sizes.options, case.sizes.ranks)
+    packed = "packed" in described.capabilities
+    model = ModelConfig(subject.bench.model(case.model))
+    before, gradients = global_random_state(), torch.is_grad_enabled()
+    try:
+        described.rehearse(model, packed)
+    except EngineError as error:
+        with subject.opened(case, packed_rows=packed) as ranks:
+            ranks.forward_backward(case.whole())
+        raise Broken(
+            f"refuses while planning a model that it trains: {error.cause}",
+            "Let rehearse raise only what setup raises for the same model",
+        ) from error
+    if global_random_state() != before:
+        raise Broken("draws from a global random state when it rehearses", "Rehearse inside torch.random.fork_rng(devices=())")
+    if torch.is_grad_enabled() != gradients:
+        torch.set_grad_enabled(gradients)
+        raise Broken("leaves gradients switched off or on when it rehearses", "Use torch.no_grad() as a context manager")
+
+
 def _require_honest(subject: BackendSubject, name: str, capability: Capability) -> None:
     """Require that a capability is declared exactly where its option can lay out two ranks, and that sizes that do not divide are refused."""
     option = OPTIONS[name]
@@ -109,4 +134,4 @@ def _require_words(error: EngineError) -> None:
         ) from error
 
 
-DESCRIPTION_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (description, working, coordinates)
+DESCRIPTION_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (description, working, coordinates, rehearsal)
