@@ -218,7 +218,7 @@ _ROWS = (
     Kind(
         "advantage",
         ("skyrl_engine_make_advantage",),
-        "skyrl_engine.contracts.kinds.advantage:Advantage",
+        "skyrl_engine.contracts:Advantage",
         values="skyrl_engine.registry.values:of_advantage",
         table=_PLUGIN_TABLE,
         default="grpo",

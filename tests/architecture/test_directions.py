@@ -19,6 +19,8 @@ ORDER = (
     ("run",),
     ("rollout",),
     ("engine",),
+    ("environments",),
+    ("rollout",),
     ("training",),
     ("proof",),
     ("testing",),

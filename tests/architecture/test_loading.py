@@ -27,6 +27,8 @@ ALLOWED = {
     "registry/discovery.py": {"entry_points"},  # reads them
     "registry/compat.py": {"entry_points"},  # reads them
     "registry/loader.py": {"EntryPoint"},  # loads one
+    # rewards and tools that a user names
+    "environments/references.py": {"import_module", "module_from_spec", "spec_from_file_location"},
     "registry/local_module.py": {"exec"},  # runs a local file, for loader.py alone
 }
 

@@ -37,7 +37,8 @@ def problems(overrides: list[str]) -> list[str]:
          "of 8. Lower optimizer.warmup_steps or raise training.steps")),
         (['plugins.pin."los:ppo"=acme'], "command line: plugins.pin: 'los:ppo' is not of the form \"kind:name\". Did you mean \"loss\"?"),
         (['checkpoint.allow_changed=["ppo"]'], ("command line: checkpoint.allow_changed: 'ppo' is not of the form \"kind:name\". "
-         "Start with one of collator:, loss:, correction:, reducer:, backend:, merger:, observer:")),
+         "Start with one of collator:, loss:, correction:, reducer:, backend:, merger:, "
+         "advantage:, environment:, group_filter:, generator:, observer:")),
     ],
 )  # fmt: skip
 def test_combinations_that_cannot_be_meant(overrides: list[str], problem: str) -> None:

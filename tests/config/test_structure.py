@@ -15,8 +15,19 @@ from skyrl_engine.config.reading.origins import DEFAULT, Origin
 from skyrl_engine.config.reading.sources import RawConfig, load
 from skyrl_engine.config.reading.toml import read_toml
 from skyrl_engine.config.report import to_toml
-from skyrl_engine.config.schema import AbsentTable, EngineConfig, LoraConfig, LossTable, PluginTable, TermTable, TrainingConfig
+from skyrl_engine.config.schema import (
+    AbsentTable,
+    EngineConfig,
+    EnvironmentTable,
+    LoraConfig,
+    LossTable,
+    PluginTable,
+    TermTable,
+    TrainingConfig,
+)
+from skyrl_engine.config.sections import sections
 from skyrl_engine.config.structure import complete_origins, plain, structure
+from skyrl_engine.config.trainers import TRAINERS, Trainer
 from skyrl_engine.errors import ConfigError
 from skyrl_engine.registry.kinds import TABLES, imported
 
@@ -233,11 +244,23 @@ _STRATEGIES: dict[Any, st.SearchStrategy[Any]] = {
 }
 
 
-_options = st.dictionaries(_names.filter(lambda name: name not in ("use", "coef", "terms")), _plain_values, max_size=3)
+_options = st.dictionaries(_names.filter(lambda name: name not in ("use", "coef", "terms", "weight")), _plain_values, max_size=3)
 
 
 def _few(entries: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.lists(entries, max_size=2).map(tuple)
+
+
+def _configurations(trainer: Trainer) -> st.SearchStrategy[EngineConfig]:
+    """Any configuration of a trainer, with all the tables that it may have."""
+    known = sections()
+    tables = {name: _values(imported(row.table or "")) for name, row in TABLES.items() if known[name].belongs_to(trainer)}
+    fields = [each for each in attrs.fields(attrs.resolve_types(EngineConfig)) if each.name not in ("trainer", "selected")]
+    values = {
+        each.name: _values(each.type) if known[each.name].belongs_to(trainer) else st.just(AbsentTable(each.name))
+        for each in fields
+    }
+    return st.builds(EngineConfig, trainer=st.just(trainer.name), selected=st.fixed_dictionaries(tables), **values)
 
 
 def _values(kind: Any) -> st.SearchStrategy[Any]:
@@ -249,14 +272,16 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
     if kind is LossTable:
         terms = st.builds(TermTable, _texts, _options, coef=st.floats(0.1, 2.0))
         return st.builds(LossTable, _texts, _options, _few(terms), _few(_values(PluginTable)))
+    if kind is EnvironmentTable:
+        return st.builds(EnvironmentTable, _texts, _options, weight=st.floats(0.1, 2.0))
     if kind is EngineConfig:
-        fields = [each for each in attrs.fields(attrs.resolve_types(kind)) if each.name not in ("trainer", "selected")]
-        selected = st.fixed_dictionaries({name: _values(imported(row.table or "")) for name, row in TABLES.items()})
-        return st.builds(kind, selected=selected, **{each.name: _values(each.type) for each in fields})
+        return st.one_of(*(_configurations(trainer) for trainer in TRAINERS.values()))
     if attrs.has(kind):
         fields = attrs.fields(attrs.resolve_types(kind))
         return st.builds(kind, **{attribute.name: _values(attribute.type) for attribute in fields})
     arguments = getattr(kind, "__args__", ())
+    if getattr(kind, "__origin__", None) is tuple and attrs.has(arguments[0]):
+        return _few(_values(arguments[0]))
     if tuple[str, ...] in arguments:
         return _texts | st.lists(_texts, min_size=1, max_size=2).map(tuple)
     if type(None) in arguments:
@@ -284,7 +309,7 @@ def test_any_configuration_written_as_toml_reads_back_equal(made: EngineConfig) 
     table, _ = read_toml(to_toml(plain(made)), "x.toml")
     structured = structure(RawConfig(table, {}))
     read = attrs.evolve(structured, problems=()).config()
-    if made.training.steps is None and made.training.epochs is None:
+    if made.has("training") and made.training.steps is None and made.training.epochs is None:
         made = attrs.evolve(made, training=attrs.evolve(made.training, epochs=1.0))
     assert read == made
 

@@ -1,6 +1,7 @@
 """Loading: metadata is checked before import, exactly one plugin is addressed, and whatever breaks is named with one action."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -339,11 +340,20 @@ def test_every_installed_plugin_survives_its_lock(record: PluginRecord) -> None:
     assert PluginRecord.from_lock(json.loads(json.dumps(record.lock()))) == record
 
 
+NEEDED = {
+    "function": {"reward": "json:dumps", "data": "tasks.jsonl"},
+    "reasoning_gym": {"task": "spell_backward"},
+    "gymnasium": {"id": "Any-v0"},
+    "reward_range": {"low": 0.0, "high": 1.0},
+}
+"""Options without a default, of plugins that have such."""
+
+
 def test_first_party_plugins_load_through_the_same_door() -> None:
     for record in Registry.discover().records():
         if record.distribution.startswith("skyrl-engine"):
             loaded = load(record)
-            product = loaded.make(None if loaded.schema is None else loaded.schema(), FactoryContext())
+            product = loaded.make(None if loaded.schema is None else loaded.schema(**NEEDED.get(record.name, {})), FactoryContext())
             assert product is not None
 
 
@@ -445,6 +455,61 @@ class Nothing:
 
 everything, nothing = Everything(), Nothing()
 '''
+
+
+OF_ROLLOUTS = """
+from skyrl_engine import hookimpl
+from skyrl_engine.contracts import AdvantageClaims, EnvironmentClaims
+
+class Advantage:
+    needs, claims = (), AdvantageClaims()
+    def __call__(self, batch): pass
+
+class Environment:
+    claims = EnvironmentClaims()
+    def tasks(self, split): pass
+    def open(self, task, seed): pass
+
+class Plugin:
+    @hookimpl
+    def skyrl_engine_make_advantage(self): return Advantage()
+    @hookimpl
+    def skyrl_engine_make_environment(self): return Environment()
+    @hookimpl
+    def skyrl_engine_make_group_filter(self): return lambda group: None
+
+class Wrong:
+    @hookimpl
+    def skyrl_engine_make_advantage(self):
+        made = Advantage()
+        made.claims = "none"
+        return made
+    @hookimpl
+    def skyrl_engine_make_environment(self):
+        made = Environment()
+        made.claims = {"max_turns": 3}
+        return made
+    @hookimpl
+    def skyrl_engine_make_group_filter(self): return "zero_variance"
+
+good, wrong = Plugin(), Wrong()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("advantage", "claims must be AdvantageClaims, is 'none'"),
+        ("environment", "claims must be EnvironmentClaims, is {'max_turns': 3}"),
+        ("group_filter", "__call__"),
+    ],
+)
+def test_parts_of_rollouts_are_made_and_checked(install, kind: str, words: str) -> None:
+    points = {kind: {name: f"of_rollouts:{name}" for name in ("good", "wrong")}}
+    install("of-rollouts", entry_points=points, modules={"of_rollouts.py": OF_ROLLOUTS})
+    assert load(resolve("good", kind)).make(None, FactoryContext()) is not None
+    with pytest.raises(ContractError, match=re.escape(words)):
+        load(resolve("wrong", kind)).make(None, FactoryContext())
 
 
 @pytest.mark.parametrize("kind", ["collator", "reducer"])

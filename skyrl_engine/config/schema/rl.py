@@ -83,9 +83,12 @@ class RlConfig:
     truncated: Truncated = field(default="keep", validator=in_(("keep", "mask", "zero_reward")))
     """Attempts that ended at `rl.max_tokens`: `keep` trains on them, `mask` gives them no loss, `zero_reward` no reward."""
 
-    max_gap: float | Literal["auto", "off"] = "auto"
-    """Mean distance in nats, over two steps, between the sampler's log-probabilities and the model's at which the run stops; `auto` is 1e-3 in
-    float32 and 0.05 in other precisions."""
+    max_gap: float | None = field(default=None, validator=optional(gt(0.0)))
+    """Mean distance in nats between the sampler's log-probabilities and the model's that is too large; none: 1e-3 in float32 and 0.05 in
+    bfloat16."""
+
+    on_gap: Literal["stop", "warn"] = field(default="stop", validator=in_(("stop", "warn")))
+    """What two steps in a row above `max_gap` do: a sampler that does not hold the weights it was given trains another model."""
 
     repeat_tasks: bool = True
     """Begin again, in another order, when every task was attempted; otherwise too few tasks are refused."""

@@ -145,7 +145,7 @@ def _trainer(
             )
             told = None if progress is None else lambda ready, wanted: progress("attempts", ready, wanted)
             source = RolloutSource(ledger, runner, journal, prepared.tasks.of, prepared.filters, told)
-            guard = SamplerGuard.of(settings.max_gap, config.model.dtype)
+            guard = SamplerGuard.of(settings.max_gap, config.model.dtype, stops=settings.on_gap == "stop")
             penalty = None if settings.kl is None else KlPenalty.start(settings.kl)
             trainer = RlTrainer(prepared, engine, session.directory.reference, source, pool, guard, penalty, reference)
             if state is not None:
