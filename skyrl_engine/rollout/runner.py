@@ -55,9 +55,11 @@ class Turns(Protocol):
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Ids: ...
 
-    def suffix(self, messages: Sequence[Message], last_token: int | None) -> Ids: ...
+    def suffix(self, messages: Sequence[Message], last_token: int | None, tools: Sequence[Mapping[str, Any]] = ()) -> Ids: ...
 
     def action(self, completion: Completion, turn: int, tools: Sequence[Mapping[str, Any]] = ()) -> Action: ...
+
+    def reply(self, action: Action, tools: Sequence[Mapping[str, Any]] = ()) -> Message: ...
 
 
 @frozen
@@ -215,7 +217,7 @@ class RolloutRunner:
         """Ask the sampler for the attempt's next turn, or end it where no token is left to it."""
         transcript = attempt.transcript
         assert transcript is not None, "a prompt comes first"
-        room = self.bounds.max_tokens - transcript.length
+        room = transcript.room(self.bounds.max_tokens)
         if room < 1:
             return self._end(attempt, "truncated")
         given = attempt.sampling
@@ -256,7 +258,7 @@ class RolloutRunner:
         attempt.last = completion
         action = self.turns.action(completion, transcript.turns - 1, attempt.task.tools)
         attempt.tool_problems += action.tool_problem is not None
-        attempt.messages.append(_as_message(action))
+        attempt.messages.append(self.turns.reply(action, attempt.task.tools))
         self.episodes.step(attempt.number, action)
         return []
 
@@ -272,15 +274,21 @@ class RolloutRunner:
         attempt.sampling = result.sampling
         if result.success is not None:
             attempt.success = result.success
+        # a turn that the environment itself had cut short is followed by others
+        full = transcript.room(self.bounds.max_tokens) < 1
         if result.done:
-            return self._end(attempt, "truncated" if last.finish == "length" else "finished")
-        if last.finish == "length" or transcript.turns >= self.claims[attempt.environment].max_turns:
+            return self._end(attempt, "truncated" if last.finish == "length" and full else "finished")
+        if full or transcript.turns >= self.claims[attempt.environment].max_turns:
             return self._end(attempt, "truncated")
         attempt.messages += result.messages
-        if self.bounds.keeps_history:
-            transcript.observed(self.turns.suffix(result.messages, int(last.token_ids[-1])))
-        else:
-            transcript.restarted(self.turns.prompt(attempt.messages, attempt.task.tools))
+        try:
+            if self.bounds.keeps_history:
+                transcript.observed(self.turns.suffix(result.messages, int(last.token_ids[-1]), attempt.task.tools))
+            else:
+                transcript.restarted(self.turns.prompt(attempt.messages, attempt.task.tools))
+        except DataError as error:
+            # what this environment answered to this turn
+            return self._end(attempt, "failed", error.cause)
         return self._ask(attempt)
 
     def _end(self, attempt: _Attempt, status: Status, cause: str | None = None) -> list[Group]:
@@ -328,15 +336,3 @@ class RolloutRunner:
             remedy="Correct the environment, or raise rollouts.timeout_s or rollouts.max_failure_share",
             details=[f"{count} x {each}" for each, count in common],
         )
-
-
-def _as_message(action: Action) -> Message:
-    """Return a turn of the model as a message, for prompts that are rendered anew and for people."""
-    message: dict[str, Any] = {"role": "assistant", "content": action.text}
-    if action.tool_calls:
-        calls = [
-            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
-            for call in action.tool_calls
-        ]
-        message["tool_calls"] = calls
-    return message

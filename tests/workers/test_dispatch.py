@@ -133,6 +133,14 @@ def test_weights_in_short_are_the_same_weights(columns, dp, selection):
         np.testing.assert_array_equal(own, expanded)
 
 
+def test_a_reducer_sees_which_stretches_are_of_one_attempt():
+    """In the order of the mini-batch, whichever rank they go to."""
+    columns = SampleColumns.from_lists(input_ids=[[1, 2]] * 5, trajectory_ids=np.array([4, 4, 9, 9, 4]))
+    for mini_batch in PaddedCollator().plan(columns.lengths, Layout(dp=2, mini_batch_size=4)).mini_batches:
+        structure = batch_structure(columns, mini_batch, None)
+        assert structure.trajectory_ids.tolist() == [[4, 4, 9, 9, 4][sample] for sample in structure.sample_ids]
+
+
 def test_a_reducer_may_give_its_weights_in_short():
     columns = SampleColumns.from_lists(input_ids=[[1, 2, 3], [4, 5]])
     (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout()).mini_batches

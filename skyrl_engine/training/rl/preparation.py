@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from attrs import frozen
 
@@ -87,7 +88,9 @@ def prepare(resolved: ResolvedConfig) -> PreparedRl:
     parts: list[Part[Environment]] = [each.part(f"environments[{number}]", context) for number, each in enumerate(environments)]
     tasks = TaskOrder(parts, [table.weight for table in config.environments], config.run.seed)
     _refuse_too_few(resolved, tasks)
-    renderer = TurnRenderer(files.tokenizer, history=settings.history)
+    template = config.model.chat_template
+    named: dict[str, Any] = {} if template is None else {"name": f"the chat template {template}"}
+    renderer = TurnRenderer(files.tokenizer, history=settings.history, **named)
     _prove_turns(renderer, parts, tasks)
     lora = config.model.lora
     chosen = recipe(settings, assembly.objective, advantage, lora_dropout=0.0 if lora is None else lora.dropout)
@@ -182,6 +185,11 @@ def _prove_turns(renderer: TurnRenderer, parts: Sequence[Part[Environment]], tas
                 f"{part.label}: task {task.key!r} has both messages and prompt_ids", remedy="Give every task one of them"
             )
         if part.product.claims.max_turns > 1:
+            if task.prompt_ids and renderer.history == "template":
+                raise UnsupportedError(
+                    f'{part.label} gives its prompts as tokens, and rl.history = "template" renders them anew from messages',
+                    remedy='Set rl.history = "append"',
+                )
             roles = ("tool",) if task.tools else ("user",)
             for warning in renderer.prove(roles, task.tools):
                 logger.warning("%s", warning)

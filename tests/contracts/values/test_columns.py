@@ -20,7 +20,7 @@ FLAT = {
 
 def test_arrays_that_fit_are_not_copied():
     weight, rewards = np.array([1, 0, 1], dtype=np.uint8), np.zeros(3, dtype=np.float32)
-    ids = {name: np.array([4, 5]) for name in ("sample_ids", "group_ids", "unit_ids")}
+    ids = {name: np.array([4, 5]) for name in ("sample_ids", "group_ids", "unit_ids", "trajectory_ids")}
     columns = SampleColumns.create(**FLAT, loss_weight=weight, columns={"rewards": rewards}, **ids)
     assert columns.input_ids is FLAT["input_ids"]
     assert columns.loss_weight is weight
@@ -57,8 +57,19 @@ def test_defaults():
     columns = SampleColumns.create(**FLAT)
     assert columns.loss_weight.dtype == np.uint8
     assert columns.loss_weight.tolist() == [1, 0, 1]
-    for ids in (columns.sample_ids, columns.group_ids, columns.unit_ids):
+    for ids in (columns.sample_ids, columns.group_ids, columns.unit_ids, columns.trajectory_ids):
         assert ids.tolist() == [0, 1]
+
+
+def test_trajectory_ids_go_where_their_samples_go():
+    """Stretches of one attempt stay that: chosen, with other columns, and in what planning sees."""
+    columns = SampleColumns.create(**FLAT, trajectory_ids=np.array([7, 3]))
+    chosen = columns.take([1, 0, 1])
+    assert chosen.trajectory_ids.tolist() == [3, 7, 3]
+    assert chosen.lengths.trajectory_ids.tolist() == [3, 7, 3]
+    assert columns.with_columns({"rewards": np.zeros(3, dtype=np.float32)}).trajectory_ids.tolist() == [7, 3]
+    assert SampleColumns.from_lists(input_ids=[[1], [2]], trajectory_ids=np.array([5, 5])).trajectory_ids.tolist() == [5, 5]
+    assert SampleColumns.create(**FLAT).lengths.trajectory_ids.tolist() == [0, 1]
 
 
 def test_columns_know_whether_group_ids_were_given():
@@ -95,6 +106,7 @@ def test_columns_know_whether_group_ids_were_given():
         ({"sample_ids": np.array([4, 4])}, ["[4]"]),
         ({"sample_ids": np.array([4, -1])}, ["sample 1", "negative"]),
         ({"group_ids": np.array([0.0, 1.0])}, ["group_ids must be 2 integers, not float64"]),
+        ({"trajectory_ids": np.array([0])}, ["trajectory_ids must be 2 integers, not int64[1]"]),
         ({"unit_ids": np.array([0])}, ["unit_ids must be 2 integers"]),
         ({"sample_values": {"score": np.zeros(3)}}, ["'score'", "3 entries for 2"]),
         ({"extras": {"images": Ragged(np.zeros(1), offsets_of([1]))}}, ["'images'", "1 entries for 2"]),

@@ -1,0 +1,66 @@
+"""CPU nanoseconds per token to lay trajectories out as columns: 512 attempts of about 2,000 tokens, in 5 turns and in 100.
+
+Rounds are interleaved in one process; a figure is the least CPU time. The bar holds where memory that was freed stays with the process: new pages
+may take a virtual machine longer than all else takes together, so both are printed. Run with `nox -s bench`.
+"""
+
+import ctypes
+
+import numpy as np
+from measuring.bars import beside
+from measuring.cpu_time import interleaved, machine
+
+from skyrl_engine.contracts.values.ragged import offsets_of
+from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, Group, Trajectory, VersionSpans
+from skyrl_engine.rollout.columns import to_columns
+
+GROUPS, MEMBERS, TOKENS = 64, 8, 2000
+ROUNDS = 15
+BAR = 5.0
+"""Nanoseconds per token, in few turns."""
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+
+
+def groups_of(turns: int) -> list[Group]:
+    draw = np.random.default_rng(0)
+    kinds = np.array([PROMPT, *[SAMPLED, OBSERVED] * (turns - 1), SAMPLED], dtype=np.uint8)
+
+    def attempt(ticket: int, member: int) -> Trajectory:
+        lengths = draw.integers(1, 2 * TOKENS // len(kinds), len(kinds))
+        total, sampled = int(lengths.sum()), int(lengths[kinds == SAMPLED].sum())
+        rewards = np.zeros(sampled, dtype=np.float32)
+        rewards[-1] = draw.random()
+        return Trajectory(
+            ticket=ticket,
+            member=member,
+            token_ids=draw.integers(0, 150_000, total).astype(np.int32),
+            kinds=kinds,
+            segment_offsets=offsets_of(lengths),
+            logprobs=-draw.random(sampled).astype(np.float32),
+            versions=VersionSpans.one(0, sampled),
+            rewards=rewards,
+        )
+
+    return [Group(ticket, "words", str(ticket), 0, tuple(attempt(ticket, k) for k in range(MEMBERS))) for ticket in range(GROUPS)]
+
+
+def main() -> None:
+    batches = {f"{turns} turns": groups_of(turns) for turns in (5, 100)}
+    tokens = {name: sum(len(each.token_ids) for group in groups for each in group.trajectories) for name, groups in batches.items()}
+    works = {name: lambda groups=groups: to_columns(groups, environments=("words",)) for name, groups in batches.items()}
+    print(machine())
+    for memory in ("new", "kept"):
+        if memory == "kept":
+            # glibc alone: what is freed is neither given back nor mapped anew
+            mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+            if mallopt is None or not all(mallopt(name, 2**30) for name in (_MMAP_THRESHOLD, _TRIM_THRESHOLD)):
+                print("kept memory: this C library cannot be asked for it")
+                return
+        for name, seconds in interleaved(works, ROUNDS).items():
+            figure = 1e9 * seconds / tokens[name]
+            bar = beside(figure, at_most=BAR) if memory == "kept" and name == "5 turns" else ""
+            print(f"{name}, {tokens[name]:,} tokens, {memory} memory: {figure:.1f} ns per token {bar}".rstrip())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The runner with the real renderer: what the sampler is given, turn by turn, and how turns that were cut short go on."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import define, evolve, field
+
+from skyrl_engine.contracts.kinds.environment import Action, EnvironmentClaims, StepResult, Task
+from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
+from skyrl_engine.contracts.values.rollout import PROMPT, Trajectory, VersionSpans
+from skyrl_engine.rollout.episodes import EpisodeReply
+from skyrl_engine.rollout.runner import Bounds, RolloutRunner
+from skyrl_engine.rollout.turns import TurnRenderer
+from skyrl_engine.testing.templates import TEMPLATES
+
+QUESTION = {"role": "user", "content": "how much is 1 + 1?"}
+GO_ON = StepResult(0.0, done=False, messages=({"role": "user", "content": "no."},))
+LOOKUP: Mapping[str, Any] = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "lookup", "arguments": {}}\n</tool_call>'
+
+
+@define(eq=False)
+class Model:
+    """Says these texts in turn, each cut where the request's limit cuts it, and remembers what it was given."""
+
+    renderer: TurnRenderer
+    texts: Sequence[str]
+    requests: list[GenerationRequest] = field(factory=list)
+    given: list[str] = field(factory=list)
+    waiting: list[GenerationRequest] = field(factory=list)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self.waiting += requests
+
+    def poll(self, timeout: float) -> list[Completion]:
+        assert timeout >= 0
+        done = []
+        for request in self.waiting:
+            ids = self.renderer.tokenizer(self.texts[len(self.requests)], add_special_tokens=False)["input_ids"]
+            cut = len(ids) > request.sampling.max_tokens
+            ids = np.array(ids[: request.sampling.max_tokens], dtype=np.int32)
+            self.requests.append(request)
+            self.given.append(self.renderer.tokenizer.decode(request.prompt_ids.tolist()))
+            spans, logprobs = VersionSpans.one(0, len(ids)), np.full(len(ids), -1, dtype=np.float32)
+            done.append(
+                Completion(request.request_id, ids, logprobs, spans, "length" if cut else "stop", None if cut else int(ids[-1]))
+            )
+        self.waiting = []
+        return done
+
+    def abort(self, request_ids: Sequence[int] | None = None) -> None:
+        assert request_ids is None
+
+
+@define(eq=False)
+class Answers:
+    """Gives these answers to the turns of an episode, and remembers the turns."""
+
+    results: Sequence[StepResult]
+    actions: list[Action] = field(factory=list)
+    ready: list[EpisodeReply] = field(factory=list)
+    pending: int = 0
+
+    def open(self, episode: int, environment: int, task: Task, seed: int) -> None:
+        assert (environment, bool(task.key), seed >= 0) == (0, True, True)
+        self.ready.append(EpisodeReply(episode, messages=()))
+
+    def step(self, episode: int, action: Action) -> None:
+        self.ready.append(EpisodeReply(episode, result=self.results[len(self.actions)]))
+        self.actions.append(action)
+
+    def close(self, episode: int) -> None:
+        assert episode > 0
+
+    def poll(self, timeout: float) -> list[EpisodeReply]:
+        assert timeout >= 0
+        ready, self.ready = self.ready, []
+        return ready
+
+
+def attempt(
+    texts: Sequence[str],
+    results: Sequence[StepResult],
+    *,
+    template: str = "chatml",
+    history: Any = "append",
+    tools: Any = (),
+    room: int = 400,
+) -> tuple[Trajectory, Model, Answers]:
+    renderer = TurnRenderer(TEMPLATES[template].tokenizer(), history=history)
+    model, answers = Model(renderer, texts), Answers(results)
+    runner = RolloutRunner(
+        sampler=model,
+        episodes=answers,
+        turns=renderer,
+        names=["sums"],
+        claims=[EnvironmentClaims(max_turns=5)],
+        sampling=Sampling(max_tokens=room),
+        bounds=Bounds(group_size=1, max_prompt_tokens=1000, max_tokens=room, keeps_history=history == "append"),
+        seed=0,
+    )
+    runner.start(0, 0, Task("t", messages=(QUESTION,), tools=tuple(tools)), 0)
+    (group,) = runner.advance(5.0)
+    return group.trajectories[0], model, answers
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+def test_later_turns_follow_what_was_sampled(history: Any) -> None:
+    made, model, _ = attempt(["three<|im_end|>", "two<|im_end|>"], [GO_ON, StepResult(1.0)], history=history)
+    assert model.given[1] == model.given[0] + "three<|im_end|>\n<|im_start|>user\nno.<|im_end|>\n<|im_start|>assistant\n"
+    assert made.status == "finished"
+    assert np.count_nonzero(made.kinds == PROMPT) == 1
+    assert made.reward == 1.0
+
+
+def test_a_removed_thought_begins_a_new_stretch_where_histories_are_rendered() -> None:
+    texts = ["<think>\nhm\n</think>\n\nthree<|im_end|>", "two<|im_end|>"]
+    made, model, _ = attempt(texts, [GO_ON, StepResult(1.0)], template="thinking", history="template")
+    assert "hm" not in model.given[1]
+    assert np.count_nonzero(made.kinds == PROMPT) == 2
+    made, model, _ = attempt(texts, [GO_ON, StepResult(1.0)], template="thinking")
+    assert "hm" in model.given[1]
+    assert np.count_nonzero(made.kinds == PROMPT) == 1
+
+
+def test_a_turn_that_the_environment_cuts_short_is_followed_by_another() -> None:
+    """Its end was not sampled, so the template's own token follows; only `max_tokens` truncates an attempt."""
+    short = evolve(GO_ON, sampling={"max_tokens": 3})
+    made, model, answers = attempt(["three<|im_end|>", "twofold<|im_end|>", "two<|im_end|>"], [short, GO_ON, StepResult(1.0)])
+    assert [action.finish for action in answers.actions] == ["stop", "length", "stop"]
+    assert answers.actions[1].text == "two"
+    assert model.given[2].endswith("two<|im_end|>\n<|im_start|>user\nno.<|im_end|>\n<|im_start|>assistant\n")
+    assert made.status == "finished"
+    done = evolve(GO_ON, done=True, messages=())
+    made, _, _ = attempt(["three<|im_end|>", "twofold<|im_end|>"], [short, done])
+    assert made.status == "finished"
+    made, _, _ = attempt(["three<|im_end|>"], [GO_ON], room=3)
+    assert made.status == "truncated"
+    made, _, _ = attempt(["three<|im_end|>"], [done], room=3)
+    assert made.status == "truncated"
+
+
+def test_answers_that_the_template_refuses_fail_the_attempt_alone() -> None:
+    twice = evolve(GO_ON, messages=GO_ON.messages * 2)
+    made, _, _ = attempt(["three<end_of_turn>"], [twice], template="model_role")
+    assert made.status == "failed"
+    assert "refuses the environment's answer" in str(made.cause)
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+def test_calls_and_answers_of_tools(history: Any) -> None:
+    """In a history that is rendered anew a call stands once, as the template writes it."""
+    found = StepResult(0.0, done=False, messages=({"role": "tool", "content": "a plant"},))
+    made, model, answers = attempt(
+        [f"\n{CALL}<|im_end|>", "two<|im_end|>"], [found, StepResult(1.0)], history=history, tools=[LOOKUP]
+    )
+    assert [call.name for call in answers.actions[0].tool_calls] == ["lookup"]
+    behind = model.given[1].removeprefix(model.given[0])
+    assert (
+        behind
+        == f"\n{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\na plant\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert made.tool_problems == 0
