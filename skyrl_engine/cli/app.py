@@ -33,6 +33,9 @@ COMMANDS = {
     "plugins": LazyCommand("skyrl_engine.cli.plugins:plugins", "List installed plugins, show one, verify one, write a new one."),
     "config": LazyCommand("skyrl_engine.cli.config:config", "Show, check and describe configurations."),
     "data": LazyCommand("skyrl_engine.cli.data:data", "Look at data as the trainer will see it."),
+    "rollouts": LazyCommand(
+        "skyrl_engine.cli.rollouts:rollouts", "Look at the attempts of a run by reinforcement, compare steps, export them."
+    ),
     "export": LazyCommand("skyrl_engine.cli.export:export", "Write a checkpoint as a Hugging Face directory."),
 }
 

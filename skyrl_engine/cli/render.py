@@ -91,6 +91,18 @@ def show_lines(lines: Sequence[str]) -> None:
         console.print(Text(f"  {line}"))
 
 
+_SEGMENTS = {"prompt": "dim", "sampled": "green", "observed": "yellow"}
+"""Styles of stretches of a rollout, by what they are."""
+
+
+def show_segments(segments: Sequence[tuple[str, str]]) -> None:
+    """Print stretches of a rollout, each under its name and in its colour, on stdout."""
+    console = _console()
+    for name, text in segments:
+        console.print(Text(f"--- {name}", style="bold"))
+        console.print(Text(text, style=_SEGMENTS[name]))
+
+
 def show_verdict(label: str, options: Mapping[str, Any], verdict: "Verdict") -> None:
     """Print the conformance kit's verdict on a plugin, promise by promise, on stdout."""
     console = _console()

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
         WeightForm,
         WeightSource,
     )
-    from skyrl_engine.contracts.kinds.group_filter import FunctionGroupFilter, GroupFilter, GroupView
+    from skyrl_engine.contracts.kinds.group_filter import FunctionGroupFilter, GroupFilter, GroupView, as_drop_reason
     from skyrl_engine.contracts.kinds.loss import (
         MODEL_SCORES,
         FunctionLoss,
@@ -234,6 +234,7 @@ __all__ = [
     "WeightForm",
     "WeightSource",
     "as_advantage_output",
+    "as_drop_reason",
     "as_loss_output",
     "carried_by",
     "collate",
@@ -354,6 +355,7 @@ _HOMES = {
     "WeightForm": "kinds.generator",
     "WeightSource": "kinds.generator",
     "as_advantage_output": "kinds.advantage",
+    "as_drop_reason": "kinds.group_filter",
     "as_loss_output": "kinds.loss",
     "carried_by": "kinds.collator",
     "collate": "kinds.collator",

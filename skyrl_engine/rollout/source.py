@@ -8,9 +8,8 @@ import numpy as np
 from attrs import define, evolve, field, frozen
 
 from skyrl_engine.contracts.kinds.environment import Task
-from skyrl_engine.contracts.kinds.group_filter import GroupFilter, GroupView
+from skyrl_engine.contracts.kinds.group_filter import GroupFilter, GroupView, as_drop_reason
 from skyrl_engine.contracts.values.rollout import Group
-from skyrl_engine.errors import ContractError
 from skyrl_engine.registry.host import blaming
 from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.journal import Journal
@@ -18,7 +17,6 @@ from skyrl_engine.rollout.ledger import RolloutLedger
 from skyrl_engine.rollout.runner import RolloutRunner
 
 _PATIENCE_S: Final = 1.0
-_FAILED: Final = "failed"
 
 
 @frozen(eq=False)
@@ -119,14 +117,9 @@ class RolloutSource:
         view = view_of(group, staleness=self.ledger.version - group.start_version)
         for part in self.filters:
             with blaming(part.owner, "its call"):
-                reason = part.product(view)
-            if reason is None:
-                continue
-            if not isinstance(reason, str) or not reason.strip() or reason == _FAILED:
-                raise ContractError(
-                    f"{part.label} answered {reason!r:.80}", remedy="Return None to keep a group, or a short text to drop it"
-                )
-            return reason
+                answer = part.product(view)
+            if (reason := as_drop_reason(part.label, answer)) is not None:
+                return reason
         return None
 
 

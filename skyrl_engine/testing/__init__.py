@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from skyrl_engine.testing.conformance import Conformance
     from skyrl_engine.testing.corrections.suite import CorrectionConformance
     from skyrl_engine.testing.generators.suite import GeneratorConformance
+    from skyrl_engine.testing.group_filters.suite import GroupFilterConformance
     from skyrl_engine.testing.kit import promises_of, verify
     from skyrl_engine.testing.losses.suite import LossConformance
     from skyrl_engine.testing.mergers.suite import MergerConformance
@@ -32,6 +33,7 @@ __all__ = [
     "CorrectionConformance",
     "Finding",
     "GeneratorConformance",
+    "GroupFilterConformance",
     "LossConformance",
     "MergerConformance",
     "Promise",
@@ -56,6 +58,7 @@ _HOMES = {
     "CorrectionConformance": "corrections.suite",
     "Finding": "promise",
     "GeneratorConformance": "generators.suite",
+    "GroupFilterConformance": "group_filters.suite",
     "LossConformance": "losses.suite",
     "MergerConformance": "mergers.suite",
     "Promise": "promise",

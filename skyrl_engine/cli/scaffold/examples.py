@@ -29,6 +29,10 @@ REDUCER = Scaffold("A reducer for skyrl-engine between the mean over tokens and 
 ADVANTAGE = Scaffold(
     "An advantage for skyrl-engine: the best trajectories of a group against the others", ("--advantage", "${name}")
 )
+GROUP_FILTER = Scaffold(
+    "A group filter for skyrl-engine that drops groups of which most attempts were cut off",
+    ('group_filters=[{ use = "${name}" }]',),
+)
 MERGER = Scaffold("A merger for skyrl-engine that restores the caller's order of samples", ("--merger", "${name}"))
 COLLATOR = Scaffold("A collator for skyrl-engine: one sample per row, widths rounded up", ("--collator", "${name}"), TORCH)
 OBSERVER = Scaffold(

@@ -1,13 +1,20 @@
 """Group filter: decides from a group's rewards whether it is worth training on. No torch."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from attrs import define, frozen
 
+from skyrl_engine.errors import ContractError
+
 FloatArray = npt.NDArray[np.float64]
+
+FAILED: Final = "failed"
+"""Reason under which groups are counted of which too many attempts failed; no filter may use it."""
+
+LONGEST_REASON: Final = 60
 
 
 @frozen(eq=False)
@@ -43,3 +50,17 @@ class FunctionGroupFilter:
 
     def __call__(self, group: GroupView) -> str | None:
         return self.function(group, self.config)
+
+
+def as_drop_reason(label: str, answer: object) -> str | None:
+    """Take what a filter returned: None, or one short line of text; `label` names the filter in errors. Raises ContractError."""
+    if answer is None:
+        return None
+    if not isinstance(answer, str) or not answer.strip() or len(answer) > LONGEST_REASON or not answer.isprintable():
+        raise ContractError(
+            f"{label} answered {answer!r:.80}",
+            remedy=f"Return None to keep a group, or a reason to drop it: one line of at most {LONGEST_REASON} characters",
+        )
+    if answer == FAILED:
+        raise ContractError(f"{label} gave the reason {FAILED!r}, which is that of failed attempts", remedy="Choose another word")
+    return answer

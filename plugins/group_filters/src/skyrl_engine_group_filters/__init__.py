@@ -1,0 +1,1 @@
+"""Group filters for skyrl-engine."""

@@ -1,0 +1,318 @@
+"""`skyrl-engine rollouts list|show|diff|export|check`: what the model attempted in a run by reinforcement."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from attrs import frozen
+
+from skyrl_engine.cli.command import EngineGroup
+
+if TYPE_CHECKING:
+    from skyrl_engine.contracts.values.rollout import Group, Trajectory
+    from skyrl_engine.rollout.journal import JournalIndex
+
+_RUN = click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
+
+
+@click.group(cls=EngineGroup)
+def rollouts() -> None:
+    """Look at the attempts of a run by reinforcement, compare steps, export them."""
+
+
+@frozen(eq=False)
+class _Attempt:
+    """An attempt with its group, and the step that trained on it or, where none did, that it was sampled for."""
+
+    step: int
+    group: "Group"
+    trajectory: "Trajectory"
+
+    @property
+    def name(self) -> str:
+        each = self.trajectory
+        return (
+            f"step {self.step}, {self.group.environment}: task {self.group.task_key}, attempt {each.member} of group {each.ticket}"
+        )
+
+
+def _index_of(run: Path) -> "JournalIndex":
+    """Read the headers of a run's journal. Raises RolloutError where there is none."""
+    from skyrl_engine.errors import RolloutError
+    from skyrl_engine.rollout.journal import read_index
+    from skyrl_engine.run.directory import RunDirectory
+
+    index = read_index(RunDirectory(run).rollouts)
+    if not index.ends:
+        raise RolloutError(f"{run} holds no rollouts", remedy="Name the directory of a run of trainer rl")
+    return index
+
+
+def _step_of(index: "JournalIndex") -> dict[int, int]:
+    """Return the step of every group: the one that trained on it, or that it was sampled for."""
+    trained = index.steps()
+    return {ticket: trained.get(ticket, int(entry.header["start_version"]) + 1) for ticket, entry in index.groups.items()}
+
+
+def _groups(index: "JournalIndex", steps: set[int] | None = None) -> Iterator[tuple[int, "Group"]]:
+    """Yield the step and the group of every record, of some steps alone or of all, in their order."""
+    from skyrl_engine.rollout.journal import settled
+
+    trained = index.steps()
+    for ticket, step in sorted(_step_of(index).items(), key=lambda each: (each[1], each[0])):
+        if steps is None or step in steps:
+            yield step, settled(index.groups[ticket].group(), trained=ticket in trained)
+
+
+def _decoder(run: Path) -> Callable[[Any], str]:
+    """Return what makes text of token ids; without a tokenizer it shows the ids, and says why on stderr."""
+    from skyrl_engine.rollout.texts import decoder_of
+    from skyrl_engine.run.directory import RunDirectory
+
+    decode, why = decoder_of(RunDirectory(run))
+    if decode is not None:
+        return decode
+    click.echo(f"token ids are shown: {why}", err=True)
+    return lambda ids: " ".join(str(int(each)) for each in ids)
+
+
+# --- list --------------------------------------------------------------------------------------------------------------------------
+
+
+@rollouts.command("list")
+@_RUN
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+def list_rollouts(run: Path, as_json: bool) -> None:
+    """List the steps of the run directory RUN with their groups, rewards and lost attempts."""
+    index = _index_of(run)
+    trained, steps = index.steps(), _step_of(index)
+    rows = [
+        _facts(index, step, [ticket for ticket in steps if steps[ticket] == step], trained) for step in sorted(set(steps.values()))
+    ]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    from skyrl_engine.cli.render import show_lines, show_table
+
+    shown = [{name: "" if value is None else f"{value:.4g}" for name, value in row.items()} for row in rows]
+    show_table(list(rows[0]) if rows else ["step"], [tuple(row.values()) for row in shown])
+    if index.damages:
+        click.echo()
+        show_lines([f"{damage}. `skyrl-engine rollouts check` says more" for damage in index.damages])
+
+
+def _facts(index: "JournalIndex", step: int, tickets: list[int], trained: Mapping[int, int]) -> dict[str, Any]:
+    headers = [index.groups[ticket].header for ticket in tickets]
+    statuses = [each for header in headers for each in header["statuses"]]
+    rewards = [
+        reward
+        for header in headers
+        for reward, status in zip(header["rewards"], header["statuses"], strict=True)
+        if status != "failed"
+    ]
+    return {
+        "step": step,
+        "groups": sum(ticket in trained for ticket in tickets),
+        "dropped": sum(
+            ticket not in trained and header["dropped"] is not None for ticket, header in zip(tickets, headers, strict=True)
+        ),
+        "attempts": len(statuses),
+        "failed": statuses.count("failed"),
+        "truncated": statuses.count("truncated"),
+        "reward": sum(rewards) / len(rewards) if rewards else None,
+        "lowest": min(rewards, default=None),
+        "highest": max(rewards, default=None),
+    }
+
+
+# --- show --------------------------------------------------------------------------------------------------------------------------
+
+
+@rollouts.command()
+@_RUN
+@click.option("--step", type=click.IntRange(min=1), metavar="STEP", help="Attempts of this step alone.")
+@click.option("--worst", "choice", flag_value="worst", help="Begin with the lowest reward.")
+@click.option("--best", "choice", flag_value="best", help="Begin with the highest reward.")
+@click.option("--truncated", is_flag=True, help="Only attempts that ended at their longest.")
+@click.option("--failed", is_flag=True, help="Only attempts that failed, with their causes.")
+@click.option("--grep", metavar="TEXT", help="Only attempts whose text holds TEXT, in any case.")
+@click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, metavar="N", help="Show so many at most.")
+@click.option("--tokens", is_flag=True, help="One line per token, with log-probabilities, versions and rewards.")
+def show(
+    run: Path, step: int | None, choice: str | None, truncated: bool, failed: bool, grep: str | None, limit: int, tokens: bool
+) -> None:
+    """Show attempts of the run directory RUN: prompts, what was sampled, what environments answered, rewards.
+
+    Without a choice they are those of the newest step; with one, of all steps.
+    """
+    index = _index_of(run)
+    if step is None and not (choice or truncated or failed or grep):
+        step = max(_step_of(index).values(), default=None)
+    decode = _decoder(run)
+    found = [
+        _Attempt(own, group, each)
+        for own, group in _groups(index, None if step is None else {step})
+        for each in group.trajectories
+        if (not truncated or each.status == "truncated")
+        and (not failed or each.status == "failed")
+        and (grep is None or grep.lower() in decode(each.token_ids).lower())
+    ]
+    if choice is not None:
+        found = [each for each in found if each.trajectory.status != "failed" or failed]
+        found.sort(key=lambda each: each.trajectory.reward, reverse=choice == "best")
+    for attempt in found[:limit]:
+        _show_attempt(attempt, decode, tokens=tokens)
+    if len(found) > limit:
+        click.echo(f"\n{len(found) - limit} more; --limit shows them")
+    if not found:
+        click.echo("No attempt is of that kind.")
+
+
+_WORDS = ("prompt", "sampled", "observed")
+
+
+def _show_attempt(attempt: _Attempt, decode: Callable[[Any], str], *, tokens: bool) -> None:
+    from skyrl_engine.cli.render import show_facts, show_heading, show_segments, show_table
+    from skyrl_engine.rollout.exported import segments_of
+
+    each, group = attempt.trajectory, attempt.group
+    show_heading(attempt.name)
+    rewards = [one.reward for one in group.finished]
+    facts = {
+        "reward": f"{each.reward:g}" + (f" (mean of the group: {sum(rewards) / len(rewards):.4g})" if rewards else ""),
+        **{f"  {name}": f"{value:g}" for name, value in each.parts.items()},
+        "status": each.status + (f": {each.cause}" if each.cause else ""),
+        "dropped": group.dropped,
+        "success": None if each.success is None else "yes" if each.success else "no",
+        "turns": f"{each.turns}, ended by {', '.join(each.stops)}" if each.stops else None,
+        "tokens": f"{len(each.logprobs)} sampled of {len(each.token_ids)}, by version {_versions(each)}",
+    }
+    show_facts({name: value for name, value in facts.items() if value is not None})
+    if tokens:
+        show_table(("place", "kind", "id", "text", "logprob", "version", "reward"), list(_token_rows(each, decode)))
+    else:
+        show_segments([(_WORDS[kind], decode(each.token_ids[places])) for kind, places in segments_of(each)])
+
+
+def _versions(each: "Trajectory") -> str:
+    versions = [str(int(version)) for version in each.versions.versions]
+    return " to ".join(dict.fromkeys([versions[0], versions[-1]])) if versions else "none"
+
+
+def _token_rows(each: "Trajectory", decode: Callable[[Any], str]) -> Iterator[tuple[Any, ...]]:
+    from skyrl_engine.rollout.exported import segments_of
+
+    versions, drawn = each.versions.per_token(len(each.logprobs)), 0
+    for kind, places in segments_of(each):
+        for place in range(places.start, places.stop):
+            token = int(each.token_ids[place])
+            of_sampled: tuple[Any, ...] = ("", "", "")
+            if _WORDS[kind] == "sampled":
+                reward = float(each.rewards[drawn])
+                of_sampled = (f"{each.logprobs[drawn]:.4f}", int(versions[drawn]), f"{reward:g}" if reward else "")
+                drawn += 1
+            yield (place, _WORDS[kind], token, repr(decode([token]))[1:-1], *of_sampled)
+
+
+# --- diff --------------------------------------------------------------------------------------------------------------------------
+
+
+@rollouts.command()
+@_RUN
+@click.option("--steps", type=click.IntRange(min=1), nargs=2, required=True, metavar="A B", help="The two steps.")
+@click.option(
+    "--limit", type=click.IntRange(min=0), default=1, show_default=True, metavar="N", help="Tasks whose best attempts are shown."
+)
+def diff(run: Path, steps: tuple[int, int], limit: int) -> None:
+    """Compare what two steps of the run directory RUN made of the same tasks."""
+    from skyrl_engine.cli.render import show_table
+    from skyrl_engine.errors import RolloutError
+
+    index = _index_of(run)
+    of_step: dict[int, dict[tuple[str, str], Group]] = {step: {} for step in steps}
+    for step, group in _groups(index, set(steps)):
+        of_step[step][group.environment, group.task_key] = group
+    for step in steps:
+        if not of_step[step]:
+            raise RolloutError(f"{run} holds no rollouts of step {step}", remedy="`skyrl-engine rollouts list` names the steps")
+    before, after = (of_step[step] for step in steps)
+    shared = sorted(before.keys() & after.keys())
+    names = [f"reward {step}" for step in steps] + [f"tokens {step}" for step in steps]
+    rows = [
+        (f"{environment}: {key}", *_means([before[environment, key]], [after[environment, key]])) for environment, key in shared
+    ]
+    every = ("all tasks", *_means(list(before.values()), list(after.values())))
+    show_table(("task", *names), [*rows, every])
+    if not shared:
+        click.echo("\nThe steps share no task.")
+        return
+    if limit == 0:
+        return
+    decode = _decoder(run)
+    for place in shared[:limit]:
+        for step, group in zip(steps, (before[place], after[place]), strict=True):
+            best = max(group.finished, key=lambda each: each.reward, default=None)
+            if best is not None:
+                _show_attempt(_Attempt(step, group, best), decode, tokens=False)
+
+
+def _means(*sides: "list[Group]") -> list[str]:
+    rewards = [[each.reward for group in side for each in group.finished] for side in sides]
+    lengths = [[float(len(each.logprobs)) for group in side for each in group.finished] for side in sides]
+    return [f"{sum(values) / len(values):.4g}" if values else "" for values in [*rewards, *lengths]]
+
+
+# --- export ------------------------------------------------------------------------------------------------------------------------
+
+
+@rollouts.command()
+@_RUN
+@click.option("--to", type=click.Choice(["jsonl", "parquet"]), required=True, help="Form of the file.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="FILE", help="The file to write.")
+@click.option("--min-reward", type=float, metavar="X", help="Only attempts that finished with this reward or more.")
+def export(run: Path, to: Any, out: Path, min_reward: float | None) -> None:
+    """Write the rollouts of the run directory RUN as rows of texts, tokens and rewards.
+
+    `skyrl-engine sft --data FILE` trains on them (with --min-reward: on the good ones), and `rl.rollouts` takes a whole export in the place of
+    sampling.
+    """
+    from skyrl_engine.rollout.exported import rows_of, write_rows
+    from skyrl_engine.rollout.texts import decoder_of
+    from skyrl_engine.run.directory import RunDirectory
+
+    index = _index_of(run)
+    decode, why = decoder_of(RunDirectory(run))
+    if decode is None:
+        click.echo(f"the texts are left out: {why}", err=True)
+    trained = index.steps()
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for _, group in _groups(index):
+            for row in rows_of(group, step=trained.get(group.ticket), decode=decode):
+                good = min_reward is None or (row["status"] != "failed" and row["reward"] >= min_reward)
+                if good and row["segment_lengths"]:
+                    yield row
+
+    count = write_rows(rows(), out, to)
+    click.echo(f"rows: {count}\nfile: {out}")
+
+
+# --- check -------------------------------------------------------------------------------------------------------------------------
+
+
+@rollouts.command()
+@_RUN
+def check(run: Path) -> int:
+    """Check the journal of the run directory RUN: all of it can be read, and no group was trained on twice."""
+    from skyrl_engine.cli.render import show_lines
+    from skyrl_engine.rollout.checking import check_journal
+    from skyrl_engine.run.directory import RunDirectory
+
+    _index_of(run)
+    checked = check_journal(RunDirectory(run).rollouts)
+    click.echo(f"{checked.groups} groups of {checked.attempts} attempts, {checked.steps} steps trained")
+    show_lines([*checked.notes, *checked.wrong])
+    click.echo("wrong" if checked.wrong else "whole: every group that was trained on is recorded, and was trained on once")
+    return int(bool(checked.wrong))

@@ -1,0 +1,1 @@
+"""The promises of group filters: cases, checks and the pytest suite."""

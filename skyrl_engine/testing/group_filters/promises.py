@@ -1,0 +1,148 @@
+"""Promises of every group filter."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import evolve
+from hypothesis import strategies as st
+
+from skyrl_engine.contracts.kinds.group_filter import GroupView, as_drop_reason
+from skyrl_engine.errors import EngineError
+from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.testing.group_filters.views import Shown, shown
+from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
+from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
+from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
+from skyrl_engine.testing.subject import Subject
+
+MOST_REASONS = 4
+_PURE = "Let the answer be a function of the group alone"
+
+
+def _one(_subject: Subject[Any]) -> "st.SearchStrategy[Shown]":
+    return shown()
+
+
+def _many(_subject: Subject[Any]) -> "st.SearchStrategy[Groups]":
+    return st.lists(shown(most=2, plain=True), min_size=2, max_size=8).map(Groups)
+
+
+class Groups(list[Shown]):
+    """Groups in the order in which they end, which describe themselves in words."""
+
+    def __str__(self) -> str:
+        return "\nthen ".join(str(each) for each in self)
+
+
+def _asked(subject: Subject[Any], product: Any, view: GroupView) -> str | None:
+    """Return the answer as the engine takes it. Raises the error that a run would show."""
+    with blaming(Owner.named(subject.label, "group_filter"), "__call__"):
+        answer = product(view)
+    return as_drop_reason(subject.label, answer)
+
+
+def _answers(subject: Subject[Any], groups: Sequence[Shown], product: Any = None) -> list[str | None]:
+    """Return answers of one filter (a new one, or `product`). Raises Undecidable where it fails or returns something else."""
+    made = subject.make() if product is None else product
+    try:
+        return [_asked(subject, made, each.view()) for each in groups]
+    except EngineError as error:
+        raise Undecidable(error.cause) from error
+
+
+def _words(answer: str | None) -> str:
+    return "keeps the group" if answer is None else f"drops it as {answer!r}"
+
+
+@promise("It returns None or a short text, also for a group of one", cases=_one)
+def answer(subject: Subject[Any], case: Shown) -> None:
+    try:
+        _asked(subject, subject.make(), case.view())
+    except EngineError as error:
+        raise Broken(error.cause, error.remedy) from error
+
+
+def _has_no_oracle(subject: Subject[Any]) -> str | None:
+    return None if "oracle" in subject.hooks else "there is no oracle to compare with"
+
+
+@promise("Its answers are those of the oracle", cases=_one, exempt=_has_no_oracle)
+def oracle(subject: Subject[Any], case: Shown) -> None:
+    (given,) = _answers(subject, [case])
+    due = subject.hooks["oracle"](case.view())
+    if given != due:
+        raise Broken(f"{_words(given)}, where the oracle {_words(due)}", "Compare the two")
+
+
+def _reordered(_subject: Subject[Any]) -> "st.SearchStrategy[Groups]":
+    def moved(group: Shown) -> "st.SearchStrategy[Groups]":
+        return st.permutations(group.attempts).map(lambda order: Groups([group, evolve(group, attempts=tuple(order))]))
+
+    return shown().flatmap(moved)
+
+
+@promise("The order of the attempts changes nothing", cases=_reordered, effort=3)
+def member_order(subject: Subject[Any], case: Groups) -> None:
+    one, other = (_answers(subject, [each])[0] for each in case)
+    if one != other:
+        raise Broken(
+            f"{_words(one)}, and in another order of attempts {_words(other)}",
+            "Compare no attempt with its neighbour; add up with math.fsum where a bound decides",
+        )
+
+
+@promise("What it saw before changes nothing", cases=_many)
+def no_memory(subject: Subject[Any], case: Groups) -> None:
+    together = _answers(subject, case)
+    for group, after in zip(case, together, strict=True):
+        (alone,) = _answers(subject, [group])
+        if alone != after:
+            raise Broken(f"{_words(alone)} that it sees first, and after others {_words(after)}: it keeps something", _PURE)
+
+
+@promise("It gives few reasons, which are names of metrics", cases=_many)
+def few_reasons(subject: Subject[Any], case: Groups) -> None:
+    reasons = sorted({each for each in _answers(subject, case) if each is not None})
+    if len(reasons) > MOST_REASONS:
+        raise Broken(
+            f"gives {len(reasons)} reasons for {len(case)} groups: {', '.join(map(repr, reasons[:3]))}, ...",
+            "Leave numbers and names of the group out of the reason",
+        )
+
+
+@promise("It does not change the group", cases=_one)
+def inputs_unchanged(subject: Subject[Any], case: Shown) -> None:
+    view, before = case.view(), case.view()
+    try:
+        _asked(subject, subject.make(), view)
+    except EngineError as error:
+        raise Undecidable(error.cause) from error
+    for name in ("rewards", "success", "lengths", "truncated"):
+        if getattr(view, name).tobytes() != getattr(before, name).tobytes():
+            raise Broken(f"changes group.{name} in place, which the next filter reads", "Work on a copy: np.sort(x), not x.sort()")
+
+
+@promise("It answers the same in every call and whatever the random state, which it leaves alone", cases=_one)
+def repeatable(subject: Subject[Any], case: Shown) -> None:
+    product, answers = subject.make(), []
+    with restored_random_state():
+        for seed in range(4):
+            seed_everything(seed)
+            before = global_random_state()
+            answers += _answers(subject, [case], product)
+            if global_random_state() != before:
+                raise Broken("draws from the global random state", _PURE)
+    if len(set(answers)) > 1:
+        raise Broken(f"{_words(answers[0])} and, asked again, another time does not: it keeps something, or draws numbers", _PURE)
+
+
+GROUP_FILTER_PROMISES: tuple[Promise[Any, Any], ...] = (
+    repeatable,
+    answer,
+    oracle,
+    member_order,
+    no_memory,
+    few_reasons,
+    inputs_unchanged,
+    *PLUGIN_PROMISES,
+)

@@ -1,0 +1,64 @@
+"""Groups for filters: of one attempt or several, of equal rewards and others."""
+
+import numpy as np
+from attrs import frozen
+from hypothesis import strategies as st
+
+from skyrl_engine.contracts.kinds.group_filter import GroupView
+
+REWARDS = (0.0, 0.25, 0.5, 1.0, -1.0, 2.0, 0.1, 3.3)
+
+
+@frozen
+class Attempt:
+    """What a filter sees of one attempt."""
+
+    reward: float
+    success: bool
+    length: int
+    truncated: bool
+
+
+@frozen
+class Shown:
+    """A group as rows, which describes itself in words."""
+
+    attempts: tuple[Attempt, ...]
+    environment: str = "first"
+    staleness: int = 0
+
+    def view(self) -> GroupView:
+        """Make the arrays that a filter sees, new ones in every call."""
+        return GroupView(
+            self.environment,
+            np.array([each.reward for each in self.attempts], dtype=np.float64),
+            np.array([each.success for each in self.attempts], dtype=np.bool_),
+            np.array([each.length for each in self.attempts], dtype=np.int64),
+            np.array([each.truncated for each in self.attempts], dtype=np.bool_),
+            self.staleness,
+        )
+
+    def __str__(self) -> str:
+        told = [
+            f"reward {each.reward:g}, {each.length} tokens{', right' * each.success}{', truncated' * each.truncated}"
+            for each in self.attempts
+        ]
+        return "\n".join([f"{self.environment}, staleness {self.staleness}", *told])
+
+
+def attempts(*, plain: bool = False) -> "st.SearchStrategy[Attempt]":
+    """Draw attempts whose rewards are often equal; `plain` ones are of a few lengths and rewards."""
+    rewards = st.sampled_from(REWARDS)
+    if plain:
+        return st.builds(Attempt, rewards, st.booleans(), st.sampled_from((0, 9, 64)), st.booleans())
+    rewards |= st.floats(-100, 100)
+    return st.builds(Attempt, rewards, st.booleans(), st.integers(0, 2000), st.booleans())
+
+
+@st.composite
+def shown(draw: st.DrawFn, *, most: int = 6, plain: bool = False) -> Shown:
+    """Draw groups of one to `most` attempts, every third of equal rewards."""
+    members = tuple(draw(st.lists(attempts(plain=plain), min_size=1, max_size=most)))
+    if draw(st.sampled_from((True, False, False))):
+        members = tuple(Attempt(members[0].reward, each.success, each.length, each.truncated) for each in members)
+    return Shown(members, draw(st.sampled_from(("first", "second"))), draw(st.integers(0, 3)))

@@ -1,0 +1,54 @@
+"""Every promise to group filters is broken by something."""
+
+from functools import partial
+
+import breaking
+import pytest
+import wrong_group_filters as wrong
+
+from skyrl_engine.testing.group_filters.promises import GROUP_FILTER_PROMISES
+
+broken_by = partial(breaking.broken_by, GROUP_FILTER_PROMISES, examples=60)
+
+FAULTS = [
+    (wrong.AnswersYes, {"answer"}, "answered"),
+    (wrong.EmptyReason, {"answer"}, "answered ''"),
+    (wrong.ReasonOfTheEngine, {"answer"}, "that of failed attempts"),
+    (wrong.NeedsTwo, {"answer"}, "Degrees of freedom"),
+    (wrong.ReadsTokens, {"answer"}, "no attribute 'token_ids'"),
+    (wrong.LooksAtTheFirst, {"member_order"}, "in another order of attempts"),
+    (wrong.ComparesNeighbours, {"member_order"}, "in another order of attempts"),
+    (wrong.DropsRepeats, {"no_memory", "repeatable"}, "it keeps something"),
+    (wrong.LimitsDrops, {"no_memory", "repeatable"}, "it keeps something"),
+    (wrong.DropsAtRandom, {"repeatable"}, "draws from the global random state"),
+    (wrong.DrawsFromNumpy, {"repeatable"}, "draws from the global random state"),
+    (wrong.NumberInTheReason, {"few_reasons"}, "Leave numbers and names of the group out"),
+    (wrong.SortsInPlace, {"inputs_unchanged"}, "changes group.rewards in place"),
+    (wrong.ForgetsTheGroup, {"inputs_unchanged"}, "changes group.truncated in place"),
+    (wrong.HoldsALambda, {"pickling"}, "cannot be pickled"),
+]
+
+
+@pytest.mark.parametrize(("fault", "promises", "words"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_wrong_filter_breaks_its_promise(fault, promises, words):
+    held = [each for each in GROUP_FILTER_PROMISES if each.name in promises]
+    breaking.require_broken(breaking.broken_by(held, fault, promises, examples=60), promises, words)
+
+
+@pytest.mark.parametrize("fault", [wrong.LooksAtTheFirst, wrong.NumberInTheReason, wrong.SortsInPlace, wrong.DrawsFromNumpy])
+def test_and_no_other(fault):
+    due = next(promises for each, promises, _ in FAULTS if each is fault)
+    assert set(broken_by(fault, due)) == due
+
+
+def test_what_the_faults_are_made_of_is_right():
+    assert broken_by(wrong.Plain) == {}
+
+
+def test_an_oracle_holds_a_filter_to_its_definition():
+    assert set(broken_by(wrong.Plain, {"oracle"}, hooks={"oracle": lambda _group: None})) == {"oracle"}
+
+
+def test_every_promise_to_filters_is_broken_by_something():
+    elsewhere = {"oracle", "config_round_trip", "light_import"}  # above, and broken by others in this folder
+    assert {each.name for each in GROUP_FILTER_PROMISES} == {name for _, names, _ in FAULTS for name in names} | elsewhere

@@ -1,0 +1,117 @@
+"""Group filters with one fault each, made from a right one: a group of equal rewards is dropped."""
+
+import random
+
+import numpy as np
+from attrs import define, field
+
+
+class Plain:
+    def __call__(self, group):
+        return "zero_variance" if group.rewards.max() == group.rewards.min() else None
+
+
+class AnswersYes:
+    """True and False, as in other engines, where a text is due."""
+
+    def __call__(self, group):
+        return bool(group.rewards.max() == group.rewards.min())
+
+
+class EmptyReason(Plain):
+    def __call__(self, group):
+        return "" if super().__call__(group) else None
+
+
+class ReasonOfTheEngine(Plain):
+    def __call__(self, group):
+        return "failed" if super().__call__(group) else None
+
+
+class NeedsTwo:
+    """The deviation with n - 1, which a group of one does not have."""
+
+    def __call__(self, group):
+        with np.errstate(all="raise"):
+            return "zero_variance" if group.rewards.var(ddof=1) == 0 else None
+
+
+class ReadsTokens(Plain):
+    """What a filter is not shown."""
+
+    def __call__(self, group):
+        return "empty" if any(len(each) == 0 for each in group.token_ids) else super().__call__(group)
+
+
+class LooksAtTheFirst:
+    def __call__(self, group):
+        return "first_failed" if group.rewards[0] <= 0 else None
+
+
+class ComparesNeighbours:
+    def __call__(self, group):
+        return "falling" if (np.diff(group.rewards) < 0).any() else None
+
+
+@define
+class DropsRepeats(Plain):
+    """Keeps the first of two groups alike."""
+
+    seen: list[float] = field(factory=list)
+
+    def __call__(self, group):
+        mean = float(np.sort(group.rewards).mean())
+        if mean in self.seen:
+            return "seen"
+        self.seen.append(mean)
+        return None
+
+
+@define
+class LimitsDrops(Plain):
+    """Drops three groups, and then no more."""
+
+    left: int = 3
+
+    def __call__(self, group):
+        if self.left == 0 or Plain.__call__(self, group) is None:
+            return None
+        self.left -= 1
+        return "zero_variance"
+
+
+class DropsAtRandom:
+    def __call__(self, group):
+        return "unlucky" if random.random() < 0.5 else None
+
+
+class DrawsFromNumpy(Plain):
+    """The answer is right, and the run's random state is another one afterwards."""
+
+    def __call__(self, group):
+        np.random.random()
+        return super().__call__(group)
+
+
+class NumberInTheReason:
+    def __call__(self, group):
+        return f"mean {group.rewards.mean():.4g} of {len(group.rewards)}"[:60]
+
+
+class SortsInPlace(Plain):
+    def __call__(self, group):
+        group.rewards.sort()
+        return super().__call__(group)
+
+
+class ForgetsTheGroup(Plain):
+    """Marks in the view what it dropped."""
+
+    def __call__(self, group):
+        group.truncated[:] = True
+        return super().__call__(group)
+
+
+class HoldsALambda(Plain):
+    def __init__(self):
+        self.equal = lambda rewards: rewards.max() == rewards.min()
