@@ -357,6 +357,26 @@ def test_a_model_whose_cached_rows_are_wrong_is_sampled_by_reading_rows_anew(fol
     assert distance(model, asked, finished(generator, asked)) < 1e-4
 
 
+def test_a_model_that_no_rows_are_right_for_is_refused(folder, model, monkeypatch):
+    from skyrl_engine_generators import rows
+
+    monkeypatch.setattr(rows._Model, "logits", lambda self, hidden: self._parts.head(hidden) * 1.5)
+    with pytest.raises(UnsupportedError, match=r"Qwen3ForCausalLM\) cannot be sampled from: log-probabilities of its rows are"):
+        started(folder, model)
+
+
+def test_memory_of_a_device_is_freed_between_rollouts(folder, model):
+    generator = started(folder, model)
+    rows = generator._sets[POLICY].rows
+    finished(generator, requests(3))
+    assert rows._slots.capacity
+    rows._frees = True
+    finished(generator, requests(3))
+    assert rows._slots.capacity == 0
+    asked = requests(6, ignore_eos=True)
+    assert distance(model, asked, finished(generator, asked)) < 1e-4
+
+
 def test_an_abort_returns_a_beginning_of_what_would_have_come(folder, model):
     generator = started(folder, model, slots=3)
     asked = requests(5, max_tokens=20, ignore_eos=True)

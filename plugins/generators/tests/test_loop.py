@@ -27,6 +27,7 @@ class Scripted:
         self._scripts = scripts
         self._slots = [None] * slots
         self.reads = []
+        self.rested = 0
 
     def read(self, slots, rows):
         self.reads.append([len(row) for row in rows])
@@ -45,6 +46,9 @@ class Scripted:
     def copy(self, source, targets, length):
         for target in targets:
             self._slots[target] = self._slots[source][:length]
+
+    def rest(self):
+        self.rested += 1
 
     def logits(self, hidden):
         return torch.nn.functional.one_hot(hidden[:, 0].long(), len(WORDS)) * 1000.0
@@ -143,6 +147,7 @@ def test_a_prompt_of_a_group_is_read_once_in_a_batch_and_copied_from_a_live_row_
     loop.add(row(7, script=0, sampling=Sampling(max_tokens=3)))
     done = drained(loop)
     assert [len(done[number].token_ids) for number in range(8)] == [3, 5, 7, 9, 11, 13, 15, 3]
+    assert rows.rested == 1
     # the group's prompt, and that of the request which is in no group
     assert rows.reads == [[1], [1]]
 

@@ -140,6 +140,12 @@ class SlotLoop:
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Read prompts into free slots where enough of them are free, else sample one token of every live row; what finished by it."""
+        done = self._stepped()
+        if done and not len(self):
+            self._rows.rest()
+        return done
+
+    def _stepped(self) -> list[Completion]:
         free = self._slots - len(self._live)
         if self._waiting and free and (free >= self._refill or not self._live):
             return self._admit(free)
@@ -148,9 +154,9 @@ class SlotLoop:
         hidden = self._rows.step([row.last for row in self._live], [row.read for row in self._live])
         if self._settings is None:
             self._settings = self._of(self._live)
-        done = self._sample(self._live, self._rows.logits(hidden), self._settings)
-        self._compact(each is not None for each in done)
-        return [each for each in done if each is not None]
+        ended = self._sample(self._live, self._rows.logits(hidden), self._settings)
+        self._compact(each is not None for each in ended)
+        return [each for each in ended if each is not None]
 
     def _of(self, rows: Sequence[Row]) -> Settings:
         return Settings.of([row.request.sampling for row in rows], self._rows.device)

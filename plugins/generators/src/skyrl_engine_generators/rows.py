@@ -33,6 +33,9 @@ class Rows(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocabulary] of hidden states [n, width]."""
 
+    def rest(self) -> None:
+        """Free what no row needs: nothing is under way, and others may want the memory."""
+
 
 class _Model:
     """The decoder, the head and the rule of a plain transformers model."""
@@ -69,6 +72,8 @@ class CachedRows(_Model):
         super().__init__(model)
         self._kinds = kinds_of_attention(model.config)
         self._slots = Slots(slots)
+        # host memory is not worth filling with zeros again at every turn of a dialogue
+        self._frees = self.device.type == "cuda"
 
     def read(self, slots: Sequence[int], rows: Sequence[Ids]) -> Tensor:
         ids = self._padded(rows)
@@ -90,6 +95,10 @@ class CachedRows(_Model):
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         self._slots.copy(source, targets, length)
+
+    def rest(self) -> None:
+        if self._frees:
+            self._slots = Slots(self._slots.count)
 
 
 class ReadRows(_Model):
@@ -113,6 +122,9 @@ class ReadRows(_Model):
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         for target in targets:
             self._rows[target] = self._rows[source][:length]
+
+    def rest(self) -> None:
+        self._rows = [np.zeros(0, dtype=np.int64)] * len(self._rows)
 
     def _read(self, rows: Sequence[Ids]) -> Tensor:
         ids = self._padded(rows)

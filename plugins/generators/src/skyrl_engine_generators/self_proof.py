@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import Completion, GenerationRequest, Sampling
 from skyrl_engine_generators.loop import Row, SlotLoop
 from skyrl_engine_generators.rows import CachedRows, ReadRows, Rows
@@ -30,17 +31,18 @@ TOLERANCE_BFLOAT16 = 0.05
 
 
 def proven_rows(model: Any, slots: int, *, name: str, limit: int | None) -> Rows:
-    """Return rows that give the model's own log-probabilities: cached ones where they agree with the whole model, others with a warning."""
-    try:
-        gap = _gap(model, limit)
-    except Exception as error:  # noqa: BLE001 - model code that keeps something else than keys and values may fail in any way
-        lines = str(error).strip().splitlines()
-        refusal = f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}"
-    else:
-        bound = TOLERANCE_BFLOAT16 if next(model.parameters()).dtype == torch.bfloat16 else TOLERANCE
-        if gap <= bound:
-            return CachedRows(model, slots)
-        refusal = f"log-probabilities of cached rows are {gap:.2g} nats off"
+    """Return rows that give the model's own log-probabilities: cached ones where they agree with the whole model, others with a warning.
+
+    Raises UnsupportedError for a model of which no rows give them.
+    """
+    refusal = _refusal(CachedRows, model, limit)
+    if refusal is None:
+        return CachedRows(model, slots)
+    if (other := _refusal(ReadRows, model, limit)) is not None:
+        raise UnsupportedError(
+            f"{name} ({type(model).__name__}) cannot be sampled from: {other}",
+            remedy="Use a causal language model of text, or another generator",
+        )
     logger.warning(
         "%s (%s) is sampled without a cache, each token by reading its whole row, which is slow: %s",
         name,
@@ -50,11 +52,26 @@ def proven_rows(model: Any, slots: int, *, name: str, limit: int | None) -> Rows
     return ReadRows(model, slots)
 
 
+def _refusal(rows: type[CachedRows] | type[ReadRows], model: Any, limit: int | None) -> str | None:
+    """Return why these rows are not right for the model, as a clause; None where they are."""
+    try:
+        gap = _gap(rows, model, limit)
+    except Exception as error:  # noqa: BLE001 - model code that keeps something else than keys and values may fail in any way
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}"
+    bound = TOLERANCE_BFLOAT16 if _in_bfloat16(model) else TOLERANCE
+    return None if gap <= bound else f"log-probabilities of its rows are {gap:.2g} nats off"
+
+
+def _in_bfloat16(model: Any) -> bool:
+    return bool(next(model.parameters()).dtype == torch.bfloat16)
+
+
 @torch.inference_mode()
-def _gap(model: Any, limit: int | None) -> float:
+def _gap(kind: type[CachedRows] | type[ReadRows], model: Any, limit: int | None) -> float:
     """Return the largest distance in nats, the mean in bfloat16, between sampled log-probabilities and those of the plain model."""
     with _short_windows(model.config) as window:
-        rows = CachedRows(model, SLOTS)
+        rows = kind(model, SLOTS)
         loop = SlotLoop(rows, SLOTS)
         asked = _requests(rows.vocabulary, window, limit)
         for request in asked:
@@ -72,7 +89,7 @@ def _gap(model: Any, limit: int | None) -> float:
             whole = logprobs_of(logits[first - 1 : -1], ids[first:], 1.0).cpu().numpy()
             gaps.append(np.abs(whole - got[request.request_id].logprobs))
     found = np.concatenate(gaps)
-    gap = float(found.mean() if next(model.parameters()).dtype == torch.bfloat16 else found.max())
+    gap = float(found.mean() if _in_bfloat16(model) else found.max())
     # what is no number is no agreement
     return gap if gap == gap else float("inf")  # noqa: PLR0124 - false for NaN alone
 
