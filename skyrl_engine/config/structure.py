@@ -46,7 +46,8 @@ def structure(raw: RawConfig, need: Collection[str] | None = None, also: Collect
     known = sections()
     trainer, problems = _trainer(raw)
     problems = [*raw.problems, *problems]
-    problems += [_unknown(raw, key, known, trainer) for key in raw.table if key not in known]
+    own = [name for name, section in known.items() if trainer is None or section.belongs_to(trainer)]
+    problems += [_unknown(raw, key, own, trainer) for key in raw.table if key not in known]
     made: dict[str, Any] = {} if trainer is None else {"trainer": trainer.name}
     for name, section in known.items():
         if name == "trainer":
@@ -101,7 +102,7 @@ def _foreign(raw: RawConfig, name: str, trainer: Trainer, kind: Kind | None) -> 
         cause = f"[{name}] selects {kind.with_article}, and this run's trainer {trainer.name} uses none"
         return _problem(raw, (name,), RefusedError(cause, "Remove it, or choose another trainer"))
     owners = owners_of(name)
-    whose = f"trainer {owners[0]}" if len(owners) == 1 else f"the trainers {' and '.join(owners)}"
+    whose = f"trainer {owners[0]}" if len(owners) == 1 else f"the trainers {', '.join(owners[:-1])} and {owners[-1]}"
     cause = f"[{name}] is a table of {whose}, and this run's trainer is {trainer.name}"
     return _problem(raw, (name,), RefusedError(cause, f"Remove it, or set trainer = {shown(owners[0])}"))
 

@@ -1,7 +1,7 @@
 """CPU nanoseconds per token to lay trajectories out as columns: 512 attempts of about 2,000 tokens, in 5 turns and in 100.
 
-Rounds are interleaved in one process; a figure is the least CPU time. The bar holds where memory that was freed stays with the process: new pages
-may take a virtual machine longer than all else takes together, so both are printed. Run with `nox -s bench`.
+Rounds are interleaved in one process; a figure is the least CPU time. The bar holds where memory that was freed stays with the process: new
+pages may take a virtual machine longer than all else takes together, so both are printed. Run with `nox -s bench`.
 """
 
 import ctypes

@@ -66,7 +66,7 @@ def test_a_table_of_several_other_trainers_names_them_all(monkeypatch: pytest.Mo
         monkeypatch.setattr(f"skyrl_engine.config.{module}.TRAINERS", planted)
     assert problems("trainer=bare", "model.path=m", "checkpoint.keep=3") == [
         (
-            "command line: checkpoint: [checkpoint] is a table of the trainers sft and scoring, and this run's trainer is bare. "
+            "command line: checkpoint: [checkpoint] is a table of the trainers sft, rl and scoring, and this run's trainer is bare. "
             'Remove it, or set trainer = "sft"'
         )
     ]

@@ -501,7 +501,7 @@ good, wrong = Plugin(), Wrong()
     [
         ("advantage", "claims must be AdvantageClaims, is 'none'"),
         ("environment", "claims must be EnvironmentClaims, is {'max_turns': 3}"),
-        ("group_filter", "__call__"),
+        ("group_filter", "it cannot be called"),
     ],
 )
 def test_parts_of_rollouts_are_made_and_checked(install, kind: str, words: str) -> None:

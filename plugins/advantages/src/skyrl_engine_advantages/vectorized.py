@@ -72,7 +72,10 @@ class _Groups:
 
     def sums(self, values: FloatArray) -> FloatArray:
         """float64 [groups]: sums of `values` [R] over finished trajectories."""
-        return np.bincount(self.of[self.finished], weights=values[self.finished], minlength=self.groups)
+        sums: FloatArray = np.bincount(self.of[self.finished], weights=values[self.finished], minlength=self.groups).astype(
+            np.float64, copy=False
+        )
+        return sums
 
     def deviation(self, values: FloatArray) -> FloatArray:
         """float64 [groups]: the sample standard deviation (G - 1) of `values` [R]; 0 for a group of one."""
@@ -106,11 +109,12 @@ def _whitened(batch: AdvantageBatch, values: FloatArray, epsilon: float) -> Floa
         return np.zeros_like(values)
     mean = _total(scored) / len(scored)
     deviation = np.sqrt(_total((scored - mean) ** 2) / len(scored))
-    return np.where(batch.scored, (values - mean) / (deviation + epsilon), 0.0)
+    normalised: FloatArray = np.where(batch.scored, (values - mean) / (deviation + epsilon), 0.0)
+    return normalised
 
 
-def _total(values: FloatArray) -> FloatArray:
-    return np.add.accumulate(values)[-1]
+def _total(values: FloatArray) -> np.float64:
+    return np.float64(np.add.accumulate(values)[-1])
 
 
 def _temporal_differences(batch: AdvantageBatch, values: FloatArray, gamma: float) -> FloatArray:
