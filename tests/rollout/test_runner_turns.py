@@ -89,7 +89,14 @@ def attempt(
     tools: Any = (),
     room: int = 400,
 ) -> tuple[Trajectory, Model, Answers]:
-    renderer = TurnRenderer(TEMPLATES[template].tokenizer(), history=history)
+    tokenizer = TEMPLATES[template].tokenizer()
+    if template == "chatml":
+        # tokenizers may have a template of their own for tasks with tools
+        tokenizer.chat_template = {
+            "default": TEMPLATES["role_tokens"].text if tools else TEMPLATES["chatml"].text,
+            "tool_use": tokenizer.chat_template,
+        }
+    renderer = TurnRenderer(tokenizer, history=history)
     model, answers = Model(renderer, texts), Answers(results)
     runner = RolloutRunner(
         sampler=model,
@@ -140,6 +147,8 @@ def test_a_turn_that_the_environment_cuts_short_is_followed_by_another() -> None
     assert made.status == "truncated"
     made, _, _ = attempt(["three<|im_end|>"], [done], room=3)
     assert made.status == "truncated"
+    made, _, _ = attempt(["three<|im_end|>"], [done], room=len("three") + 1)
+    assert made.status == "finished", "it said all that it wanted"
 
 
 def test_answers_that_the_template_refuses_fail_the_attempt_alone() -> None:

@@ -191,6 +191,14 @@ def test_a_counter_needs_its_histories_rendered_anew() -> None:
     assert renderer_of("counter", history="template").prove() == ()
 
 
+def test_a_template_that_ends_after_two_rounds_is_refused() -> None:
+    """Nothing shows there that what follows a turn is the same after another history."""
+    tokenizer = TEMPLATES["one_round"].tokenizer()
+    tokenizer.chat_template = TEMPLATES["one_round"].text.replace("> 2", "> 3")
+    with pytest.raises(UnsupportedError, match="refuses a second round"):
+        TurnRenderer(tokenizer).prove()
+
+
 def test_one_round_is_refused_whatever_the_history() -> None:
     with pytest.raises(UnsupportedError, match="refuses a message of role 'user'"):
         renderer_of("one_round", history="template").prove()

@@ -180,6 +180,15 @@ def test_a_uniform_weight_changes_nothing_in_a_mean(name: str, structure: BatchS
     np.testing.assert_allclose(reducer.weights(scaled), wanted, rtol=1e-15)
 
 
+@empties
+@given(structures())
+def test_whole_attempts_are_sequences(empty: str, structure: BatchStructure) -> None:
+    """Where no history was rewritten, the two means are the same to the bit."""
+    alone = evolve(structure, trajectory_ids=np.arange(len(structure), dtype=np.int64)[::-1] * 3)
+    wanted = made("sequence_mean", empty).weights(structure)
+    assert made("trajectory_mean", empty).weights(alone).tobytes() == wanted.tobytes()
+
+
 def test_stretches_of_one_attempt_count_once() -> None:
     """An attempt of 3 + 1 tokens in two sequences, and one of 2 in one: 1/2 each, whatever they were cut into."""
     structure = structure_of([[1, 1, 1], [1], [1, 1]], np.uint8, trajectory_ids=np.array([7, 7, 4]))
