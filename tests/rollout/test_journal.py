@@ -118,6 +118,15 @@ def test_what_was_damaged_since_it_was_listed_is_an_error(tmp_path):
         index.groups[4].group()
 
 
+def test_a_group_outlives_the_process_that_wrote_it(tmp_path):
+    """It is the kernel's before anything else happens: a kill may come at once."""
+    with opened(tmp_path) as journal:
+        journal.append(plain_group(0))
+        require_same(read_index(tmp_path).groups[0].group(), plain_group(0))
+        journal.trained(1, [0])
+        assert read_index(tmp_path).trained == {1: (0,)}
+
+
 # --- what counts -------------------------------------------------------------------------------------------------------------------
 
 
