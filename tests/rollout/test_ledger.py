@@ -122,6 +122,7 @@ class World:
         else:
             self.ledger.finished(ticket)
         self.finished[ticket] = tuple(sampling.pieces)
+        self.take_up_recalled()
         self.sweep()
 
     def sweep(self):
