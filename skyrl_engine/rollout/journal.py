@@ -18,6 +18,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
@@ -123,14 +124,25 @@ class JournalIndex:
 
 
 def read_index(folder: Path) -> JournalIndex:
-    """Read the headers of a journal, in the order in which they were written; a folder that is not there holds none."""
+    """Read the headers of a journal, in the order in which they were written; a folder that is not there holds none.
+
+    A segment that is missing, or lost its beginning, may have said that a session went on from a checkpoint: groups before it do not count,
+    since later weights than the checkpoint's may have sampled them.
+    """
     index = JournalIndex()
-    for segment in _segments(folder):
+    segments = _segments(folder)
+    for place, segment in enumerate(segments):
+        if place and _number(segment) != _number(segments[place - 1]) + 1:
+            index.groups = {}
+        entries = 0
         for found in _read_segment(segment):
             if isinstance(found, Damage):
                 index.damages.append(found)
+                if entries == 0 and segment != segments[-1]:
+                    index.groups = {}
             else:
                 index.add(found)
+                entries += 1
         index.ends[segment] = max(index.trained, default=0)
     return index
 
@@ -224,7 +236,7 @@ class Journal:
             self.commit()
 
     def commit(self) -> None:
-        """Wait until everything that was written is on the disk: before a checkpoint that counts on it."""
+        """Wait until everything that was written is on the disk: before every checkpoint, which counts on it."""
         if not self._dirty:
             return
         try:
@@ -305,9 +317,11 @@ class Journal:
 
     def _expire(self, step: int) -> None:
         """Delete segments all of whose records are more than `keep` steps old; one that will not go costs space, never a run."""
-        if self.keep is None:
+        keep = self.keep
+        if keep is None:
             return
-        for path in [path for path, until in self._until.items() if until <= step - self.keep]:
+        # the oldest alone: a later segment says what of an earlier one does not count
+        for path in list(takewhile(lambda each: self._until[each] <= step - keep, sorted(self._until))):
             del self._until[path]
             try:
                 path.unlink(missing_ok=True)
@@ -406,6 +420,10 @@ def newest_version(group: Group) -> int:
 
 
 # --- reading -----------------------------------------------------------------------------------------------------------------------
+
+
+def _number(segment: Path) -> int:
+    return int(segment.stem.removeprefix("segment-"))
 
 
 def _segments(folder: Path) -> list[Path]:

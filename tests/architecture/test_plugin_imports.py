@@ -76,4 +76,4 @@ def test_a_plugin_states_the_engines_it_is_made_for(project: Path) -> None:
 def test_a_first_party_plugin_is_named_after_its_folder(project: Path) -> None:
     metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
     assert metadata["name"] == f"skyrl-engine-{project.name}"
-    assert PACKAGES[project] == f"skyrl_engine_{project.name}"
+    assert PACKAGES[project] == f"skyrl_engine_{project.name.replace('-', '_')}"

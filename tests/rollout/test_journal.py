@@ -118,6 +118,15 @@ def test_what_was_damaged_since_it_was_listed_is_an_error(tmp_path):
         index.groups[4].group()
 
 
+def test_a_group_outlives_the_process_that_wrote_it(tmp_path):
+    """It is the kernel's before anything else happens: a kill may come at once."""
+    with opened(tmp_path) as journal:
+        journal.append(plain_group(0))
+        require_same(read_index(tmp_path).groups[0].group(), plain_group(0))
+        journal.trained(1, [0])
+        assert read_index(tmp_path).trained == {1: (0,)}
+
+
 # --- what counts -------------------------------------------------------------------------------------------------------------------
 
 
@@ -173,6 +182,36 @@ def test_old_segments_are_deleted_whole(tmp_path):
         for step in range(11, 15):
             journal.trained(step, [step])
     assert sorted(read_index(tmp_path).trained) == [12, 13, 14]
+
+
+def test_a_segment_goes_after_those_before_it(tmp_path):
+    """The second says that what the first holds of version 3 does not count; it must not go first."""
+    with opened(tmp_path, keep=1) as journal:
+        journal.append(plain_group(9, start_version=3))
+        for step in (1, 2, 3, 4, 5):
+            journal._note({"event": "trained", "step": step, "tickets": [step]})
+    with opened(tmp_path, keep=1, resumed=1) as journal:
+        journal.trained(2, [2])
+        journal.trained(3, [3])
+        assert 9 not in read_index(tmp_path).groups
+        journal.trained(4, [4])
+    assert 9 not in read_index(tmp_path).groups
+
+
+@pytest.mark.parametrize("lost", ["whole", "beginning"])
+def test_without_the_word_of_a_session_earlier_groups_do_not_count(tmp_path, lost):
+    """They may have been sampled by weights that the session left behind."""
+    with opened(tmp_path) as journal:
+        journal.append(plain_group(0, start_version=1))
+    for version in (0, 1):
+        with opened(tmp_path, resumed=version) as journal:
+            journal.append(plain_group(1))
+    second = sorted(tmp_path.glob("*.arrow"))[1]
+    if lost == "whole":
+        second.unlink()
+    else:
+        os.truncate(second, 20)
+    assert sorted(read_index(tmp_path).groups) == [1]
 
 
 def test_everything_is_kept_without_a_number(tmp_path):

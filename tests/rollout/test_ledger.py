@@ -38,14 +38,14 @@ class Written:
 
 @define
 class Saved:
-    """A checkpoint: the ledger's state, the names of the weights behind it, what was trained, and how long the journal was."""
+    """A checkpoint: the ledger's state, the names of the weights behind it, what was trained, and how long the journal was, on the disk."""
 
     state: dict
     weights: dict[int, str]
     trained: dict[int, int]
     dropped: set[int]
     alive: set[int]
-    next: int
+    journal: int
 
 
 def surviving(journal):
@@ -122,6 +122,7 @@ class World:
         else:
             self.ledger.finished(ticket)
         self.finished[ticket] = tuple(sampling.pieces)
+        self.take_up_recalled()
         self.sweep()
 
     def sweep(self):
@@ -173,11 +174,11 @@ class World:
             dict(self.trained),
             set(self.dropped),
             set(self.living()),
-            ledger.state()["next"],
+            len(self.journal),
         )
 
     def crash(self, kept):
-        """Go on from the checkpoint, with the first `kept` lines of the journal."""
+        """Go on from the checkpoint, with the first `kept` lines of the journal: at least those that were on the disk before it."""
         saved = self.saved
         self.journal = self.journal[:kept]
         version = saved.state["step"]
@@ -266,7 +267,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def crash(self, data):
-        self.world.crash(data.draw(st.integers(0, len(self.world.journal))))
+        self.world.crash(data.draw(st.integers(self.world.saved.journal, len(self.world.journal))))
 
     @invariant()
     def holds(self):
@@ -315,7 +316,7 @@ def play(seed, steps):
         assert acts, "I9: a deadlock"
         if draw.random() < 0.004 and crashes < 4:
             crashes += 1
-            world.crash(draw.randint(0, len(world.journal)))
+            world.crash(draw.randint(world.saved.journal, len(world.journal)))
         else:
             draw.choice(acts)()
         if draw.random() < 0.05:

@@ -48,7 +48,7 @@ def names_for(kind: str, name: str, distribution: str | None = None) -> Names:
             f"{name!r} already means something in Python or in a plugin", remedy=f"Choose another name, such as my-{name}"
         )
     plural = f"{kind}es" if kind.endswith("s") else f"{kind}s"
-    suffix = "" if plugin.endswith((f"_{kind}", f"_{plural}")) else f"-{kind}"
+    suffix = "" if plugin.endswith((f"_{kind}", f"_{plural}")) else f"-{kind.replace('_', '-')}"
     chosen = normalise(plugin) + suffix if distribution is None else distribution
     if chosen != normalise(chosen) or not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", chosen):
         raise UnsupportedError(

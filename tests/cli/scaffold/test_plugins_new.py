@@ -25,7 +25,7 @@ def made(command, tmp_path, request):
     """The folder of a new distribution of the parametrised kind."""
     outcome = command("plugins", "new", request.param, "my-thing", "--author", 'Jo "J" Doe')
     assert outcome.code == 0, outcome.err
-    folder = tmp_path / f"my-thing-{request.param}"
+    folder = tmp_path / f"my-thing-{request.param.replace('_', '-')}"
     listed = {tmp_path / line for line in outcome.out.split("\n\n")[0].splitlines()}
     assert listed == {path for path in folder.rglob("*") if path.is_file()}
     return folder
@@ -40,7 +40,7 @@ def test_every_kind_is_written_or_refused_with_a_reason(command):
 
 @pytest.mark.parametrize("made", WRITTEN, indirect=True)
 def test_it_is_a_distribution_in_good_order(made):
-    kind = made.name.removeprefix("my-thing-")
+    kind = made.name.removeprefix("my-thing-").replace("-", "_")
     project = tomllib.loads((made / "pyproject.toml").read_text())["project"]
     assert project["name"] == made.name
     assert project["authors"] == [{"name": 'Jo "J" Doe'}]
