@@ -18,12 +18,15 @@ from skyrl_engine.contracts.kinds.generator import (
     WeightForm,
 )
 from skyrl_engine.contracts.values.model import ModelConfig
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.errors import ContractError, UnsupportedError
 from skyrl_engine.registry.host import blaming
 from skyrl_engine.registry.part import Part
 
 if TYPE_CHECKING:
     import torch
+
+EARLY_ANSWERS = 1000
+"""Empty answers before their time, one after the other, that show that a generator has lost a request."""
 
 
 @define(eq=False)
@@ -124,7 +127,7 @@ class RankGenerator:
         """Sample for `timeout` seconds or until nothing is left; if `eager`, until something is finished."""
         if self._part is None:
             return []
-        until, found = monotonic() + timeout, list[Completion]()
+        until, found, early = monotonic() + timeout, list[Completion](), 0
         while self._open:
             with blaming(self._part.owner, "poll"):
                 came = self._part.product.poll(max(0.0, until - monotonic()))
@@ -132,6 +135,12 @@ class RankGenerator:
             found += came
             if (found and eager) or monotonic() >= until:
                 break
+            early = 0 if came else early + 1
+            if early == EARLY_ANSWERS:
+                raise ContractError(
+                    f"{self._part.label} answers nothing, without taking its time, while {self._open} requests are under way",
+                    remedy="Return every request once, and nothing only when the timeout has passed",
+                )
         return found
 
     def abort(self, request_ids: Sequence[int] | None) -> None:

@@ -187,8 +187,8 @@ import numpy as np
 
 
 class Other:
-    def __init__(self):
-        self.taken = []
+    def __init__(self, times):
+        self.taken, self.times = [], times
 
     def start(self, start): ...
     def submit(self, requests): self.taken += requests
@@ -196,7 +196,7 @@ class Other:
         requests, self.taken = self.taken, []
         return [
             Completion(each.request_id, np.zeros(1, np.int32), np.zeros(1, np.float32), VersionSpans.one(0, 1), "length")
-            for each in requests * 2
+            for each in requests * self.times
         ]
     def abort(self, request_ids=None): ...
     def update(self, weights, version, target="policy"): ...
@@ -205,7 +205,8 @@ class Other:
 
 
 class Plugin:
-    def __init__(self, accepts=("tensors",), placement="rank"):
+    def __init__(self, accepts=("tensors",), placement="rank", times=2):
+        self.times = times
         self.described = GeneratorDescription(frozenset({"logprobs"}), accepts, placement, 1)
 
     @hookimpl
@@ -214,10 +215,11 @@ class Plugin:
 
     @hookimpl
     def skyrl_engine_make_generator(self, config):
-        return Other()
+        return Other(self.times)
 
 
 twice = Plugin()
+never = Plugin(times=0)
 nothing = Plugin(accepts=())
 far = Plugin(placement="remote")
 folders = Plugin(accepts=("directory",))
@@ -248,6 +250,12 @@ def test_an_answer_that_nobody_waits_for_names_the_generator(opened: Any, other:
     engine = opened(generator={"use": f"{other}:twice"})
     with pytest.raises(ContractError, match=r"generator 'twice' of .* answered request 0, which is not under way"):
         engine.generate(asked(1)).result()
+
+
+def test_a_lost_request_is_not_waited_for(opened: Any, other: Path) -> None:
+    engine = opened(generator={"use": f"{other}:never"})
+    with pytest.raises(ContractError, match=r"generator 'never' of .* answers nothing, .* while 2 requests are under way"):
+        engine.generate(asked(2)).result()
 
 
 @pytest.mark.parametrize(

@@ -327,6 +327,13 @@ def _reads_any_pickle(self: Any, original: Any, directory: Any) -> None:
 runs_code_of_checkpoints = Wrong(overriding(load=_reads_any_pickle))
 
 
+def _shows_a_copy(self: Any, original: Any) -> Any:
+    return {name: tensor.clone() for name, tensor in original().items()}
+
+
+shows_a_copy = Wrong(overriding(storage=_shows_a_copy))
+
+
 def _renamed(self: Any, original: Any) -> Iterator[tuple[str, Any]]:
     for name, tensor in original():
         yield name.replace("self_attn", "attention"), tensor

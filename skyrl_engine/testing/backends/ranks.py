@@ -14,7 +14,7 @@ import numpy.typing as npt
 from attrs import evolve, frozen
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, OptimStep, RankEnvironment
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, OptimStep, RankEnvironment, SharesStorage
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
 from skyrl_engine.contracts.values.topology import RankCoords, Topology
@@ -89,6 +89,7 @@ class HeldBackend:
         seed_everything(SEED + rank)
         self._coords = opening.topology.coords(rank)
         self._backend: Backend | None = None
+        self._shown: Mapping[str, Any] | None = None
         try:
             self._backend = SelectedPlugin.from_lock(opening.lock).make(CONTEXT)
             self._backend.setup(
@@ -150,6 +151,15 @@ class HeldBackend:
 
     def weights(self) -> Arrays:
         return {name: tensor.detach().numpy().copy() for name, tensor in self.backend.weights()}
+
+    def storage_first(self) -> Arrays | None:
+        """Copy what the backend shows as the memory of its weights; None where it shows nothing."""
+        self._shown = self.backend.storage() if isinstance(self.backend, SharesStorage) else None
+        return self.storage_again()
+
+    def storage_again(self) -> Arrays | None:
+        """Copy what stands now in the memory that was shown."""
+        return None if self._shown is None else {name: tensor.detach().cpu().numpy().copy() for name, tensor in self._shown.items()}
 
     def save(self, directory: Path) -> None:
         self.backend.save(directory)
@@ -226,6 +236,9 @@ class BackendRanks:
 
     def weights(self) -> list[Arrays]:
         return self._ask("weights")
+
+    def storage(self, *, again: bool = False) -> list[Arrays | None]:
+        return self._ask("storage_again" if again else "storage_first")
 
     def save(self, directory: Path) -> None:
         self._ask("save", directory)

@@ -77,6 +77,20 @@ def every_rank(subject: BackendSubject, case: BackendCase) -> None:
             raise Broken(f"rank {rank} reports {steps[rank]}, rank 0 {steps[0]}", "Reduce the norm over all ranks, on all ranks")
 
 
+@backend_promise("What it shows as the memory of its weights, if it does, holds them, and still does after a step")
+def shown_memory(subject: BackendSubject, case: BackendCase) -> None:
+    remedy = "Show the tensors that the optimizer changes in place, or None where no such tensor is whole"
+    with subject.opened(case, optimizer=SPEC) as ranks:
+        for when, taken in (("at the start", 0), ("after two steps", 2)):
+            _train(ranks, case, taken)
+            for rank, (shown, weights) in enumerate(zip(ranks.storage(again=taken > 0), ranks.weights(), strict=True)):
+                if shown is None:
+                    continue
+                for name, weight in weights.items():
+                    if name not in shown or not np.array_equal(shown[name], weight):
+                        raise Broken(f"rank {rank} shows another {name} {when} than weights() gives, or none", remedy)
+
+
 @backend_promise(
     "Saved and loaded elsewhere, training goes on as if nothing had been: weights, norms and rates are equal bit for bit"
 )
@@ -222,6 +236,7 @@ def _exported_scores(directory: Path) -> Any:
 STATE_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
     names,
     every_rank,
+    shown_memory,
     save_and_load,
     no_code_in_checkpoints,
     export,
