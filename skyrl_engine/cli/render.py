@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unicodedata import category
 
 import attrs
 from attrs import frozen
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _PIPE_WIDTH = 10_000
 _HISTOGRAM_WIDTH = 40
 _OPEN, _CLOSE = "«", "»"
+_REORDERING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+"""Characters that turn the order of what a terminal shows."""
 
 
 class _PipedConsole(Console):
@@ -261,7 +264,7 @@ def _marked(sample: "SamplePreview", *, coloured: bool) -> Text:
     """Return the sample's text with loss-carrying stretches in green or, without colours, between marks, and with visible line ends."""
     text = Text()
     for loss, tokens in itertools.groupby(sample.tokens, key=lambda token: token.loss):
-        piece = "".join(token.text for token in tokens).replace("\n", "⏎\n")
+        piece = _visible("".join(token.text for token in tokens)).replace("\n", "⏎\n")
         if coloured:
             text.append(piece, style="green" if loss else "dim")
         else:
@@ -269,6 +272,16 @@ def _marked(sample: "SamplePreview", *, coloured: bool) -> Text:
     if text.plain.endswith("\n"):
         text.right_crop(1)
     return text
+
+
+def _visible(text: str) -> str:
+    """Return the text with control characters written out: data must not move the cursor, clear the screen or turn lines around.
+
+    Line ends and tabs stay, and so do the characters that join emoji and letters.
+    """
+    return "".join(
+        repr(each)[1:-1] if each in _REORDERING or (category(each) == "Cc" and each not in "\n\t") else each for each in text
+    )
 
 
 def show_proof_row(row: "CaseResult") -> None:

@@ -95,10 +95,8 @@ class Checkpoint:
     def damaged(self, damage: str) -> CheckpointError:
         """The error for a checkpoint that is not as it was written, with the way to another one."""
         others = [other.path.name for other in CheckpointStore(self.path.parent).all() if other.step != self.step]
-        way_out = f"write {others[-1]!r} into {self.path.parent / 'latest'}" if others else "start a new run"
-        return CheckpointError(
-            f"the checkpoint {self.path} is damaged: {damage}", remedy=f"Restore it from a copy, or {way_out} and resume"
-        )
+        way_out = f"write {others[-1]!r} into {self.path.parent / 'latest'} and resume" if others else "start a new run"
+        return CheckpointError(f"the checkpoint {self.path} is damaged: {damage}", remedy=f"Restore it from a copy, or {way_out}")
 
 
 @frozen

@@ -110,9 +110,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
         except ValueError:  # a crash of the machine, not only of the process, can leave a line of zero bytes
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int):
+            records.append(record)
+        else:
             logger.warning("%s: line %d is damaged and skipped", path, number)
-            continue
-        records.append(record)
     return records
 
 

@@ -181,6 +181,15 @@ def test_preview_marks_what_carries_loss(command, inputs):
     assert sum(each["samples"] for each in seen["histogram"]) == 24
 
 
+def test_preview_writes_out_what_would_move_the_cursor(command, inputs, tmp_path):
+    exchanges = [Exchange("up\x1b[2J\r\u202e", "joined \U0001f469\u200d\U0001f467 ok")]
+    write_exchanges(tmp_path / "odd.jsonl", exchanges)
+    outcome = command("data", "preview", "--model", inputs / "model", "--data", tmp_path / "odd.jsonl", "data.cache=./cache")
+    assert outcome.code == 0, outcome.err
+    assert "up\\x1b[2J\\r\\u202e<|im_end|>" in outcome.out
+    assert "joined \U0001f469\u200d\U0001f467 ok" in outcome.out
+
+
 def test_an_interrupted_run_says_how_to_go_on(command, config, monkeypatch, tmp_path):
     from pathlib import Path
 

@@ -145,7 +145,17 @@ def test_damage_is_named_together_with_a_way_out(tmp_path: Path, damage: Callabl
     with pytest.raises(CheckpointError, match=named) as caught:
         store.at(2).verify()
     assert "step-00000001" in caught.value.remedy
+    assert caught.value.remedy.endswith("and resume")
     store.at(1).verify()
+
+
+def test_a_damaged_checkpoint_that_is_the_only_one_leads_to_a_copy_or_a_new_run(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=None)
+    save(store, 1)
+    (store.at(1).path / "files.json").write_text("[]")
+    with pytest.raises(CheckpointError) as caught:
+        store.at(1).verify()
+    assert caught.value.remedy == "Restore it from a copy, or start a new run"
 
 
 class FullDisk:

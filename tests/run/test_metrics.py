@@ -56,7 +56,18 @@ def test_records_of_a_session(tmp_path: Path) -> None:
     assert records[-1]["error"] is None
 
 
-@pytest.mark.parametrize("tail", [b"", b'{"kind": "step", "st', b'{"kind": "step", "step": 6}', b"\0" * 40 + b"\n"])
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b"",
+        b'{"kind": "step", "st',
+        b'{"kind": "step", "step": 6}',
+        b"\0" * 40 + b"\n",
+        b"[1, null]\n",
+        b"null\n{}\n",
+        b'{"kind": "step"}\n',
+    ],
+)
 def test_a_resume_drops_later_records_and_a_torn_line(tmp_path: Path, tail: bytes) -> None:
     session(tmp_path, 1, 5, finish=False)
     path = tmp_path / "metrics.jsonl"

@@ -65,7 +65,9 @@ def messages_of(row: Row, column: str) -> list[Message]:
     value = row.values.get(column)
     if isinstance(value, str):
         value = _from_json(row, column, value)
-    if not isinstance(value, list | tuple) or not value:
+    if isinstance(value, list | tuple) and not value:
+        raise row.wrong(column, "the list of messages is empty", "Remove the sample, or give it messages")
+    if not isinstance(value, list | tuple):
         raise row.wrong(column, f"a list of messages is needed, not {kind_of(value)}", "Store a list of {role, content} objects")
     return [_message(row, column, number, message) for number, message in enumerate(value)]
 

@@ -136,7 +136,8 @@ def test_ready_tokens_that_do_not_fit_are_named(load, make_tokenizer, row, messa
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": []}, "a list of messages is needed"),
+        ({"messages": []}, "the list of messages is empty"),
+        ({"messages": {"role": "user"}}, "a list of messages is needed, not dict"),
         ({"messages": "hello"}, "the text is not JSON"),
         ({"messages": ["hello"]}, "message 0 is str, not an object"),
         ({"messages": [{"content": "x"}]}, "message 0 has no role; it has 'content'"),
