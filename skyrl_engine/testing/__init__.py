@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from skyrl_engine.testing.collators.suite import CollatorConformance
     from skyrl_engine.testing.conformance import Conformance
     from skyrl_engine.testing.corrections.suite import CorrectionConformance
+    from skyrl_engine.testing.environments.suite import EnvironmentConformance
     from skyrl_engine.testing.generators.suite import GeneratorConformance
     from skyrl_engine.testing.kit import promises_of, verify
     from skyrl_engine.testing.losses.suite import LossConformance
@@ -30,6 +31,7 @@ __all__ = [
     "CollatorConformance",
     "Conformance",
     "CorrectionConformance",
+    "EnvironmentConformance",
     "Finding",
     "GeneratorConformance",
     "LossConformance",
@@ -54,6 +56,7 @@ _HOMES = {
     "CollatorConformance": "collators.suite",
     "Conformance": "conformance",
     "CorrectionConformance": "corrections.suite",
+    "EnvironmentConformance": "environments.suite",
     "Finding": "promise",
     "GeneratorConformance": "generators.suite",
     "LossConformance": "losses.suite",
