@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import attrs
@@ -82,36 +83,90 @@ def wrong_with(returned: Any, *, tokens: int) -> str | None:
     """Say what is wrong with an answer to a turn of so many tokens; None where nothing is."""
     if not isinstance(returned, StepResult):
         return f"step returned {type(returned).__name__} where a StepResult is due"
-    result: Any = returned
+    checks = (wrong_numbers(returned, tokens=tokens), wrong_end(returned), wrong_messages(returned.messages, "step"))
+    return next((wrong for wrong in (*checks, _wrong_rest(returned)) if wrong is not None), None)
+
+
+def wrong_numbers(result: Any, *, tokens: int) -> str | None:
+    """Say which number of an answer is none, or is not finite."""
+    for name, value in (("parts", result.parts), ("metrics", result.metrics)):
+        if not isinstance(value, Mapping):
+            return f"{name} is {value!r:.80}, where names with numbers are due"
     for name, value in (("reward", result.reward), *result.parts.items(), *result.metrics.items()):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if not _is_number(value):
             return f"{name} is {value!r:.80}, where a finite number is due"
+    given = result.token_rewards
+    if given is None:
+        return None
+    if not isinstance(given, Sequence) or len(given) != tokens or not all(map(_is_number, given)):
+        return f"token_rewards is {given!r:.80}, where {tokens} finite numbers are due, one per token"
+    return None
+
+
+def wrong_end(result: Any) -> str | None:
+    """Say where an answer is over and goes on, or neither."""
     if not isinstance(result.done, bool):
         return f"done is {result.done!r:.80}, where true or false is due"
     if result.done == bool(result.messages):
         return "done is true, and messages follow" if result.done else "done is false, and no message follows"
-    given = result.token_rewards
-    if given is not None and (len(given) != tokens or not all(math.isfinite(each) for each in given)):
-        return f"token_rewards holds {len(given)} numbers for {tokens} tokens, or one that is not finite"
     return None
 
 
-def _messages(given: Any, method: str) -> list[Any]:
-    messages = list(given)
-    for message in messages:
+def wrong_messages(given: Any, method: str) -> str | None:
+    """Say which message is none that an environment may give."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return f"{method} gave {given!r:.120}, where a list of messages is due"
+    for message in given:
         if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-            raise AnswerError(f"{method} gave the message {message!r:.120}, which is not of the roles {', '.join(ROLES)}")
-    return [dict(message) for message in messages]
+            return f"{method} gave the message {message!r:.120}, which is not of the roles {', '.join(ROLES)}"
+        if not isinstance(message.get("content"), str):
+            return f"{method} gave the message {message!r:.120}, whose content is no text"
+    return None
+
+
+def _wrong_rest(result: Any) -> str | None:
+    if not isinstance(result.success, bool | None):
+        return f"success is {result.success!r:.80}, where true, false or none is due"
+    for name in ("info", "sampling"):
+        if not isinstance(getattr(result, name), Mapping):
+            return f"{name} is {getattr(result, name)!r:.80}, where names with values are due"
+    for name, value in result.sampling.items():
+        if name not in ("max_tokens", "stop_strings"):
+            return f"sampling has {name!r}, and a turn may set max_tokens and stop_strings"
+        most = name == "max_tokens" and isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not most and not (name == "stop_strings" and _are_texts(value)):
+            return f"sampling has {name} = {value!r:.80}"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    """Return True for a finite number, NumPy's too."""
+    try:
+        return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(each, str) and each for each in value)
+
+
+def _messages(given: Any, method: str) -> list[Any]:
+    if (wrong := wrong_messages(given, method)) is not None:
+        raise AnswerError(wrong)
+    return [dict(message) for message in given]
 
 
 def _plain(result: StepResult) -> dict[str, Any]:
     table = {name: getattr(result, name) for name in attrs.fields_dict(StepResult)}
     numbers = ("parts", "metrics")
+    given = result.token_rewards
     return {
         **table,
         "reward": float(result.reward),
-        "messages": _messages(result.messages, "step"),
-        **{name: {key: float(value) for key, value in table[name].items()} for name in numbers},
+        "messages": [dict(message) for message in result.messages],
+        "token_rewards": None if given is None else [float(each) for each in given],
+        **{name: {str(key): float(value) for key, value in table[name].items()} for name in numbers},
     }
 
 

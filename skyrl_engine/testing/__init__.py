@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from skyrl_engine.testing.collators.suite import CollatorConformance
     from skyrl_engine.testing.conformance import Conformance
     from skyrl_engine.testing.corrections.suite import CorrectionConformance
+    from skyrl_engine.testing.environments.suite import EnvironmentConformance
     from skyrl_engine.testing.generators.suite import GeneratorConformance
     from skyrl_engine.testing.group_filters.suite import GroupFilterConformance
     from skyrl_engine.testing.kit import promises_of, verify
@@ -31,6 +32,7 @@ __all__ = [
     "CollatorConformance",
     "Conformance",
     "CorrectionConformance",
+    "EnvironmentConformance",
     "Finding",
     "GeneratorConformance",
     "GroupFilterConformance",
@@ -56,6 +58,7 @@ _HOMES = {
     "CollatorConformance": "collators.suite",
     "Conformance": "conformance",
     "CorrectionConformance": "corrections.suite",
+    "EnvironmentConformance": "environments.suite",
     "Finding": "promise",
     "GeneratorConformance": "generators.suite",
     "GroupFilterConformance": "group_filters.suite",
