@@ -3,8 +3,8 @@
 import re
 from collections.abc import Mapping
 
-_BATCH = "training.batch_size counts the samples of a step, over all ranks and micro-batches"
-_MICRO = "training.micro_batch_rows counts the rows a rank computes at once"
+_BATCH = "it counts the samples of a step, over all ranks and micro-batches"
+_MICRO = "it counts the rows a rank computes at once"
 
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "optimizer.learning_rate": ("lr", "peak_lr", "max_lr", "learning_rate"),
@@ -60,6 +60,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "run.seed": ("random_seed", "data_seed"),
     "model.path": ("model_name_or_path", "base_model", "pretrain", "model_name", "pretrained_model_name_or_path"),
     "model.chat_template": ("chat_template_path",),
+    "collator.use": ("packing", "sample_packing", "pack_sequences", "use_remove_padding", "padding_free"),
 }
 _ELSEWHERE: Mapping[str, str] = {word: key for key, words in _KEYS.items() for word in words}
 _ACCUMULATION = (
@@ -73,6 +74,7 @@ _REMARKS: Mapping[str, str] = {
     **dict.fromkeys(_ACCUMULATION, "micro-batches accumulate until training.batch_size samples are done"),
     "warmup_ratio": "it counts steps, not a share of them",
     "train_on_inputs": 'it is "last" or "all" of the assistant turns',
+    **dict.fromkeys(("packing", "sample_packing", "pack_sequences", "use_remove_padding", "padding_free"), '"packed" packs rows'),
 }
 _ABOUT: Mapping[str, str] = {"training.batch_size": _BATCH, "training.micro_batch_rows": _MICRO}
 

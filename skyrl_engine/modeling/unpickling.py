@@ -5,6 +5,7 @@ torch's own message advises to switch this protection off.
 
 import pickle
 import warnings
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -49,6 +50,9 @@ def refuse_code(files: Iterable[Path]) -> None:
 
 def load_pickled(path: Path) -> Any:
     """Return the tensors and plain values in a file of torch.save, on the CPU and mapped into memory. Raises one of `UNREADABLE`."""
+    if path.is_file() and not zipfile.is_zipfile(path):
+        # torch would say how to save it otherwise
+        raise pickle.UnpicklingError(f"{path} is no file of torch.save")
     with warnings.catch_warnings():
         # about pickles that torch.save does not write: they are refused, or hold nothing but plain values
         warnings.filterwarnings("ignore", "Detected pickle protocol")

@@ -163,22 +163,40 @@ def open_session(
             logger.info("the session ended at step %d", session.step)
 
 
+def to_resume_from(resolved: ResolvedConfig) -> Checkpoint | None:
+    """Return the checkpoint that a session would go on from, held against the configuration as a session does; it writes nothing.
+
+    Raises CheckpointError or PluginError for one that cannot be resumed from.
+    """
+    config = resolved.config
+    if not config.checkpoint.resume or config.run.directory is None:
+        return None
+    directory = RunDirectory(Path(config.run.directory).expanduser())
+    if not directory.checkpoints.is_dir():
+        return None
+    return _held(CheckpointStore(directory.checkpoints).latest(), directory, resolved)[0]
+
+
+def _held(checkpoint: Checkpoint | None, directory: RunDirectory, resolved: ResolvedConfig) -> tuple[Checkpoint | None, list[str]]:
+    """Return a checkpoint that may be resumed from, and what differs from its configuration, in sentences."""
+    refuse_own_permission(resolved.origins, directory.config, resolved.config.model)
+    if checkpoint is None:
+        return None, []
+    checkpoint.verify()
+    try:
+        return checkpoint, _compare(checkpoint, resolved)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise checkpoint.damaged(f"its documents are not as they were written ({type(error).__name__}: {error})") from error
+
+
 def _open(
     resolved: ResolvedConfig, directory: RunDirectory, observers: Sequence[object], stop: StopRequest, *, resumes: bool
 ) -> RunSession:
     config = resolved.config
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     store.remove_left_overs()
-    checkpoint = store.latest() if resumes else None
-    changed: list[str] = []
-    if resumes:
-        refuse_own_permission(resolved.origins, directory.config, config.model)
+    checkpoint, changed = _held(store.latest(), directory, resolved) if resumes else (None, [])
     if checkpoint is not None:
-        checkpoint.verify()
-        try:
-            changed = _compare(checkpoint, resolved)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise checkpoint.damaged(f"its documents are not as they were written ({type(error).__name__}: {error})") from error
         logger.info("resuming from %s", checkpoint.path)
     context = FactoryContext(seed=config.run.seed)
     bus = ObserverBus()

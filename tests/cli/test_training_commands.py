@@ -211,6 +211,16 @@ def test_a_resume_that_is_not_exact_says_so_to_the_person(command, config):
     assert any("run.seed: 0 -> 9" in line for line in warnings), outcome.err
 
 
+def test_a_dry_run_refuses_the_resume_that_the_run_would_refuse(command, config):
+    held_out = "data.eval_fraction=0.2"
+    assert command("run", config, "--quiet", "training.steps=1", held_out).code == 0
+    assert command("run", config, "--dry-run", "checkpoint.resume=true", held_out).code == 0
+    asked = ("checkpoint.resume=true", held_out, "run.seed=9")
+    planned, ran = command("run", config, "--dry-run", *asked), command("run", config, *asked)
+    assert (planned.code, planned.last_line) == (ran.code, ran.last_line)
+    assert "the seed chooses which samples are held out" in planned.last_line
+
+
 @pytest.mark.parametrize(
     ("option", "told"),
     [

@@ -26,7 +26,9 @@ def test_every_word_leads_to_a_key_of_the_schema_and_to_one_only():
 @pytest.mark.parametrize(
     ("written", "remedy"),
     [
-        ("training.per_device_train_batch_size=4", "Set training.micro_batch_rows (training.micro_batch_rows counts the rows"),
+        ("training.per_device_train_batch_size=4", "Set training.micro_batch_rows (it counts the rows a rank computes"),
+        ("training.sample_packing=true", 'Set collator.use ("packed" packs rows)'),
+        ("packing=true", 'Set collator.use ("packed" packs rows)'),
         ("training.micro_batch_size=4", "Set training.micro_batch_rows"),
         ("training.gradient_accumulation_steps=4", "micro-batches accumulate until training.batch_size samples are done"),
         ("training.lr=1e-4", "Set optimizer.learning_rate"),

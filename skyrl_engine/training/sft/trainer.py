@@ -9,7 +9,7 @@ from attrs import define, field
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.values.outputs import results_of
 from skyrl_engine.engine.engine import Engine
-from skyrl_engine.run.session import open_session
+from skyrl_engine.run.session import open_session, to_resume_from
 from skyrl_engine.spans import Spans
 from skyrl_engine.training.loop import Loop, RunResult, StepDone
 from skyrl_engine.training.sft.data import DataProgress, PreparedRun, describe_data, prepare
@@ -20,8 +20,15 @@ from skyrl_engine.training.sft.state import SftState, fingerprint, position_in
 
 
 def plan_sft(resolved: ResolvedConfig, *, progress: DataProgress | None = None) -> RunPlan:
-    """Do everything up to starting ranks, and say what the run would do. Writes no run directory."""
-    return describe_plan(prepare(resolved, progress))
+    """Do everything up to starting ranks, and say what the run would do. Writes no run directory.
+
+    A run that would be resumed is refused as it would be when it goes on.
+    """
+    prepared = prepare(resolved, progress)
+    if (checkpoint := to_resume_from(resolved)) is not None:
+        split_by_seed = resolved.config.data.eval_fraction > 0
+        position_in(checkpoint, prepared.order, fingerprint(prepared.train.columns), split_by_seed=split_by_seed)
+    return describe_plan(prepared)
 
 
 def run_sft(
