@@ -17,7 +17,6 @@ ORDER = (
     ("objective", "data", "modeling"),
     ("workers",),
     ("run",),
-    ("rollout",),
     ("engine",),
     ("environments",),
     ("rollout",),
