@@ -11,6 +11,7 @@ from skyrl_engine.contracts.kinds.environment import Action, EnvironmentClaims, 
 from skyrl_engine.environments.table_tasks import TableOptions, TableTasks
 from skyrl_engine.environments.tools import Tool, tool_message
 from skyrl_engine.errors import ContractError
+from skyrl_engine.hooks.decorators import FunctionPlugin
 from skyrl_engine.hooks.markers import hookimpl
 from skyrl_engine.interop.rewards import Form, as_reward
 
@@ -59,10 +60,9 @@ class FunctionEpisode:
 
     async def step(self, action: Action) -> StepResult:
         """Answer calls of tools, or score the attempt."""
-        asked = await self._tool_messages(action)
-        if asked and action.turn + 1 < self.environment.claims.max_turns:
-            return StepResult(0.0, done=False, messages=asked)
-        return await self._scored(action)
+        last = action.turn + 1 >= self.environment.claims.max_turns
+        asked = () if last else await self._tool_messages(action)
+        return StepResult(0.0, done=False, messages=asked) if asked else await self._scored(action)
 
     def close(self) -> None:
         """Hold nothing."""
@@ -83,10 +83,12 @@ class FunctionEpisode:
     async def _scored(self, action: Action) -> StepResult:
         rewards = self.environment.rewards
         made = [await _waited(each.score(action, self.task)) for each in rewards]
-        if len(rewards) == 1 and isinstance(made[0], StepResult):
+        if len(rewards) == 1 and isinstance(made[0], StepResult) and rewards[0].weight == 1.0:
             result: StepResult = made[0]
             return result
-        parts = {each.name: each.weight * number_of(each.name, value) for each, value in zip(rewards, made, strict=True)}
+        # None is TRL's word for a reward that does not apply to a task
+        given = [(each, value) for each, value in zip(rewards, made, strict=True) if value is not None or len(rewards) == 1]
+        parts = {each.name: each.weight * number_of(each.name, value) for each, value in given}
         return StepResult(sum(parts.values()), parts=parts if len(rewards) > 1 else {})
 
 
@@ -100,39 +102,35 @@ def number_of(name: str, value: Any) -> float:
     if not isinstance(made, int | float) or not math.isfinite(made):
         raise ContractError(
             f"the reward {name} returned {value!r:.80}",
-            remedy="Return a finite number (or a StepResult) for every text, also for wrong ones",
+            remedy="Return a finite number for every text, also for wrong ones (or a StepResult, from a function that is alone)",
         )
     return float(made)
 
 
 @define(eq=False)
-class RewardPlugin:
+class RewardPlugin(FunctionPlugin):
     """A reward function as an environment of one turn; calling it calls the function."""
 
-    function: Callable[..., Any]
     config: type[TableOptions]
     pass_threshold: float
 
-    @property
-    def name(self) -> str:
-        return self.function.__name__
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self.function(*arguments, **keywords)
-
-    @hookimpl
-    def skyrl_engine_config_schema(self) -> type[Any]:
-        return self.config
-
     @hookimpl
     def skyrl_engine_make_environment(self, config: TableOptions) -> FunctionEnvironment:
-        takes_config = "config" in inspect.signature(self.function).parameters
-
-        def score(action: Action, task: Task) -> Any:
-            return self.function(action.text, task, config) if takes_config else self.function(action.text, task)
-
+        score = _Scored(self.function, config if "config" in inspect.signature(self.function).parameters else None)
         claims = EnvironmentClaims(pass_threshold=self.pass_threshold)
         return FunctionEnvironment(config, [WeightedReward(self.name, score)], claims=claims)
+
+
+@frozen(eq=False)
+class _Scored:
+    """A decorated function as one of an action; `config` is given where the function takes it."""
+
+    function: Callable[..., Any]
+    config: TableOptions | None
+
+    def __call__(self, action: Action, task: Task) -> Any:
+        more = () if self.config is None else (self.config,)
+        return self.function(action.text, task, *more)
 
 
 def reward(

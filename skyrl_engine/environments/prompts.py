@@ -28,8 +28,10 @@ class PromptOptions:
     def messages(self, prompt: "str | Sequence[Message]") -> tuple[Message, ...]:
         """Return the messages of a task whose prompt is a text, or messages already; the template is for the last user message."""
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
-        if self.prompt_template is not None and given and isinstance(given[-1].get("content"), str):
-            given[-1] = {**given[-1], "content": self.prompt_template.replace(_PLACE, given[-1]["content"])}
+        asked = [number for number, message in enumerate(given) if message.get("role") == "user"]
+        if self.prompt_template is not None and asked and isinstance(given[asked[-1]].get("content"), str):
+            last = given[asked[-1]]
+            given[asked[-1]] = {**last, "content": self.prompt_template.replace(_PLACE, last["content"])}
         if self.system_prompt is not None and not any(message.get("role") == "system" for message in given):
             given.insert(0, {"role": "system", "content": self.system_prompt})
         return tuple(given)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_engine.errors import DataError
+from skyrl_engine.hooks.decorators import FunctionPlugin
 
 
 def function_of(reference: str) -> Callable[..., Any]:
@@ -24,6 +25,9 @@ def function_of(reference: str) -> Callable[..., Any]:
     except Exception as error:
         raise DataError(f"{place} cannot be imported: {type(error).__name__}: {error}", remedy="Correct the file") from error
     found = getattr(module, name, None)
+    if isinstance(found, FunctionPlugin):
+        # decorated with @reward, it is a plugin as well; what is asked for here is the function
+        found = found.function
     if not callable(found):
         functions = [
             each for each, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__

@@ -1,6 +1,7 @@
 """Tasks out of tables: the readers of training data, one task per row."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -57,7 +58,7 @@ class TableOptions(PromptOptions):
 class TableTasks:
     """The rows of one split as tasks. Rows are read once, when the first is asked for, and checked all.
 
-    A task's key is its row's column `key` or `id`, else the number of the row.
+    A task's key is its row's column `key` or `id`, else the number of the row; those of `eval_data` have "eval/" before it.
     """
 
     options: TableOptions
@@ -77,7 +78,7 @@ class TableTasks:
         for number, task in enumerate(tasks):
             if task.key in seen:
                 raise DataError(
-                    f"two tasks have the key {task.key!r}: the {seen[task.key] + 1}. and the {number + 1}. of {self.split}",
+                    f"two tasks have the key {task.key!r}: number {seen[task.key] + 1} and number {number + 1} of {self.split}",
                     remedy="Give every row its own `key` (or `id`), or remove the column",
                 )
             seen[task.key] = number
@@ -117,16 +118,22 @@ class TableTasks:
             )
         prompt = values.pop(given[0])
         key = next((str(values[name]) for name in ("key", "id") if values.get(name) is not None), str(row.number))
-        tools = values.pop("tools", None)
-        return Task(key, self.options.messages(_prompt(row, given[0], prompt)), data=values, tools=tuple(tools or self.tools))
+        if self.split == "eval" and self.options.eval_data is not None:
+            key = f"eval/{key}"
+        tools = _tools(row, values.pop("tools", None)) or self.tools
+        return Task(key, self.options.messages(_prompt(row, given[0], prompt)), data=values, tools=tuple(tools))
 
 
 def _prompt(row: Row, column: str, given: Any) -> str | list[Message]:
     if isinstance(given, str) and given.lstrip().startswith("[") and column == "messages":
-        given = json.loads(given)
+        given = _parsed(row, column, given)
     if isinstance(given, str):
         return given
-    if not isinstance(given, list) or not all(isinstance(each, dict) and "role" in each and "content" in each for each in given):
+    if (
+        not isinstance(given, list)
+        or not given
+        or not all(isinstance(each, dict) and "role" in each and "content" in each for each in given)
+    ):
         raise row.wrong(column, "a text or a list of {role, content} objects is needed", "Store one of them")
     if given[-1]["role"] == "assistant":
         raise row.wrong(column, "its last message is the assistant's, and the model is to speak next", "Remove that message")
@@ -135,10 +142,29 @@ def _prompt(row: Row, column: str, given: Any) -> str | list[Message]:
     return given
 
 
+def _tools(row: Row, given: Any) -> list[Mapping[str, Any]]:
+    """Return a row's own tools, which many datasets store as text."""
+    tools = _parsed(row, "tools", given) if isinstance(given, str) and given.strip() else given or []
+    if not isinstance(tools, list) or not all(isinstance(each, dict) and "function" in each for each in tools):
+        raise row.wrong(
+            "tools", "a list of {type, function} objects is needed", "Store function schemas as chat templates take them"
+        )
+    return tools
+
+
+def _parsed(row: Row, column: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise row.wrong(column, f"its text is no JSON: {error}", "Store a list, or a list as JSON") from error
+
+
 def _plain(value: Any) -> Any:
-    """Return a value of a table as JSON values."""
+    """Return a value of a table as JSON values; numbers that JSON does not have become null or text."""
     if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from attrs import frozen
+
 from skyrl_engine.contracts.kinds.environment import Action, Task
 from skyrl_engine.errors import ContractError
 
@@ -18,20 +20,39 @@ def as_reward(function: Callable[..., Any], form: Form = "auto") -> Callable[[Ac
     `compute_score`) what is needed is read from the task's data: `data_source`, `ground_truth` (or `reward_model.ground_truth`),
     `extra_info`. Raises ContractError for a function whose parameters are none of these.
     """
-    names = inspect.signature(function).parameters
-    found = _form(names) if form == "auto" else form
-    match found:
-        case "trl":
-            return lambda action, task: _first(function, _of_trl(action, task))
-        case "verl":
-            return lambda action, task: _score(function(**_of_verl(action, task)))
-        case "skyrl_engine":
-            return lambda action, task: function(action.text, task)
-        case _:
-            raise ContractError(
-                f"the reward {getattr(function, '__name__', function)!r} takes ({', '.join(names)})",
-                remedy="Let it take (text, task), or TRL's (completions, **columns), or verl's (data_source, solution_str, ground_truth)",
-            )
+    signature = inspect.signature(function)
+    found = _form(signature.parameters) if form == "auto" else form
+    if found is None or (found == "skyrl_engine" and not _takes_two(signature)):
+        raise ContractError(
+            f"the reward {getattr(function, '__name__', function)!r} takes ({', '.join(signature.parameters)})",
+            remedy="Let it take (text, task), or TRL's (completions, **columns), or verl's (data_source, solution_str, ground_truth)",
+        )
+    return _Called(function, found)
+
+
+@frozen(eq=False)
+class _Called:
+    """A function of one of the forms, as ours."""
+
+    function: Callable[..., Any]
+    form: str
+
+    def __call__(self, action: Action, task: Task) -> Any:
+        match self.form:
+            case "trl":
+                return _first(self.function, _of_trl(action, task))
+            case "verl":
+                return _score(self.function(**_of_verl(action, task)))
+            case _:
+                return self.function(action.text, task)
+
+
+def _takes_two(signature: inspect.Signature) -> bool:
+    try:
+        signature.bind("", None)
+    except TypeError:
+        return False
+    return True
 
 
 def _form(names: Mapping[str, inspect.Parameter]) -> str | None:

@@ -96,14 +96,6 @@ def pairs(subject: Subject[Any]) -> "st.SearchStrategy[Pair]":
     return st.tuples(one, other, order).map(pair)
 
 
-def made(subject: Subject[Any]) -> Any:
-    """Make the environment anew. Raises Undecidable where it cannot be made."""
-    try:
-        return subject.make()
-    except EngineError as error:
-        raise Undecidable(error.cause) from error
-
-
 def tasks_of(environment: Environment, split: Split) -> Tasks:
     """Return the tasks of a split. Raises Undecidable where there are none to read, and for training none at all."""
     try:
@@ -157,7 +149,7 @@ def told(error: BaseException) -> str:
 
 def has_solver(subject: Subject[Any]) -> bool:
     """Return True where somebody knows solutions: the environment, or the suite."""
-    return "solve" in subject.hooks or callable(getattr(made(subject), "solve", None))
+    return "solve" in subject.hooks or callable(getattr(subject.make(), "solve", None))
 
 
 def solution_of(subject: Subject[Any], environment: Any, task: Task) -> tuple[str, ...] | None:
@@ -233,10 +225,10 @@ def stages(subject: Subject[Any], environment: Any) -> Iterator[Callable[[Task, 
     loop, opened = asyncio.new_event_loop(), list[Stage]()
 
     def stage(task: Task, seed: int) -> Stage:
-        made_ = Stage(subject, environment, task, seed, loop)
-        made_.open()
-        opened.append(made_)
-        return made_
+        made = Stage(subject, environment, task, seed, loop)
+        made.open()
+        opened.append(made)
+        return made
 
     try:
         yield stage

@@ -83,20 +83,23 @@ class GymnasiumEpisode:
 
     def step(self, action: Action) -> StepResult:
         """Do what the model says; what is no action of the space ends nothing and is answered with what is one."""
+        last = action.turn + 1 >= self.environment.options.max_turns
         choice = action_of(self._made.action_space, action.text)
         if choice is None:
             told = f"{action.text.strip()!r:.80} is no action. {choices(self._made.action_space)}"
-            return StepResult(0.0, done=False, messages=({"role": "user", "content": told},), metrics={"invalid_actions": 1.0})
+            return _answer(0.0, told, done=last, metrics={"invalid_actions": 1.0})
         observation, reward, terminated, truncated, _ = self._made.step(choice)
-        if terminated or truncated:
-            return StepResult(float(reward), done=True)
-        return StepResult(float(reward), done=False, messages=({"role": "user", "content": str(observation)},))
+        return _answer(float(reward), str(observation), done=last or bool(terminated or truncated))
 
     def close(self) -> None:
         """Close the environment."""
         made, self._made = self._made, None
         if made is not None:
             made.close()
+
+
+def _answer(reward: float, said: str, *, done: bool, **more: Any) -> StepResult:
+    return StepResult(reward, done=done, messages=() if done else ({"role": "user", "content": said},), **more)
 
 
 def refuse_other_spaces(name: str, made: Any) -> None:

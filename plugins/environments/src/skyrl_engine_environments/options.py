@@ -4,10 +4,16 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from attrs import Factory, field, frozen
-from attrs.validators import ge, gt, min_len
+from attrs.validators import ge, gt, min_len, optional
 
 from skyrl_engine.contracts import PLACE
 from skyrl_engine.environments import PromptOptions, TableOptions
+
+
+def _names_sets(_instance: object, attribute: Any, value: str | tuple[str, ...]) -> None:
+    names = (value,) if isinstance(value, str) else value
+    if not names or not all(names) or len(set(names)) < len(names):
+        raise ValueError(f"'{attribute.name}' must name data sets, each once, is {value!r}")
 
 
 @frozen
@@ -49,14 +55,14 @@ class FunctionOptions(TableOptions):
 class ReasoningGymOptions(PromptOptions):
     """Options of `reasoning_gym`. A task's own options stand beside these, under `config`."""
 
-    task: str | tuple[str, ...] = field(kw_only=True)
+    task: str | tuple[str, ...] = field(kw_only=True, validator=_names_sets)
     """Data sets by name, such as `spell_backward`; several are mixed evenly."""
 
     config: Mapping[str, Any] = field(default=Factory(dict), kw_only=True)
     """Options of the data set, such as `config.max_word_len = 5`; with several data sets, a table per name."""
 
-    size: int = field(default=1_000_000, kw_only=True, validator=ge(1))
-    """Tasks to train on; they are made when they are asked for."""
+    size: int | None = field(default=None, kw_only=True, validator=optional(ge(1)))
+    """Tasks to train on; none: a million, made when they are asked for, or 1,000 where a data set makes all at once."""
 
     eval_size: int = field(default=1000, kw_only=True, validator=ge(1))
     """Held-out tasks, of another seed."""
@@ -86,7 +92,7 @@ class GymnasiumOptions(PromptOptions):
     """Arguments of `gymnasium.make`."""
 
     max_turns: int = field(default=16, kw_only=True, validator=ge(1))
-    """Turns after which an attempt is cut off."""
+    """Turns after which an attempt ends with the rewards it has."""
 
     size: int = field(default=10_000, kw_only=True, validator=ge(1))
     """Starts to train on: an episode's seed is its number."""

@@ -1,8 +1,12 @@
 """`reasoning_gym`: the procedural data sets of reasoning-gym (Stojanovski et al. 2025, arXiv:2505.24760), all of them by name."""
 
 import importlib.metadata
+import math
+import random
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from attrs import define, field, frozen
@@ -11,6 +15,17 @@ from skyrl_engine import DataError
 from skyrl_engine.contracts import Action, EnvironmentClaims, Message, Split, StepResult, Task, Tasks
 from skyrl_engine_environments.options import ReasoningGymOptions
 from skyrl_engine_environments.requirements import needed
+
+_LONGEST = 10_000
+"""Characters of an answer that are scored at least."""
+
+_HUGE = re.compile(r"\d\.?[eE][+-]?\d{4}|\*\*\s*\(?[\d.]{4}|\*\*[^*\n]*\*\*")
+"""Numbers and towers of powers that take more memory than there is, once a scorer computes them exactly."""
+
+_SMALL = {"acre", "word_ladder"}
+"""Data sets that make all their tasks when they are made, or that do not have many."""
+
+_MANY, _FEW = 1_000_000, 1000
 
 _EVAL_SEED = 2**31 - 1
 """Seeds of held-out tasks count down from here, those of training tasks up from 0."""
@@ -40,7 +55,7 @@ class ReasoningGymEnvironment:
 
     def tasks(self, split: Split) -> Tasks:
         """Return the tasks of a split; sets are mixed in turn. Raises DataError for a set or an option that reasoning-gym does not have."""
-        return ReasoningGymTasks(self, split, self.options.size if split == "train" else self.options.eval_size)
+        return ReasoningGymTasks(self, split, self.size(split))
 
     def open(self, task: Task, seed: int) -> "ReasoningGymEpisode":  # noqa: ARG002 -- scoring draws nothing
         return ReasoningGymEpisode(self, task)
@@ -50,12 +65,26 @@ class ReasoningGymEnvironment:
         answer = task.data["entry"].get("answer")
         return None if answer is None else str(answer)
 
+    def size(self, split: Split) -> int:
+        """Return the number of tasks of a split."""
+        if split == "eval":
+            return self.options.eval_size
+        few = not _SMALL.isdisjoint(self.names)
+        return self.options.size or (_FEW if few else _MANY)
+
     def dataset(self, name: str, split: Split) -> Any:
         """Make, or return, a data set of a split."""
         key = (name, split)
         if key not in self._sets:
             self._sets[key] = self._made(name, split)
         return self._sets[key]
+
+    def entry(self, name: str, split: Split, number: int) -> Mapping[str, Any]:
+        """Make one question of a data set, a function of its number."""
+        dataset = self.dataset(name, split)
+        with _own_randomness(dataset.seed or 0, number + 1):
+            made: Mapping[str, Any] = dataset[number]
+        return made
 
     def _made(self, name: str, split: Split) -> Any:
         from reasoning_gym.factory import DATASETS, create_dataset
@@ -68,10 +97,11 @@ class ReasoningGymEnvironment:
             raise DataError(f"reasoning-gym has no data set {name!r}", remedy=remedy)
         given: Mapping[str, Any] = self.options.config
         own = given.get(name, {}) if len(self.names) > 1 else given
-        size = self.options.size if split == "train" else self.options.eval_size
+        size = -(-self.size(split) // len(self.names))
         seed = self.options.seed if split == "train" else _EVAL_SEED - self.options.seed
         try:
-            return create_dataset(name, **{**own, "seed": seed, "size": size})
+            with _own_randomness(seed, 0):
+                return create_dataset(name, **{**own, "seed": seed, "size": size})
         except (TypeError, AssertionError, ValueError) as error:
             raise DataError(f"reasoning-gym's data set {name!r} refuses its options: {error}", remedy="Correct `config`") from error
 
@@ -94,7 +124,9 @@ class ReasoningGymTasks:
     def __getitem__(self, index: int) -> Task:
         names = self.environment.names
         number, which = divmod(index, len(names))
-        entry = self.environment.dataset(names[which], self.split)[number]
+        entry = self.environment.entry(names[which], self.split, number)
+        if self.environment.options.exact and entry.get("answer") is None:
+            raise DataError(f"reasoning-gym's data set {names[which]!r} gives no answers of its own", remedy="Leave out `exact`")
         data = {"dataset": names[which], "split": self.split, "number": number, "entry": _plain(entry)}
         return Task(f"{names[which]}/{self.split}/{number}", self.environment.options.messages(str(entry["question"])), data=data)
 
@@ -111,20 +143,53 @@ class ReasoningGymEpisode:
 
     def step(self, action: Action) -> StepResult:
         """Score the answer."""
-        options, data = self.environment.options, self.task.data
+        options = self.environment.options
         answer = answer_in(action.text, options.answer_pattern)
         due = self.environment.solve(self.task)
         exact = answer is not None and due is not None and answer.strip() == due.strip()
-        if options.exact:
-            score = float(exact)
-        else:
-            dataset = self.environment.dataset(data["dataset"], data["split"])
-            # the entry anew: what travelled as JSON may have lost types that a scorer looks at
-            score = float(dataset.score_answer(answer, dataset[data["number"]])) if answer is not None else 0.0
-        return StepResult(score, metrics={"exact": float(exact)}, success=score >= options.pass_threshold)
+        score, info = float(exact), dict[str, str]()
+        if not options.exact and not exact:
+            score, info = self._by_its_scorer(answer)
+        metrics = {"exact": float(exact), **({"scorer_failed": 1.0} if info else {})}
+        return StepResult(score, metrics=metrics, success=score >= options.pass_threshold, info=info)
 
     def close(self) -> None:
         """Hold nothing."""
+
+    def _by_its_scorer(self, answer: str | None) -> tuple[float, dict[str, str]]:
+        """Return the data set's own score, and what its scorer raised."""
+        data = self.task.data
+        if answer is None or not scorable(answer, self.environment.solve(self.task) or ""):
+            return 0.0, {}
+        dataset = self.environment.dataset(data["dataset"], data["split"])
+        # the entry anew: what travelled as JSON may have lost types that a scorer looks at
+        entry = self.environment.entry(data["dataset"], data["split"], data["number"])
+        try:
+            with _own_randomness(0, 0), warnings.catch_warnings(action="ignore"):
+                score = float(dataset.score_answer(answer, entry))
+        except Exception as error:  # noqa: BLE001 -- scorers raise whatever an answer that they do not expect makes them raise
+            return 0.0, {"scorer": f"{type(error).__name__}: {error}"[:200]}
+        return (score, {}) if math.isfinite(score) else (0.0, {"scorer": f"gave {score}"})
+
+
+@contextmanager
+def _own_randomness(*seed: int) -> Iterator[None]:
+    """Seed the global random states, from which some data sets draw, and put back afterwards what they were."""
+    import numpy as np
+
+    python, numpy = random.getstate(), np.random.get_state()
+    random.seed(f"{seed}")
+    np.random.seed(random.getrandbits(32))
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def scorable(answer: str, due: str) -> bool:
+    """Return False for an answer that would keep a scorer busy for hours: a number with a huge exponent, or far longer than what is due."""
+    return len(answer) <= max(_LONGEST, 2 * len(due)) and _HUGE.search(answer) is None
 
 
 def answer_in(text: str, pattern: str | None) -> str | None:

@@ -1,0 +1,3 @@
+"""A file that cannot be imported."""
+
+raise RuntimeError("no licence")

@@ -1,0 +1,105 @@
+"""Rewards and tools as people write them, in the forms of three engines."""
+
+import asyncio
+
+from skyrl_engine.contracts import StepResult
+from skyrl_engine.environments import reward
+
+
+def exact(text, task):
+    """1 for the answer."""
+    return float(text.strip() == task.data["answer"])
+
+
+def short(text, task):
+    """1 for the empty text, falling with its length."""
+    return 1 / (1 + len(text))
+
+
+async def later(text, task):
+    """As `exact`, from a judge that takes its time."""
+    await asyncio.sleep(0)
+    return exact(text, task)
+
+
+def explained(text, task):
+    """As `exact`, with more to say."""
+    return StepResult(exact(text, task), metrics={"length": len(text)}, success=True, info={"due": task.data["answer"]})
+
+
+def of_trl(completions, answer, **kwargs):
+    """A function of TRL, whose columns are lists."""
+    return [float(each[0]["content"].strip() == due) for each, due in zip(completions, answer, strict=True)]
+
+
+async def of_trl_later(prompts, completions, answer):
+    """One that names what it takes, and is a coroutine."""
+    assert [message["role"] for message in prompts[0]][-1] == "user"
+    return of_trl(completions, answer)
+
+
+def of_trl_sometimes(completions, answer, **kwargs):
+    """None is TRL's word for a reward that does not apply."""
+    return [None if due == "4" else 1.0 for due in answer]
+
+
+def of_trl_wrong(completions, **kwargs):
+    return 1.0
+
+
+def of_verl(data_source, solution_str, ground_truth, extra_info=None):
+    """A function of verl."""
+    return {"score": float(solution_str == ground_truth), "acc": 1, "source": data_source, "extra": extra_info}
+
+
+def of_nobody(samples):
+    return 0.0
+
+
+def of_three(text, task, judge):
+    return 0.0
+
+
+def text_reward(text, task):
+    return "1.0"
+
+
+def nan_reward(text, task):
+    return float("nan")
+
+
+@reward(pass_threshold=0.5)
+def decorated(text, task):
+    """As `exact`, and a plugin of its own."""
+    return exact(text, task)
+
+
+def add(left: int, right: int = 1) -> int:
+    """Add two numbers.
+
+    left: The first number.
+    right (int): The second one.
+    """
+    return left + right
+
+
+async def look_up(word: str, kinds: list[str] | None = None) -> dict[str, str]:
+    """Look a word up."""
+    return {"word": word, "kinds": ",".join(kinds or ())}
+
+
+def undocumented(word: str) -> str:
+    return word
+
+
+def untyped(word) -> str:
+    """Has a parameter without a type."""
+    return word
+
+
+def of_bytes(word: bytes) -> str:
+    """Has a type that JSON has not."""
+    return str(word)
+
+
+number = 4
