@@ -50,7 +50,7 @@ class Episode:
             worth = self.options.constant
         if action.turn + 1 >= self.options.turns:
             return StepResult(worth, success=worth > 3)
-        return StepResult(worth / 4, done=False, messages=({"role": "user", "content": "more" * (1 + self.seed % 3)},))
+        return StepResult(worth / 4, done=False, messages=({"role": "user", "content": "more" * (1 + self.seed % 6)},))
 
     def close(self):
         pass
