@@ -32,7 +32,7 @@ class Change:
 
 
 def refuse_changed_plugins(before: Mapping[str, Lock], after: Mapping[str, Lock], *, allow_changed: Sequence[str]) -> list[str]:
-    """Compare plugin locks by kind; the differences that `allow_changed` ("kind:name") permits are returned as sentences.
+    """Compare plugin locks by their place in the configuration. Differences that `allow_changed` ("kind:name") permits come back as sentences.
 
     Raises CheckpointError listing every other difference.
     """
@@ -43,11 +43,11 @@ def refuse_changed_plugins(before: Mapping[str, Lock], after: Mapping[str, Lock]
         if [old.get(key) for key in _IDENTITY] == [new.get(key) for key in _IDENTITY]:
             continue
         difference = f"{kind}: {_describe(old)} -> {_describe(new)}"
-        names = {f"{kind}:{record['name']}" for record in (old, new) if record}
+        names = {_permission(record, kind) for record in (old, new) if record}
         if names & set(allow_changed):
             allowed.append(difference)
         else:
-            refused.append((f"{kind}:{(new or old)['name']}", difference))
+            refused.append((_permission(new or old, kind), difference))
     if refused:
         names_to_allow = ", ".join(f'"{name}"' for name, _ in refused)
         raise CheckpointError(
@@ -130,6 +130,11 @@ def _is_list(value: object) -> bool:
 def _record(locks: Mapping[str, Lock], kind: str) -> Mapping[str, Any]:
     record: Mapping[str, Any] = locks[kind]["record"] if kind in locks else {}
     return record
+
+
+def _permission(record: Mapping[str, Any], place: str) -> str:
+    """Name a plugin as `allow_changed` does: by its kind, which is not its place where there may be several."""
+    return f"{record.get('kind', place)}:{record['name']}"
 
 
 def _describe(record: Mapping[str, Any]) -> str:

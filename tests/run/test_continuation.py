@@ -77,3 +77,14 @@ def test_another_trainer_cannot_go_on() -> None:
     with pytest.raises(CheckpointError, match="one of trainer sft, and this run's trainer is rl") as caught:
         refuse_other_trainer({"trainer": "sft"}, {"trainer": "rl"})
     assert caught.value.remedy.startswith('Set trainer = "sft"')
+
+
+def test_a_plugin_of_which_there_may_be_several_is_allowed_by_its_kind_not_by_its_place() -> None:
+    before, after = lock("kl"), lock("kl", "0.2.0")
+    for each in (before, after):
+        each["record"]["kind"] = "loss"
+    with pytest.raises(CheckpointError) as caught:
+        refuse_changed_plugins({"loss.terms[0]": before}, {"loss.terms[0]": after}, allow_changed=())
+    assert 'checkpoint.allow_changed = ["loss:kl"]' in caught.value.remedy
+    (sentence,) = refuse_changed_plugins({"loss.terms[0]": before}, {"loss.terms[0]": after}, allow_changed=["loss:kl"])
+    assert sentence.startswith("loss.terms[0]: acme:kl")

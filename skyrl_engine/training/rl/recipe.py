@@ -42,6 +42,7 @@ class Recipe:
 def recipe(config: RlConfig, objective: ObjectiveParts, advantage: Part[Advantage], *, lora_dropout: float = 0.0) -> Recipe:
     """Choose the passes of every step. Raises UnsupportedError for what a part needs and no pass gives, and for contradictions."""
     _refuse_unknown(objective, advantage)
+    _refuse_two_penalties(config, objective)
     early = {*advantage.product.needs, *(("ref_logprobs",) if config.kl is not None else ())}
     read = {*objective.columns, *early}
     old = _old(config, read=OLD in read, early=OLD in early)
@@ -67,6 +68,15 @@ def _old(config: RlConfig, *, read: bool, early: bool) -> Literal["current", "sc
             remedy='Set rl.old = "auto" or "score"',
         )
     return config.old
+
+
+def _refuse_two_penalties(config: RlConfig, objective: ObjectiveParts) -> None:
+    readers = [label for label, needs in objective.needs.items() if REFERENCE in needs]
+    if config.kl is not None and readers:
+        raise UnsupportedError(
+            f"[rl.kl] takes the distance from the reference off the rewards, and {readers[0]} adds it to the loss: it would count twice",
+            remedy=f"Remove [rl.kl], or {readers[0]}",
+        )
 
 
 def _refuse_unknown(objective: ObjectiveParts, advantage: Part[Advantage]) -> None:

@@ -1,6 +1,7 @@
 """The part of a checkpoint that is the RL trainer's own: the ledger, and what is steered from step to step."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -9,6 +10,8 @@ from attrs import frozen
 from skyrl_engine.errors import CheckpointError
 from skyrl_engine.run.checkpoint import Checkpoint
 from skyrl_engine.run.session import TRAINER_DOCUMENT
+
+logger = logging.getLogger(__name__)
 
 
 @frozen
@@ -31,8 +34,14 @@ class RlState:
         return attrs.asdict(self)
 
 
-def state_in(checkpoint: Checkpoint, environments: Mapping[str, str]) -> RlState:
-    """Return the state to go on from. Raises CheckpointError where an environment is another than it was."""
+def state_in(
+    checkpoint: Checkpoint, environments: Mapping[str, str], *, permissions: Mapping[str, str], allow_changed: Sequence[str] = ()
+) -> RlState:
+    """Return the state to go on from.
+
+    `environments` are the versions now, `permissions` what `checkpoint.allow_changed` calls each of them ("environment:name"). Raises
+    CheckpointError where an environment is another than it was and `allow_changed` does not name it.
+    """
     try:
         state = RlState(**checkpoint.document(TRAINER_DOCUMENT))
     except TypeError as error:
@@ -40,15 +49,19 @@ def state_in(checkpoint: Checkpoint, environments: Mapping[str, str]) -> RlState
             f"{checkpoint.path / TRAINER_DOCUMENT} is not of this engine's making ({error})",
             remedy="Resume with the engine version that wrote it",
         ) from error
-    if dict(state.environments) != dict(environments):
-        changed = sorted(
-            name for name in {*state.environments, *environments} if state.environments.get(name) != environments.get(name)
-        )
-        what = [
-            f"{name} ({state.environments.get(name, 'absent')} then, {environments.get(name, 'absent')} now)" for name in changed
-        ]
+    changed = {
+        name: f"{name} ({state.environments.get(name, 'absent')} then, {environments.get(name, 'absent')} now)"
+        for name in sorted({*state.environments, *environments})
+        if state.environments.get(name) != environments.get(name)
+    }
+    refused = [name for name in changed if permissions.get(name) not in allow_changed]
+    if refused:
+        permission = ", ".join(f'"{permissions[name]}"' for name in refused if name in permissions)
         raise CheckpointError(
-            f"the environment has changed since {checkpoint.path} was written: {', '.join(what)}",
-            remedy="Resume with the environments the run was started with, or start a new run from an exported model",
+            f"the environment has changed since {checkpoint.path} was written: {', '.join(changed[name] for name in refused)}",
+            remedy="Resume with the environments the run was started with"
+            + (f", or set checkpoint.allow_changed = [{permission}] to resume inexactly" if permission else ""),
         )
+    for difference in changed.values():
+        logger.warning("differs from the checkpoint, so the run no longer equals an uninterrupted one: %s", difference)
     return state

@@ -60,7 +60,14 @@ def run_rl(
         prepared = prepare(resolved)
         config = resolved.config
         checkpoint = session.resumed_from
-        state = None if checkpoint is None else state_in(checkpoint, environment_versions(prepared))
+        state = None
+        if checkpoint is not None:
+            state = state_in(
+                checkpoint,
+                environment_versions(prepared),
+                permissions=_permissions(prepared),
+                allow_changed=config.checkpoint.allow_changed,
+            )
         session.record_start(
             seeds={"run": config.run.seed},
             world={"launch": config.run.launch, "ranks": config.run.ranks, **attrs.asdict(prepared.assembly.description.topology)},
@@ -91,6 +98,12 @@ def environment_versions(prepared: PreparedRl) -> dict[str, str]:
         record = selected.loaded.record
         versions[name] = f"{record.version or record.sha256} {part.product.claims.version}".strip()
     return versions
+
+
+def _permissions(prepared: PreparedRl) -> dict[str, str]:
+    """Return what `checkpoint.allow_changed` calls every environment, by its name."""
+    pairs = zip(prepared.names, prepared.environments, strict=True)
+    return {name: f"environment:{selected.loaded.record.name}" for name, selected in pairs}
 
 
 @contextmanager
@@ -203,6 +216,7 @@ class RlTrainer:
     def step(self, number: int) -> StepDone:
         """One batch of rollouts: wait for it, score it, estimate advantages, train on it, and hand the new weights to the sampler."""
         config = self.prepared.resolved.config
+        began = time.perf_counter()
         self._cpu, self._seconds = {}, {}
         with self._timed("rollout"):
             taken = self.source.take(number)
@@ -231,7 +245,7 @@ class RlTrainer:
             **results_of({**learned, **metrics}),
             **rollout_metrics(taken.groups, taken.ended, self.prepared.names),
         }
-        self._finish(reported)
+        self._finish(reported, taken.groups, began)
         if "policy/gap_mean" in reported:
             self.guard.look(reported["policy/gap_mean"], number - 1)
         return StepDone(reported, self._cpu)
@@ -340,15 +354,16 @@ class RlTrainer:
             self.reference.load(self.engine)
         self._copied = str(directory)
 
-    def _finish(self, reported: dict[str, float]) -> None:
-        """Turn sums into what is reported, and add the seconds of every phase."""
+    def _finish(self, reported: dict[str, float], groups: Sequence[Group], began: float) -> None:
+        """Turn sums into what is reported, and add the seconds of every phase, which add up to those since `began`."""
         sums = [reported.pop(name) for name in WEIGHTS if name in reported]
         if sums:
             reported["policy/ess"] = effective_share(*sums)
-        reported |= {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
-        if (seconds := self._seconds.get("rollout", 0.0)) > 0:
-            sampled = reported.get("rollout/tokens_mean", 0.0)
-            reported["rollout/tokens_per_second"] = sampled * reported.get("samples", 0.0) / seconds
+        if (seconds := self._seconds["rollout"]) > 0:
+            sampled = sum(len(each.logprobs) for group in groups for each in group.finished)
+            reported["rollout/tokens_per_second"] = sampled / seconds
+        other = time.perf_counter() - began - sum(self._seconds.values())
+        reported |= {f"time/{phase}": seconds for phase, seconds in {**self._seconds, "other": max(0.0, other)}.items()}
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

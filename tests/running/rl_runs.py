@@ -1,0 +1,129 @@
+"""A tiny model, an environment of two turns, and runs by reinforcement over them: everything real, everything on CPU, in this process."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.contracts.values.rollout import Group
+from skyrl_engine.engine.plan import Plan
+from skyrl_engine.modeling.tiny import make_parts_differ, write_model
+from skyrl_engine.run.metrics import read_metrics
+from skyrl_engine.testing.templates import TEMPLATES
+from skyrl_engine.training.rl.trainer import RlTrainer
+
+WORLD = '''
+"""Two turns: letters are worth something, and the answers of seed-dependent length make attempts unequal. Some attempts fail."""
+import time
+from skyrl_engine import hookimpl
+from skyrl_engine.contracts import EnvironmentClaims, StepResult, Task
+from attrs import frozen, field
+
+
+@frozen
+class Options:
+    tasks: int = field(default=7, kw_only=True)
+    turns: int = field(default=2, kw_only=True)
+    constant: float | None = field(default=None, kw_only=True)
+    failing: bool = field(default=False, kw_only=True)
+    delay: bool = field(default=False, kw_only=True)
+
+
+class Episode:
+    def __init__(self, options, task, seed):
+        self.options, self.task, self.seed = options, task, seed
+
+    def begin(self):
+        return ()
+
+    def step(self, action):
+        if self.options.delay:
+            time.sleep((self.seed >> 3) % 5 / 200)
+        if self.options.failing and self.task.key == "2" and self.seed % 3 == 0:
+            raise ValueError("this one fails")
+        ids = action.token_ids
+        worth = sum(token % 7 for token in ids) / (1 + len(ids))
+        if self.options.constant is not None:
+            worth = self.options.constant
+        if action.turn + 1 >= self.options.turns:
+            return StepResult(worth, success=worth > 3)
+        return StepResult(worth / 4, done=False, messages=({"role": "user", "content": "more" * (1 + self.seed % 6)},))
+
+    def close(self):
+        pass
+
+
+class World:
+    def __init__(self, options):
+        self.options = options
+        self.claims = EnvironmentClaims(max_turns=options.turns)
+
+    def tasks(self, split):
+        count = self.options.tasks if split == "train" else 2
+        start = 0 if split == "train" else 1000
+        return [Task(str(start + n), messages=({"role": "user", "content": "go " + "on " * (n % 3)},)) for n in range(count)]
+
+    def open(self, task, seed):
+        return Episode(self.options, task, seed)
+
+
+class Plugin:
+    @hookimpl
+    def skyrl_engine_config_schema(self):
+        return Options
+
+    @hookimpl
+    def skyrl_engine_make_environment(self, config, context):
+        return World(config)
+
+
+world = Plugin()
+'''
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+
+Rl = Callable[..., ResolvedConfig]
+
+
+def write_world(directory: Path, **settings: Any) -> Path:
+    """Write `model/` and `world.py` into a directory. Many tokens end a turn, so that turns end early."""
+    tokenizer = TEMPLATES["chatml"].tokenizer()
+    write_model(directory / "model", tokenizer=tokenizer, **{**SIZES, **settings})
+    tokenizer.save_pretrained(directory / "model")
+    make_parts_differ(directory / "model")
+    ends = [tokenizer.eos_token_id, *range(60)]
+    (directory / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    (directory / "world.py").write_text(WORLD)
+    return directory
+
+
+class StopHereError(Exception):
+    """Ends a run from within."""
+
+
+@define
+class Seen:
+    """What `_learn` was given, step by step; `also(trainer, plan, number)` is called before it."""
+
+    plans: dict[int, Plan] = field(factory=dict)
+    groups: dict[int, tuple[Group, ...]] = field(factory=dict)
+    also: Callable[[RlTrainer, Plan, int], None] | None = None
+
+
+def steps_of(directory: Path) -> list[dict[str, Any]]:
+    """The records of all steps of a run."""
+    return [record for record in read_metrics(directory / "metrics.jsonl") if record["kind"] == "step"]
+
+
+def weights_of(directory: Path) -> bytes:
+    return (directory / "model" / "model.safetensors").read_bytes()

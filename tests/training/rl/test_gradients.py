@@ -1,0 +1,285 @@
+"""Gradients of published recipes equal their definitions, written in float64, one attempt at a time, from what the journal holds.
+
+The attempts have several turns, some are truncated, one failed. Nothing of the trainer is used but the tokens, rewards and log-probabilities
+that were sampled: advantages, penalties, losses and means are computed again from the papers' formulas.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import frozen
+from rl_runs import Rl, Seen, StopHereError, write_world
+from transformers import AutoModelForCausalLM
+
+from skyrl_engine.contracts.values.rollout import Group, Trajectory
+from skyrl_engine.engine.plan import Plan
+from skyrl_engine.training.rl.trainer import RlTrainer, run_rl
+
+TEMPERATURE, COEF, CLIP, EPSILON, LAM = 0.8, 0.3, 0.2, 1e-6, 0.95
+PACKED = ("collator.use=packed", "rl.micro_batch_tokens=128")
+
+
+@frozen
+class Attempt:
+    """One attempt: the places of its sampled tokens, and of each the old log-probability, the reward, the reference's and the old value."""
+
+    trajectory: Trajectory
+    places: list[int]
+    old: list[float]
+    rewards: list[float]
+    reference: list[float]
+    values: list[float]
+
+
+def scored(model: Any, attempt: Trajectory, places: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and values of the sampled tokens, from whole logits of one row."""
+    ids = torch.from_numpy(attempt.token_ids.astype("int64"))[None]
+    output = model.model(input_ids=ids).last_hidden_state[0]
+    logits = model.lm_head(output) / TEMPERATURE
+    logprobs = torch.stack([logits[place - 1].log_softmax(-1)[int(ids[0, place])] for place in places])
+    head = getattr(model, "score", None)
+    values = logprobs.detach() * 0 if head is None else head(output)[[place - 1 for place in places], 0]
+    return logprobs, values
+
+
+def grpo(groups: Sequence[Sequence[Attempt]]) -> list[list[float]]:
+    worth = []
+    for group in groups:
+        rewards = [sum(each.rewards) for each in group]
+        mean = sum(rewards) / len(rewards)
+        deviation = math.sqrt(sum((each - mean) ** 2 for each in rewards) / (len(rewards) - 1))
+        worth += [[(each - mean) / (deviation + EPSILON)] * len(own.places) for each, own in zip(rewards, group, strict=True)]
+    return worth
+
+
+def dr_grpo(groups: Sequence[Sequence[Attempt]]) -> list[list[float]]:
+    worth = []
+    for group in groups:
+        rewards = [sum(each.rewards) for each in group]
+        worth += [[own - sum(rewards) / len(rewards)] * len(each.places) for own, each in zip(rewards, group, strict=True)]
+    return worth
+
+
+def rloo(groups: Sequence[Sequence[Attempt]]) -> list[list[float]]:
+    """Against the mean of the others."""
+    worth = []
+    for group in groups:
+        rewards = [sum(each.rewards) for each in group]
+        for own, each in zip(rewards, group, strict=True):
+            worth.append([own - (sum(rewards) - own) / (len(rewards) - 1)] * len(each.places))
+    return worth
+
+
+def normalized(worth: list[list[float]]) -> list[list[float]]:
+    every = [each for own in worth for each in own]
+    mean = sum(every) / len(every)
+    deviation = math.sqrt(sum((each - mean) ** 2 for each in every) / len(every))
+    return [[(each - mean) / (deviation + EPSILON) for each in own] for own in worth]
+
+
+def reinforce_pp(groups: Sequence[Sequence[Attempt]]) -> list[list[float]]:
+    """The penalty of every token comes off its reward; a token is worth what follows it."""
+    worth = []
+    for each in (attempt for group in groups for attempt in group):
+        shaped = [
+            reward - COEF * (old - reference) for reward, old, reference in zip(each.rewards, each.old, each.reference, strict=True)
+        ]
+        worth.append([sum(shaped[place:]) for place in range(len(shaped))])
+    return normalized(worth)
+
+
+def estimated(each: Attempt) -> list[float]:
+    """Generalized advantage estimates by their sum over all later differences, gamma 1."""
+    values = [*each.values, 0.0]
+    deltas = [reward + values[place + 1] - values[place] for place, reward in enumerate(each.rewards)]
+    return [sum(LAM ** (later - place) * deltas[later] for later in range(place, len(deltas))) for place in range(len(deltas))]
+
+
+def gae(groups: Sequence[Sequence[Attempt]]) -> list[list[float]]:
+    return normalized([estimated(attempt) for group in groups for attempt in group])
+
+
+def clipped(logprobs: torch.Tensor, old: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
+    ratio = (logprobs - old).exp()
+    return -torch.minimum(ratio * worth, ratio.clamp(1 - CLIP, 1 + CLIP) * worth)
+
+
+def reinforce(logprobs: torch.Tensor, _old: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
+    return -worth * logprobs
+
+
+Mean = Callable[[list[torch.Tensor]], torch.Tensor]
+
+
+def sequence_mean(losses: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([each.mean() for each in losses]).mean()
+
+
+def token_mean(losses: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(losses).mean()
+
+
+def sums_over(length: int) -> Mean:
+    return lambda losses: torch.stack([each.sum() / length for each in losses]).mean()
+
+
+@frozen
+class Recipe:
+    advantage: Callable[[Sequence[Sequence[Attempt]]], list[list[float]]]
+    loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    mean: Mean
+    critic: bool = False
+
+
+RECIPES = {
+    "grpo": Recipe(grpo, clipped, sequence_mean),
+    "dr_grpo": Recipe(dr_grpo, clipped, sums_over(44)),
+    "rloo": Recipe(rloo, reinforce, sums_over(1)),
+    "reinforce_pp": Recipe(reinforce_pp, clipped, token_mean),
+    "ppo": Recipe(gae, clipped, token_mean, critic=True),
+}
+
+
+def loaded(folder: Path, weights: dict[str, Any] | None = None) -> Any:
+    """A model of its own in float64, with these weights; `score` is the critic's head, where there is one."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+    if weights is not None:
+        values = {name: torch.as_tensor(each) for name, each in weights.items()}
+        if "score.weight" in values:
+            model.score = torch.nn.Linear(values["score.weight"].shape[1], 1, dtype=torch.float64)
+        missing, unexpected = model.load_state_dict(values, strict=False)
+        assert (set(missing) <= {"lm_head.weight"}, unexpected) == (True, [])
+    return model.eval()
+
+
+def attempts_of(groups: Sequence[Group], before: Any, reference: Any) -> list[list[Attempt]]:
+    found = []
+    for group in groups:
+        own = []
+        for each in group.finished:
+            places = [place for place in range(len(each.token_ids)) if each.sampled[place]]
+            with torch.no_grad():
+                old, values = scored(before, each, places)
+                frozen_scores, _ = scored(reference, each, places)
+            rewards = each.rewards.astype("float64").tolist()
+            assert each.unplaced_reward == 0
+            own.append(Attempt(each, places, old.tolist(), rewards, frozen_scores.tolist(), values.tolist()))
+        found.append(own)
+    return found
+
+
+def expected(recipe: Recipe, groups: list[list[Attempt]], model: Any) -> dict[str, torch.Tensor]:
+    worth = recipe.advantage(groups)
+    losses = []
+    for each, values in zip((attempt for group in groups for attempt in group), worth, strict=True):
+        logprobs, critic = scored(model, each.trajectory, each.places)
+        loss = recipe.loss(logprobs, torch.tensor(each.old, dtype=torch.float64), torch.tensor(values, dtype=torch.float64))
+        if recipe.critic:
+            old = torch.tensor(each.values, dtype=torch.float64)
+            returns = old + torch.tensor(estimated(each), dtype=torch.float64)
+            near = torch.minimum(torch.maximum(critic, old - 0.2), old + 0.2)
+            loss = loss + 0.5 * torch.maximum((critic - returns) ** 2, (near - returns) ** 2) / 2
+        losses.append(loss)
+    recipe.mean(losses).backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model: a reference that is not the policy."""
+    return write_world(tmp_path_factory.mktemp("other"), intermediate_size=48)
+
+
+BREADTH = [
+    ("padded", "grpo"),
+    ("packed", "grpo"),
+    ("padded", "dr_grpo"),
+    ("packed", "rloo"),
+    ("packed", "reinforce_pp"),
+    ("padded", "reinforce_pp"),
+    ("packed", "ppo"),
+    ("padded", "ppo"),
+    ("packed", "dr_grpo"),
+    ("padded", "rloo"),
+]
+QUICK = {("padded", "grpo"), ("padded", "dr_grpo"), ("packed", "rloo"), ("packed", "reinforce_pp"), ("packed", "ppo")}
+
+
+@pytest.mark.parametrize(
+    ("collator", "name"), [pytest.param(*each, marks=() if each in QUICK else pytest.mark.nightly) for each in BREADTH]
+)
+def test_gradients_are_those_of_the_definitions(rl: Rl, seen: Seen, world: Path, other: Path, collator: str, name: str) -> None:
+    """At the first update, and behind it, where ratios are not 1 and some are clipped."""
+    check(rl, seen, world, other, name, PACKED if collator == "packed" else ("rl.micro_batch_rows=4",))
+
+
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize("name", [pytest.param(each, marks=() if each == "grpo" else pytest.mark.nightly) for each in RECIPES])
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param(each, marks=() if each == "fsdp" else pytest.mark.nightly) for each in ("fsdp", "deepspeed", "megatron")],
+)
+def test_gradients_on_two_ranks_are_those_of_the_definitions(
+    rl: Rl, seen: Seen, world: Path, other: Path, backend: str, name: str
+) -> None:
+    check(rl, seen, world, other, name, ("run.ranks=2", "run.launch=ray", f"backend.use={backend}"))
+
+
+def check(rl: Rl, seen: Seen, world: Path, other: Path, name: str, tables: Sequence[str]) -> None:
+    recipe = RECIPES[name]
+    gathered: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def gather(trainer: RlTrainer, plan: Plan, _number: int) -> None:
+        engine = trainer.engine
+        for _ in range(2):
+            weights = engine.weights()
+            engine.forward_backward(plan, temperature=TEMPERATURE).result()
+            gathered.append((weights, engine.gradients()))
+            engine.optim_step().result()
+        raise StopHereError
+
+    seen.also = gather
+    settings = [
+        "model.dtype=float64",
+        f"rl.temperature={TEMPERATURE}",
+        "rl.mini_batches=1",
+        "rl.old=score",
+        "rl.groups=4",
+        "rl.max_tokens=44",
+    ]
+    settings += tables
+    if name == "reinforce_pp":
+        settings += [f"rl.kl.coef={COEF}", f"reference.path={other / 'model'}"]
+    if name == "ppo":
+        settings += ["rl.group_size=3"]
+    with pytest.raises(StopHereError):
+        run_rl(rl("run", *settings, "optimizer.learning_rate=0.03", preset=name, environment={"failing": True}))
+    groups = seen.groups[1]
+    everything = [each for group in groups for each in group.trajectories]
+    assert {each.status for each in everything} == {"finished", "truncated", "failed"}, "every kind of attempt"
+    assert max(each.turns for each in everything) == 2
+    start = {key: value.copy() for key, value in gathered[0][0].items()}
+    attempts = attempts_of(groups, loaded(world, start), loaded(other))
+    for moment, (weights, gradients) in enumerate(gathered):
+        model = loaded(world, dict(weights))
+        wanted = expected(recipe, attempts, model)
+        assert gradients.keys() >= {key for key in wanted if key != "lm_head.weight"}
+        for key, value in wanted.items():
+            got = torch.as_tensor(gradients[key]).double().reshape(value.shape)
+            distance = float((got - value).norm() / value.norm())
+            assert distance < 1e-5, (moment, key, distance)
+    clipped_away = clip_share(attempts, loaded(world, dict(gathered[1][0])))
+    assert 0 < clipped_away < 1, "some ratios are outside of the range behind the first update"
+
+
+def clip_share(groups: list[list[Attempt]], model: Any) -> float:
+    outside = []
+    for each in (attempt for group in groups for attempt in group):
+        with torch.no_grad():
+            ratio = (scored(model, each.trajectory, each.places)[0] - torch.tensor(each.old, dtype=torch.float64)).exp()
+        outside += ((ratio - 1).abs() > CLIP).tolist()
+    return sum(outside) / len(outside)

@@ -1,0 +1,281 @@
+"""What a run by reinforcement promises: ratios of 1, an old policy from either pass, a frozen reference, times that add up, exact resumes."""
+
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rl_runs import Rl, Seen, steps_of, weights_of
+
+from skyrl_engine import hookimpl
+from skyrl_engine.contracts.kinds.generator import Completion
+from skyrl_engine.contracts.kinds.observer import StepFinished
+from skyrl_engine.contracts.values.rollout import OBSERVED
+from skyrl_engine.engine.sampler import Sampler
+from skyrl_engine.errors import CheckpointError, PluginBrokenError, RolloutError
+from skyrl_engine.training.rl.trainer import run_rl
+
+PACKED = ("collator.use=packed", "rl.micro_batch_tokens=128")
+LORA = ("model.lora.rank=2",)
+TWO = ("run.ranks=2", "run.launch=ray")
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "padded": (),
+    "cut": ("rl.micro_batch_rows=2",),
+    "packed": PACKED,
+    "lora": LORA,
+    "packed lora": (*PACKED, *LORA),
+}
+
+
+@pytest.mark.parametrize("old", ["current", "score"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in ("cut", "packed lora") else ()) for name in VARIANTS]
+)
+def test_every_ratio_is_exactly_1_before_the_first_update(rl: Rl, seen: Seen, name: str, old: str) -> None:
+    result = run_rl(rl("run", f"rl.old={old}", "rl.temperature=0.7", *VARIANTS[name]))
+    for record in steps_of(result.directory):
+        assert (record["metrics"]["policy/ratio_max"], record["metrics"]["policy/ratio_mean"]) == (1.0, 1.0)
+        assert record["metrics"]["policy/gap_mean"] < 1e-5
+        assert record["metrics"]["grad_norm"] > 0
+    assert ("old_logprobs" in seen.plans[1].columns.columns) == (old == "score"), "each way was gone"
+    assert any(OBSERVED in each.kinds for group in seen.groups[1] for each in group.trajectories), "some attempts have two turns"
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_ratios_on_two_ranks_are_1_and_advantages_are_those_of_one_rank(rl: Rl, seen: Seen) -> None:
+    """Of the first step: what is sampled does not depend on the ranks."""
+    made = {}
+    for name, ranks in (("one", ()), ("two", TWO)):
+        result = run_rl(rl(name, "rl.old=score", "rl.groups=4", "rl.mini_batches=2", "rl.steps=1", *ranks))
+        made[name] = seen.plans[1].columns
+        cut = seen.plans[1].cut
+        assert len(cut.mini_batches) == 2
+        for mini_batch in cut.mini_batches:
+            own = made[name].group_ids[mini_batch.samples]
+            others = np.delete(made[name].group_ids, mini_batch.samples)
+            assert not set(own.tolist()) & set(others.tolist()), "no group is cut"
+    one, two = made.values()
+    assert one.input_ids.tobytes() == two.input_ids.tobytes()
+    assert one.columns["advantages"].tobytes() == two.columns["advantages"].tobytes()
+    assert one.columns["advantages"].any()
+    result = run_rl(rl("ratios", "rl.old=score", "rl.steps=1", *TWO))
+    assert steps_of(result.directory)[0]["metrics"]["policy/ratio_max"] == 1.0
+
+
+def test_the_old_policy_of_either_pass_gives_the_same_weights(rl: Rl) -> None:
+    """And so it is no accident that ratios are 1."""
+    current, scored = (run_rl(rl(old, f"rl.old={old}", "rl.steps=1")).directory for old in ("current", "score"))
+    assert weights_of(current) == weights_of(scored)
+    other = run_rl(rl("other", "rl.old=current", "rl.steps=1", "optimizer.learning_rate=1e-3")).directory
+    assert weights_of(current) != weights_of(other)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "rloo"])
+def test_equal_rewards_teach_nothing(rl: Rl, seen: Seen, preset: str) -> None:
+    """3.3 / 2 turns is no number of float32, whose mean would be another one."""
+    result = run_rl(rl("run", "rl.steps=1", "rl.group_size=5", preset=preset, environment={"constant": 3.3, "turns": 1}))
+    advantages = seen.plans[1].columns.columns["advantages"]
+    assert len(advantages) > 0
+    assert not advantages.any()
+    assert steps_of(result.directory)[0]["metrics"]["grad_norm"] == 0.0
+    assert steps_of(result.directory)[0]["metrics"]["rollout/zero_variance"] == 1.0
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_reference_stays_as_it_was(rl: Rl, seen: Seen, adapters: bool) -> None:
+    scores: dict[str, list[bytes]] = {"policy": [], "reference": []}
+    first: list[Any] = []
+
+    def score(trainer: Any, plan: Any, _number: int) -> None:
+        first.append(plan)
+        for name, found in scores.items():
+            output = trainer.engine.score(first[0], model=None if name == "policy" else name).result()
+            found.append(output.on_actions("logprobs").values.tobytes())
+
+    seen.also = score
+    run_rl(rl("run", "rl.steps=3", *(LORA if adapters else ()), preset="reinforce_pp"))
+    assert len(set(scores["policy"])) == 3, "the policy moves"
+    assert set(scores["reference"]) == {scores["policy"][0]}
+
+
+def test_a_refreshed_reference_is_the_policy_of_that_step(rl: Rl, seen: Seen) -> None:
+    scores: dict[str, list[bytes]] = {"policy": [], "reference": []}
+    first: list[Any] = []
+
+    def score(trainer: Any, plan: Any, _number: int) -> None:
+        first.append(plan)
+        for name, found in scores.items():
+            output = trainer.engine.score(first[0], model=None if name == "policy" else name).result()
+            found.append(output.on_actions("logprobs").values.tobytes())
+
+    seen.also = score
+    tables = ("rl.steps=4", "reference.refresh_every=2", "checkpoint.every=1")
+    result = run_rl(rl("run", *tables, preset="reinforce_pp"))
+    policy, reference = scores.values()
+    assert reference == [policy[0], policy[0], policy[2], policy[2]]
+    parts = run_rl(rl("parts", "rl.steps=3", *tables[1:], preset="reinforce_pp"))
+    (parts.directory / "model").rename(parts.directory / "of three steps")
+    run_rl(rl("parts", *tables, preset="reinforce_pp"), resume=True)
+    assert weights_of(parts.directory) == weights_of(result.directory)
+
+
+def test_a_penalty_in_the_reward_is_what_somebody_takes_off_by_hand(rl: Rl, seen: Seen) -> None:
+    coefs, expected = [], 0.5
+    result = run_rl(rl("run", "rl.steps=3", "rl.kl={coef=0.5, target=0.001, horizon=50}"))
+    for step in (1, 2, 3):
+        columns = seen.plans[step].columns
+        kl, taken = 0.0, columns.columns["rewards"].astype(np.float64)
+        attempts = [each for group in seen.groups[step] for each in group.finished]
+        for sample, attempt in enumerate(attempts):
+            start, end = columns.action_offsets[sample], columns.action_offsets[sample + 1]
+            rewards = iter(attempt.rewards.tolist())
+            for place in range(start, end):
+                if not columns.loss_weight[place]:
+                    assert taken[place] == 0
+                    continue
+                gap = float(columns.columns["rollout_logprobs"][place]) - float(columns.columns["ref_logprobs"][place])
+                kl += gap
+                assert taken[place] == pytest.approx(next(rewards) - expected * gap, rel=1e-6, abs=1e-6)
+        coefs.append(expected)
+        expected *= 1 + min(0.2, max(-0.2, kl / len(attempts) / 0.001 - 1)) * len(attempts) / 50
+    records = steps_of(result.directory)
+    assert [record["metrics"]["policy/kl_coef"] for record in records] == pytest.approx(coefs, rel=1e-9)
+    assert len(set(coefs)) == 3
+    assert records[2]["metrics"]["reward/kl"] != 0
+
+
+def test_times_add_up_to_the_step(rl: Rl) -> None:
+    result = run_rl(rl("run", "rl.epochs=2", preset="reinforce_pp"))
+    for record in steps_of(result.directory):
+        metrics = record["metrics"]
+        times = {name: value for name, value in metrics.items() if name.startswith("time/")}
+        assert sum(times.values()) == pytest.approx(record["seconds"], rel=0.01)
+        assert set(times) == {f"time/{each}" for each in ("rollout", "prepare", "score", "advantage", "train", "publish", "other")}
+        assert times["time/other"] < 0.1 * record["seconds"], "every phase has its name"
+        sampled = metrics["rollout/tokens_per_second"] * times["time/rollout"]
+        assert sampled == pytest.approx(9 * metrics["rollout/tokens_mean"]), "two epochs sample once"
+
+
+STALE = """
+from skyrl_engine import hookimpl
+from skyrl_engine.contracts import GeneratorDescription
+from skyrl_engine_generators.plugin import HfPlugin
+
+class Stale(HfPlugin):
+    @hookimpl
+    def skyrl_engine_describe_generator(self, config):
+        found = super().skyrl_engine_describe_generator(config)
+        return GeneratorDescription(found.capabilities, ("tensors",), "rank", found.concurrency)
+
+    @hookimpl
+    def skyrl_engine_make_generator(self, config):
+        from skyrl_engine_generators.generator import HfGenerator
+
+        class Deaf(HfGenerator):
+            def update(self, weights, version, target="policy"):
+                if version > FRESH:
+                    self._sets[target].loop.update(version)
+                else:
+                    super().update(weights, version, target)
+
+        return Deaf(config or super().skyrl_engine_config_schema()())
+
+stale = Stale()
+"""
+
+
+@pytest.mark.parametrize("fresh", [0, 2])
+def test_a_sampler_that_keeps_old_weights_is_stopped_within_two_steps(rl: Rl, tmp_path: Path, fresh: int) -> None:
+    (tmp_path / "stale.py").write_text(STALE.replace("FRESH", str(fresh)))
+    use = f"generator.use={tmp_path}/stale.py:stale"
+    with pytest.raises(RolloutError, match="the sampler does not hold the weights it was given"):
+        run_rl(rl("run", "rl.steps=9", use))
+    # version `fresh` is the last that was sampled from; those of the next two steps are seen
+    assert len(steps_of(tmp_path / "run")) == fresh + 2
+    run_rl(rl("told", "rl.steps=4", "rl.on_gap=warn", use))
+
+
+def test_another_version_of_an_environment_is_refused_by_name(rl: Rl, world: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(world, tmp_path / "own")
+    run_rl(rl("run", "rl.steps=1", "checkpoint.every=1", folder=folder))
+    (folder / "world.py").write_text((folder / "world.py").read_text().replace("token % 7", "token % 5"))
+    changed = rl("run", "rl.steps=2", "checkpoint.every=1", folder=folder)
+    with pytest.raises(CheckpointError, match=r"environments\[0\]: .*world.py:world \(sha256"):
+        run_rl(changed, resume=True)
+    allowed = rl("run", "rl.steps=2", "checkpoint.every=1", 'checkpoint.allow_changed=["environment:world"]', folder=folder)
+    assert run_rl(allowed, resume=True).step == 2
+
+
+def test_another_reward_function_is_another_version_of_its_environment(
+    rl: Rl, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The plugin is the same; what it says of itself is not."""
+    rows = [{"prompt": f"Say {number}"} for number in range(6)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward = tmp_path / "reward.py"
+    reward.write_text("def score(text, task):\n    return len(text) % 5\n")
+    given = f"environments=[{{use='function', reward='{reward}:score', data='{tmp_path}/tasks.jsonl'}}]"
+    run_rl(rl("run", given, "rl.steps=1", "checkpoint.every=1"))
+    reward.write_text("def score(text, task):\n    return len(text) % 4\n")
+    changed = (given, "rl.steps=2", "checkpoint.every=1")
+    with pytest.raises(CheckpointError, match=r"the environment has changed since .*: function \(.* then, .* now\)") as caught:
+        run_rl(rl("run", *changed), resume=True)
+    assert 'checkpoint.allow_changed = ["environment:function"]' in caught.value.remedy
+    result = run_rl(rl("run", *changed, 'checkpoint.allow_changed=["environment:function"]'), resume=True)
+    assert result.step == 2
+    assert "no longer equals an uninterrupted one: function" in caplog.text
+
+
+def test_neither_workers_nor_the_order_of_replies_change_a_run(rl: Rl, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run_rl(rl("one", "rl.steps=3", environment={"failing": True})).directory
+    delayed = {"failing": True, "delay": True}
+    several = run_rl(rl("three", "rl.steps=3", "rollouts.workers=3", environment=delayed)).directory
+    assert weights_of(whole) == weights_of(several)
+    poll, held = Sampler.poll, []
+
+    def reordered(self: Sampler, timeout: float) -> Sequence[Completion]:
+        """Give the newest half, and keep the rest for later, unless nothing is coming."""
+        held.extend(poll(self, timeout))
+        return [held.pop() for _ in range((len(held) + 1) // 2)]
+
+    monkeypatch.setattr(Sampler, "poll", reordered)
+    shuffled = run_rl(rl("shuffled", "rl.steps=3", "rollouts.workers=2", environment=delayed)).directory
+    assert not held
+    assert weights_of(whole) == weights_of(shuffled)
+    others = run_rl(rl("seed", "rl.steps=3", "run.seed=6", environment={"failing": True})).directory
+    assert weights_of(whole) != weights_of(others)
+
+
+class Interruption:
+    """Fails after the named step was recorded."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @hookimpl
+    def skyrl_engine_step_finished(self, event: StepFinished) -> None:
+        if event.step == self.step:
+            raise RuntimeError("pulled the plug")
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(rl: Rl, caplog: pytest.LogCaptureFixture) -> None:
+    tables = ("rl.steps=4", "checkpoint.every=2", "rl.kl={coef=0.5, target=0.001}", "group_filters=[{use='zero_variance'}]")
+    whole = run_rl(rl("whole", *tables)).directory
+    for step in (3, 4):
+        with pytest.raises(PluginBrokenError, match="pulled the plug"):
+            run_rl(rl("parts", *tables), observers=[Interruption(step)], resume=True)
+    with caplog.at_level(logging.INFO):
+        parts = run_rl(rl("parts", *tables), resume=True).directory
+    assert weights_of(parts) == weights_of(whole)
+    timeless = [
+        [
+            {name: value for name, value in each["metrics"].items() if "time/" not in name and "second" not in name}
+            for each in steps_of(run)
+        ]
+        for run in (whole, parts)
+    ]
+    assert timeless[0] == timeless[1]
