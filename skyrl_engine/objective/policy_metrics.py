@@ -8,8 +8,9 @@ import torch
 from skyrl_engine.contracts.values.outputs import Metric
 from skyrl_engine.objective.tokens import MicroBatchTokens
 
-Watched = Literal["policy", "entropy"]
-"""Distances between policies; the model's entropy, which costs a pass over the vocabulary."""
+Watched = Literal["policy", "present_gap", "entropy"]
+"""Distances between policies; the sampler's from the present policy instead of the old one; the model's entropy, which costs a pass over the
+vocabulary."""
 
 OLD: Final = "old_logprobs"
 SAMPLED: Final = "rollout_logprobs"
@@ -20,7 +21,7 @@ WEIGHTS: Final = ("policy/weight_count", "policy/weight_sum", "policy/weight_squ
 
 def scores_for(watch: AbstractSet[Watched]) -> frozenset[str]:
     """Name the model scores that these metrics read."""
-    return frozenset(("logprobs",) if watch == {"policy"} else ("logprobs", "entropy") if watch else ())
+    return frozenset({"logprobs"} if "policy" in watch else ()) | frozenset({"entropy"} if "entropy" in watch else ())
 
 
 @torch.no_grad()
@@ -29,7 +30,7 @@ def policy_metrics(tokens: MicroBatchTokens, watch: AbstractSet[Watched]) -> dic
 
     `policy/entropy` is the mean entropy in nats. With `old_logprobs` (bound or a column), `policy/ratio_mean` and `ratio_max` are of the ratio
     to the old policy. With the column `rollout_logprobs`, `policy/gap_mean`, `gap_max` and `gap_k3` measure the distance of the old policy,
-    or else the present one, from the sampler's log-probabilities.
+    or else the present one (always so with "present_gap"), from the sampler's log-probabilities.
     """
     count = len(tokens.like)
     if not count:
@@ -50,7 +51,7 @@ def policy_metrics(tokens: MicroBatchTokens, watch: AbstractSet[Watched]) -> dic
         metrics["policy/ratio_max"] = Metric.max(float(ratio.max()))
     if SAMPLED in columns:
         sampled = tokens.column(SAMPLED).double()
-        gap = (present if old is None else old) - sampled
+        gap = (present if old is None or "present_gap" in watch else old) - sampled
         metrics["policy/gap_mean"] = Metric.mean(float(gap.abs().sum()), count)
         metrics["policy/gap_max"] = Metric.max(float(gap.abs().max()))
         metrics["policy/gap_k3"] = Metric.mean(float((gap.exp() - 1 - gap).sum()), count)

@@ -9,7 +9,7 @@ from skyrl_engine.config.schema import RlConfig
 from skyrl_engine.contracts.kinds.advantage import Advantage
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
-from skyrl_engine.objective.policy_metrics import OLD
+from skyrl_engine.objective.policy_metrics import OLD, Watched
 from skyrl_engine.registry.part import Part
 
 REFERENCE: Final = "ref_logprobs"
@@ -32,6 +32,11 @@ class Recipe:
     old: Literal["current", "score", "rollout"] | None
     scores: Mapping[str, str]
     reference: bool
+
+    @property
+    def watch(self) -> frozenset[Watched]:
+        """Metrics of the policy. Where the sampler's own log-probabilities are the old ones, its distance is measured from the present ones."""
+        return frozenset({"policy", "present_gap"} if self.old == "rollout" else {"policy"})
 
     @property
     def bound(self) -> Mapping[str, str]:
@@ -58,7 +63,8 @@ def recipe(config: RlConfig, objective: ObjectiveParts, advantage: Part[Advantag
 def _old(config: RlConfig, *, read: bool, early: bool) -> Literal["current", "score", "rollout"] | None:
     one_step = config.mini_batches * config.epochs == 1
     if not read:
-        return None
+        # after the first of several steps only a score from before them tells the sampler's distance from the model it sampled for
+        return None if one_step else "score"
     if config.old == "auto":
         return "current" if one_step and not early else "score"
     if config.old == "current" and (early or not one_step):

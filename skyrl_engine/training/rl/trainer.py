@@ -246,7 +246,9 @@ class RlTrainer:
             **rollout_metrics(taken.groups, taken.ended, self.prepared.names),
         }
         self._finish(reported, taken.groups, began)
-        if "policy/gap_mean" in reported:
+        # with the sampler's own log-probabilities as the old ones, later optimizer steps move away from them
+        one_step = config.rl.mini_batches * config.rl.epochs == 1
+        if "policy/gap_mean" in reported and (one_step or self.prepared.recipe.old != "rollout"):
             self.guard.look(reported["policy/gap_mean"], number - 1)
         return StepDone(reported, self._cpu)
 
@@ -326,7 +328,7 @@ class RlTrainer:
                 order = shuffled(plan.columns, seed=config.run.seed, step=number, epoch=epoch)
                 columns = plan.columns.take(order)
                 own = self.engine.plan(columns, mini_batch_size=mini_batch_size(group_sizes(columns), settings.mini_batches))
-            watch = {"policy", *(("entropy",) if settings.entropy_metric and epoch == 0 else ())}
+            watch = {*self.prepared.recipe.watch, *(("entropy",) if settings.entropy_metric and epoch == 0 else ())}
             result = self.engine.train(
                 own,
                 temperature=settings.temperature,
