@@ -33,6 +33,7 @@ COMMANDS = {
     "plugins": LazyCommand("skyrl_engine.cli.plugins:plugins", "List installed plugins, show one, verify one, write a new one."),
     "config": LazyCommand("skyrl_engine.cli.config:config", "Show, check and describe configurations."),
     "data": LazyCommand("skyrl_engine.cli.data:data", "Look at data as the trainer will see it."),
+    "env": LazyCommand("skyrl_engine.cli.env:env", "List environments, show one, answer one of its tasks by hand."),
     "rollouts": LazyCommand(
         "skyrl_engine.cli.rollouts:rollouts", "Look at the attempts of a run by reinforcement, compare steps, export them."
     ),

@@ -77,7 +77,7 @@ def rl(
     from skyrl_engine.config import Option, resolve
     from skyrl_engine.config.report import to_toml
 
-    environments = [*map(_environment, env), *_function(reward, data, eval_data, eval_fraction, tool)]
+    environments = [*map(environment_table, env), *_function(reward, data, eval_data, eval_fraction, tool)]
     flags = {key: Option(f"--{name.replace('_', '-')}", given[name]) for name, key in _KEYS.items() if given[name] is not None}
     if environments:
         flags["environments"] = Option("--env" if env else "--reward", environments)
@@ -94,7 +94,7 @@ def rl(
         return start(resolved, settings, dry_run=dry_run)
 
 
-def _environment(reference: str) -> dict[str, Any]:
+def environment_table(reference: str) -> dict[str, Any]:
     """Return the table of an environment: behind the last colon of a plugin's name stands its task, unless that is a distribution's plugin."""
     from skyrl_engine.registry.kinds import KINDS
 

@@ -54,7 +54,7 @@ def verify(
     record = _record(Registry.discover(), plugin)
     promises_of(record.kind)
     _check_layouts(record.kind, layouts)
-    selected = SelectedPlugin.of(record, _parsed((*options, *settings)), "command line")
+    selected = SelectedPlugin.of(record, parsed_options((*options, *settings)), "command line")
     verdict = held(selected, examples=examples, layouts=layouts)
     if as_json:
         click.echo(json.dumps(_facts(record, selected.table, verdict), indent=2))
@@ -125,7 +125,7 @@ def _kind_in_file(registry: "Registry", text: str) -> str:
     )
 
 
-def _parsed(texts: tuple[str, ...]) -> dict[str, Any]:
+def parsed_options(texts: tuple[str, ...]) -> dict[str, Any]:
     """Return the options of the plugin as a table. Raises ConfigError with every text that is no option."""
     from skyrl_engine.config.reading.overrides import parse_override
 

@@ -22,6 +22,9 @@ from skyrl_engine.errors import EngineError
 
 ROLES = ("user", "tool", "system")
 
+LARGEST = 2**24
+"""Bytes of an answer."""
+
 
 @define(eq=False)
 class EpisodeServer:
@@ -67,6 +70,14 @@ class EpisodeServer:
     def _close(self, number: int) -> None:
         if (held := self._episodes.pop(number, None)) is not None:
             self._waited(held[0].close())
+
+    def close_all(self) -> None:
+        """Close the episodes that are still open; what one of them raises keeps no other from it."""
+        for number in list(self._episodes):
+            try:
+                self._close(number)
+            except Exception:  # noqa: BLE001 -- an environment may raise anything
+                traceback.print_exc()
 
     def _waited(self, value: Any) -> Any:
         return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
@@ -183,9 +194,33 @@ def task_of(table: Mapping[str, Any]) -> Task:
 
 def _line(answer: Mapping[str, Any]) -> bytes:
     try:
-        return json.dumps(answer, allow_nan=False).encode() + b"\n"
-    except (TypeError, ValueError) as error:
-        return json.dumps({"id": answer["id"], "failure": f"the answer is not of JSON values: {error}"}).encode() + b"\n"
+        line = json.dumps(answer, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        return _failure(answer, f"the answer is not of JSON values: {error}")
+    if len(line) > LARGEST:
+        return _failure(answer, f"the answer has {len(line):,} bytes, and {LARGEST:,} are the most that is read")
+    return line
+
+
+def _failure(answer: Mapping[str, Any], cause: str) -> bytes:
+    return json.dumps({"id": answer["id"], "failure": cause}).encode() + b"\n"
+
+
+def _written(descriptor: int, line: bytes) -> None:
+    view = memoryview(line)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _apart_in_forks(*descriptors: int) -> None:
+    """Let a process that an environment forks neither take requests nor answer them, nor keep the connection open."""
+
+    def cut() -> None:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor in descriptors:
+            os.dup2(nothing, descriptor)
+
+    os.register_at_fork(after_in_child=cut)
 
 
 def main(inwards: int, outwards: int) -> None:
@@ -193,19 +228,23 @@ def main(inwards: int, outwards: int) -> None:
     from skyrl_engine.config import SelectedPlugin
     from skyrl_engine.contracts.kinds.context import FactoryContext
 
-    with os.fdopen(inwards, "rb") as requests, os.fdopen(outwards, "wb", buffering=0) as answers:
+    _apart_in_forks(inwards, outwards)
+    with os.fdopen(inwards, "rb") as requests:
         setup = json.loads(requests.readline())
         try:
             context = FactoryContext(**setup["context"])
             made = [SelectedPlugin.from_lock(lock).make(context) for lock in setup["locks"]]
         except EngineError as error:
-            answers.write(_line({"id": -1, "failure": error.cause}))
+            _written(outwards, _line({"id": -1, "failure": error.cause}))
             return
-        answers.write(_line({"id": -1}))
+        _written(outwards, _line({"id": -1}))
         server = EpisodeServer(made, setup["names"])
         for line in requests:
             request = json.loads(line)
-            answers.write(_line({"id": request["id"], **server.handle(request)}))
+            answer = server.handle(request)
+            if request["do"] != "close":
+                _written(outwards, _line({"id": request["id"], **answer}))
+        server.close_all()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ that it was given; a rebuilt episode that answers otherwise than before has fail
 
 import json
 import logging
+import math
 import os
 import selectors
 import signal
@@ -27,8 +28,16 @@ from skyrl_engine.errors import RolloutError
 
 logger = logging.getLogger(__name__)
 
+_ASLEEP_S: Final = 0.05
 _STUCK_S: Final = 1.0
-"""Seconds after which a process that still works on one call no longer counts among the workers: another one is started beside it."""
+"""Seconds after which a process that still works on one call, the former where it sleeps, no longer counts among the workers: another one is
+started beside it."""
+
+_START_S: Final = 120.0
+"""Seconds that a process may take to make its environments, beyond the time of a call."""
+
+_PATIENCE_S: Final = 2.0
+"""Seconds in which processes may close their episodes in the end."""
 
 _MORE: Final = 64
 """Most processes beside the workers."""
@@ -99,6 +108,11 @@ class EpisodePool:
         self._replies: list[EpisodeReply] = []
         self._selector = selectors.DefaultSelector()
         self._drain = _Drain()
+        self._to_tell: set[_Process] = set()
+        # no call is too old before this moment
+        self._alarm = math.inf
+        # an episode waits for any process
+        self._short = False
 
     @property
     def pending(self) -> int:
@@ -122,9 +136,8 @@ class EpisodePool:
     def close(self, episode: int) -> None:
         """Forget an episode, which frees what it holds."""
         made = self._episodes.pop(episode, None)
-        if made is not None and made.process is not None:
-            made.process.held.pop(episode, None)
-            made.process.closing.append(episode)
+        if made is not None:
+            self._leave(made)
 
     def poll(self, timeout: float) -> list[EpisodeReply]:
         """Return answers that are there, or that come within `timeout` seconds; several calls wait for several answers."""
@@ -141,7 +154,15 @@ class EpisodePool:
         return replies
 
     def shutdown(self) -> None:
-        """End all processes."""
+        """Let idle processes close their episodes, and end all."""
+        until = time.monotonic() + _PATIENCE_S
+        idle = [process for process in self._processes if process.episode is None and process.ready]
+        for process in idle:
+            if process.requests in self._selector.get_map():
+                self._selector.unregister(process.requests)
+            process.finish()
+        for process in idle:
+            process.ended(until - time.monotonic())
         for process in list(self._processes):
             self._end(process)
         self._selector.close()
@@ -152,40 +173,61 @@ class EpisodePool:
         self._waiting.append(episode)
 
     def _next_event(self) -> float:
-        """Return the moment at which a call is too old, or its process no longer counts."""
+        """Return the moment at which a call may be too old, or its process may no longer count."""
         now = time.monotonic()
-        moments = [now + 60.0]
-        for process in self._processes:
-            if process.episode is not None:
-                moments.append(process.since + self._timeout_s)
-                if self._waiting and process.ready and now < process.since + _STUCK_S:
-                    moments.append(process.since + _STUCK_S)
+        moments = [now + 60.0, self._alarm]
+        if self._short:
+            for process in self._processes:
+                if process.episode is not None and process.ready:
+                    moments += [process.since + after for after in (_ASLEEP_S, _STUCK_S) if now < process.since + after]
         return min(moments)
+
+    def _allowed(self, process: "_Process") -> float:
+        return self._timeout_s if process.ready else self._timeout_s + _START_S
 
     def _wait(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
-            self._read(key.data)
-        now = time.monotonic()
-        for process in list(self._processes):
-            if process.episode is not None and now - process.since > self._timeout_s:
-                self._lost(process, f"timed out after {self._timeout_s:g} s in {process.episode.turn}")
+            process = key.data
+            if process not in self._processes:
+                continue
+            if key.fd == process.answers:
+                self._read(process)
+            else:
+                self._write(process)
+        if time.monotonic() >= self._alarm:
+            self._end_late_calls()
+
+    def _end_late_calls(self) -> None:
+        now, self._alarm = time.monotonic(), math.inf
+        for process in [each for each in self._processes if each.episode is not None]:
+            allowed = self._allowed(process)
+            if now - process.since > allowed:
+                self._lost(process, f"timed out after {allowed:g} s{process.place}")
+            else:
+                self._alarm = min(self._alarm, process.since + allowed)
 
     def _dispatch(self) -> None:
         """Give waiting episodes to processes that have nothing to do."""
         later: deque[_Episode] = deque()
+        self._short = False
         while self._waiting:
             episode = self._waiting.popleft()
-            if episode.number not in self._episodes or self._episodes[episode.number] is not episode:
+            if not self._is_open(episode):
                 continue
             process = self._process_for(episode)
             if process is None:
                 later.append(episode)
                 if episode.process is None:
+                    self._short = True
                     break
                 continue
             self._send(process, episode)
         later.extend(self._waiting)
         self._waiting = later
+        for process in [each for each in self._to_tell if each.episode is None]:
+            self._to_tell.discard(process)
+            process.tell_closed()
+            self._write(process)
 
     def _process_for(self, episode: _Episode) -> "_Process | None":
         """Return the process that holds the episode, or any that is free; None where it must wait."""
@@ -195,7 +237,7 @@ class EpisodePool:
         if free:
             return min(free, key=lambda process: len(process.held))
         now = time.monotonic()
-        counted = sum(not process.ready or now - process.since < _STUCK_S for process in self._processes)
+        counted = sum(not process.stuck(now) for process in self._processes)
         if counted < self._workers and len(self._processes) < self._workers + _MORE:
             return self._start()
         return None
@@ -204,6 +246,7 @@ class EpisodePool:
         process = _Process.started(self._setup, self._drain)
         self._processes.append(process)
         self._selector.register(process.answers, selectors.EVENT_READ, process)
+        self._write(process)
         return process
 
     def _send(self, process: "_Process", episode: _Episode) -> None:
@@ -212,19 +255,37 @@ class EpisodePool:
             episode.process, episode.rebuilt = process, 0
             process.held[episode.number] = episode
         call = episode.opening if episode.rebuilt == 0 else episode.actions[episode.rebuilt - 1]
+        process.send(episode, call)
+        self._alarm = min(self._alarm, process.since + self._allowed(process))
+        self._write(process)
+
+    def _write(self, process: "_Process") -> None:
+        """Write what the process is to be told, as far as it takes it now."""
         try:
-            process.send(episode, call)
+            all_told = process.flush()
         except OSError:
             self._lost(process, process.cause_of_end())
+            return
+        registered = process.requests in self._selector.get_map()
+        if all_told and registered:
+            self._selector.unregister(process.requests)
+        elif not all_told and not registered:
+            self._selector.register(process.requests, selectors.EVENT_WRITE, process)
 
     def _read(self, process: "_Process") -> None:
         lines, ended = process.received()
-        for answer in lines:
+        for line in lines:
+            try:
+                answer = json.loads(line)
+            except ValueError:
+                self._lost(process, f"its process wrote what is no answer{process.place}")
+                return
             if answer["id"] == process.awaited and process.episode is not None:
                 episode, process.episode = process.episode, None
                 self._answered(episode, answer)
             elif answer["id"] == -1 and "failure" not in answer:
                 process.ready, process.since = True, time.monotonic()
+                self._alarm = min(self._alarm, process.since + self._timeout_s)
             elif answer["id"] == -1:
                 raise RolloutError(
                     f"an environment cannot be made in a process of its own: {answer['failure']}",
@@ -234,6 +295,8 @@ class EpisodePool:
             self._lost(process, process.cause_of_end())
 
     def _answered(self, episode: _Episode, answer: dict[str, Any]) -> None:
+        if not self._is_open(episode):
+            return
         told = {key: value for key, value in answer.items() if key in ("messages", "result", "failure")}
         if "failure" in told:
             if "traceback" in answer:
@@ -250,6 +313,10 @@ class EpisodePool:
             self._waiting.appendleft(episode)
         else:
             self._replied(episode, told)
+
+    def _is_open(self, episode: _Episode) -> bool:
+        """Return False for an episode that was closed while its process worked on it."""
+        return self._episodes.get(episode.number) is episode
 
     def _replied(self, episode: _Episode, told: Mapping[str, Any]) -> None:
         seconds = time.monotonic() - episode.asked
@@ -273,11 +340,11 @@ class EpisodePool:
         seconds = time.monotonic() - episode.asked
         self._replies.append(EpisodeReply(episode.number, failure=f"{episode.label}: {cause}", seconds=seconds))
 
-    @staticmethod
-    def _leave(episode: _Episode) -> None:
+    def _leave(self, episode: _Episode) -> None:
         if episode.process is not None:
             episode.process.held.pop(episode.number, None)
             episode.process.closing.append(episode.number)
+            self._to_tell.add(episode.process)
         episode.process, episode.rebuilt = None, 0
 
     def _lost(self, process: "_Process", cause: str) -> None:
@@ -289,11 +356,15 @@ class EpisodePool:
             episode.process, episode.rebuilt = None, 0
         if culprit is not None:
             culprit.process, culprit.rebuilt = None, 0
-            self._failed(culprit, cause)
+            if self._is_open(culprit):
+                self._failed(culprit, cause)
 
     def _end(self, process: "_Process") -> None:
         self._processes.remove(process)
-        self._selector.unregister(process.answers)
+        self._to_tell.discard(process)
+        for descriptor in (process.answers, process.requests):
+            if descriptor >= 0 and descriptor in self._selector.get_map():
+                self._selector.unregister(descriptor)
         process.end()
 
 
@@ -311,7 +382,15 @@ class _Process:
     awaited: int = 0
     ready: bool = False
     """It has made the environments; until then a call waits for that, and not for an answer."""
-    _buffer: bytes = b""
+    _outgoing: bytearray = field(factory=bytearray)
+    _incoming: bytearray = field(factory=bytearray)
+
+    @property
+    def place(self) -> str:
+        """Say what the process works on."""
+        if self.episode is None:
+            return ""
+        return f" in {self.episode.turn}" if self.ready else " before its environments were made"
 
     @classmethod
     def started(cls, setup: bytes, drain: "_Drain") -> "_Process":
@@ -328,31 +407,46 @@ class _Process:
         )
         os.close(requests_in)
         os.close(answers_out)
-        os.set_blocking(answers_in, False)
+        for descriptor in (answers_in, requests_out):
+            os.set_blocking(descriptor, False)
         assert child.stdout is not None
         drain.take(child.stdout.fileno(), child.pid)
         child.stdout.close()
         process = cls(child, requests_out, answers_in)
-        process._write(setup)
+        process._outgoing += setup
         return process
 
     def send(self, episode: _Episode, call: Mapping[str, Any]) -> None:
-        """Send one call. Raises OSError where the process is gone."""
-        for number in self.closing:
-            self._write(_line({"id": 0, "do": "close", "episode": number}))
-        self.closing.clear()
+        """Give the process one call; `flush` writes it."""
+        self.tell_closed()
         self.awaited += 1
         self.episode, self.since = episode, time.monotonic()
-        self._write(_line({**call, "id": self.awaited, "episode": episode.number}))
+        self._outgoing += _line({**call, "id": self.awaited, "episode": episode.number})
 
-    def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self.requests, view) :]
+    def tell_closed(self) -> None:
+        """Tell the process of the episodes that are over; `flush` writes it."""
+        for number in self.closing:
+            self._outgoing += _line({"id": 0, "do": "close", "episode": number})
+        self.closing.clear()
 
-    def received(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return whole answers that are there, and whether the process has closed its side."""
-        ended = False
+    def flush(self) -> bool:
+        """Write as much as the process takes now; return True where nothing is left. Raises OSError where the process is gone."""
+        while self._outgoing:
+            try:
+                written = os.write(self.requests, memoryview(self._outgoing)[: 2**20])
+            except BlockingIOError:
+                return False
+            del self._outgoing[:written]
+        return True
+
+    def stuck(self, now: float) -> bool:
+        """Return True where the process is taken up by a call, so that another one may compute."""
+        taken = now - self.since
+        return self.ready and (taken >= _STUCK_S or (taken >= _ASLEEP_S and _sleeps(self.child.pid)))
+
+    def received(self) -> tuple[list[bytes], bool]:
+        """Return whole lines that are there, and whether the process has closed its side."""
+        start, ended = len(self._incoming), False
         while True:
             try:
                 chunk = os.read(self.answers, 2**20)
@@ -361,19 +455,33 @@ class _Process:
             if not chunk:
                 ended = True
                 break
-            self._buffer += chunk
-        *lines, self._buffer = self._buffer.split(b"\n")
-        return [json.loads(line) for line in lines], ended
+            self._incoming += chunk
+        end = self._incoming.rfind(b"\n", start) + 1
+        lines = bytes(self._incoming[:end]).splitlines()
+        del self._incoming[:end]
+        return lines, ended
 
     def cause_of_end(self) -> str:
         """Say how the process ended."""
-        turn = "" if self.episode is None else f" in {self.episode.turn}"
         try:
             code = self.child.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
-            return f"its process closed the connection{turn}"
+            return f"its process closed the connection{self.place}"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"its process {how}{turn}"
+        return f"its process {how}{self.place}"
+
+    def finish(self) -> None:
+        """Let the process close what it holds and end by itself."""
+        with suppress(OSError):
+            self.flush()
+        with suppress(OSError):
+            os.close(self.requests)
+        self.requests = -1
+
+    def ended(self, seconds: float) -> None:
+        """Wait so long for the process to end."""
+        with suppress(subprocess.TimeoutExpired):
+            self.child.wait(timeout=max(0.0, seconds))
 
     def end(self) -> None:
         """End the process and all that it started."""
@@ -381,7 +489,8 @@ class _Process:
             os.killpg(self.child.pid, signal.SIGKILL)
         self.child.wait()
         for descriptor in (self.requests, self.answers):
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
 
 
 class _Drain:
@@ -409,6 +518,9 @@ class _Drain:
         self._closed = True
         os.write(self._wake_out, b".")
         self._thread.join(timeout=5.0)
+        self._selector.close()
+        for descriptor in (*self._left, self._wake_in, self._wake_out):
+            os.close(descriptor)
 
     def _run(self) -> None:
         while not self._closed:
@@ -433,6 +545,15 @@ class _Drain:
             logger.info("environment process %d: %s", pid, line)
         if self._left[descriptor] <= 0:
             logger.info("environment process %d prints more than %d bytes; the rest is left out", pid, _LOGGED)
+
+
+def _sleeps(pid: int) -> bool:
+    """Return True where a process waits for something and does not compute, as far as the system says so."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 -- in the loop of every rollout
+            return file.read().rpartition(b")")[2].split()[0] == b"S"
+    except (OSError, IndexError):
+        return False
 
 
 def _line(value: Mapping[str, Any]) -> bytes:

