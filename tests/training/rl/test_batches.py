@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffled
-from skyrl_engine.workers.dispatch import planned
 from skyrl_engine_collators.padded.collator import PaddedCollator
 
 sizes = st.lists(st.integers(1, 7), min_size=1, max_size=9)
@@ -52,7 +51,7 @@ def test_mini_batches_hold_whole_groups_on_any_number_of_ranks(sizes: list[int],
     columns = columns_of(sizes)
     assert group_sizes(columns) == sizes
     layout = Layout(dp=ranks, micro_batch_rows=2, mini_batch_size=mini_batch_size(sizes, parts))
-    plan = planned(PaddedCollator(), columns, layout)
+    plan = PaddedCollator().plan(columns.lengths, layout)
     assert 1 <= len(plan.mini_batches) <= parts
     found = [columns.group_ids[each.samples].tolist() for each in plan.mini_batches]
     for place, own in enumerate(found):
