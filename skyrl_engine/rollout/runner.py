@@ -22,6 +22,7 @@ FAILURES_OF: Final = 200
 """Attempts among which failures are counted."""
 
 _IDLE_S: Final = 0.5
+_QUICK_S: Final = 0.005
 _COMMON: Final = 3
 
 
@@ -160,10 +161,13 @@ class RolloutRunner:
         ended: list[Group] = []
         until = time.monotonic() + timeout
         while self._running and not ended:
-            sampling = bool(self._requests)
             waiting = max(0.0, until - time.monotonic())
-            for reply in self.episodes.poll(0.0 if sampling else min(waiting, _IDLE_S)):
-                ended += self._replied(reply)
+            # sampling many requests at once costs little more than sampling one: quick answers are all waited for
+            while replies := self.episodes.poll(_QUICK_S if self._requests or self._to_send else min(waiting, _IDLE_S)):
+                for reply in replies:
+                    ended += self._replied(reply)
+                if not self.episodes.pending:
+                    break
             self._send()
             if self._requests:
                 for completion in self.sampler.poll(min(waiting, _IDLE_S)):

@@ -1,19 +1,26 @@
 """A tiny model, an environment of two turns, and runs by reinforcement over them: everything real, everything on CPU, in this process."""
 
 import json
-from collections.abc import Callable
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from attrs import define, field
 
-from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.config import ResolvedConfig, load, resolve
 from skyrl_engine.contracts.values.rollout import Group
+from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
+from skyrl_engine.engine.sampler import Sampler
 from skyrl_engine.modeling.tiny import make_parts_differ, write_model
+from skyrl_engine.rollout.journal import Journal
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.templates import TEMPLATES
-from skyrl_engine.training.rl.trainer import RlTrainer
+from skyrl_engine.training.rl.trainer import RlTrainer, run_rl
 
 WORLD = '''
 """Two turns: letters are worth something, and the answers of seed-dependent length make attempts unequal. Some attempts fail."""
@@ -127,3 +134,58 @@ def steps_of(directory: Path) -> list[dict[str, Any]]:
 
 def weights_of(directory: Path) -> bytes:
     return (directory / "model" / "model.safetensors").read_bytes()
+
+
+def numbers_of(directory: Path) -> list[dict[str, float]]:
+    """The metrics of all steps, but for those of time, and of the sampler's rounding, which depends on what was sampled beside a token."""
+    without = ("time/", "rollout/tokens_per", "tokens_per", "policy/gap", "policy/ess")
+    return [
+        {name: value for name, value in record["metrics"].items() if not name.startswith(without)} for record in steps_of(directory)
+    ]
+
+
+def killed(tables: dict[str, Any], overrides: Sequence[str], moment: str, count: int) -> None:
+    """Run, or go on with, a run in a process of its own, and SIGKILL that when `moment` comes the `count`-th time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["transformers.modeling_utils", "skyrl_engine_fsdp.backend", "skyrl_engine_generators.generator", __name__]
+    )
+    process = context.Process(target=_run_until, args=(tables, tuple(overrides), moment, count))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL, f"{moment} did not come {count} times: {process.exitcode}"
+
+
+def _run_until(tables: dict[str, Any], overrides: Sequence[str], moment: str, count: int) -> None:
+    torch.set_num_threads(1)
+    where, name, torn = MOMENTS[moment]
+    right, left = getattr(where, name), [count]
+
+    def counted(self: Any, *given: Any, **named: Any) -> Any:
+        left[0] -= 1
+        if left[0]:
+            return right(self, *given, **named)
+        if torn == "half":
+            data = self._buffer.getvalue()
+            self._file.write(data[: len(data) // 2])
+        if torn == "behind":
+            right(self, *given, **named)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+    setattr(where, name, counted)
+    run_rl(resolve(load(tables, list(overrides))), resume=True)
+
+
+MOMENTS: dict[str, tuple[Any, str, str]] = {
+    "sampling": (Sampler, "poll", "before"),
+    "a record half written": (Journal, "_flush", "half"),
+    "a group recorded": (Journal, "append", "behind"),
+    "learning": (RlTrainer, "_learn", "before"),
+    "learned": (RlTrainer, "_learn", "behind"),
+    "a step noted": (Journal, "trained", "behind"),
+    "publishing": (Sampler, "update", "before"),
+    "saving": (Engine, "save", "behind"),
+    "a checkpoint's state": (RlTrainer, "state", "behind"),
+}
+"""What a run is killed at: before a call, behind it, or with half of what it writes on the disk."""

@@ -75,7 +75,8 @@ class RlConfig:
 
     old: Old = field(default="auto", validator=in_(("auto", "current", "score", "rollout")))
     """The old policy's log-probabilities: `current` are those of the training pass itself, `score` those of a pass before the first update,
-    `rollout` the sampler's own; `auto` takes `current` where a batch is one optimizer step, else `score`."""
+    `rollout` the sampler's own, whose last bits depend on what was sampled at the same time, so that resumed runs equal others within rounding
+    only; `auto` takes `current` where a batch is one optimizer step and `[rl.kl]` is not set, else `score`."""
 
     history: Literal["append", "template"] = field(default="append", validator=in_(("append", "template")))
     """What precedes a later turn: `append` all tokens as they were, `template` the messages rendered anew."""

@@ -50,7 +50,7 @@ def recipe(config: RlConfig, objective: ObjectiveParts, advantage: Part[Advantag
     _refuse_two_penalties(config, objective)
     early = {*advantage.product.needs, *(("ref_logprobs",) if config.kl is not None else ())}
     read = {*objective.columns, *early}
-    old = _old(config, read=OLD in read, early=OLD in early)
+    old = _old(config, read=OLD in read or config.kl is not None, early=OLD in early)
     if old == "score" and lora_dropout > 0:
         raise UnsupportedError(
             f"the old policy is scored without dropout, and adapters train with model.lora.dropout = {lora_dropout}: ratios would not be 1",
@@ -66,7 +66,8 @@ def _old(config: RlConfig, *, read: bool, early: bool) -> Literal["current", "sc
         # after the first of several steps only a score from before them tells the sampler's distance from the model it sampled for
         return None if one_step else "score"
     if config.old == "auto":
-        return "current" if one_step and not early else "score"
+        # the sampler's own log-probabilities would do for a penalty, but their last bits depend on what was sampled beside them
+        return "current" if one_step and not early and config.kl is None else "score"
     if config.old == "current" and (early or not one_step):
         why = "the advantage reads them before that pass" if early else "later optimizer steps of the batch need those of its first"
         raise UnsupportedError(

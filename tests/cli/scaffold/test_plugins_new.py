@@ -52,7 +52,9 @@ def test_it_is_a_distribution_in_good_order(made):
     assert not [text for text in texts if "${" in text]
     run("ruff", "check", ".", folder=made)
     run("ruff", "format", "--check", ".", folder=made)
-    in_repository = "I001,INP001,PLC0415,S101,S311"  # other first parties, no tests/ of ours, imports where needed, no secrets drawn
+    in_repository = (
+        "I001,INP001,PLC0415,S101,S311"  # other first parties, no tests/ of ours, imports where needed, no secrets drawn
+    )
     run("ruff", "check", "--config", str(ROOT / "pyproject.toml"), "--ignore", in_repository, ".", folder=made)
 
 

@@ -1,6 +1,6 @@
 """A tiny model, an environment of two turns, and runs by reinforcement over them: everything real, everything on CPU, in this process."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +20,33 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def rl(world: Path, tmp_path: Path) -> Rl:
-    """`rl("name", "key=value", ...)`: the resolved configuration of a run in `tmp_path / name`, with some keys changed."""
+def tables_of(world: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """`tables_of("name")`: the tables of a run in `tmp_path / name`."""
 
     def make(
-        name: str = "run", *overrides: str, preset: str = "grpo", folder: Path = world, environment: Mapping[str, Any] | None = None
-    ) -> ResolvedConfig:
-        tables: dict[str, Any] = {
+        name: str, *, preset: str = "grpo", folder: Path = world, environment: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        group_size = {} if preset == "ppo" else {"group_size": 3}
+        return {
             "trainer": "rl",
             "model": {"path": str(folder / "model")},
-            "rl": {
-                "preset": preset,
-                "steps": 2,
-                "groups": 3,
-                "max_tokens": 24,
-                "max_prompt_tokens": 64,
-            },
+            "rl": {"preset": preset, "steps": 2, "groups": 3, "max_tokens": 24, "max_prompt_tokens": 64, **group_size},
             "environments": [{"use": f"{folder / 'world.py'}:world", **(environment or {})}],
             "rollouts": {"workers": 1, "retries": 0},
             "evaluation": {"at_end": False},
             "optimizer": {"learning_rate": 1e-2},
             "run": {"directory": str(tmp_path / name), "device": "cpu", "seed": 5},
         }
-        if preset != "ppo":
-            tables["rl"]["group_size"] = 3
-        return resolve(load(tables, overrides))
+
+    return make
+
+
+@pytest.fixture
+def rl(tables_of: Callable[..., dict[str, Any]]) -> Rl:
+    """`rl("name", "key=value", ...)`: the resolved configuration of a run in `tmp_path / name`, with some keys changed."""
+
+    def make(name: str = "run", *overrides: str, **given: Any) -> ResolvedConfig:
+        return resolve(load(tables_of(name, **given), overrides))
 
     return make
 

@@ -1,0 +1,99 @@
+"""Presets are tables that a configuration is laid over: every key wins, every origin is told, another plugin gets no options of theirs."""
+
+from pathlib import Path
+
+import pytest
+
+from skyrl_engine.cli import app
+from skyrl_engine.config import load, resolve
+from skyrl_engine.config.presets import preset, preset_names
+from skyrl_engine.errors import ConfigError
+
+NEEDED = ("trainer=rl", "model.path=m")
+
+CHOSEN = {
+    "cispo": ("cispo", "token_mean", "grpo", ["zero_variance"]),
+    "dapo": ("ppo", "token_mean", "grpo", ["zero_variance"]),
+    "dr_grpo": ("ppo", "sequence_mean_token_sum_norm", "dr_grpo", []),
+    "grpo": ("ppo", "sequence_mean", "grpo", []),
+    "gspo": ("gspo", "sequence_mean", "grpo", []),
+    "ppo": ("ppo", "token_mean", "gae", []),
+    "reinforce_pp": ("ppo", "token_mean", "reinforce_pp", []),
+    "rloo": ("reinforce", "sequence_mean_token_sum_norm", "rloo", []),
+}
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_resolves_to_its_plugins(name: str) -> None:
+    made = resolve(load(None, [*NEEDED, f"rl.preset={name}"]))
+    filters = [place for place in made.plugins if place.startswith("group_filters[")]
+    chosen = [made.plugins[kind].loaded.record.name for kind in ("loss", "reducer", "advantage")]
+    assert (*chosen, [made.plugins[place].loaded.record.name for place in filters]) == CHOSEN[name]
+    assert resolve(load(made.as_dict())).as_dict() == made.as_dict(), "what a run writes down resolves to the same"
+
+
+def test_there_is_a_row_above_for_every_preset() -> None:
+    assert preset_names() == sorted(CHOSEN)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_origin_is_the_preset(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.main(["config", "show", *NEEDED, f"rl.preset={name}"]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if f"preset {name}" in line]
+    assert len(shown) == len(leaves(preset(name)))
+
+
+def leaves(table: object) -> list[object]:
+    if isinstance(table, dict):
+        return [leaf for value in table.values() for leaf in leaves(value)]
+    if isinstance(table, list):
+        return [leaf for value in table for leaf in leaves(value)]
+    return [table]
+
+
+def test_numbers_of_a_preset_and_of_rl_itself() -> None:
+    made = resolve(load(None, [*NEEDED, "rl.preset=dr_grpo", "rl.max_tokens=77"]))
+    assert made.plugins["reducer"].table["max_sequence_length"] == 77
+    assert resolve(load(None, [*NEEDED, "rl.preset=dr_grpo"])).plugins["reducer"].table["max_sequence_length"] == 512
+    made = resolve(load(None, [*NEEDED, "rl.preset=ppo"]))
+    assert (made.config.rl.group_size, made.config.rl.mini_batches, made.config.model.value_head) == (1, 4, True)
+    assert made.config.rl.steps == 100
+
+
+def test_every_key_wins_over_the_preset() -> None:
+    given = ("rl.preset=dapo", "loss.clip_high=0.5", "rl.overlong.penalty=2.0", "group_filters=[]")
+    made = resolve(load(None, [*NEEDED, *given]))
+    assert made.plugins["loss"].table["clip_high"] == 0.5
+    assert str(made.origins["loss.clip_high"]) == "command line"
+    assert (made.config.rl.overlong.start, made.config.rl.overlong.penalty) == (0.8, 2.0)
+    assert not [place for place in made.plugins if place.startswith("group_filters[")]
+
+
+def test_another_plugin_does_not_get_the_options_of_the_presets() -> None:
+    made = resolve(load(None, [*NEEDED, "rl.preset=dapo", "loss.use=cispo"]))
+    assert made.plugins["loss"].loaded.record.name == "cispo"
+    assert "clip_high" not in {key for key, origin in made.origins.items() if "preset" in str(origin) and key.startswith("loss")}
+
+
+def test_a_preset_that_is_not_there_is_refused_with_what_may_have_been_meant() -> None:
+    with pytest.raises(ConfigError, match=r'command line: rl.preset: there is no preset "dapp". Did you mean "dapo"\?'):
+        resolve(load(None, [*NEEDED, "rl.preset=dapp"]))
+    with pytest.raises(ConfigError, match=r'there is no preset "pretraining"') as caught:
+        resolve(load(None, [*NEEDED, "rl.preset=pretraining"]))
+    assert '"none"' in str(caught.value)
+
+
+def test_without_a_preset_there_are_the_engines_own_defaults() -> None:
+    made = resolve(load(None, [*NEEDED, "rl.preset=none"]))
+    assert not [key for key, origin in made.origins.items() if "preset" in str(origin)]
+
+
+def test_other_trainers_have_no_preset() -> None:
+    made = resolve(load(None, ["model.path=m", "data.train=d"]))
+    assert not [key for key, origin in made.origins.items() if "preset" in str(origin)]
+
+
+def test_a_preset_in_a_file_is_named_by_its_line(tmp_path: Path) -> None:
+    (tmp_path / "rl.toml").write_text('trainer = "rl"\n[model]\npath = "m"\n[rl]\npreset = "grpp"\n')
+    with pytest.raises(ConfigError, match=r"rl.toml:5: rl.preset: there is no preset"):
+        resolve(load(tmp_path / "rl.toml"))

@@ -1,0 +1,58 @@
+"""Evaluations: which tasks are held out, and what their attempts say."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from attrs import evolve
+from rl_runs import Rl, Seen, steps_of, weights_of
+
+from skyrl_engine.contracts.kinds.environment import Task
+from skyrl_engine.run.metrics import read_metrics
+from skyrl_engine.testing.rollout_cases import plain_group
+from skyrl_engine.training.rl.evaluation import evaluation_metrics, held_out
+from skyrl_engine.training.rl.trainer import run_rl
+
+
+def part(count: int) -> Any:
+    own = [Task(str(number), prompt_ids=(1,)) for number in range(count)]
+    return SimpleNamespace(product=SimpleNamespace(tasks=lambda split: own if split == "eval" else []))
+
+
+@pytest.mark.parametrize(
+    ("counts", "wanted", "taken"), [((9,), 4, [4]), ((9, 9), 5, [3, 2]), ((1, 9), 6, [1, 3]), ((0, 0), 5, [0, 0])]
+)
+def test_environments_share_what_is_held_out(counts, wanted, taken) -> None:
+    found = held_out([part(count) for count in counts], wanted)
+    assert [[number for number, _ in found].count(place) for place in range(len(counts))] == taken
+    assert [task.key for number, task in found if number == 0] == [str(each) for each in range(taken[0])]
+
+
+def test_rewards_and_chances_of_success() -> None:
+    groups = [plain_group(0, rewards=(1.0, 0.0, 0.0, 1.0)), plain_group(1, rewards=(0.0, 0.0, 0.0, 1.0), environment="sums")]
+    found = evaluation_metrics(groups, ["spell", "sums"], seed=0)
+    assert found["evaluation/avg@4"] == 0.375
+    assert found["evaluation/avg@4_low"] <= 0.375 <= found["evaluation/avg@4_high"]
+    assert found["evaluation/pass@1"] == 0.375
+    assert found["evaluation/pass@2"] == pytest.approx((5 / 6 + 0.5) / 2)
+    assert found["evaluation/pass@4"] == 1.0
+    assert (found["evaluation/spell/avg@4"], found["evaluation/sums/avg@4"]) == (0.5, 0.25)
+    assert evaluation_metrics([], ["spell"], seed=0) == {}
+
+
+def test_a_failed_attempt_is_a_wrong_one() -> None:
+    group = plain_group(0, rewards=(1.0, 1.0))
+    broken = evolve(group.trajectories[1], status="failed", cause="hung", success=None)
+    found = evaluation_metrics([evolve(group, trajectories=(group.trajectories[0], broken))], ["spell"], seed=0)
+    assert (found["evaluation/avg@2"], found["evaluation/pass@1"], found["evaluation/pass@2"]) == (0.5, 0.5, 1.0)
+
+
+def test_an_evaluation_changes_no_training(rl: Rl, seen: Seen) -> None:
+    plain = run_rl(rl("plain", "rl.steps=2")).directory
+    looked = run_rl(rl("looked", "rl.steps=2", "evaluation={every=1, at_start=true, samples=3, tasks=2}")).directory
+    assert weights_of(plain) == weights_of(looked)
+    found = [record for record in read_metrics(looked / "metrics.jsonl") if record["kind"] == "evaluation"]
+    assert [record["step"] for record in found] == [0, 1, 2]
+    assert {"evaluation/avg@3", "evaluation/pass@1", "evaluation/pass@3"} <= found[0]["metrics"].keys()
+    assert found[0]["metrics"] != found[2]["metrics"], "the weights moved"
+    assert len(steps_of(looked)) == 2

@@ -1,0 +1,57 @@
+"""A run that is killed at any moment and resumed equals one that was not, byte for byte; nothing is trained twice or left out."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rl_runs import MOMENTS, Rl, killed, numbers_of, weights_of
+
+from skyrl_engine.rollout.journal import read_index
+from skyrl_engine.training.rl.trainer import run_rl
+
+TABLES = ("rl.steps=4", "checkpoint.every=1", "rl.kl={coef=0.3, target=0.01}", "rl.mini_batches=2")
+
+
+@pytest.fixture
+def check(rl: Rl, tables_of: Callable[..., dict[str, Any]]) -> Callable[..., None]:
+    """`check((moment, count), ...)`: kill a run at each of these, resume it, and compare it with one that was never killed."""
+
+    def make(*kills: tuple[str, int], environment: dict[str, Any]) -> None:
+        whole = run_rl(rl("whole", *TABLES, environment=environment)).directory
+        for moment, count in kills:
+            killed(tables_of("parts", environment=environment), (*TABLES, "rollouts.workers=2"), moment, count)
+        parts = run_rl(rl("parts", *TABLES, environment=environment), resume=True).directory
+        assert weights_of(parts) == weights_of(whole)
+        for got, wanted in zip(numbers_of(parts), numbers_of(whole), strict=True):
+            assert got == wanted, {name: (got.get(name), wanted.get(name)) for name in wanted if got.get(name) != wanted[name]}
+        assert trained(parts) == trained(whole)
+        assert sorted(trained(parts)) == list(range(len(trained(parts)))), "every ticket once, in one step"
+
+    return make
+
+
+def trained(directory: Path) -> dict[int, int]:
+    return dict(read_index(directory / "rollouts").steps())
+
+
+@pytest.mark.proof
+def test_a_run_that_is_killed_three_times_equals_one_that_is_not(check: Callable[..., None]) -> None:
+    check(("sampling", 9), ("a record half written", 8), ("publishing", 3), environment={})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_no_moment_is_a_bad_one(check: Callable[..., None], moment: str) -> None:
+    """The second time that it comes, in the second step or earlier, and again in what is left."""
+    check((moment, 2), (moment, 2), environment={"failing": True})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(6))
+def test_random_moments(check: Callable[..., None], seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    names = list(MOMENTS)
+    kills = [(names[draw.integers(len(names))], int(draw.integers(1, 3))) for _ in range(3)]
+    check(*kills, environment={"failing": True, "delay": True})

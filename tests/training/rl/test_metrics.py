@@ -1,0 +1,61 @@
+"""Metrics of rollouts, against numbers worked out by hand."""
+
+import pytest
+from attrs import evolve
+
+from skyrl_engine.testing.rollout_cases import plain_group
+from skyrl_engine.training.rl.metrics import rollout_metrics
+
+
+def test_rewards_successes_lengths_and_drops() -> None:
+    first = plain_group(0, rewards=(1.0, 0.0, 0.0, 2.0), parts={"form": 0.5})
+    second = plain_group(1, rewards=(0.0, 0.0, 0.0, 0.0), tokens=5, status="truncated", stops=("length",), tool_problems=1)
+    dropped = plain_group(2, rewards=(4.0, 4.0), dropped="zero_variance")
+    found = rollout_metrics([first, second], [first, second, dropped], ["spell"])
+    assert found == {
+        "reward/mean": 0.375,
+        "reward/std": pytest.approx(0.6959705, rel=1e-6),
+        "reward/min": 0.0,
+        "reward/max": 2.0,
+        "reward/all_mean": pytest.approx(1.1),
+        "reward/part/form": 0.5,
+        "rollout/tokens_mean": 4.0,
+        "rollout/tokens_max": 5.0,
+        "rollout/turns_mean": 1.0,
+        "rollout/truncated": 0.5,
+        "rollout/tool_problems": 0.5,
+        "rollout/stopped_by/stop": 0.5,
+        "rollout/stopped_by/length": 0.5,
+        "rollout/success": 0.25,
+        "rollout/pass@1": 0.25,
+        "rollout/pass@4": 0.5,
+        "rollout/zero_variance": pytest.approx(2 / 3),
+        "rollout/dropped/zero_variance": pytest.approx(1 / 3),
+        "rollout/failed": 0.0,
+    }
+
+
+def test_failed_attempts_are_counted_and_nowhere_else() -> None:
+    group = plain_group(0, rewards=(3.0, 1.0))
+    broken = evolve(group.trajectories[1], status="failed", cause="hung")
+    found = rollout_metrics([evolve(group, trajectories=(group.trajectories[0], broken))], [group], ["spell"])
+    assert found["reward/mean"] == 3.0
+    both = evolve(group, trajectories=(group.trajectories[0], broken))
+    assert rollout_metrics([both], [both], ["spell"])["rollout/failed"] == 0.5
+    assert rollout_metrics([both], [both], ["spell"])["reward/all_mean"] == 3.0
+
+
+def test_several_environments_are_told_apart() -> None:
+    groups = [plain_group(0, rewards=(1.0, 3.0)), plain_group(1, rewards=(5.0, 5.0), environment="sums")]
+    found = rollout_metrics(groups, groups, ["spell", "sums", "silent"])
+    assert (found["reward/spell/mean"], found["reward/sums/mean"]) == (2.0, 5.0)
+    assert "reward/silent/mean" not in found
+    assert "reward/spell/mean" not in rollout_metrics(groups, groups, ["spell"])
+
+
+def test_nothing_trained_has_no_rewards() -> None:
+    assert rollout_metrics([], [], ["spell"]) == {
+        "reward/all_mean": 0.0,
+        "rollout/zero_variance": 0.0,
+        "rollout/failed": 0.0,
+    }

@@ -1,0 +1,106 @@
+"""What planning refuses of a run by reinforcement, before a rank or an environment starts; each message names the key and the remedy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rl_runs import Rl
+
+from skyrl_engine.config import load, resolve
+from skyrl_engine.errors import ConfigError, DataError, UnsupportedError
+from skyrl_engine.training.rl.plan import facts, plan_rl
+from skyrl_engine.training.rl.preparation import prepare
+
+KL_TERM = "loss.terms=[{use='kl', coef=0.1}]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "words", "remedy"),
+    [
+        (["rl.group_size=1"], UnsupportedError, "rl.group_size is 1: every advantage would be 0", "Raise rl.group_size"),
+        (["rl.mini_batches=4"], ConfigError, r"rl.mini_batches: is 4, and a batch has 3 groups", "Lower rl.mini_batches"),
+        (["environments=[]"], ConfigError, "environments: there is no environment", "Add [[environments]]"),
+        (["rl.max_tokens=65"], UnsupportedError, "attempts of up to 129 tokens, and the model has 128 positions", "Lower one"),
+        (
+            ["rl.repeat_tasks=false", "rl.steps=3"],
+            DataError,
+            "has 7 tasks, and 3 steps of 3 groups take 9 of it",
+            "rl.repeat_tasks = true",
+        ),
+        (
+            ["model.lora={rank=2, dropout=0.1}", "rl.old=score"],
+            UnsupportedError,
+            "adapters train with model.lora.dropout = 0.1",
+            "model.lora.dropout = 0",
+        ),
+        (["rl.kl.coef=0.1", KL_TERM], UnsupportedError, "off the rewards, and .*kl.* adds it to the loss", "Remove [rl.kl]"),
+        (["rl.micro_batch_rows=2", "rl.micro_batch_tokens=64"], ConfigError, "rl.micro_batch_rows is set too", "Give one of"),
+        (
+            ["rl.old=current", "rl.epochs=2"],
+            UnsupportedError,
+            "later optimizer steps of the batch need those of its first",
+            'rl.old = "auto"',
+        ),
+        (
+            ["model.lora.rank=2", "rl.kl.coef=0.1", "reference.refresh_every=2"],
+            UnsupportedError,
+            "reference.refresh_every copies the whole trained model",
+            "Remove reference.refresh_every",
+        ),
+        (["loss.terms=[{use='value_clip', coef=0.5}]"], UnsupportedError, "values", ""),
+    ],
+)
+def test_what_cannot_work_is_refused(rl: Rl, overrides: list[str], error: Any, words: str, remedy: str) -> None:
+    with pytest.raises(error, match=words) as caught:
+        prepare(rl("run", *overrides))
+    found = (
+        "\n".join(each.remedy for each in caught.value.problems) if isinstance(caught.value, ConfigError) else caught.value.remedy
+    )
+    assert remedy in found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rl.mini_batches=3"],
+        ["rl.max_tokens=64"],
+        ["rl.repeat_tasks=false", "rl.steps=2"],
+        ["model.lora={rank=2, dropout=0.1}"],
+        ["rl.kl.coef=0.1"],
+        [KL_TERM],
+        ["rl.group_size=1", "advantage.use=reinforce_pp"],
+    ],
+)
+def test_what_is_next_to_it_is_planned(rl: Rl, overrides: list[str]) -> None:
+    assert prepare(rl("run", *overrides)).optimizer_steps > 0
+
+
+def test_a_table_of_another_trainer_is_refused_by_name(rl: Rl) -> None:
+    with pytest.raises(ConfigError, match=r"\[training\] is a table of trainer sft, and this run's trainer is rl"):
+        rl("run", "training.steps=3")
+    with pytest.raises(ConfigError, match=r"\[data\] is a table of trainer sft"):
+        rl("run", "data.train=d")
+    with pytest.raises(ConfigError, match=r"\[rl\] is a table of trainer rl, and this run's trainer is sft"):
+        resolve(load(None, ["model.path=m", "data.train=d", "rl.steps=3"]))
+
+
+def test_every_preset_is_planned_and_nothing_is_written(rl: Rl, tmp_path: Path) -> None:
+    found = {name: plan_rl(rl("run", "rl.groups=4", preset=name)) for name in ("grpo", "gspo", "ppo", "reinforce_pp", "rloo")}
+    assert found["grpo"].passes == ("sample", "train (the policy is its own old one)")
+    assert found["gspo"].passes == ("sample", "score logprobs as old_logprobs", "train")
+    assert found["ppo"].passes[1:] == ("score logprobs as old_logprobs", "score values as old_values", "train")
+    assert "score logprobs of the reference as ref_logprobs" in found["reinforce_pp"].passes
+    assert found["reinforce_pp"].reference is not None
+    assert found["rloo"].passes == ("sample", "train")
+    assert not list(tmp_path.iterdir())
+    told = facts(found["grpo"])
+    assert told["tasks of world"] == "7 to train on, 2 held out"
+    assert "go" in told["first prompt of world"].replace("|", "")
+    assert "an answer" in told["between turns of world"].replace("|", "")
+
+
+def test_several_environments_of_one_plugin_have_numbers(rl: Rl, world: Path) -> None:
+    use = f"{world / 'world.py'}:world"
+    made = prepare(rl("run", f"environments=[{{use='{use}'}}, {{use='{use}', weight=3.0}}]"))
+    assert made.names == ("world_1", "world_2")
+    assert made.tasks.weights == [1.0, 3.0]

@@ -1,0 +1,83 @@
+"""Which passes a step makes follows from what its parts read; contradictions are refused by name."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyrl_engine.config.schema import KlConfig, RlConfig
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.training.rl.recipe import recipe
+
+PPO = {"ppo": ("logprobs", "old_logprobs", "advantages")}
+REINFORCE = {"reinforce": ("logprobs", "advantages")}
+TIS = {**PPO, "tis": ("old_logprobs", "rollout_logprobs")}
+CRITIC = {**PPO, "value_clip": ("values", "old_values", "returns")}
+KL = {**PPO, "kl": ("logprobs", "ref_logprobs")}
+SCORES = {"logprobs", "entropy", "values"}
+
+
+Needs = dict[str, tuple[str, ...]]
+
+
+def made(needs: Needs = PPO, *, reads: tuple[str, ...] = (), returns: bool = False, dropout: float = 0.0, **rl: Any) -> Any:
+    columns = tuple(dict.fromkeys(each for own in needs.values() for each in own if each not in SCORES))
+    product = SimpleNamespace(needs=reads, claims=SimpleNamespace(returns=returns))
+    objective: Any = SimpleNamespace(needs=needs, columns=columns)
+    return recipe(RlConfig(**rl), objective, SimpleNamespace(product=product, label="estimator"), lora_dropout=dropout)
+
+
+@pytest.mark.parametrize(
+    ("needs", "settings", "old", "scores", "reference"),
+    [
+        (PPO, {}, "current", {}, False),
+        (PPO, {"mini_batches": 2}, "score", {"old_logprobs": "logprobs"}, False),
+        (PPO, {"epochs": 2}, "score", {"old_logprobs": "logprobs"}, False),
+        (PPO, {"old": "score"}, "score", {"old_logprobs": "logprobs"}, False),
+        (PPO, {"old": "rollout", "epochs": 2}, "rollout", {}, False),
+        (PPO, {"reads": ("old_logprobs",)}, "score", {"old_logprobs": "logprobs"}, False),
+        (PPO, {"kl": KlConfig(0.1)}, "score", {"old_logprobs": "logprobs"}, True),
+        (PPO, {"kl": KlConfig(0.1), "old": "current"}, "current", {}, True),
+        (REINFORCE, {}, None, {}, False),
+        (REINFORCE, {"mini_batches": 2}, None, {}, False),
+        (REINFORCE, {"kl": KlConfig(0.1)}, "score", {"old_logprobs": "logprobs"}, True),
+        (TIS, {}, "current", {}, False),
+        (KL, {}, "current", {}, True),
+        (CRITIC, {"reads": ("old_values",), "returns": True}, "current", {"old_values": "values"}, False),
+        (
+            CRITIC,
+            {"reads": ("old_values",), "returns": True, "mini_batches": 4},
+            "score",
+            {"old_logprobs": "logprobs", "old_values": "values"},
+            False,
+        ),
+    ],
+)
+def test_passes_follow_from_needs(needs, settings, old, scores, reference) -> None:
+    found = made(needs, **settings)
+    assert (found.old, found.scores, found.reference) == (old, scores, reference)
+    assert found.bound == ({"old_logprobs": "logprobs"} if old == "current" else {})
+
+
+@pytest.mark.parametrize(
+    ("needs", "settings", "words"),
+    [
+        (PPO, {"old": "current", "mini_batches": 2}, "later optimizer steps of the batch"),
+        (PPO, {"old": "current", "epochs": 2}, "later optimizer steps of the batch"),
+        (PPO, {"old": "current", "reads": ("old_logprobs",)}, "the advantage reads them before that pass"),
+        (PPO, {"old": "score", "dropout": 0.1}, "adapters train with model.lora.dropout = 0.1"),
+        (PPO, {"mini_batches": 2, "dropout": 0.1}, "ratios would not be 1"),
+        (KL, {"kl": KlConfig(0.1)}, "off the rewards, and kl adds it to the loss"),
+        ({"mine": ("logprobs", "teacher_logprobs")}, {}, "mine needs the column 'teacher_logprobs'"),
+        (PPO, {"reads": ("lengths",)}, "estimator needs the column 'lengths'"),
+        (CRITIC, {}, "value_clip needs returns, and estimator gives none"),
+    ],
+)
+def test_contradictions_are_refused(needs, settings, words) -> None:
+    with pytest.raises(UnsupportedError, match=words) as caught:
+        made(needs, **settings)
+    assert caught.value.remedy
+
+
+def test_dropout_is_no_matter_where_nobody_scores() -> None:
+    assert made(PPO, dropout=0.1).old == "current"

@@ -1,0 +1,58 @@
+"""Which task a ticket is follows from the seed alone; environments get their shares, and every pass takes every task once."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyrl_engine.contracts.kinds.environment import Task
+from skyrl_engine.errors import DataError
+from skyrl_engine.training.rl import tasks as module
+from skyrl_engine.training.rl.tasks import TaskOrder
+
+
+def part(count: int, name: str = "sums") -> Any:
+    own = [Task(f"{name}-{number}", prompt_ids=(1,)) for number in range(count)]
+    return SimpleNamespace(label=name, product=SimpleNamespace(tasks=lambda split: own if split == "train" else []))
+
+
+def order(*counts: int, weights: tuple[float, ...] | None = None, seed: int = 3) -> TaskOrder:
+    parts = [part(count, f"e{place}") for place, count in enumerate(counts)]
+    return TaskOrder(parts, weights or (1.0,) * len(counts), seed)
+
+
+def keys(made: TaskOrder, count: int) -> list[str]:
+    return [made.of(ticket)[1].key for ticket in range(count)]
+
+
+def test_every_pass_takes_every_task_once_in_another_order() -> None:
+    found = keys(order(10), 30)
+    passes = [found[start : start + 10] for start in (0, 10, 20)]
+    assert all(sorted(own) == sorted(passes[0]) and len(set(own)) == 10 for own in passes)
+    assert len({tuple(own) for own in passes}) == 3
+    assert keys(order(10, seed=4), 10) != passes[0]
+
+
+def test_a_ticket_is_the_same_task_whenever_it_is_asked_for() -> None:
+    whole = keys(order(7, 3), 60)
+    made = order(7, 3)
+    assert [made.of(ticket)[1].key for ticket in (59, 0, 31, 31, 58)] == [whole[ticket] for ticket in (59, 0, 31, 31, 58)]
+
+
+def test_environments_get_their_shares_and_keep_their_own_order() -> None:
+    made = order(5, 5, weights=(3.0, 1.0))
+    drawn = [made.of(ticket)[0] for ticket in range(2000)]
+    assert 0.22 < sum(drawn) / 2000 < 0.28
+    own = [made.of(ticket)[1].key for ticket in range(40) if drawn[ticket] == 1][:5]
+    assert sorted(own) == [f"e1-{number}" for number in range(5)]
+    assert made.needs(40) == [drawn[:40].count(0), drawn[:40].count(1)]
+
+
+def test_tasks_of_a_procedure_are_taken_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SHUFFLED", 9)
+    assert keys(order(10), 11) == [*(f"e0-{number}" for number in range(10)), "e0-0"]
+
+
+def test_an_environment_without_tasks_is_refused() -> None:
+    with pytest.raises(DataError, match="e1 has no task to train on"):
+        order(3, 0)
