@@ -53,7 +53,7 @@ def show_environment(name: str, settings: tuple[str, ...], *, as_json: bool) -> 
     import attrs
 
     plugin, environment = _made(name, settings)
-    sizes = {split: len(environment.tasks(split)) for split in ("train", "eval")}  # type: ignore[arg-type]
+    sizes = {split: len(environment.tasks(split)) for split in ("train", "eval")}
     first = environment.tasks("train")[0] if sizes["train"] else None
     facts = {
         "environment": str(plugin.loaded.record),
