@@ -226,10 +226,15 @@ def test_gradients_are_those_of_the_definitions(rl: Rl, seen: Seen, world: Path,
 def test_gradients_on_two_ranks_are_those_of_the_definitions(
     rl: Rl, seen: Seen, world: Path, other: Path, backend: str, name: str
 ) -> None:
-    check(rl, seen, world, other, name, ("run.ranks=2", "run.launch=ray", f"backend.use={backend}"))
+    tables = ("run.ranks=2", "run.launch=ray", f"backend.use={backend}")
+    # DeepSpeed sums gradients in float32 at most
+    rounded: dict[str, Any] = {"dtype": "float32", "bound": 1e-4} if backend == "deepspeed" else {}
+    check(rl, seen, world, other, name, tables, **rounded)
 
 
-def check(rl: Rl, seen: Seen, world: Path, other: Path, name: str, tables: Sequence[str]) -> None:
+def check(
+    rl: Rl, seen: Seen, world: Path, other: Path, name: str, tables: Sequence[str], *, dtype: str = "float64", bound: float = 1e-5
+) -> None:
     recipe = RECIPES[name]
     gathered: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
@@ -244,7 +249,7 @@ def check(rl: Rl, seen: Seen, world: Path, other: Path, name: str, tables: Seque
 
     seen.also = gather
     settings = [
-        "model.dtype=float64",
+        f"model.dtype={dtype}",
         f"rl.temperature={TEMPERATURE}",
         "rl.mini_batches=1",
         "rl.old=score",
@@ -271,7 +276,7 @@ def check(rl: Rl, seen: Seen, world: Path, other: Path, name: str, tables: Seque
         for key, value in wanted.items():
             got = torch.as_tensor(gradients[key]).double().reshape(value.shape)
             distance = float((got - value).norm() / value.norm())
-            assert distance < 1e-5, (moment, key, distance)
+            assert distance < bound, (moment, key, distance)
     clipped_away = clip_share(attempts, loaded(world, dict(gathered[1][0])))
     assert 0 < clipped_away < 1, "some ratios are outside of the range behind the first update"
 

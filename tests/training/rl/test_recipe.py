@@ -39,7 +39,7 @@ def made(needs: Needs = PPO, *, reads: tuple[str, ...] = (), returns: bool = Fal
         (PPO, {"kl": KlConfig(0.1)}, "score", {"old_logprobs": "logprobs"}, True),
         (PPO, {"kl": KlConfig(0.1), "old": "current"}, "current", {}, True),
         (REINFORCE, {}, None, {}, False),
-        (REINFORCE, {"mini_batches": 2}, None, {}, False),
+        (REINFORCE, {"mini_batches": 2}, "score", {"old_logprobs": "logprobs"}, False),
         (REINFORCE, {"kl": KlConfig(0.1)}, "score", {"old_logprobs": "logprobs"}, True),
         (TIS, {}, "current", {}, False),
         (KL, {}, "current", {}, True),
