@@ -136,7 +136,7 @@ class RolloutsConfig:
     """Share of groups that filters dropped, of the last 20 batches, above which `on_starved` decides."""
 
     on_starved: Literal["train", "stop"] = field(default="train", validator=in_(("train", "stop")))
-    """`train` suspends the filters for the rest of the step, `stop` ends the run."""
+    """`train` keeps the groups that filters would drop beyond that share, `stop` ends the run."""
 
     keep: int | None = field(default=cast("int | None", 200), validator=optional(ge(1)))
     """Steps whose rollouts are kept in the run directory; none: all."""

@@ -28,6 +28,7 @@ from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.ledger import RolloutLedger
 from skyrl_engine.rollout.runner import Bounds, RolloutRunner
 from skyrl_engine.rollout.source import RolloutSource
+from skyrl_engine.run.durable import write_durably
 from skyrl_engine.run.session import RunSession, open_session
 from skyrl_engine.training.loop import Loop, RunResult, StepDone
 from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffled
@@ -145,7 +146,8 @@ def _trainer(
             keep=config.rollouts.keep,
             resumed=None if state is None else state.step,
         ) as journal:
-            ledger = rules if state is None else RolloutLedger.from_state(state.ledger, rules, journal.index.recorded())
+            saved = rules.state() if state is None else state.ledger
+            ledger = RolloutLedger.from_state(saved, rules, journal.index.recorded())
             runner = RolloutRunner(
                 sampler,
                 pool,
@@ -186,7 +188,7 @@ def _identity(session: RunSession) -> str:
     path = session.directory.rollouts / "run"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(hashlib.sha256(f"{time.time_ns()} {session.directory.path}".encode()).hexdigest()[:16])
+        write_durably(path, hashlib.sha256(f"{time.time_ns()} {session.directory.path}".encode()).hexdigest()[:16])
     return path.read_text()
 
 
