@@ -25,14 +25,18 @@ ROLES = ("user", "tool", "system")
 LARGEST = 2**24
 """Bytes of an answer."""
 
+LONGEST_CAUSE = 1000
+"""Characters of what an environment raises that are told."""
+
+LONGEST_TRACEBACK = 8000
+
 
 @define(eq=False)
 class EpisodeServer:
     """Environments and their open episodes. `handle` takes a request and returns the answer, both of plain JSON values."""
 
     environments: Sequence[Environment]
-    names: Sequence[str]
-    _episodes: dict[int, tuple[Episode, str]] = field(factory=dict, init=False)
+    _episodes: dict[int, Episode] = field(factory=dict, init=False)
     _loop: asyncio.AbstractEventLoop = field(factory=asyncio.new_event_loop, init=False)
 
     def handle(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,28 +52,25 @@ class EpisodeServer:
                     self._close(episode)
                     return {}
         except EngineError as error:
-            return {"failure": error.cause}
+            return {"failure": error.cause[:LONGEST_CAUSE]}
         except Exception as error:  # noqa: BLE001 -- an environment may raise anything
-            return {"failure": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc(limit=-8)}
+            return {"failure": _told(error), "traceback": traceback.format_exc(limit=-8)[:LONGEST_TRACEBACK]}
 
     def _open(self, request: Mapping[str, Any]) -> list[Any]:
-        number = request["environment"]
-        task = task_of(request["task"])
-        opened = self.environments[number].open(task, request["seed"])
-        self._episodes[request["episode"]] = (opened, f"environment {self.names[number]}, task {task.key!r}")
+        opened = self.environments[request["environment"]].open(task_of(request["task"]), request["seed"])
+        self._episodes[request["episode"]] = opened
         return _messages(self._waited(opened.begin()), "begin")
 
     def _step(self, number: int, action: Action) -> dict[str, Any]:
-        episode, label = self._episodes[number]
-        result = self._waited(episode.step(action))
+        result = self._waited(self._episodes[number].step(action))
         wrong = wrong_with(result, tokens=len(action.token_ids))
         if wrong is not None:
-            raise AnswerError(f"{label}, turn {action.turn}: {wrong}")
+            raise AnswerError(wrong)
         return _plain(result)
 
     def _close(self, number: int) -> None:
         if (held := self._episodes.pop(number, None)) is not None:
-            self._waited(held[0].close())
+            self._waited(held.close())
 
     def close_all(self) -> None:
         """Close the episodes that are still open; what one of them raises keeps no other from it."""
@@ -88,6 +89,15 @@ class AnswerError(EngineError):
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause, remedy="Return a StepResult with a finite reward")
+
+
+def _told(error: Exception) -> str:
+    """Return what an environment raised in one text, also where the exception cannot be made one."""
+    try:
+        words = str(error)
+    except Exception as second:  # noqa: BLE001 -- an exception's text is the environment's own code
+        words = f"its text cannot be made: {type(second).__name__}"
+    return f"{type(error).__name__}: {words}"[:LONGEST_CAUSE]
 
 
 def wrong_with(returned: Any, *, tokens: int) -> str | None:
@@ -238,12 +248,10 @@ def main(inwards: int, outwards: int) -> None:
             _written(outwards, _line({"id": -1, "failure": error.cause}))
             return
         _written(outwards, _line({"id": -1}))
-        server = EpisodeServer(made, setup["names"])
+        server = EpisodeServer(made)
         for line in requests:
             request = json.loads(line)
-            answer = server.handle(request)
-            if request["do"] != "close":
-                _written(outwards, _line({"id": request["id"], **answer}))
+            _written(outwards, _line({"id": request["id"], **server.handle(request)}))
         server.close_all()
 
 

@@ -78,7 +78,8 @@ class _Episode:
 
     @property
     def turn(self) -> str:
-        return "begin" if not self.actions else f"step {len(self.actions)}"
+        """Name the call that its process works on, which may be one of before while it is being rebuilt."""
+        return f"step {self.rebuilt}" if self.rebuilt else "begin"
 
 
 class EpisodePool:
@@ -98,7 +99,7 @@ class EpisodePool:
         timeout_s: float = 60.0,
         retries: int = 1,
     ) -> None:
-        self._setup = _line({"locks": list(locks), "names": list(names), "context": attrs.asdict(context)})
+        self._setup = _line({"locks": list(locks), "context": attrs.asdict(context)})
         self._names = list(names)
         self._workers = workers or max(1, (os.cpu_count() or 2) - 1)
         self._timeout_s, self._retries = timeout_s, retries
@@ -178,7 +179,7 @@ class EpisodePool:
         moments = [now + 60.0, self._alarm]
         if self._short:
             for process in self._processes:
-                if process.episode is not None and process.ready:
+                if process.busy and process.ready:
                     moments += [process.since + after for after in (_ASLEEP_S, _STUCK_S) if now < process.since + after]
         return min(moments)
 
@@ -199,7 +200,7 @@ class EpisodePool:
 
     def _end_late_calls(self) -> None:
         now, self._alarm = time.monotonic(), math.inf
-        for process in [each for each in self._processes if each.episode is not None]:
+        for process in [each for each in self._processes if each.busy]:
             allowed = self._allowed(process)
             if now - process.since > allowed:
                 self._lost(process, f"timed out after {allowed:g} s{process.place}")
@@ -227,16 +228,18 @@ class EpisodePool:
         for process in [each for each in self._to_tell if each.episode is None]:
             self._to_tell.discard(process)
             process.tell_closed()
+            self._alarm = min(self._alarm, process.since + self._allowed(process))
             self._write(process)
 
     def _process_for(self, episode: _Episode) -> "_Process | None":
         """Return the process that holds the episode, or any that is free; None where it must wait."""
         if episode.process is not None:
             return episode.process if episode.process.episode is None else None
-        free = [process for process in self._processes if process.episode is None]
-        if free:
-            return min(free, key=lambda process: len(process.held))
         now = time.monotonic()
+        # one that closes an episode is free at once, unless that takes long
+        free = [each for each in self._processes if each.episode is None and not (each.unclosed and each.stuck(now))]
+        if free:
+            return min(free, key=lambda process: (len(process.unclosed) > 0, len(process.held)))
         counted = sum(not process.stuck(now) for process in self._processes)
         if counted < self._workers and len(self._processes) < self._workers + _MORE:
             return self._start()
@@ -275,12 +278,13 @@ class EpisodePool:
     def _read(self, process: "_Process") -> None:
         lines, ended = process.received()
         for line in lines:
-            try:
-                answer = json.loads(line)
-            except ValueError:
+            answer = _answer(line)
+            if answer is None:
                 self._lost(process, f"its process wrote what is no answer{process.place}")
                 return
-            if answer["id"] == process.awaited and process.episode is not None:
+            if answer["id"] == 0 and process.unclosed:
+                self._closed(process, answer)
+            elif answer["id"] == process.awaited and process.episode is not None:
                 episode, process.episode = process.episode, None
                 self._answered(episode, answer)
             elif answer["id"] == -1 and "failure" not in answer:
@@ -294,19 +298,27 @@ class EpisodePool:
         if ended:
             self._lost(process, process.cause_of_end())
 
+    def _closed(self, process: "_Process", answer: Mapping[str, Any]) -> None:
+        """Take note that a process closed an episode; the time of the call behind that begins now."""
+        label = process.unclosed.popleft()
+        process.since = time.monotonic()
+        if "failure" in answer:
+            logger.warning("%s, close: %s\n%s", label, answer["failure"], answer.get("traceback", ""))
+
     def _answered(self, episode: _Episode, answer: dict[str, Any]) -> None:
         if not self._is_open(episode):
             return
         told = {key: value for key, value in answer.items() if key in ("messages", "result", "failure")}
         if "failure" in told:
+            cause = f", {episode.turn}: {told['failure']}"
             if "traceback" in answer:
-                logger.warning("%s: %s\n%s", episode.label, told["failure"], answer["traceback"])
-            self._failed(episode, told["failure"])
+                logger.warning("%s%s\n%s", episode.label, cause, answer["traceback"])
+            self._failed(episode, cause)
             return
         if episode.rebuilt == len(episode.answers):
             episode.answers.append(told)
         elif told != episode.answers[episode.rebuilt]:
-            self._over(episode, "answers otherwise when it is played again with the same seed and turns")
+            self._over(episode, ": answers otherwise when it is played again with the same seed and turns")
             return
         episode.rebuilt += 1
         if episode.rebuilt < 1 + len(episode.actions):
@@ -326,7 +338,7 @@ class EpisodePool:
             self._replies.append(EpisodeReply(episode.number, result=_result(told["result"]), seconds=seconds))
 
     def _failed(self, episode: _Episode, cause: str) -> None:
-        """Try an episode again, in another process where there is one, or report its failure."""
+        """Try an episode again, in another process where there is one, or report its failure. `cause` is what stands behind its label."""
         if episode.tries >= self._retries:
             self._over(episode, cause)
             return
@@ -338,17 +350,20 @@ class EpisodePool:
         self._leave(episode)
         self._episodes.pop(episode.number, None)
         seconds = time.monotonic() - episode.asked
-        self._replies.append(EpisodeReply(episode.number, failure=f"{episode.label}: {cause}", seconds=seconds))
+        self._replies.append(EpisodeReply(episode.number, failure=f"{episode.label}{cause}", seconds=seconds))
 
     def _leave(self, episode: _Episode) -> None:
         if episode.process is not None:
             episode.process.held.pop(episode.number, None)
-            episode.process.closing.append(episode.number)
+            episode.process.closing.append(episode)
             self._to_tell.add(episode.process)
         episode.process, episode.rebuilt = None, 0
 
     def _lost(self, process: "_Process", cause: str) -> None:
-        """End a process: the episode it worked on has failed, the others it held are rebuilt when they are asked next."""
+        """End a process: the episode it worked on has failed, the others it held are rebuilt when they are asked next.
+
+        Where it was still closing an episode before that, that one is to blame, and the one that waited behind it is rebuilt like the others.
+        """
         culprit, process.episode = process.episode, None
         held = [each for each in process.held.values() if each is not culprit]
         self._end(process)
@@ -356,8 +371,13 @@ class EpisodePool:
             episode.process, episode.rebuilt = None, 0
         if culprit is not None:
             culprit.process, culprit.rebuilt = None, 0
-            if self._is_open(culprit):
-                self._failed(culprit, cause)
+        if process.unclosed:
+            logger.warning("%s, close: %s", process.unclosed[0], cause)
+        if culprit is not None and self._is_open(culprit):
+            if process.unclosed:
+                self._waiting.append(culprit)
+            else:
+                self._failed(culprit, f": {cause}")
 
     def _end(self, process: "_Process") -> None:
         self._processes.remove(process)
@@ -376,7 +396,9 @@ class _Process:
     requests: int
     answers: int
     held: dict[int, _Episode] = field(factory=dict)
-    closing: list[int] = field(factory=list)
+    closing: list[_Episode] = field(factory=list)
+    unclosed: deque[str] = field(factory=deque)
+    """Labels of the episodes that it was told to close, and has not closed yet."""
     episode: _Episode | None = None
     since: float = 0.0
     awaited: int = 0
@@ -386,11 +408,16 @@ class _Process:
     _incoming: bytearray = field(factory=bytearray)
 
     @property
+    def busy(self) -> bool:
+        """Return True where the process owes an answer."""
+        return self.episode is not None or len(self.unclosed) > 0
+
+    @property
     def place(self) -> str:
-        """Say what the process works on."""
-        if self.episode is None:
-            return ""
-        return f" in {self.episode.turn}" if self.ready else " before its environments were made"
+        """Say what the process works on; a label says it where that is to close an episode."""
+        if not self.ready:
+            return " before its environments were made"
+        return "" if self.episode is None or self.unclosed else f" in {self.episode.turn}"
 
     @classmethod
     def started(cls, setup: bytes, drain: "_Drain") -> "_Process":
@@ -425,8 +452,11 @@ class _Process:
 
     def tell_closed(self) -> None:
         """Tell the process of the episodes that are over; `flush` writes it."""
-        for number in self.closing:
-            self._outgoing += _line({"id": 0, "do": "close", "episode": number})
+        if self.closing and not self.busy:
+            self.since = time.monotonic()
+        for episode in self.closing:
+            self._outgoing += _line({"id": 0, "do": "close", "episode": episode.number})
+            self.unclosed.append(episode.label)
         self.closing.clear()
 
     def flush(self) -> bool:
@@ -554,6 +584,15 @@ def _sleeps(pid: int) -> bool:
             return file.read().rpartition(b")")[2].split()[0] == b"S"
     except (OSError, IndexError):
         return False
+
+
+def _answer(line: bytes) -> dict[str, Any] | None:
+    """Return an answer; None for what is none, which an environment wrote where it does not belong."""
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return answer if isinstance(answer, dict) and isinstance(answer.get("id"), int) else None
 
 
 def _line(value: Mapping[str, Any]) -> bytes:

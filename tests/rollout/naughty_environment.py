@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from skyrl_engine import hookimpl
@@ -13,6 +14,11 @@ from skyrl_engine.contracts import EnvironmentClaims, StepResult, Task
 FOREVER = 600
 NOTHING = "nothing"
 GO_ON = ({"role": "user", "content": "go on"},)
+
+
+class WordlessError(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
 
 
 class Episode:
@@ -42,6 +48,16 @@ class Episode:
     def hang(self, action):
         time.sleep(FOREVER)
 
+    def take_a_while(self, action):
+        time.sleep(0.6)
+
+    def fail_later(self, action):
+        """Fail, but not the first time."""
+        seen = Path(self.data["seen"])
+        if seen.exists():
+            raise ValueError("not again")
+        seen.touch()
+
     def spin(self, action):
         while True:
             pass
@@ -51,6 +67,18 @@ class Episode:
 
     def fail(self, action):
         raise ValueError(f"no such word: {action and action.text}")
+
+    def fail_at_length(self, action):
+        raise ValueError("x" * 5_000_000)
+
+    def fail_without_words(self, action):
+        raise WordlessError
+
+    def write_everywhere(self, action):
+        """Write lines to descriptors that belong to others."""
+        for descriptor in range(3, 64):
+            with suppress(OSError):
+                os.write(descriptor, b"[]\n")
 
     def exit(self, action):
         os._exit(7)
@@ -119,8 +147,15 @@ class Episode:
         if "closed" in self.data:
             with Path(self.data["closed"]).open("a") as file:
                 file.write("closed\n")
-        if self.data.get("close") == "fail":
-            raise RuntimeError("will not close")
+        match self.data.get("close"):
+            case "fail":
+                raise RuntimeError("will not close")
+            case "hang":
+                time.sleep(FOREVER)
+            case "exit":
+                os._exit(3)
+            case "take_a_while":
+                self.take_a_while(None)
 
 
 class Naughty:

@@ -15,6 +15,8 @@ from skyrl_engine.testing import selected
 
 FILE = Path(__file__).with_name("naughty_environment.py")
 TIMEOUT_S = 0.3
+ASLEEP_S = 0.05
+"""Seconds after which a process that sleeps in a call makes room for another."""
 PATIENCE_S = 60.0
 """A test that waits for so long has failed; machines are busy."""
 
@@ -106,21 +108,23 @@ def test_an_episode_is_opened_answered_and_closed(shared):
     ("does", "words"),
     [
         ("fail", "ValueError: no such word: hello"),
-        ("text", "turn 0: reward is 'much', where a finite number is due"),
-        ("nan", "turn 0: reward is nan, where a finite number is due"),
-        ("number", "turn 0: step returned float where a StepResult is due"),
-        ("none", "turn 0: step returned NoneType where a StepResult is due"),
+        ("text", "reward is 'much', where a finite number is due"),
+        ("nan", "reward is nan, where a finite number is due"),
+        ("number", "step returned float where a StepResult is due"),
+        ("none", "step returned NoneType where a StepResult is due"),
         ("assistant", "which is not of the roles user, tool, system"),
         ("no_json", "the answer is not of JSON values"),
         ("answer_much", "the answer has 33,554,"),
         ("ask_for_much", "sampling has max_tokens = 'many'"),
+        ("fail_without_words", "WordlessError: its text cannot be made: RuntimeError"),
     ],
 )
 def test_a_wrong_answer_fails_its_episode_alone(shared, does, words):
     held, _ = opened(shared, turns=2)
     reply = stepped(shared, **{"step 1": does})
     assert reply.result is None
-    assert reply.failure.startswith("environment naughty, task 'one': ")
+    assert reply.failure.startswith("environment naughty, task 'one', step 1: ")
+    assert reply.failure.count("environment naughty") == 1
     assert words in reply.failure
     shared.step(held, action())
     assert reply_of(shared, held).result.reward == 1.0
@@ -128,7 +132,7 @@ def test_a_wrong_answer_fails_its_episode_alone(shared, does, words):
 
 
 def test_a_failure_in_the_beginning_is_one_of_the_episode(shared):
-    assert opened(shared, begin="fail")[1].failure == "environment naughty, task 'one': ValueError: no such word: None"
+    assert opened(shared, begin="fail")[1].failure == "environment naughty, task 'one', begin: ValueError: no such word: None"
 
 
 def test_numbers_of_numpy_and_rewards_by_the_token_pass(shared):
@@ -241,6 +245,88 @@ def test_a_closed_episode_is_closed_in_its_process(tmp_path):
         assert closed.read_text() == "closed\n"
         assert stepped(made).result.reward == 1.0
     assert closed.read_text() == "closed\n"
+
+
+@pytest.mark.parametrize(("does", "words"), [("hang", "timed out after 0.3 s"), ("exit", "its process ended with exit code 3")])
+def test_an_episode_that_loses_its_process_by_the_end_of_another_is_rebuilt(caplog, does, words):
+    """It is not the one that failed, so that it needs no further try; the log names who did."""
+    with pool() as made:
+        held, _ = opened(made, turns=3)
+        made.step(held, action())
+        assert reply_of(made, held).result.reward == 1.0
+        number, _ = opened(made, close=does)
+        with caplog.at_level(logging.WARNING, logger="skyrl_engine.rollout.episodes"):
+            made.close(number)
+            made.step(held, action(1))
+            assert reply_of(made, held).result.reward == 2.0
+    assert f"environment naughty, task 'one', close: {words}" in caplog.text
+
+
+def test_a_slow_end_does_not_count_as_time_of_the_next_call():
+    with pool(timeout_s=1.0) as made:
+        number, _ = opened(made, close="take_a_while")
+        made.close(number)
+        held, begun = opened(made, begin="take_a_while")
+        assert begun.failure is None
+        made.close(held)
+
+
+def test_an_end_that_hangs_keeps_nobody_waiting():
+    """Others begin in another process, long before it is given up."""
+    with pool(timeout_s=PATIENCE_S) as made:
+        number, _ = opened(made, close="hang")
+        made.close(number)
+        until = time.monotonic() + 3 * ASLEEP_S
+        while time.monotonic() < until:
+            made.poll(ASLEEP_S)
+        assert stepped(made).result.reward == 1.0
+
+
+def test_an_end_that_hangs_is_given_up(caplog):
+    with pool() as made, caplog.at_level(logging.WARNING, logger="skyrl_engine.rollout.episodes"):
+        number, _ = opened(made, close="hang")
+        made.close(number)
+        until = time.monotonic() + PATIENCE_S
+        while "close: timed out" not in caplog.text and time.monotonic() < until:
+            made.poll(0.05)
+        assert "environment naughty, task 'one', close: timed out after 0.3 s" in caplog.text
+        assert made._processes == []
+
+
+def test_what_fails_in_the_end_is_logged(caplog):
+    with pool() as made, caplog.at_level(logging.INFO, logger="skyrl_engine.rollout.episodes"):
+        number, _ = opened(made, close="fail")
+        made.close(number)
+        until = time.monotonic() + PATIENCE_S
+        while "will not close" not in caplog.text and time.monotonic() < until:
+            made.poll(0.02)
+    assert "environment naughty, task 'one', close: RuntimeError: will not close" in caplog.text
+
+
+def test_a_long_cause_is_cut():
+    with pool() as made:
+        failure = stepped(made, **{"step 1": "fail_at_length"}).failure
+    assert failure.startswith("environment naughty, task 'one', step 1: ValueError: xxx")
+    assert len(failure) < 2000
+
+
+def test_lines_that_are_no_answers_fail_the_episode_alone():
+    """An environment that writes to descriptors which are not its own, which other episodes survive."""
+    with pool() as made:
+        held, _ = opened(made, turns=2)
+        assert "its process wrote what is no answer in step 1" in stepped(made, **{"step 1": "write_everywhere"}).failure
+        made.step(held, action())
+        assert reply_of(made, held).result.reward == 1.0
+
+
+def test_a_failure_while_an_episode_is_rebuilt_is_told_where_it_is(tmp_path):
+    """The second turn ends the process; played again, the first one fails."""
+    with pool(retries=1) as made:
+        number, _ = opened(made, turns=3, **{"step 1": "fail_later", "step 2": "exit", "seen": str(tmp_path / "seen")})
+        made.step(number, action())
+        assert reply_of(made, number).result.reward == 1.0
+        made.step(number, action(1))
+        assert reply_of(made, number).failure == "environment naughty, task 'one', step 1: ValueError: not again"
 
 
 def test_open_episodes_are_closed_in_the_end(tmp_path):
