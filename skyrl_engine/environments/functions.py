@@ -13,7 +13,7 @@ from skyrl_engine.environments.tools import Tool, tool_message
 from skyrl_engine.errors import ContractError
 from skyrl_engine.hooks.decorators import FunctionPlugin
 from skyrl_engine.hooks.markers import hookimpl
-from skyrl_engine.interop.rewards import Form, as_reward
+from skyrl_engine.interop.rewards import Form, as_reward, only_of
 
 Score = Callable[[Action, Task], Any]
 
@@ -113,10 +113,12 @@ class RewardPlugin(FunctionPlugin):
 
     config: type[TableOptions]
     pass_threshold: float
+    batch: bool = False
 
     @hookimpl
     def skyrl_engine_make_environment(self, config: TableOptions) -> FunctionEnvironment:
-        score = _Scored(self.function, config if "config" in inspect.signature(self.function).parameters else None)
+        takes_config = "config" in inspect.signature(self.function).parameters
+        score = _Scored(self.function, config if takes_config else None, self.batch)
         claims = EnvironmentClaims(pass_threshold=self.pass_threshold)
         return FunctionEnvironment(config, [WeightedReward(self.name, score)], claims=claims)
 
@@ -127,30 +129,34 @@ class _Scored:
 
     function: Callable[..., Any]
     config: TableOptions | None
+    batch: bool
 
     def __call__(self, action: Action, task: Task) -> Any:
         more = () if self.config is None else (self.config,)
+        if self.batch:
+            return only_of(self.function, self.function([action.text], [task], *more))
         return self.function(action.text, task, *more)
 
 
 def reward(
-    *, config: type[TableOptions] = TableOptions, pass_threshold: float = 1.0
+    *, config: type[TableOptions] = TableOptions, pass_threshold: float = 1.0, batch: bool = False
 ) -> Callable[[Callable[..., Any]], RewardPlugin]:
     """Make an environment plugin of `function(text, task[, config]) -> float | StepResult`, which may be a coroutine.
 
-    Its tasks are rows of `data`; `config` is an attrs class that extends `TableOptions` by options of its own. Raises TypeError for another
-    class, and for a function that does not take (text, task).
+    With `batch` it is `function(texts, tasks[, config])`, of lists, and returns a list; an engine that scores attempts as they end gives it
+    lists of one. Its tasks are rows of `data`; `config` is an attrs class that extends `TableOptions` by options of its own. Raises TypeError
+    for another class, and for a function that takes something else.
     """
     if not (isinstance(config, type) and issubclass(config, TableOptions)):
         raise TypeError(f"config must be a class that extends TableOptions, not {config!r}")
 
     def decorate(function: Callable[..., Any]) -> RewardPlugin:
         names: Mapping[str, Any] = inspect.signature(function).parameters
-        if list(names)[:2] != ["text", "task"] or set(names) - {"text", "task", "config"}:
-            raise TypeError(
-                f"{function.__name__} takes ({', '.join(names)}), and a reward takes (text, task) or (text, task, config)"
-            )
-        return RewardPlugin(function, config, pass_threshold)
+        due = ("texts", "tasks") if batch else ("text", "task")
+        if tuple(names)[:2] != due or set(names) - {*due, "config"}:
+            which, first = "a reward with batch=True" if batch else "a reward", ", ".join(due)
+            raise TypeError(f"{function.__name__} takes ({', '.join(names)}), and {which} takes ({first}) or ({first}, config)")
+        return RewardPlugin(function, config, pass_threshold, batch)
 
     return decorate
 

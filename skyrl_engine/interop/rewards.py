@@ -1,4 +1,4 @@
-"""Reward functions of other engines, called as ours: told apart by the names of their parameters."""
+"""Reward functions of other engines, and of lists, called as ours: told apart by the names of their parameters."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -9,23 +9,26 @@ from attrs import frozen
 from skyrl_engine.contracts.kinds.environment import Action, Task
 from skyrl_engine.errors import ContractError
 
-Form = Literal["auto", "skyrl_engine", "trl", "verl"]
-"""`skyrl_engine`: (text, task); `trl`: (prompts, completions, **columns); `verl`: (data_source, solution_str, ground_truth, extra_info)."""
+Form = Literal["auto", "skyrl_engine", "batch", "trl", "verl"]
+"""`skyrl_engine`: (text, task); `batch`: (texts, tasks); `trl`: (prompts, completions, **columns); `verl`: (data_source, solution_str,
+ground_truth, extra_info)."""
 
 
 def as_reward(function: Callable[..., Any], form: Form = "auto") -> Callable[[Action, Task], Any]:
     """Return the function as one of (action, task), whose result may be awaitable.
 
-    Of TRL (1.16, `reward_funcs`) a batch is one attempt: lists of one, completions as messages, since tasks are conversations. Of verl (0.6,
-    `compute_score`) what is needed is read from the task's data: `data_source`, `ground_truth` (or `reward_model.ground_truth`),
-    `extra_info`. Raises ContractError for a function whose parameters are none of these.
+    A function of lists is given lists of one: attempts end one by one, each in the process of its episode. So is one of TRL (1.16,
+    `reward_funcs`), with completions as messages, since tasks are conversations. Of verl (0.6, `compute_score`) what is needed is read from
+    the task's data: `data_source`, `ground_truth` (or `reward_model.ground_truth`), `extra_info`. Raises ContractError for a function whose
+    parameters are none of these.
     """
     signature = inspect.signature(function)
     found = _form(signature.parameters) if form == "auto" else form
-    if found is None or (found == "skyrl_engine" and not _takes_two(signature)):
+    if found is None or (found in ("skyrl_engine", "batch") and not _takes_two(signature)):
         raise ContractError(
             f"the reward {getattr(function, '__name__', function)!r} takes ({', '.join(signature.parameters)})",
-            remedy="Let it take (text, task), or TRL's (completions, **columns), or verl's (data_source, solution_str, ground_truth)",
+            remedy="Let it take (text, task), or lists (texts, tasks), or TRL's (completions, **columns), or verl's (data_source, "
+            "solution_str, ground_truth)",
         )
     return _Called(function, found)
 
@@ -39,8 +42,10 @@ class _Called:
 
     def __call__(self, action: Action, task: Task) -> Any:
         match self.form:
+            case "batch":
+                return only_of(self.function, self.function([action.text], [task]))
             case "trl":
-                return _first(self.function, _of_trl(action, task))
+                return _of_trl_first(self.function, _of_trl(action, task))
             case "verl":
                 return _score(self.function(**_of_verl(action, task)))
             case _:
@@ -60,6 +65,8 @@ def _form(names: Mapping[str, inspect.Parameter]) -> str | None:
         return "trl"
     if "solution_str" in names:
         return "verl"
+    if {"texts", "tasks"} <= set(names):
+        return "batch"
     return "skyrl_engine" if len(names) >= 2 and not {"batch", "samples"} & set(names) else None
 
 
@@ -73,24 +80,30 @@ def _of_trl(action: Action, task: Task) -> dict[str, Any]:
     }
 
 
-def _first(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def _of_trl_first(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     parameters = inspect.signature(function).parameters
     if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         arguments = {name: value for name, value in arguments.items() if name in parameters}
-    made = function(**arguments)
-    if inspect.isawaitable(made):
-
-        async def waited() -> Any:
-            return _only(await made)
-
-        return waited()
-    return _only(made)
+    return only_of(function, function(**arguments))
 
 
-def _only(rewards: Any) -> Any:
-    if not isinstance(rewards, list | tuple) or len(rewards) != 1:
+def only_of(function: Callable[..., Any], made: Any) -> Any:
+    """Return the one reward of a list of one, which may be awaitable. Raises ContractError for another list, and for what is none."""
+    if not inspect.isawaitable(made):
+        return _only(function, made)
+
+    async def waited() -> Any:
+        return _only(function, await made)
+
+    return waited()
+
+
+def _only(function: Callable[..., Any], rewards: Any) -> Any:
+    # lists, tuples, arrays and tensors
+    listed = hasattr(rewards, "__getitem__") and not isinstance(rewards, str | bytes | Mapping)
+    if not listed or getattr(rewards, "ndim", 1) != 1 or len(rewards) != 1:
         raise ContractError(
-            f"a reward of TRL's form returned {rewards!r:.80} for one completion",
+            f"the reward {getattr(function, '__name__', function)!r} returned {rewards!r:.80} for one completion",
             remedy="Return a list with one reward per completion",
         )
     return rewards[0]

@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_engine import ContractError, DataError
 from skyrl_engine.contracts import Action, FactoryContext, StepResult, Task, ToolCall
-from skyrl_engine.environments import TableOptions, function_of
+from skyrl_engine.environments import TableOptions, function_of, reward
 from skyrl_engine.environments.tools import Tool
 from skyrl_engine.testing import EnvironmentConformance, selected
 from skyrl_engine_environments.function import make
@@ -176,7 +176,7 @@ def test_a_row_that_is_no_task_is_named(tmp_path, row, words):
 # --- rewards -----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["exact", "later", "of_trl", "of_trl_later", "of_verl", "decorated"])
+@pytest.mark.parametrize("name", ["exact", "later", "of_lists", "of_lists_later", "of_trl", "of_trl_later", "of_verl", "decorated"])
 def test_functions_of_every_form(name):
     environment = rewarding(name)
     assert [step(environment, text).reward for text in ("4", "5")] == [1.0, 0.0]
@@ -191,6 +191,22 @@ def test_a_form_may_be_named():
 def test_a_reward_may_say_more():
     result = step(rewarding("explained"), "5")
     assert result == StepResult(0.0, metrics={"length": 1}, success=True, info={"due": "4"})
+
+
+def test_a_reward_of_lists_may_say_more():
+    assert step(rewarding("of_lists_explained"), "4") == step(rewarding("explained"), "4")
+
+
+def test_a_decorated_reward_of_lists_is_a_plugin():
+    environment = selected("environment", f"{REWARDS}:decorated_lists", {"data": SUMS}).make(FactoryContext(1, 0, 64))
+    assert [step(environment, text).reward for text in ("4", "5")] == [1.0, 0.0]
+
+
+def test_a_decorator_refuses_other_parameters():
+    with pytest.raises(TypeError, match=r"takes \(text, task\), and a reward with batch=True takes \(texts, tasks\)"):
+        reward(batch=True)(function_of(f"{REWARDS}:exact"))
+    with pytest.raises(TypeError, match=r"takes \(texts, tasks\), and a reward takes \(text, task\)"):
+        reward()(function_of(f"{REWARDS}:of_lists"))
 
 
 def test_rewards_are_added_by_their_weights_and_shown():
@@ -214,7 +230,9 @@ def test_none_of_trl_counts_beside_others_alone():
     [
         ("text_reward", "the reward text_reward returned '1.0'"),
         ("nan_reward", "the reward nan_reward returned nan"),
-        ("of_trl_wrong", "a reward of TRL's form returned 1.0 for one completion"),
+        ("of_trl_wrong", "the reward 'of_trl_wrong' returned 1.0 for one completion"),
+        ("of_lists_too_many", r"the reward 'of_lists_too_many' returned \[0.0, 1.0\] for one completion"),
+        ("of_lists_text", "the reward 'of_lists_text' returned '1' for one completion"),
     ],
 )
 def test_what_is_no_number_is_refused(name, words):
@@ -248,7 +266,7 @@ def test_a_function_that_is_not_there_is_named(reference, words, remedy):
 
 
 def test_functions_that_no_engine_calls_so_are_refused():
-    for name in ("of_nobody", "of_three"):
+    for name in ("of_nobody", "of_three", "decorated_lists"):
         with pytest.raises(ContractError, match=f"the reward '{name}' takes"):
             rewarding(name)
 

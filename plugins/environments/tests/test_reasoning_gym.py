@@ -1,5 +1,6 @@
 """`reasoning_gym`: data sets by name, held-out tasks that are others, answers found in texts, scorers that raise."""
 
+import itertools
 import json
 import random
 
@@ -98,6 +99,37 @@ def test_sets_are_mixed_in_turn_each_with_options_of_its_own():
     tasks = environment_of(("spell_backward", "chain_sum"), config=config, size=9).tasks("train")
     assert [task.key for task in (tasks[each] for each in range(9))][-2:] == ["chain_sum/train/3", "spell_backward/train/4"]
     assert all(len(tasks[each].data["entry"]["answer"]) == 3 for each in range(0, 9, 2))
+
+
+def test_sets_are_mixed_by_their_weights():
+    """Evenly within every round, no task twice and none left out."""
+    names = ("spell_backward", "chain_sum", "word_sorting")
+    mixed = environment_of(names, weights={"spell_backward": 3, "word_sorting": 2}, size=20, eval_size=7)
+    tasks = mixed.tasks("train")
+    keys = [tasks[each].key for each in range(20)]
+    sets = [key.partition("/")[0] for key in keys]
+    assert sets[:6] == sets[6:12] == sets[12:18]
+    assert [sets[:6].count(name) for name in names] == [3, 1, 2]
+    assert all(one != other for one, other in itertools.pairwise(sets[:6]))
+    for name in names:
+        assert [key for key in keys if key.startswith(name)] == [f"{name}/train/{each}" for each in range(sets.count(name))]
+    assert len(mixed.tasks("eval")) == 7
+    alone = environment_of("spell_backward", size=60).tasks("train")
+    assert tasks[keys.index("spell_backward/train/2")].messages == alone[2].messages
+
+
+def test_equal_weights_are_no_weights():
+    names = ("spell_backward", "chain_sum")
+    plain, equal = (environment_of(names, size=9, **each).tasks("train") for each in ({}, {"weights": {"chain_sum": 1}}))
+    assert [plain[each] for each in range(9)] == [equal[each] for each in range(9)]
+
+
+@pytest.mark.parametrize(
+    "weights", [{"spell_backwards": 2}, {"chain_sum": 0}, {"chain_sum": 1001}, {"chain_sum": 1.5}, {"chain_sum": True}]
+)
+def test_weights_are_whole_numbers_of_sets_in_the_mixture(weights):
+    with pytest.raises(ValueError, match="'weights' must give whole numbers from 1 to 1000 to data sets of 'task'"):
+        environment_of(("spell_backward", "chain_sum"), weights=weights)
 
 
 def test_the_answer_is_the_last_match():

@@ -16,6 +16,19 @@ def _names_sets(_instance: object, attribute: Any, value: str | tuple[str, ...])
         raise ValueError(f"'{attribute.name}' must name data sets, each once, is {value!r}")
 
 
+_MOST_WEIGHT = 1000
+"""A round of a mixture has as many tasks as its weights add up to."""
+
+
+def _weighs_sets(instance: "ReasoningGymOptions", attribute: Any, value: Mapping[str, int]) -> None:
+    names = (instance.task,) if isinstance(instance.task, str) else instance.task
+    whole = all(isinstance(each, int) and not isinstance(each, bool) and 1 <= each <= _MOST_WEIGHT for each in value.values())
+    if not whole or not set(value) <= set(names):
+        raise ValueError(
+            f"'{attribute.name}' must give whole numbers from 1 to {_MOST_WEIGHT} to data sets of 'task', is {value!r}"
+        )
+
+
 @frozen
 class RewardTable:
     """A reward function, and its share of the sum."""
@@ -37,9 +50,9 @@ class FunctionOptions(TableOptions):
     rewards: tuple[RewardTable, ...] = field(default=(), kw_only=True)
     """Rewards with weights: `[[environments.rewards]]` with `use` and `weight`."""
 
-    form: Literal["auto", "skyrl_engine", "trl", "verl"] = field(default="auto", kw_only=True)
-    """What rewards take: ours, TRL's (prompts, completions, **columns) or verl's (data_source, solution_str, ...); `auto` tells by the names of
-    their parameters."""
+    form: Literal["auto", "skyrl_engine", "batch", "trl", "verl"] = field(default="auto", kw_only=True)
+    """What rewards take: ours (text, task), lists of them (texts, tasks), TRL's (prompts, completions, **columns) or verl's (data_source,
+    solution_str, ...); `auto` tells by the names of their parameters."""
 
     tools: tuple[str, ...] = field(default=(), kw_only=True, metadata={PLACE: "reference"})
     """Functions that the model may call: `./file.py:name`, with types and a docstring."""
@@ -56,7 +69,10 @@ class ReasoningGymOptions(PromptOptions):
     """Options of `reasoning_gym`. A task's own options stand beside these, under `config`."""
 
     task: str | tuple[str, ...] = field(kw_only=True, validator=_names_sets)
-    """Data sets by name, such as `spell_backward`; several are mixed evenly."""
+    """Data sets by name, such as `spell_backward`; several are mixed, evenly or by `weights`."""
+
+    weights: Mapping[str, int] = field(default=Factory(dict), kw_only=True, validator=_weighs_sets)
+    """Tasks of a data set in every round of a mixture, by its name; those that are not named have 1."""
 
     config: Mapping[str, Any] = field(default=Factory(dict), kw_only=True)
     """Options of the data set, such as `config.max_word_len = 5`; with several data sets, a table per name."""

@@ -37,12 +37,15 @@ class ReasoningGymEnvironment:
 
     options: ReasoningGymOptions
     claims: EnvironmentClaims = field(init=False)
+    round: tuple[tuple[str, int], ...] = field(init=False)
+    """A round of the mixture: the data set of every place, and how many places before it are the same set's."""
     _sets: dict[tuple[str, Split], Any] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         needed("reasoning_gym", "reasoning_gym")
         if self.options.answer_pattern is not None:
             _compiled(self.options.answer_pattern)
+        self.round = _round({name: self.options.weights.get(name, 1) for name in self.names})
         self.claims = EnvironmentClaims(
             pass_threshold=self.options.pass_threshold, version=f"reasoning-gym {importlib.metadata.version('reasoning-gym')}"
         )
@@ -54,7 +57,7 @@ class ReasoningGymEnvironment:
         return (task,) if isinstance(task, str) else tuple(task)
 
     def tasks(self, split: Split) -> Tasks:
-        """Return the tasks of a split; sets are mixed in turn. Raises DataError for a set or an option that reasoning-gym does not have."""
+        """Return the tasks of a split; sets are mixed in rounds. Raises DataError for a set or an option that reasoning-gym does not have."""
         return ReasoningGymTasks(self, split, self.size(split))
 
     def open(self, task: Task, seed: int) -> "ReasoningGymEpisode":  # noqa: ARG002 -- scoring draws nothing
@@ -97,7 +100,8 @@ class ReasoningGymEnvironment:
             raise DataError(f"reasoning-gym has no data set {name!r}", remedy=remedy)
         given: Mapping[str, Any] = self.options.config
         own = given.get(name, {}) if len(self.names) > 1 else given
-        size = -(-self.size(split) // len(self.names))
+        rounds = -(-self.size(split) // len(self.round))
+        size = rounds * self.options.weights.get(name, 1)
         seed = self.options.seed if split == "train" else _EVAL_SEED - self.options.seed
         try:
             with _own_randomness(seed, 0):
@@ -108,7 +112,7 @@ class ReasoningGymEnvironment:
 
 @frozen(eq=False)
 class ReasoningGymTasks:
-    """Tasks of the sets in turn: task i is number i // sets of set i % sets."""
+    """Tasks of the sets in rounds, in which every set has as many tasks as its weight says."""
 
     environment: ReasoningGymEnvironment
     split: Split
@@ -122,13 +126,14 @@ class ReasoningGymTasks:
         return self.size
 
     def __getitem__(self, index: int) -> Task:
-        names = self.environment.names
-        number, which = divmod(index, len(names))
-        entry = self.environment.entry(names[which], self.split, number)
+        rounds, place = divmod(index, len(self.environment.round))
+        name, before = self.environment.round[place]
+        number = rounds * self.environment.options.weights.get(name, 1) + before
+        entry = self.environment.entry(name, self.split, number)
         if self.environment.options.exact and entry.get("answer") is None:
-            raise DataError(f"reasoning-gym's data set {names[which]!r} gives no answers of its own", remedy="Leave out `exact`")
-        data = {"dataset": names[which], "split": self.split, "number": number, "entry": _plain(entry)}
-        return Task(f"{names[which]}/{self.split}/{number}", self.environment.options.messages(str(entry["question"])), data=data)
+            raise DataError(f"reasoning-gym's data set {name!r} gives no answers of its own", remedy="Leave out `exact`")
+        data = {"dataset": name, "split": self.split, "number": number, "entry": _plain(entry)}
+        return Task(f"{name}/{self.split}/{number}", self.environment.options.messages(str(entry["question"])), data=data)
 
 
 @define(eq=False)
@@ -170,6 +175,19 @@ class ReasoningGymEpisode:
         except Exception as error:  # noqa: BLE001 -- scorers raise whatever an answer that they do not expect makes them raise
             return 0.0, {"scorer": f"{type(error).__name__}: {error}"[:200]}
         return (score, {}) if math.isfinite(score) else (0.0, {"scorer": f"gave {score}"})
+
+
+def _round(weights: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """Spread the sets over a round as evenly as their weights allow: at every place the one that is furthest behind its share."""
+    behind, before = dict.fromkeys(weights, 0), dict.fromkeys(weights, 0)
+    places = []
+    for _ in range(sum(weights.values())):
+        behind = {name: behind[name] + weight for name, weight in weights.items()}
+        name = max(behind, key=lambda each: behind[each])
+        behind[name] -= sum(weights.values())
+        places.append((name, before[name]))
+        before[name] += 1
+    return tuple(places)
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import numpy as np
+
 from skyrl_engine.contracts import StepResult
 from skyrl_engine.environments import reward
 
@@ -20,6 +22,31 @@ async def later(text, task):
     """As `exact`, from a judge that takes its time."""
     await asyncio.sleep(0)
     return exact(text, task)
+
+
+def of_lists(texts, tasks):
+    """As `exact`, of many at once."""
+    assert isinstance(texts, list)
+    assert isinstance(tasks, list)
+    return [exact(text, task) for text, task in zip(texts, tasks, strict=True)]
+
+
+async def of_lists_later(texts, tasks):
+    """As `of_lists`, from a judge that takes its time; NumPy's numbers."""
+    await asyncio.sleep(0)
+    return np.array(of_lists(texts, tasks))
+
+
+def of_lists_explained(texts, tasks):
+    return [explained(text, task) for text, task in zip(texts, tasks, strict=True)]
+
+
+def of_lists_too_many(texts, tasks):
+    return [0.0, 1.0]
+
+
+def of_lists_text(texts, tasks):
+    return "1"
 
 
 def explained(text, task):
@@ -72,6 +99,13 @@ def nan_reward(text, task):
 def decorated(text, task):
     """As `exact`, and a plugin of its own."""
     return exact(text, task)
+
+
+@reward(batch=True)
+def decorated_lists(texts, tasks, config):
+    """As `of_lists`, with the options at hand."""
+    assert config.prompt_template is None
+    return of_lists(texts, tasks)
 
 
 def add(left: int, right: int = 1) -> int:
