@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,7 @@ def show_environment(name: str, settings: tuple[str, ...], *, as_json: bool) -> 
     "answers",
     multiple=True,
     metavar="TEXT",
-    help="What the model says; again for further turns. Without it, the solution.",
+    help="What the model says; again for further turns. `-` reads it from stdin. Without it, the solution.",
 )
 @click.option("--task", "number", type=click.IntRange(min=0), default=0, show_default=True, metavar="NUMBER", help="The task.")
 @click.option("--split", type=click.Choice(["train", "eval"]), default="train", show_default=True, help="Its split.")
@@ -102,7 +103,7 @@ def try_environment(
     if number >= len(tasks):
         raise click.UsageError(f"There is no task {number:,}: {split} has {len(tasks):,}.")
     task = tasks[number]
-    said = answers or _solution(environment, task)
+    said = _with_stdin(answers) or _solution(environment, task)
     begun, turns, success = asyncio.run(_played(environment, name, task, seed, said))
     reward = sum(result.reward if result.token_rewards is None else sum(result.token_rewards) for _, result in turns)
     if success is None:
@@ -150,6 +151,13 @@ def _made(name: str, settings: tuple[str, ...]) -> "tuple[SelectedPlugin, Enviro
     record = Registry.discover().resolve("environment", table.pop("use"), base=Path.cwd())
     plugin = SelectedPlugin.of(record, {**table, **parsed_options(settings)}, "command line")
     return plugin, plugin.make(FactoryContext())
+
+
+def _with_stdin(answers: tuple[str, ...]) -> tuple[str, ...]:
+    """Put the text of stdin, without its last line break, in the place of `-`."""
+    if answers.count("-") > 1:
+        raise click.UsageError("stdin is read once. Give --answer - once.")
+    return tuple(sys.stdin.read().removesuffix("\n") if each == "-" else each for each in answers)
 
 
 def _solution(environment: "Environment", task: "Task") -> tuple[str, ...]:

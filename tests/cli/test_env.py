@@ -1,5 +1,6 @@
 """`env list`, `env show` and `env try`."""
 
+import io
 import json
 
 import pytest
@@ -81,6 +82,20 @@ def test_try_pays_for_an_answer(command, files):
         assert "user: What is 2 + 2?" in lines
         assert f"assistant: {answer}" in lines
         assert [line.split() for line in lines[-2:]] == [["reward", reward], ["success", success]]
+
+
+def test_try_reads_an_answer_of_many_lines_from_stdin(command, files, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("4\nü\n".encode()), encoding="utf-8"))
+    outcome = command("env", "try", "./asks.py:asks", "--answer", "-", "--answer", "sure", "--json")
+    assert outcome.code == 0, outcome.err
+    told = json.loads(outcome.out)
+    assert [turn["said"] for turn in told["turns"]] == ["4\nü", "sure"]
+
+
+def test_try_reads_stdin_once(command, files):
+    outcome = command("env", "try", "./asks.py:asks", "--answer", "-", "--answer", "-")
+    assert outcome.code == 2
+    assert "Give --answer - once" in outcome.err
 
 
 def test_try_shows_the_parts_of_a_reward(command, files):
