@@ -6,7 +6,9 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from skyrl_engine.errors import DataError
@@ -45,6 +47,13 @@ def content_of(reference: str) -> str:
     return hashlib.sha256(Path(place).expanduser().read_bytes()).hexdigest()[:12] if place.endswith(".py") else ""
 
 
+class _FromSource(SourceFileLoader):
+    """Reads the file itself: bytecode that Python keeps is told from newer text by seconds and length alone, and an edit may share both."""
+
+    def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002 - importlib gives it
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _module_of(path: Path) -> Any:
     """Import a file under a name made of its path and content; a file that was imported already is not run again."""
     if not path.is_file():
@@ -53,7 +62,7 @@ def _module_of(path: Path) -> Any:
     name = f"skyrl_engine_function_{digest}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
     assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"  # noqa: PT018
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

@@ -27,7 +27,8 @@ def test_describing_the_backend_imports_no_torch() -> None:
         "import sys; from skyrl_engine_fsdp.plugin import fsdp; "
         "described = fsdp.skyrl_engine_describe_backend(None, world_size=3); "
         "assert described.topology.dp == 3; "
-        "assert described.capabilities == {'padded', 'packed', 'value_head', 'tensor_parallel', 'lora', 'vision', 'logits'}; "
+        "assert described.capabilities == {'padded', 'packed', 'value_head', 'tensor_parallel', 'lora', 'vision', 'logits', "
+        "'second_model', 'reference_by_adapters'}; "
         "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -90,7 +90,9 @@ class ReasoningGymEnvironment:
         return made
 
     def _made(self, name: str, split: Split) -> Any:
-        from reasoning_gym.factory import DATASETS, create_dataset
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib 2.4, when it is compiled on its first import
+            from reasoning_gym.factory import DATASETS, create_dataset
 
         if name not in DATASETS:
             from difflib import get_close_matches
