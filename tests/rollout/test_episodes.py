@@ -15,6 +15,7 @@ from skyrl_engine.testing import selected
 
 FILE = Path(__file__).with_name("naughty_environment.py")
 TIMEOUT_S = 0.3
+"""For what hangs; what answers is given PATIENCE_S."""
 ASLEEP_S = 0.05
 """Seconds after which a process that sleeps in a call makes room for another."""
 PATIENCE_S = 60.0
@@ -38,7 +39,7 @@ def pool(name="naughty", **options):
 @pytest.fixture(scope="module")
 def shared():
     """A pool whose process survives, for tests that need no options; tests that lose it get the next one."""
-    with pool() as made:
+    with pool(timeout_s=PATIENCE_S) as made:
         yield made
 
 
