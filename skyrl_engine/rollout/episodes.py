@@ -119,7 +119,8 @@ class EpisodePool:
     def pending(self) -> int:
         """Count the episodes that owe an answer."""
         busy = sum(process.episode is not None for process in self._processes)
-        return busy + len(self._waiting) + len(self._replies)
+        waiting = len(self._waiting) + sum(len(process.waiting) for process in self._processes)
+        return busy + waiting + len(self._replies)
 
     def open(self, episode: int, environment: int, task: Task, seed: int) -> None:
         """Start an episode; `poll` brings its first messages."""
@@ -171,7 +172,7 @@ class EpisodePool:
 
     def _ask(self, episode: _Episode) -> None:
         episode.asked = time.monotonic()
-        self._waiting.append(episode)
+        (self._waiting if episode.process is None else episode.process.waiting).append(episode)
 
     def _next_event(self) -> float:
         """Return the moment at which a call may be too old, or its process may no longer count."""
@@ -208,33 +209,28 @@ class EpisodePool:
                 self._alarm = min(self._alarm, process.since + allowed)
 
     def _dispatch(self) -> None:
-        """Give waiting episodes to processes that have nothing to do."""
-        later: deque[_Episode] = deque()
+        """Give waiting episodes to processes that have nothing to do: first those that they hold."""
+        for process in list(self._processes):
+            while process.episode is None and process.waiting:
+                episode = process.waiting.popleft()
+                if self._is_open(episode):
+                    self._send(process, episode)
         self._short = False
-        while self._waiting:
-            episode = self._waiting.popleft()
-            if not self._is_open(episode):
-                continue
-            process = self._process_for(episode)
-            if process is None:
-                later.append(episode)
-                if episode.process is None:
-                    self._short = True
-                    break
-                continue
-            self._send(process, episode)
-        later.extend(self._waiting)
-        self._waiting = later
+        while self._waiting and not self._short:
+            if not self._is_open(self._waiting[0]):
+                self._waiting.popleft()
+            elif (free := self._free_process()) is not None:
+                self._send(free, self._waiting.popleft())
+            else:
+                self._short = True
         for process in [each for each in self._to_tell if each.episode is None]:
             self._to_tell.discard(process)
             process.tell_closed()
             self._alarm = min(self._alarm, process.since + self._allowed(process))
             self._write(process)
 
-    def _process_for(self, episode: _Episode) -> "_Process | None":
-        """Return the process that holds the episode, or any that is free; None where it must wait."""
-        if episode.process is not None:
-            return episode.process if episode.process.episode is None else None
+    def _free_process(self) -> "_Process | None":
+        """Return a process for an episode that none holds; None where it must wait."""
         now = time.monotonic()
         # one that closes an episode is free at once, unless that takes long
         free = [each for each in self._processes if each.episode is None and not (each.unclosed and each.stuck(now))]
@@ -322,7 +318,8 @@ class EpisodePool:
             return
         episode.rebuilt += 1
         if episode.rebuilt < 1 + len(episode.actions):
-            self._waiting.appendleft(episode)
+            assert episode.process is not None, "what answered holds the episode"
+            episode.process.waiting.appendleft(episode)
         else:
             self._replied(episode, told)
 
@@ -369,6 +366,8 @@ class EpisodePool:
         self._end(process)
         for episode in held:
             episode.process, episode.rebuilt = None, 0
+        self._waiting.extend(process.waiting)
+        process.waiting.clear()
         if culprit is not None:
             culprit.process, culprit.rebuilt = None, 0
         if process.unclosed:
@@ -396,6 +395,8 @@ class _Process:
     requests: int
     answers: int
     held: dict[int, _Episode] = field(factory=dict)
+    waiting: deque[_Episode] = field(factory=deque)
+    """Episodes that it holds and that were given a turn, in that order."""
     closing: list[_Episode] = field(factory=list)
     unclosed: deque[str] = field(factory=deque)
     """Labels of the episodes that it was told to close, and has not closed yet."""
