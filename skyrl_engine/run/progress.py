@@ -13,7 +13,10 @@ _WINDOW = 20
 
 @frozen
 class Progress:
-    """`tokens_per_second` (real tokens, all ranks) and `seconds_left` come from the last steps; None while unknown. `reward` is that of RL."""
+    """Numbers are those of the last step or evaluation, None while unknown; `tokens_per_second` counts real tokens of all ranks.
+
+    `reward` and `evaluation_reward` are those of RL.
+    """
 
     step: int
     total_steps: int
@@ -22,6 +25,7 @@ class Progress:
     learning_rate: float | None = None
     evaluation_loss: float | None = None
     reward: float | None = None
+    evaluation_reward: float | None = None
     tokens_per_second: float | None = None
     seconds_left: float | None = None
     finished: bool = False
@@ -35,6 +39,8 @@ class Progress:
             parts.append(f"loss {self.loss:.4f}")
         if self.evaluation_loss is not None:
             parts.append(f"evaluation loss {self.evaluation_loss:.4f}")
+        if self.evaluation_reward is not None:
+            parts.append(f"evaluation reward {self.evaluation_reward:.4f}")
         if self.tokens_per_second is not None:
             parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         if self.seconds_left is not None and not self.finished:
@@ -76,7 +82,8 @@ class ProgressObserver:
 
     @hookimpl
     def skyrl_engine_evaluation_finished(self, event: EvaluationFinished) -> None:
-        self._report(evolve(self._progress, evaluation_loss=event.metrics.get("loss")))
+        rewards = (value for name, value in event.metrics.items() if name.startswith("evaluation/avg@"))
+        self._report(evolve(self._progress, evaluation_loss=event.metrics.get("loss"), evaluation_reward=next(rewards, None)))
 
     @hookimpl
     def skyrl_engine_session_finished(self, event: SessionFinished) -> None:

@@ -40,6 +40,15 @@ def test_every_evaluation_is_written_once():
     assert [line.strip() for line in lines[1:]] == ["held-out loss 2.0000 after step 0", "held-out loss 1.2500 after step 3"]
 
 
+def test_the_reward_of_every_evaluation_is_a_line():
+    lines: list[str] = []
+    listen = ProgressLines(lines.append)
+    for rewarded in (Progress(0, 100, evaluation_reward=0.5), Progress(3, 100, loss=0.0, reward=0.25, evaluation_reward=0.75)):
+        listen(rewarded)
+    assert lines[0] == HEADER.replace("    loss", "  reward")
+    assert [line.strip() for line in lines[1:]] == ["held-out reward 0.5000 after step 0", "held-out reward 0.7500 after step 3"]
+
+
 def test_a_row_is_as_wide_as_the_header_and_marks_what_is_unknown():
     full = step(5, 60, loss=12.3456, tokens_per_second=12345.6, learning_rate=3e-4, grad_norm=0.5, seconds_left=65.0)
     assert progress_row(full).split() == ["5/60", "12.3456", "12,346", "3.00e-04", "0.5000", "1:05"]

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,13 +10,15 @@ from typing import TYPE_CHECKING
 import click
 
 from skyrl_engine import ConfigError
-from skyrl_engine.cli.command import EngineCommand, current_settings
+from skyrl_engine.cli.command import EngineCommand, Settings, current_settings
 from skyrl_engine.contracts import EvaluationFinished
 from skyrl_engine.errors import Problem
 from skyrl_engine.hooks.markers import hookimpl
 
 if TYPE_CHECKING:
     from skyrl_engine.cli.demo.recipe import Examination, Preparation, Recipe
+    from skyrl_engine.run.directory import RunDirectory
+    from skyrl_engine.training.loop import RunResult
 
 CONFIG_FILE = "demo.toml"
 LOSS_FILE = "my_loss.py"
@@ -58,8 +61,10 @@ class HeldOutLoss:
     type=click.Choice(["tiny", "smollm2"]),
     default="tiny",
     show_default=True,
-    help="tiny: a small model made here learns a reasoning-gym task. smollm2: the pretrained SmolLM2-135M-Instruct learns from a corpus.",
+    help="tiny: a small model made here learns a reasoning-gym task, from answers and then from a reward. "
+    "smollm2: the pretrained SmolLM2-135M-Instruct learns from a corpus.",
 )
+@click.option("--only", type=click.Choice(["sft"]), help="sft: the first act alone, without the reward.")
 @click.option(
     "--output", type=click.Path(path_type=Path), metavar="DIRECTORY", help="A new directory; without it, one under runs/."
 )
@@ -67,28 +72,31 @@ class HeldOutLoss:
     "--steps",
     type=click.IntRange(min=1),
     metavar="STEPS",
-    help="Optimizer steps, instead of as many as the demo needs to show something.",
+    help="Optimizer steps of each training, instead of as many as the demo needs to show something.",
 )
-def demo(model: str, output: Path | None, steps: int | None) -> int:
-    """Fine-tune a small model on real data, offline, on this computer's CPU, and see what it learned.
+def demo(model: str, only: str | None, output: Path | None, steps: int | None) -> int:
+    """Train a small model offline, on this computer's CPU, and see what it learned: from answers, then from a reward.
 
-    It goes the same way as `skyrl-engine run` with a configuration file, which stays in the directory for you to change.
+    It goes the same way as `skyrl-engine run` with configuration files, which stay in the directory for you to change.
     """
     if model == "tiny":
         # on matrices this small, threads that wait for each other cost more than they bring, many times so on a busy machine
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     from skyrl_engine.cli import render
+    from skyrl_engine.cli.demo import second_act
     from skyrl_engine.cli.demo.choice import recipe
     from skyrl_engine.cli.run import conclude
-    from skyrl_engine.cli.training import train
     from skyrl_engine.config import Option, load, resolve
     from skyrl_engine.run.directory import RunDirectory
 
     began = time.monotonic()
     settings = current_settings()
     chosen = recipe(model)
+    tasks = chosen.tasks() if only is None else None
     directory = _new_directory(output, model)
-    resolve(load(None, ()), need=())  # a missing plugin shall be told before anything takes time
+    for trainer in ("sft", "rl") if tasks else ("sft",):
+        # a missing plugin shall be told before anything takes time
+        resolve(load(None, (), {"trainer": Option("demo", trainer)}), need=())
     if not settings.quiet:
         render.show_heading("Getting ready")
     preparation = chosen.prepare(directory, steps or chosen.default_steps)
@@ -100,11 +108,9 @@ def demo(model: str, output: Path | None, steps: int | None) -> int:
 
     held_out = HeldOutLoss()
     run_directory = RunDirectory(directory / "run")
-    resolved = resolve(load(config_file, (), {"run.directory": Option("--output", str(run_directory.path))}))
-    result = train(resolved, settings, [held_out])
+    result = _train(config_file, run_directory, settings, [held_out])
     if result.stopped_by is not None:
         return conclude(result)
-
     after = chosen.examine(run_directory.model)
     render.show_heading("What it learned")
     render.show_table(("", "before", "after"), _comparison(chosen, before, after, held_out.losses))
@@ -116,17 +122,79 @@ def demo(model: str, output: Path | None, steps: int | None) -> int:
             for row in list(zip(before.questions, before.answers, after.answers, after.expected, strict=True))[:_EXAMPLES]
         ],
     )
+    if tasks:
+        second_act.prepare(directory, *tasks, steps)
+        stopped = _reward(directory, chosen, settings)
+        if stopped is not None:
+            return conclude(stopped)
     render.show_heading(f"Done in {time.monotonic() - began:.0f} s")
     render.show_lines(
         [
             f"run directory: {run_directory.path}  (run.json, metrics.jsonl, checkpoints/, and the trained model in model/)",
             "next, the same run with a loss of your own, from a file you can change:",
             f"    {_next_command(directory, config_file)}",
+            *(_next_of_rewards(directory) if tasks else ()),
             "and a proof on this machine that gradients do not depend on how a batch is cut, or on how many ranks:",
             "    skyrl-engine prove",
         ]
     )
     return 0
+
+
+def _reward(directory: Path, chosen: "Recipe", settings: Settings) -> "RunResult | None":
+    """Train the model of the first act by a reward, and show what that changed; returns the result of a run that was stopped."""
+    from skyrl_engine.cli import render
+    from skyrl_engine.cli.demo import second_act
+    from skyrl_engine.run.directory import RunDirectory
+
+    warm, rl = RunDirectory(directory / "warm"), RunDirectory(directory / "rl")
+    if not settings.quiet:
+        render.show_heading("A second act: no answers, only a reward")
+        render.show_lines(
+            [
+                "warm start: the model gets two habits more. Of its new training data a third spells the word backward,",
+                "a third repeats it, a third sorts its letters: the question is the same, so it can only guess which is wanted",
+            ]
+        )
+    result = _train(directory / second_act.WARM_FILE, warm, settings)
+    if result.stopped_by is not None:
+        return result
+    before = chosen.examine(warm.model)
+    if not settings.quiet:
+        render.show_lines(
+            [
+                _score_line("after the warm start", chosen, before),
+                f"now it tries each word 8 times, and {second_act.REWARD_FILE} says how much of the answer is right; it is told nothing else",
+            ]
+        )
+    result = _train(directory / second_act.RL_FILE, rl, settings)
+    if result.stopped_by is not None:
+        return result
+    after = chosen.examine(rl.model)
+    render.show_heading("What the reward changed")
+    rows = [("held-out reward", *(f"{sum(each.rewards) / len(each.rewards):.3f}" for each in (before, after)))]
+    render.show_table(("", "before", "after"), [*rows, *_comparison(chosen, before, after, [])])
+    click.echo()
+    render.show_table(
+        ("held-out question", "before", "reward", "after", "reward"),
+        [tuple(map(_shortened, row)) for row in second_act.shown(before, after)],
+    )
+    click.echo()
+    render.show_lines(
+        [
+            "The reward taught no new skill: the first act taught to spell backward, and the warm start still did so at times.",
+            "Training by reinforcement found out which of three habits is paid, and made that one likely.",
+        ]
+    )
+    return None
+
+
+def _train(config_file: Path, run_directory: "RunDirectory", settings: Settings, observers: Sequence[object] = ()) -> "RunResult":
+    from skyrl_engine.cli.training import train
+    from skyrl_engine.config import Option, load, resolve
+
+    where = {"run.directory": Option("--output", str(run_directory.path))}
+    return train(resolve(load(config_file, (), where)), settings, observers)
 
 
 def _new_directory(output: Path | None, model: str) -> Path:
@@ -173,6 +241,17 @@ def _shortened(text: str) -> str:
     if not line:
         return "(nothing)"
     return line if len(line) <= 60 else f"{line[:57]}..."
+
+
+def _next_of_rewards(directory: Path) -> list[str]:
+    from skyrl_engine.cli.demo import second_act
+
+    return [
+        f"or with a reward of your own, once you changed {directory / second_act.REWARD_FILE}:",
+        f"    skyrl-engine run {directory / second_act.RL_FILE}",
+        "what the model tried, and what it earned:",
+        f"    skyrl-engine rollouts show {directory / 'rl'} --best",
+    ]
 
 
 def _next_command(directory: Path, config_file: Path) -> str:

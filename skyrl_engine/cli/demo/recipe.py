@@ -24,12 +24,16 @@ class Exchange:
 
 @frozen
 class Examination:
-    """Answers a model gave to held-out questions; `score` is what the demo reports of them (None: only the answers are shown)."""
+    """Answers a model gave to held-out questions.
+
+    `score` is what the demo reports of them (None: only the answers are shown), `rewards` what a verifier pays for each, 0 to 1.
+    """
 
     questions: Sequence[str]
     answers: Sequence[str]
     expected: Sequence[str]
     score: float | None = None
+    rewards: Sequence[float] = ()
 
 
 @frozen
@@ -53,6 +57,9 @@ class Recipe(Protocol):
 
     def examine(self, model: Path) -> Examination:
         """Ask the model in a Hugging Face directory the held-out questions, greedily."""
+
+    def tasks(self) -> tuple[Sequence[Exchange], Sequence[Exchange]] | None:
+        """Return the exchanges to be rewarded for in a second act, and those held out; None where there is no such act."""
 
 
 def write_exchanges(path: Path, exchanges: Sequence[Exchange]) -> None:

@@ -50,6 +50,9 @@ class SmolLM2Recipe:
         ]
         return Preparation(_config(model, steps), model, facts)
 
+    def tasks(self) -> None:
+        return None
+
     def examine(self, model: Path) -> Examination:
         _, held_out = self._split
         shown = held_out[:_SHOWN]

@@ -59,16 +59,20 @@ class TinyRecipe:
         _, held_out = self._split
         answers = answer_greedily(model, [exchange.question for exchange in held_out], max_new_tokens=16, batch_size=100)
         # The verifier pays partly for words that share letters, sums of 1/length that can round to almost 1; only equality pays 1 exactly.
-        scores = [
-            self._dataset.score_answer(answer, {"answer": exchange.answer}) == 1.0
+        rewards = [
+            float(self._dataset.score_answer(answer, {"answer": exchange.answer}))
             for answer, exchange in zip(answers, held_out, strict=True)
         ]
         return Examination(
             [exchange.question.rpartition(": ")[2] for exchange in held_out],  # the word; the rest is the same in all
             answers,
             [exchange.answer for exchange in held_out],
-            sum(scores) / len(scores),
+            sum(reward == 1.0 for reward in rewards) / len(rewards),
+            rewards,
         )
+
+    def tasks(self) -> tuple[list[Exchange], list[Exchange]]:
+        return self._split
 
     @cached_property
     def _dataset(self) -> Any:

@@ -1,13 +1,15 @@
 """The demo's parts, and the whole of it with very few steps."""
 
 import json
+import re
 import tomllib
 
 import pytest
 
 from skyrl_engine.cli.demo import smollm2
 from skyrl_engine.cli.demo.command import CONFIG_FILE, LOSS_FILE, _shortened
-from skyrl_engine.cli.demo.recipe import HELD_OUT_FILE, TRAIN_FILE, Exchange, split_held_out
+from skyrl_engine.cli.demo.recipe import HELD_OUT_FILE, TRAIN_FILE, Examination, Exchange, split_held_out
+from skyrl_engine.cli.demo.second_act import RL_FILE, SHOWN, habits, shown
 from skyrl_engine.cli.demo.tiny import END, PAD, START, TinyRecipe, make_model, make_tokenizer
 from skyrl_engine.errors import ModelError
 
@@ -70,9 +72,9 @@ def test_long_and_empty_answers_are_shown_on_one_line():
     assert len(_shortened("x" * 200)) == 60
 
 
-def test_the_tiny_demo_from_end_to_end(command, tmp_path):
+def test_the_first_act_alone(command, tmp_path):
     pytest.importorskip("reasoning_gym")
-    outcome = command("demo", "--output", tmp_path / "demo", "--steps", "3")
+    outcome = command("demo", "--only", "sft", "--output", tmp_path / "demo", "--steps", "3")
     assert outcome.code == 0, outcome.err
     directory = tmp_path / "demo"
     assert {path.name for path in directory.iterdir()} == {"model", "data", "run", CONFIG_FILE, LOSS_FILE}
@@ -93,6 +95,39 @@ def test_the_tiny_demo_from_end_to_end(command, tmp_path):
     assert again.code == 0, again.err
     manifest = json.loads((tmp_path / "again" / "run.json").read_text())
     assert "my_loss" in json.dumps(manifest["plugins"]["loss"])
+
+
+def test_both_acts(command, tmp_path):
+    """The words that the reward is shown are those of the first act, none of them held out, and every try is kept."""
+    pytest.importorskip("reasoning_gym")
+    outcome = command("demo", "--output", tmp_path / "demo", "--steps", "2")
+    assert outcome.code == 0, outcome.err
+    directory = tmp_path / "demo"
+    tasks = {name: (directory / "data" / f"tasks-{name}").read_text().splitlines() for name in (TRAIN_FILE, HELD_OUT_FILE)}
+    assert len(tasks[HELD_OUT_FILE]) == 200
+    assert not set(tasks[HELD_OUT_FILE]) & set(tasks[TRAIN_FILE])
+    assert tomllib.loads((directory / RL_FILE).read_text())["rl"]["steps"] == 2
+    assert "held-out reward" in outcome.out
+    assert "taught no new skill" in outcome.out
+    assert len(re.findall(r"(?m)^\S+ .*  \d\.\d\d .*  \d\.\d\d$", outcome.out)) == SHOWN
+    assert "held-out reward" in outcome.err
+    assert "2/2" in outcome.err
+    listed = command("rollouts", "list", directory / "rl", "--json")
+    assert [step["attempts"] for step in json.loads(listed.out)] == [128, 128]
+
+
+def test_one_of_three_habits_is_right():
+    assert habits(Exchange("Spell this word backward (example: sun -> nus): stone", "enots")) == ("enots", "stone", "enost")
+
+
+def test_answers_that_were_wrong_before_are_shown_first():
+    before = Examination(("a", "b", "c", "d"), ("a", "x", "c", "y"), ("a", "b", "c", "d"), 0.5, (1.0, 0.0, 1.0, 0.25))
+    after = Examination(("a", "b", "c", "d"), ("a", "b", "c", "y"), ("a", "b", "c", "d"), 0.75, (1.0, 1.0, 1.0, 0.25))
+    assert shown(before, after) == [
+        ("b", "x", "0.00", "b", "1.00"),
+        ("d", "y", "0.25", "y", "0.25"),
+        ("a", "a", "1.00", "a", "1.00"),
+    ]
 
 
 def test_the_demo_refuses_a_directory_with_something_in_it(command, tmp_path):
