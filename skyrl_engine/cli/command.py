@@ -60,7 +60,7 @@ class EngineCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if (told := _meant_by(error.option_name, self.params)) is not None:
+            if (told := _meant_by(error.option_name, self.params, self.name)) is not None:
                 raise click.UsageError(f"There is no option {error.option_name}. {told}", ctx) from error
             raise
         except click.MissingParameter as error:
@@ -74,21 +74,24 @@ def _is_configuration(word: str) -> bool:
     return Path(word).suffix in (".toml", ".yaml", ".yml") and Path(word).is_file()
 
 
-def _meant_by(option: str, params: Collection[click.Parameter]) -> str | None:
+def _meant_by(option: str, params: Collection[click.Parameter], command: str | None) -> str | None:
     """Say which option of the command, or which key of the configuration, has the meaning of a word that is no option."""
     from skyrl_engine.config.other_words import key_for, meant
     from skyrl_engine.config.reading.sources import option_name
     from skyrl_engine.config.structure import home_of, is_switch
 
     word = option.lstrip("-").replace("-", "_")
-    key = key_for(word) or home_of(word)
+    key = key_for(word, command) or home_of(word)
     if key is None:
-        return None
+        return meant(word, command)
     name = {"run.directory": "--output", "data.eval": "--eval-data"}.get(key) or option_name(key)
     if any(name in each.opts for each in params):
         return f"Did you mean {name}?"
+    sentence = meant(word, command) or f"Set {key}"
+    if "[[" in sentence:
+        return sentence
     if any(each.name == "overrides" for each in params):
-        return f"{meant(word) or f'Set {key}'}: write {key}={'true' if is_switch(key) else 'VALUE'}"
+        return f"{sentence}: write {key}={'true' if is_switch(key) else 'VALUE'}"
     return None
 
 

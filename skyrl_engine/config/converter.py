@@ -18,7 +18,7 @@ import attrs
 from cattrs import AttributeValidationNote, BaseValidationError, ClassValidationError, Converter, IterableValidationNote
 from cattrs.errors import IterableValidationError, StructureHandlerNotFoundError
 
-from skyrl_engine.config.other_words import key_for
+from skyrl_engine.config.other_words import is_known
 from skyrl_engine.config.reading.origins import KeyPath
 from skyrl_engine.config.wording import RefusedError, did_you_mean, not_a_choice, plain_refusal, wrong_kind
 
@@ -263,7 +263,7 @@ def _validator_errors(
 
 def unknown_key(key: str, known: Iterable[str]) -> RefusedError:
     names = list(known)
-    if key_for(key) is None and (meant := did_you_mean(key, names)):
+    if not is_known(key) and (meant := did_you_mean(key, names)):
         return RefusedError("is not a known key", meant)
     listed = f"The keys here are {', '.join(names)}" if names else "Remove it: nothing can be set here"
     return RefusedError("is not a known key", listed, about="stray")

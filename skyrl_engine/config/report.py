@@ -5,14 +5,14 @@ import inspect
 import sys
 import textwrap
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import tomli_w
 
 from skyrl_engine.config.converter import NONE_WORD
-from skyrl_engine.config.other_words import words
+from skyrl_engine.config.other_words import words, words_of_rl
 from skyrl_engine.config.schema import PLACE, EngineConfig
 from skyrl_engine.config.sections import sections
 from skyrl_engine.config.structure import plugin_lists
@@ -95,6 +95,15 @@ micro-batches of a step follows: `batch_size / (micro_batch_rows * ranks)`.
 """
 
 
+_WORDS_OF_RL = """
+Words of reinforcement. Where trainer is rl, they come first: a `train_batch_size` counts tasks there.
+[Options of reinforcement](migration-rl.md) has them engine by engine.
+
+| key | elsewhere |
+|---|---|
+"""
+
+
 def configuration_reference() -> str:
     """The text of `docs/reference/configuration.md`: every table and key with type, default and meaning."""
     parts = [_INTRODUCTION]
@@ -121,8 +130,14 @@ def configuration_reference() -> str:
         else:
             parts.append("One table for each observer that `run.observers` names and that takes options: `[observers.NAME]`.\n")
     parts.append(_OTHER_WORDS)
-    parts += [f"| `{key}` | {', '.join(f'`{word}`' for word in known)} |\n" for key, known in words().items()]
+    parts += _words(words())
+    parts.append(_WORDS_OF_RL)
+    parts += _words(words_of_rl())
     return "".join(parts)
+
+
+def _words(by_key: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    return (f"| `{key}` | {', '.join(f'`{word}`' for word in known)} |\n" for key, known in by_key.items())
 
 
 def _rows(schema: type[Any]) -> Iterator[tuple[str, str, str, str]]:

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from skyrl_engine.config.checks import cross_checks
 from skyrl_engine.config.converter import refusals, strict_converter, unknown_key
-from skyrl_engine.config.other_words import meant
+from skyrl_engine.config.other_words import RL, meant_by_path
 from skyrl_engine.config.reading.origins import KeyPath, Origin, dotted, leaves, nearest
 from skyrl_engine.config.reading.places import absolute_place, with_absolute_places
 from skyrl_engine.config.reading.sources import RawConfig
@@ -47,13 +47,14 @@ def structure(raw: RawConfig, need: Collection[str] | None = None, also: Collect
     trainer, problems = _trainer(raw)
     problems = [*raw.problems, *problems]
     own = [name for name, section in known.items() if trainer is None or section.belongs_to(trainer)]
-    problems += [_unknown(raw, key, own, trainer) for key in raw.table if key not in known]
+    for key in raw.table:
+        problems += _unknown(raw, key, own, trainer) if key not in known else []
     made: dict[str, Any] = {} if trainer is None else {"trainer": trainer.name}
     for name, section in known.items():
         if name == "trainer":
             continue
         if trainer is not None and not section.belongs_to(trainer) and not (name in also and name in raw.table):
-            problems += [_foreign(raw, name, trainer, section.kind)] if name in raw.table else []
+            problems += _all_foreign(raw, name, trainer, section.kind) if name in raw.table else []
             continue
         demanded = trainer is not None if need is None else name in need
         if section.required and name not in raw.table and not demanded:
@@ -85,15 +86,55 @@ def _trainer(raw: RawConfig) -> tuple[Trainer | None, list[Problem]]:
     if isinstance(chosen, str) and chosen in TRAINERS:
         return TRAINERS[chosen], []
     if not isinstance(chosen, str):
-        return None, [_problem(raw, ("trainer",), wrong_kind(chosen, str))]
+        return None, _other_words(raw, "trainer") or [_problem(raw, ("trainer",), wrong_kind(chosen, str))]
     remedy = did_you_mean(chosen, list(TRAINERS)) or f"Choose one of {choices(TRAINERS)}"
     return None, [_problem(raw, ("trainer",), RefusedError(f"there is no trainer {shown(chosen)}", remedy))]
 
 
-def _unknown(raw: RawConfig, key: str, known: Collection[str], trainer: Trainer | None) -> Problem:
+def _unknown(raw: RawConfig, key: str, known: Collection[str], trainer: Trainer | None) -> list[Problem]:
     if trainer is not None and owners_of(key):
-        return _foreign(raw, key, trainer, None)
-    return _problem(raw, (key,), unknown_key(key, known))
+        return _all_foreign(raw, key, trainer, None)
+    return _other_words(raw, key) or [_problem(raw, (key,), unknown_key(key, known))]
+
+
+def _other_words(raw: RawConfig, name: str) -> list[Problem]:
+    """Return the problems of those keys inside a table of another engine whose meaning here is known."""
+    if not isinstance(table := raw.table.get(name), Mapping):
+        return []
+    return [
+        _problem(raw, path, RefusedError("is a key of another engine", meaning))
+        for path, _ in leaves(table, (name,))
+        if (meaning := _meaning(raw, path)) is not None
+    ]
+
+
+def _meaning(raw: RawConfig, path: KeyPath) -> str | None:
+    """Return what sets here what a key elsewhere sets: by a word of other engines, or in another table."""
+    chosen = raw.table.get("trainer", DEFAULT_TRAINER)
+    trainer = TRAINERS.get(chosen) if isinstance(chosen, str) else None
+    sentence = meant_by_path(path, RL) if trainer is None or trainer.name == RL else None
+    if sentence is not None:
+        return sentence
+    home = home_of(path[-1], trainer)
+    return f"Did you mean {home}?" if home else meant_by_path(path)
+
+
+def _meanings_inside(raw: RawConfig, path: KeyPath) -> str | None:
+    """Return the meanings of what a table of another engine holds."""
+    table: Any = raw.table
+    for name in path:
+        table = table[name] if isinstance(name, int) or name in table else None
+        if table is None:
+            return None
+    found = (_meaning(raw, inner) for inner, _ in leaves(table, path)) if isinstance(table, Mapping) else ()
+    return ". ".join(dict.fromkeys(meaning for meaning in found if meaning is not None)) or None
+
+
+def _all_foreign(raw: RawConfig, name: str, trainer: Trainer, kind: Kind | None) -> list[Problem]:
+    """Return the problem of a table that belongs to another trainer, and where its keys have a meaning in this one, what that is."""
+    foreign = _foreign(raw, name, trainer, kind)
+    told = _other_words(raw, name) if kind is None and trainer.name == RL else []
+    return [Problem(each.where, foreign.cause, each.remedy) for each in told] or [foreign]
 
 
 def _foreign(raw: RawConfig, name: str, trainer: Trainer, kind: Kind | None) -> Problem:
@@ -138,17 +179,17 @@ def _problem(raw: RawConfig, path: KeyPath, refusal: RefusedError) -> Problem:
         return Problem(f"{raw.label}: {key}", refusal.cause, f"Set it in the file or give {key}=... on the command line")
     remedy = refusal.remedy
     if refusal.about == "stray":
-        home = home_of(path[-1])
-        remedy = f"Did you mean {home}?" if home else meant(str(path[-1])) or remedy
+        remedy = _meaning(raw, path) or _meanings_inside(raw, path) or remedy
     return Problem(f"{nearest(raw.origins, path)}: {key}", refusal.cause, remedy)
 
 
-def home_of(key: str | int) -> str | None:
-    """Return the one key of that name in any table of the schema, for a key that was written into the wrong table."""
+def home_of(key: str | int, trainer: Trainer | None = None) -> str | None:
+    """Return the one key of that name in any table of the schema, or of a trainer, for a key that was written into the wrong table."""
     homes = [
         f"{name}.{key}"
         for name, section in sections().items()
         if section.kind is None and attrs.has(section.schema) and key in attrs.fields_dict(section.schema)
+        if trainer is None or section.belongs_to(trainer)
     ]
     return homes[0] if len(homes) == 1 else None
 

@@ -4,10 +4,15 @@ import attrs
 import pytest
 
 from skyrl_engine.config import load
-from skyrl_engine.config.other_words import key_for, meant, words
+from skyrl_engine.config.other_words import RL, key_for, meant, words, words_of_rl
+from skyrl_engine.config.schema import LoraConfig
+from skyrl_engine.config.schema.rl import KlConfig
 from skyrl_engine.config.sections import sections
 from skyrl_engine.config.structure import structure
 from skyrl_engine.errors import ConfigError
+from skyrl_engine.registry.kinds import KINDS
+from skyrl_engine.registry.loader import load as load_plugin
+from skyrl_engine.registry.resolve import Registry
 
 
 def test_every_word_leads_to_a_key_of_the_schema_and_to_one_only():
@@ -21,6 +26,36 @@ def test_every_word_leads_to_a_key_of_the_schema_and_to_one_only():
     everything = [word for known in words().values() for word in known]
     assert len(set(everything)) == len(everything)
     assert all(key_for(word) == key and meant(word) for key, known in words().items() for word in known)
+
+
+def test_every_word_of_reinforcement_leads_to_a_key_or_to_an_option_of_a_plugin():
+    """And where two trainers have a word, each gets its own key."""
+    keys = {
+        f"{name}.{key}"
+        for name, section in sections().items()
+        if attrs.has(section.schema)
+        for key in attrs.fields_dict(section.schema)
+    }
+    inside = {"rl.kl": KlConfig, "model.lora": LoraConfig}
+    keys |= {f"{key}.{name}" for key, schema in inside.items() for name in attrs.fields_dict(schema)}
+    options = {key for key in words_of_rl() if key not in keys}
+    for key in options:
+        table, _, option = key.partition(".")
+        kind = sections()[table].kind
+        assert any(option in attrs.fields_dict(schema) for schema in _schemas(kind.name)), key
+    everything = [word for known in words_of_rl().values() for word in known]
+    assert len(set(everything)) == len(everything)
+    assert all(key_for(word, RL) == key and meant(word, RL) for key, known in words_of_rl().items() for word in known)
+    assert key_for("train_batch_size") == "training.batch_size"
+    assert key_for("train_batch_size", RL) == "rl.groups"
+
+
+def _schemas(kind):
+    """The options of the project's own plugins of a kind."""
+    registry = Registry.discover()
+    names = [name for of_distribution in KINDS[kind].first_party.values() for name in of_distribution]
+    found = [load_plugin(registry.resolve(kind, name)).schema for name in names]
+    return [schema for schema in found if schema is not None]
 
 
 @pytest.mark.parametrize(

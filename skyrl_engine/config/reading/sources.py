@@ -11,6 +11,7 @@ from typing import Any
 
 from attrs import frozen
 
+from skyrl_engine.config.other_words import RL, meant_by_path
 from skyrl_engine.config.reading.origins import KeyPath, Origin, dotted, leaves
 from skyrl_engine.config.reading.overrides import parse_override
 from skyrl_engine.errors import ConfigError, Problem
@@ -158,7 +159,8 @@ def _put(merging: _Merging, path: KeyPath, value: Any, origin: Origin) -> list[P
     obstacle = merging.put(path, value, origin)
     if obstacle is None:
         return []
-    return [Problem(f"{origin}: {dotted(path)}", f"{obstacle} holds a value, not a table", f"Set {obstacle} as a whole")]
+    remedy = meant_by_path(path, RL) if obstacle == "trainer" else None
+    return [Problem(f"{origin}: {dotted(path)}", f"{obstacle} holds a value, not a table", remedy or f"Set {obstacle} as a whole")]
 
 
 def _line(lines: Mapping[KeyPath, int], path: KeyPath) -> int | None:
