@@ -75,7 +75,7 @@ class SampleColumns:
     ) -> "SampleColumns":
         """Validate flat arrays and make columns of them; arrays that already fit are not copied.
 
-        Ids default to 0..N-1 (every sample its own group and unit), loss weights to 1 on every action. `extras` are flat (`Ragged`), and
+        Ids, which may be lists, default to 0..N-1 (every sample its own group and unit), loss weights to 1 on every action. `extras` are flat (`Ragged`), and
         those of `contracts.extras` may be one nested list, array or tensor per sample.
         Raises DataError naming the first offending sample.
         """
@@ -318,6 +318,7 @@ def _without_first_tokens(weight: AnyArray, lengths: IntArray, actions: IntArray
 
 
 def _checked_ids(name: str, ids: AnyArray, count: int) -> IntArray:
+    ids = np.asarray(ids)
     if ids.shape != (count,) or not np.issubdtype(ids.dtype, np.integer):
         raise DataError(f"{name} must be {count} integers, not {ids.dtype}{list(ids.shape)}", remedy="Give one id per sample")
     if name == "sample_ids":

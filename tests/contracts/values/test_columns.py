@@ -72,6 +72,12 @@ def test_trajectory_ids_go_where_their_samples_go():
     assert SampleColumns.create(**FLAT).lengths.trajectory_ids.tolist() == [0, 1]
 
 
+def test_ids_may_be_lists():
+    given = SampleColumns.create(**FLAT, group_ids=[7, 7], trajectory_ids=(3, 4))
+    assert (given.group_ids.tolist(), given.group_ids.dtype) == ([7, 7], np.int64)
+    assert given.trajectory_ids.tolist() == [3, 4]
+
+
 def test_columns_know_whether_group_ids_were_given():
     """Every sample a group of its own, as the caller says or because nobody said: the two are not the same."""
     alone, given = SampleColumns.create(**FLAT), SampleColumns.create(**FLAT, group_ids=np.array([0, 1]))
@@ -108,6 +114,8 @@ def test_columns_know_whether_group_ids_were_given():
         ({"group_ids": np.array([0.0, 1.0])}, ["group_ids must be 2 integers, not float64"]),
         ({"trajectory_ids": np.array([0])}, ["trajectory_ids must be 2 integers, not int64[1]"]),
         ({"unit_ids": np.array([0])}, ["unit_ids must be 2 integers"]),
+        ({"group_ids": ["a", "b"]}, ["group_ids must be 2 integers"]),
+        ({"group_ids": [0, 1, 2]}, ["group_ids must be 2 integers", "[3]"]),
         ({"sample_values": {"score": np.zeros(3)}}, ["'score'", "3 entries for 2"]),
         ({"extras": {"images": Ragged(np.zeros(1), offsets_of([1]))}}, ["'images'", "1 entries for 2"]),
     ],
