@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import numpy as np
 from attrs import frozen
@@ -10,6 +11,9 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.errors import ModelError
+
+COUNTED: Final = ("samples", "tokens", "loss_tokens")
+"""Metrics of `counts_of` that add up over passes."""
 
 
 @frozen(eq=False)

@@ -123,6 +123,7 @@ def test_a_loss_of_other_than_real_numbers_is_refused(returned, message):
     [
         ({"loss": Metric.sum(1.0)}, "test returned a metric called 'loss', under which the engine reports its own"),
         ({"tokens": Metric.sum(1.0)}, "called 'tokens'"),
+        ({"policy/entropy": Metric.mean(1.0, 1)}, "called 'policy/entropy'"),
         ({"clipped": 0.5}, "test returned the metric 'clipped' as float. Return a Metric"),
     ],
 )

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from attrs import Factory, define, field, frozen
 from attrs.validators import in_, instance_of, optional
 
-from skyrl_engine.contracts.values.outputs import Metric
+from skyrl_engine.contracts.values.outputs import Metric, refuse_other_metrics
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, offsets_of, segment_indices
 from skyrl_engine.errors import ContractError
 
@@ -147,7 +147,7 @@ def as_advantage_output(label: str, result: AdvantageOutput | AnyArray, batch: A
     """Take what an estimator returned as float32 [A] of finite numbers, 0 where no token is scored; `label` names it in errors.
 
     Float64 is rounded to float32 here, once. Raises ContractError for other shapes and types, for values that are not finite, for an
-    advantage on a token that is not scored, and where `returns` are claimed and missing.
+    advantage on a token that is not scored, where `returns` are claimed and missing, and for a metric of the engine's names.
     """
     output = result if isinstance(result, AdvantageOutput) else AdvantageOutput(result)
     advantages = _column(label, "advantages", output.advantages, batch)
@@ -161,6 +161,7 @@ def as_advantage_output(label: str, result: AdvantageOutput | AnyArray, batch: A
     if returns and output.returns is None:
         raise ContractError(f"{label} claims returns and gave none", remedy="Return AdvantageOutput(advantages, returns)")
     given = None if output.returns is None else _column(label, "returns", output.returns, batch)
+    refuse_other_metrics(label, output.metrics)
     return AdvantageOutput(advantages, given, output.metrics)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from attrs import Factory, define, field, frozen
 
-from skyrl_engine.contracts.values.outputs import ENGINE_METRICS, Metric
+from skyrl_engine.contracts.values.outputs import Metric, refuse_other_metrics
 from skyrl_engine.errors import ContractError
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ class LossTokens:
 class LossOutput:
     """`token_loss` [n] differentiable, and metrics by name, each declaring its own reduction.
 
-    The engine's own names (`contracts.outputs.ENGINE_METRICS`: loss, tokens, grad_norm, ..., and what starts with `objective/` or
-    `corrections/`) are taken. Metrics of a term appear as `NAME/metric`, with the name of the term's loss.
+    The engine's own names are taken: loss, tokens, grad_norm, ... (`ENGINE_METRICS`), and what starts with `objective/`, `policy/`, ...
+    (`ENGINE_PREFIXES`). Metrics of a term appear as `NAME/metric`, with the name of the term's loss.
     """
 
     token_loss: "torch.Tensor"
@@ -154,14 +154,5 @@ def as_loss_output(label: str, result: "LossOutput | torch.Tensor", count: int) 
             f"{label} returned {got} for {count} tokens",
             remedy="Return one value per token (a tensor of shape [n]) and leave summing and averaging to the reducer",
         )
-    for name, metric in output.metrics.items():
-        if not isinstance(metric, Metric):
-            raise ContractError(
-                f"{label} returned the metric {name!r} as {type(metric).__name__}",
-                remedy="Return a Metric, such as Metric.mean(total, count), which says how its parts combine",
-            )
-        if name in ENGINE_METRICS or name.startswith(("objective/", "corrections/")):
-            raise ContractError(
-                f"{label} returned a metric called {name!r}, under which the engine reports its own", remedy="Give it another name"
-            )
+    refuse_other_metrics(label, output.metrics)
     return output

@@ -75,8 +75,8 @@ class SampleColumns:
     ) -> "SampleColumns":
         """Validate flat arrays and make columns of them; arrays that already fit are not copied.
 
-        Ids, which may be lists, default to 0..N-1 (every sample its own group and unit), loss weights to 1 on every action. `extras` are flat (`Ragged`), and
-        those of `contracts.extras` may be one nested list, array or tensor per sample.
+        Ids (lists will do) default to 0..N-1, every sample its own group and unit; loss weights to 1 on every action. `extras` are flat
+        (`Ragged`), and those of `contracts.extras` may be one nested list, array or tensor per sample.
         Raises DataError naming the first offending sample.
         """
         _check_offsets("token_offsets", token_offsets, len(input_ids))

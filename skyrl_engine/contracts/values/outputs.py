@@ -32,6 +32,9 @@ ENGINE_METRICS = frozenset(
 )
 """Names under which the engine reports its own metrics; a loss gives its metrics other names."""
 
+ENGINE_PREFIXES = ("objective/", "corrections/", "reward/", "rollout/", "policy/", "time/", "evaluation/")
+"""Beginnings of such names."""
+
 
 def _number(value: Any) -> float:
     """A number, also out of a tensor; torch warns where one with a gradient is read without detach()."""
@@ -110,6 +113,20 @@ def combine_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
                 remedy="Let every part that reports a metric declare the same reduction, or give the two different names",
             )
     return {name: Metric.combine(metrics) for name, metrics in found.items()}
+
+
+def refuse_other_metrics(label: str, metrics: Mapping[str, Any]) -> None:
+    """Raise ContractError for what is no `Metric`, and for a name under which the engine reports its own."""
+    for name, metric in metrics.items():
+        if not isinstance(metric, Metric):
+            raise ContractError(
+                f"{label} returned the metric {name!r} as {type(metric).__name__}",
+                remedy="Return a Metric, such as Metric.mean(total, count), which says how its parts combine",
+            )
+        if name in ENGINE_METRICS or name.startswith(ENGINE_PREFIXES):
+            raise ContractError(
+                f"{label} returned a metric called {name!r}, under which the engine reports its own", remedy="Give it another name"
+            )
 
 
 def results_of(metrics: Mapping[str, Metric]) -> dict[str, float]:

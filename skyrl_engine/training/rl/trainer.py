@@ -19,6 +19,7 @@ from skyrl_engine.contracts.values.outputs import Metric, combine_metrics, resul
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
+from skyrl_engine.engine.results import COUNTED, means_over
 from skyrl_engine.objective.policy_metrics import WEIGHTS, effective_share
 from skyrl_engine.registry.host import blaming
 from skyrl_engine.rollout.columns import to_columns
@@ -341,7 +342,9 @@ class RlTrainer:
             parts.append(result.metrics)
             for span, seconds in result.cpu_seconds.items():
                 self._cpu[span] = self._cpu.get(span, 0.0) + seconds
-        return combine_metrics(parts)
+        # what is a sum within a step is a mean over optimizer steps, and so over epochs
+        together = combine_metrics(parts)
+        return {**means_over(together, settings.epochs), **{name: together[name] for name in COUNTED}}
 
     def _refresh(self, number: int) -> None:
         """Make the new weights the reference, where its turn has come."""
