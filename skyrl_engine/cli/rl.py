@@ -12,6 +12,7 @@ from skyrl_engine.cli.run import start
 
 _KEYS = {
     "model": "model.path",
+    "rollouts": "rl.rollouts",
     "preset": "rl.preset",
     "steps": "rl.steps",
     "groups": "rl.groups",
@@ -40,6 +41,9 @@ _KEYS = {
 @click.option("--data", multiple=True, metavar="DATA", help="Tasks for --reward: a file, a folder or a hub id.")
 @click.option("--eval-data", metavar="DATA", help="Held-out tasks for --reward.")
 @click.option("--eval-fraction", type=float, metavar="SHARE", help="Share of --data to hold out instead.")
+@click.option(
+    "--rollouts", metavar="PATH", help="Train on recorded rollouts instead of sampling: a run directory, or an exported file."
+)
 @click.option("--tool", multiple=True, metavar="FUNCTION", help="A function that the model may call, ./file.py:name.")
 @click.option(
     "--preset", metavar="NAME", help="A published recipe: grpo (the default), dapo, dr_grpo, gspo, cispo, rloo, reinforce_pp, ppo."
@@ -69,7 +73,7 @@ def rl(
     dry_run: bool,
     **given: Any,
 ) -> int:
-    """Train MODEL by reinforcement, on the tasks of ENVIRONMENT or of DATA with a reward FUNCTION.
+    """Train MODEL by reinforcement, on the tasks of ENVIRONMENT, of DATA with a reward FUNCTION, or on recorded rollouts.
 
     The configuration that the options make is printed, as TOML: `skyrl-engine rl ... > my.toml` keeps it for `skyrl-engine run my.toml`. All
     else goes to stderr.

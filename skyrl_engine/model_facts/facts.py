@@ -43,6 +43,12 @@ class ModelFacts:
         return None if self.config is None else fixed_rotary_length(self.config, self.model.rotary_length)
 
     @property
+    def vocabulary_size(self) -> int | None:
+        """Count the tokens that the model has embeddings for; None where its configuration does not say."""
+        size = None if self.config is None else getattr(self.config.get_text_config(decoder=True), "vocab_size", None)
+        return size if isinstance(size, int) else None
+
+    @property
     def takes_images(self) -> bool:
         """Return True where the model is loaded with its vision tower."""
         return self.config is not None and takes_images(self.config)

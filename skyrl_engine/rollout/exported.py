@@ -16,7 +16,9 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from skyrl_engine.contracts.values.ragged import offsets_of
-from skyrl_engine.contracts.values.rollout import PROMPT, SAMPLED, Group, Trajectory, VersionSpans
+from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, Group, Trajectory, VersionSpans
+from skyrl_engine.data.sources.ready_tokens import rollout_of
+from skyrl_engine.data.sources.rows import Row
 from skyrl_engine.errors import DataError, RolloutError
 from skyrl_engine.rollout.journal import read_groups
 
@@ -27,6 +29,9 @@ _DOCUMENTS: Final = ("parts", "metrics", "info", "seconds")
 """Mappings, which Parquet keeps as JSON texts: their keys differ from row to row."""
 
 _ROWS_PER_WRITE: Final = 1024
+
+_GROUP_KEYS: Final = ("ticket", "group_id", "task_key", "uid")
+"""Columns that may say which attempts are at one task; `uid` is verl's word."""
 
 
 def rows_of(group: Group, *, step: int | None = None, decode: Decode | None = None) -> Iterator[dict[str, Any]]:
@@ -150,12 +155,14 @@ def _parquet_schema() -> Any:
 
 
 def read_rollouts(place: Path) -> Iterator[Group]:
-    """Read recorded groups, by ticket: of a run directory, of its `rollouts` folder, or of a file that `write_rows` wrote.
+    """Read recorded groups: by ticket those of a run directory or of its `rollouts` folder, in their order those of a file.
 
-    Raises RolloutError for a place that holds none, DataError for rows that are not as they were written.
+    A file is one that `write_rows` wrote, or another program's in the data format `rollouts`, whose rows have a `reward` and say which group
+    they belong to; log-probabilities that it does not hold are NaN. Raises RolloutError for a place that holds none, DataError for rows that
+    are none.
     """
-    if place.is_dir():
-        folder = place / "rollouts" if (place / "rollouts").is_dir() else place
+    folder = journal_of(place)
+    if folder is not None:
         found = False
         for group in read_groups(folder):
             found = True
@@ -168,8 +175,67 @@ def read_rollouts(place: Path) -> Iterator[Group]:
     if not place.is_file():
         raise RolloutError(f"there is no file or run directory {place}", remedy="Name a run of trainer rl, or an exported file")
     rows = _parquet_rows(place) if place.suffix == ".parquet" else _jsonl_rows(place)
-    for _, of_group in groupby(rows, key=lambda named: named[1].get("ticket")):
-        yield _group_of(list(of_group))
+    for number, (_, of_group) in enumerate(groupby(rows, key=lambda named: _group_key(*named))):
+        taken = list(of_group)
+        yield _group_of(taken) if "segment_kinds" in taken[0][1] else _plain_group(taken, number)
+
+
+def journal_of(place: Path) -> Path | None:
+    """Return the journal of a run directory, or of its `rollouts` folder; None for what is no folder."""
+    if not place.is_dir():
+        return None
+    return place / "rollouts" if (place / "rollouts").is_dir() else place
+
+
+def _group_key(name: str, row: Mapping[str, Any]) -> Any:
+    for key in _GROUP_KEYS:
+        if row.get(key) is not None:
+            return row[key]
+    raise DataError(
+        f"{name} does not say which group it belongs to: attempts at one task are compared with each other",
+        remedy=f"Give each row one of {', '.join(_GROUP_KEYS)}, the same for all attempts at one task, which stand together",
+    )
+
+
+def _plain_group(rows: Sequence[tuple[str, Mapping[str, Any]]], number: int) -> Group:
+    """Make a group of rows that another program wrote: prompt, response, reward, and what else it kept."""
+    first = rows[0][1]
+    members = tuple(_plain_attempt(Row(member, name, row), number, member) for member, (name, row) in enumerate(rows))
+    return Group(number, str(first.get("environment", "recorded")), str(_group_key(*rows[0])), 0, members)
+
+
+def _plain_attempt(row: Row, ticket: int, member: int) -> Trajectory:
+    tokens = rollout_of(row)
+    prompt = len(tokens.input_ids) - tokens.response
+    sampled = tokens.loss[prompt:]
+    reward = row.values.get("reward")
+    if isinstance(reward, bool) or not isinstance(reward, int | float):
+        raise row.wrong("reward", f"a number is needed, not {reward!r}", "Store what the attempt earned")
+    logprobs = row.values.get("logprobs")
+    if logprobs is not None and len(logprobs) == len(sampled):
+        logprobs = np.asarray(logprobs, dtype=np.float32)[sampled]
+    if logprobs is not None and len(logprobs) != sampled.sum():
+        raise row.wrong(
+            "logprobs", f"it has {len(logprobs)} entries for {sampled.sum()} sampled tokens", "Give one per sampled token"
+        )
+    # a segment ends where sampled tokens meet others
+    ends = [*(np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist(), *([len(sampled)] if len(sampled) else [])]
+    kinds = [PROMPT, *(SAMPLED if sampled[end - 1] else OBSERVED for end in ends)]
+    count = int(sampled.sum())
+    rewards = np.zeros(count, dtype=np.float32)
+    rewards[-1:] = reward
+    return Trajectory(
+        ticket=ticket,
+        member=member,
+        token_ids=tokens.input_ids.astype(np.int32),
+        kinds=np.array(kinds, dtype=np.uint8),
+        segment_offsets=np.array([0, prompt, *(prompt + end for end in ends)], dtype=np.int64),
+        logprobs=np.full(count, np.nan, dtype=np.float32) if logprobs is None else np.asarray(logprobs, dtype=np.float32),
+        versions=VersionSpans.one(0, count),
+        rewards=rewards,
+        unplaced_reward=0.0 if count else float(reward),
+        status="truncated" if row.values.get("truncated") else "finished",
+    )
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -222,7 +288,9 @@ def _group_of(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Group:
 
 def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
     def joined(column: str, dtype: type[np.generic]) -> Any:
-        return np.concatenate([np.asarray(row[column], dtype=dtype) for row in rows])
+        # a number beyond the type becomes infinite, which is refused with the attempt's name
+        with np.errstate(over="ignore"):
+            return np.concatenate([np.asarray(row[column], dtype=dtype) for row in rows])
 
     tokens = [np.asarray([*row["prompt_ids"], *row["response_ids"]], dtype=np.int32) for row in rows]
     versions = joined("versions", np.int64)

@@ -1,8 +1,8 @@
 """Batches of groups for the steps of a trainer: started, filtered, recorded, taken in their order."""
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 import numpy as np
 from attrs import define, evolve, field, frozen
@@ -29,6 +29,26 @@ class Taken:
     groups: tuple[Group, ...]
     ended: tuple[Group, ...]
     seconds: float
+
+
+class GroupSource(Protocol):
+    """Where a trainer has its groups from: sampled now, or recorded before."""
+
+    @property
+    def step(self) -> int:
+        """Count the steps that were trained."""
+
+    def take(self, step: int) -> Taken:
+        """Return the groups of a step, counted from 1."""
+
+    def trained(self, step: int, groups: Sequence[Group]) -> None:
+        """Take the end of the step that trained on these groups."""
+
+    def published(self, version: int) -> None:
+        """Take it that the trained weights are those of `version`."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what a checkpoint keeps, as JSON values."""
 
 
 @define(eq=False)
@@ -78,6 +98,16 @@ class RolloutSource:
         """Take it that the sampler has the weights of `version`."""
         self.ledger.published(version)
 
+    @property
+    def step(self) -> int:
+        """Count the steps that were trained."""
+        return self.ledger.step
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what a checkpoint keeps; what it says of groups lies on the disk by then."""
+        self.journal.commit()
+        return self.ledger.state()
+
     def _group(self, ticket: int) -> Group:
         group = self._groups.get(ticket)
         return evolve(self.journal.index.groups[ticket].group(), dropped=None) if group is None else group
@@ -111,16 +141,20 @@ class RolloutSource:
         return settled
 
     def _filtered(self, group: Group) -> str | None:
-        """Ask the filters, in their order, for a reason to drop a group."""
-        if not self.filters:
-            return None
-        view = view_of(group, staleness=self.ledger.version - group.start_version)
-        for part in self.filters:
-            with blaming(part.owner, "its call"):
-                answer = part.product(view)
-            if (reason := as_drop_reason(part.label, answer)) is not None:
-                return reason
+        return drop_reason(group, self.filters, staleness=self.ledger.version - group.start_version)
+
+
+def drop_reason(group: Group, filters: Sequence[Part[GroupFilter]], *, staleness: int = 0) -> str | None:
+    """Ask filters, in their order, for a reason to drop a group; None: there is none."""
+    if not filters:
         return None
+    view = view_of(group, staleness=staleness)
+    for part in filters:
+        with blaming(part.owner, "its call"):
+            answer = part.product(view)
+        if (reason := as_drop_reason(part.label, answer)) is not None:
+            return reason
+    return None
 
 
 def view_of(group: Group, *, staleness: int = 0) -> GroupView:

@@ -74,7 +74,8 @@ def test_places_without_rollouts_are_told(tmp_path):
     [
         ("{", "line 1 is not JSON"),
         ("[]", "line 1 is no JSON object"),
-        ('{"ticket": 0, "prompt_ids": [1], "response_ids": [2]}', "need all columns of an export"),
+        ('{"ticket": 0, "prompt_ids": [1], "response_ids": [2]}', "column 'reward': a number is needed"),
+        ('{"ticket": 0, "segment_kinds": [0, 1], "prompt_ids": [1], "response_ids": [2]}', "need all columns of an export"),
     ],
 )
 def test_other_rows_are_told(tmp_path, text, words):

@@ -104,7 +104,8 @@ class RlConfig:
     """Most tokens per micro-batch, padding included. Give this or `micro_batch_rows`."""
 
     rollouts: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
-    """Rollouts to train on instead of sampling: a run directory, or a file that `rollouts export` wrote."""
+    """Rollouts to train on instead of sampling: a run directory, a file that `rollouts export` wrote, or one in the data format `rollouts` with
+    rewards."""
 
     overlong: OverlongConfig | None = None
     """`[rl.overlong]`: a soft punishment of long attempts."""

@@ -1,7 +1,6 @@
 """The plan of a run by reinforcement as plain values: the answer to --dry-run."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from attrs import asdict, frozen
 
@@ -9,15 +8,17 @@ from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.schema import RlConfig
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.engine.cores import sharing
-from skyrl_engine.training.rl.preparation import PreparedRl, prepare
+from skyrl_engine.rollout.recorded import Recording
+from skyrl_engine.training.rl.preparation import PreparedRl, Progress, prepare
 
 
 @frozen
 class RlPlan:
     """What a run would do. `plugins` describe each selected plugin by its place in the configuration.
 
-    `passes` names the passes over a batch in their order. `prompt` is the first prompt of every environment as pieces of text, a token each;
-    `suffix` is what stands between a turn and the next one, where there are several turns.
+    `rollouts` describes a recording that is trained on, None where attempts are sampled. `passes` names the passes over a batch in their order.
+    `prompt` is the first prompt of every environment as pieces of text, a token each; `suffix` is what stands between a turn and the next one,
+    where there are several turns.
     """
 
     plugins: Mapping[str, str]
@@ -28,6 +29,7 @@ class RlPlan:
     topology: Topology
     capabilities: tuple[str, ...]
     tasks: Mapping[str, tuple[int, int]]
+    rollouts: str | None
     steps: int
     batch: str
     passes: tuple[str, ...]
@@ -36,9 +38,9 @@ class RlPlan:
     suffix: Mapping[str, tuple[str, ...]]
 
 
-def plan_rl(resolved: ResolvedConfig, *, progress: Any = None) -> RlPlan:  # noqa: ARG001 -- all trainers are told the same
+def plan_rl(resolved: ResolvedConfig, *, progress: Progress | None = None) -> RlPlan:
     """Do everything up to starting ranks and environments, and say what the run would do. Writes no run directory."""
-    prepared = prepare(resolved)
+    prepared = prepare(resolved, progress=progress)
     config = resolved.config
     return RlPlan(
         plugins={place: _described(selected) for place, selected in resolved.plugins.items()},
@@ -49,8 +51,9 @@ def plan_rl(resolved: ResolvedConfig, *, progress: Any = None) -> RlPlan:  # noq
         topology=prepared.assembly.description.topology,
         capabilities=tuple(sorted(prepared.assembly.description.capabilities)),
         tasks=_tasks(prepared),
+        rollouts=_recording(prepared),
         steps=config.rl.steps,
-        batch=_batch(config.rl),
+        batch=_batch(config.rl, recorded=isinstance(prepared.rollouts, Recording)),
         passes=_passes(prepared),
         reference=_reference(prepared),
         prompt=_prompts(prepared),
@@ -58,8 +61,9 @@ def plan_rl(resolved: ResolvedConfig, *, progress: Any = None) -> RlPlan:  # noq
     )
 
 
-def _batch(rl: RlConfig) -> str:
-    return f"{rl.groups} tasks x {rl.group_size} attempts, {rl.mini_batches} optimizer steps x {rl.epochs} epochs"
+def _batch(rl: RlConfig, *, recorded: bool) -> str:
+    attempts = "as many attempts as were recorded" if recorded else f"{rl.group_size} attempts"
+    return f"{rl.groups} tasks x {attempts}, {rl.mini_batches} optimizer steps x {rl.epochs} epochs"
 
 
 def _passes(prepared: PreparedRl) -> tuple[str, ...]:
@@ -67,7 +71,7 @@ def _passes(prepared: PreparedRl) -> tuple[str, ...]:
     scored = [f"score {score} as {column}" for column, score in recipe.scores.items()]
     reference = ["score logprobs of the reference as ref_logprobs"] if recipe.reference else []
     learning = "train" if recipe.old != "current" else "train (the policy is its own old one)"
-    return ("sample", *scored, *reference, learning)
+    return ("read" if isinstance(prepared.rollouts, Recording) else "sample", *scored, *reference, learning)
 
 
 def _reference(prepared: PreparedRl) -> str | None:
@@ -79,29 +83,46 @@ def _reference(prepared: PreparedRl) -> str | None:
 
 def _tasks(prepared: PreparedRl) -> Mapping[str, tuple[int, int]]:
     """Tasks to train on and held-out ones, by environment."""
-    environments = prepared.tasks.environments
-    counts = ((len(own), len(part.product.tasks("eval"))) for own, part in zip(prepared.tasks.tasks, environments, strict=True))
+    if isinstance(prepared.rollouts, Recording):
+        return {}
+    order = prepared.rollouts.tasks
+    counts = ((len(own), len(part.product.tasks("eval"))) for own, part in zip(order.tasks, order.environments, strict=True))
     return dict(zip(prepared.names, counts, strict=True))
+
+
+def _recording(prepared: PreparedRl) -> str | None:
+    if not isinstance(prepared.rollouts, Recording):
+        return None
+    settings = prepared.resolved.config.rl
+    passes = settings.steps * settings.groups / len(prepared.rollouts.groups)
+    return f"{prepared.rollouts}; {settings.steps:,} steps of {settings.groups} groups are {passes:.1f} passes over them"
 
 
 def _prompts(prepared: PreparedRl) -> Mapping[str, tuple[str, ...]]:
     found = {}
-    for name, own in zip(prepared.names, prepared.tasks.tasks, strict=True):
+    if isinstance(prepared.rollouts, Recording):
+        first = prepared.rollouts.groups[0]()
+        attempt = first.finished[0]
+        return {first.environment: _pieces(prepared, attempt.token_ids[: attempt.segment_offsets[1]].tolist())}
+    for name, own in zip(prepared.names, prepared.rollouts.tasks.tasks, strict=True):
         task = own[0]
-        ids = list(task.prompt_ids) if task.prompt_ids else prepared.renderer.prompt(task.messages, task.tools).tolist()
+        ids = list(task.prompt_ids) if task.prompt_ids else prepared.rollouts.renderer.prompt(task.messages, task.tools).tolist()
         found[name] = _pieces(prepared, ids)
     return found
 
 
 def _suffixes(prepared: PreparedRl) -> Mapping[str, tuple[str, ...]]:
-    found = {}
-    for name, part, own in zip(prepared.names, prepared.tasks.environments, prepared.tasks.tasks, strict=True):
-        if part.product.claims.max_turns > 1 and prepared.renderer.history == "append":
+    found: dict[str, tuple[str, ...]] = {}
+    if isinstance(prepared.rollouts, Recording):
+        return found
+    order, renderer = prepared.rollouts.tasks, prepared.rollouts.renderer
+    for name, part, own in zip(prepared.names, order.environments, order.tasks, strict=True):
+        if part.product.claims.max_turns > 1 and renderer.history == "append":
             tools = own[0].tools
             observation = (
                 {"role": "tool", "name": "tool", "content": "an answer"} if tools else {"role": "user", "content": "an answer"}
             )
-            found[name] = _pieces(prepared, prepared.renderer.suffix((observation,), None, tools).tolist())
+            found[name] = _pieces(prepared, renderer.suffix((observation,), None, tools).tolist())
     return found
 
 
@@ -125,6 +146,7 @@ def facts(plan: RlPlan) -> dict[str, str]:
         "launch": f"{plan.launch}, world of {plan.topology.world_size} ({sizes}){shared}",
         **({} if plan.reference is None else {"reference": plan.reference}),
         **{f"tasks of {name}": f"{train:,} to train on, {held_out:,} held out" for name, (train, held_out) in plan.tasks.items()},
+        **({} if plan.rollouts is None else {"rollouts": plan.rollouts}),
         "steps": f"{plan.steps:,} of {plan.batch}",
         "passes": ", ".join(plan.passes),
         **{f"first prompt of {name}": "|".join(pieces) for name, pieces in plan.prompt.items()},

@@ -2,13 +2,15 @@
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 from attrs import frozen
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.contracts.kinds.advantage import Advantage
+from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.environment import Environment
 from skyrl_engine.contracts.kinds.generator import Sampling
 from skyrl_engine.contracts.kinds.group_filter import GroupFilter
@@ -19,18 +21,35 @@ from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
 from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.columns import Overlong
+from skyrl_engine.rollout.recorded import Limits, Recording, read_recording
 from skyrl_engine.rollout.turns import TurnRenderer
-from skyrl_engine.training.rl.recipe import Recipe, recipe
+from skyrl_engine.training.rl.recipe import Recipe, Recorded, recipe
 from skyrl_engine.training.rl.tasks import TaskOrder
 
 logger = logging.getLogger(__name__)
 
 REFERENCE_MODEL = "reference"
 
+Progress = Callable[[str, int, int], None]
+"""Told what is being waited for, how much of it is there, and how much is wanted."""
+
+_LOGPROBS: Final[Mapping[bool, Recorded]] = {True: "with_logprobs", False: "without_logprobs"}
+
+
+@frozen(eq=False)
+class Sampled:
+    """Rollouts that are to be sampled: tasks in their order, and what makes prompts of them."""
+
+    tasks: TaskOrder
+    renderer: TurnRenderer
+
 
 @frozen(eq=False)
 class PreparedRl:
-    """A run that is ready to start its ranks. `environments` are selected plugins in their order, and `names` what they are called."""
+    """A run that is ready to start its ranks. `environments` are selected plugins in their order, and `names` what they are called.
+
+    Where `rollouts` is a recording, there are no `environments`, and `names` are those that it was sampled with.
+    """
 
     resolved: ResolvedConfig
     files: ModelFiles
@@ -40,8 +59,7 @@ class PreparedRl:
     filters: tuple[Part[GroupFilter], ...]
     environments: tuple[SelectedPlugin, ...]
     names: tuple[str, ...]
-    tasks: TaskOrder
-    renderer: TurnRenderer
+    rollouts: "Sampled | Recording"
     recipe: Recipe
     reference: FrozenModel | None
 
@@ -65,10 +83,10 @@ class PreparedRl:
         return config.steps * config.mini_batches * config.epochs
 
 
-def prepare(resolved: ResolvedConfig) -> PreparedRl:
-    """Make the controller's plugins and tasks, and refuse what cannot work. Starts nothing and writes nothing.
+def prepare(resolved: ResolvedConfig, *, progress: Progress | None = None) -> PreparedRl:
+    """Make the controller's plugins and tasks, or read a recording, and refuse what cannot work. Starts nothing and writes nothing.
 
-    Raises ConfigError, UnsupportedError, DataError, ModelError, and what plugins raise.
+    Raises ConfigError, UnsupportedError, DataError, ModelError, RolloutError, and what plugins raise.
     """
     config = resolved.config
     settings = config.rl
@@ -79,35 +97,82 @@ def prepare(resolved: ResolvedConfig) -> PreparedRl:
     _refuse_beyond_positions(resolved, files)
     context = assembly.context
     advantage: Part[Advantage] = resolved.plugins["advantage"].part("advantage", context)
-    if settings.group_size == 1 and advantage.product.claims.groups == "needed":
+    if settings.rollouts is None and settings.group_size == 1 and advantage.product.claims.groups == "needed":
         raise UnsupportedError(
             f"{advantage.label} compares attempts at one task, and rl.group_size is 1: every advantage would be 0",
             remedy="Raise rl.group_size, or choose an advantage without groups, such as gae or reinforce_pp",
         )
+    filters: tuple[Part[GroupFilter], ...] = tuple(
+        each.part(f"group_filters[{number}]", context) for number, each in enumerate(_at(resolved, "group_filters"))
+    )
     environments = _at(resolved, "environments")
-    parts: list[Part[Environment]] = [each.part(f"environments[{number}]", context) for number, each in enumerate(environments)]
-    tasks = TaskOrder(parts, [table.weight for table in config.environments], config.run.seed)
-    _refuse_too_few(resolved, tasks)
-    template = config.model.chat_template
-    named: dict[str, Any] = {} if template is None else {"name": f"the chat template {template}"}
-    renderer = TurnRenderer(files.tokenizer, history=settings.history, **named)
-    _prove_turns(renderer, parts, tasks)
+    rollouts: Sampled | Recording
+    if settings.rollouts is None:
+        rollouts, recorded = _sampled(resolved, files, environments, context), None
+    else:
+        rollouts = _recorded(resolved, files, filters, advantage, progress)
+        recorded = _LOGPROBS[rollouts.has_logprobs]
     lora = config.model.lora
-    chosen = recipe(settings, assembly.objective, advantage, lora_dropout=0.0 if lora is None else lora.dropout)
+    dropout = 0.0 if lora is None else lora.dropout
+    chosen = recipe(settings, assembly.objective, advantage, lora_dropout=dropout, recorded=recorded)
     return PreparedRl(
         resolved=resolved,
         files=files,
         assembly=assembly,
         layout=assembly.layout(micro_batch_rows=settings.micro_batch_rows, micro_batch_tokens=settings.micro_batch_tokens),
         advantage=advantage,
-        filters=tuple(each.part(f"group_filters[{number}]", context) for number, each in enumerate(_at(resolved, "group_filters"))),
+        filters=filters,
         environments=environments,
-        names=_names(environments),
-        tasks=tasks,
-        renderer=renderer,
+        names=rollouts.names if isinstance(rollouts, Recording) else _names(environments),
+        rollouts=rollouts,
         recipe=chosen,
         reference=_reference(resolved, assembly) if chosen.reference else None,
     )
+
+
+def _sampled(
+    resolved: ResolvedConfig, files: ModelFiles, environments: Sequence[SelectedPlugin], context: FactoryContext
+) -> Sampled:
+    config = resolved.config
+    parts: list[Part[Environment]] = [each.part(f"environments[{number}]", context) for number, each in enumerate(environments)]
+    tasks = TaskOrder(parts, [table.weight for table in config.environments], config.run.seed)
+    _refuse_too_few(resolved, tasks)
+    template = config.model.chat_template
+    named: dict[str, Any] = {} if template is None else {"name": f"the chat template {template}"}
+    renderer = TurnRenderer(files.tokenizer, history=config.rl.history, **named)
+    _prove_turns(renderer, parts, tasks)
+    return Sampled(tasks, renderer)
+
+
+def _recorded(
+    resolved: ResolvedConfig,
+    files: ModelFiles,
+    filters: Sequence[Part[GroupFilter]],
+    advantage: Part[Advantage],
+    progress: Progress | None,
+) -> Recording:
+    config, settings = resolved.config, resolved.config.rl
+    assert settings.rollouts is not None, "that is why it is recorded"
+    recording = read_recording(
+        Path(settings.rollouts).expanduser(),
+        Limits(files.facts.vocabulary_size, settings.max_prompt_tokens + settings.max_tokens, config.rollouts.min_group_size),
+        filters,
+        max_drop_share=config.rollouts.max_drop_share,
+        on_starved=config.rollouts.on_starved,
+        told=None if progress is None else lambda groups: progress("groups that are read", groups, groups),
+    )
+    if recording.largest == 1 and advantage.product.claims.groups == "needed":
+        raise UnsupportedError(
+            f"{advantage.label} compares attempts at one task, and no task of {recording.place} has two: every advantage would be 0",
+            remedy="Record groups of several attempts, or choose an advantage without groups, such as gae or reinforce_pp",
+        )
+    needed, there = settings.steps * settings.groups, len(recording.groups)
+    if not settings.repeat_tasks and needed > there:
+        raise DataError(
+            f"{recording.place} has {there:,} groups to train on, and {settings.steps} steps of {settings.groups} take {needed:,}",
+            remedy="Set rl.repeat_tasks = true, or lower rl.steps",
+        )
+    return recording
 
 
 def _at(resolved: ResolvedConfig, key: str) -> tuple[SelectedPlugin, ...]:
@@ -126,7 +191,9 @@ def _names(environments: Sequence[SelectedPlugin]) -> tuple[str, ...]:
 def _refuse_contradictions(resolved: ResolvedConfig) -> None:
     settings = resolved.config.rl
     problems = []
-    if not resolved.config.environments:
+    if settings.rollouts is not None:
+        problems += _refuse_sampling(resolved)
+    elif not resolved.config.environments:
         problems.append(
             Problem("environments", "there is no environment", 'Add [[environments]] with use = "...", or give --env or --reward')
         )
@@ -148,6 +215,21 @@ def _refuse_contradictions(resolved: ResolvedConfig) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _refuse_sampling(resolved: ResolvedConfig) -> list[Problem]:
+    """Return the problems of keys that ask for what nobody does where rollouts are recorded."""
+    config = resolved.config
+    asked = {
+        "environments": bool(config.environments),
+        "evaluation.every": config.evaluation.every is not None,
+        "evaluation.at_start": config.evaluation.at_start,
+    }
+    return [
+        Problem(key, "rl.rollouts is set, so that nothing is sampled and no environment answers", f"Remove {key}, or rl.rollouts")
+        for key, given in asked.items()
+        if given
+    ]
 
 
 def _refuse_beyond_positions(resolved: ResolvedConfig, files: ModelFiles) -> None:

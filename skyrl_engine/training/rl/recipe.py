@@ -9,7 +9,7 @@ from skyrl_engine.config.schema import RlConfig
 from skyrl_engine.contracts.kinds.advantage import Advantage
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
-from skyrl_engine.objective.policy_metrics import OLD, Watched
+from skyrl_engine.objective.policy_metrics import OLD, SAMPLED, Watched
 from skyrl_engine.registry.part import Part
 
 REFERENCE: Final = "ref_logprobs"
@@ -19,6 +19,10 @@ BOUND: Final[Mapping[str, str]] = {OLD: "logprobs"}
 
 _GIVEN: Final = ("rewards", "rollout_logprobs", "advantages", "returns", OLD, REFERENCE, VALUES)
 """Columns that the trainer can provide; `returns` where the advantage gives them."""
+
+
+Recorded = Literal["with_logprobs", "without_logprobs"]
+"""Whether rollouts that were recorded before hold the sampler's log-probabilities."""
 
 
 @frozen
@@ -44,13 +48,25 @@ class Recipe:
         return BOUND if self.old == "current" else {}
 
 
-def recipe(config: RlConfig, objective: ObjectiveParts, advantage: Part[Advantage], *, lora_dropout: float = 0.0) -> Recipe:
-    """Choose the passes of every step. Raises UnsupportedError for what a part needs and no pass gives, and for contradictions."""
+def recipe(
+    config: RlConfig,
+    objective: ObjectiveParts,
+    advantage: Part[Advantage],
+    *,
+    lora_dropout: float = 0.0,
+    recorded: Recorded | None = None,
+) -> Recipe:
+    """Choose the passes of every step; `recorded` says what of the sampler was recorded, where nothing is sampled.
+
+    Raises UnsupportedError for what a part needs and no pass gives, and for contradictions.
+    """
     _refuse_unknown(objective, advantage)
+    if recorded == "without_logprobs":
+        _refuse_sampler(config, objective, advantage)
     _refuse_two_penalties(config, objective)
     early = {*advantage.product.needs, *(("ref_logprobs",) if config.kl is not None else ())}
     read = {*objective.columns, *early}
-    old = _old(config, read=OLD in read or config.kl is not None, early=OLD in early)
+    old = _old(config, read=OLD in read or config.kl is not None, early=OLD in early, recorded=recorded)
     if old == "score" and lora_dropout > 0:
         raise UnsupportedError(
             f"the old policy is scored without dropout, and adapters train with model.lora.dropout = {lora_dropout}: ratios would not be 1",
@@ -60,11 +76,14 @@ def recipe(config: RlConfig, objective: ObjectiveParts, advantage: Part[Advantag
     return Recipe(old, scores, REFERENCE in read)
 
 
-def _old(config: RlConfig, *, read: bool, early: bool) -> Literal["current", "score", "rollout"] | None:
+def _old(config: RlConfig, *, read: bool, early: bool, recorded: Recorded | None) -> Literal["current", "score", "rollout"] | None:
     one_step = config.mini_batches * config.epochs == 1
     if not read:
         # after the first of several steps only a score from before them tells the sampler's distance from the model it sampled for
         return None if one_step else "score"
+    if config.old == "auto" and recorded == "with_logprobs":
+        # another policy sampled, which the model is at a distance from already
+        return "rollout"
     if config.old == "auto":
         # the sampler's own log-probabilities would do for a penalty, but their last bits depend on what was sampled beside them
         return "current" if one_step and not early and config.kl is None else "score"
@@ -75,6 +94,18 @@ def _old(config: RlConfig, *, read: bool, early: bool) -> Literal["current", "sc
             remedy='Set rl.old = "auto" or "score"',
         )
     return config.old
+
+
+def _refuse_sampler(config: RlConfig, objective: ObjectiveParts, advantage: Part[Advantage]) -> None:
+    """Refuse what reads the sampler's log-probabilities, where they were not recorded."""
+    needs = {**objective.needs, advantage.label: advantage.product.needs}
+    readers = [label for label, names in needs.items() if SAMPLED in names]
+    readers += ['rl.old = "rollout"'] if config.old == "rollout" else []
+    if readers:
+        raise UnsupportedError(
+            f"{readers[0]} reads the sampler's log-probabilities, and the rollouts of rl.rollouts hold none",
+            remedy="Write them into the column logprobs, or train without that",
+        )
 
 
 def _refuse_two_penalties(config: RlConfig, objective: ObjectiveParts) -> None:

@@ -3,14 +3,14 @@
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
-from attrs import define, field
+from attrs import define, field, frozen
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.kinds.advantage import AdvantageBatch, AdvantageOutput, as_advantage_output
@@ -20,30 +20,29 @@ from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import COUNTED, means_over
-from skyrl_engine.objective.policy_metrics import WEIGHTS, effective_share
+from skyrl_engine.engine.sampler import Sampler
+from skyrl_engine.objective.policy_metrics import SAMPLED, WEIGHTS, effective_share
 from skyrl_engine.registry.host import blaming
 from skyrl_engine.rollout.columns import to_columns
 from skyrl_engine.rollout.episodes import EpisodePool
 from skyrl_engine.rollout.guard import SamplerGuard
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.ledger import RolloutLedger
+from skyrl_engine.rollout.recorded import RecordedSource, Recording
 from skyrl_engine.rollout.runner import Bounds, RolloutRunner
-from skyrl_engine.rollout.source import RolloutSource
+from skyrl_engine.rollout.source import GroupSource, RolloutSource
 from skyrl_engine.run.durable import write_durably
 from skyrl_engine.run.session import RunSession, open_session
 from skyrl_engine.training.loop import Loop, RunResult, StepDone
 from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffled
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, held_out
 from skyrl_engine.training.rl.metrics import rollout_metrics
-from skyrl_engine.training.rl.preparation import REFERENCE_MODEL, PreparedRl, prepare
+from skyrl_engine.training.rl.preparation import REFERENCE_MODEL, PreparedRl, Progress, Sampled, prepare
 from skyrl_engine.training.rl.recipe import REFERENCE
 from skyrl_engine.training.rl.rewards import KlPenalty
 from skyrl_engine.training.rl.state import RlState, state_in
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[str, int, int], None]
-"""Told what is being waited for, how much of it is there, and how much is wanted."""
 
 
 def run_rl(
@@ -59,7 +58,7 @@ def run_rl(
     are there. Whatever goes wrong ends the ranks and the environments, is recorded in the run directory, and is raised again.
     """
     with open_session(resolved, observers=observers, resume=resume) as session:
-        prepared = prepare(resolved)
+        prepared = prepare(resolved, progress=progress)
         config = resolved.config
         checkpoint = session.resumed_from
         state = None
@@ -73,7 +72,7 @@ def run_rl(
         session.record_start(
             seeds={"run": config.run.seed},
             world={"launch": config.run.launch, "ranks": config.run.ranks, **attrs.asdict(prepared.assembly.description.topology)},
-            data={"environments": environment_versions(prepared)},
+            data={"environments": environment_versions(prepared), **_recorded_from(prepared)},
         )
         with (
             Engine.launch(
@@ -94,9 +93,11 @@ def run_rl(
 
 
 def environment_versions(prepared: PreparedRl) -> dict[str, str]:
-    """Return the version of every environment by its name: what it says of itself, and its plugin's."""
+    """Return the version of every environment by its name: what it says of itself, and its plugin's. A recording is known by its content."""
+    if isinstance(prepared.rollouts, Recording):
+        return {"rl.rollouts": prepared.rollouts.digest}
     versions = {}
-    for name, selected, part in zip(prepared.names, prepared.environments, prepared.tasks.environments, strict=True):
+    for name, selected, part in zip(prepared.names, prepared.environments, prepared.rollouts.tasks.environments, strict=True):
         record = selected.loaded.record
         versions[name] = f"{record.version or record.sha256} {part.product.claims.version}".strip()
     return versions
@@ -104,17 +105,20 @@ def environment_versions(prepared: PreparedRl) -> dict[str, str]:
 
 def _permissions(prepared: PreparedRl) -> dict[str, str]:
     """Return what `checkpoint.allow_changed` calls every environment, by its name."""
-    pairs = zip(prepared.names, prepared.environments, strict=True)
+    pairs = zip(prepared.names, prepared.environments, strict=False)
     return {name: f"environment:{selected.loaded.record.name}" for name, selected in pairs}
+
+
+def _recorded_from(prepared: PreparedRl) -> dict[str, Any]:
+    return {"rollouts": str(prepared.rollouts)} if isinstance(prepared.rollouts, Recording) else {}
 
 
 @contextmanager
 def _trainer(
     prepared: PreparedRl, engine: Engine, session: RunSession, state: RlState | None, progress: Progress | None
 ) -> "Iterator[RlTrainer]":
-    """Start sampler, environments and journal, and end them."""
-    config = prepared.resolved.config
-    settings = config.rl
+    """Start what gives groups, and end it."""
+    settings = prepared.resolved.config.rl
     reference = prepared.reference
     if session.resumed_from is not None:
         engine.load(session.resumed_from.state)
@@ -123,6 +127,30 @@ def _trainer(
             assert reference.model is not None, "a copy of the model is a second model"
             reference = attrs.evolve(reference, model=attrs.evolve(reference.model, path=state.reference, revision=None))
         reference.load(engine)
+    penalty = None if settings.kl is None else KlPenalty.start(settings.kl)
+    rollouts = prepared.rollouts
+    with ExitStack() as ends:
+        live: Live | None = None
+        source: GroupSource
+        if isinstance(rollouts, Recording):
+            source = RecordedSource(
+                rollouts, settings.groups, prepared.resolved.config.run.seed, 0 if state is None else state.step
+            )
+        else:
+            source, live = ends.enter_context(_sampling(prepared, rollouts, engine, session, state, progress))
+        trainer = RlTrainer(prepared, engine, session.directory.reference, source, live, penalty, reference)
+        if state is not None:
+            trainer.restore(state)
+        yield trainer
+
+
+@contextmanager
+def _sampling(
+    prepared: PreparedRl, rollouts: Sampled, engine: Engine, session: RunSession, state: RlState | None, progress: Progress | None
+) -> "Iterator[tuple[RolloutSource, Live]]":
+    """Start sampler, environments and journal, and end them."""
+    config = prepared.resolved.config
+    settings = config.rl
     sampler = engine.start_sampler(prepared.resolved.plugins["generator"])
     version = 0 if state is None else state.step
     sampler.update(version)
@@ -152,21 +180,17 @@ def _trainer(
             runner = RolloutRunner(
                 sampler,
                 pool,
-                prepared.renderer,
+                rollouts.renderer,
                 prepared.names,
-                [part.product.claims for part in prepared.tasks.environments],
+                [part.product.claims for part in rollouts.tasks.environments],
                 prepared.sampling,
                 bounds_of(prepared),
                 config.run.seed,
             )
             told = None if progress is None else lambda ready, wanted: progress("attempts", ready, wanted)
-            source = RolloutSource(ledger, runner, journal, prepared.tasks.of, prepared.filters, told)
             guard = SamplerGuard.of(settings.max_gap, config.model.dtype, stops=settings.on_gap == "stop")
-            penalty = None if settings.kl is None else KlPenalty.start(settings.kl)
-            trainer = RlTrainer(prepared, engine, session.directory.reference, source, pool, guard, penalty, reference)
-            if state is not None:
-                trainer.restore(state)
-            yield trainer
+            source = RolloutSource(ledger, runner, journal, rollouts.tasks.of, prepared.filters, told)
+            yield source, Live(rollouts, sampler, pool, guard)
     finally:
         pool.shutdown()
 
@@ -193,16 +217,28 @@ def _identity(session: RunSession) -> str:
     return path.read_text()
 
 
+@frozen(eq=False)
+class Live:
+    """What samples while a run goes on: tasks, the sampler, processes of environments, and the guard over the sampler's weights."""
+
+    rollouts: Sampled
+    sampler: Sampler
+    pool: EpisodePool
+    guard: SamplerGuard
+
+
 @define(eq=False)
 class RlTrainer:
-    """The steps of reinforcement learning: each trains the weights of version t - 1 into those of version t."""
+    """The steps of reinforcement learning: each trains the weights of version t - 1 into those of version t.
+
+    `live` is None where rollouts were recorded before.
+    """
 
     prepared: PreparedRl
     engine: Engine
     references: Path
-    source: RolloutSource
-    pool: EpisodePool
-    guard: SamplerGuard
+    source: GroupSource
+    live: Live | None
     penalty: KlPenalty | None
     reference: Any
     _copied: str | None = field(default=None, init=False)
@@ -211,7 +247,8 @@ class RlTrainer:
 
     def restore(self, state: RlState) -> None:
         """Go on from what a checkpoint says."""
-        self.guard.above = state.above
+        if self.live is not None:
+            self.live.guard.above = state.above
         self._copied = state.reference
         if self.penalty is not None and state.kl_coef is not None:
             self.penalty.coef = state.kl_coef
@@ -242,7 +279,8 @@ class RlTrainer:
         with self._timed("publish"):
             self.source.trained(number, taken.groups)
             self._refresh(number)
-            self.engine.sampler.update(number)
+            if self.live is not None:
+                self.live.sampler.update(number)
             self.source.published(number)
         reported = {
             **results_of({**learned, **metrics}),
@@ -251,23 +289,25 @@ class RlTrainer:
         self._finish(reported, taken.groups, began)
         # with the sampler's own log-probabilities as the old ones, later optimizer steps move away from them
         one_step = config.rl.mini_batches * config.rl.epochs == 1
-        if "policy/gap_mean" in reported and (one_step or self.prepared.recipe.old != "rollout"):
-            self.guard.look(reported["policy/gap_mean"], number - 1)
+        if self.live is not None and "policy/gap_mean" in reported and (one_step or self.prepared.recipe.old != "rollout"):
+            self.live.guard.look(reported["policy/gap_mean"], number - 1)
         return StepDone(reported, self._cpu)
 
     def evaluate(self) -> Mapping[str, float] | None:
         """Rewards and successes on held-out tasks, if there are any."""
+        if self.live is None:
+            return None
         config = self.prepared.resolved.config
-        environments = self.prepared.tasks.environments
+        environments = self.live.rollouts.tasks.environments
         tasks = held_out(environments, config.evaluation.tasks)
         if not tasks:
             return None
         groups = attempts(
             tasks,
             config.evaluation,
-            sampler=self.engine.sampler,
-            episodes=self.pool,
-            turns=self.prepared.renderer,
+            sampler=self.live.sampler,
+            episodes=self.live.pool,
+            turns=self.live.rollouts.renderer,
             names=self.prepared.names,
             environments=environments,
             bounds=bounds_of(self.prepared),
@@ -277,27 +317,31 @@ class RlTrainer:
         return evaluation_metrics(groups, self.prepared.names, seed=config.run.seed)
 
     def state(self) -> Mapping[str, Any]:
-        """Return the ledger, and what is steered from step to step."""
-        self.source.journal.commit()
+        """Return where the source of groups stands, and what is steered from step to step."""
         return RlState(
             "rl",
-            self.source.ledger.step,
-            self.source.ledger.state(),
+            self.source.step,
+            self.source.state(),
             None if self.penalty is None else self.penalty.coef,
-            self.guard.above,
+            0 if self.live is None else self.live.guard.above,
             self._copied,
             environment_versions(self.prepared),
         ).document()
 
     def _columns(self, groups: Sequence[Group], number: int) -> SampleColumns:
         config = self.prepared.resolved.config.rl
-        return to_columns(
+        columns = to_columns(
             groups,
             environments=self.prepared.names,
             version=number - 1,
             truncated=config.truncated,
             overlong=self.prepared.overlong,
         )
+        rollouts = self.prepared.rollouts
+        if isinstance(rollouts, Recording) and not rollouts.has_logprobs:
+            known = {name: values for name, values in columns.columns.items() if name != SAMPLED}
+            columns = attrs.evolve(columns, columns=known)
+        return columns
 
     def _scored(self, plan: Plan) -> Plan:
         """Add what the model and the reference say of the batch before it is learned from."""

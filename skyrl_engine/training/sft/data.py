@@ -172,9 +172,9 @@ def _holds_out(data: DataConfig) -> bool:
 
 
 def _refuse_unknown_tokens(facts: ModelFacts, datasets: Sequence[SampleColumns]) -> None:
-    size = None if facts.config is None else getattr(facts.config.get_text_config(decoder=True), "vocab_size", None)
+    size = facts.vocabulary_size
     largest = max(int(columns.input_ids.max(initial=0)) for columns in datasets)
-    if isinstance(size, int) and largest >= size:
+    if size is not None and largest >= size:
         raise DataError(
             f"the data holds token id {largest}, and the vocabulary of {facts.model.path} has {size} tokens",
             remedy="Use the tokenizer that belongs to the model: correct model.tokenizer, or make ready tokens again",

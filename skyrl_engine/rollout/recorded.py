@@ -1,0 +1,222 @@
+"""Rollouts that were recorded before, in the place of sampling: checked as a whole, then given to a trainer step by step."""
+
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+from attrs import define, evolve, field, frozen
+
+from skyrl_engine.contracts.kinds.group_filter import GroupFilter
+from skyrl_engine.contracts.values.rollout import PROMPT, Group, Trajectory
+from skyrl_engine.errors import DataError, RolloutError
+from skyrl_engine.registry.part import Part
+from skyrl_engine.rollout.exported import journal_of, read_rollouts
+from skyrl_engine.rollout.journal import read_index
+from skyrl_engine.rollout.source import Taken, drop_reason
+
+logger = logging.getLogger(__name__)
+
+FAILED: Final = "failed"
+"""The reason for which a group is left out of which too few attempts ended well."""
+
+_TOLD_EVERY: Final = 256
+
+Told = Callable[[int], None]
+"""Told how many groups were read."""
+
+
+@frozen
+class Limits:
+    """What recorded attempts must keep to.
+
+    `vocabulary` counts the model's tokens (None: unknown), `max_tokens` is the most tokens of a stretch, `min_group_size` the fewest attempts
+    of a group that must not have failed.
+    """
+
+    vocabulary: int | None
+    max_tokens: int
+    min_group_size: int
+
+
+@frozen(eq=False)
+class Recording:
+    """The groups of a recording that are trained on, each read anew when its turn comes, and counts of what it holds.
+
+    `names` are those of its environments, `left_out` counts groups by the reason for which they are not trained on, `attempts` and `tokens`
+    (sampled ones) are of the others, `largest` is the most attempts of a group. `has_logprobs` is False where the program that wrote the file
+    did not keep the sampler's log-probabilities. `digest` is a hash of all that training reads.
+    """
+
+    place: Path
+    groups: Sequence[Callable[[], Group]]
+    names: tuple[str, ...]
+    left_out: Mapping[str, int]
+    attempts: int
+    tokens: int
+    largest: int
+    has_logprobs: bool
+    digest: str
+
+    def __str__(self) -> str:
+        left = ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
+        return f"{self.place}: {len(self.groups):,} groups of {self.attempts:,} attempts, {self.tokens:,} sampled tokens" + (
+            f"; left out: {left}" if left else ""
+        )
+
+
+def read_recording(
+    place: Path,
+    limits: Limits,
+    filters: Sequence[Part[GroupFilter]] = (),
+    *,
+    max_drop_share: float = 1.0,
+    on_starved: Literal["train", "stop"] = "train",
+    told: Told | None = None,
+) -> Recording:
+    """Read and check all groups once. Filters decide anew; what they decided when the groups were sampled does not count.
+
+    Raises RolloutError for a place without rollouts, and where filters drop more than `max_drop_share` and `on_starved` is "stop"; DataError
+    for an attempt that cannot be trained on.
+    """
+    kept: list[tuple[Callable[[], Group], str | None]] = []
+    names: dict[str, None] = {}
+    left_out: Counter[str] = Counter()
+    attempts: list[int] = []
+    tokens: list[int] = []
+    without_logprobs = 0
+    digest = hashlib.sha256()
+    for number, read in enumerate(_readers(place)):
+        group = read()
+        if told is not None and number % _TOLD_EVERY == 0:
+            told(number)
+        for each in group.finished:
+            _check(each, f"{place}: attempt {each.member} of group {group.ticket}", limits)
+        if len(group.finished) < min(limits.min_group_size, max(1, len(group.trajectories))):
+            left_out[FAILED] += 1
+            continue
+        names.setdefault(group.environment)
+        reason = drop_reason(group, filters)
+        kept.append((read, reason))
+        attempts.append(len(group.finished))
+        tokens.append(sum(len(each.logprobs) for each in group.finished))
+        without_logprobs += any(np.isnan(each.logprobs).any() for each in group.finished)
+        _update(digest, group)
+    dropped = Counter(reason for _, reason in kept if reason is not None)
+    if kept and dropped.total() / len(kept) > max_drop_share:
+        share = f"group filters drop {dropped.total():,} of the {len(kept):,} groups of {place}"
+        if on_starved == "stop":
+            raise RolloutError(share, remedy="Remove a filter, or raise rollouts.max_drop_share")
+        logger.warning('%s, more than rollouts.max_drop_share: they are trained on, as rollouts.on_starved = "train" says', share)
+        dropped.clear()
+    chosen = [place for place, (_, reason) in enumerate(kept) if not dropped or reason is None]
+    if not chosen:
+        raise RolloutError(
+            f"{place} holds no group to train on: {', '.join(f'{count:,} {reason}' for reason, count in (left_out + dropped).items())}",
+            remedy="Name another recording, or remove a filter",
+        )
+    return Recording(
+        place,
+        [kept[each][0] for each in chosen],
+        tuple(names),
+        left_out + dropped,
+        sum(attempts[each] for each in chosen),
+        sum(tokens[each] for each in chosen),
+        max(attempts[each] for each in chosen),
+        without_logprobs == 0,
+        digest.hexdigest()[:16],
+    )
+
+
+@define(eq=False)
+class RecordedSource:
+    """Gives a trainer the groups of a recording: in their order, and in another one, a function of `seed`, in every later pass over them.
+
+    Rollouts of another policy have no staleness that could be counted in steps of this run: every group starts at the weights that it trains.
+    """
+
+    recording: Recording
+    per_step: int
+    seed: int
+    step: int = 0
+    _order: tuple[int, np.ndarray] | None = field(default=None, init=False)
+
+    def take(self, step: int) -> Taken:
+        """Return the groups of a step, counted from 1."""
+        began = time.monotonic()
+        first = (step - 1) * self.per_step
+        groups = tuple(self._group(ticket, step - 1) for ticket in range(first, first + self.per_step))
+        return Taken(groups, groups, time.monotonic() - began)
+
+    def trained(self, step: int, groups: Sequence[Group]) -> None:  # noqa: ARG002 -- what was trained on follows from the step
+        """Take the end of a step."""
+        self.step = step
+
+    def published(self, version: int) -> None:
+        """Take it that there are new weights; nothing is sampled from them."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"step": self.step}
+
+    def _group(self, ticket: int, version: int) -> Group:
+        turn, place = divmod(ticket, len(self.recording.groups))
+        if turn:
+            if self._order is None or self._order[0] != turn:
+                generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, turn])))
+                self._order = turn, generator.permutation(len(self.recording.groups))
+            place = int(self._order[1][place])
+        return evolve(self.recording.groups[place](), ticket=ticket, start_version=version, dropped=None)
+
+
+def _readers(place: Path) -> Iterator[Callable[[], Group]]:
+    """Yield a function for every group: those of a journal read it where it lies, those of a file hold it."""
+    folder = journal_of(place)
+    index = None if folder is None else read_index(folder)
+    if index is not None and index.groups:
+        for ticket in sorted(index.groups):
+            yield index.groups[ticket].group
+        return
+    # raises for a folder without groups
+    for group in read_rollouts(place):
+        yield partial(_itself, group)
+
+
+def _itself(group: Group) -> Group:
+    return group
+
+
+def _check(attempt: Trajectory, name: str, limits: Limits) -> None:
+    largest = int(attempt.token_ids.max(initial=0))
+    if limits.vocabulary is not None and largest >= limits.vocabulary:
+        raise DataError(
+            f"{name} holds token id {largest}, and the model's vocabulary has {limits.vocabulary}",
+            remedy="Train the model that the rollouts were sampled from, or one with its tokenizer",
+        )
+    if int(attempt.token_ids.min(initial=0)) < 0:
+        raise DataError(f"{name} holds a negative token id", remedy="Write the rollouts again")
+    starts = attempt.segment_offsets[:-1][attempt.kinds == PROMPT]
+    longest = int(np.diff([*starts.tolist(), len(attempt.token_ids)]).max(initial=0))
+    if longest > limits.max_tokens:
+        raise DataError(
+            f"{name} has {longest:,} tokens, and rl.max_prompt_tokens and rl.max_tokens allow {limits.max_tokens:,}",
+            remedy="Raise rl.max_tokens, or remove the attempt",
+        )
+    if not np.isfinite(attempt.rewards).all() or not np.isfinite(attempt.unplaced_reward):
+        raise DataError(f"{name} has a reward that is not finite", remedy="Correct or remove the attempt")
+    unknown = np.isnan(attempt.logprobs)
+    if (unknown.any() and not unknown.all()) or np.isinf(attempt.logprobs).any():
+        raise DataError(f"{name} has log-probabilities that are not finite", remedy="Correct or remove the attempt")
+
+
+def _update(digest: Any, group: Group) -> None:
+    digest.update(f"{group.environment} {group.task_key} {len(group.trajectories)}".encode())
+    for each in group.trajectories:
+        digest.update(f"{each.member} {each.status} {each.unplaced_reward!r}".encode())
+        for values in (each.token_ids, each.kinds, np.asarray(each.segment_offsets), each.logprobs, each.rewards):
+            digest.update(np.ascontiguousarray(values).tobytes())
