@@ -45,6 +45,16 @@ def test_every_ratio_is_exactly_1_before_the_first_update(rl: Rl, seen: Seen, na
     assert any(OBSERVED in each.kinds for group in seen.groups[1] for each in group.trajectories), "some attempts have two turns"
 
 
+def test_histories_that_are_rendered_anew_train_every_turn_in_its_place(rl: Rl, seen: Seen) -> None:
+    """An attempt that is cut into several samples counts once; no sample is longer than planning allowed for."""
+    result = run_rl(rl("run", "rl.history=template", "rl.old=score"))
+    assert [record["metrics"]["policy/ratio_max"] for record in steps_of(result.directory)] == [1.0, 1.0]
+    columns, attempts = seen.plans[1].columns, [each for group in seen.groups[1] for each in group.finished]
+    assert len(columns) > len(attempts) == len(set(columns.trajectory_ids.tolist())), "some are cut"
+    assert max(np.diff(columns.token_offsets)) <= 64 + 44
+    assert int(columns.loss_weight.astype(bool).sum()) == sum(len(each.logprobs) for each in attempts)
+
+
 @pytest.mark.usefixtures("without_ray")
 def test_ratios_on_two_ranks_are_1_and_advantages_are_those_of_one_rank(rl: Rl, seen: Seen) -> None:
     """Of the first step: what is sampled does not depend on the ranks."""
