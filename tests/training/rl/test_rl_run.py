@@ -336,6 +336,23 @@ def test_checkpoints_are_the_same_however_replies_arrive(rl: Rl, monkeypatch: py
             assert (other / path.relative_to(whole)).read_bytes() == path.read_bytes(), path
 
 
+def test_an_environment_whose_process_dies_changes_nothing(rl: Rl, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its attempts are rebuilt from seeds and turns in another process; without retries they fail, by their cause."""
+    deaths = tmp_path / "deaths"
+    deaths.write_text("")
+    given: dict[str, Any] = {"dies": str(deaths)}
+    whole = run_rl(rl("whole", environment=given)).directory
+    deaths.write_text("xx")
+    parts = run_rl(rl("parts", "rollouts.retries=2", environment=given)).directory
+    assert deaths.read_text() == "", "it died twice"
+    assert weights_of(parts) == weights_of(whole)
+    deaths.write_text("x")
+    with caplog.at_level(logging.INFO):
+        failed = run_rl(rl("failed", "rl.steps=1", environment=given)).directory
+    assert "its process was killed by SIGKILL in step 2" in caplog.text
+    assert steps_of(failed)[0]["metrics"]["rollout/failed"] > 0
+
+
 class Interruption:
     """Fails after the named step was recorded."""
 
