@@ -84,7 +84,7 @@ def reinforced(folder: Path, seed: int) -> list[dict[str, float]]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(3))
 def test_held_out_answers_become_twice_as_good(tmp_path: Path, seed: int) -> None:
-    """docs/explanation/does-the-reward-climb.md shows what was measured."""
+    """docs/reference/reward-climbs.md shows what was measured."""
     warm_start(tmp_path, seed)
     before, after = reinforced(tmp_path, seed)
     print(f"seed {seed}: {before} -> {after}")
