@@ -89,7 +89,7 @@ class FrozenModel:
 
 def _require(capability: str, description: BackendDescription, table: str) -> None:
     if capability not in description.capabilities:
-        what = "a second model on its ranks" if capability == "second_model" else "scores of the trained model without its adapters"
+        what = "second model on its ranks" if capability == "second_model" else "score of the trained model without its adapters"
         raise UnsupportedError(
             f"a frozen model is asked for, and the backend does not declare {capability!r}: it has no {what}",
             remedy=f"Remove what reads its scores, or choose a backend that has it, such as fsdp (table [{table}])",

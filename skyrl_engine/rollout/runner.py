@@ -74,6 +74,11 @@ class Bounds:
     max_failure_share: float = 1.0
     keeps_history: bool = True
 
+    @property
+    def longest(self) -> int:
+        """Count the tokens that may stand in front of the model, the sampled ones among them."""
+        return self.max_prompt_tokens + self.max_tokens
+
 
 @define(eq=False)
 class _Attempt:
@@ -218,12 +223,12 @@ class RolloutRunner:
         return ids
 
     def _ask(self, attempt: _Attempt) -> list[Group]:
-        """Ask the sampler for the attempt's next turn, or end it where no token is left to it."""
+        """Ask the sampler for the attempt's next turn, for which some room is left."""
         transcript = attempt.transcript
         assert transcript is not None, "a prompt comes first"
-        room = transcript.room(self.bounds.max_tokens)
-        if room < 1:
-            return self._end(attempt, "truncated")
+        prompt_ids = transcript.prompt_ids
+        # a history that was rendered anew may leave less room than the attempt has tokens
+        room = min(transcript.room(self.bounds.max_tokens), self.bounds.longest - len(prompt_ids))
         given = attempt.sampling
         sampling = evolve(
             self.sampling,
@@ -234,7 +239,7 @@ class RolloutRunner:
         session = attempt.ticket * self.bounds.group_size + attempt.member
         request = GenerationRequest(
             self._request_ids,
-            transcript.prompt_ids,
+            prompt_ids,
             sampling,
             self._seed(attempt.ticket, attempt.member, transcript.turns + 1),
             session=session,
@@ -286,14 +291,26 @@ class RolloutRunner:
             return self._end(attempt, "truncated")
         attempt.messages += result.messages
         try:
-            if self.bounds.keeps_history:
-                transcript.observed(self.turns.suffix(result.messages, int(last.token_ids[-1]), attempt.task.tools))
-            else:
-                transcript.restarted(self.turns.prompt(attempt.messages, attempt.task.tools))
+            fits = self._observed(attempt, transcript, result.messages, int(last.token_ids[-1]))
         except DataError as error:
             # what this environment answered to this turn
             return self._end(attempt, "failed", error.cause)
-        return self._ask(attempt)
+        return self._ask(attempt) if fits else self._end(attempt, "truncated")
+
+    def _observed(self, attempt: _Attempt, transcript: Transcript, messages: Sequence[Message], last: int) -> bool:
+        """Put what the environment answered in front of the model: nothing, and False, where that would leave no token to sample."""
+        room = transcript.room(self.bounds.max_tokens)
+        if self.bounds.keeps_history:
+            added = self.turns.suffix(messages, last, attempt.task.tools)
+            if len(added) < room:
+                transcript.observed(added)
+            return len(added) < room
+        prompt_ids = self.turns.prompt(attempt.messages, attempt.task.tools)
+        more = transcript.behind(prompt_ids)
+        fits = len(prompt_ids) < self.bounds.longest if more is None else len(more) < room
+        if fits:
+            transcript.restarted(prompt_ids)
+        return fits
 
     def _end(self, attempt: _Attempt, status: Status, cause: str | None = None) -> list[Group]:
         del self._attempts[attempt.number]

@@ -52,13 +52,16 @@ class Transcript:
         Where it begins with all that stands in front of the model, the rest is observed; otherwise the history was rewritten, and a new stretch
         begins.
         """
-        if self._segments:
-            standing = self.prompt_ids
-            if np.array_equal(standing, prompt_ids[: len(standing)]):
-                self.observed(prompt_ids[len(standing) :])
-                return
+        if self._segments and (added := self.behind(prompt_ids)) is not None:
+            self.observed(added)
+            return
         self._stretch = len(self._segments)
         self._segments.append((PROMPT, _ids(prompt_ids)))
+
+    def behind(self, prompt_ids: Ids) -> Ids | None:
+        """Return what a prompt that was rendered anew adds to all that stands in front of the model, None where it is another history."""
+        standing = self.prompt_ids
+        return prompt_ids[len(standing) :] if np.array_equal(standing, prompt_ids[: len(standing)]) else None
 
     def sampled(self, completion: Completion) -> None:
         """Add a turn of the model as it was sampled."""

@@ -60,6 +60,19 @@ def test_numbers_of_a_preset_and_of_rl_itself() -> None:
     assert made.config.rl.steps == 100
 
 
+def test_attempts_count_once_where_rewritten_histories_cut_them(capsys: pytest.CaptureFixture[str]) -> None:
+    def reducer(*given: str) -> str:
+        return resolve(load(None, [*NEEDED, *given])).plugins["reducer"].loaded.record.name
+
+    anew = 'rl.history="template"'
+    assert reducer(anew) == reducer(anew, "rl.preset=gspo") == "trajectory_mean"
+    assert reducer(anew, "rl.preset=dapo") == "token_mean"
+    assert reducer(anew, "reducer.use=sequence_mean") == reducer() == "sequence_mean"
+    assert app.main(["config", "show", *NEEDED, anew]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "trajectory_mean" in line)
+    assert 'preset grpo, rl.history = "template"' in line
+
+
 def test_every_key_wins_over_the_preset() -> None:
     given = ("rl.preset=dapo", "loss.clip_high=0.5", "rl.overlong.penalty=2.0", "group_filters=[]")
     made = resolve(load(None, [*NEEDED, *given]))

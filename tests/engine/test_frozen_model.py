@@ -59,7 +59,7 @@ def test_another_model_is_taken_by_its_path_and_revision() -> None:
     [
         (WHOLE, BOTH, {"adapters_off": True}, "reference.adapters_off is true, and the run trains no adapters"),
         (FRESH, BOTH, {"adapters_off": True, "path": "other"}, "reference.path names another model"),
-        (WHOLE, ("reference_by_adapters",), {}, "does not declare 'second_model'"),
+        (WHOLE, ("reference_by_adapters",), {}, "does not declare 'second_model': it has no second model on its ranks"),
         (FRESH, ("second_model",), {"adapters_off": True}, "does not declare 'reference_by_adapters'"),
         (FRESH, (), {}, "does not declare 'second_model'"),
     ],

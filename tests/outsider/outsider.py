@@ -25,8 +25,8 @@ ENGINE = "skyrl-engine"
 STRANGER = "acme-focal-loss"
 STEPS = 4
 UPGRADED = "skyrl-engine-reducers"
-NEW = ("loss", "correction", "reducer", "merger", "collator", "observer")
-VERIFIED = ("loss", "correction", "reducer", "merger", "collator")
+NEW = ("loss", "correction", "reducer", "merger", "collator", "observer", "advantage", "environment", "group_filter")
+VERIFIED = tuple(kind for kind in NEW if kind != "observer")
 KIND_OF = {
     "collator": "skyrl-engine-collators",
     "loss": STRANGER,
@@ -142,7 +142,8 @@ def new_plugins(environment: Environment, folder: Path, versions: Mapping[str, s
     environment.install("hypothesis", "pytest")
     for kind in NEW:
         run([environment.engine, "plugins", "new", kind, "brand-new"], cwd=folder)
-    projects = [folder / f"brand-new-{kind}" for kind in NEW]
+    names = [f"brand-new-{kind.replace('_', '-')}" for kind in NEW]
+    projects = [folder / name for name in names]
     environment.install("--no-deps", "--no-index", *(str(build_wheel(project, folder / "new-wheels")) for project in projects))
     # One interpreter for all of them; their test files have the same name, which only importlib's way of importing takes.
     together = [environment.python, "-m", "pytest", "-q", "--import-mode=importlib", *map(str, projects)]
@@ -150,12 +151,13 @@ def new_plugins(environment: Environment, folder: Path, versions: Mapping[str, s
     expect(
         "plugins, the new ones among them",
         environment.plugins(),
-        wanted={**versions, **{f"brand-new-{kind}": "0.1.0" for kind in NEW}},
+        wanted={**versions, **dict.fromkeys(names, "0.1.0")},
     )
-    for kind in VERIFIED:
-        # Their own tests, above, held them to the same promises with more cases.
-        command = [environment.engine, "plugins", "verify", f"{kind}:brand_new", "--examples", "3", "--json"]
-        say(f"verified {kind}:brand_new: {len(json.loads(run(command, cwd=folder))['promises'])} promises")
+    # A generator has no template; the one that is installed stands for the kind.
+    for plugin in (*(f"{kind}:brand_new" for kind in VERIFIED), "generator:hf"):
+        # Their own tests, above, held the new ones to the same promises with more cases.
+        command = [environment.engine, "plugins", "verify", plugin, "--examples", "3", "--json"]
+        say(f"verified {plugin}: {len(json.loads(run(command, cwd=folder))['promises'])} promises")
     chosen = [f"--{kind}=brand_new" for kind in ("collator", "loss", "reducer", "merger")]
     others = ['loss.corrections=[{ use = "brand_new" }]', 'run.observers=["metrics_jsonl", "brand_new"]']
     directory = folder / "new"
@@ -166,6 +168,11 @@ def new_plugins(environment: Environment, folder: Path, versions: Mapping[str, s
     options = ["--loss", "brand_new", "--steps", "2", "--output", str(folder / "sft"), f"data.cache={folder / 'cache'}"]
     run([environment.engine, "sft", "--model", model, "--data", data, *options, "--debug"], cwd=folder)
     expect("the model that sft left", (folder / "sft" / "model").is_dir(), wanted=True)
+    chosen = ["--env", "brand_new", "--advantage", "brand_new", 'group_filters=[{ use = "brand_new", share = 1.0 }]']
+    sizes = ["--steps", "2", "--groups", "2", "--group-size", "2", "--max-tokens", "96", "rl.max_prompt_tokens=128"]
+    options = [*chosen, *sizes, "--output", str(folder / "rl"), "evaluation.at_end=false"]
+    run([environment.engine, "rl", "--model", model, *options, "--debug"], cwd=folder)
+    expect("the model that rl left", (folder / "rl" / "model").is_dir(), wanted=True)
 
 
 def configuration(folder: Path) -> str:

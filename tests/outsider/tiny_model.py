@@ -16,7 +16,12 @@ tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
 tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
 tokenizer.train_from_iterator(
     [row["prompt"] + row["completion"] for row in rows],
-    trainers.BpeTrainer(vocab_size=128, special_tokens=["<unk>", "<pad>", "<end>"], show_progress=False),
+    trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<unk>", "<pad>", "<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    ),
 )
 wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<end>")
 end_of_turn = "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
@@ -32,7 +37,7 @@ config = Qwen3Config(
     num_attention_heads=2,
     num_key_value_heads=1,
     head_dim=16,
-    max_position_embeddings=64,
+    max_position_embeddings=256,
     pad_token_id=wrapped.pad_token_id,
     eos_token_id=wrapped.eos_token_id,
 )

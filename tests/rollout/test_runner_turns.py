@@ -9,7 +9,7 @@ from attrs import define, evolve, field
 
 from skyrl_engine.contracts.kinds.environment import Action, EnvironmentClaims, StepResult, Task
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
-from skyrl_engine.contracts.values.rollout import PROMPT, Trajectory, VersionSpans
+from skyrl_engine.contracts.values.rollout import PROMPT, SAMPLED, Trajectory, VersionSpans
 from skyrl_engine.rollout.episodes import EpisodeReply
 from skyrl_engine.rollout.runner import Bounds, RolloutRunner
 from skyrl_engine.rollout.turns import TurnRenderer
@@ -88,6 +88,7 @@ def attempt(
     history: Any = "append",
     tools: Any = (),
     room: int = 400,
+    prompts: int = 1000,
 ) -> tuple[Trajectory, Model, Answers]:
     tokenizer = TEMPLATES[template].tokenizer()
     if template == "chatml":
@@ -105,7 +106,7 @@ def attempt(
         names=["sums"],
         claims=[EnvironmentClaims(max_turns=5)],
         sampling=Sampling(max_tokens=room),
-        bounds=Bounds(group_size=1, max_prompt_tokens=1000, max_tokens=room, keeps_history=history == "append"),
+        bounds=Bounds(group_size=1, max_prompt_tokens=prompts, max_tokens=room, keeps_history=history == "append"),
         seed=0,
     )
     runner.start(0, 0, Task("t", messages=(QUESTION,), tools=tuple(tools)), 0)
@@ -149,6 +150,36 @@ def test_a_turn_that_the_environment_cuts_short_is_followed_by_another() -> None
     assert made.status == "truncated"
     made, _, _ = attempt(["three<|im_end|>"], [done], room=len("three") + 1)
     assert made.status == "finished", "it said all that it wanted"
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+def test_an_answer_that_leaves_no_room_ends_the_attempt_without_it(history: Any) -> None:
+    """No row is longer than what planning allowed for, whatever an environment says."""
+    turn, (user,) = "three<|im_end|>", GO_ON.messages
+    answer = evolve(GO_ON, messages=({**user, "content": "a" * 400},))
+    made, model, _ = attempt([turn], [answer], history=history)
+    assert made.status == "truncated"
+    assert len(model.requests) == 1
+    assert (int(made.kinds[-1]), made.reward) == (SAMPLED, 0.0)
+    _, model, _ = attempt([turn, "two<|im_end|>"], [GO_ON, StepResult(1.0)], history=history)
+    answered = len(model.requests[1].prompt_ids) - len(model.requests[0].prompt_ids)
+    for room, turns in ((answered, 1), (answered + 1, 2)):
+        made, model, _ = attempt([turn, "two<|im_end|>"], [GO_ON, StepResult(1.0)], history=history, room=room)
+        assert (made.status, len(model.requests)) == ("truncated", turns)
+        assert len(made.token_ids) <= len(model.requests[0].prompt_ids) + room
+
+
+def test_a_rewritten_history_is_no_longer_than_prompt_and_answer_may_be() -> None:
+    """Without the thought the second prompt is another one; what it is longer than the first one comes off the room of its turn."""
+    texts = ["<think>\nhm\n</think>\n\nthree<|im_end|>", "two<|im_end|>"]
+    answers = [evolve(GO_ON, messages=({"role": "user", "content": "no. " * 20},)), StepResult(1.0)]
+    given: dict[str, Any] = {"template": "thinking", "history": "template"}
+    _, model, _ = attempt(texts, answers, **given)
+    first, second = (len(request.prompt_ids) for request in model.requests)
+    for left in (0, 1, 2):
+        made, model, _ = attempt(texts, answers, room=second - first + left, prompts=first, **given)
+        assert made.status == ("finished" if left else "truncated")
+        assert [request.sampling.max_tokens for request in model.requests[1:]] == ([left] if left else [])
 
 
 def test_answers_that_the_template_refuses_fail_the_attempt_alone() -> None:

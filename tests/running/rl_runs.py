@@ -24,6 +24,8 @@ from skyrl_engine.training.rl.trainer import RlTrainer, run_rl
 
 WORLD = '''
 """Two turns: letters are worth something, and the answers of seed-dependent length make attempts unequal. Some attempts fail."""
+import os
+import signal
 import time
 from skyrl_engine import hookimpl
 from skyrl_engine.contracts import EnvironmentClaims, StepResult, Task
@@ -37,6 +39,7 @@ class Options:
     constant: float | None = field(default=None, kw_only=True)
     failing: bool = field(default=False, kw_only=True)
     delay: bool = field(default=False, kw_only=True)
+    dies: str = field(default="", kw_only=True)  # kills itself in a second turn, once for every byte of this file
 
 
 class Episode:
@@ -51,6 +54,9 @@ class Episode:
             time.sleep((self.seed >> 3) % 5 / 200)
         if self.options.failing and self.task.key == "2" and self.seed % 3 == 0:
             raise ValueError("this one fails")
+        if self.options.dies and action.turn and os.path.getsize(self.options.dies):
+            os.truncate(self.options.dies, os.path.getsize(self.options.dies) - 1)
+            os.kill(os.getpid(), signal.SIGKILL)
         ids = action.token_ids
         worth = sum(token % 7 for token in ids) / (1 + len(ids))
         if self.options.constant is not None:

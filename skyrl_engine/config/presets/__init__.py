@@ -21,6 +21,9 @@ from skyrl_engine.registry.kinds import TABLES
 
 NO_PRESET = "none"
 
+SEQUENCES, ATTEMPTS = "sequence_mean", "trajectory_mean"
+"""The mean over sequences of a preset, and what stands for it where an attempt may be cut into several: each attempt counts once."""
+
 _KEY = "@rl."
 
 
@@ -38,7 +41,8 @@ def preset(name: str) -> dict[str, Any]:
 def with_preset(raw: RawConfig) -> RawConfig:
     """Lay a configuration of trainer rl over its preset, `rl.preset`; others are returned as they are.
 
-    A plugin table that names another plugin than the preset's does not get the preset's options for it.
+    A plugin table that names another plugin than the preset's does not get the preset's options for it. Where histories are rendered anew, a
+    preset's mean over sequences becomes the one over attempts.
     """
     if raw.table.get("trainer", DEFAULT_TRAINER) != "rl":
         return raw
@@ -52,10 +56,14 @@ def with_preset(raw: RawConfig) -> RawConfig:
         problem = Problem(where, f"there is no preset {shown(name)}", remedy)
         return evolve(raw, problems=(*raw.problems, problem))
     table, origins = deepcopy(dict(raw.table)), dict(raw.origins)
-    for key, value in preset(name).items():
+    ours, said = preset(name), {}
+    if own.get("history") == "template" and ours["reducer"]["use"] == SEQUENCES:
+        ours["reducer"]["use"], said["reducer"] = ATTEMPTS, ', rl.history = "template"'
+    for key, value in ours.items():
+        origin = Origin("default", f"preset {name}{said.get(key, '')}")
         if key in TABLES and _chooses_another(table.get(key), value):
             continue
-        _lay_under(table, (key,), value, origins, Origin("default", f"preset {name}"), own)
+        _lay_under(table, (key,), value, origins, origin, own)
     return evolve(raw, table=table, origins=origins)
 
 

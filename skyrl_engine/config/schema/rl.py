@@ -79,7 +79,8 @@ class RlConfig:
     only; `auto` takes `current` where a batch is one optimizer step and `[rl.kl]` is not set, else `score`."""
 
     history: Literal["append", "template"] = field(default="append", validator=in_(("append", "template")))
-    """What precedes a later turn: `append` all tokens as they were, `template` the messages rendered anew."""
+    """What precedes a later turn: `append` all tokens as they were, `template` the messages rendered anew; a preset's mean over sequences
+    is then `trajectory_mean`, which counts an attempt once."""
 
     truncated: Truncated = field(default="keep", validator=in_(("keep", "mask", "zero_reward")))
     """Attempts that ended at `rl.max_tokens`: `keep` trains on them, `mask` gives them no loss, `zero_reward` no reward."""

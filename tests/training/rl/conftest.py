@@ -30,7 +30,7 @@ def tables_of(world: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
         return {
             "trainer": "rl",
             "model": {"path": str(folder / "model")},
-            "rl": {"preset": preset, "steps": 2, "groups": 3, "max_tokens": 24, "max_prompt_tokens": 64, **group_size},
+            "rl": {"preset": preset, "steps": 2, "groups": 3, "max_tokens": 44, "max_prompt_tokens": 64, **group_size},
             "environments": [{"use": f"{folder / 'world.py'}:world", **(environment or {})}],
             "rollouts": {"workers": 1, "retries": 0},
             "evaluation": {"at_end": False},

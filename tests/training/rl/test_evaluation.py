@@ -49,7 +49,9 @@ def test_a_failed_attempt_is_a_wrong_one() -> None:
 
 def test_an_evaluation_changes_no_training(rl: Rl, seen: Seen) -> None:
     plain = run_rl(rl("plain", "rl.steps=2")).directory
-    looked = run_rl(rl("looked", "rl.steps=2", "evaluation={every=1, at_start=true, samples=3, tasks=2}")).directory
+    looked = run_rl(
+        rl("looked", "rl.steps=2", "evaluation={every=1, at_start=true, samples=3, tasks=2, temperature=1.0}")
+    ).directory
     assert weights_of(plain) == weights_of(looked)
     found = [record for record in read_metrics(looked / "metrics.jsonl") if record["kind"] == "evaluation"]
     assert [record["step"] for record in found] == [0, 1, 2]

@@ -254,7 +254,6 @@ def check(
         "rl.mini_batches=1",
         "rl.old=score",
         "rl.groups=4",
-        "rl.max_tokens=44",
     ]
     settings += tables
     if name == "reinforce_pp":

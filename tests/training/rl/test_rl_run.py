@@ -45,6 +45,39 @@ def test_every_ratio_is_exactly_1_before_the_first_update(rl: Rl, seen: Seen, na
     assert any(OBSERVED in each.kinds for group in seen.groups[1] for each in group.trajectories), "some attempts have two turns"
 
 
+HEADS = {
+    "tied": (),
+    "value head": ("model.value_head=true",),
+    "lora": LORA,
+    "lora with a value head": (*LORA, "model.value_head=true"),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("history", ["append", "template"])
+def test_sampled_log_probabilities_are_those_of_a_score_pass_over_several_turns(
+    rl: Rl, seen: Seen, name: str, temperature: float, history: str
+) -> None:
+    """After each of three steps. Single turns: tests/engine/test_sampler.py."""
+    tables = ("rl.steps=3", f"rl.temperature={temperature}", f"rl.history={history}", "rl.old=score")
+    result = run_rl(rl("run", *tables, *HEADS[name]))
+    assert max(record["metrics"]["policy/gap_max"] for record in steps_of(result.directory)) < 1e-4
+    for groups in seen.groups.values():
+        assert max(each.turns for group in groups for each in group.finished) == 2
+
+
+def test_histories_that_are_rendered_anew_train_every_turn_in_its_place(rl: Rl, seen: Seen) -> None:
+    """An attempt that is cut into several samples counts once; no sample is longer than planning allowed for."""
+    result = run_rl(rl("run", "rl.history=template", "rl.old=score"))
+    assert [record["metrics"]["policy/ratio_max"] for record in steps_of(result.directory)] == [1.0, 1.0]
+    columns, attempts = seen.plans[1].columns, [each for group in seen.groups[1] for each in group.finished]
+    assert len(columns) > len(attempts) == len(set(columns.trajectory_ids.tolist())), "some are cut"
+    assert max(np.diff(columns.token_offsets)) <= 64 + 44
+    assert int(columns.loss_weight.astype(bool).sum()) == sum(len(each.logprobs) for each in attempts)
+
+
 @pytest.mark.usefixtures("without_ray")
 def test_ratios_on_two_ranks_are_1_and_advantages_are_those_of_one_rank(rl: Rl, seen: Seen) -> None:
     """Of the first step: what is sampled does not depend on the ranks."""
@@ -182,21 +215,49 @@ class Stale(HfPlugin):
                 else:
                     super().update(weights, version, target)
 
-        return Deaf(config or super().skyrl_engine_config_schema()())
+        class Remembering(HfGenerator):
+            # knows prompts by what the first weights made of them
+
+            def start(self, start):
+                import torch
+
+                super().start(start)
+                policy = self._sets["policy"]
+                weights = {name: each for name, each in policy.model.named_parameters()}
+                first = {name: each.detach().clone() for name, each in weights.items()}
+                read = policy.rows.read
+
+                def remembered(*given):
+                    with torch.no_grad():
+                        now = {name: each.detach().clone() for name, each in weights.items()}
+                        [weights[name].copy_(each) for name, each in first.items()]
+                        hidden = read(*given)
+                        [weights[name].copy_(each) for name, each in now.items()]
+                    return hidden
+
+                policy.rows.read = remembered
+
+        return KIND(config or super().skyrl_engine_config_schema()())
 
 stale = Stale()
 """
 
 
-@pytest.mark.parametrize("fresh", [0, 2])
-def test_a_sampler_that_keeps_old_weights_is_stopped_within_two_steps(rl: Rl, tmp_path: Path, fresh: int) -> None:
-    (tmp_path / "stale.py").write_text(STALE.replace("FRESH", str(fresh)))
-    use = f"generator.use={tmp_path}/stale.py:stale"
+@pytest.mark.parametrize(
+    ("kind", "fresh", "tables"),
+    [("Deaf", 0, ()), ("Deaf", 2, ()), ("Deaf", 0, LORA), ("Remembering", 0, ())],
+    ids=["no update", "no later update", "no adapters", "prefixes are kept"],
+)
+def test_a_sampler_that_keeps_old_weights_is_stopped_within_two_steps(
+    rl: Rl, tmp_path: Path, kind: str, fresh: int, tables: Sequence[str]
+) -> None:
+    (tmp_path / "stale.py").write_text(STALE.replace("FRESH", str(fresh)).replace("KIND", kind))
+    use = (f"generator.use={tmp_path}/stale.py:stale", *tables)
     with pytest.raises(RolloutError, match="the sampler does not hold the weights it was given"):
-        run_rl(rl("run", "rl.steps=9", use))
+        run_rl(rl("run", "rl.steps=9", *use))
     # version `fresh` is the last that was sampled from; those of the next two steps are seen
     assert len(steps_of(tmp_path / "run")) == fresh + 2
-    run_rl(rl("told", "rl.steps=4", "rl.on_gap=warn", use))
+    run_rl(rl("told", "rl.steps=4", "rl.on_gap=warn", *use))
 
 
 def test_another_version_of_an_environment_is_refused_by_name(rl: Rl, world: Path, tmp_path: Path) -> None:
@@ -249,6 +310,47 @@ def test_neither_workers_nor_the_order_of_replies_change_a_run(rl: Rl, monkeypat
     assert weights_of(whole) == weights_of(shuffled)
     others = run_rl(rl("seed", "rl.steps=3", "run.seed=6", penalty, environment={"failing": True})).directory
     assert weights_of(whole) != weights_of(others)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("workers", [1, 3, 7])
+@pytest.mark.parametrize("seed", range(3))
+def test_checkpoints_are_the_same_however_replies_arrive(rl: Rl, monkeypatch: pytest.MonkeyPatch, workers: int, seed: int) -> None:
+    """Completions are held back at random and come in random order, environments answer late; the whole checkpoint is compared."""
+    tables = ("rl.steps=3", "checkpoint.every=1", "rl.mini_batches=2", "rl.kl={coef=0.3, target=0.01}")
+    whole = run_rl(rl("whole", *tables, environment={"failing": True})).directory
+    poll, held, draw = Sampler.poll, [], np.random.default_rng([seed, workers])
+
+    def late(self: Sampler, timeout: float) -> Sequence[Completion]:
+        held.extend(poll(self, timeout))
+        draw.shuffle(held)
+        return [held.pop() for _ in range(int(draw.integers(min(1, len(held)), len(held) + 1)))]
+
+    monkeypatch.setattr(Sampler, "poll", late)
+    delayed = {"failing": True, "delay": True}
+    other = run_rl(rl("other", *tables, f"rollouts.workers={workers}", environment=delayed)).directory
+    assert weights_of(other) == weights_of(whole)
+    assert numbers_of(other) == numbers_of(whole)
+    for path in sorted((whole / "checkpoints" / "step-00000003" / "state").rglob("*")):
+        if path.is_file() and path.suffix in (".safetensors", ".distcp"):
+            assert (other / path.relative_to(whole)).read_bytes() == path.read_bytes(), path
+
+
+def test_an_environment_whose_process_dies_changes_nothing(rl: Rl, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its attempts are rebuilt from seeds and turns in another process; without retries they fail, by their cause."""
+    deaths = tmp_path / "deaths"
+    deaths.write_text("")
+    given: dict[str, Any] = {"dies": str(deaths)}
+    whole = run_rl(rl("whole", environment=given)).directory
+    deaths.write_text("xx")
+    parts = run_rl(rl("parts", "rollouts.retries=2", environment=given)).directory
+    assert deaths.read_text() == "", "it died twice"
+    assert weights_of(parts) == weights_of(whole)
+    deaths.write_text("x")
+    with caplog.at_level(logging.INFO):
+        failed = run_rl(rl("failed", "rl.steps=1", environment=given)).directory
+    assert "its process was killed by SIGKILL in step 2" in caplog.text
+    assert steps_of(failed)[0]["metrics"]["rollout/failed"] > 0
 
 
 class Interruption:
