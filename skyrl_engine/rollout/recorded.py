@@ -35,12 +35,12 @@ Told = Callable[[int], None]
 class Limits:
     """What recorded attempts must keep to.
 
-    `vocabulary` counts the model's tokens (None: unknown), `max_tokens` is the most tokens of a stretch, `min_group_size` the fewest attempts
-    of a group that must not have failed.
+    `vocabulary` counts the model's tokens and `positions` those of a sequence (None: unknown), `min_group_size` is the fewest attempts of a
+    group that must not have failed.
     """
 
     vocabulary: int | None
-    max_tokens: int
+    positions: int | None
     min_group_size: int
 
 
@@ -202,10 +202,10 @@ def _check(attempt: Trajectory, name: str, limits: Limits) -> None:
         raise DataError(f"{name} holds a negative token id", remedy="Write the rollouts again")
     starts = attempt.segment_offsets[:-1][attempt.kinds == PROMPT]
     longest = int(np.diff([*starts.tolist(), len(attempt.token_ids)]).max(initial=0))
-    if longest > limits.max_tokens:
+    if limits.positions is not None and longest > limits.positions:
         raise DataError(
-            f"{name} has {longest:,} tokens, and rl.max_prompt_tokens and rl.max_tokens allow {limits.max_tokens:,}",
-            remedy="Raise rl.max_tokens, or remove the attempt",
+            f"{name} has {longest:,} tokens, and the model has {limits.positions:,} positions",
+            remedy="Train the model that the rollouts were sampled from, or remove the attempt",
         )
     if not np.isfinite(attempt.rewards).all() or not np.isfinite(attempt.unplaced_reward):
         raise DataError(f"{name} has a reward that is not finite", remedy="Correct or remove the attempt")

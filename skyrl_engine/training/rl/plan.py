@@ -9,7 +9,7 @@ from skyrl_engine.config.schema import RlConfig
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.engine.cores import sharing
 from skyrl_engine.rollout.recorded import Recording
-from skyrl_engine.training.rl.preparation import PreparedRl, Progress, prepare
+from skyrl_engine.training.rl.preparation import PreparedRl, Progress, Sampled, prepare
 
 
 @frozen
@@ -43,7 +43,11 @@ def plan_rl(resolved: ResolvedConfig, *, progress: Progress | None = None) -> Rl
     prepared = prepare(resolved, progress=progress)
     config = resolved.config
     return RlPlan(
-        plugins={place: _described(selected) for place, selected in resolved.plugins.items()},
+        plugins={
+            place: _described(selected)
+            for place, selected in resolved.plugins.items()
+            if place != "generator" or isinstance(prepared.rollouts, Sampled)
+        },
         observers=tuple(_described(selected) for selected in resolved.observers),
         model=config.model.path,
         launch=config.run.launch,

@@ -94,7 +94,6 @@ def prepare(resolved: ResolvedConfig, *, progress: Progress | None = None) -> Pr
     files = ModelFiles.of(config.model)
     assembly = assemble(resolved, files, max_sequence_length=settings.max_prompt_tokens + settings.max_tokens)
     assembly.check_data(files.facts, [])
-    _refuse_beyond_positions(resolved, files)
     context = assembly.context
     advantage: Part[Advantage] = resolved.plugins["advantage"].part("advantage", context)
     if settings.rollouts is None and settings.group_size == 1 and advantage.product.claims.groups == "needed":
@@ -134,6 +133,7 @@ def _sampled(
     resolved: ResolvedConfig, files: ModelFiles, environments: Sequence[SelectedPlugin], context: FactoryContext
 ) -> Sampled:
     config = resolved.config
+    _refuse_beyond_positions(resolved, files)
     parts: list[Part[Environment]] = [each.part(f"environments[{number}]", context) for number, each in enumerate(environments)]
     tasks = TaskOrder(parts, [table.weight for table in config.environments], config.run.seed)
     _refuse_too_few(resolved, tasks)
@@ -155,7 +155,7 @@ def _recorded(
     assert settings.rollouts is not None, "that is why it is recorded"
     recording = read_recording(
         Path(settings.rollouts).expanduser(),
-        Limits(files.facts.vocabulary_size, settings.max_prompt_tokens + settings.max_tokens, config.rollouts.min_group_size),
+        Limits(files.facts.vocabulary_size, files.facts.extended_length, config.rollouts.min_group_size),
         filters,
         max_drop_share=config.rollouts.max_drop_share,
         on_starved=config.rollouts.on_starved,

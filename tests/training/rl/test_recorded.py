@@ -129,6 +129,7 @@ def test_the_plan_says_what_is_read(offline: Offline, sampled: Path) -> None:
     assert f"{len(groups)} groups of {sum(len(group.finished) for group in groups)} attempts" in plan.rollouts
     assert "4 steps of 3 groups are 2.0 passes over them" in plan.rollouts
     assert plan.passes[0] == "read"
+    assert "generator" not in plan.plugins
     assert "user" in "".join(plan.prompt["world"])
 
 
@@ -148,7 +149,7 @@ def _longer(row: dict[str, Any]) -> dict[str, Any]:
             DataError,
             r"attempt 0 of group 0 holds token id 1000000",
         ),
-        (_longer, DataError, r"tokens, and rl\.max_prompt_tokens and rl\.max_tokens allow 88"),
+        (_longer, DataError, "tokens, and the model has 128 positions"),
         (lambda row: {**row, "rewards": [float("1e39")] * len(row["rewards"])}, DataError, "a reward that is not finite"),
         (lambda row: row if row["member"] == 0 else None, UnsupportedError, "no task of .* has two"),
         (lambda row: {**row, "status": "failed"}, RolloutError, "no group to train on: 6 failed"),
