@@ -20,7 +20,7 @@ from skyrl_engine.cli.app import app
 from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.config.structure import structure
 
-# A busy machine is no failure. On CI the same examples every time, so that a red run is about the change; elsewhere new ones.
+# A busy machine is no failure. For `.ci/run` the same examples every time, so that a red run is about the change; elsewhere new ones.
 settings.register_profile("here", deadline=None, max_examples=50)
 # At night ten times as many.
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)

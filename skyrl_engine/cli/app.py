@@ -37,6 +37,7 @@ COMMANDS = {
     "rollouts": LazyCommand(
         "skyrl_engine.cli.rollouts:rollouts", "Look at the attempts of a run by reinforcement, compare steps, export them."
     ),
+    "evaluate": LazyCommand("skyrl_engine.cli.evaluate:evaluate", "Attempt tasks with a model, and say how often it is right."),
     "export": LazyCommand("skyrl_engine.cli.export:export", "Write a checkpoint as a Hugging Face directory."),
 }
 

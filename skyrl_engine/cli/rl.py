@@ -81,7 +81,7 @@ def rl(
     from skyrl_engine.config import Option, resolve
     from skyrl_engine.config.report import to_toml
 
-    environments = [*map(environment_table, env), *_function(reward, data, eval_data, eval_fraction, tool)]
+    environments = [*map(environment_table, env), *function_tables(reward, data, eval_data, eval_fraction, tool)]
     flags = {key: Option(f"--{name.replace('_', '-')}", given[name]) for name, key in _KEYS.items() if given[name] is not None}
     if environments:
         flags["environments"] = Option("--env" if env else "--reward", environments)
@@ -109,7 +109,7 @@ def environment_table(reference: str) -> dict[str, Any]:
     return {"use": reference}
 
 
-def _function(
+def function_tables(
     reward: tuple[str, ...], data: tuple[str, ...], eval_data: str | None, eval_fraction: float | None, tools: tuple[str, ...]
 ) -> list[dict[str, Any]]:
     """Return the table of the environment `function`, if a reward is given."""

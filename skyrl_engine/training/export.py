@@ -47,10 +47,10 @@ class ExportChoices:
 
 @frozen
 class _Recorded:
-    """The part of a checkpoint's documents that an export reads."""
+    """The part of a checkpoint's documents that an export reads. Only trainers that read images from files have `data`."""
 
     model: ModelConfig
-    data: DataConfig
+    data: DataConfig | None
     seed: int
     backend: dict[str, Any]
     base: dict[str, Any]
@@ -61,7 +61,7 @@ class _Recorded:
         try:
             return cls(
                 model=strict_converter().structure(config["model"], ModelConfig),
-                data=strict_converter().structure(config["data"], DataConfig),
+                data=strict_converter().structure(config["data"], DataConfig) if "data" in config else None,
                 seed=int(config["run"]["seed"]),
                 backend={"record": dict(locks["backend"]["record"]), "options": dict(locks["backend"]["options"])},
                 base=checkpoint.document(BASE_DOCUMENT),
@@ -97,7 +97,8 @@ def export_checkpoint(
     backend = _backend(recorded.backend, choices.backend).on_one_rank()
     kept = evolve(model, path=str(checkpoint.model), tokenizer=None, chat_template=None, revision=None, lora=None)
     files = ModelFiles.of(kept)
-    files.vision = load_vision(files.facts, recorded.data)
+    if recorded.data is not None:
+        files.vision = load_vision(files.facts, recorded.data)
     spec = WorkerSpec(
         plugins={"backend": backend.lock()},
         context=FactoryContext(seed=recorded.seed, pad_token_id=files.pad_token_id),

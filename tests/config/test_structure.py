@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine.config.reading.origins import DEFAULT, Origin
+from skyrl_engine.config.reading.places import absolute_place
 from skyrl_engine.config.reading.sources import RawConfig, load
 from skyrl_engine.config.reading.toml import read_toml
 from skyrl_engine.config.report import to_toml
@@ -229,7 +230,7 @@ def test_origins_are_completed_with_defaults() -> None:
 
 
 _names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6).filter(lambda text: text != "use")
-_texts = _names.filter(lambda text: text != "none" and not text.startswith(("./", "../")))
+_texts = _names.filter(lambda text: text != "none" and not text.startswith(("./", "../")) and absolute_place(text, None) == text)
 _plain_values = st.recursive(
     st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False), _texts),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(_names, inner, max_size=3)),

@@ -1,13 +1,13 @@
 """Evaluation on held-out tasks: average rewards, pass@k, and how sure they are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
 from attrs import evolve
 
 from skyrl_engine.config.schema import EvaluationConfig
-from skyrl_engine.contracts.kinds.environment import Environment, Task
+from skyrl_engine.contracts.kinds.environment import Environment, Split, Task
 from skyrl_engine.contracts.kinds.generator import Sampling
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.registry.part import Part
@@ -18,11 +18,11 @@ FIRST_NUMBER: Final = 2**40
 """Numbers of attempts of evaluations, and of their requests, begin here: no training attempt has them."""
 
 
-def held_out(environments: Sequence[Part[Environment]], count: int) -> list[tuple[int, Task]]:
-    """Return the first held-out tasks of every environment, `count` of all together in equal shares; fewer where there are fewer."""
+def tasks_of(environments: Sequence[Part[Environment]], count: int, split: Split = "eval") -> list[tuple[int, Task]]:
+    """Return the first tasks of every environment, held-out ones, `count` of all together in equal shares; fewer where there are fewer."""
     found: list[tuple[int, Task]] = []
     for number, part in enumerate(environments):
-        tasks = part.product.tasks("eval")
+        tasks = part.product.tasks(split)
         share = count // len(environments) + (number < count % len(environments))
         found += [(number, tasks[index]) for index in range(min(share, len(tasks)))]
     return found
@@ -40,8 +40,12 @@ def attempts(
     bounds: Bounds,
     sampling: Sampling,
     seed: int,
+    told: Callable[[int], None] | None = None,
 ) -> list[Group]:
-    """Attempt every task `config.samples` times, with the evaluation's own temperature and seeds; groups in the order of the tasks."""
+    """Attempt every task `config.samples` times, with the evaluation's own temperature and seeds; groups in the order of the tasks.
+
+    `told` is told how many tasks are done.
+    """
     runner = RolloutRunner(
         sampler,
         episodes,
@@ -58,6 +62,8 @@ def attempts(
     groups: list[Group] = []
     while runner.running:
         groups += runner.advance(1.0)
+        if told is not None:
+            told(len(groups))
     return sorted(groups, key=lambda group: group.ticket)
 
 

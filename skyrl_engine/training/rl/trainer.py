@@ -35,7 +35,7 @@ from skyrl_engine.run.durable import write_durably
 from skyrl_engine.run.session import RunSession, open_session
 from skyrl_engine.training.loop import Loop, RunResult, StepDone
 from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffled
-from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, held_out
+from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
 from skyrl_engine.training.rl.metrics import rollout_metrics
 from skyrl_engine.training.rl.preparation import REFERENCE_MODEL, PreparedRl, Progress, Sampled, prepare
 from skyrl_engine.training.rl.recipe import REFERENCE
@@ -160,14 +160,7 @@ def _sampling(
         max_drop_share=config.rollouts.max_drop_share,
         on_starved=config.rollouts.on_starved,
     )
-    pool = EpisodePool(
-        [selected.lock() for selected in prepared.environments],
-        prepared.names,
-        prepared.assembly.context,
-        workers=config.rollouts.workers,
-        timeout_s=config.rollouts.timeout_s,
-        retries=config.rollouts.retries,
-    )
+    pool = episode_pool(prepared)
     try:
         with open_journal(
             session.directory.rollouts,
@@ -193,6 +186,19 @@ def _sampling(
             yield source, Live(rollouts, sampler, pool, guard)
     finally:
         pool.shutdown()
+
+
+def episode_pool(prepared: PreparedRl) -> EpisodePool:
+    """Return processes for the run's environments, which its caller shuts down."""
+    config = prepared.resolved.config.rollouts
+    return EpisodePool(
+        [selected.lock() for selected in prepared.environments],
+        prepared.names,
+        prepared.assembly.context,
+        workers=config.workers,
+        timeout_s=config.timeout_s,
+        retries=config.retries,
+    )
 
 
 def bounds_of(prepared: PreparedRl) -> Bounds:
@@ -299,7 +305,7 @@ class RlTrainer:
             return None
         config = self.prepared.resolved.config
         environments = self.live.rollouts.tasks.environments
-        tasks = held_out(environments, config.evaluation.tasks)
+        tasks = tasks_of(environments, config.evaluation.tasks)
         if not tasks:
             return None
         groups = attempts(

@@ -10,7 +10,7 @@ from rl_runs import Rl, Seen, steps_of, weights_of
 from skyrl_engine.contracts.kinds.environment import Task
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.rollout_cases import plain_group
-from skyrl_engine.training.rl.evaluation import evaluation_metrics, held_out
+from skyrl_engine.training.rl.evaluation import evaluation_metrics, tasks_of
 from skyrl_engine.training.rl.trainer import run_rl
 
 
@@ -23,7 +23,7 @@ def part(count: int) -> Any:
     ("counts", "wanted", "taken"), [((9,), 4, [4]), ((9, 9), 5, [3, 2]), ((1, 9), 6, [1, 3]), ((0, 0), 5, [0, 0])]
 )
 def test_environments_share_what_is_held_out(counts, wanted, taken) -> None:
-    found = held_out([part(count) for count in counts], wanted)
+    found = tasks_of([part(count) for count in counts], wanted)
     assert [[number for number, _ in found].count(place) for place in range(len(counts))] == taken
     assert [task.key for number, task in found if number == 0] == [str(each) for each in range(taken[0])]
 

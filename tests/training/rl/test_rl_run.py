@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rl_runs import Rl, Seen, numbers_of, steps_of, weights_of
+from safetensors.torch import load_file
 
 from skyrl_engine import hookimpl
 from skyrl_engine.contracts.kinds.generator import Completion
@@ -17,6 +19,7 @@ from skyrl_engine.contracts.kinds.observer import StepFinished
 from skyrl_engine.contracts.values.rollout import OBSERVED
 from skyrl_engine.engine.sampler import Sampler
 from skyrl_engine.errors import CheckpointError, PluginBrokenError, RolloutError
+from skyrl_engine.training.export import export_checkpoint
 from skyrl_engine.training.rl.trainer import run_rl
 
 PACKED = ("collator.use=packed", "rl.micro_batch_tokens=128")
@@ -375,3 +378,15 @@ def test_interrupted_and_resumed_equals_uninterrupted(rl: Rl, caplog: pytest.Log
         parts = run_rl(rl("parts", *tables), resume=True).directory
     assert weights_of(parts) == weights_of(whole)
     assert numbers_of(parts) == numbers_of(whole)
+
+
+def test_a_checkpoint_is_exported_as_the_model_of_its_step(rl: Rl, tmp_path: Path) -> None:
+    run = run_rl(rl("run", "rl.steps=2", "checkpoint.every=1")).directory
+    export_checkpoint(run, tmp_path / "last")
+    export_checkpoint(run, tmp_path / "earlier", step=1)
+    at_end, last, earlier = (
+        load_file(place / "model.safetensors") for place in (run / "model", tmp_path / "last", tmp_path / "earlier")
+    )
+    assert at_end.keys() == last.keys()
+    assert all(torch.equal(last[name], at_end[name]) for name in at_end)
+    assert any(not torch.equal(earlier[name], at_end[name]) for name in at_end)

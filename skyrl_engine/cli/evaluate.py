@@ -1,0 +1,197 @@
+"""`skyrl-engine evaluate`: attempt tasks with a model, and say how often it is right."""
+
+import json
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from skyrl_engine.cli.command import EngineCommand, current_settings
+from skyrl_engine.cli.options import load_config
+
+if TYPE_CHECKING:
+    from skyrl_engine.training.rl.standalone_evaluation import Evaluated
+
+_OF_RUN = {
+    "model": ("dtype", "chat_template", "trust_remote_code"),
+    "rl": ("max_tokens", "max_prompt_tokens", "history"),
+    "run": ("seed", "device"),
+}
+"""Keys that an evaluation takes over from the run whose model it evaluates."""
+
+_KEYS = {
+    "samples": "evaluation.samples",
+    "tasks": "evaluation.tasks",
+    "temperature": "evaluation.temperature",
+    "max_tokens": "rl.max_tokens",
+    "seed": "run.seed",
+}
+
+
+@click.command(cls=EngineCommand)
+@click.argument("run", required=False, type=click.Path(path_type=Path), metavar="[RUN]")
+@click.option(
+    "--model", metavar="MODEL", help="A Hugging Face directory or hub id, instead of RUN; beside it, the base of RUN's adapters."
+)
+@click.option(
+    "--step", type=click.IntRange(min=0), metavar="STEP", help="RUN's checkpoint of this step, instead of its trained model."
+)
+@click.option(
+    "--env", multiple=True, metavar="ENVIRONMENT", help="Where tasks and rewards come from; without it, the environments of RUN."
+)
+@click.option("--reward", multiple=True, metavar="FUNCTION", help="A reward function, ./file.py:name; several are added up.")
+@click.option("--data", multiple=True, metavar="DATA", help="Tasks for --reward: a file, a folder or a hub id.")
+@click.option("--tool", multiple=True, metavar="FUNCTION", help="A function that the model may call, ./file.py:name.")
+@click.option("-k", "--samples", type=click.IntRange(min=1), default=1, show_default=True, metavar="K", help="Attempts per task.")
+@click.option("--tasks", type=click.IntRange(min=1), metavar="N", help="Tasks to attempt; without it, all of --data, otherwise 64.")
+@click.option(
+    "--split", type=click.Choice(["eval", "train"]), default="eval", show_default=True, help="Held-out tasks, or those to train on."
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    metavar="TEMPERATURE",
+    help="Temperature to sample with; without it, 1 for several attempts per task, and 0 (the most likely token) for one.",
+)
+@click.option("--max-tokens", type=click.IntRange(min=1), metavar="TOKENS", help="Longest attempt.")
+@click.option("--seed", type=int, metavar="SEED", help="Seed of every random number.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write all attempts, as `rollouts export` does: .jsonl or .parquet.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Any other key of the configuration, such as generator.slots=128.",
+)
+def evaluate(
+    run: Path | None,
+    *,
+    model: str | None,
+    step: int | None,
+    env: tuple[str, ...],
+    reward: tuple[str, ...],
+    data: tuple[str, ...],
+    tool: tuple[str, ...],
+    split: str,
+    output: Path | None,
+    as_json: bool,
+    overrides: tuple[str, ...],
+    **given: Any,
+) -> int:
+    """Attempt tasks with the model of the run directory RUN, or with MODEL, and print average reward and pass@k.
+
+    A run by reinforcement brings its environments and lengths along. The numbers are those of an evaluation during a run of the same seed,
+    temperature and tasks.
+    """
+    from skyrl_engine.cli.render import show_progress
+    from skyrl_engine.cli.rl import environment_table, function_tables
+    from skyrl_engine.config import Option, resolve
+    from skyrl_engine.training.rl.standalone_evaluation import evaluate_model
+
+    if run is None and model is None:
+        raise click.UsageError("There is nothing to evaluate. Give RUN, a run directory, or --model MODEL.")
+    if run is None and step is not None:
+        raise click.UsageError("--step chooses a checkpoint of RUN, a run directory, which is not given.")
+    if output is not None and output.suffix not in (".jsonl", ".parquet"):
+        raise click.UsageError(f"--output {output} ends neither in .jsonl nor in .parquet.")
+    if given["temperature"] is None:
+        given["temperature"] = 0.0 if given["samples"] == 1 else 1.0
+    if data and given["tasks"] is None:
+        given["tasks"] = sys.maxsize
+    environments = [*map(environment_table, env), *function_tables(reward, data, _one(data), None, tool)]
+    settings = current_settings()
+    with ExitStack() as stack, show_progress(quiet=settings.quiet or as_json) as display:
+        tables: dict[str, Any] = {} if run is None else _tables_of(run)
+        folder = None
+        if run is not None:
+            folder = _model_of(
+                run, step, model, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-engine-evaluate-")))
+            )
+        flags: dict[str, Any] = {"trainer": "rl", "model.path": model if folder is None else str(folder)}
+        flags |= {key: Option(f"--{name.replace('_', '-')}", given[name]) for name, key in _KEYS.items() if given[name] is not None}
+        if environments:
+            flags["environments"] = Option("--env" if env else "--reward", environments)
+        resolved = resolve(load_config(None, overrides, {**tables, **flags}))
+        found = evaluate_model(resolved, split="train" if split == "train" else "eval", progress=display.data)
+    if output is not None:
+        _write(found, output)
+    if as_json:
+        click.echo(json.dumps({"tasks": len(found.groups), "metrics": dict(found.metrics)}, indent=2))
+        return 0
+    _show(found)
+    if output is not None:
+        click.echo(f"attempts: {output}")
+    return 0
+
+
+def _one(data: tuple[str, ...]) -> str | None:
+    """Return tasks as held-out ones: those of --data are all to be attempted."""
+    if len(data) > 1:
+        raise click.UsageError("--data is given more than once. Put all tasks in one file or folder.")
+    return data[0] if data else None
+
+
+def _tables_of(run: Path) -> dict[str, Any]:
+    """Return what an evaluation takes over from a run's configuration, as dotted keys."""
+    from skyrl_engine.config.reading.sources import read_file
+    from skyrl_engine.errors import EngineError
+    from skyrl_engine.run.directory import RunDirectory
+
+    place = RunDirectory(run).config
+    if not place.is_file():
+        raise EngineError(
+            f"there is no run directory {run}", remedy="Name the directory that a run has written, or give --model MODEL"
+        )
+    table, _ = read_file(place)
+    kept = {f"{name}.{key}": table[name][key] for name, keys in _OF_RUN.items() for key in keys if key in table.get(name, {})}
+    if table.get("trainer") == "rl":
+        kept |= {f"{name}.{key}": value for name in ("generator", "rollouts") for key, value in table.get(name, {}).items()}
+        if table.get("environments"):
+            kept["environments"] = table["environments"]
+    return kept
+
+
+def _model_of(run: Path, step: int | None, base: str | None, scratch: Path) -> Path:
+    """Return a whole model: what the run exported, or else its checkpoint, exported into `scratch` with adapters merged."""
+    from skyrl_engine.run.directory import RunDirectory
+    from skyrl_engine.training.export import ExportChoices, export_checkpoint
+
+    exported = RunDirectory(run).model
+    if step is None and exported.is_dir() and not (exported / "adapter_config.json").exists():
+        return exported
+    export_checkpoint(run, scratch / "model", step, ExportChoices(model=base, merge=True))
+    return scratch / "model"
+
+
+def _write(found: "Evaluated", output: Path) -> None:
+    from skyrl_engine.rollout.exported import rows_of, write_rows
+
+    def decode(ids: Any) -> str:
+        return str(found.tokenizer.decode(list(ids)))
+
+    rows = (row for group in found.groups for row in rows_of(group, decode=decode))
+    write_rows(rows, output, "parquet" if output.suffix == ".parquet" else "jsonl")
+
+
+def _show(found: "Evaluated") -> None:
+    from skyrl_engine.cli.render import show_table
+
+    prefix = "evaluation/"
+    rows = []
+    for name, value in found.metrics.items():
+        low, high = found.metrics.get(f"{name}_low"), found.metrics.get(f"{name}_high")
+        if name.endswith(("_low", "_high")):
+            continue
+        between = "" if low is None or high is None else f"{low:.4f} to {high:.4f}"
+        rows.append((name.removeprefix(prefix), f"{value:.4f}", between))
+    click.echo(f"{len(found.groups):,} tasks of {', '.join(found.names)}")
+    show_table(("", "mean", "95 % of resampled tasks"), rows)

@@ -1,0 +1,68 @@
+"""Evaluation of a model without training it: the same attempts, seeds and numbers as an evaluation during a run."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.contracts.kinds.environment import Split
+from skyrl_engine.contracts.values.rollout import Group
+from skyrl_engine.engine.engine import Engine
+from skyrl_engine.errors import ConfigError, DataError, Problem
+from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
+from skyrl_engine.training.rl.preparation import Progress, Sampled, prepare
+from skyrl_engine.training.rl.trainer import bounds_of, episode_pool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@frozen(eq=False)
+class Evaluated:
+    """The attempts of an evaluation, a group per task in the order of the tasks, and their metrics by name, as a run writes them."""
+
+    metrics: Mapping[str, float]
+    groups: Sequence[Group]
+    names: Sequence[str]
+    tokenizer: "PreTrainedTokenizerBase"
+
+
+def evaluate_model(resolved: ResolvedConfig, *, split: Split = "eval", progress: Progress | None = None) -> Evaluated:
+    """Attempt tasks as `[evaluation]` says: `samples` times each of `tasks` ones, at its temperature, under the seed of `[run]`.
+
+    Raises DataError where environments have no task of this split, and what a run by reinforcement raises before its first step.
+    """
+    config = resolved.config
+    prepared = prepare(resolved)
+    if not isinstance(prepared.rollouts, Sampled):
+        raise ConfigError([Problem("rl.rollouts", "is set, and an evaluation samples", "Remove it")])
+    environments = prepared.rollouts.tasks.environments
+    tasks = tasks_of(environments, config.evaluation.tasks, split)
+    if not tasks:
+        raise DataError(
+            f"{', '.join(part.label for part in environments)}: there is no {'held-out task' if split == 'eval' else 'task'} to attempt",
+            remedy="Give the environment held-out tasks (--eval-data, eval_fraction), or choose --split train",
+        )
+    with Engine.launch(resolved, prepared.assembly, prepared.files, None, prepared.layout) as engine:
+        sampler = engine.start_sampler(resolved.plugins["generator"])
+        sampler.update(0)
+        pool = episode_pool(prepared)
+        try:
+            groups = attempts(
+                tasks,
+                config.evaluation,
+                sampler=sampler,
+                episodes=pool,
+                turns=prepared.rollouts.renderer,
+                names=prepared.names,
+                environments=environments,
+                bounds=bounds_of(prepared),
+                sampling=prepared.sampling,
+                seed=config.run.seed,
+                told=None if progress is None else lambda done: progress("tasks", done, len(tasks)),
+            )
+        finally:
+            pool.shutdown()
+    metrics = evaluation_metrics(groups, prepared.names, seed=config.run.seed)
+    return Evaluated(metrics, groups, prepared.names, prepared.files.tokenizer)

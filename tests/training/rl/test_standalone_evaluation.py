@@ -1,0 +1,104 @@
+"""`skyrl-engine evaluate`: the numbers of an evaluation during the run, of checkpoints and other models too, and refusals in words."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rl_runs import Rl
+
+from skyrl_engine.cli.app import main
+from skyrl_engine.rollout.exported import read_rollouts
+from skyrl_engine.run.metrics import read_metrics
+from skyrl_engine.training.rl.trainer import run_rl
+
+EVALUATED = ("evaluation.at_end=true", "evaluation.samples=3", "evaluation.temperature=1.0", "rl.steps=1")
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
+    assert main(["evaluate", *map(str, arguments), "--json"]) == 0, capsys.readouterr().err
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def last_of(run: Path) -> dict[str, float]:
+    return [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "evaluation"][-1]["metrics"]
+
+
+def test_a_run_evaluated_anew_has_the_numbers_of_its_own_evaluation(
+    rl: Rl, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = run_rl(rl("run", *EVALUATED)).directory
+    file = tmp_path / "attempts.jsonl"
+    found = evaluated(capsys, run, "-k", 3, "--output", file)
+    assert found == {"tasks": 2, "metrics": last_of(run)}
+    groups = list(read_rollouts(file))
+    assert [len(group.trajectories) for group in groups] == [3, 3]
+    assert found["metrics"]["evaluation/avg@3"] == pytest.approx(
+        sum(each.reward for group in groups for each in group.trajectories) / 6
+    )
+    # without its trained model a run has its checkpoint
+    (run / "model").rename(run / "aside")
+    assert evaluated(capsys, run, "-k", 3) == found
+    (run / "aside").rename(run / "model")
+
+    elsewhere = evaluated(capsys, "--model", run / "model", "--env", _world_of(run), "-k", 3, "--seed", 5, *_lengths())
+    assert elsewhere == found
+    other = evaluated(capsys, run, "-k", 3, "--seed", 6)
+    assert other["metrics"] != found["metrics"]
+    assert evaluated(capsys, run, "--split", "train", "--tasks", 5)["tasks"] == 5
+
+
+def test_adapters_are_merged(rl: Rl, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_rl(rl("run", *EVALUATED, "model.lora.rank=2")).directory
+    ours, its = (found["evaluation/avg@3"] for found in (evaluated(capsys, run, "-k", 3)["metrics"], last_of(run)))
+    assert ours == pytest.approx(its, rel=0.2)
+
+
+def test_what_is_shown(rl: Rl, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_rl(rl("run", "rl.steps=1")).directory
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "-k", "2"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "2 tasks of world"
+    assert [line.split()[0] for line in shown[2:]] == ["avg@2", "tokens_mean", "pass@1", "pass@2"]
+    assert " to " in shown[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "There is nothing to evaluate. Give RUN"),
+        (["--model", "{world}/model", "--step", "1"], "--step chooses a checkpoint of RUN"),
+        (["{world}/nowhere"], "there is no run directory"),
+        (["--model", "{world}/model"], "there is no environment"),
+        (
+            ["--model", "{world}/model", "--env", "{world}/world.py:world", "--output", "x.txt"],
+            "ends neither in .jsonl nor in .parquet",
+        ),
+        (["--model", "{world}/model", "--env", "{world}/world.py:world", "-k", "0"], "-k"),
+        (["--model", "{world}/model", "--data", "x.jsonl"], "--data is for tasks with a reward function"),
+        (["--model", "{world}/nomodel", "--env", "{world}/world.py:world"], "nomodel"),
+    ],
+)
+def test_refusals(capsys: pytest.CaptureFixture[str], world: Path, arguments: list[str], words: str) -> None:
+    assert main(["evaluate", *(each.format(world=world) for each in arguments)]) != 0
+    assert words in capsys.readouterr().err
+
+
+def test_tasks_of_a_file_are_all_attempted(capsys: pytest.CaptureFixture[str], world: Path, tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"go {number}"}) + "\n" for number in range(70)))
+    (tmp_path / "r.py").write_text("def score(text, task):\n    return float(len(text) % 2)\n")
+    reward = ("--reward", f"{tmp_path / 'r.py'}:score", "--data", tmp_path / "tasks.jsonl")
+    assert evaluated(capsys, "--model", world / "model", *reward, *_lengths())["tasks"] == 70
+    assert evaluated(capsys, "--model", world / "model", *reward, *_lengths(), "--tasks", 3)["tasks"] == 3
+
+
+def _lengths() -> tuple[str, ...]:
+    return ("--max-tokens", "44", "--set", "rl.max_prompt_tokens=64")
+
+
+def _world_of(run: Path) -> str:
+    import tomllib
+
+    return str(tomllib.loads((run / "config.toml").read_text())["environments"][0]["use"])
