@@ -1,6 +1,6 @@
 """skyrl_engine: a post-training engine for language models whose disputed parts are plugins chosen by name.
 
-This facade is what a plugin imports: `hookimpl`, the decorators (`loss`, `correction`, `reducer`, `advantage`), the values that cross the
+This facade is what a plugin imports: `hookimpl`, the decorators (`loss`, `reward`, ...), the values that cross the
 contracts, and the errors; and what a program of one's own opens: `Engine`. Names are imported when first used, so that
 `skyrl-engine --help` pays for none of them.
 """
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from skyrl_engine.contracts.kinds.reducer import BatchStructure
     from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
     from skyrl_engine.engine.engine import Engine
+    from skyrl_engine.environments.functions import reward
     from skyrl_engine.errors import (
         CheckpointError,
         ConfigError,
@@ -70,6 +71,7 @@ __all__ = [
     "hookimpl",
     "loss",
     "reducer",
+    "reward",
 ]
 
 _HOMES = {
@@ -98,11 +100,12 @@ _HOMES = {
     "UnsupportedError": "skyrl_engine.errors",
     "WorkerError": "skyrl_engine.errors",
     "advantage": "skyrl_engine.hooks.decorators",
-    "group_filter": "skyrl_engine.hooks.decorators",
     "correction": "skyrl_engine.hooks.decorators",
+    "group_filter": "skyrl_engine.hooks.decorators",
     "hookimpl": "skyrl_engine.hooks.markers",
     "loss": "skyrl_engine.hooks.decorators",
     "reducer": "skyrl_engine.hooks.decorators",
+    "reward": "skyrl_engine.environments.functions",
 }
 
 

@@ -29,8 +29,8 @@ LEVELS = {name: level for level, names in enumerate(ORDER) for name in names}
 FACADE = LEVELS["hooks"]
 """The package itself offers what lies up to the hooks, so only what lies above them may import from it."""
 
-OPENED = "skyrl_engine.engine.engine.Engine"
-"""The one name beyond that, for programs: it is imported when it is first used, and the engine's own code does not use it from there."""
+BEYOND = {"skyrl_engine.engine.engine.Engine", "skyrl_engine.environments.functions.reward"}
+"""Names beyond that, for programs and for authors: imported when first used; the engine's own code does not use them from there."""
 
 
 def package_of(file: Path, engine: Path) -> str:
@@ -47,7 +47,7 @@ def wrong_ways(package: str, names: set[str]) -> Iterator[str]:
         if target == package:
             continue
         if package == "":
-            allowed = (bool(target) and LEVELS[target] <= FACADE) or name == OPENED
+            allowed = (bool(target) and LEVELS[target] <= FACADE) or name in BEYOND
         elif target == "":
             allowed = LEVELS[package] > FACADE or name == "skyrl_engine.__version__"
         else:

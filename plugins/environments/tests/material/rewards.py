@@ -4,8 +4,8 @@ import asyncio
 
 import numpy as np
 
+from skyrl_engine import reward
 from skyrl_engine.contracts import StepResult
-from skyrl_engine.environments import reward
 
 
 def exact(text, task):
