@@ -78,9 +78,11 @@ says, and an option such as `--loss` replaces both. The value of an override is 
 
 _PLUGIN_TABLE = """\
 `use` selects the plugin: `name`, `distribution:name` where several distributions offer the name, or `./file.py:name` for a local file
-(place). Every other key is an option of that plugin; `skyrl-engine plugins show {table}:{use}` lists them.
+(place). Every other key is an option of that plugin; `skyrl-engine plugins show {kind}:{use}` lists them.
 
 """
+
+_LISTED = "One table for each, as many as you like.\n"
 
 
 _OTHER_WORDS = """
@@ -109,19 +111,27 @@ def configuration_reference() -> str:
     parts = [_INTRODUCTION]
     for name, section in sections().items():
         schema = section.schema
-        parts.append("\n## trainer\n\n" if name == "trainer" else f"\n## [{name}]\n\n")
+        parts.append(
+            "\n## trainer\n\n" if name == "trainer" else f"\n## [[{name}]]\n\n" if section.listed else f"\n## [{name}]\n\n"
+        )
         if name == "trainer":
             meaning = key_meanings(EngineConfig)[name]
             parts.append(_table([(name, f"one of {choices(TRAINERS)}", shown(section.default), meaning)]))
         elif section.kind is not None:
-            use = shown(section.kind.default)
-            parts.append(_PLUGIN_TABLE.format(table=name, use=section.kind.default))
-            parts.append(_table([("use", "text", use, f"The {name}."), *_rows_without(schema, "use", "options")]))
+            kind = section.kind
+            first = kind.default or next(iter(kind.first_party.values()))[0]
+            parts.append(_LISTED if section.listed else "")
+            parts.append(_PLUGIN_TABLE.format(kind=kind.name, use=first))
+            use = "required" if kind.default is None else shown(kind.default)
+            parts.append(
+                _table([("use", "text", use, f"The {kind.name.replace('_', ' ')}."), *_rows_without(schema, "use", "options")])
+            )
             for key, listed in plugin_lists(schema).items():
                 parts.append(f"\n### [[{name}.{key}]]\n\n{inspect.getdoc(listed.schema)}\n\n")
                 parts.append(_table(_rows_without(listed.schema, "options")))
         elif attrs.has(schema):
-            whose = "".join(f" A table of trainer `{trainer}`." for trainer in owners_of(name))
+            owners = " and ".join(f"`{trainer}`" for trainer in owners_of(name))
+            whose = f" A table of trainer {owners}." if owners else ""
             parts.append(f"{inspect.getdoc(schema)}{whose}\n\n")
             parts.append(_table(_rows(schema)))
             for key, inner in _tables_inside(schema):
