@@ -85,6 +85,7 @@ class RolloutLedger:
     _open: list[int] = field(factory=list, init=False)
     _drops: list[int] = field(factory=list, init=False)
     _recorded: dict[int, Recorded] = field(factory=dict, init=False, repr=False)
+    _recalled: list[int] = field(factory=list, init=False, repr=False)
 
     # --- queries -------------------------------------------------------------------------------------------------------------------
 
@@ -229,6 +230,11 @@ class RolloutLedger:
         ledger._restore(state, recorded or {})  # noqa: SLF001 - its own class
         return ledger
 
+    def recalled(self) -> tuple[int, ...]:
+        """Return the tickets that were taken as their record says, since this was asked before."""
+        tickets, self._recalled = tuple(self._recalled), []
+        return tickets
+
     def _restore(self, state: Mapping[str, Any], recorded: Mapping[int, Recorded]) -> None:
         self.step = self.version = int(state["step"])
         self._next = int(state["next"])
@@ -253,6 +259,7 @@ class RolloutLedger:
         if not (leaves or self._in_time(ticket, found.start_version)):
             return False
         self._begin(ticket, found.start_version)
+        self._recalled.append(ticket)
         if found.failed:
             self.failed(ticket)
         elif found.dropped is not None:

@@ -82,6 +82,8 @@ class RolloutSource:
             self.journal.poll()
             if self.progress is not None:
                 self.progress(len(self.ledger.ready()), self.ledger.groups)
+        for ticket in self.ledger.recalled():
+            self._ended[ticket] = self.journal.index.groups[ticket].group()
         groups = tuple(self._group(ticket) for ticket in tickets)
         ended = {**{group.ticket: group for group in groups}, **self._settled()}
         return Taken(groups, tuple(ended[ticket] for ticket in sorted(ended)), time.monotonic() - began)

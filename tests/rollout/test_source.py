@@ -85,6 +85,24 @@ def test_dropped_and_failed_groups_are_replaced_and_reported(source: Source, tmp
     assert (records[1].dropped, records[2].failed, records[0].dropped) == ("equal", True, None)
 
 
+def test_a_resumed_step_reports_what_it_reported(source: Source, tmp_path: Path) -> None:
+    def make(ticket: int) -> Group:
+        group = plain_group(ticket, rewards=(1.0, 1.0) if ticket == 1 else (1.0, 0.0))
+        return evolve(group, dropped="failed") if ticket == 2 else group
+
+    made = source(make, part(lambda view: "equal" if len(set(view.rewards)) == 1 else None))
+    state = made.state()
+    taken = made.take(1)
+    made.journal.commit()
+    index = read_index(tmp_path)
+    made.journal.index.groups.update(index.groups)
+    again = source(make)
+    again.ledger = RolloutLedger.from_state(state, again.ledger, index.recorded())
+    resumed = again.take(1)
+    assert [group.ticket for group in resumed.groups] == [0, 3, 4]
+    assert {group.ticket: group.dropped for group in resumed.ended} == {group.ticket: group.dropped for group in taken.ended}
+
+
 def test_filters_are_suspended_where_they_would_drop_everything(source: Source) -> None:
     made = source(plain_group, part(lambda _view: "never"), max_drop_share=0.5)
     taken = made.take(1)
