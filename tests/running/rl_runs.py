@@ -143,8 +143,8 @@ def weights_of(directory: Path) -> bytes:
 
 
 def numbers_of(directory: Path) -> list[dict[str, float]]:
-    """The metrics of all steps, but for those of time, and of the sampler's rounding, which depends on what was sampled beside a token."""
-    without = ("time/", "rollout/tokens_per", "tokens_per", "policy/gap", "policy/ess")
+    """The metrics of all steps, but for those of time."""
+    without = ("time/", "rollout/tokens_per", "tokens_per")
     return [
         {name: value for name, value in record["metrics"].items() if not name.startswith(without)} for record in steps_of(directory)
     ]

@@ -6,49 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sampled_models import ARCHITECTURES, QUICK, READ_ANEW, write
 
 from skyrl_engine import ContractError, ModelError, UnsupportedError
 from skyrl_engine.contracts import POLICY, GenerationRequest, GeneratorStart, ModelConfig, Sampling
 from skyrl_engine.modeling.loading import load_causal_lm
-from skyrl_engine.modeling.tiny import make_parts_differ, write_model, write_tokenizer
+from skyrl_engine.modeling.tiny import write_tokenizer
 from skyrl_engine_generators.generator import HfGenerator
 from skyrl_engine_generators.options import HfOptions
 from skyrl_engine_generators.rows import CachedRows, ReadRows
-
-MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LATENT = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-}
-ARCHITECTURES = {
-    "qwen3": {},
-    "llama": {},
-    "gemma3_text": {"sliding_window": 6, "num_hidden_layers": 7},
-    "mistral": {"sliding_window": 6},
-    "qwen2": {},
-    "qwen3_moe": MOE,
-    "mixtral": MOE,
-    "phi3": {"sliding_window": 2047},
-    "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 160},
-    "gemma2": {"sliding_window": 6},
-    "gpt_oss": {**MOE, "sliding_window": 6},
-    "deepseek_v3": LATENT,
-    "mamba": {"hidden_size": 32},
-}
-QUICK = {"qwen3", "llama", "gemma3_text"}
-READ_ANEW = {"mamba"}
-"""Architectures that keep more than keys and values."""
 
 
 class Weights:
@@ -64,12 +30,6 @@ class Weights:
 
     def tensors(self):
         return ((name, tensor.detach()) for name, tensor in self._model.named_parameters())
-
-
-def write(directory, family, **settings):
-    write_model(directory, family, **settings)
-    make_parts_differ(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")

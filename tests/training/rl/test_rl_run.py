@@ -295,11 +295,13 @@ def test_another_reward_function_is_another_version_of_its_environment(
 
 
 def test_neither_workers_nor_the_order_of_replies_change_a_run(rl: Rl, monkeypatch: pytest.MonkeyPatch) -> None:
-    penalty = "rl.kl={coef=0.3, target=0.01, estimator='k3'}"
-    whole = run_rl(rl("one", "rl.steps=3", penalty, environment={"failing": True})).directory
+    """Not even where training reads the sampler's log-probabilities: what is sampled beside a token does not change its last bit."""
+    tables = ("rl.steps=3", "rl.old=rollout", "rl.kl={coef=0.3, target=0.01, estimator='k3'}")
+    whole = run_rl(rl("one", *tables, environment={"failing": True})).directory
     delayed = {"failing": True, "delay": True}
-    several = run_rl(rl("three", "rl.steps=3", "rollouts.workers=3", penalty, environment=delayed)).directory
+    several = run_rl(rl("three", *tables, "rollouts.workers=3", environment=delayed)).directory
     assert weights_of(whole) == weights_of(several)
+    assert numbers_of(whole) == numbers_of(several)
     poll, held = Sampler.poll, []
 
     def reordered(self: Sampler, timeout: float) -> Sequence[Completion]:
@@ -308,10 +310,11 @@ def test_neither_workers_nor_the_order_of_replies_change_a_run(rl: Rl, monkeypat
         return [held.pop() for _ in range((len(held) + 1) // 2)]
 
     monkeypatch.setattr(Sampler, "poll", reordered)
-    shuffled = run_rl(rl("shuffled", "rl.steps=3", "rollouts.workers=2", penalty, environment=delayed)).directory
+    shuffled = run_rl(rl("shuffled", *tables, "rollouts.workers=2", environment=delayed)).directory
     assert not held
     assert weights_of(whole) == weights_of(shuffled)
-    others = run_rl(rl("seed", "rl.steps=3", "run.seed=6", penalty, environment={"failing": True})).directory
+    assert numbers_of(whole) == numbers_of(shuffled)
+    others = run_rl(rl("seed", *tables, "run.seed=6", environment={"failing": True})).directory
     assert weights_of(whole) != weights_of(others)
 
 
@@ -320,7 +323,7 @@ def test_neither_workers_nor_the_order_of_replies_change_a_run(rl: Rl, monkeypat
 @pytest.mark.parametrize("seed", range(3))
 def test_checkpoints_are_the_same_however_replies_arrive(rl: Rl, monkeypatch: pytest.MonkeyPatch, workers: int, seed: int) -> None:
     """Completions are held back at random and come in random order, environments answer late; the whole checkpoint is compared."""
-    tables = ("rl.steps=3", "checkpoint.every=1", "rl.mini_batches=2", "rl.kl={coef=0.3, target=0.01}")
+    tables = ("rl.steps=3", "checkpoint.every=1", "rl.mini_batches=2", "rl.kl={coef=0.3, target=0.01}", "rl.old=rollout")
     whole = run_rl(rl("whole", *tables, environment={"failing": True})).directory
     poll, held, draw = Sampler.poll, [], np.random.default_rng([seed, workers])
 

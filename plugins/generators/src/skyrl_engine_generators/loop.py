@@ -39,6 +39,8 @@ class Row:
     versions: list[int] = Factory(list)
     top: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = Factory(list)
     prompt_logprobs: npt.NDArray[np.float32] | None = None
+    end: Tensor | None = None
+    """The hidden state [width] behind the prompt, for rows whose prompt others have too; by the weights that the row is sampled with."""
     _uniforms: list[float] = Factory(list)
     _draw: np.random.Generator = field(init=False)
 
@@ -122,6 +124,8 @@ class SlotLoop:
 
     def update(self, version: int) -> None:
         """Go on with other weights: what was computed by the old ones is forgotten, and live rows are read anew before their next token."""
+        for row in self._live:
+            row.end = None
         self._waiting.extendleft(reversed(self._live))
         self._live.clear()
         self._settings = None
@@ -162,10 +166,10 @@ class SlotLoop:
         return Settings.of([row.request.sampling for row in rows], self._rows.device)
 
     def _admit(self, free: int) -> list[Completion]:
-        """Read waiting rows into free slots. Rows whose prompt a live one has read already get a copy, all but its last token."""
+        """Read waiting rows into free slots. A prompt that rows have alike is read once, for those that are live already too."""
         fresh: list[Row] = []
         alike: dict[tuple[int, bytes], list[Row]] = {}
-        donors = {row_prefix: place for place, row in enumerate(self._live) if (row_prefix := _prompt_of(row)) is not None}
+        donors = {each: place for place, row in enumerate(self._live) if (each := _prompt_of(row)) is not None}
         copied: list[Row] = []
         longest = 0
         while self._waiting and len(fresh) + sum(map(len, alike.values())) + len(copied) < free:
@@ -184,37 +188,42 @@ class SlotLoop:
                     alike[prefix] = []
             self._waiting.popleft()
         self._settings = None
-        for row in copied:
-            self._live.append(row)
-            self._rows.copy(donors[row.prefix], [len(self._live) - 1], row.read)  # type: ignore[index] # only rows with a prefix are here
-        if not fresh:
-            return []
-        return self._read(fresh, alike)
-
-    def _read(self, fresh: Sequence[Row], alike: dict[tuple[int, bytes], list[Row]]) -> list[Completion]:
         first = len(self._live)
-        slots = range(first, first + len(fresh))
-        ids = [row.ids for row in fresh]
-        hidden = self._rows.read(slots, ids)
-        ends = torch.tensor([len(each) - 1 for each in ids], device=hidden.device)
-        logits = self._rows.logits(hidden[torch.arange(len(fresh), device=hidden.device), ends])
-        for place, row in enumerate(fresh):
-            if row.request.prompt_logprobs and row.prompt_logprobs is None:
-                row.prompt_logprobs = self._of_prompt(row, hidden[place])
-        joined, sources = list(fresh), list(range(len(fresh)))
-        for source, row in enumerate(fresh):
-            others = alike.get(row.prefix, []) if row.prefix is not None else []
-            places = range(first + len(joined), first + len(joined) + len(others))
-            if others:
-                self._rows.copy(first + source, places, len(row.prompt))
-            joined += others
-            sources += [source] * len(others)
-        if len(joined) > len(fresh):
-            logits = logits[torch.tensor(sources, device=logits.device)]
-        done = self._sample(joined, logits, self._of(joined))
-        self._live += joined
+        ends: list[Tensor] = []
+        for place, row in enumerate(copied, first):
+            donor = donors[row.prefix]  # type: ignore[index] # only rows with a prefix are here
+            self._rows.copy(donor, [place], len(row.prompt))
+            row.end = self._live[donor].end
+            assert row.end is not None
+            ends.append(row.end)
+        joined, read = self._read(fresh, alike, first + len(copied))
+        self._live += [*copied, *joined]
+        done = self._sample(self._live[first:], self._rows.logits(torch.stack([*ends, *read])), self._of(self._live[first:]))
         self._compact([*([False] * first), *(each is not None for each in done)])
         return [each for each in done if each is not None]
+
+    def _read(self, fresh: Sequence[Row], alike: dict[tuple[int, bytes], list[Row]], first: int) -> tuple[list[Row], list[Tensor]]:
+        """Read rows into the slots from `first` on; these rows and those like them, each with the hidden state behind its last token."""
+        if not fresh:
+            return [], []
+        ids = [row.ids for row in fresh]
+        hidden = self._rows.read(range(first, first + len(fresh)), ids)
+        joined = list(fresh)
+        ends = [hidden[place, len(each) - 1] for place, each in enumerate(ids)]
+        for place, row in enumerate(fresh):
+            prefix = row.prefix
+            if row.request.prompt_logprobs and row.prompt_logprobs is None:
+                row.prompt_logprobs = self._of_prompt(row, hidden[place])
+            if prefix is None:
+                continue
+            row.end = ends[place].clone()
+            others = alike[prefix]
+            self._rows.copy(first + place, range(first + len(joined), first + len(joined) + len(others)), len(row.prompt))
+            for other in others:
+                other.end = row.end
+            joined += others
+            ends += [row.end] * len(others)
+        return joined, ends
 
     def _sample(self, rows: Sequence[Row], logits: Tensor, settings: Settings) -> list[Completion | None]:
         """Draw a token of every row; the completions of rows that end by it."""
@@ -262,5 +271,6 @@ class SlotLoop:
 
 
 def _prompt_of(row: Row) -> tuple[int, bytes] | None:
+    """Return what the prompt of a live row that others may copy is known by; None where its end is not at hand."""
     group = row.request.prefix_group
-    return None if group is None else (group, row.prompt.tobytes())
+    return None if group is None or row.end is None else (group, row.prompt.tobytes())

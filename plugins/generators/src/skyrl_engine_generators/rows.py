@@ -1,4 +1,7 @@
-"""Hidden states of rows that grow by a token a step: from cached keys and values, or by reading every row anew."""
+"""Hidden states of rows that grow by a token a step: from cached keys and values, or by reading every row anew.
+
+On a CPU a row comes out the same, to the last bit, whatever rows are beside it (see `alike`).
+"""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor
 
 from skyrl_engine.modeling.causal_lm import split_causal_lm
+from skyrl_engine_generators.alike import attend_alike, filled_rows, filled_up
 from skyrl_engine_generators.masks import kinds_of_attention, step_masks
 from skyrl_engine_generators.slots import Slots
 
@@ -22,7 +26,7 @@ class Rows(Protocol):
     vocabulary: int
 
     def read(self, slots: Sequence[int], rows: Sequence[Ids]) -> Tensor:
-        """Put whole rows into slots; hidden states [k, longest, width], of a row's own places alone."""
+        """Put whole rows into slots; hidden states [k, longest or more, width], of which a row's own places count alone."""
 
     def step(self, tokens: Sequence[int], at: Sequence[int]) -> Tensor:
         """Append a token to each of the first rows, at its place `at`; hidden states [n, width] there."""
@@ -41,6 +45,7 @@ class _Model:
     """The decoder, the head and the rule of a plain transformers model."""
 
     def __init__(self, model: Any) -> None:
+        attend_alike(model)
         self._parts = split_causal_lm(model)
         self._config = model.config
         self._dtype = self._parts.head.weight.dtype
@@ -48,15 +53,16 @@ class _Model:
         self.vocabulary = self._parts.head.out_features
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._parts.rule(self._parts.head(hidden))
+        logits: Tensor = self._parts.rule(self._parts.head(filled_rows(hidden)))
+        return logits[: len(hidden)]
 
     def _hidden(self, **inputs: Any) -> Tensor:
         states: Tensor = self._parts.decoder(**inputs).last_hidden_state
         return states
 
     def _padded(self, rows: Sequence[Ids]) -> Tensor:
-        """int64[k, longest] on the device, zeros behind the shorter ones."""
-        padded = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
+        """int64[k, longest or more] on the device, zeros behind the shorter ones."""
+        padded = np.zeros((len(rows), filled_up(max(map(len, rows)), self.device)), dtype=np.int64)
         for place, row in enumerate(rows):
             padded[place, : len(row)] = row
         return torch.from_numpy(padded).to(self.device)
@@ -71,27 +77,31 @@ class CachedRows(_Model):
     def __init__(self, model: Any, slots: int) -> None:
         super().__init__(model)
         self._kinds = kinds_of_attention(model.config)
-        self._slots = Slots(slots)
+        self._slots = Slots(filled_up(slots, self.device))
         # host memory is not worth filling with zeros again at every turn of a dialogue
         self._frees = self.device.type == "cuda"
 
     def read(self, slots: Sequence[int], rows: Sequence[Ids]) -> Tensor:
         ids = self._padded(rows)
         self._slots.begin_prompts(torch.tensor(slots, device=self.device), ids.shape[1])
-        places = torch.arange(ids.shape[1], device=self.device)[None].expand(len(rows), -1)
+        # what is filled up has the last token's place: a model may have no later one
+        last = max(map(len, rows)) - 1
+        places = torch.arange(ids.shape[1], device=self.device).clamp(max=last)[None].expand(len(rows), -1)
         # rows are aligned to the left, so the model's own causal mask keeps their tokens from what is padded behind them
         return self._hidden(input_ids=ids, position_ids=places, past_key_values=self._slots, use_cache=True)
 
     def step(self, tokens: Sequence[int], at: Sequence[int]) -> Tensor:
-        at_N = torch.tensor(at, device=self.device)
-        end = max(at) + 1
+        # rows that fill up write to slots that are free
+        free = [0] * (filled_up(len(tokens), self.device) - len(tokens))
+        at_N = torch.tensor([*at, *free], device=self.device)
+        end = filled_up(max(at) + 1, self.device)
         self._slots.begin_step(at_N, end)
         masks = step_masks(self._config, self._kinds, at_N, end, self._dtype)
-        ids = torch.tensor(tokens, device=self.device)[:, None]
+        ids = torch.tensor([*tokens, *free], device=self.device)[:, None]
         hidden = self._hidden(
             input_ids=ids, attention_mask=masks, position_ids=at_N[:, None], past_key_values=self._slots, use_cache=True
         )
-        return hidden[:, 0]
+        return hidden[: len(tokens), 0]
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         self._slots.copy(source, targets, length)
