@@ -256,7 +256,17 @@ _RL_KEYS: Mapping[str, Mapping[str, str]] = {
         ("max_assistant_turns", "max_user_turns", "max_tool_calling_iterations", "generator.max_turns"), "[[environments]]"
     ),
     "environments.data": dict.fromkeys(
-        ("data.train_files", "train_files", "data.train_data", "train_dataset", "dataset_name"), f"[[environments]], {_FUNCTION}"
+        (
+            "data.train_files",
+            "train_files",
+            "data.train_data",
+            "train_dataset",
+            "dataset_name",
+            "dataset",
+            "datasets",
+            "dataset_path",
+        ),
+        f"[[environments]], {_FUNCTION}",
     ),
     "environments.eval_data": dict.fromkeys(
         ("data.val_files", "val_files", "data.val_data", "eval_dataset"), f"[[environments]], {_FUNCTION}"
@@ -277,6 +287,8 @@ _RL_KEYS: Mapping[str, Mapping[str, str]] = {
 _OF_RL: Mapping[str, tuple[str, str]] = {
     re.sub(r"[^a-z0-9]+", "_", word): (key, remark) for key, known in _RL_KEYS.items() for word, remark in known.items()
 }
+_OF_SFT = ("data.", "training.")
+"""Tables that a run by reinforcement does not have."""
 _FILTERED = "Leave it out: training samples from the model's whole distribution, as losses and corrections take it; a filtered one is another"
 _STALENESS = "Leave it out: every batch is sampled from the weights that it trains, so nothing is stale"
 _NOT_HERE: Mapping[str, str] = {
@@ -300,6 +312,8 @@ def key_for(word: str, trainer: str | None = None) -> str | None:
     """Return the key that people know by this word from other trainers; None where there is none."""
     plain = _plain(word)
     found = "training.micro_batch_rows" if plain in _ACCUMULATION else _ELSEWHERE.get(plain)
+    if trainer == RL and found is not None and found.startswith(_OF_SFT):
+        found = None
     ours = _OF_RL.get(plain)
     return ours[0] if ours is not None and (found is None or trainer == RL) else found
 
