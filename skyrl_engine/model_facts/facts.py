@@ -1,5 +1,7 @@
 """Facts about a model that its transformers configuration states, read once per run."""
 
+import re
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +12,10 @@ from skyrl_engine.errors import ModelError
 from skyrl_engine.model_facts.configuration import location_of, read_config
 from skyrl_engine.model_facts.thresholds import extended_length, fixed_rotary_length
 from skyrl_engine.model_facts.vision_language import takes_images
+
+
+_DROPOUT = re.compile(r"^(?!classifier|summary).*(dropout|pdrop|dropout_prob|dropout_rate|layerdrop)$")
+"""Keys of dropout, but for those of heads that a language model does not have."""
 
 
 @define(eq=False, slots=False)
@@ -47,6 +53,18 @@ class ModelFacts:
         """Count the tokens that the model has embeddings for; None where its configuration does not say."""
         size = None if self.config is None else getattr(self.config.get_text_config(decoder=True), "vocab_size", None)
         return size if isinstance(size, int) else None
+
+    @property
+    def dropouts(self) -> Mapping[str, float]:
+        """Return the shares, above 0, of what the decoder drops out in training, by the keys of its configuration."""
+        if self.config is None:
+            return {}
+        values = self.config.get_text_config(decoder=True).to_dict()
+        return {
+            key: float(value)
+            for key, value in values.items()
+            if _DROPOUT.search(key) and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+        }
 
     @property
     def takes_images(self) -> bool:

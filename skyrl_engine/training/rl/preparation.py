@@ -19,6 +19,7 @@ from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
+from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.columns import Overlong
 from skyrl_engine.rollout.recorded import Limits, Recording, read_recording
@@ -83,8 +84,10 @@ class PreparedRl:
         return config.steps * config.mini_batches * config.epochs
 
 
-def prepare(resolved: ResolvedConfig, *, progress: Progress | None = None) -> PreparedRl:
+def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress | None = None) -> PreparedRl:
     """Make the controller's plugins and tasks, or read a recording, and refuse what cannot work. Starts nothing and writes nothing.
+
+    A run that only evaluates (`trains` is false) is not asked for what training alone needs.
 
     Raises ConfigError, UnsupportedError, DataError, ModelError, RolloutError, and what plugins raise.
     """
@@ -92,6 +95,8 @@ def prepare(resolved: ResolvedConfig, *, progress: Progress | None = None) -> Pr
     settings = config.rl
     _refuse_contradictions(resolved)
     files = ModelFiles.of(config.model)
+    if trains:
+        _refuse_dropout(files.facts)
     assembly = assemble(resolved, files, max_sequence_length=settings.max_prompt_tokens + settings.max_tokens)
     assembly.check_data(files.facts, [])
     context = assembly.context
@@ -111,9 +116,7 @@ def prepare(resolved: ResolvedConfig, *, progress: Progress | None = None) -> Pr
     else:
         rollouts = _recorded(resolved, files, filters, advantage, progress)
         recorded = _LOGPROBS[rollouts.has_logprobs]
-    lora = config.model.lora
-    dropout = 0.0 if lora is None else lora.dropout
-    chosen = recipe(settings, assembly.objective, advantage, lora_dropout=dropout, recorded=recorded)
+    chosen = recipe(settings, assembly.objective, advantage, recorded=recorded)
     return PreparedRl(
         resolved=resolved,
         files=files,
@@ -186,6 +189,22 @@ def _names(environments: Sequence[SelectedPlugin]) -> tuple[str, ...]:
     names = [each.loaded.record.name for each in environments]
     counts = Counter(names)
     return tuple(name if counts[name] == 1 else f"{name}_{names[: number + 1].count(name)}" for number, name in enumerate(names))
+
+
+def _refuse_dropout(facts: ModelFacts) -> None:
+    lora = facts.model.lora
+    if lora is not None and lora.dropout > 0:
+        name, share, remedy = "model.lora.dropout", lora.dropout, "Set model.lora.dropout = 0"
+    elif found := next(iter(facts.dropouts.items()), None):
+        (name, share), where = found, f"config.json of {facts.model.path}"
+        name, remedy = f"{name} in {where}", f"Set {name} to 0 in {where}"
+    else:
+        return
+    raise UnsupportedError(
+        f"the model is trained with dropout ({name} is {share:g}), and sampled and scored without it: ratios would not be 1, "
+        "and the sampler would seem to hold other weights",
+        remedy=remedy,
+    )
 
 
 def _refuse_contradictions(resolved: ResolvedConfig) -> None:

@@ -53,7 +53,6 @@ def recipe(
     objective: ObjectiveParts,
     advantage: Part[Advantage],
     *,
-    lora_dropout: float = 0.0,
     recorded: Recorded | None = None,
 ) -> Recipe:
     """Choose the passes of every step; `recorded` says what of the sampler was recorded, where nothing is sampled.
@@ -67,11 +66,6 @@ def recipe(
     early = {*advantage.product.needs, *(("ref_logprobs",) if config.kl is not None else ())}
     read = {*objective.columns, *early}
     old = _old(config, read=OLD in read or config.kl is not None, early=OLD in early, recorded=recorded)
-    if old == "score" and lora_dropout > 0:
-        raise UnsupportedError(
-            f"the old policy is scored without dropout, and adapters train with model.lora.dropout = {lora_dropout}: ratios would not be 1",
-            remedy="Set model.lora.dropout = 0, or let one optimizer step take the whole batch (rl.mini_batches = 1, rl.epochs = 1)",
-        )
     scores = {**({OLD: "logprobs"} if old == "score" else {}), **({VALUES: "values"} if VALUES in read else {})}
     return Recipe(old, scores, REFERENCE in read)
 

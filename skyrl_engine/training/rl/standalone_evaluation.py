@@ -34,7 +34,7 @@ def evaluate_model(resolved: ResolvedConfig, *, split: Split = "eval", progress:
     Raises DataError where environments have no task of this split, and what a run by reinforcement raises before its first step.
     """
     config = resolved.config
-    prepared = prepare(resolved)
+    prepared = prepare(resolved, trains=False)
     if not isinstance(prepared.rollouts, Sampled):
         raise ConfigError([Problem("rl.rollouts", "is set, and an evaluation samples", "Remove it")])
     environments = prepared.rollouts.tasks.environments

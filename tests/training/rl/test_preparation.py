@@ -1,5 +1,7 @@
 """What planning refuses of a run by reinforcement, before a rank or an environment starts; each message names the key and the remedy."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,9 @@ KL_TERM = "loss.terms=[{use='kl', coef=0.1}]"
             "rl.repeat_tasks = true",
         ),
         (
-            ["model.lora={rank=2, dropout=0.1}", "rl.old=score"],
+            ["model.lora={rank=2, dropout=0.1}"],
             UnsupportedError,
-            "adapters train with model.lora.dropout = 0.1",
+            "model.lora.dropout is 0.1",
             "model.lora.dropout = 0",
         ),
         (["rl.kl.coef=0.1", KL_TERM], UnsupportedError, "off the rewards, and .*kl.* adds it to the loss", "Remove [rl.kl]"),
@@ -57,6 +59,17 @@ def test_what_cannot_work_is_refused(rl: Rl, overrides: list[str], error: Any, w
         "\n".join(each.remedy for each in caught.value.problems) if isinstance(caught.value, ConfigError) else caught.value.remedy
     )
     assert remedy in found
+
+
+def test_dropout_of_the_model_is_refused_where_it_trains(rl: Rl, world: Path, tmp_path: Path) -> None:
+    shutil.copytree(world / "model", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "attention_dropout": 0.1}))
+    config = rl("run", f"model.path={tmp_path / 'model'}")
+    with pytest.raises(UnsupportedError, match=r"attention_dropout in config\.json of .* is 0\.1") as caught:
+        prepare(config)
+    assert "Set attention_dropout to 0 in config.json" in caught.value.remedy
+    prepare(config, trains=False)
 
 
 @pytest.mark.parametrize(

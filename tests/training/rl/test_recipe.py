@@ -20,11 +20,11 @@ SCORES = {"logprobs", "entropy", "values"}
 Needs = dict[str, tuple[str, ...]]
 
 
-def made(needs: Needs = PPO, *, reads: tuple[str, ...] = (), returns: bool = False, dropout: float = 0.0, **rl: Any) -> Any:
+def made(needs: Needs = PPO, *, reads: tuple[str, ...] = (), returns: bool = False, **rl: Any) -> Any:
     columns = tuple(dict.fromkeys(each for own in needs.values() for each in own if each not in SCORES))
     product = SimpleNamespace(needs=reads, claims=SimpleNamespace(returns=returns))
     objective: Any = SimpleNamespace(needs=needs, columns=columns)
-    return recipe(RlConfig(**rl), objective, SimpleNamespace(product=product, label="estimator"), lora_dropout=dropout)
+    return recipe(RlConfig(**rl), objective, SimpleNamespace(product=product, label="estimator"))
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,6 @@ def test_passes_follow_from_needs(needs, settings, old, scores, reference) -> No
         (PPO, {"old": "current", "mini_batches": 2}, "later optimizer steps of the batch"),
         (PPO, {"old": "current", "epochs": 2}, "later optimizer steps of the batch"),
         (PPO, {"old": "current", "reads": ("old_logprobs",)}, "the advantage reads them before that pass"),
-        (PPO, {"old": "score", "dropout": 0.1}, "adapters train with model.lora.dropout = 0.1"),
-        (PPO, {"mini_batches": 2, "dropout": 0.1}, "ratios would not be 1"),
         (KL, {"kl": KlConfig(0.1)}, "off the rewards, and kl adds it to the loss"),
         ({"mine": ("logprobs", "teacher_logprobs")}, {}, "mine needs the column 'teacher_logprobs'"),
         (PPO, {"reads": ("lengths",)}, "estimator needs the column 'lengths'"),
