@@ -13,7 +13,6 @@ from skyrl_engine.model_facts.configuration import location_of, read_config
 from skyrl_engine.model_facts.thresholds import extended_length, fixed_rotary_length
 from skyrl_engine.model_facts.vision_language import takes_images
 
-
 _DROPOUT = re.compile(r"^(?!classifier|summary).*(dropout|pdrop|dropout_prob|dropout_rate|layerdrop)$")
 """Keys of dropout, but for those of heads that a language model does not have."""
 

@@ -78,7 +78,7 @@ def test_dropout_of_the_model_is_refused_where_it_trains(rl: Rl, world: Path, tm
         ["rl.mini_batches=3"],
         ["rl.max_tokens=64"],
         ["rl.repeat_tasks=false", "rl.steps=2"],
-        ["model.lora={rank=2, dropout=0.1}"],
+        ["model.lora.rank=2"],
         ["rl.kl.coef=0.1"],
         [KL_TERM],
         ["rl.group_size=1", "advantage.use=reinforce_pp"],

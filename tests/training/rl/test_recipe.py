@@ -75,7 +75,3 @@ def test_contradictions_are_refused(needs, settings, words) -> None:
     with pytest.raises(UnsupportedError, match=words) as caught:
         made(needs, **settings)
     assert caught.value.remedy
-
-
-def test_dropout_is_no_matter_where_nobody_scores() -> None:
-    assert made(PPO, dropout=0.1).old == "current"
