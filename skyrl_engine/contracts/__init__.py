@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from skyrl_engine.contracts.kinds.observer import (
         CheckpointSaved,
         EvaluationFinished,
+        RolloutsFinished,
         SessionFinished,
         SessionStarted,
         StepFinished,
@@ -212,6 +213,7 @@ __all__ = [
     "RankOutput",
     "Reducer",
     "Reduction",
+    "RolloutsFinished",
     "SampleColumns",
     "SampleLengths",
     "Sampling",
@@ -277,6 +279,7 @@ _HOMES = {
     "EnvironmentClaims": "kinds.environment",
     "Episode": "kinds.environment",
     "EvaluationFinished": "kinds.observer",
+    "RolloutsFinished": "kinds.observer",
     "FactoryContext": "kinds.context",
     "FinishReason": "values.rollout",
     "FloatArray": "kinds.advantage",

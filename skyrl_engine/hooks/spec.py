@@ -18,7 +18,14 @@ from skyrl_engine.contracts.kinds.generator import Generator, GeneratorDescripti
 from skyrl_engine.contracts.kinds.group_filter import GroupFilter
 from skyrl_engine.contracts.kinds.loss import Loss
 from skyrl_engine.contracts.kinds.merger import Merger
-from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
+from skyrl_engine.contracts.kinds.observer import (
+    CheckpointSaved,
+    EvaluationFinished,
+    RolloutsFinished,
+    SessionFinished,
+    SessionStarted,
+    StepFinished,
+)
 from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.hooks.markers import hookspec
 
@@ -99,6 +106,11 @@ def skyrl_engine_make_observer(config: Any, context: FactoryContext) -> object:
 @hookspec(historic=True)
 def skyrl_engine_session_started(event: SessionStarted) -> None:
     """A session is ready to train; observers registered later are told too. versionadded: 0.1"""
+
+
+@hookspec
+def skyrl_engine_rollouts_finished(event: RolloutsFinished) -> None:
+    """The rollouts of an optimizer step are there, and are not yet trained on. versionadded: 0.2"""
 
 
 @hookspec

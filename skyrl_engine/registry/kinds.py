@@ -17,6 +17,7 @@ DESCRIBE_GENERATOR_HOOK = "skyrl_engine_describe_generator"
 
 OBSERVER_HOOKS = (
     "skyrl_engine_session_started",
+    "skyrl_engine_rollouts_finished",
     "skyrl_engine_step_finished",
     "skyrl_engine_evaluation_finished",
     "skyrl_engine_checkpoint_saved",

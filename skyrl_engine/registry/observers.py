@@ -3,7 +3,14 @@
 from collections.abc import Iterable
 from typing import Any
 
-from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
+from skyrl_engine.contracts.kinds.observer import (
+    CheckpointSaved,
+    EvaluationFinished,
+    RolloutsFinished,
+    SessionFinished,
+    SessionStarted,
+    StepFinished,
+)
 from skyrl_engine.errors import ContractError
 from skyrl_engine.registry.host import Owner, PluginHost
 from skyrl_engine.registry.kinds import KINDS
@@ -34,6 +41,9 @@ class ObserverBus:
 
     def session_started(self, event: SessionStarted) -> None:
         self._host.hook.skyrl_engine_session_started.call_historic(kwargs={"event": event})
+
+    def rollouts_finished(self, event: RolloutsFinished) -> None:
+        self._host.hook.skyrl_engine_rollouts_finished(event=event)
 
     def step_finished(self, event: StepFinished) -> None:
         self._host.hook.skyrl_engine_step_finished(event=event)

@@ -13,7 +13,14 @@ from attrs import define, field
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.kinds.context import FactoryContext
-from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
+from skyrl_engine.contracts.kinds.observer import (
+    CheckpointSaved,
+    EvaluationFinished,
+    RolloutsFinished,
+    SessionFinished,
+    SessionStarted,
+    StepFinished,
+)
 from skyrl_engine.errors import EngineError
 from skyrl_engine.registry.observers import ObserverBus
 from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
@@ -81,6 +88,10 @@ class RunSession:
         logger.info("training from step %d to %d in %s", self.step, total_steps, self.directory.path)
         self._bus.session_started(SessionStarted(self.directory.path, self._manifest, total_steps, self.step))
         self.stop.can_wait = True
+
+    def rollouts_finished(self, event: RolloutsFinished) -> None:
+        """Tell observers."""
+        self._bus.rollouts_finished(event)
 
     def step_finished(self, event: StepFinished) -> None:
         """Tell observers; from here on the session stands at this step."""

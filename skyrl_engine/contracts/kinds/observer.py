@@ -6,6 +6,8 @@ from typing import Any
 
 from attrs import Factory, frozen
 
+from skyrl_engine.contracts.values.rollout import Group
+
 
 @frozen
 class SessionStarted:
@@ -15,6 +17,18 @@ class SessionStarted:
     manifest: Mapping[str, Any]
     total_steps: int
     start_step: int = 0
+
+
+@frozen(eq=False)
+class RolloutsFinished:
+    """The rollouts of optimizer step `step`, numbered from 1, before they are trained on; of trainer rl.
+
+    `groups` are trained on, in the order of their tickets; `dropped` ended since the step before and are not, for the reason they name.
+    """
+
+    step: int
+    groups: tuple[Group, ...]
+    dropped: tuple[Group, ...] = ()
 
 
 @frozen

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from attrs import Factory, frozen
+from attrs import Factory, field, frozen
 
 from skyrl_engine.contracts.values.ragged import IntArray
 
@@ -17,6 +17,13 @@ PROMPT, SAMPLED, OBSERVED = 0, 1, 2
 """Kinds of a segment of tokens: what the task asks, what the model sampled, what an environment answered."""
 
 
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a view that nobody writes through."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
 @frozen(eq=False, slots=False)
 class VersionSpans:
     """The weights that made every sampled token: from token `starts[i]` on, those of version `versions[i]`, the number of steps behind them.
@@ -24,8 +31,8 @@ class VersionSpans:
     `starts` int32[k] rise from 0, `versions` int64[k] rise; k is 0 where nothing was sampled.
     """
 
-    starts: npt.NDArray[np.int32]
-    versions: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int32] = field(converter=_read_only)
+    versions: npt.NDArray[np.int64] = field(converter=_read_only)
 
     @classmethod
     def one(cls, version: int, tokens: int) -> "VersionSpans":
@@ -40,7 +47,7 @@ class VersionSpans:
 
 @frozen(eq=False, slots=False)
 class Trajectory:
-    """One attempt at one task: T tokens in K segments, S of them sampled, over `turns` turns of the model.
+    """One attempt at one task: T tokens in K segments, S of them sampled, over `turns` turns of the model. Its arrays are read-only.
 
     `token_ids` int32[T]; segment k is `token_ids[segment_offsets[k]:segment_offsets[k + 1]]` and of `kinds[k]` (uint8[K]: PROMPT, SAMPLED,
     OBSERVED). The first segment is a prompt. A further prompt starts a new *stretch*: the history was rewritten, and what stands before it was
@@ -55,12 +62,12 @@ class Trajectory:
 
     ticket: int
     member: int
-    token_ids: npt.NDArray[np.int32]
-    kinds: npt.NDArray[np.uint8]
-    segment_offsets: IntArray
-    logprobs: npt.NDArray[np.float32]
+    token_ids: npt.NDArray[np.int32] = field(converter=_read_only)
+    kinds: npt.NDArray[np.uint8] = field(converter=_read_only)
+    segment_offsets: IntArray = field(converter=_read_only)
+    logprobs: npt.NDArray[np.float32] = field(converter=_read_only)
     versions: VersionSpans
-    rewards: npt.NDArray[np.float32]
+    rewards: npt.NDArray[np.float32] = field(converter=_read_only)
     unplaced_reward: float = 0.0
     status: Status = "finished"
     cause: str | None = None

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from attrs import define, field, frozen
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.kinds.advantage import AdvantageBatch, AdvantageOutput, as_advantage_output
+from skyrl_engine.contracts.kinds.observer import RolloutsFinished
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import Metric, combine_metrics, results_of
 from skyrl_engine.contracts.values.rollout import Group
@@ -138,7 +139,8 @@ def _trainer(
             )
         else:
             source, live = ends.enter_context(_sampling(prepared, rollouts, engine, session, state, progress))
-        trainer = RlTrainer(prepared, engine, session.directory.reference, source, live, penalty, reference)
+        told = session.rollouts_finished
+        trainer = RlTrainer(prepared, engine, session.directory.reference, source, live, penalty, reference, told)
         if state is not None:
             trainer.restore(state)
         yield trainer
@@ -237,7 +239,7 @@ class Live:
 class RlTrainer:
     """The steps of reinforcement learning: each trains the weights of version t - 1 into those of version t.
 
-    `live` is None where rollouts were recorded before.
+    `live` is None where rollouts were recorded before. `told` takes the rollouts of every step before they are trained on.
     """
 
     prepared: PreparedRl
@@ -247,6 +249,7 @@ class RlTrainer:
     live: Live | None
     penalty: KlPenalty | None
     reference: Any
+    told: Callable[[RolloutsFinished], None]
     _copied: str | None = field(default=None, init=False)
     _cpu: dict[str, float] = field(factory=dict, init=False)
     _seconds: dict[str, float] = field(factory=dict, init=False)
@@ -266,6 +269,7 @@ class RlTrainer:
         self._cpu, self._seconds = {}, {}
         with self._timed("rollout"):
             taken = self.source.take(number)
+        self.told(RolloutsFinished(number, taken.groups, tuple(each for each in taken.ended if each.dropped is not None)))
         with self._timed("prepare"):
             columns = self._columns(taken.groups, number)
             plan = self.engine.plan(columns, mini_batch_size=mini_batch_size(group_sizes(columns), config.rl.mini_batches))

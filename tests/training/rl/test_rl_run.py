@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 
 from skyrl_engine import hookimpl
 from skyrl_engine.contracts.kinds.generator import Completion
-from skyrl_engine.contracts.kinds.observer import StepFinished
+from skyrl_engine.contracts.kinds.observer import RolloutsFinished, StepFinished
 from skyrl_engine.contracts.values.rollout import OBSERVED
 from skyrl_engine.engine.sampler import Sampler
 from skyrl_engine.errors import CheckpointError, PluginBrokenError, RolloutError
+from skyrl_engine.rollout.journal import read_groups
 from skyrl_engine.training.export import export_checkpoint
 from skyrl_engine.training.rl.trainer import run_rl
 
@@ -369,6 +370,53 @@ class Interruption:
     def skyrl_engine_step_finished(self, event: StepFinished) -> None:
         if event.step == self.step:
             raise RuntimeError("pulled the plug")
+
+
+class Watcher:
+    """Keeps what it is told of."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    @hookimpl
+    def skyrl_engine_rollouts_finished(self, event: RolloutsFinished) -> None:
+        self.told.append(event)
+
+    @hookimpl
+    def skyrl_engine_step_finished(self, event: StepFinished) -> None:
+        self.told.append(event)
+
+
+def test_observers_see_the_rollouts_of_a_step_before_it_is_trained(rl: Rl) -> None:
+    watcher = Watcher()
+    tables = ("group_filters=[{use='zero_variance'}]",)
+    result = run_rl(rl("run", *tables, environment={"constant": 3.3, "turns": 1}, preset="reinforce_pp"), observers=[watcher])
+    assert [(type(event), event.step) for event in watcher.told] == [
+        (kind, step) for step in (1, 2) for kind in (RolloutsFinished, StepFinished)
+    ]
+    recorded = {group.ticket: group for group in read_groups(result.directory / "rollouts")}
+    for event in watcher.told[::2]:
+        assert len(event.groups) == 3
+        for group in (*event.groups, *event.dropped):
+            assert [each.token_ids.tolist() for each in group.trajectories] == [
+                each.token_ids.tolist() for each in recorded[group.ticket].trajectories
+            ]
+    assert any(event.dropped for event in watcher.told[::2])
+
+
+class Meddler:
+    """Gives every attempt a reward of its own making."""
+
+    @hookimpl
+    def skyrl_engine_rollouts_finished(self, event: RolloutsFinished) -> None:
+        for group in event.groups:
+            for each in group.trajectories:
+                each.rewards[:] = 1.0
+
+
+def test_observers_cannot_change_what_is_trained_on(rl: Rl) -> None:
+    with pytest.raises(PluginBrokenError, match=r"Meddler.*read-only"):
+        run_rl(rl("run", "rl.steps=1"), observers=[Meddler()])
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(rl: Rl, caplog: pytest.LogCaptureFixture) -> None:
