@@ -4,25 +4,38 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from skyrl_engine.contracts.values.rollout import Group, Trajectory
+from skyrl_engine.rollout.columns import Overlong, Truncated, punishments
 from skyrl_engine.rollout.pass_at_k import pass_at_k
 
 
-def rollout_metrics(trained: Sequence[Group], finished: Sequence[Group], environments: Sequence[str]) -> dict[str, float]:
+def rollout_metrics(
+    trained: Sequence[Group],
+    finished: Sequence[Group],
+    environments: Sequence[str],
+    *,
+    truncated: Truncated = "keep",
+    overlong: Overlong | None = None,
+) -> dict[str, float]:
     """Metrics of the groups that a step trains on, and of all that finished for it, dropped ones too.
 
-    `environments` are the names of all that the run has; where there are several, rewards are reported for each.
+    `environments` are the names of all that the run has; where there are several, rewards are reported for each. Rewards are those that are
+    trained on: without what `overlong` takes off, and 0 for attempts that were cut off where `truncated` is "zero_reward".
     """
     attempts = [each for group in trained for each in group.finished]
     everything = [each for group in finished for each in group.trajectories]
-    metrics = {**_rewards(attempts), **_lengths(attempts), **_successes(trained)}
-    metrics["reward/all_mean"] = _mean(each.reward for each in everything if each.status != "failed")
+    rewards = _shaped(attempts, truncated, overlong)
+    metrics = {**_rewards(rewards), **_lengths(attempts), **_successes(trained)}
+    metrics["reward/all_mean"] = _mean(_shaped([each for each in everything if each.status != "failed"], truncated, overlong))
     if len(environments) > 1:
+        names = np.array([group.environment for group in trained for _ in group.finished])
         for name in environments:
-            own = [each.reward for group in trained if group.environment == name for each in group.finished]
-            if own:
-                metrics[f"reward/{name}/mean"] = _mean(own)
+            if (own := names == name).any():
+                metrics[f"reward/{name}/mean"] = _mean(rewards[own])
+    if overlong is not None and attempts:
+        metrics["reward/part/overlong"] = -_mean(punishments(attempts, overlong))
     for name, values in _parts(attempts).items():
         metrics[f"reward/part/{name}"] = _mean(values)
     metrics["rollout/zero_variance"] = _mean(float(_equal(group)) for group in finished)
@@ -32,8 +45,14 @@ def rollout_metrics(trained: Sequence[Group], finished: Sequence[Group], environ
     return metrics
 
 
-def _rewards(attempts: Sequence[Trajectory]) -> dict[str, float]:
-    rewards = np.array([each.reward for each in attempts], dtype=np.float64)
+def _shaped(attempts: Sequence[Trajectory], truncated: Truncated, overlong: Overlong | None) -> npt.NDArray[np.float64]:
+    """float64[N]: the rewards of attempts as they are trained on."""
+    zeroed = truncated == "zero_reward"
+    rewards = np.array([0.0 if zeroed and each.status == "truncated" else each.reward for each in attempts], dtype=np.float64)
+    return rewards if overlong is None else rewards - punishments(attempts, overlong)
+
+
+def _rewards(rewards: npt.NDArray[np.float64]) -> dict[str, float]:
     if not len(rewards):
         return {}
     return {

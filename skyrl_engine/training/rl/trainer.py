@@ -294,7 +294,13 @@ class RlTrainer:
             self.source.published(number)
         reported = {
             **results_of({**learned, **metrics}),
-            **rollout_metrics(taken.groups, taken.ended, self.prepared.names),
+            **rollout_metrics(
+                taken.groups,
+                taken.ended,
+                self.prepared.names,
+                truncated=config.rl.truncated,
+                overlong=self.prepared.overlong,
+            ),
         }
         self._finish(reported, taken.groups, began)
         # with the sampler's own log-probabilities as the old ones, later optimizer steps move away from them

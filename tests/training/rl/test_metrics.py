@@ -3,6 +3,7 @@
 import pytest
 from attrs import evolve
 
+from skyrl_engine.rollout.columns import Overlong
 from skyrl_engine.testing.rollout_cases import plain_group
 from skyrl_engine.training.rl.metrics import rollout_metrics
 
@@ -59,3 +60,17 @@ def test_nothing_trained_has_no_rewards() -> None:
         "rollout/zero_variance": 0.0,
         "rollout/failed": 0.0,
     }
+
+
+def test_rewards_are_those_that_are_trained_on() -> None:
+    long = plain_group(0, rewards=(3.0, 3.0), tokens=6)
+    cut = plain_group(1, rewards=(2.0,), tokens=6, status="truncated")
+    soft = Overlong(start=4, end=8, penalty=1.0)
+    found = rollout_metrics([long, cut], [long, cut], ["spell"], truncated="zero_reward", overlong=soft)
+    # half of the way from 4 to 8 tokens
+    assert (found["reward/max"], found["reward/min"]) == (2.5, -0.5)
+    assert found["reward/mean"] == found["reward/all_mean"] == pytest.approx(1.5)
+    assert found["reward/part/overlong"] == -0.5
+    kept = rollout_metrics([long, cut], [long, cut], ["spell"])
+    assert kept["reward/mean"] == pytest.approx(8 / 3)
+    assert "reward/part/overlong" not in kept
