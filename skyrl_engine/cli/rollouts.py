@@ -170,6 +170,9 @@ def show(
         click.echo("No attempt is of that kind.")
 
 
+_SHOWN = 60
+"""Characters of an attempt that the report shows."""
+
 _WORDS = ("prompt", "sampled", "observed")
 
 
@@ -214,6 +217,43 @@ def _token_rows(each: "Trajectory", decode: Callable[[Any], str]) -> Iterator[tu
                 of_sampled = (f"{each.logprobs[drawn]:.4f}", int(versions[drawn]), f"{reward:g}" if reward else "")
                 drawn += 1
             yield (place, _WORDS[kind], token, repr(decode([token]))[1:-1], *of_sampled)
+
+
+# --- report ------------------------------------------------------------------------------------------------------------------------
+
+
+@rollouts.command()
+@_RUN
+def report(run: Path) -> None:
+    """Show how the run directory RUN went: the best, the median and the worst attempt of its first, middle and last step."""
+    show_report(run)
+
+
+def show_report(run: Path) -> None:
+    """Print the best, the median and the worst attempt of the first, the middle and the last step that a run recorded and trained."""
+    from skyrl_engine.cli.render import show_table
+
+    index = _index_of(run)
+    trained = sorted(step for step, tickets in index.trained.items() if any(ticket in index.groups for ticket in tickets))
+    moments = list(dict.fromkeys(trained[place] for place in (0, (len(trained) - 1) // 2, -1))) if trained else []
+    decode, rows = _decoder(run), []
+    for step in moments:
+        groups = [group for own, group in _groups(index, {step}) if own == step and group.dropped is None]
+        attempts = sorted((each for group in groups for each in group.finished), key=lambda each: -each.reward)
+        if not attempts:
+            continue
+        parts = {"best": attempts[0], "median": attempts[len(attempts) // 2], "worst": attempts[-1]}
+        rows += [(str(step), name, *_summary(each, decode)) for name, each in parts.items()]
+    columns = ("step", "attempt", "reward", "tokens", "of which", "sampled")
+    kept = [place for place, name in enumerate(columns) if name != "of which" or any(row[place] for row in rows)]
+    show_table([columns[place] for place in kept], [[row[place] for place in kept] for row in rows])
+
+
+def _summary(each: "Trajectory", decode: Callable[[Any], str]) -> tuple[str, str, str, str]:
+    """Return reward, number of sampled tokens, parts of the reward, and the beginning of what was sampled, on one line."""
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in each.parts.items())
+    text = " ".join(decode(each.token_ids[each.sampled]).split())
+    return f"{each.reward:.4g}", str(len(each.logprobs)), parts, text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 # --- diff --------------------------------------------------------------------------------------------------------------------------

@@ -46,6 +46,11 @@ def start(resolved: "ResolvedConfig", settings: Settings, *, dry_run: bool) -> i
     if result.metrics:
         click.echo("last step:")
         render.show_facts({name: f"{value:.6g}" for name, value in result.metrics.items()})
+        if resolved.config.trainer == "rl" and resolved.config.rl.rollouts is None and not settings.quiet:
+            from skyrl_engine.cli.rollouts import show_report
+
+            click.echo("attempts:")
+            show_report(result.directory)
     elif result.stopped_by is None:
         click.echo(f"nothing to do: the run has done its {result.step} steps already")
     return conclude(result)

@@ -80,6 +80,21 @@ def test_steps_are_listed(command, told):
     assert table.out.splitlines()[1].split() == ["1", "1", "1", "4", "0", "0", "0.3125", "0", "1"]
 
 
+def test_the_report_shows_three_attempts_of_three_steps(command, told):
+    outcome = command("rollouts", "report", told[0])
+    assert outcome.code == 0
+    head, *lines = outcome.out.splitlines()
+    assert head.split() == ["step", "attempt", "reward", "tokens", "of", "which", "sampled"]
+    assert [line.split()[:7] for line in lines] == [
+        ["1", "best", "1", "4", "exact", "1", "c"],
+        ["1", "median", "0.25", "4", "exact", "0", "c"],
+        ["1", "worst", "0.25", "4", "exact", "0", "c"],
+        ["2", "best", "1", "4", "exact", "1", "c"],
+        ["2", "median", "0", "2", "exact", "0", "wrong"],
+        ["2", "worst", "0", "2", "exact", "0", "wrong"],
+    ]
+
+
 def test_without_a_choice_the_newest_step_is_shown(command, told):
     outcome = command("rollouts", "show", told[0])
     assert outcome.code == 0
