@@ -68,7 +68,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(str(value)) for value in row))
+        table.add_row(*(Text(_visible(str(value))) for value in row))
     _print(table)
 
 
@@ -103,7 +103,7 @@ def show_segments(segments: Sequence[tuple[str, str]]) -> None:
     console = _console()
     for name, text in segments:
         console.print(Text(f"--- {name}", style="bold"))
-        console.print(Text(text, style=_SEGMENTS[name]))
+        console.print(Text(_visible(text), style=_SEGMENTS[name]))
 
 
 def show_verdict(label: str, options: Mapping[str, Any], verdict: "Verdict") -> None:
