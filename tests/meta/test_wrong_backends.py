@@ -64,7 +64,7 @@ ON_ONE_RANK = [
     ("forgets_moments", {"save_and_load"}, "Save the optimizer's moments and step count, and load them"),
     ("runs_code_of_checkpoints", {"no_code_in_checkpoints"}, "load runs the code that random-0.pt holds"),
     ("shows_a_copy", {"shown_memory"}, "after two steps than weights() gives"),
-    ("other_names", {"names"}, "does not give model.layers.0.self_attn."),
+    ("other_names", {"names", "shown_memory"}, "does not give model.layers.0.self_attn."),
     ("stale_export", {"export"}, "it is the model from before training"),
     ("claims_context_parallel", {"description"}, "declares 'context_parallel'"),
     ("stands_elsewhere", {"coordinates", "outputs"}, "rank 0 stands at"),

@@ -217,6 +217,10 @@ def test_gradients_are_those_of_the_definitions(rl: Rl, seen: Seen, world: Path,
     check(rl, seen, world, other, name, PACKED if collator == "packed" else ("rl.micro_batch_rows=4",))
 
 
+NEITHER_REFERENCE_NOR_VALUES = {"reinforce_pp", "ppo"}
+"""Recipes that read one of them."""
+
+
 @pytest.mark.usefixtures("without_ray")
 @pytest.mark.parametrize("name", [pytest.param(each, marks=() if each == "grpo" else pytest.mark.nightly) for each in RECIPES])
 @pytest.mark.parametrize(
@@ -226,6 +230,8 @@ def test_gradients_are_those_of_the_definitions(rl: Rl, seen: Seen, world: Path,
 def test_gradients_on_two_ranks_are_those_of_the_definitions(
     rl: Rl, seen: Seen, world: Path, other: Path, backend: str, name: str
 ) -> None:
+    if backend == "megatron" and name in NEITHER_REFERENCE_NOR_VALUES:
+        pytest.skip("megatron has no second model and no value head, which planning says")
     tables = ("run.ranks=2", "run.launch=ray", f"backend.use={backend}")
     # DeepSpeed sums gradients in float32 at most
     rounded: dict[str, Any] = {"dtype": "float32", "bound": 1e-4} if backend == "deepspeed" else {}
