@@ -22,6 +22,7 @@ FAILURES_OF: Final = 200
 """Attempts among which failures are counted."""
 
 _IDLE_S: Final = 0.5
+_SOON_S: Final = 0.02
 _QUICK_S: Final = 0.005
 _COMMON: Final = 3
 
@@ -168,14 +169,15 @@ class RolloutRunner:
         while self._running and not ended:
             waiting = max(0.0, until - time.monotonic())
             # sampling many requests at once costs little more than sampling one: quick answers are all waited for
-            while replies := self.episodes.poll(_QUICK_S if self._requests or self._to_send else min(waiting, _IDLE_S)):
+            while replies := self.episodes.poll(_QUICK_S if self._to_send else 0.0 if self._requests else min(waiting, _IDLE_S)):
                 for reply in replies:
                     ended += self._replied(reply)
                 if not self.episodes.pending:
                     break
             self._send()
             if self._requests:
-                for completion in self.sampler.poll(min(waiting, _IDLE_S)):
+                # an answer that is still owed shall not wait for long: its attempt would be sampled alone behind the others
+                for completion in self.sampler.poll(min(waiting, _SOON_S if self.episodes.pending else _IDLE_S)):
                     ended += self._completed(completion)
             if time.monotonic() >= until:
                 break
