@@ -144,6 +144,8 @@ class EpisodePool:
     def poll(self, timeout: float) -> list[EpisodeReply]:
         """Return answers that are there, or that come within `timeout` seconds; several calls wait for several answers."""
         until = time.monotonic() + timeout
+        # a process whose answer lies there already is not stuck, however long nobody asked for it
+        self._wait(0.0)
         while True:
             self._dispatch()
             if self._replies or not self._selector.get_map():

@@ -361,6 +361,21 @@ def test_an_episode_that_is_closed_while_it_hangs_says_nothing_more():
         assert made.poll(2 * TIMEOUT_S) == []
 
 
+def test_a_process_that_answered_is_not_stuck_because_nobody_asked_for_its_answer():
+    """As between two steps, when the controller trains."""
+    with pool(workers=1, timeout_s=PATIENCE_S) as made:
+        number, _ = opened(made)
+        made.close(number)
+        made.poll(0.0)
+        time.sleep(0.2)
+        made.open(8, 0, task(), seed=1)
+        made.poll(0.0)
+        time.sleep(0.2)
+        made.open(9, 0, task(), seed=1)
+        replies_of(made, (8, 9))
+        assert len(made._processes) == 1
+
+
 def test_a_large_turn_does_not_block_who_sends_it():
     """10 MB to a process that is still starting, which reads nothing yet."""
     with pool(timeout_s=30.0) as made:
