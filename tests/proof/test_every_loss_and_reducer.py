@@ -83,7 +83,7 @@ def test_every_micro_batch_size_in_every_order(pools: Any, configure: Configure,
     prove(pools, configure, "qwen3", loss, "sequence_mean", SIZES[::3], "float64")
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [each if each in SIZED else pytest.param(each, marks=pytest.mark.nightly) for each in LOSSES])
 def test_two_ranks(pools: Any, configure: Configure, loss: str) -> None:
     """Real processes, gloo between them."""
     prove(pools, configure, "qwen3", loss, its_reducer(loss, turn=1), TWO_RANKS, "float32")

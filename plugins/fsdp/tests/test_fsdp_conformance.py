@@ -1,4 +1,4 @@
-"""The backend contract, on one rank and on two; tensor-parallel ones in proofs."""
+"""The backend contract, on one rank and on two; on tensor-parallel ones at night."""
 
 import pytest
 
@@ -9,7 +9,7 @@ class TestFsdp(BackendConformance):
     plugin = "skyrl-engine-fsdp:fsdp"
 
 
-@pytest.mark.proof
+@pytest.mark.nightly
 class TestTensorParallel(BackendConformance):
     plugin = "skyrl-engine-fsdp:fsdp"
     layouts = ("tp2",)

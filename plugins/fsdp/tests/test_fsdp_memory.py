@@ -60,7 +60,7 @@ def peak_bytes(directory: Path, vocabulary: int, *, tied: bool) -> int:
 
 @pytest.mark.proof
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [pytest.param(True, id="tied"), pytest.param(False, id="untied", marks=pytest.mark.nightly)])
 def test_peak_memory_follows_the_tables_and_one_chunk(tmp_path: Path, tied: bool) -> None:
     difference = peak_bytes(tmp_path / "large", LARGE, tied=tied) - peak_bytes(tmp_path / "small", SMALL, tied=tied)
     table = (LARGE - SMALL) * HIDDEN * 4

@@ -8,7 +8,9 @@ MOST_ROUNDS = 20
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(
+    "tokens", [pytest.param(each, marks=pytest.mark.nightly) if each == max(TOKENS) else each for each in TOKENS]
+)
 @pytest.mark.parametrize("name", MERGERS)
 def test_merging_costs_a_small_multiple_of_concatenating(name: str, tokens: int) -> None:
     """Without per-token outputs, and with short, middle and long samples."""
