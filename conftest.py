@@ -27,7 +27,7 @@ settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50
 settings.register_profile("nightly", deadline=None, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "here"))
 
-pytest_plugins = ("ranks_of_tests", "ranks_together", "seconds_per_file", "unchanged_sources")
+pytest_plugins = ("ranks_of_tests", "ranks_first", "seconds_per_file", "unchanged_sources")
 
 ROOT = Path(__file__).parent
 OF_THE_READER = ("./my_", "acme-losses")

@@ -23,8 +23,8 @@ MUTMUT = "mutmut==3.8.1"
 QUICK = "not proof and not example and not nightly"
 PROOFS = "proof and not nightly"
 SLOWEST = ("--durations", "20")
-TWO_AT_A_TIME = ("--numprocesses", "2", "--dist", "loadfile", *SLOWEST)
-"""One worker has all tests of several ranks, one file after the other; the other worker the rest. See tests/running/ranks_together.py."""
+TWO_AT_A_TIME = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder", *SLOWEST)
+"""Two workers take whole files, in the order of tests/running/ranks_first.py."""
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 PROJECTS = [".", *sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("[!.]*/*/pyproject.toml"))]

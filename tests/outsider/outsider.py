@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,8 +69,9 @@ def main() -> int:
     started = time.monotonic()
     try:
         wheels = build_wheels(folder / "wheels")
-        engine_alone(folder / "alone", wheels)
-        everything(folder, wheels)
+        with ThreadPoolExecutor() as pool:  # each waits for processes of its own
+            for part in [pool.submit(engine_alone, folder / "alone", wheels), pool.submit(everything, folder, wheels)]:
+                part.result()
     finally:
         if "--keep" in sys.argv:
             say(f"kept {folder}")

@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from skyrl_engine.rollout.pass_at_k import estimate, estimates, pass_at_k
+from skyrl_engine.rollout.pass_at_k import estimate, estimates, majority, pass_at_k
 
 
 @pytest.mark.parametrize("attempts", range(1, 9))
@@ -32,6 +32,24 @@ def test_it_estimates_the_chance_without_bias():
 def test_what_cannot_be_is_refused(attempts, right, k):
     with pytest.raises(ValueError, match="attempts"):
         pass_at_k(attempts, right, k)
+
+
+@pytest.mark.parametrize(
+    ("votes", "due"),
+    [
+        ([("4", True), ("4", True), ("5", False)], 1.0),
+        ([("4", True), ("5", False), ("5 ", False)], 0.0),
+        ([("4", True), ("5", False)], 0.5),
+        ([("4", True), ("4", True), ("5", False), ("5", False), ("6", False), ("6", False)], 1 / 3),
+        ([(None, False), (None, False), ("4", True)], 1.0),
+        ([(None, False), (None, True)], 0.0),
+        ([], 0.0),
+        ([("4", True), ("4", False), ("5", True)], 0.5),
+    ],
+)
+def test_the_most_common_answer_is_voted_for(votes, due):
+    assert majority(votes) == pytest.approx(due)
+    assert majority(votes[::-1]) == pytest.approx(due), "whichever came first"
 
 
 def test_many_attempts_do_not_overflow():

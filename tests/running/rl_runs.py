@@ -61,9 +61,11 @@ class Episode:
         worth = sum(token % 7 for token in ids) / (1 + len(ids))
         if self.options.constant is not None:
             worth = self.options.constant
+        answer = {"answer": str(int(worth))}
         if action.turn + 1 >= self.options.turns:
-            return StepResult(worth, success=worth > 3)
-        return StepResult(worth / 4, done=False, messages=({"role": "user", "content": "more" * (1 + self.seed % 6)},))
+            return StepResult(worth, success=worth > 3, info=answer)
+        more = {"role": "user", "content": "more" * (1 + self.seed % 6)}
+        return StepResult(worth / 4, done=False, messages=(more,), info=answer)
 
     def close(self):
         pass

@@ -169,7 +169,7 @@ def test_what_a_scorer_raises_is_told_and_pays_nothing(monkeypatch):
     for scorer, words in ((lambda *_: 1 / 0, "ZeroDivisionError: division by zero"), (lambda *_: float("nan"), "gave nan")):
         monkeypatch.setattr(dataset, "score_answer", scorer)
         result = step(environment, "5")
-        assert (result.reward, result.metrics["scorer_failed"], result.info) == (0.0, 1.0, {"scorer": words})
+        assert (result.reward, result.metrics["scorer_failed"], result.info) == (0.0, 1.0, {"scorer": words, "answer": "5"})
 
 
 @pytest.mark.parametrize("text", ["1e999999999", "2.5E+10000", "9**9**9", "2**100000", "2**(100000)", "x" * 10_001])

@@ -57,7 +57,7 @@ class Trajectory:
     `rewards` float32[S], a turn's reward at its last token. An empty turn has no place for its reward: `unplaced_reward` sums those up.
 
     `status` is "truncated" where the length limit ended it and "failed" where `cause` says why it cannot be trained on. `parts` are components
-    of the reward for people; `stops` says per turn what ended it; `seconds` are wall seconds by phase.
+    of the reward for people; `stops` says per turn what ended it; `seconds` are wall seconds by phase; `info` is what the environment said.
     """
 
     ticket: int
@@ -94,6 +94,11 @@ class Trajectory:
     def reward(self) -> float:
         """Return the sum of all rewards, in float64."""
         return float(self.rewards.sum(dtype=np.float64)) + self.unplaced_reward
+
+    @property
+    def answer(self) -> str | None:
+        """Return the answer that the attempt settled on, where its environment says."""
+        return None if self.info.get("answer") is None else str(self.info["answer"])
 
 
 @frozen(eq=False)

@@ -13,6 +13,7 @@ from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.pass_at_k import estimate, pass_at_k
 from skyrl_engine.rollout.runner import Bounds, Episodes, RolloutRunner, Sampler, Turns
+from skyrl_engine.training.rl.metrics import majority_metrics
 
 FIRST_NUMBER: Final = 2**40
 """Numbers of attempts of evaluations, and of their requests, begin here: no training attempt has them."""
@@ -70,8 +71,9 @@ def attempts(
 def evaluation_metrics(groups: Sequence[Group], names: Sequence[str], *, seed: int) -> dict[str, float]:
     """Metrics of evaluated groups, for all environments together and, where there are several, for each.
 
-    `evaluation/avg@n` is the mean reward of n attempts, `evaluation/pass@k` for k of 1, 2, 4 up to n; `_low` and `_high` bound avg@n with 95 %
-    by resampling tasks. Attempts that failed count as wrong, with reward 0.
+    `evaluation/avg@n` is the mean reward of n attempts, `evaluation/pass@k` for k of 1, 2, 4 up to n, `evaluation/maj@n` how often the answer
+    that most of them gave is right; `_low` and `_high` bound avg@n with 95 % by resampling tasks. Attempts that failed count as wrong, with
+    reward 0.
     """
     metrics = _of(groups, "evaluation/", seed)
     if len(names) > 1:
@@ -99,4 +101,4 @@ def _of(groups: Sequence[Group], prefix: str, seed: int) -> dict[str, float]:
     while k <= size:
         metrics[f"{prefix}pass@{k}"] = float(np.mean([pass_at_k(size, count, k) for count in right]))
         k = k * 2 if k * 2 <= size or k == size else size
-    return metrics
+    return metrics | majority_metrics([group.trajectories for group in groups], f"{prefix}maj@{size}")

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from skyrl_engine.contracts.values.rollout import Group, Trajectory
 from skyrl_engine.rollout.columns import Overlong, Truncated, punishments
-from skyrl_engine.rollout.pass_at_k import pass_at_k
+from skyrl_engine.rollout.pass_at_k import majority, pass_at_k
 
 
 def rollout_metrics(
@@ -80,7 +80,7 @@ def _lengths(attempts: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _successes(groups: Sequence[Group]) -> dict[str, float]:
-    """Shares of successes; pass@k for k of 1 and of the group's size, where every attempt says whether it succeeded."""
+    """Shares of successes where every attempt says whether it succeeded; pass@k for k of 1 and of the group's size, and maj@k of votes."""
     judged = [group for group in groups if group.finished and all(each.success is not None for each in group.finished)]
     if not judged:
         return {}
@@ -90,7 +90,15 @@ def _successes(groups: Sequence[Group]) -> dict[str, float]:
     for k in sorted({1, largest}):
         shares = [pass_at_k(attempts, right, k) for attempts, right in counts if attempts >= k]
         metrics[f"rollout/pass@{k}"] = _mean(shares)
-    return metrics
+    whole = [group.finished for group in judged if len(group.finished) == largest]
+    return metrics | majority_metrics(whole, f"rollout/maj@{largest}")
+
+
+def majority_metrics(groups: Sequence[Sequence[Trajectory]], name: str) -> dict[str, float]:
+    """Return under `name` how often the answer that most attempts at a task gave is right; nothing where no attempt says what it answers."""
+    if all(each.answer is None for attempts in groups for each in attempts):
+        return {}
+    return {name: _mean(majority([(each.answer, bool(each.success)) for each in attempts]) for attempts in groups)}
 
 
 def _parts(attempts: Iterable[Trajectory]) -> dict[str, list[float]]:

@@ -3,8 +3,10 @@
 import pytest
 from attrs import evolve
 
+from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.rollout.columns import Overlong
 from skyrl_engine.testing.rollout_cases import plain_group
+from skyrl_engine.training.rl.evaluation import evaluation_metrics
 from skyrl_engine.training.rl.metrics import rollout_metrics
 
 
@@ -34,6 +36,23 @@ def test_rewards_successes_lengths_and_drops() -> None:
         "rollout/dropped/zero_variance": pytest.approx(1 / 3),
         "rollout/failed": 0.0,
     }
+
+
+def test_attempts_vote_by_their_answers() -> None:
+    def told(ticket: int, rewards: tuple[float, ...], answers: tuple[str | None, ...]) -> Group:
+        group = plain_group(ticket, rewards=rewards)
+        info: list[dict[str, str]] = [{} if answer is None else {"answer": answer} for answer in answers]
+        voted = [evolve(each, info=own) for each, own in zip(group.trajectories, info, strict=True)]
+        return evolve(group, trajectories=tuple(voted))
+
+    right, wrong = told(0, (1.0, 1.0, 0.0), ("7", "7", "8")), told(1, (1.0, 0.0, 0.0), ("7", "8", "8"))
+    silent, small = told(2, (1.0, 1.0, 1.0), (None, None, None)), told(3, (1.0, 1.0), ("7", "7"))
+    groups = [right, wrong, silent, small]
+    found = rollout_metrics(groups, groups, ["spell"])
+    assert found["rollout/maj@3"] == pytest.approx(1 / 3), "of the groups of three; who says nothing is wrong"
+    assert "rollout/maj@2" not in found
+    assert not any("maj@" in name for name in rollout_metrics([silent], [silent], ["spell"]))
+    assert evaluation_metrics([right, wrong], ["spell"], seed=0)["evaluation/maj@3"] == 0.5
 
 
 def test_failed_attempts_are_counted_and_nowhere_else() -> None:

@@ -158,6 +158,8 @@ class ReasoningGymEpisode:
         if not options.exact and not exact:
             score, info = self._by_its_scorer(answer)
         metrics = {"exact": float(exact), **({"scorer_failed": 1.0} if info else {})}
+        if answer is not None:
+            info = {**info, "answer": answer}
         return StepResult(score, metrics=metrics, success=score >= options.pass_threshold, info=info)
 
     def close(self) -> None:
