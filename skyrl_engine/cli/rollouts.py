@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from attrs import frozen
+from attrs import evolve, frozen
 
 from skyrl_engine.cli.command import EngineGroup
 
 if TYPE_CHECKING:
     from skyrl_engine.contracts.values.rollout import Group, Trajectory
     from skyrl_engine.rollout.journal import JournalIndex
+    from skyrl_engine.rollout.records import Learned
 
 _RUN = click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
 
@@ -29,6 +30,7 @@ class _Attempt:
     step: int
     group: "Group"
     trajectory: "Trajectory"
+    learned: "Learned | None" = None
 
     @property
     def name(self) -> str:
@@ -139,7 +141,7 @@ def _facts(index: "JournalIndex", step: int, tickets: list[int], trained: Mappin
 @click.option("--failed", is_flag=True, help="Only attempts that failed, with their causes.")
 @click.option("--grep", metavar="TEXT", help="Only attempts whose text holds TEXT, in any case.")
 @click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, metavar="N", help="Show so many at most.")
-@click.option("--tokens", is_flag=True, help="One line per token, with log-probabilities, versions and rewards.")
+@click.option("--tokens", is_flag=True, help="One line per token, with log-probabilities, versions, rewards, advantages and gaps.")
 def show(
     run: Path, step: int | None, choice: str | None, truncated: bool, failed: bool, grep: str | None, limit: int, tokens: bool
 ) -> None:
@@ -163,11 +165,23 @@ def show(
         found = [each for each in found if each.trajectory.status != "failed" or failed]
         found.sort(key=lambda each: each.trajectory.reward, reverse=choice == "best")
     for attempt in found[:limit]:
-        _show_attempt(attempt, decode, tokens=tokens)
+        _show_attempt(evolve(attempt, learned=_learned_of(index, attempt)), decode, tokens=tokens)
     if len(found) > limit:
         click.echo(f"\n{len(found) - limit} more; --limit shows them")
     if not found:
         click.echo("No attempt is of that kind.")
+
+
+def _learned_of(index: "JournalIndex", attempt: _Attempt) -> "Learned | None":
+    """Return what the attempt's step learned from it; None where no step did, or what it learned is not kept."""
+    record = index.learned.get(attempt.step)
+    of = attempt.trajectory
+    return next(
+        (each for each in record.learned() if (each.ticket, each.member) == (of.ticket, of.member))
+        if record is not None
+        else iter(()),
+        None,
+    )
 
 
 _SHOWN = 60
@@ -180,12 +194,14 @@ def _show_attempt(attempt: _Attempt, decode: Callable[[Any], str], *, tokens: bo
     from skyrl_engine.cli.render import show_facts, show_heading, show_segments, show_table
     from skyrl_engine.rollout.exported import segments_of
 
-    each, group = attempt.trajectory, attempt.group
+    each, group, learned = attempt.trajectory, attempt.group, attempt.learned
     show_heading(attempt.name)
     rewards = [one.reward for one in group.finished]
     facts = {
         "reward": f"{each.reward:g}" + (f" (mean of the group: {sum(rewards) / len(rewards):.4g})" if rewards else ""),
         **{f"  {name}": f"{value:g}" for name, value in each.parts.items()},
+        "advantage": None if learned is None else _range(learned.advantages),
+        "gap": None if learned is None else _gaps(each, learned),
         "status": each.status + (f": {each.cause}" if each.cause else ""),
         "dropped": group.dropped,
         "success": None if each.success is None else "yes" if each.success else "no",
@@ -194,7 +210,8 @@ def _show_attempt(attempt: _Attempt, decode: Callable[[Any], str], *, tokens: bo
     }
     show_facts({name: value for name, value in facts.items() if value is not None})
     if tokens:
-        show_table(("place", "kind", "id", "text", "logprob", "version", "reward"), list(_token_rows(each, decode)))
+        columns = ("place", "kind", "id", "text", "logprob", "version", "reward", "advantage", "gap")
+        show_table(columns, list(_token_rows(each, learned, decode)))
     else:
         show_segments([(_WORDS[kind], decode(each.token_ids[places])) for kind, places in segments_of(each)])
 
@@ -204,17 +221,33 @@ def _versions(each: "Trajectory") -> str:
     return " to ".join(dict.fromkeys([versions[0], versions[-1]])) if versions else "none"
 
 
-def _token_rows(each: "Trajectory", decode: Callable[[Any], str]) -> Iterator[tuple[Any, ...]]:
+def _range(values: Any) -> str:
+    lowest, highest = float(values.min()), float(values.max())
+    return f"{lowest:.4g}" if lowest == highest else f"{lowest:.4g} to {highest:.4g}"
+
+
+def _gaps(each: "Trajectory", learned: "Learned") -> str:
+    """Say how far the trained model's log-probabilities are from the sampler's."""
+    gaps = abs(learned.trained_logprobs - each.logprobs)
+    return f"mean {float(gaps.mean()):.2g}, largest {float(gaps.max()):.2g} nats"
+
+
+def _token_rows(each: "Trajectory", learned: "Learned | None", decode: Callable[[Any], str]) -> Iterator[tuple[Any, ...]]:
     from skyrl_engine.rollout.exported import segments_of
 
     versions, drawn = each.versions.per_token(len(each.logprobs)), 0
     for kind, places in segments_of(each):
         for place in range(places.start, places.stop):
             token = int(each.token_ids[place])
-            of_sampled: tuple[Any, ...] = ("", "", "")
+            of_sampled: tuple[Any, ...] = ("", "", "", "", "")
             if _WORDS[kind] == "sampled":
                 reward = float(each.rewards[drawn])
-                of_sampled = (f"{each.logprobs[drawn]:.4f}", int(versions[drawn]), f"{reward:g}" if reward else "")
+                of_learned = ("", "")
+                if learned is not None:
+                    gap = learned.trained_logprobs[drawn] - each.logprobs[drawn]
+                    of_learned = (f"{learned.advantages[drawn]:.4g}", f"{gap:.1e}")
+                shown = f"{reward:g}" if reward else ""
+                of_sampled = (f"{each.logprobs[drawn]:.4f}", int(versions[drawn]), shown, *of_learned)
                 drawn += 1
             yield (place, _WORDS[kind], token, repr(decode([token]))[1:-1], *of_sampled)
 

@@ -1,9 +1,10 @@
-"""The language-model head and log-softmax in chunks of positions: forward and backward hold the logits of one chunk at a time."""
+"""The language-model head and log-softmax in chunks of positions, so that the logits of few positions are held at a time."""
 
-from collections.abc import Collection
-from typing import Any, Protocol
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -13,13 +14,17 @@ VOCABULARY_SCORES = ("logprobs", "entropy", "logits")
 """The scores that a head computes from a position's logits, in this order. "logits" is the label's logit, scaled and divided by temperature."""
 
 
+CHUNKS_KEPT = 2
+"""Logits of no more chunks than these are kept for backward; if there are more, each chunk is computed again there."""
+
+
 def asked_of_head(needs: Collection[str]) -> tuple[str, ...]:
     """Return the scores to ask of a head for these `needs`, in order; log-probabilities are always among them."""
     return tuple(name for name in VOCABULARY_SCORES if name == "logprobs" or name in needs)
 
 
 class ChunkedHead(nn.Module):
-    """A linear head that computes logits chunk by chunk and recomputes them in backward instead of keeping them.
+    """A linear head that computes logits chunk by chunk and, beyond a few, computes them again in backward instead of keeping them.
 
     One module contains the whole loop, so that a framework that gathers weights per module call gathers the head once. Its forward must run
     inside the forward of the sharded root, where the head's weight is whole.
@@ -42,60 +47,80 @@ class ChunkedHead(nn.Module):
         return chunked_scores(hidden_NH, self.linear.weight, self.linear.bias, labels_N, score, self.positions_per_chunk)
 
 
-class ChunkScore(Protocol):
-    """The function from a chunk's raw logits [n, v] and labels [n] to its scores, each [n], and its gradient."""
-
-    def __call__(self, raw_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]: ...
-
-    def gradient(self, raw_NV: Tensor, labels_N: Tensor, upstream: list[Tensor]) -> Tensor:
-        """Return the gradient of the scores, weighted by `upstream`, with respect to the raw logits, in their dtype."""
-
-
-def chunked_scores(
-    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, score: ChunkScore, positions_per_chunk: int
-) -> tuple[Tensor, ...]:
-    """Return the scores [n] of `hidden_NH @ weight_VH.T + bias_V`, chunk by chunk; backward recomputes the logits."""
-    # torch leaves `apply` and its result untyped
-    return _ChunkedScores.apply(hidden_NH, weight_VH, bias_V, labels_N, score, positions_per_chunk)  # type: ignore[no-any-return, no-untyped-call]
-
-
+@frozen(eq=False)
 class Score:
-    """The `ChunkScore` of a whole vocabulary on one rank."""
+    """The function from a chunk's raw logits [n, v] and labels [n] to its scores, each [n], and its gradient; of a vocabulary on one rank.
 
-    def __init__(self, rule: LogitRule, temperature: float, asked: tuple[str, ...]) -> None:
-        self.rule, self.temperature, self.asked = rule, temperature, asked
+    Let y be the logits that softmax is taken of and p their softmax. The log-probability of a label is y(label) - log Z, and the entropy is
+    log Z - E, where log Z = logsumexp of y and E = the mean of y under p. `asked` names the scores, as `asked_of_head` does.
+    """
+
+    rule: LogitRule
+    temperature: float
+    asked: tuple[str, ...]
 
     def __call__(self, raw_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]:
-        logits_NV = self._logits(raw_NV)
-        total_N = logits_NV.logsumexp(-1)
-        label_N = logits_NV.gather(-1, labels_N[:, None])[:, 0]
-        scores = [label_N - total_N]
-        if "entropy" in self.asked:
-            probabilities_NV = torch.exp(logits_NV - total_N[:, None])
-            scores.append(total_N - (probabilities_NV * logits_NV).sum(-1))
-        if "logits" in self.asked:
-            scores.append(label_N)
-        return tuple(scores)
+        total_N, mean_N, label_N = self._sums(self._logits(raw_NV), labels_N, "entropy" in self.asked)
+        scores = {"logprobs": label_N - total_N, "entropy": total_N - mean_N, "logits": label_N}
+        return tuple(scores[name] for name in self.asked)
 
-    def gradient(self, raw_NV: Tensor, labels_N: Tensor, upstream: list[Tensor]) -> Tensor:
+    def gradient(self, raw_NV: Tensor, labels_N: Tensor, upstream: Sequence[Tensor | None]) -> Tensor:
         """Return the gradient of the scores, weighted by `upstream`, with respect to the raw logits, in their dtype.
 
-        Log-probabilities alone, without a soft cap, have the closed form scale / temperature * (one_hot(label) - softmax), which takes a third
-        of the passes over memory that autograd takes.
+        With respect to y, and for upstream u, it is u (one_hot(label) - p) of a log-probability, -u p (y - E) of an entropy, and
+        u one_hot(label) of the label's logit; None stands for a score that nothing was computed from. A rule without a soft cap is a factor.
         """
-        if len(self.asked) > 1 or self.rule.softcap is not None:
-            with torch.enable_grad():
-                raw_NV = raw_NV.requires_grad_()
-                scores = self(raw_NV, labels_N)
-            return torch.autograd.grad(scores, raw_NV, upstream)[0]
-        weight_N = upstream[0] * (self.rule.scale / self.temperature)
-        gradient_NV = torch.softmax(self._logits(raw_NV), -1).mul_(-weight_N[:, None])
-        return gradient_NV.scatter_add_(-1, labels_N[:, None], weight_N[:, None]).to(raw_NV.dtype)
+        factor = 1.0 if self.rule.softcap is not None else self.rule.scale / self.temperature
+        of = {name: each * factor for name, each in zip(self.asked, upstream, strict=True) if each is not None}
+        if self.rule.softcap is not None:
+            raw_NV = raw_NV.detach().requires_grad_()
+        with torch.set_grad_enabled(self.rule.softcap is not None):
+            logits_NV = self._logits(raw_NV)
+        values_NV = logits_NV.detach()
+        probabilities_NV, mean_N = self._softmax(values_NV, labels_N, "entropy" in of)
+        zeros_N = values_NV.new_zeros(len(labels_N))
+        weight_N = of.get("logprobs", zeros_N)
+        if "entropy" in of:
+            gradient_NV = (
+                (values_NV - mean_N[:, None]).mul_(of["entropy"][:, None]).add_(weight_N[:, None]).neg_().mul_(probabilities_NV)
+            )
+        else:
+            gradient_NV = probabilities_NV.mul_(-weight_N[:, None])
+        self._add_at_labels(gradient_NV, labels_N, weight_N + of["logits"] if "logits" in of else weight_N)
+        if self.rule.softcap is not None:
+            return torch.autograd.grad(logits_NV, raw_NV, gradient_NV)[0]
+        return gradient_NV.to(raw_NV.dtype)
 
     def _logits(self, raw_NV: Tensor) -> Tensor:
         """Return the logits that softmax is taken of: by the rule and the temperature, in float32 or float64."""
         logits_NV = self.rule(raw_NV if raw_NV.dtype == torch.float64 else raw_NV.float())
         return logits_NV if self.temperature == 1.0 else logits_NV / self.temperature
+
+    def _sums(self, logits_NV: Tensor, labels_N: Tensor, wants_mean: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log Z, E (0 unless it is wanted) and the label's y, each [n]."""
+        total_N = logits_NV.logsumexp(-1)
+        label_N = logits_NV.gather(-1, labels_N[:, None])[:, 0]
+        mean_N = (torch.exp(logits_NV - total_N[:, None]) * logits_NV).sum(-1) if wants_mean else torch.zeros_like(total_N)
+        return total_N, mean_N, label_N
+
+    def _softmax(self, logits_NV: Tensor, labels_N: Tensor, wants_mean: bool) -> tuple[Tensor, Tensor]:
+        """Return p, a tensor of its own, and E, 0 unless it is wanted."""
+        probabilities_NV = torch.softmax(logits_NV, -1)
+        return probabilities_NV, (probabilities_NV * logits_NV).sum(-1) if wants_mean else logits_NV.new_zeros(len(labels_N))
+
+    def _add_at_labels(self, gradient_NV: Tensor, labels_N: Tensor, weight_N: Tensor) -> None:
+        gradient_NV.scatter_add_(-1, labels_N[:, None], weight_N[:, None])
+
+
+def chunked_scores(
+    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, score: Score, positions_per_chunk: int
+) -> tuple[Tensor, ...]:
+    """Return the scores [n] of `hidden_NH @ weight_VH.T + bias_V`, chunk by chunk.
+
+    Backward computes the logits of each chunk again, unless they were kept (`CHUNKS_KEPT`).
+    """
+    # torch leaves `apply` and its result untyped
+    return _ChunkedScores.apply(hidden_NH, weight_VH, bias_V, labels_N, score, positions_per_chunk)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ChunkedScores(torch.autograd.Function):
@@ -107,30 +132,37 @@ class _ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, score: ChunkScore, size: int
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, score: Score, size: int
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N)
+        # a score that nothing was computed from has None for its gradient, not zeros that cost as much as any other
+        ctx.set_materialize_grads(False)
         ctx.score, ctx.size = score, size
-        parts = [
-            score(nn.functional.linear(hidden, weight_VH, bias_V), labels)
-            for hidden, labels in zip(torch.split(hidden_NH, size), torch.split(labels_N, size), strict=True)
-        ]
+        keeps = len(labels_N) <= CHUNKS_KEPT * size
+        kept, parts = [], []
+        for hidden, labels in zip(torch.split(hidden_NH, size), torch.split(labels_N, size), strict=True):
+            raw_NV = nn.functional.linear(hidden, weight_VH, bias_V)
+            parts.append(score(raw_NV, labels))
+            if keeps:
+                kept.append(raw_NV)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N, *kept)
         return tuple(torch.cat(values) for values in zip(*parts, strict=True))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, labels_N = ctx.saved_tensors
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, labels_N, *kept = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         sums = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
         hidden_gradient = torch.empty_like(hidden_NH) if wants_hidden else None
         weight_gradient = torch.zeros_like(weight_VH, dtype=sums) if wants_weight else None
         bias_gradient = torch.zeros_like(bias_V, dtype=sums) if wants_bias else None
-        for start in range(0, len(labels_N), ctx.size):
+        for number, start in enumerate(range(0, len(labels_N), ctx.size)):
             chosen = slice(start, start + ctx.size)
             hidden = hidden_NH[chosen]
-            raw_NV = nn.functional.linear(hidden, weight_VH, bias_V)
-            gradient_NV = ctx.score.gradient(raw_NV, labels_N[chosen], [each[chosen] for each in upstream])
+            raw_NV = kept[number] if kept else nn.functional.linear(hidden, weight_VH, bias_V)
+            gradient_NV = ctx.score.gradient(
+                raw_NV, labels_N[chosen], [None if each is None else each[chosen] for each in upstream]
+            )
             del raw_NV
             if hidden_gradient is not None:
                 torch.mm(gradient_NV, weight_VH, out=hidden_gradient[chosen])

@@ -1,6 +1,7 @@
 """Trajectories as columns, with array operations alone. A stretch becomes one sample; every sampled token is scored in exactly one."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -10,6 +11,7 @@ from attrs import frozen
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
 from skyrl_engine.contracts.values.rollout import PROMPT, SAMPLED, Group, Trajectory
+from skyrl_engine.rollout.records import Learned
 
 Truncated = Literal["keep", "mask", "zero_reward"]
 
@@ -109,6 +111,25 @@ def to_columns(
         group_ids=np.array([group.ticket for group in owners], dtype=np.int64)[attempt_of_sample],
         trajectory_ids=attempt_of_sample,
     )
+
+
+def learned_from(
+    groups: Sequence[Group], columns: SampleColumns, advantages: npt.NDArray[np.float32], logprobs: npt.NDArray[np.float32]
+) -> list[Learned]:
+    """Return what is learned from each attempt of `groups`, given `to_columns` of them and float32[A] on its action axis.
+
+    Attempts without a loss are left out.
+    """
+    scored = columns.loss_weight != 0
+    before = np.concatenate([[0], np.cumsum(scored)])[columns.action_offsets]
+    advantages, logprobs = advantages[scored], logprobs[scored]
+    attempts = [(group.ticket, each) for group in groups for each in group.finished]
+    places = pairwise(offsets_of(_sums(columns.trajectory_ids, np.diff(before), len(attempts))))
+    learned = []
+    for (ticket, attempt), (start, end) in zip(attempts, places, strict=True):
+        if start < end:
+            learned.append(Learned(ticket, attempt.member, advantages[start:end], logprobs[start:end]))
+    return learned
 
 
 def _rewards(

@@ -2,8 +2,8 @@
 
 rollouts/
 - segment-00000001.arrow, ...: Arrow IPC streams, which any Arrow reader opens. A group is one record batch, a row per attempt, and what
-  belongs to all of it stands in the batch's metadata, with a CRC over both. Steps that were trained, and sessions that went on from a
-  checkpoint, are batches without rows.
+  belongs to all of it stands in the batch's metadata, with a CRC over both. So is a step that was trained, with what it learned from each
+  attempt. Sessions that went on from a checkpoint are batches without rows.
 - .lock: held by the process that writes
 
 A session begins a segment of its own. What a crash left half-written at the end of one is cut; everything before it stays.
@@ -17,23 +17,34 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from attrs import define, field, frozen
 
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.ledger import Recorded
-from skyrl_engine.rollout.records import batch_of, checksum_of, columns_of, group_of, no_rows, schema
+from skyrl_engine.rollout.records import (
+    Learned,
+    batch_of,
+    batch_of_learned,
+    checksum_of,
+    columns_of,
+    group_of,
+    learned_of,
+    no_rows,
+    schema,
+)
 from skyrl_engine.run.durable import sync
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FORMAT: Final = "1"
+FORMAT: Final = "2"
 COMMIT_SECONDS: Final = 0.1
 """Time in which groups share one wait for the disk."""
 
@@ -44,6 +55,7 @@ _HEADER, _CRC = b"rollouts", b"crc32"
 logger = logging.getLogger(__name__)
 
 Event = Literal["group", "trained", "resumed"]
+Read = TypeVar("Read")
 
 
 @frozen
@@ -51,14 +63,14 @@ class Entry:
     """One record of a journal.
 
     A group is read by `group`, where it lies; `header` says its ticket, environment, task key, start version, newest version and why it was
-    dropped. A step that was trained has `step` and `tickets`, a session that went on has the `version` of its checkpoint.
+    dropped. A step that was trained has `step` and `tickets`, and what it learned is read by `learned`. A session that went on has the
+    `version` of its checkpoint.
     """
 
     event: Event
     header: Mapping[str, Any]
     segment: Path
     offset: int
-    _read: Callable[[], Group] | None = field(default=None, eq=False, repr=False)
 
     @property
     def ticket(self) -> int:
@@ -66,8 +78,30 @@ class Entry:
 
     def group(self) -> Group:
         """Read the group. Raises RolloutError where it was damaged since."""
-        assert self._read is not None, f"{self.event} is no group"
-        return self._read()
+        assert self.event == "group", f"{self.event} is no group"
+        return self._read(group_of)
+
+    def learned(self) -> list[Learned]:
+        """Read what a step learned, by tickets and members. Raises RolloutError where it was damaged since."""
+        assert self.event == "trained", f"{self.event} is no step"
+        return self._read(learned_of)
+
+    def _read(self, form: "Callable[[pa.RecordBatch, Mapping[str, Any]], Read]") -> Read:
+        import pyarrow as pa
+
+        try:
+            with self.segment.open("rb") as file:
+                schema = pa.ipc.open_stream(file).schema
+                file.seek(self.offset)
+                batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
+            batch.validate(full=True)
+            return form(batch, self.header)
+        except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
+            what = f"group {self.ticket}" if self.event == "group" else f"step {self.header['step']}"
+            raise RolloutError(
+                f"{what} cannot be read from {self.segment} any more ({type(error).__name__})",
+                remedy="Restore the file from a copy, or resume without it: what it held is then sampled again",
+            ) from error
 
 
 @frozen
@@ -91,6 +125,8 @@ class JournalIndex:
     """The last record of every ticket."""
     trained: dict[int, tuple[int, ...]] = field(factory=dict)
     """Tickets by the step that trained on them."""
+    learned: dict[int, Entry] = field(factory=dict)
+    """The records of steps, which hold what they learned."""
     damages: list[Damage] = field(factory=list)
     ends: dict[Path, int] = field(factory=dict)
     """The last step that was trained when a segment ended, by segment."""
@@ -100,11 +136,13 @@ class JournalIndex:
         if entry.event == "group":
             self.groups[entry.ticket] = entry
         elif entry.event == "trained":
-            self.trained[int(entry.header["step"])] = tuple(entry.header["tickets"])
+            step = int(entry.header["step"])
+            self.trained[step], self.learned[step] = tuple(entry.header["tickets"]), entry
         else:
             version = int(entry.header["version"])
             self.groups = {ticket: each for ticket, each in self.groups.items() if each.header["newest_version"] <= version}
             self.trained = {step: tickets for step, tickets in self.trained.items() if step <= version}
+            self.learned = {step: each for step, each in self.learned.items() if step <= version}
 
     def steps(self) -> dict[int, int]:
         """Return the step that trained on a ticket, by ticket."""
@@ -212,10 +250,15 @@ class Journal:
         self._write(*batch_of(group), header)
         self.poll()
 
-    def trained(self, step: int, tickets: Iterable[int]) -> None:
-        """Write that `step` trained on `tickets`, wait for the disk, and let go of segments that are older than `keep` steps."""
+    def trained(self, step: int, tickets: Sequence[int], learned: Sequence[Learned] = ()) -> None:
+        """Write that `step` trained on `tickets`, and what it learned from their attempts, in the order of the tickets.
+
+        Waits for the disk, and lets go of segments that are older than `keep` steps.
+        """
         self._step = step
-        self._note({"event": "trained", "step": step, "tickets": [int(ticket) for ticket in tickets]})
+        counted = Counter(each.ticket for each in learned)
+        attempts = [counted[ticket] for ticket in tickets]
+        self._write(*batch_of_learned(learned), {"event": "trained", "step": step, "tickets": list(tickets), "attempts": attempts})
         self.commit()
         if self._until:
             self._expire(step)
@@ -226,7 +269,7 @@ class Journal:
     def resumed(self, version: int) -> None:
         """Write that a session goes on from the checkpoint of `version`: what later weights sampled counts no more."""
         self._step = self._first_step = version
-        self._note({"event": "resumed", "version": version})
+        self._write(no_rows(), 0, {"event": "resumed", "version": version})
         self.index.add(Entry("resumed", {"version": version}, self.folder, 0))
         self.commit()
 
@@ -258,9 +301,6 @@ class Journal:
             self._lock.close()
 
     # --- writing -------------------------------------------------------------------------------------------------------------------
-
-    def _note(self, header: Mapping[str, Any]) -> None:
-        self._write(no_rows(), 0, header)
 
     def _write(self, batch: "pa.RecordBatch", crc: int, header: Mapping[str, Any]) -> None:
         text = json.dumps(header, allow_nan=False)
@@ -448,33 +488,12 @@ def _read_segment(segment: Path) -> Iterator[Entry | Damage]:
             while good < size:
                 batch, metadata = reader.read_next_batch_with_custom_metadata()
                 header = _verified(batch, metadata)
-                yield Entry(header["event"], header, segment, good, _reading(segment, good, header))
+                yield Entry(header["event"], header, segment, good)
                 good = file.tell()
     except StopIteration:
         yield Damage(segment, good, size, "torn")
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, EOFError) as error:
         yield Damage(segment, good, size, f"torn or damaged ({str(error).splitlines()[0] if str(error) else type(error).__name__})")
-
-
-def _reading(segment: Path, offset: int, header: Mapping[str, Any]) -> Callable[[], Group] | None:
-    return (lambda: _group_at(segment, offset, header)) if header["event"] == "group" else None
-
-
-def _group_at(segment: Path, offset: int, header: Mapping[str, Any]) -> Group:
-    import pyarrow as pa
-
-    try:
-        with segment.open("rb") as file:
-            schema = pa.ipc.open_stream(file).schema
-            file.seek(offset)
-            batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
-        batch.validate(full=True)
-        return group_of(batch, header)
-    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
-        raise RolloutError(
-            f"group {header['ticket']} cannot be read from {segment} any more ({type(error).__name__})",
-            remedy="Restore the file from a copy, or resume without it: the group is then sampled again",
-        ) from error
 
 
 def _verified(batch: "pa.RecordBatch", metadata: "pa.KeyValueMetadata | None") -> dict[str, Any]:

@@ -18,6 +18,7 @@ from skyrl_engine.errors import DataError, RolloutError
 from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.exported import journal_of, read_rollouts
 from skyrl_engine.rollout.journal import read_index
+from skyrl_engine.rollout.records import Learned
 from skyrl_engine.rollout.source import Taken, drop_reason
 
 logger = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ class RecordedSource:
         groups = tuple(self._group(ticket, step - 1) for ticket in range(first, first + self.per_step))
         return Taken(groups, groups, time.monotonic() - began)
 
-    def trained(self, step: int, groups: Sequence[Group]) -> None:  # noqa: ARG002 -- what was trained on follows from the step
+    def trained(self, step: int, groups: Sequence[Group], learned: Sequence[Learned]) -> None:  # noqa: ARG002 -- it follows from the step
         """Take the end of a step."""
         self.step = step
 

@@ -1,4 +1,4 @@
-"""A group as one Arrow record batch, and back: a row per attempt, every field to the last bit."""
+"""Groups, and what a step learned from them, as Arrow record batches, and back: a row per attempt, every field to the last bit."""
 
 import json
 import zlib
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from attrs import frozen
 
 from skyrl_engine.contracts.values.ragged import AnyArray, offsets_of
 from skyrl_engine.contracts.values.rollout import Group, Trajectory, VersionSpans
@@ -28,6 +29,9 @@ _ARRAYS: Final[Mapping[str, type[np.generic]]] = {
 }
 """Array fields of a trajectory by column, with their types."""
 
+_LEARNED: Final[Mapping[str, type[np.generic]]] = {"advantages": np.float32, "trained_logprobs": np.float32}
+"""Array fields of `Learned` by column, with their types."""
+
 _NUMBERS: Final[Mapping[str, type[np.generic]]] = {
     "member": np.int64,
     "unplaced_reward": np.float64,
@@ -38,13 +42,24 @@ _DOCUMENT: Final = ("status", "cause", "success", "stops", "parts", "metrics", "
 """Fields that are kept as one JSON object per attempt, in the column `document`."""
 
 
+@frozen(eq=False)
+class Learned:
+    """What a step learned from the sampled tokens of an attempt, each float32[sampled]: advantages, and log-probabilities under its weights."""
+
+    ticket: int
+    member: int
+    advantages: npt.NDArray[np.float32]
+    trained_logprobs: npt.NDArray[np.float32]
+
+
 @cache
 def schema(metadata: tuple[tuple[str, str], ...] = ()) -> "pa.Schema":
-    """Return the schema of groups, with what is to be said of the whole stream."""
+    """Return the schema of records, with what is to be said of the whole stream."""
     import pyarrow as pa
 
     fields = [pa.field(name, pa.from_numpy_dtype(dtype), nullable=False) for name, dtype in _NUMBERS.items()]
-    fields += [pa.field(name, pa.list_(pa.from_numpy_dtype(dtype)), nullable=False) for name, dtype in _ARRAYS.items()]
+    lists = {**_ARRAYS, **_LEARNED}.items()
+    fields += [pa.field(name, pa.list_(pa.from_numpy_dtype(dtype)), nullable=False) for name, dtype in lists]
     fields.append(pa.field("document", pa.string(), nullable=False))
     return pa.schema(fields, metadata=dict(metadata))
 
@@ -62,25 +77,40 @@ def batch_of(group: Group) -> "tuple[pa.RecordBatch, int]":
 
     Raises ContractError for values that are not finite or not JSON.
     """
-    import pyarrow as pa
-
     for each in group.trajectories:
         _refuse_unfit(group, each)
     numbers: dict[str, AnyArray] = {
         name: np.array([getattr(each, name) for each in group.trajectories], dtype=dtype) for name, dtype in _NUMBERS.items()
     }
+    pieces = {name: [_array(each, name) for each in group.trajectories] for name in _ARRAYS}
+    return _batch(numbers, pieces, [_document(group, each) for each in group.trajectories])
+
+
+def batch_of_learned(learned: Sequence[Learned]) -> "tuple[pa.RecordBatch, int]":
+    """Return what a step learned as a record batch, and the checksum of its values."""
+    numbers: dict[str, AnyArray] = {name: np.zeros(len(learned), dtype=dtype) for name, dtype in _NUMBERS.items()}
+    numbers["member"] = np.array([each.member for each in learned], dtype=np.int64)
+    pieces = {name: [getattr(each, name) for each in learned] for name in _LEARNED}
+    return _batch(numbers, pieces, [""] * len(learned))
+
+
+def _batch(
+    numbers: Mapping[str, AnyArray], pieces: Mapping[str, Sequence[AnyArray]], documents: Sequence[str]
+) -> "tuple[pa.RecordBatch, int]":
+    """Return rows as a record batch, and the checksum of their values; lists without `pieces` are empty."""
+    import pyarrow as pa
+
     ragged: dict[str, tuple[AnyArray, npt.NDArray[np.int32]]] = {}
-    for name, dtype in _ARRAYS.items():
-        pieces = [_array(each, name) for each in group.trajectories]
-        offsets = offsets_of([len(piece) for piece in pieces]).astype(np.int32)
-        ragged[name] = np.concatenate(pieces) if pieces else np.zeros(0, dtype=dtype), offsets
-    documents = [_document(group, each) for each in group.trajectories]
+    for name, dtype in {**_ARRAYS, **_LEARNED}.items():
+        own = pieces.get(name, [np.zeros(0, dtype=dtype)] * len(documents))
+        offsets = offsets_of([len(piece) for piece in own]).astype(np.int32)
+        ragged[name] = np.concatenate(own) if own else np.zeros(0, dtype=dtype), offsets
     arrays = [pa.array(values) for values in numbers.values()]
     arrays += [pa.ListArray.from_arrays(pa.array(offsets), pa.array(values)) for values, offsets in ragged.values()]
     arrays.append(pa.array(documents, type=pa.string()))
     batch = pa.RecordBatch.from_arrays(arrays, schema=schema())
     crc = 0
-    if group.trajectories:
+    if documents:
         crc = checksum_of([*numbers.values(), *(each for pair in ragged.values() for each in pair), "".join(documents).encode()])
     return batch, crc
 
@@ -135,7 +165,7 @@ def _plain(value: object) -> object:
 def columns_of(batch: "pa.RecordBatch") -> list[AnyArray | bytes]:
     """Return the values of a batch as they were when it was made."""
     found: list[AnyArray | bytes] = [batch.column(name).to_numpy() for name in _NUMBERS]
-    for name in _ARRAYS:
+    for name in (*_ARRAYS, *_LEARNED):
         column = batch.column(name)
         found += [column.values.to_numpy(), column.offsets.to_numpy()]
     found.append("".join(batch.column("document").to_pylist()).encode())
@@ -153,10 +183,7 @@ def checksum_of(values: Sequence[AnyArray | bytes]) -> int:
 def group_of(batch: "pa.RecordBatch", header: Mapping[str, Any]) -> Group:
     """Return the group of a batch; `header` says what belongs to all of it."""
     ticket = int(header["ticket"])
-    columns: dict[str, list[AnyArray]] = {}
-    for name in _ARRAYS:
-        values, offsets = batch.column(name).values.to_numpy(), batch.column(name).offsets.to_numpy()
-        columns[name] = [values[start:end] for start, end in pairwise(offsets)]
+    columns = {name: _pieces(batch, name) for name in _ARRAYS}
     numbers = {name: batch.column(name).to_pylist() for name in _NUMBERS}
     documents = [json.loads(text) for text in batch.column("document").to_pylist()]
     trajectories = []
@@ -170,3 +197,16 @@ def group_of(batch: "pa.RecordBatch", header: Mapping[str, Any]) -> Group:
     return Group(
         ticket, header["environment"], header["task_key"], int(header["start_version"]), tuple(trajectories), header["dropped"]
     )
+
+
+def learned_of(batch: "pa.RecordBatch", header: Mapping[str, Any]) -> list[Learned]:
+    """Return what a step learned; `header` says how many attempts of each ticket there are."""
+    tickets = np.repeat(np.array(header["tickets"], dtype=np.int64), header["attempts"]).tolist()
+    columns = [_pieces(batch, name) for name in _LEARNED]
+    return [Learned(*each) for each in zip(tickets, batch.column("member").to_pylist(), *columns, strict=True)]
+
+
+def _pieces(batch: "pa.RecordBatch", name: str) -> list[AnyArray]:
+    """Return the list of every row."""
+    values, offsets = batch.column(name).values.to_numpy(), batch.column(name).offsets.to_numpy()
+    return [values[start:end] for start, end in pairwise(offsets)]

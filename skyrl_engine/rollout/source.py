@@ -14,6 +14,7 @@ from skyrl_engine.registry.host import blaming
 from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.journal import Journal
 from skyrl_engine.rollout.ledger import RolloutLedger
+from skyrl_engine.rollout.records import Learned
 from skyrl_engine.rollout.runner import RolloutRunner
 
 _PATIENCE_S: Final = 1.0
@@ -41,8 +42,8 @@ class GroupSource(Protocol):
     def take(self, step: int) -> Taken:
         """Return the groups of a step, counted from 1."""
 
-    def trained(self, step: int, groups: Sequence[Group]) -> None:
-        """Take the end of the step that trained on these groups."""
+    def trained(self, step: int, groups: Sequence[Group], learned: Sequence[Learned]) -> None:
+        """Take the end of the step that trained on these groups, and what it learned from their attempts."""
 
     def published(self, version: int) -> None:
         """Take it that the trained weights are those of `version`."""
@@ -88,11 +89,11 @@ class RolloutSource:
         ended = {**{group.ticket: group for group in groups}, **self._settled()}
         return Taken(groups, tuple(ended[ticket] for ticket in sorted(ended)), time.monotonic() - began)
 
-    def trained(self, step: int, groups: Sequence[Group]) -> None:
-        """Take the end of the step that trained on these groups."""
+    def trained(self, step: int, groups: Sequence[Group], learned: Sequence[Learned]) -> None:
+        """Take the end of the step that trained on these groups, and what it learned from their attempts."""
         tickets = tuple(group.ticket for group in groups)
         self.ledger.trained(step, tickets)
-        self.journal.trained(step, tickets)
+        self.journal.trained(step, tickets, learned)
         for ticket in tickets:
             self._groups.pop(ticket, None)
 

@@ -11,6 +11,7 @@ from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, Gro
 from skyrl_engine.modeling.tiny import write_tokenizer
 from skyrl_engine.rollout.exported import read_rollouts
 from skyrl_engine.rollout.journal import open_journal
+from skyrl_engine.rollout.records import Learned
 from skyrl_engine.testing.rollout_cases import plain_group
 
 WORDS = ("spell", "cat", "c", "a", "t", "wrong", "again", "dog")
@@ -28,7 +29,8 @@ def told(tmp_path_factory):
     with open_journal(run / "rollouts", run="told") as journal:
         journal.append(group(0, ids, ["c a t", "c a a"], rewards=(1.0, 0.25)))
         journal.append(group(1, ids, ["a a a", "a a a"], rewards=(0.0, 0.0), dropped="zero_variance"))
-        journal.trained(1, [0])
+        drawn = np.full(4, -0.25, dtype=np.float32)
+        journal.trained(1, [0], [Learned(0, 0, np.full(4, 0.5, dtype=np.float32), drawn), Learned(0, 1, -2 * drawn, drawn + drawn)])
         again = group(2, ids, ["c a t", "wrong"], rewards=(1.0, 0.0), key="task-0", version=1)
         first, second = again.trajectories
         failed = evolve(second, status="failed", cause="timed out after 60 s in step 3", success=None)
@@ -146,6 +148,15 @@ def test_tokens_have_their_log_probabilities_versions_and_rewards(command, told)
     assert ["0", "prompt", str(ids["spell"]), "spell"] in lines
     assert ["2", "sampled", str(ids["c"]), "c", "-0.2500", "1"] in lines
     assert ["6", "sampled", str(ids["t"]), "t", "-0.2500", "1", "1"] in lines
+
+
+def test_what_was_learned_from_an_attempt_is_told(command, told):
+    outcome = command("rollouts", "show", told[0], "--step", "1", "--best", "--limit", "2", "--tokens")
+    facts = [line.split(maxsplit=1) for line in outcome.out.splitlines() if line]
+    assert [rest for name, *rest in facts if name == "advantage"] == [["0.5"], ["0.5"]]
+    assert [rest for name, *rest in facts if name == "gap"] == [["mean 0, largest 0 nats"], ["mean 0.25, largest 0.25 nats"]]
+    (line,) = [line.split() for line in outcome.out.splitlines() if line.split()[:2] == ["6", "sampled"] and "0.25" in line.split()]
+    assert line[-5:] == ["-0.2500", "0", "0.25", "0.5", "-2.5e-01"]
 
 
 def test_without_a_tokenizer_ids_are_shown(command, told, tmp_path):

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_engine.errors import ModelError
-from skyrl_engine.modeling.causal_lm import split_causal_lm, transformer_layers
-from skyrl_engine.modeling.chunked_head import ChunkedHead
+from skyrl_engine.modeling.causal_lm import LogitRule, split_causal_lm, transformer_layers
+from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, ChunkedHead, Score, chunked_scores
 from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.scorer import Scorer
 
@@ -101,16 +101,28 @@ def test_temperature_divides_logits_after_the_models_own_rule() -> None:
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "granite"])
+@pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.25), LogitRule(softcap=0.5)], ids=["plain", "scale", "soft-cap"])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_gradients_of_log_probabilities_alone_follow_every_rule_and_temperature(family: str, temperature: float) -> None:
-    """Without entropy they have a closed form wherever the logits are not capped."""
-    model = tiny(family, dtype=torch.float64)
-    ids = torch.randint(1, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(2))
-    expected = gradients(model, whole_logits(model, ids, temperature)[0], torch.zeros(12, dtype=torch.float64))
-    scorer = Scorer(split_causal_lm(model), logits_per_chunk=5 * VOCABULARY)
-    scores = scorer({"input_ids": ids}, *everywhere(ids), temperature=temperature)
-    compare(gradients(model, scores["logprobs"], torch.zeros(12, dtype=torch.float64)), expected, 1e-8)
+@pytest.mark.parametrize("weighted", [["logprobs"], ["entropy"], ["logits"], ["logprobs", "entropy", "logits"]], ids="+".join)
+def test_gradients_of_scores_are_autograds_under_every_rule_and_temperature(
+    rule: LogitRule, temperature: float, weighted: list[str]
+) -> None:
+    """Also when nothing is computed from some score, as from an entropy that is a metric alone; one chunk is kept, four are computed again."""
+    draw = torch.Generator().manual_seed(0)
+    raw = (torch.randn(11, VOCABULARY, generator=draw, dtype=torch.float64) * 3).requires_grad_()
+    labels = torch.randint(0, VOCABULARY, (11,), generator=draw)
+    upstream = torch.randn(len(weighted), 11, generator=draw, dtype=torch.float64)
+
+    def gradient(scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        of = dict(zip(VOCABULARY_SCORES, scores, strict=True))
+        return torch.autograd.grad([of[name] for name in weighted], raw, list(upstream))[0]
+
+    expected = gradient(Score(rule, temperature, VOCABULARY_SCORES)(raw, labels))
+    for chunk in (3, 11):
+        scores = chunked_scores(
+            raw, torch.eye(VOCABULARY).double(), None, labels, Score(rule, temperature, VOCABULARY_SCORES), chunk
+        )
+        torch.testing.assert_close(gradient(scores), expected)
 
 
 def test_the_rules_of_the_families_matter() -> None:
@@ -174,7 +186,6 @@ def test_the_heads_bias_and_a_frozen_weight_get_what_they_should() -> None:
     linear = torch.nn.Linear(8, VOCABULARY).double()
     hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(0, VOCABULARY, (11,))
-    from skyrl_engine.modeling.causal_lm import LogitRule
 
     def reference() -> list[torch.Tensor | None]:
         linear(hidden).log_softmax(-1).gather(-1, labels[:, None]).sum().backward()
@@ -199,8 +210,6 @@ def test_the_heads_bias_and_a_frozen_weight_get_what_they_should() -> None:
 
 def test_a_bfloat16_weights_gradient_is_summed_in_float32() -> None:
     """512 chunks of one position: summed in bfloat16 the error would be tens of percent; rounding the end result alone gives 4e-3."""
-    from skyrl_engine.modeling.causal_lm import LogitRule
-
     torch.manual_seed(0)
     linear = torch.nn.Linear(8, VOCABULARY, bias=False).bfloat16()
     hidden, labels = torch.rand(512, 8).bfloat16(), torch.zeros(512, dtype=torch.int64)

@@ -76,7 +76,7 @@ class Episode:
 
     def write_everywhere(self, action):
         """Write lines to descriptors that belong to others."""
-        for descriptor in range(3, 64):
+        for descriptor in range(3, 4096):
             with suppress(OSError):
                 os.write(descriptor, b"[]\n")
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from skyrl_engine.errors import ContractError, RolloutError
 from skyrl_engine.rollout.journal import open_journal, read_groups, read_index
 from skyrl_engine.rollout.ledger import Recorded
+from skyrl_engine.rollout.records import Learned, no_rows
 from skyrl_engine.testing.rollout_cases import groups, plain_group, require_same
 
 
@@ -32,6 +33,26 @@ def test_a_group_comes_back_as_it_was(tmp_path_factory, data):
     assert [group.ticket for group in back] == sorted(group.ticket for group in data)
     for got, due in zip(back, sorted(data, key=lambda group: group.ticket), strict=True):
         require_same(got, due)
+
+
+def test_what_a_step_learned_comes_back_until_a_session_goes_on_from_before_it(tmp_path):
+    def learned(ticket, member, count):
+        values = np.arange(count, dtype=np.float32)
+        return Learned(ticket, member, values / 3, -values)
+
+    due = [learned(5, 0, 2), learned(5, 2, 0), learned(3, 1, 7)]
+    with opened(tmp_path) as journal:
+        journal.trained(1, [5, 4, 3], due)
+        journal.trained(2, [6], [learned(6, 0, 1)])
+    index = read_index(tmp_path)
+    assert sorted(index.learned) == [1, 2]
+    for got, each in zip(index.learned[1].learned(), due, strict=True):
+        assert (got.ticket, got.member) == (each.ticket, each.member)
+        assert got.advantages.tobytes() == each.advantages.tobytes()
+        assert got.trained_logprobs.tobytes() == each.trained_logprobs.tobytes()
+    with opened(tmp_path, resumed=1):
+        pass
+    assert sorted(read_index(tmp_path).learned) == [1]
 
 
 def test_any_reader_of_arrow_opens_a_segment(tmp_path):
@@ -189,7 +210,7 @@ def test_a_segment_goes_after_those_before_it(tmp_path):
     with opened(tmp_path, keep=1) as journal:
         journal.append(plain_group(9, start_version=3))
         for step in (1, 2, 3, 4, 5):
-            journal._note({"event": "trained", "step": step, "tickets": [step]})
+            journal._write(no_rows(), 0, {"event": "trained", "step": step, "tickets": [step]})
     with opened(tmp_path, keep=1, resumed=1) as journal:
         journal.trained(2, [2])
         journal.trained(3, [3])
@@ -306,7 +327,7 @@ def test_a_journal_of_another_format_is_refused(tmp_path):
     schema = pa.schema([("x", pa.int32())], metadata={"run": "run-a", "format": "0"})
     with pa.OSFile(str(tmp_path / "segment-00000001.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
         stream.write_batch(pa.RecordBatch.from_pylist([{"x": 1}], schema=schema))
-    with pytest.raises(RolloutError, match="no journal of rollouts of format 1"):
+    with pytest.raises(RolloutError, match="no journal of rollouts of format 2"):
         opened(tmp_path)
 
 

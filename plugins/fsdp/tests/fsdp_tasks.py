@@ -288,8 +288,11 @@ def scores_of_parts(rule: LogitRule, temperature: float, asked: tuple[str, ...])
     width = 10 // dist.get_world_size()
     own = slice(dist.get_rank() * width, (dist.get_rank() + 1) * width)
     whole = Score(rule, temperature, asked)
-    part = VocabularyParallelScore(dist.group.WORLD, own.start, rule, temperature, asked)
-    expected = [*whole(raw, labels), whole.gradient(raw.clone(), labels, list(upstream))[:, own]]
+    part = VocabularyParallelScore(rule, temperature, asked, dist.group.WORLD, own.start)
+    raw.requires_grad_()
+    scores = whole(raw, labels)
+    expected = [*scores, torch.autograd.grad(scores, raw, list(upstream))[0][:, own]]
+    raw = raw.detach()
     got = [*part(raw[:, own], labels), part.gradient(raw[:, own].clone(), labels, list(upstream))]
     return [each.detach().numpy() for each in expected], [each.detach().numpy() for each in got]
 

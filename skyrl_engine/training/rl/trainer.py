@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 from attrs import define, field, frozen
 
 from skyrl_engine.config import ResolvedConfig
@@ -24,7 +25,7 @@ from skyrl_engine.engine.results import COUNTED, means_over
 from skyrl_engine.engine.sampler import Sampler
 from skyrl_engine.objective.policy_metrics import SAMPLED, WEIGHTS, effective_share
 from skyrl_engine.registry.host import blaming
-from skyrl_engine.rollout.columns import to_columns
+from skyrl_engine.rollout.columns import learned_from, to_columns
 from skyrl_engine.rollout.episodes import EpisodePool
 from skyrl_engine.rollout.guard import SamplerGuard
 from skyrl_engine.rollout.journal import open_journal
@@ -285,9 +286,10 @@ class RlTrainer:
             plan = plan.with_columns({"advantages": made.advantages, **gives})
             metrics |= made.metrics
         with self._timed("train"):
-            learned = self._learn(plan, number)
+            learned, present = self._learn(plan, number)
         with self._timed("publish"):
-            self.source.trained(number, taken.groups)
+            before = plan.columns.columns["old_logprobs"] if "old_logprobs" in self.prepared.recipe.scores else present
+            self.source.trained(number, taken.groups, learned_from(taken.groups, columns, made.advantages, before))
             self._refresh(number)
             if self.live is not None:
                 self.live.sampler.update(number)
@@ -380,11 +382,15 @@ class RlTrainer:
             given = part.product(batch)
         return as_advantage_output(part.label, given, batch, returns=part.product.claims.returns)
 
-    def _learn(self, plan: Plan, number: int) -> dict[str, Metric]:
-        """Take the optimizer steps of all epochs; metrics of all of them together."""
+    def _learn(self, plan: Plan, number: int) -> tuple[dict[str, Metric], npt.NDArray[np.float32]]:
+        """Take the optimizer steps of all epochs.
+
+        Returns metrics of all of them together, and the log-probabilities of the first epoch's passes, float32[A].
+        """
         config = self.prepared.resolved.config
         settings = config.rl
         parts: list[Mapping[str, Metric]] = []
+        present = np.zeros(0, dtype=np.float32)
         for epoch in range(settings.epochs):
             own = plan
             if epoch:
@@ -395,16 +401,18 @@ class RlTrainer:
             result = self.engine.train(
                 own,
                 temperature=settings.temperature,
-                per_token_outputs=False,
+                per_token_outputs=epoch == 0,
                 bound=self.prepared.recipe.bound,
                 watch=watch,
             )
             parts.append(result.metrics)
+            if epoch == 0:
+                present = result.output.on_actions("logprobs").values
             for span, seconds in result.cpu_seconds.items():
                 self._cpu[span] = self._cpu.get(span, 0.0) + seconds
         # what is a sum within a step is a mean over optimizer steps, and so over epochs
         together = combine_metrics(parts)
-        return {**means_over(together, settings.epochs), **{name: together[name] for name in COUNTED}}
+        return {**means_over(together, settings.epochs), **{name: together[name] for name in COUNTED}}, present
 
     def _refresh(self, number: int) -> None:
         """Make the new weights the reference, where its turn has come."""

@@ -19,7 +19,7 @@ from skyrl_engine.contracts.kinds.observer import RolloutsFinished, StepFinished
 from skyrl_engine.contracts.values.rollout import OBSERVED
 from skyrl_engine.engine.sampler import Sampler
 from skyrl_engine.errors import CheckpointError, PluginBrokenError, RolloutError
-from skyrl_engine.rollout.journal import read_groups
+from skyrl_engine.rollout.journal import read_groups, read_index
 from skyrl_engine.training.export import export_checkpoint
 from skyrl_engine.training.rl.trainer import run_rl
 
@@ -107,6 +107,12 @@ def test_the_old_policy_of_either_pass_gives_the_same_weights(rl: Rl) -> None:
     """And so it is no accident that ratios are 1."""
     current, scored = (run_rl(rl(old, f"rl.old={old}", "rl.steps=1")).directory for old in ("current", "score"))
     assert weights_of(current) == weights_of(scored)
+    learned = [read_index(run / "rollouts").learned[1].learned() for run in (current, scored)]
+    for one, other in zip(*learned, strict=True):
+        assert one.trained_logprobs.tobytes() == other.trained_logprobs.tobytes(), "of the weights before the step"
+    sampled = {(each.ticket, each.member): each.logprobs for group in read_groups(scored / "rollouts") for each in group.finished}
+    for each in learned[0]:
+        np.testing.assert_allclose(each.trained_logprobs, sampled[each.ticket, each.member], rtol=0, atol=1e-5)
     other = run_rl(rl("other", "rl.old=current", "rl.steps=1", "optimizer.learning_rate=1e-3")).directory
     assert weights_of(current) != weights_of(other)
 

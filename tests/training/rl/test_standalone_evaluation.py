@@ -61,7 +61,7 @@ def test_what_is_shown(rl: Rl, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(run), "-k", "2"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "2 tasks of world"
-    assert [line.split()[0] for line in shown[2:]] == ["avg@2", "tokens_mean", "pass@1", "pass@2"]
+    assert [line.split()[0] for line in shown[2:]] == ["avg@2", "tokens_mean", "pass@1", "pass@2", "maj@2"]
     assert " to " in shown[2]
 
 

@@ -71,7 +71,7 @@ class VocabularyParallelHead(ChunkedHead):
 
     def forward(self, hidden_NH: Tensor, labels_N: Tensor, temperature: float, asked: tuple[str, ...]) -> tuple[Tensor, ...]:
         """Return what `ChunkedHead.forward` returns; scores and the gradient of `hidden_NH` are equal on all tensor-parallel ranks."""
-        score = VocabularyParallelScore(self.group, self.first, self.rule, temperature, asked)
+        score = VocabularyParallelScore(self.rule, temperature, asked, self.group, self.first)
         # every part of the vocabulary contributes to the gradient of the hidden states
         hidden_NH = sum_backward(hidden_NH, self.group)
         bias_V = None if self.linear.bias is None else _local(self.linear.bias)

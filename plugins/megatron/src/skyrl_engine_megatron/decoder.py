@@ -55,6 +55,6 @@ class Decoder(GPTModel):  # type: ignore[misc] # megatron-core is untyped
         weight_VH = weight_VH[: self.vocabulary - first]
         group = parallel_state.get_tensor_model_parallel_group()
         asked = asked_of_head(needs)
-        score = VocabularyParallelScore(group, first, LogitRule(), temperature, asked)
+        score = VocabularyParallelScore(LogitRule(), temperature, asked, group, first)
         values = chunked_scores(chosen_NH, weight_VH, None, labels_N, score, max(1, logits_per_chunk // share))
         return {name: value[:count] for name, value in zip(asked, values, strict=True)}

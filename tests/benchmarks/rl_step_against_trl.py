@@ -1,0 +1,415 @@
+"""CPU time of a whole step of reinforcement learning, against TRL's GRPOTrainer: bar B1, and from the same runs bar B3. One thread.
+
+The same Qwen3 of 10 million random weights in float32 attempts the same four tasks four times each in every step, 48 tokens an attempt, with
+temperature 1, and learns from them with the same loss and the same optimizer, by
+- the engine's `run_rl`: backend `fsdp` in the run's process, generator `hf`, rewards in a process of the environment's own, journal, metrics
+  and all; with `rl.old = "current"`, once with and once without the metric of entropy, and with `rl.old = "score"`, a pass that TRL leaves out;
+- GRPOTrainer with its defaults, one update per batch (`beta` 0, `num_iterations` 1), and transformers' `generate`, but in float32 and without
+  recomputed activations, as the engine; all attempts in one micro-batch, and four at a time. The faster of the two counts. It reports the
+  entropy in every step, which cannot be turned off.
+
+That both do the same work is checked first: a batch of rollouts that the engine sampled has the same prompts and the same gradient norm in
+both.
+
+Every run has a process of its own, and only one of them works at a time: a round is one step of each, one after the other, so that a busy
+machine slows all alike. A step's figure is the CPU time of the run's process and of those that it started. A round in which some attempt of
+some run ended early does not count, so that all sample as many tokens. A ratio is of one round; the median of all rounds is held against the
+bar. Run with `nox -s peers`; about four minutes.
+"""
+
+import importlib.util
+import json
+import logging
+import multiprocessing
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import transformers
+import trl
+from attrs import Factory, define, frozen
+from datasets import Dataset
+from measuring.bars import beside
+from measuring.cpu_time import machine, of_process
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers.trainer_callback import PrinterCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from skyrl_engine import hookimpl
+from skyrl_engine.config import from_dict, resolve
+from skyrl_engine.contracts import StepFinished
+from skyrl_engine.contracts.kinds.observer import RolloutsFinished
+from skyrl_engine.contracts.values.rollout import Group
+from skyrl_engine.modeling.tiny import write_model
+from skyrl_engine.training.rl.trainer import run_rl
+
+WARM_UP, ROUNDS = 3, 24
+STEPS = WARM_UP + ROUNDS
+GROUPS, GROUP_SIZE, NEW = 4, 4, 48
+ATTEMPTS = GROUPS * GROUP_SIZE
+VOCABULARY = 8192
+SHORTEST, LONGEST = 12, 24
+"""Words of a task."""
+
+LEARNING_RATE, MAX_NORM = 1e-5, 1.0
+EPSILON = 1e-4
+"""What GRPOTrainer adds to the deviation of a group's rewards."""
+
+AGREEMENT = 1e-4
+"""Gradient norms over the same rollouts."""
+
+CURRENT, ENTROPY, SCORE = "old = current", "old = current, entropy metric", "old = score"
+BARS = {CURRENT: 0.80, ENTROPY: 0.82, SCORE: 0.92}
+"""B1: share of GRPOTrainer's CPU time."""
+
+OVERHEAD = 0.02
+"""B3: share of a step that is neither sampling nor forward, backward or optimizer."""
+
+WORK = ("generate", "model", "objective", "optimizer")
+"""Spans of what any program does: sampling, forward and backward, the loss and its metrics, the optimizer."""
+
+REWARD = '''"""The reward of both."""
+
+
+def share_of_even(prompts, completions, **columns):
+    """The share of words of an answer that end in an even digit."""
+    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
+    return [sum(word[-1] in "02468" for word in text.split()) / max(1, len(text.split())) for text in texts]
+'''
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+Told = Callable[[int, Mapping[str, float]], None]
+"""Takes the end of every step: how many tokens it sampled, and CPU seconds by span."""
+
+
+@frozen
+class Step:
+    """One step of a run: CPU seconds of its processes, tokens that were sampled, and CPU seconds by span, where the run tells them."""
+
+    seconds: float
+    tokens: int
+    spans: Mapping[str, float]
+
+
+def main() -> None:
+    quiet()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        parameters = prepare(directory)
+        print(f"{machine()}, one thread, torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}")
+        print(f"Qwen3 of {parameters / 1e6:.1f}M parameters, float32; {GROUPS} x {GROUP_SIZE} attempts of {NEW} tokens a step")
+        check_same_work(directory)
+        works: dict[str, Callable[[Told], None]] = {
+            "GRPOTrainer, 16 rows at once": partial(run_trl, directory, ATTEMPTS),
+            CURRENT: partial(run_engine, directory, "current", False),
+            ENTROPY: partial(run_engine, directory, "current", True),
+            "GRPOTrainer, 4 rows at once": partial(run_trl, directory, GROUP_SIZE),
+            SCORE: partial(run_engine, directory, "score", False),
+        }
+        runs = {run: Paced.started(work) for run, work in works.items()}
+        rounds = [{run: paced.step() for run, paced in runs.items()} for _ in range(STEPS)]
+        for paced in runs.values():
+            paced.end()
+    report([steps for steps in rounds[WARM_UP:] if all(step.tokens == ATTEMPTS * NEW for step in steps.values())])
+
+
+def quiet() -> None:
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("trl").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*rollout_func", category=UserWarning)
+
+
+def prepare(directory: Path) -> int:
+    """Write model, tasks and reward; the number of parameters."""
+    words = {"<pad>": 0, "<end>": 1} | {f"w{number}": number for number in range(2, VOCABULARY)}
+    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<end>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory / "model")
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+    }
+    write_model(directory / "model", tokenizer=tokenizer, **sizes)
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(SHORTEST, LONGEST + 1, GROUPS)
+    tasks = [{"prompt": " ".join(f"w{word}" for word in draw.integers(2, VOCABULARY, length))} for length in lengths]
+    (directory / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    (directory / "reward.py").write_text(REWARD)
+    return sum(parameter.numel() for parameter in loaded(directory).parameters())
+
+
+def loaded(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32, attn_implementation="sdpa")
+
+
+@define(eq=False)
+class Paced:
+    """A run in a process of its own, which works only while a step is asked for."""
+
+    process: Any
+    pipe: Connection
+
+    @classmethod
+    def started(cls, work: Callable[[Told], None]) -> "Paced":
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=paced, args=(work, theirs))
+        process.start()
+        theirs.close()
+        return cls(process, ours)
+
+    def step(self) -> Step:
+        self.pipe.send(None)
+        try:
+            step: Step = self.pipe.recv()
+        except EOFError:
+            raise SystemExit("a run ended before its last step; see above") from None
+        return step
+
+    def end(self) -> None:
+        """Let the run end after its last step."""
+        self.pipe.send(None)
+        self.process.join()
+
+
+def paced(work: Callable[[Told], None], pipe: Connection) -> None:
+    """Do the work of a run, waiting to be asked before every step."""
+    quiet()
+    began = 0.0
+
+    def told(tokens: int, spans: Mapping[str, float]) -> None:
+        nonlocal began
+        pipe.send(Step(cpu_seconds() - began, tokens, dict(spans)))
+        pipe.recv()
+        began = cpu_seconds()
+
+    pipe.recv()
+    try:
+        work(told)
+    except BaseException:
+        traceback.print_exc()
+        raise
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of those that it started and that are alive, in seconds."""
+    return time.process_time() + sum(of_process(child.pid) for child in psutil.Process().children(recursive=True))
+
+
+def check_same_work(directory: Path) -> None:
+    """Say how far gradient norms of both are apart over the same rollouts, and that the prompts are the same."""
+    ours = Keeper()
+    run_engine(directory, "current", False, steps=1, observers=[ours])
+    attempts = [attempt for group in ours.groups for attempt in group.finished]
+    for rows in (ATTEMPTS, GROUP_SIZE):
+        left: dict[tuple[int, ...], list[list[int]]] = {}
+        for attempt in attempts:
+            prompt = int(attempt.segment_offsets[1])
+            left.setdefault(tuple(attempt.token_ids[:prompt].tolist()), []).append(attempt.token_ids[prompt:].tolist())
+        theirs = Reports()
+        trainer = make_trl(directory, rows, steps=1, replay=left, logging_steps=1)
+        trainer.add_callback(theirs)
+        trainer.train()
+        assert not any(left.values()), "GRPOTrainer asked for other prompts"
+        due, got = ours.metrics["grad_norm"], theirs.logs["grad_norm"]
+        print(
+            f"the same rollouts, GRPOTrainer, {rows} rows at once, beside the engine: gradient norms {got:.6f} and {due:.6f}, apart by "
+            f"{abs(got / due - 1):.1e} {beside(abs(got / due - 1), at_most=AGREEMENT)}"
+        )
+
+
+@define(eq=False)
+class Keeper:
+    """An observer that keeps the first batch, and what the step on it reported."""
+
+    groups: tuple[Group, ...] = ()
+    metrics: Mapping[str, float] = Factory(dict)
+
+    @hookimpl
+    def skyrl_engine_rollouts_finished(self, event: RolloutsFinished) -> None:
+        self.groups = self.groups or event.groups
+
+    @hookimpl
+    def skyrl_engine_step_finished(self, event: StepFinished) -> None:
+        self.metrics = self.metrics or event.metrics
+
+
+@define(eq=False)
+class Pacer:
+    """An observer that tells the end of every step."""
+
+    told: Told
+    tokens: int = 0
+
+    @hookimpl
+    def skyrl_engine_rollouts_finished(self, event: RolloutsFinished) -> None:
+        self.tokens = sum(len(attempt.logprobs) for group in event.groups for attempt in group.finished)
+
+    @hookimpl
+    def skyrl_engine_step_finished(self, event: StepFinished) -> None:
+        self.told(self.tokens, event.cpu_seconds)
+
+
+def run_engine(
+    directory: Path, old: str, entropy: bool, told: Told | None = None, *, steps: int = STEPS, observers: Sequence[object] = ()
+) -> None:
+    with tempfile.TemporaryDirectory() as run:
+        reward, data = f"{directory}/reward.py:share_of_even", str(directory / "tasks.jsonl")
+        table = {
+            "trainer": "rl",
+            "model": {"path": str(directory / "model")},
+            "environments": [{"use": "function", "reward": reward, "data": data}],
+            "rl": {
+                "steps": steps,
+                "groups": GROUPS,
+                "group_size": GROUP_SIZE,
+                "max_tokens": NEW,
+                "max_prompt_tokens": LONGEST,
+                "old": old,
+                "entropy_metric": entropy,
+            },
+            "advantage": {"epsilon": EPSILON},
+            "run": {"directory": f"{run}/run", "device": "cpu"},
+            "optimizer": {"learning_rate": LEARNING_RATE, "max_grad_norm": MAX_NORM},
+            "checkpoint": {"at_end": False},
+            "evaluation": {"at_end": False},
+        }
+        pacers = [] if told is None else [Pacer(told)]
+        run_rl(resolve(from_dict(table, "benchmark")), observers=[*observers, *pacers])
+
+
+class CountingTrainer(GRPOTrainer):  # type: ignore[misc] # trl is not typed
+    """Keeps how many tokens the last batch sampled."""
+
+    def _generate(self, prompts: Any) -> Any:
+        made = super()._generate(prompts)
+        self.sampled = sum(map(len, made[1]))
+        return made
+
+
+class StepEnds(TrainerCallback):
+    def __init__(self, told: Told, trainer: CountingTrainer) -> None:
+        self.told, self.trainer = told, trainer
+
+    def on_step_end(self, *arguments: Any, **options: Any) -> None:
+        self.told(self.trainer.sampled, {})
+
+
+class Reports(TrainerCallback):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        self.logs: dict[str, float] = {}
+
+    def on_log(self, *arguments: Any, logs: Mapping[str, float], **options: Any) -> None:
+        self.logs.update(logs)
+
+
+def make_trl(
+    directory: Path,
+    micro_batch: int,
+    *,
+    steps: int = STEPS,
+    replay: Mapping[tuple[int, ...], list[list[int]]] | None = None,
+    **settings: Any,
+) -> Any:
+    """A GRPOTrainer over the tasks; with `replay`, answers by the tokens of their prompts, it takes those instead of sampling."""
+    spec = importlib.util.spec_from_file_location("benchmark_reward", directory / "reward.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory / "model")
+    tasks = [json.loads(line) for line in (directory / "tasks.jsonl").read_text().splitlines()]
+    rows = [{"prompt": [{"role": "user", "content": task["prompt"]}]} for task in tasks]
+
+    def replayed(prompts: Any, trainer: Any) -> dict[str, Any]:
+        assert replay is not None
+        asked = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return {"prompt_ids": asked, "completion_ids": [replay[tuple(prompt)].pop() for prompt in asked], "logprobs": None}
+
+    arguments = GRPOConfig(
+        output_dir=str(directory / "trl"),
+        max_steps=steps,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=ATTEMPTS // micro_batch,
+        num_generations=GROUP_SIZE,
+        max_completion_length=NEW,
+        loss_type="grpo",
+        shuffle_dataset=False,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=MAX_NORM,
+        optim="adamw_torch_fused",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **settings,
+    )
+    trainer = CountingTrainer(
+        model=loaded(directory),
+        reward_funcs=module.share_of_even,
+        args=arguments,
+        # the same tasks in every step, and no epoch ends between two
+        train_dataset=Dataset.from_list(rows * steps),
+        processing_class=tokenizer,
+        rollout_func=None if replay is None else replayed,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def run_trl(directory: Path, micro_batch: int, told: Told) -> None:
+    trainer = make_trl(directory, micro_batch)
+    trainer.add_callback(StepEnds(told, trainer))
+    trainer.train()
+
+
+def report(rounds: Sequence[Mapping[str, Step]]) -> None:
+    """Print every run's figure, and the bars."""
+    print(f"{len(rounds)} rounds of {ROUNDS} count: all attempts had their whole length; medians, and quartiles in brackets")
+    for run in rounds[0]:
+        print(f"{run}: {spread([steps[run].seconds for steps in rounds])} CPU s a step")
+    peers = [run for run in rounds[0] if run.startswith("GRPOTrainer")]
+    fastest = min(peers, key=lambda run: median(steps[run].seconds for steps in rounds))
+    for run, bar in BARS.items():
+        ratios = [steps[run].seconds / steps[fastest].seconds for steps in rounds]
+        print(f"B1, {run}: {spread(ratios)} of {fastest} {beside(median(ratios), at_most=bar)}")
+    for run in BARS:
+        shares = [1 - sum(steps[run].spans[span] for span in WORK) / steps[run].seconds for steps in rounds]
+        told = beside(median(shares), at_most=OVERHEAD) if run == CURRENT else ""
+        print(f"B3, {run}: {spread(shares)} of a step is neither {', '.join(WORK[:-1])} nor {WORK[-1]} {told}")
+
+
+def spread(values: Sequence[float]) -> str:
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+    return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
+
+
+if __name__ == "__main__":
+    main()
