@@ -1,8 +1,8 @@
 """Bar B8: CPU seconds of `skyrl-engine rl --help`, and of a run by reinforcement from its launch to its first rollouts.
 
-Run with `nox -s bench`. The model is tiny, and a step is one task of reasoning-gym attempted twice, so that what counts is starting: the interpreter, imports, the
-configuration, model and backend, the proof that sampling is right, the environment's own process. CPU time of all processes, compiled
-once, least of several runs.
+Run with `nox -s bench`. The model is tiny, and a step is one task of reasoning-gym attempted twice, so that what counts is starting: the
+interpreter, imports, the configuration, model and backend, the proof that sampling is right, the environment's own process. CPU time of all
+processes, compiled once, least of several runs.
 """
 
 import os
