@@ -7,9 +7,11 @@ name. In shell blocks, the engine's commands are parsed with all their options, 
 import os
 import re
 import shlex
+import tempfile
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 from hypothesis import settings
@@ -99,6 +101,22 @@ def distributions() -> set[str]:
     return {tomllib.loads(project.read_text())["project"]["name"] for project in projects}
 
 
+_FOLDER = "__folder__"
+
+
+def into_a_folder(namespace: dict[str, Any]) -> None:
+    """Run the examples of a page in a folder of their own: some write files."""
+    folder = tempfile.TemporaryDirectory()
+    namespace[_FOLDER] = folder, Path.cwd()
+    os.chdir(folder.name)
+
+
+def out_of_the_folder(namespace: dict[str, Any]) -> None:
+    folder, before = namespace[_FOLDER]
+    os.chdir(before)
+    folder.cleanup()
+
+
 examples = Sybil(
     parsers=[
         PythonCodeBlockParser(),
@@ -107,5 +125,7 @@ examples = Sybil(
         SkipParser(),
     ],
     patterns=["*.md"],
+    setup=into_a_folder,
+    teardown=out_of_the_folder,
 )
 pytest_collect_file = examples.pytest()
