@@ -177,7 +177,7 @@ class Engine:
         wanted = frozenset(scores)
         if model is not None and model not in self._frozen:
             raise UnsupportedError(
-                f"there is no frozen model {model!r}", remedy="Add it first: FrozenModel(name, model).load(engine)"
+                f"there is no frozen model {model!r}", remedy="Add it first: engine.add_frozen(FrozenModel(name, model))"
             )
         self._refuse_scores(wanted)
         with _refused_in_words("score"):
@@ -305,7 +305,10 @@ class Engine:
         return PassResult(metrics, output, self._spans.drain())
 
     def add_frozen(self, frozen: FrozenModel) -> None:
-        """Load a model that scores beside the trained one and that no step changes. Raises ModelError."""
+        """Load a model onto every rank that scores beside the trained one and that no step changes, in the place of one of its name.
+
+        Raises ModelError.
+        """
         self.group.add_frozen(frozen.name, frozen.model)
         self._frozen.add(frozen.name)
 

@@ -126,9 +126,8 @@ def _trainer(
         engine.load(session.resumed_from.state)
     if reference is not None:
         if state is not None and state.reference is not None:
-            assert reference.model is not None, "a copy of the model is a second model"
-            reference = attrs.evolve(reference, model=attrs.evolve(reference.model, path=state.reference, revision=None))
-        reference.load(engine)
+            reference = reference.exported_to(Path(state.reference))
+        engine.add_frozen(reference)
     penalty = None if settings.kl is None else KlPenalty.start(settings.kl)
     rollouts = prepared.rollouts
     with ExitStack() as ends:
@@ -421,12 +420,9 @@ class RlTrainer:
             return
         directory = self.references / f"step-{number}"
         if not directory.exists():
-            self.reference = self.reference.refreshed(self.engine, directory)
-        else:
-            self.reference = attrs.evolve(
-                self.reference, model=attrs.evolve(self.reference.model, path=str(directory), revision=None)
-            )
-            self.reference.load(self.engine)
+            self.engine.export(directory)
+        self.reference = self.reference.exported_to(directory)
+        self.engine.add_frozen(self.reference)
         self._copied = str(directory)
 
     def _finish(self, reported: dict[str, float], groups: Sequence[Group], began: float) -> None:
