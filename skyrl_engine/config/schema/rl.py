@@ -65,7 +65,7 @@ class RlConfig:
     """Passes over a batch."""
 
     max_prompt_tokens: int = field(default=1024, validator=ge(1))
-    """Longest prompt of a task; a longer one is refused."""
+    """Longest prompt of a task; longer ones are refused while planning, as far as it looks, and later fail their attempts."""
 
     max_tokens: int = field(default=512, validator=ge(1))
     """Most tokens of an attempt behind its prompt, sampled and observed ones."""

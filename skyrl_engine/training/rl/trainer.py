@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -35,6 +35,7 @@ from skyrl_engine.rollout.runner import Bounds, RolloutRunner
 from skyrl_engine.rollout.source import GroupSource, RolloutSource
 from skyrl_engine.run.durable import write_durably
 from skyrl_engine.run.session import RunSession, open_session
+from skyrl_engine.spans import Phases
 from skyrl_engine.training.loop import Loop, RunResult, StepDone
 from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffled
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
@@ -45,6 +46,9 @@ from skyrl_engine.training.rl.rewards import KlPenalty
 from skyrl_engine.training.rl.state import RlState, state_in
 
 logger = logging.getLogger(__name__)
+
+_OF_RANKS: Final = frozenset({"generate", "score", "train", "publish"})
+"""Phases whose CPU seconds the ranks tell themselves."""
 
 
 def run_rl(
@@ -131,6 +135,7 @@ def _trainer(
         reference.load(engine)
     penalty = None if settings.kl is None else KlPenalty.start(settings.kl)
     rollouts = prepared.rollouts
+    phases = Phases()
     with ExitStack() as ends:
         live: Live | None = None
         source: GroupSource
@@ -139,9 +144,9 @@ def _trainer(
                 rollouts, settings.groups, prepared.resolved.config.run.seed, 0 if state is None else state.step
             )
         else:
-            source, live = ends.enter_context(_sampling(prepared, rollouts, engine, session, state, progress))
+            source, live = ends.enter_context(_sampling(prepared, rollouts, engine, session, state, phases, progress))
         told = session.rollouts_finished
-        trainer = RlTrainer(prepared, engine, session.directory.reference, source, live, penalty, reference, told)
+        trainer = RlTrainer(prepared, engine, session.directory.reference, source, live, penalty, reference, told, phases)
         if state is not None:
             trainer.restore(state)
         yield trainer
@@ -149,7 +154,13 @@ def _trainer(
 
 @contextmanager
 def _sampling(
-    prepared: PreparedRl, rollouts: Sampled, engine: Engine, session: RunSession, state: RlState | None, progress: Progress | None
+    prepared: PreparedRl,
+    rollouts: Sampled,
+    engine: Engine,
+    session: RunSession,
+    state: RlState | None,
+    phases: Phases,
+    progress: Progress | None,
 ) -> "Iterator[tuple[RolloutSource, Live]]":
     """Start sampler, environments and journal, and end them."""
     config = prepared.resolved.config
@@ -182,10 +193,11 @@ def _sampling(
                 prepared.sampling,
                 bounds_of(prepared),
                 config.run.seed,
+                phases=phases,
             )
             told = None if progress is None else lambda ready, wanted: progress("attempts", ready, wanted)
             guard = SamplerGuard.of(settings.max_gap, config.model.dtype, stops=settings.on_gap == "stop")
-            source = RolloutSource(ledger, runner, journal, rollouts.tasks.of, prepared.filters, told)
+            source = RolloutSource(ledger, runner, journal, rollouts.tasks.of, prepared.filters, told, phases)
             yield source, Live(rollouts, sampler, pool, guard)
     finally:
         pool.shutdown()
@@ -240,7 +252,8 @@ class Live:
 class RlTrainer:
     """The steps of reinforcement learning: each trains the weights of version t - 1 into those of version t.
 
-    `live` is None where rollouts were recorded before. `told` takes the rollouts of every step before they are trained on.
+    `live` is None where rollouts were recorded before. `told` takes the rollouts of every step before they are trained on. `phases` are shared
+    with the source of groups, which counts its own.
     """
 
     prepared: PreparedRl
@@ -251,9 +264,9 @@ class RlTrainer:
     penalty: KlPenalty | None
     reference: Any
     told: Callable[[RolloutsFinished], None]
+    phases: Phases
     _copied: str | None = field(default=None, init=False)
     _cpu: dict[str, float] = field(factory=dict, init=False)
-    _seconds: dict[str, float] = field(factory=dict, init=False)
 
     def restore(self, state: RlState) -> None:
         """Go on from what a checkpoint says."""
@@ -267,17 +280,19 @@ class RlTrainer:
         """One batch of rollouts: wait for it, score it, estimate advantages, train on it, and hand the new weights to the sampler."""
         config = self.prepared.resolved.config
         began = time.perf_counter()
-        self._cpu, self._seconds = {}, {}
-        with self._timed("rollout"):
+        self._cpu = {}
+        self.phases.wall.drain()
+        self.phases.cpu.drain()
+        with self.phases("prepare"):
             taken = self.source.take(number)
         self.told(RolloutsFinished(number, taken.groups, tuple(each for each in taken.ended if each.dropped is not None)))
-        with self._timed("prepare"):
+        with self.phases("prepare"):
             columns = self._columns(taken.groups, number)
             plan = self.engine.plan(columns, mini_batch_size=mini_batch_size(group_sizes(columns), config.rl.mini_batches))
-        with self._timed("score"):
+        with self.phases("score"):
             plan = self._scored(plan)
         metrics: dict[str, Metric] = {}
-        with self._timed("advantage"):
+        with self.phases("advantage"):
             if self.penalty is not None:
                 shaped, metrics = self.penalty.shaped(plan.columns)
                 plan = attrs.evolve(plan, columns=shaped)
@@ -285,9 +300,9 @@ class RlTrainer:
             gives = {} if made.returns is None else {"returns": made.returns}
             plan = plan.with_columns({"advantages": made.advantages, **gives})
             metrics |= made.metrics
-        with self._timed("train"):
+        with self.phases("train"):
             learned, present = self._learn(plan, number)
-        with self._timed("publish"):
+        with self.phases("publish"):
             before = plan.columns.columns["old_logprobs"] if "old_logprobs" in self.prepared.recipe.scores else present
             self.source.trained(number, taken.groups, learned_from(taken.groups, columns, made.advantages, before))
             self._refresh(number)
@@ -434,19 +449,15 @@ class RlTrainer:
         sums = [reported.pop(name) for name in WEIGHTS if name in reported]
         if sums:
             reported["policy/ess"] = effective_share(*sums)
-        if (seconds := self._seconds["rollout"]) > 0:
+        spent = self.phases.wall.drain()
+        if (seconds := spent.get("generate", 0.0)) > 0:
             sampled = sum(len(each.logprobs) for group in groups for each in group.finished)
             reported["rollout/tokens_per_second"] = sampled / seconds
-        other = time.perf_counter() - began - sum(self._seconds.values())
-        reported |= {f"time/{phase}": seconds for phase, seconds in {**self._seconds, "other": max(0.0, other)}.items()}
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        began, cpu = time.perf_counter(), time.process_time()
-        yield
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
-        if phase not in ("train", "score"):
-            self._cpu[phase] = self._cpu.get(phase, 0.0) + time.process_time() - cpu
+        other = time.perf_counter() - began - sum(spent.values())
+        reported |= {f"time/{phase}": seconds for phase, seconds in {**spent, "other": max(0.0, other)}.items()}
+        for phase, seconds in self.phases.cpu.drain().items():
+            if phase not in _OF_RANKS:
+                self._cpu[phase] = self._cpu.get(phase, 0.0) + seconds
 
 
 def advantage_batch(columns: SampleColumns, needs: Sequence[str]) -> AdvantageBatch:

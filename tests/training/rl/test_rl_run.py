@@ -191,16 +191,22 @@ def test_a_penalty_in_the_reward_is_what_somebody_takes_off_by_hand(rl: Rl, seen
     assert records[2]["metrics"]["reward/kl"] != 0
 
 
+PHASES = ("generate", "environment", "journal", "prepare", "score", "advantage", "train", "publish", "other")
+
+
 def test_times_add_up_to_the_step(rl: Rl) -> None:
     result = run_rl(rl("run", "rl.epochs=2", preset="reinforce_pp"))
     for record in steps_of(result.directory):
         metrics = record["metrics"]
         times = {name: value for name, value in metrics.items() if name.startswith("time/")}
         assert sum(times.values()) == pytest.approx(record["seconds"], rel=0.01)
-        assert set(times) == {f"time/{each}" for each in ("rollout", "prepare", "score", "advantage", "train", "publish", "other")}
+        assert set(times) == {f"time/{each}" for each in PHASES}
         assert times["time/other"] < 0.1 * record["seconds"], "every phase has its name"
-        sampled = metrics["rollout/tokens_per_second"] * times["time/rollout"]
+        sampled = metrics["rollout/tokens_per_second"] * times["time/generate"]
         assert sampled == pytest.approx(9 * metrics["rollout/tokens_mean"]), "two epochs sample once"
+        spent = record["cpu_seconds"]
+        assert {"generate", "environment", "journal", "prepare", "advantage", "publish"} <= set(spent)
+        assert spent["other"] > 0, "what a rank tells is not counted once more"
 
 
 STALE = """
