@@ -154,7 +154,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def peers(session: nox.Session) -> None:
-    """Timings beside other projects', in an environment that holds them too, .venv-peers; all other bars of reinforcement, and TRL's chat templates."""
+    """Timings beside other projects', in an environment that holds them too, .venv-peers; bars of reinforcement; TRL's templates."""
     PEERS.install(session)
     for script in (*AGAINST_PEERS, *OF_REINFORCEMENT):
         session.run(PEERS.python, f"tests/benchmarks/{script}")

@@ -72,7 +72,7 @@ class PreparedRl:
     def sampling(self) -> Sampling:
         """The distribution that attempts are sampled from, but for what an environment or the length says."""
         config = self.resolved.config.rl
-        return Sampling(config.max_tokens, config.temperature)
+        return Sampling(config.max_tokens, config.temperature, stop_strings=config.stop_strings)
 
     @property
     def overlong(self) -> Overlong | None:
@@ -276,6 +276,11 @@ def _refuse_generator(resolved: ResolvedConfig, *, trains: bool) -> None:
     plugin = resolved.plugins["generator"]
     label, description = str(plugin.loaded.record), plugin.loaded.describe_generator(plugin.options)
     refuse_elsewhere(label, description)
+    if resolved.config.rl.stop_strings and "stop_strings" not in description.capabilities:
+        raise UnsupportedError(
+            f"rl.stop_strings is set, and {label} does not declare the capability 'stop_strings'",
+            remedy="Remove rl.stop_strings, or choose a generator that stops at texts, such as hf",
+        )
     if not trains:
         return
     if not description.accepts:

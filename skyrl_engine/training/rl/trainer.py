@@ -23,6 +23,7 @@ from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import COUNTED, means_over
 from skyrl_engine.engine.sampler import Sampler
+from skyrl_engine.errors import RolloutError
 from skyrl_engine.objective.policy_metrics import SAMPLED, WEIGHTS, effective_share
 from skyrl_engine.registry.host import blaming
 from skyrl_engine.rollout.columns import learned_from, to_columns
@@ -174,11 +175,12 @@ def _sampling(
         max_drop_share=config.rollouts.max_drop_share,
         on_starved=config.rollouts.on_starved,
     )
+    run = _identity(session, None if state is None else state.journal)
     pool = episode_pool(prepared)
     try:
         with open_journal(
             session.directory.rollouts,
-            run=_identity(session),
+            run=run,
             keep=config.rollouts.keep,
             resumed=None if state is None else state.step,
         ) as journal:
@@ -198,7 +200,7 @@ def _sampling(
             told = None if progress is None else lambda ready, wanted: progress("attempts", ready, wanted)
             guard = SamplerGuard.of(settings.max_gap, config.model.dtype, stops=settings.on_gap == "stop")
             source = RolloutSource(ledger, runner, journal, rollouts.tasks.of, prepared.filters, told, phases)
-            yield source, Live(rollouts, sampler, pool, guard)
+            yield source, Live(rollouts, sampler, pool, guard, run)
     finally:
         pool.shutdown()
 
@@ -229,23 +231,37 @@ def bounds_of(prepared: PreparedRl) -> Bounds:
     )
 
 
-def _identity(session: RunSession) -> str:
-    """Name the run, the same for all of its sessions: by the moment its directory's first session began."""
+def _identity(session: RunSession, known: str | None) -> str:
+    """Name the run, the same for all of its sessions: by the moment its directory's first session began.
+
+    `known` is the name in the checkpoint that the session goes on from. Raises RolloutError where the directory's rollouts are another run's.
+    """
     path = session.directory.rollouts / "run"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, hashlib.sha256(f"{time.time_ns()} {session.directory.path}".encode()).hexdigest()[:16])
-    return path.read_text()
+        made = hashlib.sha256(f"{time.time_ns()} {session.directory.path}".encode()).hexdigest()[:16]
+        write_durably(path, made if known is None else known)
+    found = path.read_text()
+    if known is not None and found != known:
+        raise RolloutError(
+            f"{path.parent} holds the rollouts of another run ({found}, and the checkpoint is of {known})",
+            remedy="Put the run's own rollouts back, or remove the folder: what was sampled behind the checkpoint is then sampled again",
+        )
+    return found
 
 
 @frozen(eq=False)
 class Live:
-    """What samples while a run goes on: tasks, the sampler, processes of environments, and the guard over the sampler's weights."""
+    """What samples while a run goes on: tasks, the sampler, processes of environments, and the guard over the sampler's weights.
+
+    `run` names the run in its journal.
+    """
 
     rollouts: Sampled
     sampler: Sampler
     pool: EpisodePool
     guard: SamplerGuard
+    run: str
 
 
 @define(eq=False)
@@ -359,6 +375,7 @@ class RlTrainer:
             0 if self.live is None else self.live.guard.above,
             self._copied,
             environment_versions(self.prepared),
+            None if self.live is None else self.live.run,
         ).document()
 
     def _columns(self, groups: Sequence[Group], number: int) -> SampleColumns:

@@ -64,6 +64,7 @@ def test_what_cannot_work_is_refused(rl: Rl, overrides: list[str], error: Any, w
 @pytest.mark.parametrize(
     ("capabilities", "accepts", "placement", "words"),
     [
+        ("{'logprobs'}", "('tensors',)", "rank", "rl.stop_strings is set, and generator 'mine'"),
         ("{'logprobs'}", "('tensors',)", "remote", "runs as placement 'remote'"),
         ("{'logprobs'}", "()", "rank", "takes no weights"),
         ("{'seeded'}", "('tensors',)", "rank", "does not declare the capability 'logprobs'"),
@@ -84,7 +85,8 @@ def test_a_generator_that_nothing_can_be_trained_with_is_refused(
         "        raise AssertionError('nothing is started')\n"
         "mine = Mine()\n"
     )
-    config = rl("run", f"generator.use={tmp_path}/mine.py:mine")
+    asked = ("rl.stop_strings=['a']",) if "stop_strings" in words else ()
+    config = rl("run", f"generator.use={tmp_path}/mine.py:mine", *asked)
     with pytest.raises(UnsupportedError, match=words) as caught:
         prepare(config)
     assert "such as hf" in caught.value.remedy

@@ -3,7 +3,6 @@
 On a CPU a row comes out the same, to the last bit, whatever rows are beside it (see `alike`).
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -78,9 +77,6 @@ class CachedRows(_Model):
     def __init__(self, model: Any, slots: int) -> None:
         super().__init__(model)
         self._kinds = kinds_of_attention(model.config)
-        # transformers 5.24 has another name for it, and warns of the old one
-        taken = inspect.signature(self._parts.decoder.forward).parameters
-        self._cache = "cache" if "cache" in taken else "past_key_values"
         self._slots = Slots(filled_up(slots, self.device))
         # host memory is not worth filling with zeros again at every turn of a dialogue
         self._frees = self.device.type == "cuda"
@@ -92,7 +88,7 @@ class CachedRows(_Model):
         last = max(map(len, rows)) - 1
         places = torch.arange(ids.shape[1], device=self.device).clamp(max=last)[None].expand(len(rows), -1)
         # rows are aligned to the left, so the model's own causal mask keeps their tokens from what is padded behind them
-        return self._hidden(input_ids=ids, position_ids=places, use_cache=True, **{self._cache: self._slots})
+        return self._hidden(input_ids=ids, position_ids=places, past_key_values=self._slots, use_cache=True)
 
     def step(self, tokens: Sequence[int], at: Sequence[int]) -> Tensor:
         # rows that fill up write to slots that are free
@@ -102,8 +98,9 @@ class CachedRows(_Model):
         self._slots.begin_step(at_N, end)
         masks = step_masks(self._config, self._kinds, at_N, end, self._dtype)
         ids = torch.tensor([*tokens, *free], device=self.device)[:, None]
-        cache = {self._cache: self._slots}
-        hidden = self._hidden(input_ids=ids, attention_mask=masks, position_ids=at_N[:, None], use_cache=True, **cache)
+        hidden = self._hidden(
+            input_ids=ids, attention_mask=masks, position_ids=at_N[:, None], past_key_values=self._slots, use_cache=True
+        )
         return hidden[: len(tokens), 0]
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
