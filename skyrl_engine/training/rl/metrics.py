@@ -92,14 +92,15 @@ def _successes(groups: Sequence[Group], prefix: str = "rollout/") -> dict[str, f
         shares = [pass_at_k(attempts, right, k) for attempts, right in counts if attempts >= k]
         metrics[f"{prefix}pass@{k}"] = _mean(shares)
     whole = [group.finished for group in judged if len(group.finished) == largest]
-    return metrics | majority_metrics(whole, f"{prefix}maj@{largest}")
+    votes = majorities(whole)
+    return metrics if votes is None else metrics | {f"{prefix}maj@{largest}": _mean(votes)}
 
 
-def majority_metrics(groups: Sequence[Sequence[Trajectory]], name: str) -> dict[str, float]:
-    """Return under `name` how often the answer that most attempts at a task gave is right; nothing where no attempt says what it answers."""
+def majorities(groups: Sequence[Sequence[Trajectory]]) -> list[float] | None:
+    """Return for every group whether the answer that most of its attempts gave is right; None where no attempt says what it answers."""
     if all(each.answer is None for attempts in groups for each in attempts):
-        return {}
-    return {name: _mean(majority([(each.answer, bool(each.success)) for each in attempts]) for attempts in groups)}
+        return None
+    return [majority([(each.answer, bool(each.success)) for each in attempts]) for attempts in groups]
 
 
 def _parts(attempts: Iterable[Trajectory]) -> dict[str, list[float]]:
