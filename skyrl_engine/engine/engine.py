@@ -325,7 +325,7 @@ class Engine:
         """
         assert self._files is not None, "an engine that was made by hand knows no end tokens"
         ends = end_tokens(self._files.facts.model, self._files.tokenizer)
-        self._sampler = Sampler(self.group, generator, ends, self.step)
+        self._sampler = Sampler(self.group, generator, ends, self.step, self._files.facts.vocabulary_size)
         return self._sampler
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:

@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -149,10 +148,9 @@ class RecordedSource:
 
     def take(self, step: int) -> Taken:
         """Return the groups of a step, counted from 1."""
-        began = time.monotonic()
         first = (step - 1) * self.per_step
         groups = tuple(self._group(ticket, step - 1) for ticket in range(first, first + self.per_step))
-        return Taken(groups, groups, time.monotonic() - began)
+        return Taken(groups, groups)
 
     def trained(self, step: int, groups: Sequence[Group], learned: Sequence[Learned]) -> None:  # noqa: ARG002 -- it follows from the step
         """Take the end of a step."""

@@ -32,6 +32,7 @@ FAULTS = [
     (wrong.MutatesTask, {"task_unchanged"}, "changes the task, which other attempts are given as well"),
     (wrong.TellsTheAnswer, {"echo"}, "a success without the solution"),
     (wrong.PaysNothing, {"solution"}, "has the reward 0.9, which is no success"),
+    (wrong.PaysTheTurnBefore, {"solution"}, "has the reward 0"),
     (wrong.PaysEmpty, {"echo"}, "a model that says nothing has the reward 1"),
     (wrong.SpeaksForTheModel, {"roles"}, "not of the roles user, tool, system"),
     (wrong.ContentOfParts, {"roles"}, "whose content is no text"),

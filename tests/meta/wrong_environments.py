@@ -159,6 +159,15 @@ class PaysNothingEpisode(Episode):
         return StepResult(self.worth(action.text))
 
 
+class PaysTheTurnBeforeEpisode(Episode):
+    """The reward of a turn comes with the next one, and that of the last turn never."""
+
+    def step(self, action):
+        answer = super().step(action)
+        before = self.worth(self.said[-2]) if len(self.said) > 1 else 0.0
+        return evolve(answer, reward=before, parts={})
+
+
 class PaysEmptyEpisode(Episode):
     """An empty answer is in every text."""
 
@@ -312,6 +321,7 @@ NumberResult = wrong(NumberResultEpisode)
 TokenRewards = wrong(TokenRewardsEpisode)
 MutatesTask = wrong(MutatesTaskEpisode)
 PaysNothing = wrong(PaysNothingEpisode)
+PaysTheTurnBefore = wrong(PaysTheTurnBeforeEpisode)
 PaysEmpty = wrong(PaysEmptyEpisode)
 SpeaksForTheModel = wrong(SpeaksForTheModelEpisode)
 ContentOfParts = wrong(ContentOfPartsEpisode)
