@@ -108,7 +108,13 @@ def _write_jsonl(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+            line = json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+            try:
+                line.encode()
+            except UnicodeEncodeError:
+                # half a character has no UTF-8, but JSON spells it
+                line = json.dumps(row, allow_nan=False) + "\n"
+            file.write(line)
             count += 1
     return count
 

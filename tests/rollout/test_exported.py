@@ -167,6 +167,15 @@ def test_blank_lines_and_a_byte_order_mark_are_no_rows_and_other_bytes_are_told(
         list(read_rollouts(tmp_path / "x.jsonl"))
 
 
+@pytest.mark.parametrize("to", ["jsonl", "parquet"])
+def test_half_a_character_is_written_and_read(tmp_path, to):
+    """JSON can spell one, so that data and what environments report may hold it; UTF-8 cannot."""
+    group = plain_group(0, rewards=(1.0,))
+    told = evolve(group, trajectories=tuple(evolve(each, info={"answer": "cut \ud83d"}) for each in group.trajectories))
+    write_rows(rows_of(told, decode=str), tmp_path / f"x.{to}", to)
+    require_same(next(read_rollouts(tmp_path / f"x.{to}")), told)
+
+
 def test_a_file_that_is_there_is_not_written_over(tmp_path):
     (tmp_path / "x.jsonl").write_text("mine")
     with pytest.raises(RolloutError, match="is there already"):
