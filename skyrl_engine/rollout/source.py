@@ -163,7 +163,7 @@ def drop_reason(group: Group, filters: Sequence[Part[GroupFilter]], *, staleness
 def view_of(group: Group, *, staleness: int = 0) -> GroupView:
     """Return what filters see of a group."""
     attempts = group.finished
-    return GroupView(
+    view = GroupView(
         environment=group.environment,
         rewards=np.array([each.reward for each in attempts], dtype=np.float64),
         success=np.array([bool(each.success) for each in attempts], dtype=np.bool_),
@@ -171,3 +171,7 @@ def view_of(group: Group, *, staleness: int = 0) -> GroupView:
         truncated=np.array([each.status == "truncated" for each in attempts], dtype=np.bool_),
         staleness=staleness,
     )
+    # what one filter leaves, the next one sees
+    for values in (view.rewards, view.success, view.lengths, view.truncated):
+        values.setflags(write=False)
+    return view

@@ -474,14 +474,20 @@ class RlTrainer:
 
 
 def advantage_batch(columns: SampleColumns, needs: Sequence[str]) -> AdvantageBatch:
-    """Return what an estimator sees of a batch; attempts that failed are not in it."""
+    """Return what an estimator sees of a batch, read-only; attempts that failed are not in it."""
     return AdvantageBatch(
-        rewards=columns.columns["rewards"],
-        loss_weight=columns.loss_weight,
-        action_offsets=columns.action_offsets,
-        group_ids=columns.group_ids,
-        trajectory_ids=columns.trajectory_ids,
-        turn=columns.sample_values["turn"].astype(np.int64),
-        finished=np.ones(len(columns), dtype=np.bool_),
-        columns={name: columns.columns[name] for name in needs if name in columns.columns},
+        rewards=_read_only(columns.columns["rewards"]),
+        loss_weight=_read_only(columns.loss_weight),
+        action_offsets=_read_only(columns.action_offsets),
+        group_ids=_read_only(columns.group_ids),
+        trajectory_ids=_read_only(columns.trajectory_ids),
+        turn=_read_only(columns.sample_values["turn"].astype(np.int64)),
+        finished=_read_only(np.ones(len(columns), dtype=np.bool_)),
+        columns={name: _read_only(columns.columns[name]) for name in needs if name in columns.columns},
     )
+
+
+def _read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    view = values.view()
+    view.setflags(write=False)
+    return view

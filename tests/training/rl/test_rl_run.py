@@ -456,6 +456,22 @@ def test_observers_cannot_change_what_is_trained_on(rl: Rl) -> None:
         run_rl(rl("run", "rl.steps=1"), observers=[Meddler()])
 
 
+MEDDLING = """
+from skyrl_engine import advantage
+
+@advantage()
+def meddling(batch, config):
+    batch.loss_weight[:] = 0
+    return batch.rewards * 0
+"""
+
+
+def test_an_advantage_cannot_change_what_is_trained_on(rl: Rl, tmp_path: Path) -> None:
+    (tmp_path / "meddling.py").write_text(MEDDLING)
+    with pytest.raises(PluginBrokenError, match=r"meddling.*read-only"):
+        run_rl(rl("run", "rl.steps=1", f"advantage.use={tmp_path / 'meddling.py'}:meddling"))
+
+
 def test_interrupted_and_resumed_equals_uninterrupted(rl: Rl, caplog: pytest.LogCaptureFixture) -> None:
     tables = ("rl.steps=4", "checkpoint.every=2", "rl.kl={coef=0.5, target=0.001}", "group_filters=[{use='zero_variance'}]")
     whole = run_rl(rl("whole", *tables)).directory
