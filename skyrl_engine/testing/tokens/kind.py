@@ -114,3 +114,14 @@ def anything(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
 def cuts(subject: Subject[Any]) -> "st.SearchStrategy[CutBatch]":
     """Draw batches cut into micro-batches."""
     return rollouts.cut_batches(needs_of(subject))
+
+
+def anything_first(subject: Subject[Any]) -> "list[TokenBatch]":
+    """Return batches with other policies 100 nats away and advantages of 100, and with more sequences and larger units than are drawn."""
+    needs = needs_of(subject)
+    return [rollouts.far(needs), rollouts.in_threes(needs), rollouts.in_threes(needs, empty=False)]
+
+
+def cuts_first(subject: Subject[Any]) -> "list[CutBatch]":
+    """Return batches of more sequences and larger units than are drawn, cut into micro-batches."""
+    return rollouts.cut_in_threes(needs_of(subject))
