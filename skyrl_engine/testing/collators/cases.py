@@ -15,7 +15,7 @@ from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.collators import strategies
-from skyrl_engine.testing.promise import Broken, Undecidable
+from skyrl_engine.testing.promise import Broken, Inapplicable
 from skyrl_engine.testing.subject import Subject
 
 
@@ -84,7 +84,7 @@ def planned(subject: Subject[Any], case: Planning) -> BatchPlan:
         with blaming(Owner.named(subject.label, "collator"), "plan"):
             return subject.make().plan(case.lengths, case.layout)  # type: ignore[no-any-return]
     except UnsupportedError as refused:
-        raise Undecidable(refused.cause) from refused
+        raise Inapplicable(refused.cause) from refused
     except EngineError as failed:
         raise Broken(failed.cause, failed.remedy) from failed
 

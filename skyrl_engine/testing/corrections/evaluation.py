@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from skyrl_engine.contracts.kinds.loss import MODEL_SCORES, LossTokens
 from skyrl_engine.objective.corrections import correct
@@ -12,12 +13,21 @@ from skyrl_engine.testing.tokens.evaluation import SEED, STEP, Evaluation, Liste
 from skyrl_engine.testing.tokens.rollouts import TokenBatch
 
 
-def evaluate(label: str, correction: Any, batch: TokenBatch, *, dtype: torch.dtype = torch.float64) -> Evaluation:
-    """Apply this correction alone to the batch as one micro-batch; `total` is the sum of its factors, which have no gradients.
+def evaluate(
+    label: str,
+    correction: Any,
+    batch: TokenBatch,
+    *,
+    dtype: torch.dtype = torch.float64,
+    mode: TorchFunctionMode | None = None,
+    backward_mode: object = None,  # noqa: ARG001 - there is no backward pass
+) -> Evaluation:
+    """Apply this correction alone to the batch as one micro-batch, `mode` around its call; `total` is the sum of its factors, which have
+    no gradients.
 
     Raises EngineError where the correction fails or returns what the engine refuses.
     """
-    listening = Listening(correction)
+    listening = Listening(correction, mode)
     factors, _ = correct([part_of(listening, label, "correction")], _tokens(batch, dtype), first_part=1)
     heard = listening.heard
     return Evaluation("factor", numbers_of(factors), factors.sum().item(), {}, {}, heard["output"].dtype, heard.get("drew", False))

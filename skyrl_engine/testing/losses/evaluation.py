@@ -1,5 +1,6 @@
 """Evaluation of a loss by the engine's own objective, alone in it."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,8 +24,11 @@ def evaluate(
     dtype: torch.dtype = torch.float64,
     mode: TorchFunctionMode | None = None,
     gradients: bool = True,
+    backward_mode: AbstractContextManager[Any] | None = None,
 ) -> Evaluation:
     """Run the engine's objective with this loss alone on the batch as one micro-batch.
+
+    `mode` is entered around its call, `backward_mode` around its backward pass.
 
     Raises EngineError where the loss fails or returns what the engine refuses.
     """
@@ -35,7 +39,7 @@ def evaluate(
     objective = LossObjective(ObjectiveParts(part), SEED, STEP, per_token_outputs=False)
     total, output = objective(scores, batch.micro_batch())
     if total.requires_grad:
-        with blaming(part.owner, "its backward pass"):
+        with blaming(part.owner, "its backward pass"), backward_mode or nullcontext():
             torch.autograd.backward(total)
     returned = as_loss_output(label, listening.heard["output"], batch.tokens)
     return Evaluation(

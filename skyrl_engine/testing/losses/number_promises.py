@@ -12,12 +12,12 @@ from skyrl_engine.testing.comparison import same
 from skyrl_engine.testing.losses.evaluation import leaves_of
 from skyrl_engine.testing.losses.finite_differences import Recording, Replaying
 from skyrl_engine.testing.losses.kind import LOSS
-from skyrl_engine.testing.losses.lossy_casts import LossyCasts
 from skyrl_engine.testing.promise import Broken, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import rollouts
 from skyrl_engine.testing.tokens.evaluation import Evaluation, same_evaluation
 from skyrl_engine.testing.tokens.kind import needs_of, ordinary
+from skyrl_engine.testing.tokens.lossy_casts import LossyCasts
 from skyrl_engine.testing.tokens.rollouts import TokenBatch
 
 

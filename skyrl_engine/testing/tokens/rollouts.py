@@ -23,6 +23,8 @@ _LOGPROBS = tuple(-each / 16 for each in (16, 8, 4, 24, 40, 64, 96))
 _EXTREME_LOGPROBS = (-1.0, 0.0, -30.0, -88.0)
 _DRIFTS = tuple(each / 16 for each in (0, 1, -1, 2, -2, 4, -4, 8, -8, 16, -16))
 _EXTREME_DRIFTS = (0.0, 0.25, 3.0, -3.0, 12.0, -12.0, 30.0, -30.0)
+_FAR_DRIFTS = (100.0, -100.0, 30.0, 0.0, -30.0)
+_FAR_ADVANTAGES = (100.0, -100.0)
 _ADVANTAGES = (1.0, -1.0, 0.5, -0.5, 0.25, -2.0, 3.0, 0.0)
 _NUMBERS = tuple(each / 8 for each in (8, -8, 4, -4, 2, 12, -20, 1, 0))
 _WEIGHTS = (1.0, 0.5, 0.25, 2.0, 0.75)
@@ -306,6 +308,63 @@ def relabelled_batches(draw: st.DrawFn, needs: Iterable[str]) -> RelabelledBatch
     names = st.sampled_from((40, 7, 1_000_003, 0, 1, -5, 2**40, 2))
     chosen = draw(st.lists(names, min_size=len(batch), max_size=len(batch), unique=True))
     return RelabelledBatch(batch, np.asarray(chosen, dtype=np.int64))
+
+
+CLOSE_IDS = 2**40
+"""Ids from here on are closer than float32 tells apart."""
+
+
+def in_threes(needs: Iterable[str], *, empty: bool = True) -> TokenBatch:
+    """Return nine sequences in units of three and groups of six, as no random batch holds them. `empty`: a unit has an empty member."""
+    numbers = np.arange(9, dtype=np.int64)
+    lengths = np.array([2, 1, 3, 2, 0 if empty else 2, 1, 1, 2, 1], dtype=np.int64)
+    batch = varied(needs, sequences=1, tokens=int(lengths.sum()))
+    return evolve(batch, lengths=lengths, sample_ids=numbers, group_ids=numbers // 6, unit_ids=numbers // 3)
+
+
+def far(needs: Iterable[str]) -> TokenBatch:
+    """Return a batch in which other policies are 100 nats away, either way, and advantages are as large as 100."""
+    batch = varied(needs, sequences=2, tokens=5)
+    logprobs = np.tile(np.array([-120.0, -1.0, -101.0, -0.5, -31.0], np.float32), 2)
+    values = dict(batch.values)
+    drifts = np.array([*_FAR_DRIFTS, *(-abs(drift) for drift in _FAR_DRIFTS)], np.float32)
+    for name in batch.values:
+        if name == "logprobs":
+            values[name] = logprobs
+        elif name.endswith("logprobs"):
+            values[name] = np.minimum(logprobs + drifts, 0)
+        elif name == "advantages":
+            values[name] = np.resize(np.asarray(_FAR_ADVANTAGES, np.float32), 10)
+    return evolve(batch, values=values)
+
+
+def cut_in_threes(needs: Iterable[str]) -> list[CutBatch]:
+    """Return nine sequences in units of three: cut by units, and a unit with an empty member alone."""
+    batch = in_threes(needs)
+    return [CutBatch(batch, ((0, 1, 2), (3, 4, 5), (6, 7, 8))), CutBatch(batch, ((3, 4, 5), (0, 1, 2, 6, 7, 8)))]
+
+
+def reordered_threes(needs: Iterable[str]) -> list[ReorderedBatch]:
+    """Return nine sequences in units of three whose last unit comes first."""
+    return [ReorderedBatch(in_threes(needs), (6, 7, 8, 0, 1, 2, 3, 4, 5))]
+
+
+def filled_threes(needs: Iterable[str]) -> list[FilledBatch]:
+    """Return nine sequences in units of three between two that have no token."""
+    return [FilledBatch(in_threes(needs), tuple(range(1, 10)), 11)]
+
+
+def relabelled_closely(needs: Iterable[str]) -> list[RelabelledBatch]:
+    """Return batches whose groups and units get names that float32 does not tell apart, and that do not rise."""
+    names = CLOSE_IDS + np.array([1, 0, 2, 5, 4, 3, 8, 7, 6], dtype=np.int64)
+    return [RelabelledBatch(in_threes(needs), names)]
+
+
+def fillers(batch: TokenBatch) -> list[TokenBatch]:
+    """Return the micro-batches without a token that fill up ranks beside this batch: without a sequence, and with one that has no token."""
+    nothing = evolve(batch.take(()), lengths=np.zeros(0, np.int64))
+    ids = np.full(1, 1_000, np.int64)
+    return [nothing, evolve(nothing, lengths=np.zeros(1, np.int64), sample_ids=ids, group_ids=ids, unit_ids=ids)]
 
 
 def varied(needs: Iterable[str], *, sequences: int = 6, tokens: int = 4) -> TokenBatch:
