@@ -91,6 +91,7 @@ class Assembly:
             device=device,
             shown=shown,
             packed_rows=self.collator.product.rows == "packed",
+            environment=self.description.environment,
         )
 
     def check(self, facts: ModelFacts) -> None:

@@ -56,6 +56,8 @@ class BackendDescription:
     ModelError or UnsupportedError of `setup` as far as that shows without weights and without a rank; it may import torch, on the controller.
     Backends that load by `skyrl_engine.modeling` use `modeling.rehearsal.rehearse`. `means_over_step` declares terms inside the model that
     are means over an optimizer step, such as losses of routers: gradients of several mini-batches then do not add up to that of one.
+    `environment` are variables that ranks on CUDA devices have from their start, because CUDA reads them once; those that the controller's own
+    environment sets keep its values.
 
     The capability `second_model` says that a further product of the plugin can be set up on the same ranks, with `optimizer=None`, and that
     neither changes what the other computes; `reference_by_adapters` that products are `SwitchesAdapters`.
@@ -66,6 +68,7 @@ class BackendDescription:
     refuse_model: Callable[[Any, ModelConfig], None] = refuse_no_model
     rehearse: Callable[[ModelConfig, bool], None] = rehearse_nothing
     means_over_step: bool = False
+    environment: Mapping[str, str] = Factory(dict)
 
 
 @frozen

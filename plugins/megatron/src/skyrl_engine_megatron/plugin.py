@@ -9,6 +9,10 @@ from skyrl_engine.model_facts.weight_files import weight_files
 from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.options import MegatronConfig
 
+_ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""Work reaches the device in the order in which it is launched: tensor-parallel layers launch a sum over ranks and then the product that is to
+hide it, and with several queues the product may come first and the sum wait for it."""
+
 
 class MegatronPlugin:
     """Hook implementations of the `megatron` backend."""
@@ -26,6 +30,7 @@ class MegatronPlugin:
             partial(refuse_model, options),
             _rehearse,
             means_over_step=options.router_losses,
+            environment=_ONE_QUEUE if options.tensor_parallel > 1 else {},
         )
 
     @hookimpl
