@@ -3,12 +3,17 @@
 import json
 import os
 import pickle
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
+from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.environment import StepResult, Task
 from skyrl_engine.rollout.episode_process import ROLES, task_of, wrong_end, wrong_messages, wrong_numbers
@@ -252,6 +257,35 @@ def _prompt(task: Task) -> str:
 # --- episodes ----------------------------------------------------------------------------------------------------------------------
 
 
+def _of_both_splits(subject: Subject[Any]) -> "st.SearchStrategy[Script]":
+    split = st.sampled_from(SPLITS)
+    return st.tuples(scripts(subject), split).map(lambda drawn: attrs.evolve(drawn[0], split=drawn[1]))
+
+
+@promise("Every attempt can be played to its end, also at a held-out task: no turn raises", cases=_of_both_splits, effort=FEW)
+def answers(subject: Subject[Any], case: Script) -> None:
+    environment = subject.make()
+    if case.split == "eval" and not len(tasks_of(environment, "eval")):
+        return
+    task = task_for(environment, case)
+    with stages(subject, environment) as open_stage:
+        what = "opened"
+        try:
+            stage = open_stage(task, case.seed)
+            what = "begun"
+            stage.begin()
+            while not stage.done and stage.turn < min(8, environment.claims.max_turns):
+                what = f"answered in turn {stage.turn}"
+                stage.say(case.turn(stage.turn))
+        except Undecidable:
+            raise
+        except Exception as error:
+            raise Broken(
+                f"an attempt at task {task.key!r:.80} of {case.split} cannot be {what}: {told(error)}",
+                "Give a reward for every text, such as 0 for what cannot be read, in every task",
+            ) from error
+
+
 @promise(
     "The same task, seed and turns give the same answers, whatever the random state", cases=scripts, exempt=_random, effort=FEW
 )
@@ -374,14 +408,15 @@ def roles(subject: Subject[Any], case: Script) -> None:
 def closes(subject: Subject[Any], case: Script) -> None:
     environment = subject.make()
     task = task_for(environment, case)
+    most = min(8, environment.claims.max_turns)
     with stages(subject, environment) as open_stage:
-        for moment, steps in (("before it began", 0), ("after it began", 1), ("after a turn", 2)):
+        for moment, steps in (("before it began", 0), ("after it began", 1), ("after a turn", 2), ("after its end", 2 + most)):
             try:
                 stage = open_stage(task, case.seed)
                 if steps >= 1:
                     stage.begin()
-                if steps >= 2:
-                    stage.say(case.turn(0))
+                while not stage.done and stage.turn < steps - 1 and steps >= 2:
+                    stage.say(case.turn(stage.turn))
             except Undecidable:
                 raise
             except Exception as error:
@@ -456,6 +491,48 @@ def random_state(subject: Subject[Any], case: Script) -> None:
             )
 
 
+def _process() -> dict[str, Any]:
+    """Return by name what attempts of other environments share in a process."""
+    return {
+        "working directory": os.getcwd(),  # noqa: PTH109 - as text
+        "environment variables": dict(os.environ),
+        "recursion limit": sys.getrecursionlimit(),
+        "default timeout of sockets": socket.getdefaulttimeout(),
+        "handler of SIGALRM": signal.getsignal(signal.SIGALRM) if hasattr(signal, "SIGALRM") else None,
+        "search path of modules": list(sys.path),
+    }
+
+
+@promise(
+    "It leaves alone what it shares with others in its process: folder, environment variables, limits, handlers",
+    cases=scripts,
+    effort=FEW,
+)
+def process_state(subject: Subject[Any], case: Script) -> None:
+    before = _process()
+    try:
+        played(subject, subject.make(), case)
+    finally:
+        after = _process()
+        _restore_process(before)
+    for name, value in after.items():
+        if value != before[name]:
+            raise Broken(
+                f"leaves another {name} behind, which attempts beside it have too", "Change it for a subprocess, or not at all"
+            )
+
+
+def _restore_process(before: Mapping[str, Any]) -> None:
+    os.chdir(before["working directory"])
+    os.environ.clear()
+    os.environ.update(before["environment variables"])
+    sys.setrecursionlimit(before["recursion limit"])
+    socket.setdefaulttimeout(before["default timeout of sockets"])
+    if hasattr(signal, "SIGALRM") and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, before["handler of SIGALRM"])
+    sys.path[:] = before["search path of modules"]
+
+
 # --- what is paid ------------------------------------------------------------------------------------------------------------------
 
 
@@ -515,6 +592,7 @@ ENVIRONMENT_PROMISES: tuple[Promise[Any, Any], ...] = (
     same_tasks,
     same_in_another_process,
     keys,
+    answers,
     repeatable,
     episodes_apart,
     ends,
@@ -525,6 +603,7 @@ ENVIRONMENT_PROMISES: tuple[Promise[Any, Any], ...] = (
     garbage,
     task_unchanged,
     random_state,
+    process_state,
     solution,
     echo,
     parts,

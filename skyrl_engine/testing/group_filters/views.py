@@ -1,7 +1,7 @@
 """Groups for filters: of one attempt or several, of equal rewards and others."""
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.group_filter import GroupView
@@ -57,8 +57,10 @@ def attempts(*, plain: bool = False) -> "st.SearchStrategy[Attempt]":
 
 @st.composite
 def shown(draw: st.DrawFn, *, most: int = 6, plain: bool = False) -> Shown:
-    """Draw groups of one to `most` attempts, every third of equal rewards."""
+    """Draw groups of one to `most` attempts, every third of equal rewards; those that are not plain are also of 16 and 64."""
     members = tuple(draw(st.lists(attempts(plain=plain), min_size=1, max_size=most)))
+    if not plain and draw(st.sampled_from((True, False, False, False))):  # as large as groups of a run are
+        members = tuple(evolve(members[place % len(members)], length=place) for place in range(draw(st.sampled_from((16, 64)))))
     if draw(st.sampled_from((True, False, False))):
         members = tuple(Attempt(members[0].reward, each.success, each.length, each.truncated) for each in members)
     return Shown(members, draw(st.sampled_from(("first", "second"))), draw(st.integers(0, 3)))
