@@ -1,7 +1,7 @@
 """Groups for filters: of one attempt or several, of equal rewards and others."""
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import frozen
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.group_filter import GroupView
@@ -57,10 +57,20 @@ def attempts(*, plain: bool = False) -> "st.SearchStrategy[Attempt]":
 
 @st.composite
 def shown(draw: st.DrawFn, *, most: int = 6, plain: bool = False) -> Shown:
-    """Draw groups of one to `most` attempts, every third of equal rewards; those that are not plain are also of 16 and 64."""
+    """Draw groups of one to `most` attempts, every third of equal rewards."""
     members = tuple(draw(st.lists(attempts(plain=plain), min_size=1, max_size=most)))
-    if not plain and draw(st.sampled_from((True, False, False, False))):  # as large as groups of a run are
-        members = tuple(evolve(members[place % len(members)], length=place) for place in range(draw(st.sampled_from((16, 64)))))
     if draw(st.sampled_from((True, False, False))):
         members = tuple(Attempt(members[0].reward, each.success, each.length, each.truncated) for each in members)
     return Shown(members, draw(st.sampled_from(("first", "second"))), draw(st.integers(0, 3)))
+
+
+def large_groups() -> list[Shown]:
+    """Return groups as large as those of a run: of unequal rewards that come in runs of eight, of rewards that only the last differs in."""
+    made = []
+    for count in (16, 64):
+        rewards = [REWARDS[place // 8 % len(REWARDS)] for place in range(count)], [0.5] * (count - 1) + [0.25]
+        made += [
+            Shown(tuple(Attempt(reward, reward > 0.25, 3 * place, place % 5 == 0) for place, reward in enumerate(each)))
+            for each in rewards
+        ]
+    return made
