@@ -52,14 +52,14 @@ FAULTS = [
     (wrong.ModelHasSpoken, {"well_formed"}, "ends with a message of the assistant"),
     (wrong.HoldsALambda, {"pickling"}, "cannot be pickled"),
     (wrong.RaisesOnYes, {"answers"}, "cannot be answered in turn"),
-    (wrong.ChangesFolder, {"process_state"}, "leaves another working directory behind"),
+    (wrong.ChangesFolder, {"process_state"}, "leaves the working directory changed"),
 ]
 BY_NIGHT = [
     (wrong.RaisesInTheSecondTurn, {"answers"}, "cannot be answered in turn 1"),
     (wrong.OnlyTrains, {"answers"}, "of eval cannot be opened"),
-    (wrong.SetsVariables, {"process_state"}, "leaves another environment variables behind"),
-    (wrong.SetsAnAlarm, {"process_state"}, "leaves another handler of SIGALRM behind"),
-    (wrong.RaisesTheLimit, {"process_state"}, "leaves another recursion limit behind"),
+    (wrong.SetsVariables, {"process_state"}, "leaves the environment variables changed"),
+    (wrong.SetsAnAlarm, {"process_state"}, "leaves the handler of SIGALRM changed"),
+    (wrong.RaisesTheLimit, {"process_state"}, "leaves the recursion limit changed"),
     (wrong.FreesAtTheEnd, {"closes"}, "cannot be closed after its end"),
 ]
 

@@ -3,13 +3,9 @@
 import json
 import os
 import pickle
-import signal
-import socket
 import subprocess
 import sys
-import threading
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -32,6 +28,7 @@ from skyrl_engine.testing.environments.bench import (
     reward_of,
     said_in,
     scripts,
+    shared_state,
     solution_of,
     some_of,
     stages,
@@ -491,46 +488,31 @@ def random_state(subject: Subject[Any], case: Script) -> None:
             )
 
 
-def _process() -> dict[str, Any]:
-    """Return by name what attempts of other environments share in a process."""
-    return {
-        "working directory": os.getcwd(),  # noqa: PTH109 - as text
-        "environment variables": dict(os.environ),
-        "recursion limit": sys.getrecursionlimit(),
-        "default timeout of sockets": socket.getdefaulttimeout(),
-        "handler of SIGALRM": signal.getsignal(signal.SIGALRM) if hasattr(signal, "SIGALRM") else None,
-        "search path of modules": list(sys.path),
-    }
-
-
 @promise(
     "It leaves alone what it shares with others in its process: folder, environment variables, limits, handlers",
     cases=scripts,
     effort=FEW,
 )
 def process_state(subject: Subject[Any], case: Script) -> None:
-    before = _process()
-    try:
-        played(subject, subject.make(), case)
-    finally:
-        after = _process()
-        _restore_process(before)
+    before = shared_state()
+    environment = subject.make()
+    task = task_for(environment, case)
+    with stages(subject, environment) as open_stage:
+        try:
+            stage = open_stage(task, case.seed)
+            stage.begin()
+            while not stage.done and stage.turn < min(8, environment.claims.max_turns):
+                stage.say(case.turn(stage.turn))
+            stage.close()
+        except Exception as error:
+            raise Undecidable(f"an episode fails: {told(error)}") from error
+        after = shared_state()
     for name, value in after.items():
         if value != before[name]:
             raise Broken(
-                f"leaves another {name} behind, which attempts beside it have too", "Change it for a subprocess, or not at all"
+                f"leaves the {name} changed, which attempts beside it share",
+                "Change it for a subprocess, put it back, or do without",
             )
-
-
-def _restore_process(before: Mapping[str, Any]) -> None:
-    os.chdir(before["working directory"])
-    os.environ.clear()
-    os.environ.update(before["environment variables"])
-    sys.setrecursionlimit(before["recursion limit"])
-    socket.setdefaulttimeout(before["default timeout of sockets"])
-    if hasattr(signal, "SIGALRM") and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGALRM, before["handler of SIGALRM"])
-    sys.path[:] = before["search path of modules"]
 
 
 # --- what is paid ------------------------------------------------------------------------------------------------------------------
