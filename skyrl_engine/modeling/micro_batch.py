@@ -35,6 +35,7 @@ def score(
         )
     check_tokens(micro_batch, vocabulary)
     arguments = model_inputs(micro_batch, images=images)
+    mask = arguments.inputs.get("attention_mask")
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
@@ -46,6 +47,7 @@ def score(
         temperature=objective.temperature,
         needs=objective.needs,
         segments=arguments.segments,
+        padded=None if mask is None else not mask.all(),  # read here, on the CPU, and not on the device
     )
 
 

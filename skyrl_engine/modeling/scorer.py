@@ -9,6 +9,7 @@ from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.modeling.causal_lm import CausalLanguageModelParts
 from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, ChunkedHead, asked_of_head
 from skyrl_engine.modeling.images import ImageTokens
+from skyrl_engine.modeling.segment_attention import known_documents, known_rows
 from skyrl_engine.modeling.segments import REMEDY, WHOLE_ROWS, Segments, SegmentSupport
 from skyrl_engine.modeling.value_head import ValueHead
 from skyrl_engine.modeling.vision import ImageDecoder
@@ -55,6 +56,7 @@ class Scorer(nn.Module):
         temperature: float = 1.0,
         needs: Collection[str] = ("logprobs",),
         segments: Segments | None = None,
+        padded: bool | None = None,
     ) -> dict[str, Tensor]:
         """Score `labels` int64[n] at flat `positions` int64[n] (row * width + column) of `inputs` (input_ids [rows, width], ...).
 
@@ -62,10 +64,12 @@ class Scorer(nn.Module):
         softmax(logits / temperature), the labels' "logits", and "values" of the states at the positions. If only values are needed, no logits
         are computed. With n = 0 the heads still run, on position 0, so that every rank takes part in the same collectives.
 
+        `padded` tells whether the attention mask hides a token (None: nobody has looked), so that no mask is read from the device.
+
         With `segments` the inputs are input_ids and position_ids [1, tokens] of documents end to end; raises UnsupportedError for a model
         whose documents would attend to each other.
         """
-        hidden_NH = self._hidden(inputs, segments).flatten(0, 1)
+        hidden_NH = self._hidden(inputs, segments, padded).flatten(0, 1)
         count = len(positions)
         if count == 0:
             positions, labels = positions.new_zeros(1), labels.new_zeros(1)
@@ -82,15 +86,17 @@ class Scorer(nn.Module):
             scores = {name: value[:0].clone() for name, value in scores.items()}
         return scores
 
-    def _hidden(self, inputs: Mapping[str, Tensor], segments: Segments | None) -> Tensor:
+    def _hidden(self, inputs: Mapping[str, Tensor], segments: Segments | None, padded: bool | None) -> Tensor:
         """Return the decoder's hidden states [rows, width, h]."""
         support = self.segment_support
         self._refuse_longer_rows(inputs, segments)
         if segments is None:
             attention = {"segments": WHOLE_ROWS} if support.layers else {}
-            return self.decoder(**inputs, **attention, use_cache=False)[0]  # type: ignore[no-any-return] # nn.Module.__call__ is untyped
+            with known_rows(padded=padded):
+                return self.decoder(**inputs, **attention, use_cache=False)[0]  # type: ignore[no-any-return] # nn.Module.__call__ is untyped
         self.refuse_packed_rows_unless_supported()
-        hidden_BTH: Tensor = self.decoder(**inputs, segments=segments, use_cache=False)[0]
+        with known_documents():
+            hidden_BTH: Tensor = self.decoder(**inputs, segments=segments, use_cache=False)[0]
         if len(segments.windows) != support.layers:
             raise ModelError(
                 f"{len(segments.windows)} of {support.layers} layers kept the documents of a packed row apart",

@@ -52,6 +52,23 @@ def documents(vocabulary: int = VOCABULARY, *, count: int = 8, longest: int = 16
     return made
 
 
+MANY = 22
+"""The number of documents of a batch that is cut into more micro-batches than pipelines hold."""
+
+
+def many_documents(vocabulary: int = VOCABULARY) -> list[Document]:
+    """Return so many sequences: every fifth of more than 100 tokens, the others short; number 5 is empty."""
+    draw = torch.Generator().manual_seed(2)
+    made = []
+    for number in range(MANY):
+        length = 0 if number == EMPTY else 120 - number if number % 5 == 1 else 2 + number % 8
+        ids = torch.randint(0, vocabulary, (length,), generator=draw)
+        weights = (torch.rand(length, generator=draw) < 0.6) * torch.rand(length, generator=draw)
+        weights[:1] = 0
+        made.append(Document(number, ids, weights))
+    return made
+
+
 def picture_documents(vocabulary: int, variant: Variant) -> list[Document]:
     """Return the documents with pictures: 0 and 3 have one, 1 and 6 have two, the others none."""
     draw = torch.Generator().manual_seed(1)

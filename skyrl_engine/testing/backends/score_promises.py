@@ -143,6 +143,35 @@ def evaluation(subject: BackendSubject, case: BackendCase) -> None:
         )
 
 
+@backend_promise("forward_backward trains with the model's dropout, and data-parallel ranks draw masks of their own")
+def dropout(subject: BackendSubject, case: BackendCase) -> None:
+    """Every data-parallel rank has the same documents: equal masks are then equal log-probabilities."""
+    same = PassOrder(tuple((NUMBERS,) for _ in range(case.sizes.topology.dp)))
+    try:
+        with subject.opened(case, "dropout") as ranks:
+            scored = ranks.loss(ranks.forward(same))
+            returned = [ranks.forward_backward(same) for _ in range(2)]
+    except EngineError as error:  # a backend may refuse what it would not train as written
+        check_says_what_to_do(error)
+        return
+    one, other = (ranks.loss(each) for each in returned)
+    if one == other or scored in (one, other):
+        what = "as forward does" if scored in (one, other) else "twice"
+        raise Broken(
+            f"forward_backward of a model with dropout gives the objective {one:.7g} {what}",
+            "Put the model into training mode in forward_backward, and seed nothing there",
+        )
+    seen: dict[bytes, RankOutput] = {}
+    for output in _collected(ranks, returned[0]):
+        values = output.fields["logprobs"].values.tobytes()
+        if values in seen:
+            raise Broken(
+                f"ranks {seen[values].coords.rank} and {output.coords.rank} draw the same dropout masks",
+                "Seed each data-parallel rank with a number of its own",
+            )
+        seen[values] = output
+
+
 @backend_promise("The objective is given every score that it needs, and one the model does not compute is refused in words")
 def needs(subject: BackendSubject, case: BackendCase) -> None:
     for asked in (("logprobs",), ("logprobs", "entropy")):
@@ -293,6 +322,7 @@ SCORE_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
     outputs,
     gate,
     evaluation,
+    dropout,
     needs,
     temperature,
     packed_rows,

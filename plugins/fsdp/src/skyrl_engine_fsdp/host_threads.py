@@ -15,7 +15,8 @@ def share_cores() -> int:
     """
     hosts: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
-    share = len(os.sched_getaffinity(0)) // hosts.count(socket.gethostname())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = cores // hosts.count(socket.gethostname())
     if share > torch.get_num_threads():
         torch.set_num_threads(share)
     return torch.get_num_threads()

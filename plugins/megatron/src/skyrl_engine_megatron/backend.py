@@ -133,7 +133,7 @@ class MegatronBackend:
                 return
             from skyrl_engine_megatron.cpu import without_cuda
 
-            with without_cuda():
+            with without_cuda(self._device):
                 yield
 
     @torch.no_grad()

@@ -9,7 +9,6 @@ from skyrl_engine.model_facts.weight_files import weight_files
 from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.options import MegatronConfig
 
-
 _ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Work reaches the device in the order in which it is launched: tensor-parallel layers launch a sum over ranks and then the product that is to
 hide it, and with several queues the product may come first and the sum wait for it."""
