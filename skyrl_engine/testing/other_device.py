@@ -142,7 +142,7 @@ class OtherDevice(TorchFunctionMode):
         named = dict(kwargs or {})
         if func in _TOLD and not args[0].is_meta:
             return _TOLD[func](self.place(args[0]) == "other")
-        if func is _DATA_SETTER:
+        if func == _DATA_SETTER:  # each look at it makes another object
             setattr(args[0], _HOST, self.place(args[1]) == "host")
             return func(*args, **named)
         given = list(_tensors((args, named)))
