@@ -14,8 +14,9 @@ from attrs import evolve
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.schema import OptimizerConfig
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, OptimStep
+from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES, AdamWSettings, OptimStep
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT
 from skyrl_engine.contracts.kinds.reducer import PerSequence, TokenWeights
 from skyrl_engine.contracts.values.buffers import ReusableJoin
 from skyrl_engine.contracts.values.columns import SampleColumns
@@ -168,9 +169,9 @@ class Engine:
     ) -> Future[BatchOutput]:
         """Score a batch with the model as it is, without a loss and without gradients.
 
-        `scores` are names of model scores: "logprobs" and "entropy" (nats), "values" of a model with a value head. `tokens` are all response
-        tokens, or those that carry loss. `temperature` divides the logits. `model` names a frozen model that was added. The output has one
-        field per score, float32.
+        `scores` are names of model scores: "logprobs" and "entropy" (nats), "values" of a model with a value head, and "logits",
+        "logsumexp" and "mean_logprob" where the backend declares them. `tokens` are all response tokens, or those that carry loss.
+        `temperature` divides the logits. `model` names a frozen model that was added. The output has one field per score, float32.
 
         Raises UnsupportedError for a score that the model does not have, and for a model that was not added.
         """
@@ -448,7 +449,8 @@ class Engine:
 
     def _refuse_scores(self, scores: frozenset[str]) -> None:
         """Refuse scores that nobody computes, before a rank meets them."""
-        has = {"logprobs", "entropy", "logits"} & ({"logprobs", "entropy"} | self.assembly.description.capabilities)
+        # per-token outputs are one number per token, so candidates are for losses alone
+        has = {"logprobs", "entropy"} | ({*OPTIONAL_SCORES} & self.assembly.description.capabilities) - {LOGPROBS_AT}
         if self._files is None or self._files.facts.model.value_head:
             has |= {"values"}
         if not scores or not scores <= has:
@@ -478,7 +480,9 @@ class Engine:
         """Shards of a mini-batch with the reducer's weights, on their way to the ranks."""
         chosen = plan.cut.mini_batches[mini_batch]
         with self._spans("reduce"):
-            structure = batch_structure(plan.columns, chosen, self.assembly.context.max_sequence_length, self._join)
+            structure = batch_structure(
+                plan.columns, chosen, self.assembly.context.max_sequence_length, self._join, self.assembly.reducer
+            )
             weights = compact_weights(self.assembly.reducer, structure)
         return self._placed(plan.columns, chosen, weights, columns)
 

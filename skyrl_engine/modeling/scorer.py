@@ -1,18 +1,23 @@
 """The root module of every backend, which turns model inputs into scores at chosen positions."""
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.modeling.causal_lm import CausalLanguageModelParts
-from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, ChunkedHead, asked_of_head
+from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, Asked, ChunkedHead, asks_a_head
 from skyrl_engine.modeling.images import ImageTokens
 from skyrl_engine.modeling.segment_attention import known_documents, known_rows
 from skyrl_engine.modeling.segments import REMEDY, WHOLE_ROWS, Segments, SegmentSupport
 from skyrl_engine.modeling.value_head import ValueHead
 from skyrl_engine.modeling.vision import ImageDecoder
+
+NO_CANDIDATES: Mapping[str, Tensor] = MappingProxyType({})
+"""No token ids are asked about beside labels."""
 
 
 class Scorer(nn.Module):
@@ -44,8 +49,8 @@ class Scorer(nn.Module):
 
     @property
     def computes(self) -> frozenset[str]:
-        """The model scores that this scorer can be asked for."""
-        return frozenset(VOCABULARY_SCORES if self.value_head is None else (*VOCABULARY_SCORES, "values"))
+        """The model scores that this scorer can be asked for, `logprobs_at` without its column."""
+        return frozenset((*VOCABULARY_SCORES, LOGPROBS_AT, *(() if self.value_head is None else ("values",))))
 
     def forward(
         self,
@@ -57,12 +62,13 @@ class Scorer(nn.Module):
         needs: Collection[str] = ("logprobs",),
         segments: Segments | None = None,
         padded: bool | None = None,
+        candidates: Mapping[str, Tensor] = NO_CANDIDATES,
     ) -> dict[str, Tensor]:
         """Score `labels` int64[n] at flat `positions` int64[n] (row * width + column) of `inputs` (input_ids [rows, width], ...).
 
-        Returns the scores that `needs` names, each [n] in the order of `positions`: "logprobs" and "entropy", in nats, of
-        softmax(logits / temperature), the labels' "logits", and "values" of the states at the positions. If only values are needed, no logits
-        are computed. With n = 0 the heads still run, on position 0, so that every rank takes part in the same collectives.
+        Returns the scores that `needs` names, each [n] in the order of `positions`: those of `contracts.MODEL_SCORES`, of
+        softmax(logits / temperature), and [n, k] of "logprobs_at:COLUMN" at the `candidates` int64[n, k] of that column. If only values are
+        needed, no logits are computed. With n = 0 the heads still run, on position 0, so that every rank takes part in the same collectives.
 
         `padded` tells whether the attention mask hides a token (None: nobody has looked), so that no mask is read from the device.
 
@@ -73,11 +79,12 @@ class Scorer(nn.Module):
         count = len(positions)
         if count == 0:
             positions, labels = positions.new_zeros(1), labels.new_zeros(1)
+            candidates = {column: ids_NK.new_zeros(1, ids_NK.shape[1]) for column, ids_NK in candidates.items()}
         chosen_NH = hidden_NH.index_select(0, positions)
         scores: dict[str, Tensor] = {}
-        if not set(VOCABULARY_SCORES).isdisjoint(needs):
-            asked = asked_of_head(needs)
-            scores.update(zip(asked, self.head(chosen_NH, labels, temperature, asked), strict=True))
+        if asks_a_head(needs):
+            asked = Asked.of(needs, labels, candidates)
+            scores.update(asked.named(self.head(chosen_NH, asked.tokens, temperature, asked.scores)))
         if "values" in needs:
             assert self.value_head is not None, "values are asked of a model without a value head"
             scores["values"] = self.value_head(chosen_NH)

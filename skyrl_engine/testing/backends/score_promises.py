@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_engine.contracts.kinds.backend import Capability
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT
 from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.backends.batches import DefinedResult
@@ -291,9 +292,47 @@ def logits(subject: BackendSubject, case: BackendCase) -> None:
             )
 
 
-def _require_definition(ranks: BackendRanks, case: BackendCase, due: DefinedResult, asked: Sequence[str], remedy: str) -> None:
+@backend_promise("Normalisers, and the gradient through them, are those of the logits", exempt=_undeclared("logsumexp"))
+def logsumexp(subject: BackendSubject, case: BackendCase) -> None:
+    _require_scores(
+        subject, case, "logsumexp", "Give the logsumexp of what softmax takes, the temperature inside, over the whole vocabulary"
+    )
+
+
+@backend_promise(
+    "Means of log-probabilities over the vocabulary, and the gradient through them, are right", exempt=_undeclared("mean_logprob")
+)
+def mean_logprob(subject: BackendSubject, case: BackendCase) -> None:
+    _require_scores(
+        subject, case, "mean_logprob", "Divide by the number of tokens of the whole vocabulary, not of a rank's part of it"
+    )
+
+
+@backend_promise(
+    "Log-probabilities at the token ids of a column, and the gradient through them, are right", exempt=_undeclared("logprobs_at")
+)
+def logprobs_at(subject: BackendSubject, case: BackendCase) -> None:
+    """Of one column and of two; ids may occur twice, and the label may be among them."""
+    remedy = (
+        "Score micro_batch.candidates[column] at the positions of the labels, in their order, and add up gradients of equal ids"
+    )
+    _require_scores(subject, case, f"{LOGPROBS_AT}:near", remedy)
+    _require_scores(subject, case, f"{LOGPROBS_AT}:near", remedy, (f"{LOGPROBS_AT}:far",))
+
+
+def _require_scores(subject: BackendSubject, case: BackendCase, score: str, remedy: str, others: tuple[str, ...] = ()) -> None:
+    """Require the score and its gradient beside log-probabilities, and among all scores of the vocabulary under a temperature."""
+    for asked, temperature in ((("logprobs", score, *others), 1.0), (("entropy", "logprobs", score, *others), 0.5)):
+        with subject.opened(case) as ranks:
+            due = subject.bench.definition(case.model, NUMBERS, needs=asked, temperature=temperature)
+            _require_definition(ranks, case, due, asked, remedy, temperature=temperature)
+
+
+def _require_definition(
+    ranks: BackendRanks, case: BackendCase, due: DefinedResult, asked: Sequence[str], remedy: str, **options: Any
+) -> None:
     """Require the defined objective for these scores, and the defined gradient where a single rank sums it."""
-    got = ranks.loss(ranks.forward_backward(case.whole(needs=asked)))
+    got = ranks.loss(ranks.forward_backward(case.whole(needs=asked, **options)))
     what = " and ".join(asked)
     if abs(got - due.loss) > 1e-5 * abs(due.loss):
         raise Broken(f"an objective of {what} is {got:.6g}, where the model's own weights give {due.loss:.6g}", remedy)
@@ -329,5 +368,8 @@ SCORE_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
     undeclared_packed_rows,
     values,
     logits,
+    logsumexp,
+    mean_logprob,
+    logprobs_at,
     undeclared_value_head,
 )

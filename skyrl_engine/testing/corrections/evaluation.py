@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from skyrl_engine.contracts.kinds.loss import MODEL_SCORES, LossTokens
+from skyrl_engine.contracts.kinds.loss import LossTokens
+from skyrl_engine.contracts.kinds.needs import model_score
 from skyrl_engine.objective.corrections import correct
 from skyrl_engine.objective.tokens import MicroBatchTokens
 from skyrl_engine.testing.subject import part_of
@@ -39,5 +40,6 @@ def given_to(label: str, correction: Any, batch: TokenBatch) -> LossTokens:
 
 
 def _tokens(batch: TokenBatch, dtype: torch.dtype) -> MicroBatchTokens:
-    scores = {name: torch.from_numpy(batch.values[name].copy()).to(dtype) for name in MODEL_SCORES if name in batch.values}
+    names = [name for name in batch.values if model_score(name)]
+    scores = {name: torch.from_numpy(batch.values[name].copy()).to(dtype) for name in names}
     return MicroBatchTokens(scores, batch.micro_batch().samples, SEED, STEP)

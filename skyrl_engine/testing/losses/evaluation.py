@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from skyrl_engine.contracts.kinds.loss import MODEL_SCORES, as_loss_output
+from skyrl_engine.contracts.kinds.loss import as_loss_output
+from skyrl_engine.contracts.kinds.needs import MODEL_SCORES, candidate_columns
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.registry.host import blaming
@@ -46,7 +47,11 @@ def evaluate(
         "loss",
         numbers_of(returned.token_loss),
         total.item(),
-        {name: numbers_of(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) for name, leaf in leaves.items()},
+        {
+            name: numbers_of(column)
+            for score, leaf in leaves.items()
+            for name, column in columns_of(score, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).items()
+        },
         {name: metric for name, metric in output.metrics.items() if name in returned.metrics},
         returned.token_loss.dtype,
         listening.heard.get("drew", False),
@@ -55,5 +60,11 @@ def evaluate(
 
 def leaves_of(batch: TokenBatch, loss: Any, dtype: torch.dtype, *, gradients: bool = True) -> dict[str, torch.Tensor]:
     """Return the model's scores that the loss reads, and always log-probabilities, as tensors to differentiate by."""
-    names = [name for name in MODEL_SCORES if name == "logprobs" or name in loss.needs]
+    wide = candidate_columns(loss.needs)
+    names = [*(name for name in MODEL_SCORES if name == "logprobs" or name in loss.needs), *wide]
     return {name: torch.from_numpy(batch.values[name].copy()).to(dtype).requires_grad_(gradients) for name in names}
+
+
+def columns_of(score: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a score's values [n] by its name; of [n, k] each column [n] by name and number. They are views."""
+    return {score: values} if values.ndim == 1 else {f"{score}[{column}]": values[:, column] for column in range(values.shape[1])}

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from attrs import evolve
 
+from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.collectives import CollectiveCalled, no_collectives
 from skyrl_engine.testing.comparison import cause_of_ratio, constant_within, same
@@ -266,9 +267,12 @@ def packing(kind: TokenKind, subject: Subject[Any], case: CutBatch) -> None:
             raise Broken(f"the {kind.noun} of a sequence has a gradient by the {name} of another", WITHIN_SEQUENCES + kind.unless)
 
 
-def _shifted(values: rollouts.FloatArray, places: Any) -> rollouts.FloatArray:
-    """Return the values with others at these places; log-probabilities stay below 0."""
+def _shifted(values: AnyArray, places: Any) -> AnyArray:
+    """Return the values with others at these places; log-probabilities stay below 0, and ids of tokens are such."""
     changed = values.copy()
+    if values.dtype.kind == "i":
+        changed[places] = values[places] + 1
+        return changed
     changed[places] = values[places] * np.float32(0.5) - np.float32(0.125)
     return changed
 

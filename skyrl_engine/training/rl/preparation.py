@@ -120,7 +120,7 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
     else:
         rollouts = _recorded(resolved, files, filters, advantage, progress)
         recorded = _LOGPROBS[rollouts.has_logprobs]
-    chosen = recipe(settings, assembly.objective, advantage, recorded=recorded)
+    chosen = recipe(settings, assembly.objective, advantage, recorded=recorded, reducer=assembly.reducer)
     return PreparedRl(
         resolved=resolved,
         files=files,

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts import Backend, BackendDescription, ModelConfig
+from skyrl_engine.contracts import OPTIONAL_SCORES, Backend, BackendDescription, ModelConfig
 from skyrl_engine.model_facts.weight_files import weight_files
 from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.options import MegatronConfig
@@ -26,7 +26,7 @@ class MegatronPlugin:
         options = config or MegatronConfig()
         return BackendDescription(
             options.topology(world_size),
-            frozenset({"padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", "logits"}),
+            frozenset({"padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", *OPTIONAL_SCORES}),
             partial(refuse_model, options),
             _rehearse,
             means_over_step=options.router_losses,
