@@ -2,9 +2,10 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 from attrs import frozen
 
 from skyrl_engine.contracts.kinds.environment import Environment, Task
@@ -61,7 +62,7 @@ def most_of(part: Part[Environment]) -> int:
     return OF_TABLES if isinstance(part.product.tasks("train"), TableTasks) else OF_PROCEDURES
 
 
-def _prompt(task: Task, name: str, renderer: TurnRenderer, limits: PromptLimits) -> Sequence[int]:
+def _prompt(task: Task, name: str, renderer: TurnRenderer, limits: PromptLimits) -> npt.NDArray[Any]:
     if task.images:
         raise UnsupportedError(f"{name} has images, which rollouts do not take yet", remedy="Choose tasks of text")
     if bool(task.messages) == bool(task.prompt_ids):
