@@ -127,7 +127,9 @@ def _trainer(
     if reference is not None:
         if state is not None and state.reference is not None:
             assert reference.model is not None, "a copy of the model is a second model"
-            reference = attrs.evolve(reference, model=attrs.evolve(reference.model, path=state.reference, revision=None))
+            # by its name: the run directory may have moved since
+            copy = session.directory.reference / Path(state.reference).name
+            reference = attrs.evolve(reference, model=attrs.evolve(reference.model, path=str(copy), revision=None))
         reference.load(engine)
     penalty = None if settings.kl is None else KlPenalty.start(settings.kl)
     rollouts = prepared.rollouts
@@ -427,7 +429,7 @@ class RlTrainer:
                 self.reference, model=attrs.evolve(self.reference.model, path=str(directory), revision=None)
             )
             self.reference.load(self.engine)
-        self._copied = str(directory)
+        self._copied = directory.name
 
     def _finish(self, reported: dict[str, float], groups: Sequence[Group], began: float) -> None:
         """Turn sums into what is reported, and add the seconds of every phase, which add up to those since `began`."""
