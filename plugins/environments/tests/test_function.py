@@ -263,6 +263,7 @@ def test_a_result_cannot_be_weighed():
         (f"{REWARDS}:missing", "has no function 'missing'", "It has add, .*exact"),
         (f"{REWARDS}:number", "has no function 'number'", "correct the name"),
         (f"{MATERIAL / 'broken.py'}:score", "cannot be imported: RuntimeError: no licence", "Correct the file"),
+        (f"{MATERIAL / 'leaving.py'}:score", "cannot be imported: SystemExit: no arguments", "Correct the file"),
         ("no_such_package:score", "cannot be imported: ModuleNotFoundError", "Correct the file"),
     ],
 )

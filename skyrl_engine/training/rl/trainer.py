@@ -131,7 +131,8 @@ def _trainer(
         engine.load(session.resumed_from.state)
     if reference is not None:
         if state is not None and state.reference is not None:
-            reference = reference.exported_to(Path(state.reference))
+            # by its name: the run directory may have moved since
+            reference = reference.exported_to(session.directory.reference / Path(state.reference).name)
         engine.add_frozen(reference)
     penalty = None if settings.kl is None else KlPenalty.start(settings.kl)
     rollouts = prepared.rollouts
@@ -455,7 +456,7 @@ class RlTrainer:
             self.engine.export(directory)
         self.reference = self.reference.exported_to(directory)
         self.engine.add_frozen(self.reference)
-        self._copied = str(directory)
+        self._copied = directory.name
 
     def _finish(self, reported: dict[str, float], groups: Sequence[Group], began: float) -> None:
         """Turn sums into what is reported, and add the seconds of every phase, which add up to those since `began`."""
