@@ -21,6 +21,7 @@ AGAINST_PEERS = (
     "training_throughput.py",
     "rl_step_against_trl.py",
     "collators_against_peer.py",
+    "micro_batches_against_peer.py",
     "controller_to_actors.py",
     "packing.py",
 )

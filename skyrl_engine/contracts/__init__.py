@@ -108,6 +108,7 @@ if TYPE_CHECKING:
     )
     from skyrl_engine.contracts.values.plan import (
         BatchPlan,
+        BuildOrder,
         Layout,
         MicroBatchPlan,
         MiniBatchPlan,
@@ -159,6 +160,7 @@ __all__ = [
     "BatchOutput",
     "BatchPlan",
     "BatchStructure",
+    "BuildOrder",
     "Bundles",
     "Capability",
     "Carried",
@@ -265,6 +267,7 @@ _HOMES = {
     "BatchOutput": "values.outputs",
     "BatchPlan": "values.plan",
     "BatchStructure": "kinds.reducer",
+    "BuildOrder": "values.plan",
     "Bundles": "values.bundles",
     "CARRIED_EXTRAS": "kinds.collator",
     "Capability": "kinds.backend",

@@ -15,7 +15,7 @@ from skyrl_engine.contracts.kinds.reducer import BatchStructure, PerSequence, Re
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.extras import PIXEL_VALUES
 from skyrl_engine.contracts.values.outputs import BatchOutput, RankOutput
-from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, MiniBatchPlan
+from skyrl_engine.contracts.values.plan import BatchPlan, BuildOrder, Layout, MicroBatchPlan, MiniBatchPlan
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Join, join_fresh, offsets_of, take_segments
 from skyrl_engine.errors import ContractError, DataError
 from skyrl_engine.registry.host import blaming
@@ -237,7 +237,7 @@ def cut(
 def _renumbered(micro_batches: Sequence[MicroBatchPlan]) -> tuple[MicroBatchPlan, ...]:
     """The same micro-batches over a rank's own samples, which lie one after the other."""
     numbers = offsets_of([len(micro_batch.samples) for micro_batch in micro_batches])
-    return tuple(
+    return BuildOrder.of(
         micro_batch.renumbered(np.arange(first, last, dtype=np.int64))
         for micro_batch, first, last in zip(micro_batches, numbers[:-1], numbers[1:], strict=True)
     )

@@ -1,10 +1,10 @@
 """CPU time to build micro-batches as a training step does, against a peer that collates the batch once and takes views of its rows.
 
-1,024 padded samples of 16 to 256 tokens for 8 data-parallel ranks. The peer's side: its whole collate of Python lists, and for every micro-batch
-views of its rows. Ours: `plan`, and for every micro-batch of every rank `build` of the model's inputs and the gather index into fresh
-memory, dropped as they go; columns are made before. "through the rank's iterator" adds what a rank makes of a micro-batch before the backend gets
-it: labels, positions and weights of the tokens that carry loss, which a peer's trainer does on the device. Rounds are interleaved in one
-process on one thread; figures are ratios of the least CPU times. Run with `nox -s peers`; `measuring/peer.py` says where the peer comes from.
+1,024 padded samples of 16 to 256 tokens for 8 data-parallel ranks. The peer's side: its whole collate of Python lists, and views of its rows
+for every micro-batch. Ours: `plan`, and for every micro-batch of every rank `build` of the model's inputs and the gather index into fresh
+memory, dropped as they go; columns are made before. "through the rank's iterator" adds what a rank makes of a micro-batch before the backend
+gets it: labels, positions and weights of the tokens that carry loss, which the peer's side leaves out. Rounds are interleaved in one process
+on one thread; figures are ratios of the least CPU times. Run with `nox -s peers`; `measuring/peer.py` says where the peer comes from.
 """
 
 import os

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from skyrl_engine import DataError
 from skyrl_engine.contracts import Layout, SampleLengths
 from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine_collators.packed.collator import PackedCollator
+from skyrl_engine_collators.padded import plan_reference
 from skyrl_engine_collators.padded.collator import PaddedCollator
 from skyrl_engine_collators.planning.ranks import balance
 
@@ -32,8 +33,60 @@ def test_without_a_limit_a_rank_has_one_micro_batch_in_the_given_order():
     assert shape_of(plan_of(lengths_of([3, 9, 4, 1]))) == [[[[0, 1, 2, 3]]]]
 
 
-def test_rows_limit_a_micro_batch_and_keep_the_order():
-    assert shape_of(plan_of(lengths_of([3, 9, 4, 1, 5]), micro_batch_rows=2)) == [[[[0, 1], [2, 3], [4]]]]
+def test_rows_limit_a_micro_batch_and_join_like_lengths():
+    assert shape_of(plan_of(lengths_of([3, 9, 4, 1, 5]), micro_batch_rows=2)) == [[[[1, 4], [0, 2], [3]]]]
+
+
+def test_the_order_is_kept_where_lengths_are_not_grouped():
+    plan = PaddedCollator(group_by_length=False).plan(lengths_of([3, 9, 4, 1, 5]), Layout(micro_batch_rows=2))
+    assert shape_of(plan) == [[[[0, 1], [2, 3], [4]]]]
+    plan = PaddedCollator(group_by_length=False).plan(lengths_of([3, 8, 2, 7, 3]), Layout(micro_batch_tokens=16))
+    assert shape_of(plan) == [[[[0, 1], [2, 3], [4]]]]
+
+
+@pytest.mark.usefixtures("engine")
+@given(st.data())
+def test_a_plan_equals_its_reference_loops(data):
+    """Any lengths, groups and units that overlap, limits together and alone, more ranks than units."""
+    count = data.draw(st.integers(0, 12))
+    few = st.one_of(st.just(list(range(count))), st.lists(st.integers(0, count), min_size=count, max_size=count))
+    lengths = SampleLengths(
+        tokens=np.array(data.draw(st.lists(st.integers(0, 8), min_size=count, max_size=count)), dtype=np.int64),
+        actions=np.zeros(count, dtype=np.int64),
+        sample_ids=np.arange(count),
+        group_ids=np.array(data.draw(few), dtype=np.int64),
+        unit_ids=np.array(data.draw(few), dtype=np.int64),
+    )
+    layout = Layout(
+        dp=data.draw(st.integers(1, 4)),
+        mini_batch_size=data.draw(st.none() | st.integers(1, 12)),
+        micro_batch_rows=data.draw(st.none() | st.integers(1, 6)),
+        micro_batch_tokens=data.draw(st.none() | st.integers(1, 30)),
+    )
+    grouped = data.draw(st.booleans())
+    try:
+        plan = PaddedCollator(group_by_length=grouped).plan(lengths, layout)
+    except DataError:
+        reject()
+    assert shape_of(plan) == plan_reference.plan(lengths, layout, group_by_length=grouped)
+    for micro_batch in plan.micro_batches:
+        widths = lengths.tokens[micro_batch.samples]
+        assert (micro_batch.width, micro_batch.action_width) == ((widths.max(), 0) if len(widths) else (1, 0))
+        assert micro_batch.row_offsets.tolist() == (list(range(len(widths) + 1)) if len(widths) else [0, 0])
+    for mini_batch in plan.mini_batches:
+        for rank in mini_batch.ranks:
+            assert [each.following for each in rank] == [rank[place + 1 :] for place in range(len(rank))]
+
+
+def test_samples_of_like_length_share_a_micro_batch_of_few_rows():
+    """In the given order a third of four rows is padding."""
+    tokens = np.random.default_rng(0).integers(16, 257, 1024)
+    shares = {}
+    for grouped in (True, False):
+        plan = PaddedCollator(group_by_length=grouped).plan(lengths_of(tokens), Layout(dp=8, micro_batch_rows=4))
+        shares[grouped] = 1 - tokens.sum() / plan.dense_tokens
+    assert shares[True] < 0.03
+    assert shares[False] > 0.25
 
 
 def test_ranks_take_equally_many_rows_where_rows_limit_a_micro_batch():

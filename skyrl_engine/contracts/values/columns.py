@@ -136,8 +136,9 @@ class SampleColumns:
         response token; a column may hold a list of k numbers per token, which are token ids where all are integers of 0 or more. Without
         `num_actions` the mask's length says it, without both every token is response. `routes[i]` are the experts
         [captured tokens, layers, topk] of a sample's first tokens, and become the extra `expert_routes`. `per_sample` takes `sample_ids`,
-        `group_ids`, `unit_ids`, `trajectory_ids`, `sample_values` and `extras` as `create` does. `reader` (None: Python) reads plain lists,
-        into the same values. Raises DataError naming sample and field.
+        `group_ids`, `unit_ids`, `trajectory_ids`, `sample_values` and `extras` as `create` does. `reader` reads plain lists, into the
+        same values as Python does; None: the one that an installed distribution offers (`skyrl-engine-collators` does). Raises DataError
+        naming sample and field.
         """
         flat = ingest.from_lists(
             input_ids=input_ids, num_actions=num_actions, loss_mask=loss_mask, columns=columns or {}, reader=reader
@@ -194,8 +195,8 @@ class SampleColumns:
     def lengths(self) -> SampleLengths:
         """The lengths and ids that planning may look at."""
         return SampleLengths(
-            tokens=np.diff(self.token_offsets),
-            actions=np.diff(self.action_offsets),
+            tokens=self.token_offsets[1:] - self.token_offsets[:-1],
+            actions=self.action_offsets[1:] - self.action_offsets[:-1],
             sample_ids=self.sample_ids,
             group_ids=self.group_ids,
             unit_ids=self.unit_ids,

@@ -1,14 +1,21 @@
 """Python lists, NumPy arrays and torch tensors, one per sample, as flat columns: read once, checked once, each error naming its sample."""
 
+import logging
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from functools import cache
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, offsets_of
 from skyrl_engine.contracts.values.wide_columns import is_wide, wide_column
 from skyrl_engine.errors import DataError
+
+READERS = "skyrl_engine.list_reader"
+"""Entry points of this group name functions that are a `ListReader`."""
+
+logger = logging.getLogger(__name__)
 
 Rows = Sequence[Any]
 """One list, NumPy array or torch tensor of numbers per sample."""
@@ -25,6 +32,30 @@ class ListReader(Protocol):
         """
 
 
+@cache
+def installed_reader() -> ListReader | None:
+    """The reader that an installed distribution offers; None: Python reads.
+
+    Read from the metadata of distributions when lists are first read, so that contracts import nothing above them. A reader changes the time
+    that lists take and nothing else: one that cannot be imported, and several of which none has precedence, are left out with a warning.
+    """
+    from importlib import metadata  # needed by those alone who have lists
+
+    try:
+        offered = tuple(metadata.entry_points(group=READERS))
+        if len(offered) == 1:
+            return cast("ListReader", offered[0].load())
+    except Exception as problem:  # noqa: BLE001 - whatever is wrong with an installation, Python reads the same values
+        logger.warning(
+            "Python reads lists, with the same results but slower: the reader in %s cannot be used (%s)", READERS, problem
+        )
+        return None
+    if offered:
+        owners = sorted(f"{point.dist.name if point.dist else point.name} ({point.value})" for point in offered)
+        logger.warning("Python reads lists, with the same results but slower: %s offer one each; keep one", " and ".join(owners))
+    return None
+
+
 def from_lists(
     *,
     input_ids: Rows,
@@ -34,6 +65,7 @@ def from_lists(
     reader: ListReader | None = None,
 ) -> dict[str, Any]:
     """The flat arrays of `SampleColumns.create`; see `SampleColumns.from_lists`."""
+    reader = installed_reader() if reader is None else reader
     count = len(input_ids)
     tokens, lengths = flat_token_ids(input_ids, lambda row: (row, "input_ids"), reader)
     weight, mask_lengths = (None, None) if loss_mask is None else flat_loss_weight("loss_mask", loss_mask, count, reader)
@@ -60,6 +92,7 @@ def from_rollouts(
     reader: ListReader | None = None,
 ) -> dict[str, Any]:
     """The flat arrays of `SampleColumns.create`; see `SampleColumns.from_rollouts`."""
+    reader = installed_reader() if reader is None else reader
     count = len(prompts)
     _check_rows("responses", responses, count)
     pairs: list[Any] = [None] * (2 * count)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import numpy as np
-from attrs import Factory, evolve, field, frozen
+from attrs import Factory, define, evolve, field, frozen
 from attrs.validators import ge, optional
 
 from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
@@ -45,13 +45,28 @@ class Layout:
     micro_batch_tokens: int | None = field(default=None, validator=optional(ge(1)))
 
 
+@define(eq=False, repr=False)
+class BuildOrder:
+    """The micro-batches of one rank in the order in which it will build them; a collator may prepare some ahead."""
+
+    micro_batches: "tuple[MicroBatchPlan, ...]" = ()
+
+    @classmethod
+    def of(cls, micro_batches: Iterable["MicroBatchPlan"]) -> "tuple[MicroBatchPlan, ...]":
+        """The same micro-batches, each of which knows this order and its place in it."""
+        order = cls()
+        order.micro_batches = tuple(evolve(each, order=order, place=place) for place, each in enumerate(micro_batches))
+        return order.micro_batches
+
+
 @frozen(eq=False)
 class MicroBatchPlan:
     """Rows of one micro-batch. Row r holds `samples[row_offsets[r]:row_offsets[r + 1]]`; a row may be empty (no sample, weight 0).
 
     `samples` int64[n] are positions in the batch that was planned (or in a rank's own columns after dispatch), `row_offsets` int64[R+1];
     `width` and `action_width` are the dense shapes' token and action axes. In rows of several samples, each occupies its tokens rounded up
-    to a multiple of `alignment`; it travels with the rows because the rank that builds them has no layout.
+    to a multiple of `alignment`; it travels with the rows because the rank that builds them has no layout. `order` says what will be built
+    after it, where somebody knows: `order.micro_batches[place]` is then this plan itself, and a changed copy (`attrs.evolve`) is not.
     """
 
     samples: IntArray
@@ -59,6 +74,14 @@ class MicroBatchPlan:
     width: int
     action_width: int
     alignment: int = 1
+    order: BuildOrder | None = field(default=None, repr=False)
+    place: int = field(default=0, repr=False)
+
+    @property
+    def following(self) -> "tuple[MicroBatchPlan, ...]":
+        """The micro-batches that will be built after this one; none where nobody knows."""
+        planned = () if self.order is None else self.order.micro_batches
+        return planned[self.place + 1 :] if self.place < len(planned) and planned[self.place] is self else ()
 
     @property
     def rows(self) -> int:
@@ -72,7 +95,7 @@ class MicroBatchPlan:
     def renumbered(self, samples: IntArray) -> "MicroBatchPlan":
         """The same rows over other sample numbers, int64[n]."""
         assert len(samples) == len(self.samples)
-        return evolve(self, samples=samples)
+        return evolve(self, samples=samples, order=None)
 
 
 @frozen(eq=False)

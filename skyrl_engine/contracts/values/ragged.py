@@ -221,7 +221,7 @@ class Ragged:
     @property
     def lengths(self) -> IntArray:
         """int64[N]: how many values each sample owns."""
-        return np.diff(self.offsets)
+        return self.offsets[1:] - self.offsets[:-1]  # np.diff costs more than the subtraction
 
     def take(self, samples: npt.ArrayLike) -> "Ragged":
         """The chosen samples in the chosen order, copied."""

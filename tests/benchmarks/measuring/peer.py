@@ -9,7 +9,6 @@ import sys
 from typing import Any
 
 from skyrl_engine.contracts.values.columns import SampleColumns
-from skyrl_engine_collators import kernels
 
 VARIABLE = "SKYRL_ENGINE_PEER_COLLATORS"
 
@@ -30,11 +29,10 @@ def peer_module() -> Any:
 
 
 def columns_of(kind: str, batch: Any) -> SampleColumns:
-    """What the peer's `make_batch` gave, as columns; the lists are read by the compiled reader where it is in use."""
+    """What the peer's `make_batch` gave, as columns, by the public constructors as they are."""
     if kind == "trajectory":
-        return SampleColumns.from_rollouts(**batch, reader=kernels.read_lists)
+        return SampleColumns.from_rollouts(**batch)
     return SampleColumns.from_lists(
-        reader=kernels.read_lists,
         input_ids=[example["input_ids"] for example in batch],
         num_actions=[example["num_actions"] for example in batch],
         loss_mask=[example["loss_mask"] for example in batch],

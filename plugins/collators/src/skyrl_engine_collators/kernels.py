@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol, cast
 import numpy as np
 
 from skyrl_engine import DataError, UnsupportedError
-from skyrl_engine.contracts import AnyArray, IntArray, Ragged
+from skyrl_engine.contracts import AnyArray, IntArray, MicroBatchPlan, Ragged, SampleColumns
 
 VARIABLE = "SKYRL_ENGINE_KERNELS"
-INTERFACE = 3
+INTERFACE = 4
 """The interface of the compiled module that this Python code was written for."""
 
 Source = AnyArray | Literal["ones", "counted"]
@@ -43,6 +43,26 @@ class CompiledModule(Protocol):
         first_columns: IntArray,
         /,
     ) -> None: ...
+
+    def count_scored(self, samples: IntArray, token_offsets: IntArray, action_offsets: IntArray, /) -> int: ...
+
+    def write_padded(
+        self,
+        out: IntArray,
+        contents: str,
+        index: IntArray,
+        lengths: IntArray,
+        input_ids: AnyArray,
+        token_offsets: IntArray,
+        action_offsets: IntArray,
+        samples: IntArray,
+        row_offsets: IntArray,
+        shapes: tuple[tuple[int, int, int], ...],
+        pad: int,
+        /,
+    ) -> tuple[int, ...]: ...
+
+    def balance(self, costs: IntArray, ranks: int, most: int, chosen: IntArray, /) -> None: ...
 
     def first_fit(self, sizes: IntArray, capacity: int, items: IntArray, offsets: IntArray, /) -> int: ...
 
@@ -90,6 +110,42 @@ class Kernels:
             self._module.write_gather(*out, sample_rows, actions, scored, first_columns)
         except (TypeError, ValueError) as problem:
             raise _refused(problem) from problem
+
+    def write_padded(
+        self, columns: SampleColumns, micro_batches: Sequence[MicroBatchPlan], contents: str, pad_token_id: int
+    ) -> tuple[IntArray, IntArray, IntArray, tuple[int, ...]]:
+        """Padded rows of several micro-batches, in one call.
+
+        Returns the token fields int64, [len(contents), R, W] of each micro-batch, one after the other; the gather indices int64[3, n];
+        the samples' lengths int64; and how many entries of the gather indices each micro-batch has. Letters of `contents` stand for
+        `input_ids` (t), `attention_mask` (m) and `position_ids` (p). Raises DataError where the samples do not fit into the rows.
+        """
+        offsets = (columns.token_offsets, columns.action_offsets)
+        shapes = tuple([(len(each.row_offsets) - 1, each.width, each.action_width) for each in micro_batches])
+        if len(micro_batches) == 1:
+            samples, row_offsets = micro_batches[0].samples, micro_batches[0].row_offsets
+        else:
+            samples = np.concatenate([each.samples for each in micro_batches])
+            row_offsets = np.concatenate([each.row_offsets for each in micro_batches])
+        try:
+            out = np.empty(len(contents) * sum([rows * width for rows, width, _ in shapes]), dtype=np.int64)
+            index = np.empty((3, self._module.count_scored(samples, *offsets)), dtype=np.int64)
+            lengths = np.empty(len(samples), dtype=np.int64)
+            scored = self._module.write_padded(
+                out, contents, index, lengths, columns.input_ids, *offsets, samples, row_offsets, shapes, pad_token_id
+            )
+        except (TypeError, ValueError) as problem:
+            raise _refused(problem) from problem
+        return out, index, lengths, scored
+
+    def balance(self, costs: IntArray, ranks: int, most: int) -> IntArray:
+        """The rank of each item, int64[n]: in the given order, each to the rank with the least so far that has fewer than `most` items."""
+        chosen = np.empty(len(costs), dtype=np.int64)
+        try:
+            self._module.balance(costs, ranks, most, chosen)
+        except (TypeError, ValueError) as problem:
+            raise _refused(problem) from problem
+        return chosen
 
     def first_fit(self, sizes: IntArray, capacity: int) -> Ragged:
         """Bins of items as `packed.first_fit` makes them. Raises DataError for a size that is not between 1 and `capacity`."""

@@ -23,6 +23,9 @@ class PaddedConfig:
     """The longest sample allowed, in tokens; none: the run's `data.max_length`, if it is set. No sample is truncated."""
     overlong: Literal["error", "warn"] = field(default="error", validator=in_(("error", "warn")))
     """A sample longer than that: `error` refuses the batch, `warn` collates it and warns once per batch."""
+    group_by_length: bool = field(default=True, validator=instance_of(bool))
+    """true: samples of similar length share a micro-batch, the longest of a rank's mini-batch first, which needs little padding. false: they
+    keep their order. The gradient of a step and the order of outputs are the same."""
 
 
 class PaddedPlugin:
@@ -43,6 +46,7 @@ class PaddedPlugin:
                 context.max_sequence_length if options.max_sequence_length is None else options.max_sequence_length
             ),
             overlong=options.overlong,
+            group_by_length=options.group_by_length,
         )
 
 

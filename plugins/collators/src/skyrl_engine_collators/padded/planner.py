@@ -1,41 +1,61 @@
-"""Planning padded rows: one sample per row, so a plan is a partition of the samples."""
+"""Planning padded rows: one sample per row, so a plan is a partition of the samples; `plan_reference.py` beside it is the definition."""
+
+from itertools import islice
 
 import numpy as np
 
 from skyrl_engine.contracts import (
     BatchPlan,
+    BuildOrder,
     Bundles,
     IntArray,
     Layout,
     MicroBatchPlan,
     MiniBatchPlan,
+    Ragged,
     SampleLengths,
-    one_sample_per_row,
+    offsets_of,
 )
-from skyrl_engine_collators.planning.micro_batches import Limits, check_limits, micro_batches
+from skyrl_engine_collators.planning.micro_batches import Limits, check_limits, cuts
 from skyrl_engine_collators.planning.mini_batches import mini_batches
-from skyrl_engine_collators.planning.ranks import balance
+from skyrl_engine_collators.planning.ranks import balance, largest_first
+
+NO_SAMPLES = np.zeros(0, dtype=np.int64)
+EMPTY_ROW = np.zeros(2, dtype=np.int64)
 
 
-def plan_padded(lengths: SampleLengths, layout: Layout) -> BatchPlan:
-    """Cut the batch as `layout` says; see the Collator contract. Raises DataError for a group, unit or sample that fits nowhere."""
+def plan_padded(lengths: SampleLengths, layout: Layout, *, group_by_length: bool = True) -> BatchPlan:
+    """Cut the batch as `layout` says; see the Collator contract. Raises DataError for a group, unit or sample that fits nowhere.
+
+    With `group_by_length` units of similar length share a micro-batch, longest first, which needs little padding; without, a rank's units
+    keep their order.
+    """
     limits = Limits(layout.micro_batch_rows, layout.micro_batch_tokens)
-    cut = [_plan_ranks(samples, lengths, layout.dp, limits) for samples in mini_batches(lengths, layout.mini_batch_size)]
-    return BatchPlan(
-        tuple(MiniBatchPlan(tuple(tuple(_rows(samples, lengths) for samples in rank) for rank in ranks)) for ranks in cut),
-        layout,
-        lengths.sample_ids,
-    )
+    cut = [
+        _plan_ranks(samples, lengths, layout.dp, limits, group_by_length)
+        for samples in mini_batches(lengths, layout.mini_batch_size)
+    ]
+    return BatchPlan(tuple(cut), layout, lengths.sample_ids)
 
 
-def _plan_ranks(samples: IntArray, lengths: SampleLengths, dp: int, limits: Limits) -> list[list[IntArray]]:
-    """Return the samples by rank and micro-batch; ranks with fewer micro-batches get empty ones."""
+def _plan_ranks(samples: IntArray, lengths: SampleLengths, dp: int, limits: Limits, group_by_length: bool) -> MiniBatchPlan:
+    """Plan one mini-batch; ranks with fewer micro-batches get empty ones."""
     units = Bundles.by_label(samples, lengths.unit_ids[samples])
     check_limits(units, lengths, limits)
     rank_of = balance(units.sums(lengths.tokens), dp, most=_most_units(units, dp, limits))
-    ranks = [micro_batches(units.take(np.flatnonzero(rank_of == rank)), lengths, limits) for rank in range(dp)]
-    count = max(len(rank) for rank in ranks)
-    return [rank + [np.zeros(0, dtype=np.int64)] * (count - len(rank)) for rank in ranks]
+    widths = units.maxima(lengths.tokens)
+    order = largest_first(widths) if group_by_length else np.arange(len(units), dtype=np.int64)
+    order = order[np.argsort(rank_of[order].astype(np.min_scalar_type(dp)), kind="stable")]  # few bits, which NumPy sorts in O(n)
+    sizes, widths = units.sizes[order], widths[order]
+    bounds = offsets_of(np.bincount(rank_of, minlength=dp)).tolist()
+    begins = cuts(sizes, widths, bounds, limits)
+    orders = [BuildOrder() for _ in begins]
+    planned = iter(_rows(_in_order(units, order), begins, orders, lengths))
+    count = max(map(len, begins))
+    for each, rank in zip(orders, begins, strict=True):
+        fillers = (MicroBatchPlan(NO_SAMPLES, EMPTY_ROW, 1, 0, 1, each, place) for place in range(len(rank), count))
+        each.micro_batches = (*islice(planned, len(rank)), *fillers)
+    return MiniBatchPlan(tuple(each.micro_batches for each in orders))
 
 
 def _most_units(units: Bundles, dp: int, limits: Limits) -> int | None:
@@ -47,8 +67,28 @@ def _most_units(units: Bundles, dp: int, limits: Limits) -> int | None:
     return -(-fair_share // per_micro_batch) * per_micro_batch
 
 
-def _rows(samples: IntArray, lengths: SampleLengths) -> MicroBatchPlan:
-    """Plan one row per sample, or one row without a sample if there are none."""
-    if not len(samples):
-        return MicroBatchPlan(samples, np.zeros(2, dtype=np.int64), width=1, action_width=0)
-    return one_sample_per_row(samples, int(lengths.tokens[samples].max()), int(lengths.actions[samples].max()))
+def _in_order(units: Bundles, order: IntArray) -> Bundles:
+    if len(units) < len(units.members.values):
+        return units.take(order)
+    return Bundles(Ragged(units.members.values[order], units.members.offsets))  # the usual case, every sample on its own
+
+
+def _rows(units: Bundles, begins: list[list[int]], orders: list[BuildOrder], lengths: SampleLengths) -> list[MicroBatchPlan]:
+    """Plan the micro-batches of all ranks, one after the other, which begin with these units: their samples, ascending, one per row."""
+    offsets = units.members.offsets[[*(begin for rank in begins for begin in rank), len(units)]]
+    counts = np.diff(offsets)
+    # One sort for all of them: by the number of the micro-batch, then by that of the sample.
+    numbers = np.repeat(np.arange(len(counts), dtype=np.int64), counts) * len(lengths)
+    samples = np.sort(numbers + units.members.values) - numbers
+    row_offsets = {count: np.arange(count + 1, dtype=np.int64) for count in set(counts.tolist())}
+    return [
+        MicroBatchPlan(samples[first:last], row_offsets[last - first], width, action_width, 1, order, place)
+        for first, last, width, action_width, (order, place) in zip(
+            offsets[:-1].tolist(),
+            offsets[1:].tolist(),
+            np.maximum.reduceat(lengths.tokens[samples], offsets[:-1]).tolist(),
+            np.maximum.reduceat(lengths.actions[samples], offsets[:-1]).tolist(),
+            ((order, place) for order, rank in zip(orders, begins, strict=True) for place in range(len(rank))),
+            strict=True,
+        )
+    ]

@@ -72,8 +72,12 @@ class PaddedRows:
 
 def field_names(columns: SampleColumns) -> frozenset[str]:
     """Return the names of all fields that these columns have."""
-    made = ("input_ids", "attention_mask", "position_ids", "response_mask", "loss_weight")
-    return frozenset((*made, *columns.columns, *extra_names(columns)))
+    return frozenset(("input_ids", "attention_mask", "position_ids", *action_names(columns), *extra_names(columns)))
+
+
+def action_names(columns: SampleColumns) -> tuple[str, ...]:
+    """Return the names of the fields on the action axis that these columns have."""
+    return ("response_mask", "loss_weight", *columns.columns)
 
 
 def build_fields(columns: SampleColumns, rows: PaddedRows, pad_token_id: int, wanted: Container[str]) -> dict[str, AnyArray]:

@@ -1,4 +1,8 @@
-"""Cut one rank's samples into micro-batches: by rows, by a budget of tokens (padding included), or not at all."""
+"""Cut each rank's units into micro-batches: by rows, by a budget of tokens (padding included), or not at all."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from attrs import frozen
@@ -21,14 +25,17 @@ class Limits:
 
 def check_limits(units: Bundles, lengths: SampleLengths, limits: Limits) -> None:
     """Raises DataError naming the sample (or the unit's samples) that fits into no micro-batch."""
-    sizes, widths = units.sizes, units.maxima(lengths.tokens)
+    sizes = units.sizes
     if limits.rows is not None and (sizes > limits.rows).any():
         unit = int(np.argmax(sizes > limits.rows))
         raise DataError(
             f"{_named(units, lengths, unit)} stay together in {int(sizes[unit])} rows where a micro-batch holds {limits.rows}",
             remedy=f"Raise micro_batch_rows to at least {int(sizes.max())}",
         )
-    if limits.tokens is not None and (sizes * widths > limits.tokens).any():
+    if limits.tokens is None:
+        return
+    widths = units.maxima(lengths.tokens)
+    if (sizes * widths > limits.tokens).any():
         unit = int(np.argmax(sizes * widths > limits.tokens))
         single = sizes[unit] == 1
         occupied = "tokens" if single else "tokens, padding included,"
@@ -39,27 +46,43 @@ def check_limits(units: Bundles, lengths: SampleLengths, limits: Limits) -> None
         )
 
 
-def micro_batches(units: Bundles, lengths: SampleLengths, limits: Limits) -> list[IntArray]:
-    """Return the samples (int64, ascending) of each micro-batch, with whole units. The units must have passed `check_limits`.
+def cuts(sizes: IntArray, widths: IntArray, bounds: Sequence[int], limits: Limits) -> list[list[int]]:
+    """Return the units that the micro-batches of each rank begin with; rank r has the units from `bounds[r]` up to `bounds[r + 1]`.
 
-    With a budget of tokens, units of similar length share a micro-batch, longest first, which needs little padding; otherwise they keep
-    their order.
+    Units have `sizes` rows and `widths` tokens, int64[n] each; a micro-batch ends where the next unit would not fit. They must have passed
+    `check_limits`.
     """
-    if not len(units):
-        return []
-    sizes, widths = units.sizes, units.maxima(lengths.tokens)
     if limits.tokens is not None:
-        order = np.argsort(-widths, kind="stable")
-        units, sizes, widths = units.take(order), sizes[order], widths[order]
-    rows = offsets_of(sizes)
-    most = int(rows[-1]) if limits.rows is None else min(limits.rows, int(rows[-1]))
-    cuts = [0]
-    while cuts[-1] < len(units):
-        first = cuts[-1]  # with a budget of tokens the longest unit of its micro-batch
-        room = most if limits.tokens is None else min(most, limits.tokens // max(1, int(widths[first])))
-        assert room >= sizes[first], "a unit that fits nowhere"
-        cuts.append(int(np.searchsorted(rows, rows[first] + room, side="right")) - 1)
-    return units.runs(cuts[:-1])
+        listed = sizes.tolist(), widths.tolist()
+        return [_cuts_by_tokens(*listed, begin, end, limits) for begin, end in pairwise(bounds)]
+    if limits.rows is None:
+        return [[begin] if begin < end else [] for begin, end in pairwise(bounds)]
+    if (sizes == sizes[0]).all():  # the usual case, every sample on its own
+        step = limits.rows // int(sizes[0])
+        return [list(range(begin, end, step)) for begin, end in pairwise(bounds)]
+    rows = offsets_of(sizes).tolist()
+    return [_cuts_by_rows(rows, begin, end, limits.rows) for begin, end in pairwise(bounds)]
+
+
+def _cuts_by_rows(rows: list[int], begin: int, end: int, most: int) -> list[int]:
+    begins = []
+    while begin < end:
+        begins.append(begin)
+        begin = bisect_right(rows, rows[begin] + most) - 1
+        assert begin > begins[-1], "a unit that fits nowhere"
+    return begins
+
+
+def _cuts_by_tokens(sizes: list[int], widths: list[int], begin: int, end: int, limits: Limits) -> list[int]:
+    assert limits.tokens is not None
+    begins: list[int] = []
+    rows = width = 0
+    for unit in range(begin, end):
+        rows, width = rows + sizes[unit], max(width, widths[unit], 1)  # a sample without a token counts as one of one
+        if not begins or rows * width > limits.tokens or (limits.rows is not None and rows > limits.rows):
+            begins.append(unit)
+            rows, width = sizes[unit], max(widths[unit], 1)
+    return begins
 
 
 def _named(units: Bundles, lengths: SampleLengths, unit: int) -> str:

@@ -1,0 +1,76 @@
+"""The definition of a padded plan, in plain loops over samples: which share a mini-batch, a rank, a micro-batch. For input that fits."""
+
+import math
+
+from skyrl_engine.contracts import Layout, SampleLengths
+
+Samples = list[int]
+
+
+def plan(lengths: SampleLengths, layout: Layout, *, group_by_length: bool = True) -> list[list[list[Samples]]]:
+    """Return the samples, ascending, by mini-batch, rank and micro-batch."""
+    return [_ranks(samples, lengths, layout, group_by_length) for samples in _mini_batches(lengths, layout.mini_batch_size)]
+
+
+def _mini_batches(lengths: SampleLengths, size: int | None) -> list[Samples]:
+    """Put sets of samples that stay together into the last mini-batch while it has room, in the order of their first sample."""
+    sets: list[Samples] = []
+    for sample in range(len(lengths)):
+        mine = [members for members in sets if any(_together(lengths, sample, member) for member in members)]
+        sets = [members for members in sets if members not in mine] + [
+            sorted([sample, *(member for members in mine for member in members)])
+        ]
+    made: list[Samples] = []
+    for members in sorted(sets):
+        if not made or (size is not None and len(made[-1]) + len(members) > size):
+            made.append([])
+        made[-1] += members
+    return [sorted(samples) for samples in made]
+
+
+def _together(lengths: SampleLengths, one: int, other: int) -> bool:
+    return bool(lengths.group_ids[one] == lengths.group_ids[other] or lengths.unit_ids[one] == lengths.unit_ids[other])
+
+
+def _ranks(samples: Samples, lengths: SampleLengths, layout: Layout, group_by_length: bool) -> list[list[Samples]]:
+    """Give units to ranks, those of most tokens first, each to the rank with the fewest tokens that has room; then cut each rank's."""
+    units: list[Samples] = []
+    for sample in samples:
+        mine = next((unit for unit in units if lengths.unit_ids[unit[0]] == lengths.unit_ids[sample]), None)
+        if mine is None:
+            units.append([sample])
+        else:
+            mine.append(sample)
+    tokens = [sum(int(lengths.tokens[sample]) for sample in unit) for unit in units]
+    most = len(units)
+    if layout.micro_batch_rows is not None:  # no more than fill the micro-batches that a fair share of the units needs
+        per_micro_batch = layout.micro_batch_rows // max(map(len, units))
+        most = math.ceil(math.ceil(len(units) / layout.dp) / per_micro_batch) * per_micro_batch
+    given: list[list[int]] = [[] for _ in range(layout.dp)]
+    for unit in sorted(range(len(units)), key=lambda unit: -tokens[unit]):
+        open_ranks = [rank for rank in range(layout.dp) if len(given[rank]) < most]
+        given[min(open_ranks, key=lambda rank: sum(tokens[each] for each in given[rank]))].append(unit)
+    cut = [_micro_batches([units[unit] for unit in sorted(rank)], lengths, layout, group_by_length) for rank in given]
+    count = max(map(len, cut))
+    return [rank + [[]] * (count - len(rank)) for rank in cut]
+
+
+def _micro_batches(units: list[Samples], lengths: SampleLengths, layout: Layout, group_by_length: bool) -> list[Samples]:
+    """Fill micro-batches with one unit after the other, the longest first if units are grouped by length."""
+
+    def width(samples: Samples) -> int:
+        return max(1, *(int(lengths.tokens[sample]) for sample in samples))
+
+    if group_by_length:
+        units = sorted(units, key=lambda unit: -max(int(lengths.tokens[sample]) for sample in unit))
+    made: list[Samples] = []
+    for unit in units:
+        joined = (made[-1] if made else []) + unit
+        fits = (layout.micro_batch_rows is None or len(joined) <= layout.micro_batch_rows) and (
+            layout.micro_batch_tokens is None or len(joined) * width(joined) <= layout.micro_batch_tokens
+        )
+        if made and fits:
+            made[-1] = joined
+        else:
+            made.append(unit)
+    return [sorted(samples) for samples in made]

@@ -1,0 +1,174 @@
+"""What `padded` prepares ahead: the same bytes in any order of calls, memory of its own for every call, and little of it."""
+
+import copy
+import pickle
+from threading import Thread
+
+import attrs
+import numpy as np
+import pytest
+
+from skyrl_engine import DataError
+from skyrl_engine.contracts import MODEL_INPUTS, Layout, SampleColumns, offsets_of
+from skyrl_engine_collators.padded import ahead, native
+from skyrl_engine_collators.padded.collator import PaddedCollator
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+def columns_of(samples=60, longest=40, seed=0):
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(1, longest + 1, samples)
+    return SampleColumns.create(
+        input_ids=generator.integers(0, 99, int(lengths.sum())),
+        token_offsets=offsets_of(lengths),
+        action_offsets=offsets_of(generator.integers(0, lengths + 1)),
+    )
+
+
+def rank_of(columns, rows=4, dp=3):
+    (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout(dp=dp, micro_batch_rows=rows)).mini_batches
+    return mini_batch.ranks[-1]
+
+
+def arrays_of(batch):
+    index = {name: getattr(batch.gather, name) for name in ("actions", "rows", "columns")}
+    lengths = {"lengths": batch.sequence_lengths.values}
+    return {**{name: tensor.numpy() for name, tensor in batch.fields.items()}, **index, **lengths}
+
+
+def assert_same(batch, other):
+    one, two = arrays_of(batch), arrays_of(other)
+    assert one.keys() == two.keys()
+    for name, values in one.items():
+        np.testing.assert_array_equal(values, two[name], err_msg=name, strict=True)
+
+
+def alone(columns, micro_batch, fields=MODEL_INPUTS):
+    return PaddedCollator().build(columns, attrs.evolve(micro_batch, order=None), fields=fields)
+
+
+@pytest.mark.parametrize("order", ["given", "reversed", "twice", "every other", "shuffled"])
+def test_builds_in_any_order_give_the_same_bytes_in_memory_of_their_own(order):
+    columns = columns_of()
+    rank = rank_of(columns)
+    chosen = {
+        "given": list(rank),
+        "reversed": list(rank[::-1]),
+        "twice": [each for each in rank for _ in range(2)],
+        "every other": list(rank[::2]),
+        "shuffled": [rank[place] for place in np.random.default_rng(1).permutation(len(rank))],
+    }[order]
+    collator = PaddedCollator()
+    batches = [collator.build(columns, each, fields=MODEL_INPUTS) for each in chosen]
+    for batch in batches:  # what was handed out belongs to whom it was handed to
+        for values in arrays_of(batch).values():
+            np.add(values, 1, out=values)
+    for batch, micro_batch in zip(batches, chosen, strict=True):
+        for values in arrays_of(batch).values():
+            np.subtract(values, 1, out=values)
+        assert_same(batch, alone(columns, micro_batch))
+
+
+def test_other_columns_other_fields_and_changed_plans_are_built_anew():
+    columns, others = columns_of(), columns_of(seed=1)
+    rank = rank_of(columns)
+    wide = [attrs.evolve(each, width=50, action_width=50) for each in rank]
+    collator = PaddedCollator()
+    collator.build(columns, rank[0], fields=MODEL_INPUTS)
+    assert_same(collator.build(columns, wide[1], fields=MODEL_INPUTS), alone(columns, wide[1]))
+    assert_same(collator.build(columns, rank[1], fields=["input_ids"]), alone(columns, rank[1], ["input_ids"]))
+    collator.build(columns, rank[0], fields=MODEL_INPUTS)
+    assert_same(collator.build(others, wide[1], fields=MODEL_INPUTS), alone(others, wide[1]))
+    assert_same(collator.build(columns, rank[2]), alone(columns, rank[2], None))
+
+
+def test_one_call_of_the_kernels_makes_what_fits_and_no_more(monkeypatch, engine):
+    if engine == "numpy":
+        pytest.skip("NumPy makes one at a time")
+    calls = []
+    build_tokens = native.build_tokens
+
+    def counted(kernels, columns, micro_batches, *others):
+        calls.append(micro_batches)
+        return build_tokens(kernels, columns, micro_batches, *others)
+
+    monkeypatch.setattr(native, "build_tokens", counted)
+    columns = columns_of()
+    rank = rank_of(columns)
+    collator = PaddedCollator()
+    for each in rank:
+        collator.build(columns, each, fields=MODEL_INPUTS)
+    assert [len(call) for call in calls] == [len(rank)]
+    calls.clear()
+    limit = 3 * max(each.rows * (24 * each.width + 24 * each.action_width) for each in rank)
+    monkeypatch.setattr(ahead, "MOST_BYTES", limit)
+    for each in rank:
+        collator.build(columns, each, fields=MODEL_INPUTS)
+    assert 1 < len(calls) < len(rank)
+    for call in calls.copy():  # which grows by what is built to compare with
+        batches = [alone(columns, each) for each in call]
+        assert len(call) == 1 or sum(values.nbytes for batch in batches for values in arrays_of(batch).values()) <= limit * 1.1
+    calls.clear()
+    for each in rank[:0:-1]:
+        collator.build(columns, each, fields=MODEL_INPUTS)
+    assert [len(call) for call in calls] == [1] * (len(rank) - 1), "nobody follows the order, so nothing is made ahead"
+    calls.clear()
+    monkeypatch.setattr(ahead, "MOST_BYTES", 1)
+    for each in rank:
+        collator.build(columns, each, fields=MODEL_INPUTS)
+    assert [len(call) for call in calls] == [1] * len(rank), "a micro-batch above the limit is made alone"
+
+
+def test_a_sample_that_does_not_fit_is_named_when_its_turn_comes():
+    columns = columns_of()
+    rank = rank_of(columns)
+    lengths = np.diff(columns.token_offsets)
+    grown = rank[2].samples[0]
+    lengths[grown] = rank[2].width + 1
+    longer = SampleColumns.create(
+        input_ids=np.zeros(int(lengths.sum()), dtype=np.int64),
+        token_offsets=offsets_of(lengths),
+        action_offsets=columns.action_offsets,
+        loss_weight=columns.loss_weight,
+    )
+    collator = PaddedCollator()
+    for each in rank[:2]:
+        assert_same(collator.build(longer, each, fields=MODEL_INPUTS), alone(longer, each))
+    with pytest.raises(DataError, match=rf"sample {grown} has {lengths[grown]} tokens"):
+        collator.build(longer, rank[2], fields=MODEL_INPUTS)
+    assert_same(collator.build(longer, rank[3], fields=MODEL_INPUTS), alone(longer, rank[3]))
+
+
+def test_copies_of_a_collator_and_of_a_plan_build_the_same():
+    columns = columns_of()
+    rank = rank_of(columns)
+    collator = PaddedCollator()
+    collator.build(columns, rank[0], fields=MODEL_INPUTS)
+    for copied in (pickle.loads(pickle.dumps(collator)), copy.deepcopy(collator)):
+        assert copied == collator
+        sent = pickle.loads(pickle.dumps(rank))
+        assert [each.following for each in sent] == [sent[place + 1 :] for place in range(len(sent))]
+        for each, original in zip(sent, rank, strict=True):
+            assert_same(copied.build(columns, each, fields=MODEL_INPUTS), alone(columns, original))
+
+
+def test_threads_that_share_a_collator_never_share_memory():
+    columns = columns_of(samples=200)
+    rank = rank_of(columns, rows=2, dp=1)
+    collator, made = PaddedCollator(), []
+
+    def build_all():
+        made.append([collator.build(columns, each, fields=MODEL_INPUTS) for each in rank])
+
+    threads = [Thread(target=build_all) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 4
+    places = [values.ctypes.data for batches in made for batch in batches for values in arrays_of(batch).values() if values.size]
+    assert len(set(places)) == len(places)
+    for batches in made:
+        for batch, each in zip(batches, rank, strict=True):
+            assert_same(batch, alone(columns, each))
