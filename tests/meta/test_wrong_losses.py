@@ -93,6 +93,7 @@ def test_what_is_right_breaks_nothing(right):
 
 def test_every_promise_to_losses_is_broken_by_something():
     rest = {"oracle", "config_round_trip", "light_import", "process_settings"}  # below
+    rest |= {"devices", "empty_metrics", "evaluation"}  # by families, in test_wrong_by_family.py
     assert {each.name for each in LOSS_PROMISES} == {name for _, names, _ in FAULTS for name in names} | rest
 
 

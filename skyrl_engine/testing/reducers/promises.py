@@ -11,7 +11,7 @@ from skyrl_engine.errors import DataError, EngineError
 from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.comparison import factor_between, require_same, same, times
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
-from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
+from skyrl_engine.testing.promise import Broken, Inapplicable, Promise, Undecidable, promise
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
 from skyrl_engine.testing.reducers import structures
 from skyrl_engine.testing.reducers.structures import Drawn, Recut, Relabelled, Reordered, WithEmpty
@@ -23,6 +23,10 @@ Weights = npt.NDArray[np.float64]
 
 def _drawn(_subject: Subject[Any], **options: Any) -> Any:
     return structures.structures(**options).map(Drawn)
+
+
+def _explicit(_subject: Subject[Any]) -> list[Drawn]:
+    return structures.explicit()
 
 
 def _decided(subject: Subject[Any], structure: BatchStructure) -> Weights:
@@ -40,11 +44,17 @@ def _require_same(one: Weights, other: Weights, when: str, cause: str, remedy: s
 # --- what it returns ---------------------------------------------------------------------------------------------------------------
 
 
-@promise("It returns float64[A], contiguous and finite, also where no token carries loss", cases=_drawn)
+@promise(
+    "It returns float64[A], contiguous and finite, also where no token carries loss",
+    cases=_drawn,
+    first=lambda _: [*structures.explicit(), Drawn(structures.without_groups())],
+)
 def finite_weights(subject: Subject[Any], case: Drawn) -> None:
     try:
         weights = token_weights(part_of(subject.make(), subject.label, "reducer"), case.structure)
     except EngineError as error:
+        if isinstance(error, DataError) and not case.structure.grouped:
+            raise Inapplicable(error.cause) from error  # a reducer of groups refuses data that has none
         raise Broken(error.cause, error.remedy) from error
     if not weights.flags.c_contiguous:
         raise Broken("its weights are not contiguous", "Return np.ascontiguousarray(weights)")
@@ -52,7 +62,11 @@ def finite_weights(subject: Subject[Any], case: Drawn) -> None:
         raise Broken("its weights share memory with the batch's loss weights", "Return an array of its own")
 
 
-@promise("A token without loss has the weight 0, and one with loss another, unless it declares to be selective", cases=_drawn)
+@promise(
+    "A token without loss has the weight 0, and one with loss another, unless it declares to be selective",
+    cases=_drawn,
+    first=_explicit,
+)
 def loss_weights_decide(subject: Subject[Any], case: Drawn) -> None:
     weights = _decided(subject, case.structure)
     carrying = case.structure.loss_weight != 0
@@ -71,7 +85,7 @@ def _has_no_oracle(subject: Subject[Any]) -> str | None:
     return None if "oracle" in subject.hooks else "there is no oracle to compare with"
 
 
-@promise("Its weights are those of the oracle", cases=_drawn, exempt=_has_no_oracle)
+@promise("Its weights are those of the oracle", cases=_drawn, exempt=_has_no_oracle, first=_explicit)
 def oracle(subject: Subject[Any], case: Drawn) -> None:
     weights, due = _decided(subject, case.structure), np.asarray(subject.hooks["oracle"](case.structure), dtype=np.float64)
     _require_same(due, weights, "from what the oracle gives", "formula and code differ", "Compare the two")
@@ -84,7 +98,12 @@ def _batch_local(subject: Subject[Any]) -> str | None:
     return "the reducer declares batch_local: it depends on the cut by nature" if subject.declares("batch_local") else None
 
 
-@promise("How the mini-batch is cut into micro-batches changes nothing", cases=lambda _: structures.recut(), exempt=_batch_local)
+@promise(
+    "How the mini-batch is cut into micro-batches changes nothing",
+    cases=lambda _: structures.recut(),
+    exempt=_batch_local,
+    first=lambda _: structures.recut_explicitly(),
+)
 def micro_batch_split(subject: Subject[Any], case: Recut) -> None:
     _require_same(
         _decided(subject, case.structure),
@@ -95,7 +114,11 @@ def micro_batch_split(subject: Subject[Any], case: Recut) -> None:
     )
 
 
-@promise("The order of the sequences changes nothing", cases=lambda _: structures.reordered())
+@promise(
+    "The order of the sequences changes nothing",
+    cases=lambda _: structures.reordered(),
+    first=lambda _: structures.reordered_explicitly(),
+)
 def sample_order(subject: Subject[Any], case: Reordered) -> None:
     _require_same(
         _decided(subject, case.structure)[case.tokens],
@@ -106,7 +129,11 @@ def sample_order(subject: Subject[Any], case: Reordered) -> None:
     )
 
 
-@promise("What groups, units and samples are called changes nothing", cases=lambda _: structures.relabelled())
+@promise(
+    "What groups, units and samples are called changes nothing",
+    cases=lambda _: structures.relabelled(),
+    first=lambda _: structures.relabelled_closely(),
+)
 def labels(subject: Subject[Any], case: Relabelled) -> None:
     original = evolve(
         case.structure,
@@ -134,7 +161,9 @@ def _is_mean(subject: Subject[Any]) -> bool:
 
 
 @promise(
-    "Halving all loss weights changes nothing (a mean) or halves everything (a sum), the same way in every batch", cases=_drawn
+    "Halving all loss weights changes nothing (a mean) or halves everything (a sum), the same way in every batch",
+    cases=_drawn,
+    first=_explicit,
 )
 def scale(subject: Subject[Any], case: Drawn) -> None:
     whole = case.structure.loss_weight.astype(np.float32)
@@ -164,6 +193,7 @@ def _no_mean_of_a_constant(subject: Subject[Any]) -> str | None:
     "The weights of a mean sum to 1 where every sequence carries loss",
     cases=lambda subject: _drawn(subject, empty=False),
     exempt=_no_mean_of_a_constant,
+    first=lambda _: structures.explicit(empty=False),
 )
 def weights_sum(subject: Subject[Any], case: Drawn) -> None:
     total = float(_decided(subject, case.structure).sum())
@@ -175,7 +205,11 @@ def weights_sum(subject: Subject[Any], case: Drawn) -> None:
         )
 
 
-@promise("Sequences without loss count as `empty_sequence` declares", cases=lambda _: structures.with_empty())
+@promise(
+    "Sequences without loss count as `empty_sequence` declares",
+    cases=lambda _: structures.with_empty(),
+    first=lambda _: structures.with_empty_explicitly(),
+)
 def empty_sequences(subject: Subject[Any], case: WithEmpty) -> None:
     before = _decided(subject, case.structure)
     after = _decided(subject, case.extended)[: len(before)]
@@ -189,12 +223,12 @@ def empty_sequences(subject: Subject[Any], case: WithEmpty) -> None:
         raise Broken(
             f"{how} {beside}: it counts them, and declares empty_sequence = 'skip'", "Count ~structure.empty", factor=factor
         )
-    sequences, groups = len(case.structure), len(np.unique(case.structure.group_ids))
-    allowed = [each / (each + len(case.actions)) for each in (sequences, groups)]
+    counted = {len(case.structure), *(len(np.unique(ids)) for ids in (case.structure.group_ids, case.structure.trajectory_ids))}
+    allowed = sorted({each / (each + len(case.actions)) for each in counted})
     if factor is None or not any(np.isclose(factor, each) for each in allowed):
         how = "other weights change" if factor is None else f"changes x{factor:.2f}"
         raise Broken(
-            f"{how} {beside}: a mean over sequences or groups changes x{' or x'.join(f'{each:.2f}' for each in allowed)}",
+            f"{how} {beside}: a mean over sequences, groups or trajectories changes x{' or x'.join(f'{each:.2f}' for each in allowed)}",
             "Count each of them once, or none",
             factor=factor,
         )
@@ -204,7 +238,7 @@ def empty_sequences(subject: Subject[Any], case: WithEmpty) -> None:
 def negative_weights(subject: Subject[Any], case: Drawn) -> None:
     carrying = np.flatnonzero(case.structure.loss_weight)
     if not len(carrying):
-        raise Undecidable("no token carries loss")
+        raise Inapplicable("no token carries loss")
     weight = case.structure.loss_weight.astype(np.float32)
     weight[carrying[0]] = -weight[carrying[0]]
     reducer = subject.make()
