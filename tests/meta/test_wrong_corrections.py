@@ -26,7 +26,7 @@ FAULTS = [
     (wrong.Learns, {"detached"}, "its factors require a gradient"),
     (wrong.CountsCalls, {"rank_split"}, "it keeps something from one call to the next"),
     (wrong.DropsTheFirst, {"micro_batch_split", "sample_order", "padding"}, "it depends on the place of a token among the n"),
-    (wrong.MeanBesideEmpty, {"padding"}, "fails beside a sequence without tokens"),
+    (wrong.MeanBesideEmpty, {"padding", "finite_factors"}, "fails beside a sequence without tokens"),
     (wrong.FailsWithoutTokens, {"all_masked"}, "fails without a token"),
     (wrong.ReadsUndeclared, {"needs"}, "tokens.rollout_logprobs"),
     (wrong.ShiftsAndBack, {"precision"}, "loses precision"),

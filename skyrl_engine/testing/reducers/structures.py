@@ -1,7 +1,5 @@
 """Structures for reducers: the counts of mini-batches, with fractional weights, empty sequences, groups, micro-batches."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 from attrs import evolve, frozen
@@ -182,15 +180,10 @@ def structures(draw: st.DrawFn, *, min_sequences: int = 1, max_sequences: int = 
     _, groups, trajectories, steps = zip(*rows, strict=True)
     return structure_of(
         weights,
-        group_ids=_numbered(groups),
+        group_ids=np.asarray(groups, dtype=np.int64) % len(rows),
         micro_batch=np.cumsum([0, *steps[1:]]).astype(np.int64),
-        trajectory_ids=_numbered(trajectories),
+        trajectory_ids=np.asarray(trajectories, dtype=np.int64) % len(rows),
     )
-
-
-def _numbered(labels: Sequence[int]) -> IntArray:
-    """Return the labels as 0, 1, ... in the order of their size."""
-    return np.unique(labels, return_inverse=True)[1].astype(np.int64)
 
 
 def _micro_batches(draw: st.DrawFn, count: int) -> IntArray:
