@@ -114,14 +114,21 @@ def show_verdict(label: str, options: Mapping[str, Any], verdict: "Verdict") -> 
         console.print(Text(f"with {', '.join(f'{name} = {value!r}' for name, value in options.items())}", style="dim"))
     console.print()
     styles = {"kept": "green", "broken": "bold red", "undecided": "yellow", "not claimed": "dim"}
+    broken = verdict.of_status("broken")
+    waiting = verdict.of_status("undecided") if broken else ()
     for finding in verdict.findings:
+        if finding in waiting:
+            continue
         head = (f"{finding.status:<13}", styles[finding.status])
         if finding.status in ("kept", "not claimed"):
             console.print(Text.assemble(head, (": ".join(filter(None, (finding.sentence, finding.cause))), "dim")))
         else:
             console.print(Text.assemble(head, (f"{finding.sentence} ({finding.promise})", "bold")))
-            if finding.status == "broken" or not verdict.of_status("broken"):  # a broken promise is why others are undecided
-                show_lines([f"  {line}" for line in finding.lines])
+            show_lines([f"  {line}" for line in finding.lines])
+    if waiting:  # a broken promise is why others are undecided
+        names = ", ".join(finding.promise for finding in waiting)
+        told = f"what is broken is in the way of {len(waiting)} more promise{'s' * (len(waiting) > 1)}: {names}"
+        console.print(Text.assemble((f"{'undecided':<13}", styles["undecided"]), (told, "dim")))
     counts = Counter(finding.status for finding in verdict.findings)
     console.print()
     console.print(Text(", ".join(f"{count} {status}" for status, count in counts.most_common()), style="bold"))

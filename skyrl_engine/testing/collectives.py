@@ -19,7 +19,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         if func.namespace in ("c10d", "_c10d_functional"):
             raise CollectiveCalled(f"calls the collective {func._opname}")  # noqa: SLF001 - the only short name that there is
         call: Callable[..., Any] = func
-        return call(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - modes saw the function that called this operator
+            return call(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -32,7 +32,7 @@ FAULTS = [
     (wrong.NeverBelowOne, {"scale"}, "kept from falling below 1"),
     (wrong.OneTooMany, {"weights_sum"}, "the mean of a constant is x0.33"),
     (wrong.SkipsButCounts, {"empty_sequences"}, "it counts them, and declares empty_sequence = 'skip'"),
-    (wrong.CountsEmptyTwice, {"empty_sequences"}, "a mean over sequences or groups changes x0.50"),
+    (wrong.CountsEmptyTwice, {"empty_sequences"}, "a mean over sequences, groups or trajectories changes x0.50"),
     (wrong.TakesNegatives, {"negative_weights"}, "takes a negative loss weight"),
     (wrong.DividesInPlace, {"inputs_unchanged"}, "changes structure.micro_batch in place"),
     (wrong.Tires, {"repeatable"}, "it keeps something"),

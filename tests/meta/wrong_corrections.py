@@ -43,7 +43,7 @@ class Learns(Plain):
     """Has a parameter of its own."""
 
     def __call__(self, tokens):
-        return super().__call__(tokens) * torch.ones(1, requires_grad=True, dtype=tokens.old_logprobs.dtype)
+        return super().__call__(tokens) * torch.ones_like(tokens.old_logprobs, requires_grad=True)
 
 
 class CountsCalls(Plain):

@@ -201,7 +201,7 @@ class CountsInAByte(Plain):
 
     def __call__(self, tokens):
         sequences = tokens.sequences
-        places = torch.arange(len(tokens.logprobs)) - sequences.offsets[:-1][sequences.index]
+        places = torch.arange(len(tokens.logprobs), device=tokens.logprobs.device) - sequences.offsets[:-1][sequences.index]
         return super().__call__(tokens) * 0.99 ** places.to(torch.uint8)
 
 
@@ -304,7 +304,7 @@ class DividesByManyTokens(Plain):
 class TakesGroupsForPlaces(Plain):
     def __call__(self, tokens):
         sequences = tokens.sequences
-        members = torch.zeros(len(sequences)).to(tokens.logprobs)
+        members = tokens.logprobs.new_zeros(len(sequences))
         members = members.index_add(0, sequences.group_ids[sequences.index] % 1_000_003, torch.ones_like(tokens.logprobs))
         return super().__call__(tokens) + 0 * members.sum()
 

@@ -1,6 +1,7 @@
 """Promises of every reducer, as far as its declarations go: `batch_local`, `empty_sequence` and `negative_weights`."""
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ from skyrl_engine.errors import DataError, EngineError
 from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.comparison import factor_between, require_same, same, times
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
-from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
+from skyrl_engine.testing.promise import Broken, Inapplicable, Promise, Undecidable, promise
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
 from skyrl_engine.testing.reducers import structures
 from skyrl_engine.testing.reducers.structures import Drawn, Recut, Relabelled, Reordered, WithEmpty
@@ -19,6 +20,7 @@ from skyrl_engine.testing.subject import Subject, part_of
 from skyrl_engine.workers.dispatch import token_weights
 
 Weights = npt.NDArray[np.float64]
+AnyDrawn = TypeVar("AnyDrawn", bound=Drawn)
 
 
 def _needs_of(subject: Subject[Any]) -> tuple[str, ...]:
@@ -27,6 +29,16 @@ def _needs_of(subject: Subject[Any]) -> tuple[str, ...]:
 
 def _drawn(subject: Subject[Any], **options: Any) -> Any:
     return structures.structures(needs=_needs_of(subject), **options).map(Drawn)
+
+
+def _explicit(subject: Subject[Any]) -> list[Drawn]:
+    return _filled(subject, structures.explicit())
+
+
+def _filled(subject: Subject[Any], cases: Iterable[AnyDrawn]) -> list[AnyDrawn]:
+    """Give explicit structures the columns and values of samples that the reducer needs."""
+    needs = _needs_of(subject)
+    return [evolve(case, structure=structures.with_needs(case.structure, needs)) if needs else case for case in cases]
 
 
 def _decided(subject: Subject[Any], structure: BatchStructure) -> Weights:
@@ -44,11 +56,17 @@ def _require_same(one: Weights, other: Weights, when: str, cause: str, remedy: s
 # --- what it returns ---------------------------------------------------------------------------------------------------------------
 
 
-@promise("It returns float64[A], contiguous and finite, also where no token carries loss", cases=_drawn)
+@promise(
+    "It returns float64[A], contiguous and finite, also where no token carries loss",
+    cases=_drawn,
+    first=lambda subject: _filled(subject, [*structures.explicit(), Drawn(structures.without_groups())]),
+)
 def finite_weights(subject: Subject[Any], case: Drawn) -> None:
     try:
         weights = token_weights(part_of(subject.make(), subject.label, "reducer"), case.structure)
     except EngineError as error:
+        if isinstance(error, DataError) and not case.structure.grouped:
+            raise Inapplicable(error.cause) from error  # a reducer of groups refuses data that has none
         raise Broken(error.cause, error.remedy) from error
     if not weights.flags.c_contiguous:
         raise Broken("its weights are not contiguous", "Return np.ascontiguousarray(weights)")
@@ -56,7 +74,11 @@ def finite_weights(subject: Subject[Any], case: Drawn) -> None:
         raise Broken("its weights share memory with the batch's loss weights", "Return an array of its own")
 
 
-@promise("A token without loss has the weight 0, and one with loss another, unless it declares to be selective", cases=_drawn)
+@promise(
+    "A token without loss has the weight 0, and one with loss another, unless it declares to be selective",
+    cases=_drawn,
+    first=_explicit,
+)
 def loss_weights_decide(subject: Subject[Any], case: Drawn) -> None:
     weights = _decided(subject, case.structure)
     carrying = case.structure.loss_weight != 0
@@ -75,7 +97,7 @@ def _has_no_oracle(subject: Subject[Any]) -> str | None:
     return None if "oracle" in subject.hooks else "there is no oracle to compare with"
 
 
-@promise("Its weights are those of the oracle", cases=_drawn, exempt=_has_no_oracle)
+@promise("Its weights are those of the oracle", cases=_drawn, exempt=_has_no_oracle, first=_explicit)
 def oracle(subject: Subject[Any], case: Drawn) -> None:
     weights, due = _decided(subject, case.structure), np.asarray(subject.hooks["oracle"](case.structure), dtype=np.float64)
     _require_same(due, weights, "from what the oracle gives", "formula and code differ", "Compare the two")
@@ -92,6 +114,7 @@ def _batch_local(subject: Subject[Any]) -> str | None:
     "How the mini-batch is cut into micro-batches changes nothing",
     cases=lambda subject: structures.recut(_needs_of(subject)),
     exempt=_batch_local,
+    first=lambda subject: _filled(subject, structures.recut_explicitly()),
 )
 def micro_batch_split(subject: Subject[Any], case: Recut) -> None:
     _require_same(
@@ -103,7 +126,11 @@ def micro_batch_split(subject: Subject[Any], case: Recut) -> None:
     )
 
 
-@promise("The order of the sequences changes nothing", cases=lambda subject: structures.reordered(_needs_of(subject)))
+@promise(
+    "The order of the sequences changes nothing",
+    cases=lambda subject: structures.reordered(_needs_of(subject)),
+    first=lambda subject: _filled(subject, structures.reordered_explicitly()),
+)
 def sample_order(subject: Subject[Any], case: Reordered) -> None:
     _require_same(
         _decided(subject, case.structure)[case.tokens],
@@ -115,7 +142,9 @@ def sample_order(subject: Subject[Any], case: Reordered) -> None:
 
 
 @promise(
-    "What groups, units and samples are called changes nothing", cases=lambda subject: structures.relabelled(_needs_of(subject))
+    "What groups, units and samples are called changes nothing",
+    cases=lambda subject: structures.relabelled(_needs_of(subject)),
+    first=lambda subject: _filled(subject, structures.relabelled_closely()),
 )
 def labels(subject: Subject[Any], case: Relabelled) -> None:
     original = evolve(
@@ -148,7 +177,9 @@ def _is_mean(subject: Subject[Any]) -> bool:
 
 
 @promise(
-    "Halving all loss weights changes nothing (a mean) or halves everything (a sum), the same way in every batch", cases=_drawn
+    "Halving all loss weights changes nothing (a mean) or halves everything (a sum), the same way in every batch",
+    cases=_drawn,
+    first=_explicit,
 )
 def scale(subject: Subject[Any], case: Drawn) -> None:
     whole = case.structure.loss_weight.astype(np.float32)
@@ -178,6 +209,7 @@ def _no_mean_of_a_constant(subject: Subject[Any]) -> str | None:
     "The weights of a mean sum to 1 where every sequence carries loss",
     cases=lambda subject: _drawn(subject, empty=False),
     exempt=_no_mean_of_a_constant,
+    first=lambda subject: _filled(subject, structures.explicit(empty=False)),
 )
 def weights_sum(subject: Subject[Any], case: Drawn) -> None:
     total = float(_decided(subject, case.structure).sum())
@@ -190,7 +222,9 @@ def weights_sum(subject: Subject[Any], case: Drawn) -> None:
 
 
 @promise(
-    "Sequences without loss count as `empty_sequence` declares", cases=lambda subject: structures.with_empty(_needs_of(subject))
+    "Sequences without loss count as `empty_sequence` declares",
+    cases=lambda subject: structures.with_empty(_needs_of(subject)),
+    first=lambda subject: _filled(subject, structures.with_empty_explicitly()),
 )
 def empty_sequences(subject: Subject[Any], case: WithEmpty) -> None:
     before = _decided(subject, case.structure)
@@ -205,12 +239,12 @@ def empty_sequences(subject: Subject[Any], case: WithEmpty) -> None:
         raise Broken(
             f"{how} {beside}: it counts them, and declares empty_sequence = 'skip'", "Count ~structure.empty", factor=factor
         )
-    sequences, groups = len(case.structure), len(np.unique(case.structure.group_ids))
-    allowed = [each / (each + len(case.actions)) for each in (sequences, groups)]
+    counted = {len(case.structure), *(len(np.unique(ids)) for ids in (case.structure.group_ids, case.structure.trajectory_ids))}
+    allowed = sorted({each / (each + len(case.actions)) for each in counted})
     if factor is None or not any(np.isclose(factor, each) for each in allowed):
         how = "other weights change" if factor is None else f"changes x{factor:.2f}"
         raise Broken(
-            f"{how} {beside}: a mean over sequences or groups changes x{' or x'.join(f'{each:.2f}' for each in allowed)}",
+            f"{how} {beside}: a mean over sequences, groups or trajectories changes x{' or x'.join(f'{each:.2f}' for each in allowed)}",
             "Count each of them once, or none",
             factor=factor,
         )
@@ -220,7 +254,7 @@ def empty_sequences(subject: Subject[Any], case: WithEmpty) -> None:
 def negative_weights(subject: Subject[Any], case: Drawn) -> None:
     carrying = np.flatnonzero(case.structure.loss_weight)
     if not len(carrying):
-        raise Undecidable("no token carries loss")
+        raise Inapplicable("no token carries loss")
     weight = case.structure.loss_weight.astype(np.float32)
     weight[carrying[0]] = -weight[carrying[0]]
     reducer = subject.make()

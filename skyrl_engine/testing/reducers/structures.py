@@ -21,6 +21,7 @@ def structure_of(
     weights: list[AnyArray],
     *,
     group_ids: IntArray | None = None,
+    unit_ids: IntArray | None = None,
     micro_batch: IntArray | None = None,
     trajectory_ids: IntArray | None = None,
 ) -> BatchStructure:
@@ -30,7 +31,7 @@ def structure_of(
         loss_weight=np.concatenate(weights) if weights else np.zeros(0, np.uint8),
         action_offsets=offsets_of([len(each) for each in weights]),
         group_ids=numbers if group_ids is None else group_ids,
-        unit_ids=numbers,
+        unit_ids=numbers if unit_ids is None else unit_ids,
         micro_batch=np.zeros(len(weights), np.int64) if micro_batch is None else micro_batch,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
         trajectory_ids=numbers if trajectory_ids is None else trajectory_ids,
@@ -199,19 +200,24 @@ def structures(
 
     Some have sequences of more tokens than fit the byte that a mask's weights are.
     """
-    count = draw(st.integers(min_sequences, max_sequences))
     fractions = draw(st.booleans())
     choices: tuple[float, ...] = _FRACTIONS if fractions else (1.0,)
     repeated = draw(st.sampled_from((1, 1, 1, LONG)))
+    tokens = st.lists(st.sampled_from((*choices, 0.0)), min_size=0 if empty else 1, max_size=4)
+    label = st.integers(0, max_sequences - 1)
+    # One draw per sequence, so that Hypothesis drops a sequence that does not matter with all that belongs to it.
+    rows = draw(st.lists(st.tuples(tokens, label, label, st.integers(0, 1)), min_size=min_sequences, max_size=max_sequences))
     weights = []
-    for _ in range(count):
-        row = draw(st.lists(st.sampled_from((*choices, 0.0)), min_size=0 if empty else 1, max_size=4))
-        if not empty and not any(row):
-            row[0] = 1.0
-        weights.append(np.tile(np.asarray(row, dtype=np.float32 if fractions else np.uint8), repeated))
-    labels = st.lists(st.integers(0, count - 1), min_size=count, max_size=count)
-    groups, trajectories = (np.asarray(draw(labels), dtype=np.int64) for _ in range(2))
-    made = structure_of(weights, group_ids=groups, micro_batch=_micro_batches(draw, count), trajectory_ids=trajectories)
+    for row, *_ in rows:
+        kept = row if empty or any(row) else [1.0, *row[1:]]
+        weights.append(np.tile(np.asarray(kept, dtype=np.float32 if fractions else np.uint8), repeated))
+    _, groups, trajectories, steps = zip(*rows, strict=True)
+    made = structure_of(
+        weights,
+        group_ids=np.asarray(groups, dtype=np.int64) % len(rows),
+        micro_batch=np.cumsum([0, *steps[1:]]).astype(np.int64),
+        trajectory_ids=np.asarray(trajectories, dtype=np.int64) % len(rows),
+    )
     asked = tuple(needs)
     return with_needs(made, asked, draw(st.integers(0, 255))) if asked else made
 
@@ -246,3 +252,59 @@ def relabelled(draw: st.DrawFn, needs: Iterable[str] = ()) -> Relabelled:
 def with_empty(draw: st.DrawFn, needs: Iterable[str] = ()) -> WithEmpty:
     structure = draw(structures(needs=needs, empty=False))
     return WithEmpty(structure, tuple(draw(st.lists(st.integers(0, 2), min_size=1, max_size=2))))
+
+
+CLOSE_IDS = 2**53
+"""Ids from here on are closer than any float tells apart, and too large to be places in any array."""
+
+
+def in_threes(*, empty: bool = True) -> BatchStructure:
+    """Return nine sequences in units of three, groups of six and three, and three micro-batches; `empty`: some have no loss or no token."""
+    numbers = np.arange(9, dtype=np.int64)
+    rows: list[list[float]] = [[1, 0.5], [1], [0.25, 1, 1], [1, 2], [], [1], [0, 0], [1, 1], [0.75]]
+    kept = [row if empty or any(row) else [1.0] for row in rows]
+    return structure_of(
+        [np.asarray(row, dtype=np.float32) for row in kept],
+        group_ids=numbers // 6,
+        unit_ids=numbers // 3,
+        micro_batch=numbers // 3,
+        trajectory_ids=numbers // 2,
+    )
+
+
+def long_masks() -> BatchStructure:
+    """Return masks of 300 and 3 tokens, more than the byte that a mask is made of counts to."""
+    return structure_of([np.ones(300, np.uint8), np.ones(3, np.uint8)], group_ids=np.zeros(2, np.int64))
+
+
+def without_groups() -> BatchStructure:
+    """Return a structure of data that has no group ids."""
+    return evolve(in_threes(empty=False), group_ids=np.arange(9, dtype=np.int64), grouped=False)
+
+
+def explicit(*, empty: bool = True) -> list[Drawn]:
+    """Return structures that no draw holds."""
+    return [Drawn(in_threes(empty=empty)), Drawn(long_masks())]
+
+
+def recut_explicitly() -> list[Recut]:
+    """Return structures in other micro-batches."""
+    return [Recut(in_threes(), np.zeros(9, np.int64)), Recut(long_masks(), np.array([0, 1], np.int64))]
+
+
+def reordered_explicitly() -> list[Reordered]:
+    """Return structures in another order."""
+    return [
+        Reordered(in_threes(), np.array([6, 7, 8, 0, 1, 2, 3, 4, 5], np.int64)),
+        Reordered(long_masks(), np.array([1, 0], np.int64)),
+    ]
+
+
+def relabelled_closely() -> list[Relabelled]:
+    """Return a structure with names that no float tells apart, and that do not rise."""
+    return [Relabelled(in_threes(), CLOSE_IDS + np.array([1, 0, 2, 5, 4, 3, 8, 7, 6], dtype=np.int64))]
+
+
+def with_empty_explicitly() -> list[WithEmpty]:
+    """Return structures of many sequences beside two without loss."""
+    return [WithEmpty(in_threes(empty=False), (0, 2)), WithEmpty(long_masks(), (1,))]

@@ -343,8 +343,8 @@ def relabelled_batches(draw: st.DrawFn, needs: Iterable[str]) -> RelabelledBatch
     return RelabelledBatch(batch, np.asarray(chosen, dtype=np.int64))
 
 
-CLOSE_IDS = 2**40
-"""Ids from here on are closer than float32 tells apart."""
+CLOSE_IDS = 2**53
+"""Ids from here on are closer than float64 tells apart, and too large to be places in any array."""
 
 
 def in_threes(needs: Iterable[str], *, empty: bool = True) -> TokenBatch:
@@ -366,6 +366,7 @@ def far(needs: Iterable[str]) -> TokenBatch:
             values[name] = logprobs
         elif name.endswith("logprobs"):
             values[name] = np.minimum(logprobs + drifts, 0)
+            drifts = np.roll(drifts, 1)  # two other policies are far from each other too
         elif name == "advantages":
             values[name] = np.resize(np.asarray(_FAR_ADVANTAGES, np.float32), 10)
     return evolve(batch, values=values)
@@ -388,7 +389,7 @@ def filled_threes(needs: Iterable[str]) -> list[FilledBatch]:
 
 
 def relabelled_closely(needs: Iterable[str]) -> list[RelabelledBatch]:
-    """Return batches whose groups and units get names that float32 does not tell apart, and that do not rise."""
+    """Return batches whose groups and units get names that no float tells apart, and that do not rise."""
     names = CLOSE_IDS + np.array([1, 0, 2, 5, 4, 3, 8, 7, 6], dtype=np.int64)
     return [RelabelledBatch(in_threes(needs), names)]
 
