@@ -408,7 +408,7 @@ def aborts_apart(subject: Subject[Any], _case: None) -> None:
         at_work.abort([requests[4].request_id, 12_345])
         left = [request for request in requests if request.request_id not in done]
         done |= {each.request_id: each for each in at_work.collected(left)}
-        long = requests_of(6, first=20, max_tokens=120)
+        long = requests_of(6, first=20, max_tokens=60)
         at_work.submit(long)
         at_work.abort()
         ended = at_work.collected(long)
