@@ -93,7 +93,7 @@ class Scorer(nn.Module):
             scores = {name: value[:0].clone() for name, value in scores.items()}
         return scores
 
-    def _hidden(self, inputs: Mapping[str, Tensor], segments: Segments | None, padded: bool | None) -> Tensor:
+    def _hidden(self, inputs: Mapping[str, Tensor], segments: Segments | None, padded: bool | None = None) -> Tensor:
         """Return the decoder's hidden states [rows, width, h]."""
         support = self.segment_support
         self._refuse_longer_rows(inputs, segments)

@@ -186,6 +186,8 @@ class OtherDevice(TorchFunctionMode):
                 named["device"] = torch.device("cpu")
             elif own is not None and _called_by_torch():
                 to = own
+            elif own is None and _called_by_torch("distributed"):
+                to = "other"  # a mesh names its device by its type alone, "cpu" here
             return to, args, named
         if func in _FROM_SELF or (own is not None and getattr(func, "__name__", "").endswith("_like")):
             return own, args, named
@@ -271,13 +273,13 @@ def _place_of(device: Any) -> Place:
     return "host" if torch.device(device) != OTHER and torch.device(device).type == "cpu" else "other"
 
 
-def _called_by_torch() -> bool:
-    """Return True where torch's own Python asks: it has its devices from native code, which knows the CPU alone."""
+def _called_by_torch(package: str = "") -> bool:
+    """Return True where torch's own Python asks, or a package of it: it has its devices from native code, which knows the CPU alone."""
     frame = sys._getframe(1)  # noqa: SLF001 - there is no public way to walk a stack without building all of it
     while frame is not None and frame.f_code.co_filename == __file__:
         assert frame.f_back is not None, "a mode is called by something"
         frame = frame.f_back
-    return frame.f_code.co_filename.startswith(_LIBRARY)
+    return frame.f_code.co_filename.startswith(_LIBRARY + package)
 
 
 def _line() -> str:

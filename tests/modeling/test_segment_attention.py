@@ -190,7 +190,10 @@ def test_no_gradient_crosses_a_boundary(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_rows_stay_bit_identical(family: str) -> None:
-    """A model that attends by segments still serves padded rows, through transformers' own attention, its windows and masks included."""
+    """A model that attends by segments still serves padded rows, through transformers' own attention, its windows and masks included.
+
+    So it does where the host knows whether rows have padding, with padding and without.
+    """
     model = tiny(family)
     plain = copy.deepcopy(model)
     scorer = adopted(model)
@@ -198,10 +201,12 @@ def test_whole_rows_stay_bit_identical(family: str) -> None:
     ids[0], mask[0] = documents()[4], 1
     ids[1, 13:], mask[1, 13:] = documents()[2], 1
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-    with torch.no_grad():
-        ours = scorer._hidden(inputs, None)
-        theirs = plain.get_decoder()(**inputs, use_cache=False)[0]
-    assert torch.equal(ours, theirs)
+    full = {name: tensor[:1] for name, tensor in inputs.items()}
+    for rows, padded in ((inputs, True), (full, False)):
+        with torch.no_grad():
+            theirs = plain.get_decoder()(**rows, use_cache=False)[0]
+            for known in (None, padded):
+                assert torch.equal(scorer._hidden(rows, None, known), theirs), known
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Promises of a backend about devices, checked on the CPU: no operation mixes devices, and the host waits for outputs alone."""
 
 from collections import Counter
+from typing import Literal
 
 from skyrl_engine.testing.backends.ranks import PassOrder, RankFailed
 from skyrl_engine.testing.backends.subject import BackendCase, BackendSubject, backend_promise, works
@@ -34,7 +35,7 @@ def host_waits(subject: BackendSubject, case: BackendCase) -> None:
     """Pipelines are left out: their stages may tell each other the lengths of rows, which is another matter."""
     if case.sizes.topology.pp > 1:
         return
-    rows = ("padded", "packed") if subject.declares("packed") else ("padded",)
+    rows: tuple[Literal["padded", "packed"], ...] = ("padded", "packed") if subject.declares("packed") else ("padded",)
     few, many = (
         [(mode, PassOrder(case.cut(micro_batches=count), rows=each)) for each in rows for mode in ("forward", "forward_backward")]
         for count in (1, 3)
