@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,13 +99,26 @@ def try_environment(
     """
     import attrs
 
+    from skyrl_engine.errors import EngineError, RolloutError
+    from skyrl_engine.registry.host import describe
+
     _, environment = _made(name, settings)
     tasks = environment.tasks(split)
     if number >= len(tasks):
         raise click.UsageError(f"There is no task {number:,}: {split} has {len(tasks):,}.")
     task = tasks[number]
     said = _with_stdin(answers) or _solution(environment, task)
-    begun, turns, success = asyncio.run(_played(environment, name, task, seed, said))
+    try:
+        begun, turns, success = asyncio.run(_played(environment, name, task, seed, said))
+    except EngineError:
+        raise
+    except (Exception, SystemExit) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise RolloutError(
+            f"{name}, task {task.key!r}: {describe(error)}",
+            remedy="Correct that place: in a run, the attempt fails",
+            details=[f"{place.filename}, line {place.lineno}, in {place.name}"],
+        ) from error
     reward = sum(result.reward if result.token_rewards is None else sum(result.token_rewards) for _, result in turns)
     if success is None:
         success = reward >= environment.claims.pass_threshold

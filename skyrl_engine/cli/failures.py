@@ -79,6 +79,8 @@ def _write_crash_log(error: BaseException) -> Path | None:
             path.write_text(
                 f"$ {' '.join(sys.argv)}\n{''.join(traceback.format_exception(error))}",
                 encoding="utf-8",
+                # what is raised may hold half a character
+                errors="backslashreplace",
             )
         except OSError:
             continue

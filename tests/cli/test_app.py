@@ -115,6 +115,14 @@ def test_debug_shows_the_traceback_wherever_it_stands(command, monkeypatch, argu
     assert outcome.last_line.startswith("error: unexpected RuntimeError: two lines.")
 
 
+def test_half_a_character_is_written_out_in_the_log(monkeypatch, tmp_path):
+    monkeypatch.setattr("platformdirs.user_log_path", lambda *_: tmp_path)
+    error = ValueError("a text")
+    error.add_note("cut \ud83d")
+    exit_code_of(error, Settings())
+    assert any("cut \\ud83d" in log.read_text() for log in tmp_path.glob("failure-*.log"))
+
+
 def test_an_unwritable_log_directory_falls_back_to_the_temporary_one(capsys, monkeypatch, tmp_path):
     occupied = tmp_path / "a file"
     occupied.write_text("")

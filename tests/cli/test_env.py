@@ -16,6 +16,12 @@ def short(text, task):
 
 def broken(text, task):
     return float("nan")
+
+def raising(text, task):
+    raise KeyError("cut \\ud83d")
+
+def leaving(text, task):
+    raise SystemExit(3)
 """
 
 PLUGIN = """
@@ -129,6 +135,12 @@ def test_a_task_of_reasoning_gym_by_its_short_name(command):
         (("try", *SUMS, "reward=./r.py:score"), 2, "knows no solution of this task. Give --answer TEXT"),
         (("try", *SUMS, "reward=./r.py:score", "--task", "9", "--answer", "4"), 2, "There is no task 9: train has 2"),
         (("try", *SUMS, "reward=./r.py:broken", "--answer", "4"), 3, "the reward broken returned nan"),
+        (
+            ("try", *SUMS, "reward=./r.py:raising", "--answer", "4"),
+            4,
+            "in raising\nerror: function, task '0': KeyError: 'cut \\ud83d'. ",
+        ),
+        (("try", *SUMS, "reward=./r.py:leaving", "--answer", "4"), 4, "in leaving\nerror: function, task '0': SystemExit: 3. "),
         (("try", *SUMS, "reward=./r.py:missing", "--answer", "4"), 4, "has no function 'missing'"),
         (("show", "function", "--set", "data"), 2, "is not an override"),
         (("show", "function", "--set", "dat=tasks.jsonl"), 2, "dat"),

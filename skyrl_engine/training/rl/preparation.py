@@ -20,7 +20,8 @@ from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.engine.sampler import refuse_elsewhere
-from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
+from skyrl_engine.errors import ConfigError, DataError, ModelError, Problem, UnsupportedError
+from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.columns import Overlong
@@ -121,6 +122,11 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
         rollouts = _recorded(resolved, files, filters, advantage, progress)
         recorded = _LOGPROBS[rollouts.has_logprobs]
     chosen = recipe(settings, assembly.objective, advantage, recorded=recorded, reducer=assembly.reducer)
+    if "values" in chosen.scores.values() and not config.model.value_head:
+        raise UnsupportedError(
+            f"{advantage.label} needs old_values, and the model has no value head",
+            remedy="Set model.value_head = true, or choose an advantage without values, such as grpo or reinforce_pp",
+        )
     return PreparedRl(
         resolved=resolved,
         files=files,
@@ -132,7 +138,7 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
         names=rollouts.names if isinstance(rollouts, Recording) else _names(environments),
         rollouts=rollouts,
         recipe=chosen,
-        reference=_reference(resolved, assembly) if chosen.reference else None,
+        reference=_reference(resolved, assembly, files) if chosen.reference else None,
     )
 
 
@@ -332,14 +338,14 @@ def _prove_turns(renderer: TurnRenderer, parts: Sequence[Part[Environment]], tas
                 logger.warning("%s", warning)
 
 
-def _reference(resolved: ResolvedConfig, assembly: Assembly) -> FrozenModel:
+def _reference(resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles) -> FrozenModel:
     table, trained = resolved.config.reference, resolved.config.model
     if table.refresh_every is not None and trained.lora is not None:
         raise UnsupportedError(
             "reference.refresh_every copies the whole trained model, and this run trains adapters",
             remedy="Remove reference.refresh_every, or train all weights",
         )
-    return FrozenModel.planned(
+    planned = FrozenModel.planned(
         REFERENCE_MODEL,
         trained,
         assembly.description,
@@ -348,3 +354,17 @@ def _reference(resolved: ResolvedConfig, assembly: Assembly) -> FrozenModel:
         revision=table.revision,
         adapters_off=table.adapters_off,
     )
+    if table.path is not None and planned.model is not None:
+        try:
+            load_config(planned.model)
+        except ModelError as error:
+            raise ModelError(
+                f"the reference cannot be used: {error.cause}", remedy="Correct reference.path or reference.revision"
+            ) from error
+        known, own = ModelFiles.of(planned.model).facts.vocabulary_size, files.facts.vocabulary_size
+        if known is not None and own is not None and known < own:
+            raise UnsupportedError(
+                f"the reference {table.path} knows {known:,} tokens, and the trained model {own:,}",
+                remedy="Set reference.path to a model with the tokenizer of the trained one",
+            )
+    return planned

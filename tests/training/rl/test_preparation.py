@@ -9,7 +9,8 @@ import pytest
 from rl_runs import Rl
 
 from skyrl_engine.config import load, resolve
-from skyrl_engine.errors import ConfigError, DataError, UnsupportedError
+from skyrl_engine.errors import ConfigError, DataError, ModelError, UnsupportedError
+from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.training.rl.plan import facts, plan_rl
 from skyrl_engine.training.rl.preparation import Sampled, prepare
 
@@ -50,6 +51,13 @@ KL_TERM = "loss.terms=[{use='kl', coef=0.1}]"
             "Remove reference.refresh_every",
         ),
         (["loss.terms=[{use='value_clip', coef=0.5}]"], UnsupportedError, "values", ""),
+        (
+            ["advantage.use=gae"],
+            UnsupportedError,
+            "gae.* needs old_values, and the model has no value head",
+            "model.value_head = true",
+        ),
+        (["rl.kl.coef=0.1", "reference.path=./nowhere"], ModelError, "the reference cannot be used", "Correct reference.path"),
     ],
 )
 def test_what_cannot_work_is_refused(rl: Rl, overrides: list[str], error: Any, words: str, remedy: str) -> None:
@@ -90,6 +98,12 @@ def test_a_generator_that_nothing_can_be_trained_with_is_refused(
     with pytest.raises(UnsupportedError, match=words) as caught:
         prepare(config)
     assert "such as hf" in caught.value.remedy
+
+
+def test_a_reference_that_does_not_know_all_tokens_is_refused(rl: Rl, tmp_path: Path) -> None:
+    write_model(tmp_path / "small", vocab_size=64)
+    with pytest.raises(UnsupportedError, match=r"the reference .*small knows 64 tokens, and the trained model"):
+        prepare(rl("run", "rl.kl.coef=0.1", f"reference.path={tmp_path / 'small'}"))
 
 
 def test_dropout_of_the_model_is_refused_where_it_trains(rl: Rl, world: Path, tmp_path: Path) -> None:
