@@ -9,7 +9,10 @@ import re
 import shlex
 import tomllib
 from collections.abc import Sequence
+from contextlib import ExitStack, chdir
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import click
 from hypothesis import settings
@@ -99,7 +102,21 @@ def distributions() -> set[str]:
     return {tomllib.loads(project.read_text())["project"]["name"] for project in projects}
 
 
+def begin_in_a_folder_of_its_own(namespace: dict[str, Any]) -> None:
+    """Let the examples of a page write where a reader would let them: into a folder that is new, not into the repository."""
+    namespace[_CLOSING] = closing = ExitStack()
+    closing.enter_context(chdir(closing.enter_context(TemporaryDirectory())))
+
+
+def end_there(namespace: dict[str, Any]) -> None:
+    namespace[_CLOSING].close()
+
+
+_CLOSING = "the reader's folder"
+
 examples = Sybil(
+    setup=begin_in_a_folder_of_its_own,
+    teardown=end_there,
     parsers=[
         PythonCodeBlockParser(),
         CodeBlockParser("toml", check_toml),

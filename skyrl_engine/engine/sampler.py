@@ -15,6 +15,22 @@ PATIENCE_SECONDS = 60.0
 """How long `generate` lets one rank sample without a word."""
 
 
+def described(plugin: SelectedPlugin) -> GeneratorDescription:
+    """Ask a generator what it is. Raises UnsupportedError for one that no rank can start, or that takes weights in no form that ranks have."""
+    label, description = str(plugin.loaded.record), plugin.loaded.describe_generator(plugin.options)
+    if description.placement != "rank":
+        raise UnsupportedError(
+            f"{label} runs as placement {description.placement!r}, and the engine starts generators on its ranks",
+            remedy='Choose a generator of the placement "rank", such as hf',
+        )
+    if "recorded" not in description.capabilities and not {"module", "tensors"} & set(description.accepts):
+        raise UnsupportedError(
+            f"{label} takes weights as {' or '.join(description.accepts) or 'nothing'}, and ranks give them as module or tensors",
+            remedy="Choose another generator",
+        )
+    return description
+
+
 class Sampler:
     """Samples from the model of an engine, on its ranks. `submit` and `poll` stream; `generate` waits for a list of requests.
 
@@ -24,12 +40,7 @@ class Sampler:
     def __init__(self, group: WorkerGroup, plugin: SelectedPlugin, eos_token_ids: tuple[int, ...], version: int) -> None:
         """Start the generators. Raises UnsupportedError for one that does not run on ranks, and what its start raises."""
         self.label = str(plugin.loaded.record)
-        self.description: GeneratorDescription = plugin.loaded.describe_generator(plugin.options)
-        if self.description.placement != "rank":
-            raise UnsupportedError(
-                f"{self.label} runs as placement {self.description.placement!r}, and the engine starts generators on its ranks",
-                remedy='Choose a generator of the placement "rank", such as hf',
-            )
+        self.description = described(plugin)
         self.eos_token_ids = eos_token_ids
         self.version = version
         self._group = group

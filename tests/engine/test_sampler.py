@@ -236,7 +236,7 @@ def other(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nothing", "takes weights as nothing, and the backend gives module or tensors"),
+        ("nothing", "takes weights as nothing, and ranks give them as module or tensors"),
         ("folders", "takes weights as directory"),
         ("far", "runs as placement 'remote'"),
     ],

@@ -18,6 +18,7 @@ from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
+from skyrl_engine.engine.sampler import described
 from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.part import Part
@@ -136,6 +137,7 @@ def _sampled(
     resolved: ResolvedConfig, files: ModelFiles, environments: Sequence[SelectedPlugin], context: FactoryContext
 ) -> Sampled:
     config = resolved.config
+    described(resolved.plugins["generator"])
     _refuse_beyond_positions(resolved, files)
     parts: list[Part[Environment]] = [each.part(f"environments[{number}]", context) for number, each in enumerate(environments)]
     tasks = TaskOrder(parts, [table.weight for table in config.environments], config.run.seed)
@@ -295,6 +297,7 @@ def _prove_turns(renderer: TurnRenderer, parts: Sequence[Part[Environment]], tas
             for warning in renderer.prove(roles, task.tools):
                 logger.warning("%s", warning)
         elif task.messages:
+            renderer.require_tools(task.tools)
             renderer.prompt(task.messages, task.tools, name=f"task {task.key!r}")
 
 

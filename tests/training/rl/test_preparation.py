@@ -61,6 +61,31 @@ def test_what_cannot_work_is_refused(rl: Rl, overrides: list[str], error: Any, w
     assert remedy in found
 
 
+def test_a_generator_that_no_rank_can_start_is_refused(rl: Rl, tmp_path: Path) -> None:
+    """Planning asks for the description; nothing is made and no model is loaded."""
+    (tmp_path / "other.py").write_text(
+        """
+from skyrl_engine import hookimpl
+from skyrl_engine.contracts import GeneratorDescription
+
+class Plugin:
+    def __init__(self, accepts, placement):
+        self.described = GeneratorDescription(frozenset(), accepts, placement, 1)
+    @hookimpl
+    def skyrl_engine_describe_generator(self, config):
+        return self.described
+    @hookimpl
+    def skyrl_engine_make_generator(self, config):
+        raise AssertionError("planning makes no generator")
+
+far, frozen = Plugin(("tensors",), "remote"), Plugin((), "rank")
+"""
+    )
+    for name, words in {"far": "runs as placement 'remote'", "frozen": "takes weights as nothing"}.items():
+        with pytest.raises(UnsupportedError, match=words):
+            prepare(rl("run", f"generator.use={tmp_path / 'other.py'}:{name}"))
+
+
 def test_dropout_of_the_model_is_refused_where_it_trains(rl: Rl, world: Path, tmp_path: Path) -> None:
     shutil.copytree(world / "model", tmp_path / "model")
     file = tmp_path / "model" / "config.json"
