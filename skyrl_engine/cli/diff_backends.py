@@ -289,8 +289,10 @@ def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, 
         resolved = resolve(with_default_loss(raw), need=())
         parts = ObjectiveParts.made(resolved.plugins, CONTEXT)
         value_head = "values" in parts.scores
+        reducer = resolved.plugins["reducer"].make(CONTEXT)
+        columns = recorded_rollouts((*parts.reads, *getattr(reducer, "needs", ())))
         write_model(Path(directory), "llama" if family == "llama" else "qwen3", value_head=value_head)
-        yield resolved, ModelConfig(directory, value_head=value_head), recorded_rollouts(parts.columns), CONTEXT
+        yield resolved, ModelConfig(directory, value_head=value_head), columns, CONTEXT
 
 
 def _facts(found: "BackendDifference") -> dict[str, Any]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _OF_RUN = {
     "model": ("dtype", "chat_template", "trust_remote_code"),
-    "rl": ("max_tokens", "max_prompt_tokens", "history"),
+    "rl": ("max_tokens", "max_prompt_tokens", "stop_strings", "history"),
     "run": ("seed", "device"),
 }
 """Keys that an evaluation takes over from the run whose model it evaluates."""

@@ -205,7 +205,7 @@ def show_plan(plan: "RunPlan | RlPlan") -> None:
 
 def _described(data: Mapping[str, Any]) -> str:
     bad = data["dropped_bad_images"]
-    dropped = data["dropped_overlong"] + data["dropped_without_loss"] + bad
+    dropped = data["dropped_overlong"] + data["dropped_without_loss"] + bad + data["dropped_with_unit"]
     return (
         f"{data['name']} ({data['format']}): {data['samples']:,} of {data['rows']:,} rows, {dropped:,} dropped"
         + (f" ({bad:,} with bad images), " if bad else ", ")
@@ -234,7 +234,8 @@ def show_preview(seen: "Preview") -> None:
             "dataset": f"{seen.name} ({seen.format})",
             "samples": f"{counts.samples:,} of {counts.rows:,} rows",
             "dropped": f"{counts.dropped_overlong:,} over-long, {counts.dropped_without_loss:,} without a token that carries loss"
-            + (f", {counts.dropped_bad_images:,} with bad images" if counts.dropped_bad_images else ""),
+            + (f", {counts.dropped_bad_images:,} with bad images" if counts.dropped_bad_images else "")
+            + (f", {counts.dropped_with_unit:,} with another of their unit" if counts.dropped_with_unit else ""),
             "truncated": f"{counts.truncated:,}",
             **({"left out": f"{counts.excluded_turns:,} assistant turns, by their own weight"} if counts.excluded_turns else {}),
             "tokens": f"{counts.tokens:,}, of which {counts.loss_tokens:,} carry loss ({counts.loss_tokens / max(counts.tokens, 1):.1%})",
@@ -242,7 +243,11 @@ def show_preview(seen: "Preview") -> None:
             "padding": f"{seen.padding_share:.1%} in batches of {seen.batch_size}, {seen.padding_share_sorted:.1%} if sorted by length",
             **({"images": f"{counts.images:,}, of {counts.image_tokens:,} tokens"} if counts.images else {}),
             **({} if seen.groups is None else {"groups": f"{seen.groups:,}"}),
-            **{f"column {each.name}": f"{each.low:g} to {each.high:g}, mean {each.mean:g}" for each in seen.columns},
+            **{
+                f"column {each.name}": f"{each.low:g} to {each.high:g}, mean {each.mean:g}"
+                + (f" ({each.per_token} per token)" if each.per_token > 1 else "")
+                for each in seen.columns
+            },
         }
     )
     console.print()

@@ -54,8 +54,9 @@ def verify(
     record = _record(Registry.discover(), plugin)
     promises_of(record.kind)
     _check_layouts(record.kind, layouts)
-    selected = SelectedPlugin.of(record, parsed_options((*options, *settings)), "command line")
-    verdict = held(selected, examples=examples, layouts=layouts)
+    given = parsed_options((*options, *settings))
+    selected = SelectedPlugin.of(record, given, "command line")
+    verdict = held(selected, examples=examples, layouts=layouts, given=given)
     if as_json:
         click.echo(json.dumps(_facts(record, selected.table, verdict), indent=2))
     else:

@@ -139,6 +139,9 @@ _RL_KEYS: Mapping[str, Mapping[str, str]] = {
         "orchestrator.seq_len": "it does not count the prompt, which rl.max_prompt_tokens limits",
     },
     "rl.temperature": dict.fromkeys(("sampling.temperature", "sampling_params.temperature", "rollout.temperature"), ""),
+    "rl.stop_strings": dict.fromkeys(
+        ("stop", "stop_words", "stop_sequences", "sampling_params.stop", "generation.stop_strings"), "a list of texts"
+    ),
     "rl.micro_batch_rows": dict.fromkeys(
         (
             "per_device_train_batch_size",

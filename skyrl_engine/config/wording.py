@@ -130,6 +130,15 @@ def bounds(validator: Any) -> Iterator[tuple[str, float]]:
         yield sign, bound
 
 
+def allowed_values(validator: Any) -> tuple[Any, ...]:
+    """Return the values that attrs' `in_` validator allows, alone, combined or inside `optional`; none without one."""
+    own = getattr(validator, "options", None)
+    if isinstance(own, Collection) and not isinstance(own, str):
+        return tuple(own)
+    inner = (*getattr(validator, "_validators", ()), getattr(validator, "validator", None))
+    return next((found for each in inner if each is not None and (found := allowed_values(each))), ())
+
+
 def bounds_in_words(validator: Any) -> str:
     """For instance "at least 0.0 and less than 1.0"; empty without bounds."""
     return " and ".join(f"{_COMPARED[sign]} {bound}" for sign, bound in bounds(validator))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         as_advantage_output,
     )
     from skyrl_engine.contracts.kinds.backend import (
+        OPTIONAL_SCORES,
         PARALLEL_SIZES,
         AdamWSettings,
         Backend,
@@ -72,7 +73,6 @@ if TYPE_CHECKING:
     )
     from skyrl_engine.contracts.kinds.group_filter import FunctionGroupFilter, GroupFilter, GroupView, as_drop_reason
     from skyrl_engine.contracts.kinds.loss import (
-        MODEL_SCORES,
         FunctionLoss,
         Loss,
         LossOutput,
@@ -81,6 +81,7 @@ if TYPE_CHECKING:
         as_loss_output,
     )
     from skyrl_engine.contracts.kinds.merger import Merger
+    from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, MODEL_SCORES, model_score
     from skyrl_engine.contracts.kinds.observer import (
         CheckpointSaved,
         EvaluationFinished,
@@ -131,10 +132,12 @@ __all__ = [
     "ENGINE_METRICS",
     "EXPERT_ROUTES",
     "IMAGE_GRID",
+    "LOGPROBS_AT",
     "MODEL_INPUTS",
     "MODEL_SCORES",
     "OBSERVED",
     "OF_IMAGES",
+    "OPTIONAL_SCORES",
     "PADDING_SAMPLE",
     "PARALLEL_SIZES",
     "PIXEL_VALUES",
@@ -242,6 +245,7 @@ __all__ = [
     "collate",
     "combine_metrics",
     "inseparable",
+    "model_score",
     "offsets_of",
     "one_sample_per_row",
     "results_of",
@@ -299,6 +303,7 @@ _HOMES = {
     "GroupView": "kinds.group_filter",
     "IMAGE_GRID": "values.extras",
     "IntArray": "values.ragged",
+    "LOGPROBS_AT": "kinds.needs",
     "Layout": "values.plan",
     "ListReader": "values.ingest",
     "LoraConfig": "values.model",
@@ -306,7 +311,7 @@ _HOMES = {
     "LossOutput": "kinds.loss",
     "LossTokens": "kinds.loss",
     "MODEL_INPUTS": "kinds.collator",
-    "MODEL_SCORES": "kinds.loss",
+    "MODEL_SCORES": "kinds.needs",
     "Merger": "kinds.merger",
     "Message": "kinds.environment",
     "Metric": "values.outputs",
@@ -316,6 +321,7 @@ _HOMES = {
     "ModelConfig": "values.model",
     "OBSERVED": "values.rollout",
     "OF_IMAGES": "values.extras",
+    "OPTIONAL_SCORES": "kinds.backend",
     "Objective": "kinds.backend",
     "OptimStep": "kinds.backend",
     "PADDING_SAMPLE": "values.outputs",
@@ -364,6 +370,7 @@ _HOMES = {
     "collate": "kinds.collator",
     "combine_metrics": "values.outputs",
     "inseparable": "values.bundles",
+    "model_score": "kinds.needs",
     "offsets_of": "values.ragged",
     "one_sample_per_row": "values.plan",
     "results_of": "values.outputs",

@@ -38,14 +38,14 @@ _EVAL_STREAM = 0x6576616C  # keeps this use of the run's seed apart from its oth
 
 @frozen
 class DataCounts:
-    """Counts of rows and samples. `rows` were read; `samples` of them are kept, the others dropped for one of three reasons.
+    """Counts of rows and samples. `rows` were read; `samples` of them are kept, the others dropped for one of four reasons.
 
     `dropped_overlong` were longer than max_length, or lost every loss-carrying token when cut; `dropped_without_loss` had none from the start;
-    `dropped_bad_images` had an image that cannot be used. `truncated` were cut and kept. `tokens` and `loss_tokens` are those of the kept
-    samples, as are `boundary_tokens` (tokens across the start of a response), `images`, and `image_tokens`, which `tokens` counts too.
-    `excluded_turns` are assistant turns of all rows whose own `weight` or `train` says that they carry no loss. `removed_reasoning`
-    are rows whose chat template left out the reasoning of earlier turns.
-    `from_cache` says that nothing had to be tokenized.
+    `dropped_bad_images` had an image that cannot be used; `dropped_with_unit` are of a unit of which another sample was dropped.
+    `truncated` were cut and kept. `tokens` and `loss_tokens` are those of the kept samples, as are `boundary_tokens` (tokens across the
+    start of a response), `images`, and `image_tokens`, which `tokens` counts too. `excluded_turns` are assistant turns of all rows whose
+    own `weight` or `train` says that they carry no loss. `removed_reasoning` are rows whose chat template left out the reasoning of earlier
+    turns. `from_cache` says that nothing had to be tokenized.
     """
 
     rows: int = 0
@@ -53,6 +53,7 @@ class DataCounts:
     dropped_overlong: int = 0
     dropped_without_loss: int = 0
     dropped_bad_images: int = 0
+    dropped_with_unit: int = 0
     truncated: int = 0
     tokens: int = 0
     loss_tokens: int = 0
@@ -65,7 +66,7 @@ class DataCounts:
 
     @property
     def dropped(self) -> int:
-        return self.dropped_overlong + self.dropped_without_loss + self.dropped_bad_images
+        return self.dropped_overlong + self.dropped_without_loss + self.dropped_bad_images + self.dropped_with_unit
 
 
 @frozen(eq=False)
@@ -127,7 +128,8 @@ def load_columns(
         raise DataError(
             f"no sample of {source.name} is left: of {counts.rows} rows {counts.dropped_overlong} were over-long and "
             f"{counts.dropped_without_loss} had no token that carries loss"
-            + (f", {counts.dropped_bad_images} had bad images" if counts.dropped_bad_images else ""),
+            + (f", {counts.dropped_bad_images} had bad images" if counts.dropped_bad_images else "")
+            + (f", {counts.dropped_with_unit} lost another of their unit" if counts.dropped_with_unit else ""),
             remedy="Raise data.max_length, or correct the dataset",
         )
     if counts.removed_reasoning:
@@ -200,7 +202,12 @@ def _bundles(source: Source, count: int) -> Bundles:
 
 def _columns(table: TokenTable) -> SampleColumns:
     extras = {} if table.images is None else {IMAGES: image_names(table.images)}
-    return SampleColumns.from_arrow(table.batch, columns=table.action_columns, sample_values=["row"], extras=extras)
+    own = table.sample_values
+    columns = SampleColumns.from_arrow(
+        table.batch, columns=table.action_columns, sample_values=["row", *own.values()], extras=extras
+    )
+    values = {"row": columns.sample_values["row"], **{name: columns.sample_values[stored] for name, stored in own.items()}}
+    return evolve(columns, sample_values=values)
 
 
 def _images_unchanged(table: TokenTable, source: Source) -> bool:

@@ -58,12 +58,13 @@ class Bin:
 
 @frozen
 class ColumnPreview:
-    """A column's values on the tokens that carry loss."""
+    """A column's values on the tokens that carry loss, of which each has `per_token`."""
 
     name: str
     low: float
     mean: float
     high: float
+    per_token: int = 1
 
 
 @frozen
@@ -113,7 +114,8 @@ def preview(
 
 def _column(columns: SampleColumns, name: str) -> ColumnPreview:
     values = columns.columns[name][columns.loss_weight != 0].astype(np.float64)
-    return ColumnPreview(name, float(values.min()), float(values.mean()), float(values.max()))
+    per_token = 1 if values.ndim == 1 else values.shape[1]
+    return ColumnPreview(name, float(values.min()), float(values.mean()), float(values.max()), per_token)
 
 
 def padding_share(lengths: IntArray, batch_size: int) -> float:

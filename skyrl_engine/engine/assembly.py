@@ -21,6 +21,7 @@ from skyrl_engine.engine.capability import (
     check_model,
     check_reducer,
     check_scores,
+    needs_of_reducer,
     required_capabilities,
 )
 from skyrl_engine.engine.cores import sharing
@@ -59,6 +60,11 @@ class Assembly:
             description=backend.loaded.describe_backend(backend.options, ranks),
         )
 
+    @property
+    def needs(self) -> Mapping[str, tuple[str, ...]]:
+        """Model scores, columns and values of samples that the objective's parts and the reducer read, by their labels."""
+        return {**self.objective.needs, **needs_of_reducer(self.reducer)}
+
     def layout(
         self,
         *,
@@ -91,6 +97,7 @@ class Assembly:
             device=device,
             shown=shown,
             packed_rows=self.collator.product.rows == "packed",
+            environment=self.description.environment,
         )
 
     def check(self, facts: ModelFacts) -> None:
@@ -98,8 +105,9 @@ class Assembly:
         model = facts.model
         for term in self.objective.losses:
             check_reducer(term.label, term.product, self.reducer.name)
+        backend = self.plugins["backend"].loaded.record.name
         for label, needs in self.objective.needs.items():
-            check_scores(label, needs, value_head=model.value_head)
+            check_scores(label, needs, value_head=model.value_head, backend=backend, declared=self.description.capabilities)
         self._check_capabilities(facts, ())
         check_layout(Owner.of(self.plugins["backend"].loaded.record), facts, self.description)
 

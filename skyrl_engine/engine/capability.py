@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from skyrl_engine.contracts.kinds.backend import BackendDescription, Capability
+from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES, BackendDescription, Capability
 from skyrl_engine.contracts.kinds.collator import CARRIED_EXTRAS, Carried, Collator, carried_by
-from skyrl_engine.contracts.kinds.loss import MODEL_SCORES, Loss
+from skyrl_engine.contracts.kinds.loss import Loss
+from skyrl_engine.contracts.kinds.needs import column_forms, model_score
+from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.images.processor import NoVision, Vision
@@ -13,6 +15,7 @@ from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.registry.part import Part
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +27,7 @@ _ACTION: dict[Capability, str] = {
     "context_parallel": "Set the backend's context-parallel size to 1, or choose another backend",
     "vision": "Remove the images from the data, or choose a backend and a layout that train vision-language models, such as megatron, or "
     "fsdp without tensor parallelism",
-    "logits": "Choose another backend",
+    **dict.fromkeys(OPTIONAL_SCORES, "Choose another backend"),
     "value_head": "Set model.value_head = false, or choose another backend",
     "lora": "Remove model.lora, or choose a backend and a layout that train adapters, such as fsdp without tensor parallelism",
     "router_replay": "Leave the expert routes out of the samples, or choose another backend",
@@ -122,19 +125,38 @@ def check_reducer(label: str, loss: Loss, reducer: str) -> None:
         logger.warning("%s was made for the reducers %s, and runs with %s", label, ", ".join(loss.advised_reducers), reducer)
 
 
-def check_scores(label: str, needs: Iterable[str], *, value_head: bool) -> None:
-    """Raises UnsupportedError where `label` ("loss ppo") needs values and the model has no head to compute them."""
+def check_scores(
+    label: str, needs: Iterable[str], *, value_head: bool, backend: str = "", declared: frozenset[Capability] | None = None
+) -> None:
+    """Raises UnsupportedError where `label` ("loss ppo") needs values and the model has no head to compute them, or a score that `backend`
+    does not declare among its capabilities (None: every score).
+    """
     if "values" in needs and not value_head:
         raise UnsupportedError(
             f"{label} needs the model's score 'values', and the model has no value head", remedy="Set model.value_head = true"
         )
+    for need in needs:
+        score = model_score(need)
+        if declared is not None and score in OPTIONAL_SCORES and score not in declared:
+            raise UnsupportedError(
+                f"{label} needs the model's score {need!r}, and backend {backend} does not declare the capability {score!r}",
+                remedy="Choose another backend, such as fsdp, or a loss that does without",
+            )
+
+
+def needs_of_reducer(reducer: Part[Reducer]) -> dict[str, tuple[str, ...]]:
+    """The columns and values of samples that a reducer reads, by its label; empty for one that reads nothing but counts."""
+    needs = tuple(getattr(reducer.product, "needs", ()))
+    return {reducer.label: needs} if needs else {}
 
 
 def needed_columns(needs: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """The columns among the needs of the objective's parts by label, each with who asks for it first, as `load_columns` takes them."""
+    """The columns and values of samples among needs by label, as they are asked for (`ids[k]`, `sample:domain`), each with who asks first:
+    what `load_columns` takes.
+    """
     asked: dict[str, str] = {}
     for label, names in needs.items():
         for name in names:
-            if name not in MODEL_SCORES:
+            if model_score(name) is None or column_forms((name,)):
                 asked.setdefault(name, f"{label} needs")
     return asked

@@ -14,8 +14,9 @@ from attrs import evolve
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.schema import OptimizerConfig
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, OptimStep
+from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES, AdamWSettings, OptimStep
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT
 from skyrl_engine.contracts.kinds.reducer import PerSequence, TokenWeights
 from skyrl_engine.contracts.values.buffers import ReusableJoin
 from skyrl_engine.contracts.values.columns import SampleColumns
@@ -168,16 +169,16 @@ class Engine:
     ) -> Future[BatchOutput]:
         """Score a batch with the model as it is, without a loss and without gradients.
 
-        `scores` are names of model scores: "logprobs" and "entropy" (nats), "values" of a model with a value head. `tokens` are all response
-        tokens, or those that carry loss. `temperature` divides the logits. `model` names a frozen model that was added. The output has one
-        field per score, float32.
+        `scores` are names of model scores: "logprobs" and "entropy" (nats), "values" of a model with a value head, and "logits",
+        "logsumexp" and "mean_logprob" where the backend declares them. `tokens` are all response tokens, or those that carry loss.
+        `temperature` divides the logits. `model` names a frozen model that was added. The output has one field per score, float32.
 
         Raises UnsupportedError for a score that the model does not have, and for a model that was not added.
         """
         wanted = frozenset(scores)
         if model is not None and model not in self._frozen:
             raise UnsupportedError(
-                f"there is no frozen model {model!r}", remedy="Add it first: FrozenModel(name, model).load(engine)"
+                f"there is no frozen model {model!r}", remedy="Add it first: engine.add_frozen(FrozenModel(name, model))"
             )
         self._refuse_scores(wanted)
         with _refused_in_words("score"):
@@ -305,7 +306,10 @@ class Engine:
         return PassResult(metrics, output, self._spans.drain())
 
     def add_frozen(self, frozen: FrozenModel) -> None:
-        """Load a model that scores beside the trained one and that no step changes. Raises ModelError."""
+        """Load a model onto every rank that scores beside the trained one and that no step changes, in the place of one of its name.
+
+        Raises ModelError.
+        """
         self.group.add_frozen(frozen.name, frozen.model)
         self._frozen.add(frozen.name)
 
@@ -322,7 +326,7 @@ class Engine:
         """
         assert self._files is not None, "an engine that was made by hand knows no end tokens"
         ends = end_tokens(self._files.facts.model, self._files.tokenizer)
-        self._sampler = Sampler(self.group, generator, ends, self.step)
+        self._sampler = Sampler(self.group, generator, ends, self.step, self._files.facts.vocabulary_size)
         return self._sampler
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:
@@ -445,7 +449,8 @@ class Engine:
 
     def _refuse_scores(self, scores: frozenset[str]) -> None:
         """Refuse scores that nobody computes, before a rank meets them."""
-        has = {"logprobs", "entropy", "logits"} & ({"logprobs", "entropy"} | self.assembly.description.capabilities)
+        # per-token outputs are one number per token, so candidates are for losses alone
+        has = {"logprobs", "entropy"} | ({*OPTIONAL_SCORES} & self.assembly.description.capabilities) - {LOGPROBS_AT}
         if self._files is None or self._files.facts.model.value_head:
             has |= {"values"}
         if not scores or not scores <= has:
@@ -475,7 +480,9 @@ class Engine:
         """Shards of a mini-batch with the reducer's weights, on their way to the ranks."""
         chosen = plan.cut.mini_batches[mini_batch]
         with self._spans("reduce"):
-            structure = batch_structure(plan.columns, chosen, self.assembly.context.max_sequence_length, self._join)
+            structure = batch_structure(
+                plan.columns, chosen, self.assembly.context.max_sequence_length, self._join, self.assembly.reducer
+            )
             weights = compact_weights(self.assembly.reducer, structure)
         return self._placed(plan.columns, chosen, weights, columns)
 

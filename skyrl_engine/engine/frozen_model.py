@@ -1,7 +1,6 @@
 """`FrozenModel`: a model on the engine's ranks that scores and that no step changes, such as a reference."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from attrs import define, evolve
 
@@ -9,13 +8,10 @@ from skyrl_engine.contracts.kinds.backend import BackendDescription
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import UnsupportedError
 
-if TYPE_CHECKING:
-    from skyrl_engine.engine.engine import Engine
-
 
 @define
 class FrozenModel:
-    """A frozen model by its `name` on the ranks, loaded with `Engine.add_frozen`. `Engine.score(plan, model=name)` asks it.
+    """A frozen model by its `name` on the ranks, where `Engine.add_frozen` loads it; `Engine.score(plan, model=name)` asks it.
 
     `model` None is the trained model with its adapters off, which takes no memory.
     """
@@ -70,21 +66,11 @@ class FrozenModel:
             ),
         )
 
-    def refreshed(self, engine: "Engine", directory: Path) -> "FrozenModel":
-        """Make the trained model of this moment the frozen one: it is exported into `directory` and loaded from there.
-
-        A run that is resumed finds it there. All weights must be trained. Raises ModelError.
-        """
+    def exported_to(self, directory: Path) -> "FrozenModel":
+        """Return the frozen model of this name that lies in `directory`, an export of the trained one, all of whose weights are trained."""
         assert self.model is not None, "a model without its adapters is never refreshed"
         assert self.model.lora is None, "planning refuses to refresh where adapters are trained"
-        engine.export(directory)
-        made = evolve(self, model=evolve(self.model, path=str(directory), revision=None, lora=None))
-        made.load(engine)
-        return made
-
-    def load(self, engine: "Engine") -> None:
-        """Load the model onto every rank, in the place of one of that name. Raises ModelError."""
-        engine.add_frozen(self)
+        return evolve(self, model=evolve(self.model, path=str(directory), revision=None, lora=None))
 
 
 def _require(capability: str, description: BackendDescription, table: str) -> None:

@@ -15,20 +15,13 @@ PATIENCE_SECONDS = 60.0
 """How long `generate` lets one rank sample without a word."""
 
 
-def described(plugin: SelectedPlugin) -> GeneratorDescription:
-    """Ask a generator what it is. Raises UnsupportedError for one that no rank can start, or that takes weights in no form that ranks have."""
-    label, description = str(plugin.loaded.record), plugin.loaded.describe_generator(plugin.options)
+def refuse_elsewhere(label: str, description: GeneratorDescription) -> None:
+    """Raise UnsupportedError for a generator that does not run on ranks; `label` names it."""
     if description.placement != "rank":
         raise UnsupportedError(
             f"{label} runs as placement {description.placement!r}, and the engine starts generators on its ranks",
             remedy='Choose a generator of the placement "rank", such as hf',
         )
-    if "recorded" not in description.capabilities and not {"module", "tensors"} & set(description.accepts):
-        raise UnsupportedError(
-            f"{label} takes weights as {' or '.join(description.accepts) or 'nothing'}, and ranks give them as module or tensors",
-            remedy="Choose another generator",
-        )
-    return description
 
 
 class Sampler:
@@ -37,12 +30,24 @@ class Sampler:
     `version` counts the steps behind the weights that are sampled from; tokens carry it.
     """
 
-    def __init__(self, group: WorkerGroup, plugin: SelectedPlugin, eos_token_ids: tuple[int, ...], version: int) -> None:
-        """Start the generators. Raises UnsupportedError for one that does not run on ranks, and what its start raises."""
+    def __init__(
+        self,
+        group: WorkerGroup,
+        plugin: SelectedPlugin,
+        eos_token_ids: tuple[int, ...],
+        version: int,
+        vocabulary: int | None = None,
+    ) -> None:
+        """Start the generators; `vocabulary` counts the tokens that the model knows (None: nobody says).
+
+        Raises UnsupportedError for a generator that does not run on ranks, and what its start raises.
+        """
         self.label = str(plugin.loaded.record)
-        self.description = described(plugin)
+        self.description: GeneratorDescription = plugin.loaded.describe_generator(plugin.options)
+        refuse_elsewhere(self.label, self.description)
         self.eos_token_ids = eos_token_ids
         self.version = version
+        self._vocabulary = vocabulary
         self._group = group
         self._under_way: set[int] = set()
         self._awaited: set[int] = set()
@@ -126,11 +131,25 @@ class Sampler:
                     remedy="Return every request exactly once",
                 )
             self._under_way.discard(number)
+            self._require_known(completion)
             if number in self._awaited:
                 self._awaited.discard(number)
                 self._kept[number] = completion
             else:
                 self._ready.append(completion)
+
+    def _require_known(self, completion: Completion) -> None:
+        """Refuse tokens that the model does not have: the generator samples from another one."""
+        ids = completion.token_ids
+        if self._vocabulary is None or not len(ids):
+            return
+        lowest, highest = int(ids.min()), int(ids.max())
+        if lowest < 0 or highest >= self._vocabulary:
+            raise ContractError(
+                f"{self.label} sampled the token {lowest if lowest < 0 else highest} for request {completion.request_id}, and the model's "
+                f"vocabulary has {self._vocabulary:,}",
+                remedy="Sample from the model that is trained",
+            )
 
     def _refuse(self, request: GenerationRequest) -> None:
         """Refuse what the generator does not claim; it might leave it out without a word."""

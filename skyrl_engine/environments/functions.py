@@ -98,7 +98,8 @@ async def _waited(value: Any) -> Any:
 
 def number_of(name: str, value: Any) -> float:
     """Return what a reward function returned as a number. Raises ContractError for what is none, or not finite."""
-    made = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
+    # NumPy's numbers, and arrays and tensors of one
+    made = value.item() if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1 else value
     if not isinstance(made, int | float) or not math.isfinite(made):
         raise ContractError(
             f"the reward {name} returned {value!r:.80}",

@@ -24,7 +24,7 @@ def function_of(reference: str) -> Callable[..., Any]:
         module = _module_of(Path(place).expanduser()) if place.endswith(".py") else importlib.import_module(place)
     except DataError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(f"{place} cannot be imported: {type(error).__name__}: {error}", remedy="Correct the file") from error
     found = getattr(module, name, None)
     if isinstance(found, FunctionPlugin):

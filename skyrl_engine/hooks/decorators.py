@@ -71,7 +71,8 @@ def loss(
 ) -> Callable[[Callable[..., Any]], LossPlugin]:
     """Make a loss plugin of `function(tokens, config) -> tensor[n] | LossOutput`.
 
-    `needs` names model scores (`logprobs`, `entropy`, `values`) or data columns, or is a function of the config that gives the names;
+    `needs` names model scores (`logprobs`, `entropy`, ...) or data columns (`contracts.kinds.needs`), or is a function of the config that
+    gives the names;
     `config` is an attrs class of the loss's options; `reducers` restricts which reducers make sense, `advised_reducers` warns of all
     others; `batch_local` declares that the loss depends on how the batch is cut, by nature; `homogeneous` that advantages times c > 0 give
     every token loss times c.
@@ -127,30 +128,45 @@ class ReducerPlugin(FunctionPlugin):
     negative_weights: bool
     batch_local: bool
     additive: bool
+    needs: Needs
 
     @hookimpl
     def skyrl_engine_make_reducer(self, config: Any) -> FunctionReducer:
         empty_sequence: EmptySequence = getattr(config, "empty_sequence", "count")
         return FunctionReducer(
-            self.name, self.function, config, empty_sequence, self.negative_weights, self.batch_local, self.additive
+            self.name,
+            self.function,
+            config,
+            empty_sequence,
+            self.negative_weights,
+            self.batch_local,
+            self.additive,
+            _needs_for(config, self.needs),
         )
 
 
 def reducer(
-    *, config: type[Any] | None = None, negative_weights: bool = False, batch_local: bool = False, additive: bool = False
+    *,
+    needs: Needs = (),
+    config: type[Any] | None = None,
+    negative_weights: bool = False,
+    batch_local: bool = False,
+    additive: bool = False,
 ) -> Callable[[Callable[..., Any]], ReducerPlugin]:
     """Make a reducer plugin of `function(structure, config) -> float64[A]`.
 
-    `config` is an attrs class of the reducer's options; its field `empty_sequence`, if it has one, is what the reducer declares.
-    Negative loss weights are refused before the function sees them, unless `negative_weights` says that it can take them. `batch_local`
-    declares that the weights depend on how the mini-batch is cut into micro-batches, by nature; `additive` that a token's weight depends on
-    that token alone.
-    Raises TypeError for a function that does not take (structure, config).
+    `needs` names columns of the data that it finds in `structure.columns`, and as `sample:NAME` values of samples, in
+    `structure.sample_values`; or gives them for a config. `config` is an attrs class of the reducer's options; its field `empty_sequence`, if
+    it has one, is what the reducer declares. Negative loss weights are refused before the function sees them, unless `negative_weights` says
+    that it can take them. `batch_local` declares that the weights depend on how the mini-batch is cut into micro-batches, by nature;
+    `additive` that a token's weight depends on that token alone.
+    Raises TypeError for a function that does not take (structure, config), and for names that are not in a tuple.
     """
+    _refuse_text(needs=needs)
 
     def decorate(function: Callable[..., Any]) -> ReducerPlugin:
         _check_takes(function, "structure", "config")
-        return ReducerPlugin(function, config, negative_weights, batch_local, additive)
+        return ReducerPlugin(function, config, negative_weights, batch_local, additive, needs if callable(needs) else tuple(needs))
 
     return decorate
 

@@ -45,9 +45,9 @@ class _Called:
             case "batch":
                 return only_of(self.function, self.function([action.text], [task]))
             case "trl":
-                return _of_trl_first(self.function, _of_trl(action, task))
+                return only_of(self.function, self.function(**_taken(self.function, _of_trl(action, task))))
             case "verl":
-                return _score(self.function(**_of_verl(action, task)))
+                return _score_of(self.function(**_taken(self.function, _of_verl(action, task))))
             case _:
                 return self.function(action.text, task)
 
@@ -80,11 +80,12 @@ def _of_trl(action: Action, task: Task) -> dict[str, Any]:
     }
 
 
-def _of_trl_first(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def _taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return those arguments that the function takes."""
     parameters = inspect.signature(function).parameters
-    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        arguments = {name: value for name, value in arguments.items() if name in parameters}
-    return only_of(function, function(**arguments))
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def only_of(function: Callable[..., Any], made: Any) -> Any:
@@ -121,5 +122,12 @@ def _of_verl(action: Action, task: Task) -> dict[str, Any]:
     }
 
 
-def _score(made: Any) -> Any:
-    return made["score"] if isinstance(made, Mapping) and "score" in made else made
+def _score_of(made: Any) -> Any:
+    """Return the score of what a function of verl returned, which may be awaitable: a number, or a mapping that holds it."""
+    if not inspect.isawaitable(made):
+        return made["score"] if isinstance(made, Mapping) and "score" in made else made
+
+    async def waited() -> Any:
+        return _score_of(await made)
+
+    return waited()

@@ -1,26 +1,63 @@
 """The language-model head and log-softmax in chunks of positions, so that the logits of few positions are held at a time."""
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from attrs import frozen
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, candidate_columns
 from skyrl_engine.modeling.causal_lm import LogitRule
 
-VOCABULARY_SCORES = ("logprobs", "entropy", "logits")
-"""The scores that a head computes from a position's logits, in this order. "logits" is the label's logit, scaled and divided by temperature."""
+VOCABULARY_SCORES = ("logprobs", "entropy", "logits", "logsumexp", "mean_logprob")
+"""The scores [n] that a head computes from a position's logits, in this order; `contracts.MODEL_SCORES` defines them."""
 
 
 CHUNKS_KEPT = 2
 """Logits of no more chunks than these are kept for backward; if there are more, each chunk is computed again there."""
 
 
-def asked_of_head(needs: Collection[str]) -> tuple[str, ...]:
-    """Return the scores to ask of a head for these `needs`, in order; log-probabilities are always among them."""
-    return tuple(name for name in VOCABULARY_SCORES if name == "logprobs" or name in needs)
+@frozen(eq=False)
+class Asked:
+    """What needs ask of a head at n positions: scores by name, and the token ids to score.
+
+    `tokens` int64[n, 1 + k] holds the label of each position, and behind it the candidates of every need `logprobs_at:COLUMN`, of which
+    `widths` says how many there are. `scores` has "logprobs" always, and "logprobs_at" where there is such a need.
+    """
+
+    scores: tuple[str, ...]
+    tokens: Tensor
+    widths: Mapping[str, int]
+
+    @classmethod
+    def of(cls, needs: Iterable[str], labels_N: Tensor, candidates: Mapping[str, Tensor]) -> Self:
+        """Collect what `needs` ask at these labels int64[n]; `candidates` int64[n, k] by column. Needs of no head are left out."""
+        names = set(needs)
+        scores = tuple(name for name in VOCABULARY_SCORES if name == "logprobs" or name in names)
+        wide = {need: candidates[column] for need, column in candidate_columns(sorted(names)).items()}
+        return cls(
+            (*scores, LOGPROBS_AT) if wide else scores,
+            torch.cat([labels_N[:, None], *wide.values()], 1),
+            {need: ids_NK.shape[1] for need, ids_NK in wide.items()},
+        )
+
+    def named(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the head's values, in the order of `scores`, by need."""
+        scores = dict(zip(self.scores, values, strict=True))
+        wide_NK = scores.pop(LOGPROBS_AT, None)
+        if wide_NK is not None:
+            # cloned, because FSDP2 warns if the root returns a view
+            parts = [wide_NK] if len(self.widths) == 1 else [part.clone() for part in wide_NK.split(list(self.widths.values()), 1)]
+            scores.update(zip(self.widths, parts, strict=True))
+        return scores
+
+
+def asks_a_head(needs: Iterable[str]) -> bool:
+    """Return True where some need is of the vocabulary, and not of a value head alone."""
+    names = set(needs)
+    return not names.isdisjoint(VOCABULARY_SCORES) or bool(candidate_columns(names))
 
 
 class ChunkedHead(nn.Module):
@@ -36,39 +73,64 @@ class ChunkedHead(nn.Module):
         self.rule = rule
         self.positions_per_chunk = max(1, logits_per_chunk // linear.out_features)
 
-    def forward(self, hidden_NH: Tensor, labels_N: Tensor, temperature: float, asked: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """Return the scores of `asked_of_head`, each [n], in nats; float32, or float64 for a float64 model.
+    def forward(self, hidden_NH: Tensor, tokens_NK: Tensor, temperature: float, asked: tuple[str, ...]) -> tuple[Tensor, ...]:
+        """Return the scores of `Asked`, each [n] (`logprobs_at`: [n, k]), in nats; float32, or float64 for a float64 model.
 
         They are a tuple, not a list, because DeepSpeed ZeRO-3 follows tensors through tuples only.
         """
         score = Score(self.rule, temperature, asked)
         # some models keep a residual in float32 whatever precision computes (Mamba), and cast it to the head's own, as here
         hidden_NH = hidden_NH.to(self.linear.weight.dtype)
-        return chunked_scores(hidden_NH, self.linear.weight, self.linear.bias, labels_N, score, self.positions_per_chunk)
+        return chunked_scores(hidden_NH, self.linear.weight, self.linear.bias, tokens_NK, score, self.positions_per_chunk)
+
+
+@frozen(eq=False)
+class Sums:
+    """What the scores of n positions are made of, with y and p as in `Score`.
+
+    `total` [n] is log Z, `picked` [n, k] y of the tokens that were asked about; `expected` [n] is the mean of y under p, and `mean` [n] that
+    over the vocabulary, each 0 unless it was asked for.
+    """
+
+    total: Tensor
+    picked: Tensor
+    expected: Tensor
+    mean: Tensor
 
 
 @frozen(eq=False)
 class Score:
-    """The function from a chunk's raw logits [n, v] and labels [n] to its scores, each [n], and its gradient; of a vocabulary on one rank.
+    """The function from a chunk's raw logits [n, v] and tokens [n, 1 + k] of `Asked` to scores, and its gradient; of a vocabulary on one rank.
 
-    Let y be the logits that softmax is taken of and p their softmax. The log-probability of a label is y(label) - log Z, and the entropy is
-    log Z - E, where log Z = logsumexp of y and E = the mean of y under p. `asked` names the scores, as `asked_of_head` does.
+    Let y be the logits that softmax is taken of and p their softmax. The log-probability of a token is y(token) - log Z, and the entropy is
+    log Z - E, where log Z = logsumexp of y and E = the mean of y under p. The mean log-probability is M - log Z, where M = the mean of y over
+    the vocabulary. `asked` names the scores, as `Asked` does.
     """
 
     rule: LogitRule
     temperature: float
     asked: tuple[str, ...]
 
-    def __call__(self, raw_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]:
-        total_N, mean_N, label_N = self._sums(self._logits(raw_NV), labels_N, "entropy" in self.asked)
-        scores = {"logprobs": label_N - total_N, "entropy": total_N - mean_N, "logits": label_N}
+    def __call__(self, raw_NV: Tensor, tokens_NK: Tensor) -> tuple[Tensor, ...]:
+        logits_NV = self._logits(raw_NV)
+        sums = self._sums(logits_NV, tokens_NK, expected="entropy" in self.asked, mean="mean_logprob" in self.asked)
+        label_N, others_NK = sums.picked[:, 0], sums.picked[:, 1:]
+        scores = {
+            "logprobs": label_N - sums.total,
+            "entropy": sums.total - sums.expected,
+            "logits": label_N,
+            "logsumexp": sums.total,
+            "mean_logprob": sums.mean - sums.total,
+            LOGPROBS_AT: others_NK - sums.total[:, None],
+        }
         return tuple(scores[name] for name in self.asked)
 
-    def gradient(self, raw_NV: Tensor, labels_N: Tensor, upstream: Sequence[Tensor | None]) -> Tensor:
+    def gradient(self, raw_NV: Tensor, tokens_NK: Tensor, upstream: Sequence[Tensor | None]) -> Tensor:
         """Return the gradient of the scores, weighted by `upstream`, with respect to the raw logits, in their dtype.
 
-        With respect to y, and for upstream u, it is u (one_hot(label) - p) of a log-probability, -u p (y - E) of an entropy, and
-        u one_hot(label) of the label's logit; None stands for a score that nothing was computed from. A rule without a soft cap is a factor.
+        With respect to y, and for upstream u, it is u (one_hot(token) - p) of a log-probability, -u p (y - E) of an entropy,
+        u one_hot(label) of the label's logit, u p of log Z, and u (1 / V - p) of the mean log-probability over V tokens; None stands for a
+        score that nothing was computed from. A rule without a soft cap is a factor.
         """
         factor = 1.0 if self.rule.softcap is not None else self.rule.scale / self.temperature
         of = {name: each * factor for name, each in zip(self.asked, upstream, strict=True) if each is not None}
@@ -77,16 +139,25 @@ class Score:
         with torch.set_grad_enabled(self.rule.softcap is not None):
             logits_NV = self._logits(raw_NV)
         values_NV = logits_NV.detach()
-        probabilities_NV, mean_N = self._softmax(values_NV, labels_N, "entropy" in of)
-        zeros_N = values_NV.new_zeros(len(labels_N))
-        weight_N = of.get("logprobs", zeros_N)
+        probabilities_NV, expected_N = self._softmax(values_NV, expected="entropy" in of)
+        zeros_N = values_NV.new_zeros(len(tokens_NK))
+        at_NK = values_NV.new_zeros(tokens_NK.shape)
+        at_NK[:, 0] = of.get("logprobs", zeros_N)
+        if LOGPROBS_AT in of:
+            at_NK[:, 1:] = of[LOGPROBS_AT]
+        # p is taken away as often as a log Z is
+        weight_N = at_NK.sum(1) + of.get("mean_logprob", zeros_N) - of.get("logsumexp", zeros_N)
+        if "logits" in of:
+            at_NK[:, 0] += of["logits"]
         if "entropy" in of:
             gradient_NV = (
-                (values_NV - mean_N[:, None]).mul_(of["entropy"][:, None]).add_(weight_N[:, None]).neg_().mul_(probabilities_NV)
+                (values_NV - expected_N[:, None]).mul_(of["entropy"][:, None]).add_(weight_N[:, None]).neg_().mul_(probabilities_NV)
             )
         else:
             gradient_NV = probabilities_NV.mul_(-weight_N[:, None])
-        self._add_at_labels(gradient_NV, labels_N, weight_N + of["logits"] if "logits" in of else weight_N)
+        if "mean_logprob" in of:
+            gradient_NV += (of["mean_logprob"] / self._vocabulary(values_NV))[:, None]
+        self._add_at_tokens(gradient_NV, tokens_NK, at_NK)
         if self.rule.softcap is not None:
             return torch.autograd.grad(logits_NV, raw_NV, gradient_NV)[0]
         return gradient_NV.to(raw_NV.dtype)
@@ -96,31 +167,38 @@ class Score:
         logits_NV = self.rule(raw_NV if raw_NV.dtype == torch.float64 else raw_NV.float())
         return logits_NV if self.temperature == 1.0 else logits_NV / self.temperature
 
-    def _sums(self, logits_NV: Tensor, labels_N: Tensor, wants_mean: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log Z, E (0 unless it is wanted) and the label's y, each [n]."""
-        total_N = logits_NV.logsumexp(-1)
-        label_N = logits_NV.gather(-1, labels_N[:, None])[:, 0]
-        mean_N = (torch.exp(logits_NV - total_N[:, None]) * logits_NV).sum(-1) if wants_mean else torch.zeros_like(total_N)
-        return total_N, mean_N, label_N
+    def _vocabulary(self, logits_NV: Tensor) -> int:
+        """Return V, the number of tokens that softmax is taken over."""
+        return logits_NV.shape[1]
 
-    def _softmax(self, logits_NV: Tensor, labels_N: Tensor, wants_mean: bool) -> tuple[Tensor, Tensor]:
+    def _sums(self, logits_NV: Tensor, tokens_NK: Tensor, *, expected: bool, mean: bool) -> Sums:
+        total_N = logits_NV.logsumexp(-1)
+        zeros_N = torch.zeros_like(total_N)
+        return Sums(
+            total_N,
+            logits_NV.gather(-1, tokens_NK),
+            (torch.exp(logits_NV - total_N[:, None]) * logits_NV).sum(-1) if expected else zeros_N,
+            logits_NV.mean(-1) if mean else zeros_N,
+        )
+
+    def _softmax(self, logits_NV: Tensor, *, expected: bool) -> tuple[Tensor, Tensor]:
         """Return p, a tensor of its own, and E, 0 unless it is wanted."""
         probabilities_NV = torch.softmax(logits_NV, -1)
-        return probabilities_NV, (probabilities_NV * logits_NV).sum(-1) if wants_mean else logits_NV.new_zeros(len(labels_N))
+        return probabilities_NV, (probabilities_NV * logits_NV).sum(-1) if expected else logits_NV.new_zeros(len(logits_NV))
 
-    def _add_at_labels(self, gradient_NV: Tensor, labels_N: Tensor, weight_N: Tensor) -> None:
-        gradient_NV.scatter_add_(-1, labels_N[:, None], weight_N[:, None])
+    def _add_at_tokens(self, gradient_NV: Tensor, tokens_NK: Tensor, weight_NK: Tensor) -> None:
+        gradient_NV.scatter_add_(-1, tokens_NK, weight_NK)
 
 
 def chunked_scores(
-    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, score: Score, positions_per_chunk: int
+    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, tokens_NK: Tensor, score: Score, positions_per_chunk: int
 ) -> tuple[Tensor, ...]:
-    """Return the scores [n] of `hidden_NH @ weight_VH.T + bias_V`, chunk by chunk.
+    """Return the scores of `hidden_NH @ weight_VH.T + bias_V` at the tokens [n, 1 + k] of `Asked`, chunk by chunk.
 
     Backward computes the logits of each chunk again, unless they were kept (`CHUNKS_KEPT`).
     """
     # torch leaves `apply` and its result untyped
-    return _ChunkedScores.apply(hidden_NH, weight_VH, bias_V, labels_N, score, positions_per_chunk)  # type: ignore[no-any-return, no-untyped-call]
+    return _ChunkedScores.apply(hidden_NH, weight_VH, bias_V, tokens_NK, score, positions_per_chunk)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ChunkedScores(torch.autograd.Function):
@@ -132,36 +210,36 @@ class _ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, score: Score, size: int
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, tokens_NK: Tensor, score: Score, size: int
     ) -> tuple[Tensor, ...]:
         # a score that nothing was computed from has None for its gradient, not zeros that cost as much as any other
         ctx.set_materialize_grads(False)
         ctx.score, ctx.size = score, size
-        keeps = len(labels_N) <= CHUNKS_KEPT * size
+        keeps = len(tokens_NK) <= CHUNKS_KEPT * size
         kept, parts = [], []
-        for hidden, labels in zip(torch.split(hidden_NH, size), torch.split(labels_N, size), strict=True):
+        for hidden, tokens in zip(torch.split(hidden_NH, size), torch.split(tokens_NK, size), strict=True):
             raw_NV = nn.functional.linear(hidden, weight_VH, bias_V)
-            parts.append(score(raw_NV, labels))
+            parts.append(score(raw_NV, tokens))
             if keeps:
                 kept.append(raw_NV)
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N, *kept)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_NK, *kept)
         return tuple(torch.cat(values) for values in zip(*parts, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, labels_N, *kept = ctx.saved_tensors
+        hidden_NH, weight_VH, bias_V, tokens_NK, *kept = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         sums = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
         hidden_gradient = torch.empty_like(hidden_NH) if wants_hidden else None
         weight_gradient = torch.zeros_like(weight_VH, dtype=sums) if wants_weight else None
         bias_gradient = torch.zeros_like(bias_V, dtype=sums) if wants_bias else None
-        for number, start in enumerate(range(0, len(labels_N), ctx.size)):
+        for number, start in enumerate(range(0, len(tokens_NK), ctx.size)):
             chosen = slice(start, start + ctx.size)
             hidden = hidden_NH[chosen]
             raw_NV = kept[number] if kept else nn.functional.linear(hidden, weight_VH, bias_V)
             gradient_NV = ctx.score.gradient(
-                raw_NV, labels_N[chosen], [None if each is None else each[chosen] for each in upstream]
+                raw_NV, tokens_NK[chosen], [None if each is None else each[chosen] for each in upstream]
             )
             del raw_NV
             if hidden_gradient is not None:

@@ -1,6 +1,5 @@
 """Write whole weights as a Hugging Face directory, in the precision of the run."""
 
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ def write_pretrained(
     if precision is not None and weights is not None and not has_adapters(model):
         weights = _rounded(model, weights, getattr(torch, precision))
     try:
-        with quiet_progress(), _silent("DeepSpeed"):
+        with quiet_progress(), _unwrapped():
             if has_adapters(model):
                 write_adapters(model, directory, exported(model) if weights is None else weights)
                 return
@@ -87,11 +86,16 @@ def _name_precision(config: Any, directory: Path, weights: Mapping[str, Tensor])
 
 
 @contextmanager
-def _silent(name: str) -> Iterator[None]:
-    """Silence a logger: if DeepSpeed and accelerate are installed, saving imports DeepSpeed, which logs to standard output."""
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
+def _unwrapped() -> Iterator[None]:
+    """Let save_pretrained take the model as it is: it unwraps models by accelerate, which imports DeepSpeed wherever that is installed.
+
+    On a machine with GPUs that import looks for compilers, builds and logs; runs of other backends have no use for it.
+    """
+    from transformers import modeling_utils
+
+    before = modeling_utils.unwrap_model
+    modeling_utils.unwrap_model = lambda model, **_: model
     try:
         yield
     finally:
-        logger.disabled = before
+        modeling_utils.unwrap_model = before

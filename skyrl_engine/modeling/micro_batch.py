@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch, Objective
+from skyrl_engine.contracts.kinds.needs import model_score
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.modeling.images import ImageTokens
 from skyrl_engine.modeling.model_inputs import check_tokens, model_inputs
@@ -27,7 +28,7 @@ def score(
     `images` describes how the model takes images, as for `model_inputs`. Raises UnsupportedError for scores beyond `computes`, DataError for
     tokens outside of the vocabulary, and what `model_inputs` raises.
     """
-    unknown = objective.needs - computes
+    unknown = {need for need in objective.needs if model_score(need) not in computes}
     if unknown:
         raise UnsupportedError(
             f"the loss needs {', '.join(sorted(unknown))}, which the model on the {backend} backend does not compute",
@@ -35,6 +36,7 @@ def score(
         )
     check_tokens(micro_batch, vocabulary)
     arguments = model_inputs(micro_batch, images=images)
+    mask = arguments.inputs.get("attention_mask")
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
@@ -46,6 +48,8 @@ def score(
         temperature=objective.temperature,
         needs=objective.needs,
         segments=arguments.segments,
+        padded=None if mask is None else not mask.all(),  # read here, on the CPU, and not on the device
+        candidates={column: moved(ids) for column, ids in micro_batch.candidates.items()},
     )
 
 

@@ -83,6 +83,13 @@ def _given(micro_batch: MicroBatch, images: ImageTokens | None) -> Mapping[str, 
 
 def check_tokens(micro_batch: MicroBatch, vocabulary: int) -> None:
     """Raises DataError for a token outside of the vocabulary, which would read foreign memory or end a CUDA context."""
+    for column, ids in micro_batch.candidates.items():
+        wrong = ids[(ids < 0) | (ids >= vocabulary)]
+        if wrong.numel():
+            raise DataError(
+                f"the column {column!r} holds the token id {int(wrong[0])}, the model's vocabulary has {vocabulary}",
+                remedy="Use ids of the tokenizer that belongs to the model; where a token has fewer candidates, repeat one with no weight",
+            )
     for tokens in (micro_batch.inputs["input_ids"], micro_batch.labels):
         largest = int(tokens.max()) if tokens.numel() else 0
         if largest >= vocabulary:

@@ -1,17 +1,23 @@
 """The root module of every backend, which turns model inputs into scores at chosen positions."""
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.modeling.causal_lm import CausalLanguageModelParts
-from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, ChunkedHead, asked_of_head
+from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, Asked, ChunkedHead, asks_a_head
 from skyrl_engine.modeling.images import ImageTokens
+from skyrl_engine.modeling.segment_attention import known_documents, known_rows
 from skyrl_engine.modeling.segments import REMEDY, WHOLE_ROWS, Segments, SegmentSupport
 from skyrl_engine.modeling.value_head import ValueHead
 from skyrl_engine.modeling.vision import ImageDecoder
+
+NO_CANDIDATES: Mapping[str, Tensor] = MappingProxyType({})
+"""No token ids are asked about beside labels."""
 
 
 class Scorer(nn.Module):
@@ -43,8 +49,8 @@ class Scorer(nn.Module):
 
     @property
     def computes(self) -> frozenset[str]:
-        """The model scores that this scorer can be asked for."""
-        return frozenset(VOCABULARY_SCORES if self.value_head is None else (*VOCABULARY_SCORES, "values"))
+        """The model scores that this scorer can be asked for, `logprobs_at` without its column."""
+        return frozenset((*VOCABULARY_SCORES, LOGPROBS_AT, *(() if self.value_head is None else ("values",))))
 
     def forward(
         self,
@@ -55,25 +61,30 @@ class Scorer(nn.Module):
         temperature: float = 1.0,
         needs: Collection[str] = ("logprobs",),
         segments: Segments | None = None,
+        padded: bool | None = None,
+        candidates: Mapping[str, Tensor] = NO_CANDIDATES,
     ) -> dict[str, Tensor]:
         """Score `labels` int64[n] at flat `positions` int64[n] (row * width + column) of `inputs` (input_ids [rows, width], ...).
 
-        Returns the scores that `needs` names, each [n] in the order of `positions`: "logprobs" and "entropy", in nats, of
-        softmax(logits / temperature), the labels' "logits", and "values" of the states at the positions. If only values are needed, no logits
-        are computed. With n = 0 the heads still run, on position 0, so that every rank takes part in the same collectives.
+        Returns the scores that `needs` names, each [n] in the order of `positions`: those of `contracts.MODEL_SCORES`, of
+        softmax(logits / temperature), and [n, k] of "logprobs_at:COLUMN" at the `candidates` int64[n, k] of that column. If only values are
+        needed, no logits are computed. With n = 0 the heads still run, on position 0, so that every rank takes part in the same collectives.
+
+        `padded` tells whether the attention mask hides a token (None: nobody has looked), so that no mask is read from the device.
 
         With `segments` the inputs are input_ids and position_ids [1, tokens] of documents end to end; raises UnsupportedError for a model
         whose documents would attend to each other.
         """
-        hidden_NH = self._hidden(inputs, segments).flatten(0, 1)
+        hidden_NH = self._hidden(inputs, segments, padded).flatten(0, 1)
         count = len(positions)
         if count == 0:
             positions, labels = positions.new_zeros(1), labels.new_zeros(1)
+            candidates = {column: ids_NK.new_zeros(1, ids_NK.shape[1]) for column, ids_NK in candidates.items()}
         chosen_NH = hidden_NH.index_select(0, positions)
         scores: dict[str, Tensor] = {}
-        if not set(VOCABULARY_SCORES).isdisjoint(needs):
-            asked = asked_of_head(needs)
-            scores.update(zip(asked, self.head(chosen_NH, labels, temperature, asked), strict=True))
+        if asks_a_head(needs):
+            asked = Asked.of(needs, labels, candidates)
+            scores.update(asked.named(self.head(chosen_NH, asked.tokens, temperature, asked.scores)))
         if "values" in needs:
             assert self.value_head is not None, "values are asked of a model without a value head"
             scores["values"] = self.value_head(chosen_NH)
@@ -82,15 +93,17 @@ class Scorer(nn.Module):
             scores = {name: value[:0].clone() for name, value in scores.items()}
         return scores
 
-    def _hidden(self, inputs: Mapping[str, Tensor], segments: Segments | None) -> Tensor:
+    def _hidden(self, inputs: Mapping[str, Tensor], segments: Segments | None, padded: bool | None) -> Tensor:
         """Return the decoder's hidden states [rows, width, h]."""
         support = self.segment_support
         self._refuse_longer_rows(inputs, segments)
         if segments is None:
             attention = {"segments": WHOLE_ROWS} if support.layers else {}
-            return self.decoder(**inputs, **attention, use_cache=False)[0]  # type: ignore[no-any-return] # nn.Module.__call__ is untyped
+            with known_rows(padded=padded):
+                return self.decoder(**inputs, **attention, use_cache=False)[0]  # type: ignore[no-any-return] # nn.Module.__call__ is untyped
         self.refuse_packed_rows_unless_supported()
-        hidden_BTH: Tensor = self.decoder(**inputs, segments=segments, use_cache=False)[0]
+        with known_documents():
+            hidden_BTH: Tensor = self.decoder(**inputs, segments=segments, use_cache=False)[0]
         if len(segments.windows) != support.layers:
             raise ModelError(
                 f"{len(segments.windows)} of {support.layers} layers kept the documents of a packed row apart",

@@ -4,12 +4,15 @@ It is registered with transformers under a name that contains "sdpa", so that tr
 builds no mask for a packed row, so memory does not grow with the square of the row's length.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -76,15 +79,51 @@ def segment_attention(
     return torch.cat(outputs, 1), None
 
 
+_padded: ContextVar[bool | None] = ContextVar("_padded", default=None)
+
+
+@contextmanager
+def known_rows(*, padded: bool | None) -> Iterator[None]:
+    """Tell masks inside this context whether rows have padding: transformers reads that from the device, and the host waits (None: it may)."""
+    before = _padded.set(padded)
+    try:
+        yield
+    finally:
+        _padded.reset(before)
+
+
+@contextmanager
+def known_documents() -> Iterator[None]:
+    """Keep transformers from looking for documents in position_ids on the device: `segment_attention` is told where they are."""
+    before = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda _position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before
+
+
 def segment_mask(
-    *, attention_mask: Tensor | None = None, local_size: int | None = None, config: Any, **others: Any
+    *,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    config: Any,
+    allow_is_causal_skip: bool = True,
+    **others: Any,
 ) -> Tensor | None:
     """Return transformers' own mask for whole rows, and None for packed rows, which come without an `attention_mask`.
 
     Raises UnsupportedError for patterns other than causal and sliding windows, which `segment_attention` would not be told of.
     """
     if attention_mask is not None:
-        return sdpa_mask(attention_mask=attention_mask, local_size=local_size, config=config, **others)  # type: ignore[no-any-return] # untyped there
+        padded = _padded.get()
+        if padded is not None and allow_is_causal_skip:
+            allow_is_causal_skip = False
+            if not padded and (local_size is None or others["kv_length"] < local_size):
+                return None
+        return sdpa_mask(  # type: ignore[no-any-return] # untyped there
+            attention_mask=attention_mask, local_size=local_size, config=config, allow_is_causal_skip=allow_is_causal_skip, **others
+        )
     if others.get("use_vmap") or local_size not in (None, getattr(config, "sliding_window", None)):
         raise UnsupportedError("its attention mask is neither causal nor a sliding window", remedy=REMEDY)
     return None

@@ -74,7 +74,9 @@ class LossObjective:
             metrics |= self._sums(weights, total, values)
             if self.watch:
                 metrics |= policy_metrics(tokens, self.watch)
-            return total, collect(samples, {**scores, "token_loss": token_loss}, metrics, per_token_outputs=self.per_token_outputs)
+            # outputs are one number per token
+            shown = {name: score for name, score in scores.items() if score.ndim == 1}
+            return total, collect(samples, {**shown, "token_loss": token_loss}, metrics, per_token_outputs=self.per_token_outputs)
 
     def _values(self, tokens: MicroBatchTokens, metrics: dict[str, Metric]) -> Iterator[torch.Tensor]:
         """[n] per part, in their order, coefficient and factor included; what the parts measured goes into `metrics`."""

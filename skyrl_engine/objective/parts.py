@@ -9,7 +9,8 @@ from attrs import evolve, frozen
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.correction import Correction
-from skyrl_engine.contracts.kinds.loss import MODEL_SCORES, Loss
+from skyrl_engine.contracts.kinds.loss import Loss
+from skyrl_engine.contracts.kinds.needs import column_forms, model_score
 from skyrl_engine.registry.part import Part
 
 KINDS_OF_PARTS = frozenset(("loss", "correction"))
@@ -51,12 +52,17 @@ class ObjectiveParts:
     @property
     def scores(self) -> frozenset[str]:
         """Model scores that the parts read."""
-        return frozenset(self._all_needs()) & frozenset(MODEL_SCORES)
+        return frozenset(need for need in self._all_needs() if model_score(need))
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Every need of the parts, each once: model scores, and columns in the form that they are read in."""
+        return tuple(dict.fromkeys(self._all_needs()))
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Data columns that the parts read, each once."""
-        return tuple(dict.fromkeys(need for need in self._all_needs() if need not in MODEL_SCORES))
+        """Data columns that the parts read, and those that hold token ids for their scores, each once."""
+        return tuple(column_forms(self._all_needs()))
 
     def _all_needs(self) -> Iterator[str]:
         for needs in self.needs.values():

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from skyrl_engine.contracts.values.ragged import IntArray, Ragged
+from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Ragged
 
 
 @frozen(eq=False)
@@ -14,7 +14,8 @@ class ScoredSamples:
     """S samples with n scored tokens, flat in sample order.
 
     `scored` int32 [n] with offsets [S+1] is each token's place on its sample's action axis, `action_lengths` int64[S] that axis' length;
-    `columns` float32[n] by name; `weights` float64[n] the reducer's; `sample_ids`, `group_ids`, `unit_ids` int64[S].
+    `columns` by name, float32[n], or [n, k] of float32 or integers; `weights` float64[n] the reducer's; `sample_ids`, `group_ids`, `unit_ids`
+    int64[S].
     """
 
     sample_ids: IntArray
@@ -22,7 +23,7 @@ class ScoredSamples:
     unit_ids: IntArray
     action_lengths: IntArray
     scored: Ragged
-    columns: Mapping[str, npt.NDArray[np.float32]]
+    columns: Mapping[str, AnyArray]
     weights: npt.NDArray[np.float64]
 
     @property

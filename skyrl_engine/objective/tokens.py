@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from attrs import Factory, frozen
 
-from skyrl_engine.contracts.kinds.loss import MODEL_SCORES, LossTokens, Sequences
+from skyrl_engine.contracts.kinds.loss import LossTokens, Sequences
+from skyrl_engine.contracts.kinds.needs import column_of, model_score
 from skyrl_engine.errors import DataError
 from skyrl_engine.objective.samples import ScoredSamples
 
@@ -30,20 +31,21 @@ class MicroBatchTokens:
 
     @property
     def like(self) -> torch.Tensor:
-        """Some score: of the number, type and device of everything that stands beside it."""
-        return next(iter(self.scores.values()))
+        """Some score [n]: of the number, type and device of everything that stands beside it."""
+        some = next(iter(self.scores.values()))
+        return some if some.ndim == 1 else some[:, 0]
 
     def needed(self, label: str, needs: tuple[str, ...], part: int) -> LossTokens:
         """All tokens for a loss. `part` is its place in the objective: two parts that draw random numbers draw different ones.
 
         Raises DataError, with `label`, for a column that the data lacks.
         """
-        values = {name: self._need(label, name) for name in needs}
+        values = {_key(name): self._need(label, name) for name in needs}
         return LossTokens(values, self.sequences(None), lambda: self._generator(part))
 
     def kept(self, label: str, needs: tuple[str, ...], part: int, keep: torch.Tensor) -> LossTokens:
         """The tokens for which `keep` bool[n] holds, detached, their sequences counted without the others: what a correction is given."""
-        values = {name: self._need(label, name).detach()[keep] for name in needs}
+        values = {_key(name): self._need(label, name).detach()[keep] for name in needs}
         return LossTokens(values, self.sequences(keep), lambda: self._generator(part))
 
     def sequences(self, keep: torch.Tensor | None) -> Sequences:
@@ -56,9 +58,10 @@ class MicroBatchTokens:
             counts = torch.bincount(index, minlength=len(self.samples.sample_ids))
         return Sequences(index, counts, self._moved(self.samples.unit_ids), self._moved(self.samples.group_ids))
 
-    def _need(self, label: str, name: str) -> torch.Tensor:
-        if name in MODEL_SCORES:
-            return self.scores[name]
+    def _need(self, label: str, need: str) -> torch.Tensor:
+        if model_score(need):
+            return self.scores[need]
+        name = column_of(need)
         if name in self.bound:
             return self.scores[self.bound[name]].detach()
         columns = self.samples.columns
@@ -70,8 +73,10 @@ class MicroBatchTokens:
         return self.column(name)
 
     def column(self, name: str) -> torch.Tensor:
-        """A column that the samples have, [n] of the scores' type."""
-        return torch.from_numpy(self.samples.columns[name]).to(device=self.like.device, dtype=self.like.dtype)
+        """A column that the samples have, [n] or [n, k] of the scores' type; integers stay int64."""
+        values = self.samples.columns[name]
+        dtype = torch.int64 if values.dtype.kind == "i" else self.like.dtype
+        return torch.from_numpy(values).to(device=self.like.device, dtype=dtype)
 
     def _moved(self, array: "IntArray") -> torch.Tensor:
         return torch.from_numpy(array).to(self.like.device)
@@ -80,3 +85,8 @@ class MicroBatchTokens:
         entropy = [self.seed, self.step, part, *self.samples.sample_ids.tolist()]
         seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
         return torch.Generator(self.like.device).manual_seed(seed)
+
+
+def _key(need: str) -> str:
+    """The name under which a loss finds a need: its own, or that of the column."""
+    return need if model_score(need) else column_of(need)

@@ -68,7 +68,12 @@ class BatchDefinition:
             prompt = (last - first) - (stop - start)
             if last - first < 2 or not columns.loss_weight[start:stop].any():
                 continue
-            said = model.scores(torch.from_numpy(columns.input_ids[first:last].astype(np.int64)))
+            candidates = {
+                name: torch.from_numpy(np.concatenate([np.zeros((prompt, values.shape[1]), np.int64), values[start:stop]])[1:])
+                for name, values in columns.columns.items()
+                if values.dtype.kind == "i"
+            }
+            said = model.scores(torch.from_numpy(columns.input_ids[first:last].astype(np.int64)), candidates=candidates)
             for action in range(stop - start):
                 if columns.loss_weight[start + action] == 0:
                     continue
@@ -159,6 +164,8 @@ def _structure(columns: SampleColumns, longest: int | None) -> BatchStructure:
         max_sequence_length=longest,
         sample_ids=columns.sample_ids,
         grouped=columns.grouped,
+        columns=columns.columns,
+        sample_values=columns.sample_values,
     )
 
 

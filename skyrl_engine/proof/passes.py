@@ -36,7 +36,7 @@ def measure(
         gradients = engine.gradients()
     finally:
         _clear(engine)
-    structure = batch_structure(columns, plan.cut.mini_batches[0], assembly.context.max_sequence_length)
+    structure = batch_structure(columns, plan.cut.mini_batches[0], assembly.context.max_sequence_length, reducer=assembly.reducer)
     weights = np.abs(token_weights(honest or assembly.reducer, structure))
     carrying = np.where(structure.loss_weight != 0, weights, 0.0)
     return Measured(output.metrics["loss"].result, _magnitude(output, structure.sample_ids, carrying), gradients, output)

@@ -11,6 +11,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT
 from skyrl_engine.modeling.loading import quiet_progress
 
 HEAD = ("score.weight", "score.bias")
@@ -59,10 +60,13 @@ class PlainModel:
         weight, bias = (stored[name].to(dtype).requires_grad_() for name in HEAD)
         return cls(model, (weight, bias), parameters | dict(zip(HEAD, (weight, bias), strict=True)))
 
-    def scores(self, input_ids: Tensor, *, temperature: float = 1.0, **images: Tensor) -> Mapping[str, Tensor]:
+    def scores(
+        self, input_ids: Tensor, *, temperature: float = 1.0, candidates: Mapping[str, Tensor] | None = None, **images: Tensor
+    ) -> Mapping[str, Tensor]:
         """The scores of one sequence int64[T], [T - 1] each: about every token after the first, which the model gives at the token before.
 
-        `images` are what the model takes of pictures beside token ids.
+        `candidates` int64[T - 1, k] by column are token ids for `logprobs_at:COLUMN`. `images` are what the model takes of pictures beside
+        token ids.
         """
         output = self.model(input_ids=input_ids[None], output_hidden_states=True, use_cache=False, **images)
         logits = output.logits[0, :-1] / temperature
@@ -72,6 +76,9 @@ class PlainModel:
             "logits": logits.gather(-1, tokens)[:, 0],
             "logprobs": logprobs.gather(-1, tokens)[:, 0],
             "entropy": -(logprobs.exp() * logprobs).sum(-1),
+            "logsumexp": logits.logsumexp(-1),
+            "mean_logprob": logprobs.mean(-1),
+            **{f"{LOGPROBS_AT}:{column}": logprobs.gather(-1, ids) for column, ids in (candidates or {}).items()},
         }
         if self.head is not None:
             weight, bias = self.head

@@ -84,6 +84,9 @@ class Cut:
                     unit_ids=own.unit_ids[members],
                     micro_batch=np.zeros(len(members), dtype=np.int64),
                     sample_ids=own.sample_ids[members],
+                    trajectory_ids=own.trajectory_ids[members],
+                    columns={name: values[places] for name, values in own.columns.items()},
+                    sample_values={name: values[members] for name, values in own.sample_values.items()},
                 ),
             )
 

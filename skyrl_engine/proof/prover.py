@@ -56,8 +56,8 @@ class Prover:
         parts = ObjectiveParts.made(first.plugins, CONTEXT)
         for term in parts.losses:
             check_reducer(term.label, term.product, first.plugins["reducer"].loaded.record.name)
-        columns = recorded_rollouts(parts.columns)
         reducer: Reducer = first.plugins["reducer"].make(CONTEXT)
+        columns = recorded_rollouts((*parts.reads, *getattr(reducer, "needs", ())))
         model = PlainModel.load(self.ranks.model.path, value_head=self.ranks.model.value_head)
         definition = BatchDefinition.of(model, columns, parts, reducer, longest=LONGEST, seed=CONTEXT.seed, step=STEP)
         reference = definition.measured

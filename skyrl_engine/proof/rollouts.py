@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from skyrl_engine.contracts.kinds.needs import ColumnForm, column_forms, sample_value
 from skyrl_engine.contracts.values.columns import SampleColumns
-from skyrl_engine.contracts.values.ragged import offsets_of
+from skyrl_engine.contracts.values.ragged import AnyArray, offsets_of
 from skyrl_engine.modeling.tiny import VOCABULARY
 
 LONGEST = 40
@@ -14,16 +15,20 @@ LONGEST = 40
 
 GROUPS, GROUP_SIZE = 4, 4
 
+WIDTH = 3
+"""Numbers per token of a column that holds several."""
+
 Numbers = np.random.Generator
 Draw = Callable[[Numbers, int], npt.NDArray[np.float64]]
 
 
 def recorded_rollouts(needed: Iterable[str], seed: int = 0) -> SampleColumns:
-    """16 rollouts, four to a prompt, of 4 to 40 tokens, with the `needed` columns of the action axis.
+    """16 rollouts, four to a prompt, of 4 to 40 tokens, with the columns and values of samples that these needs name.
 
     Responses differ in length by a factor of ten, one is empty, one carries no loss at all; some tokens in the middle are masked and some
     count half. Log-probabilities lie around those of an untrained model, so that ratios fall on both sides of any clipping bound.
     """
+    asked = tuple(needed)
     numbers = np.random.default_rng(seed)
     prompts = np.repeat(numbers.integers(3, 9, GROUPS), GROUP_SIZE)
     responses = numbers.integers(3, LONGEST - prompts.max() + 1, len(prompts))
@@ -41,9 +46,19 @@ def recorded_rollouts(needed: Iterable[str], seed: int = 0) -> SampleColumns:
         token_offsets=offsets_of(lengths),
         action_offsets=action_offsets,
         loss_weight=weight,
-        columns={name: _DRAWS.get(name, _anything)(numbers, actions).astype(np.float32) for name in sorted(set(needed))},
+        columns={name: _drawn(name, form, numbers, actions) for name, form in sorted(column_forms(asked).items())},
+        sample_values={name: numbers.integers(0, 3, len(prompts)) for name in sorted(filter(None, map(sample_value, asked)))},
         group_ids=group_ids,
     )
+
+
+def _drawn(name: str, form: ColumnForm, numbers: Numbers, actions: int) -> AnyArray:
+    if form == "number":
+        return _DRAWS.get(name, _anything)(numbers, actions).astype(np.float32)
+    if form == "token ids":
+        return numbers.integers(0, VOCABULARY, (actions, WIDTH))
+    draw = _log_probability if name.endswith("logprobs") else _anything
+    return draw(numbers, actions * WIDTH).astype(np.float32).reshape(actions, WIDTH)
 
 
 def _log_probability(numbers: Numbers, count: int) -> npt.NDArray[np.float64]:

@@ -133,6 +133,7 @@ _ROWS = (
         first_party={
             "skyrl-engine-losses": (
                 "cross_entropy",
+                "label_smoothing",
                 "ppo",
                 "ppo_dual_clip",
                 "gspo",
@@ -149,6 +150,7 @@ _ROWS = (
                 "value_clip",
                 "kl",
                 "entropy",
+                "z_loss",
             )
         },
     ),

@@ -81,17 +81,20 @@ def _several(claims: Sequence[PluginRecord]) -> PluginAmbiguousError | PluginBro
         return PluginBrokenError(
             f"{twice.origin} offers the {first.kind} {first.name!r} more than once, with different targets",
             remedy=f"Upgrade it: {install_command('--upgrade', str(twice.distribution))}",
-            details=[
-                f"{record.kind} {record.name} = {record.target}" for record in claims if record.distribution == twice.distribution
-            ],
+            details=[f"{record.kind} {record.name} = {record.target} ({record.origin})" for record in claims],
         )
-    references = " and ".join(record.reference for record in claims)
     return PluginAmbiguousError(
-        f"the {first.kind} {first.name!r} is claimed by {len(claims)} distributions: {references}",
-        remedy=f"Write {first.reference} where you mean that one, or pin it: plugins.pin = "
+        f"the {first.kind} {first.name!r} is claimed by {len(claims)} distributions: {listed([record.reference for record in claims])}",
+        remedy=f"Write {listed([record.reference for record in claims], 'or')}, or pin one of them: plugins.pin = "
         f'{{ "{first.kind}:{first.name}" = "{first.distribution}" }}',
         details=[str(record) for record in claims],
     )
+
+
+def listed(names: Sequence[str], joint: str = "and") -> str:
+    """Return all names in words: "a, b and c"."""
+    *others, last = names
+    return f"{', '.join(others)} {joint} {last}" if others else last
 
 
 def _of_file(kind: str, wanted: PluginReference, path: Path) -> PluginRecord:

@@ -6,7 +6,6 @@ Started as `python -m skyrl_engine.rollout.episode_process IN OUT` with two open
 import asyncio
 import inspect
 import json
-import math
 import os
 import sys
 import traceback
@@ -15,6 +14,7 @@ from numbers import Real
 from typing import Any
 
 import attrs
+import numpy as np
 from attrs import define, field
 
 from skyrl_engine.contracts.kinds.environment import Action, Environment, Episode, StepResult, Task, ToolCall
@@ -29,6 +29,8 @@ LONGEST_CAUSE = 1000
 """Characters of what an environment raises that are told."""
 
 LONGEST_TRACEBACK = 8000
+
+_LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
 
 @define(eq=False)
@@ -97,6 +99,8 @@ def _told(error: Exception) -> str:
         words = str(error)
     except Exception as second:  # noqa: BLE001 -- an exception's text is the environment's own code
         words = f"its text cannot be made: {type(second).__name__}"
+    # half a character, which no file and no screen takes
+    words = words.encode(errors="backslashreplace").decode()
     return f"{type(error).__name__}: {words}"[:LONGEST_CAUSE]
 
 
@@ -119,14 +123,14 @@ def wrong_numbers(result: Any, *, tokens: int) -> str | None:
     given = result.token_rewards
     if given is None:
         return None
-    if not isinstance(given, Sequence) or len(given) != tokens or not all(map(_is_number, given)):
+    if not isinstance(given, Sequence | np.ndarray) or len(given) != tokens or not all(map(_is_number, given)):
         return f"token_rewards is {given!r:.80}, where {tokens} finite numbers are due, one per token"
     return None
 
 
 def wrong_end(result: Any) -> str | None:
     """Say where an answer is over and goes on, or neither."""
-    if not isinstance(result.done, bool):
+    if not isinstance(result.done, bool | np.bool_):
         return f"done is {result.done!r:.80}, where true or false is due"
     if result.done == bool(result.messages):
         return "done is true, and messages follow" if result.done else "done is false, and no message follows"
@@ -146,7 +150,7 @@ def wrong_messages(given: Any, method: str) -> str | None:
 
 
 def _wrong_rest(result: Any) -> str | None:
-    if not isinstance(result.success, bool | None):
+    if not isinstance(result.success, bool | np.bool_ | None):
         return f"success is {result.success!r:.80}, where true, false or none is due"
     for name in ("info", "sampling"):
         if not isinstance(getattr(result, name), Mapping):
@@ -161,9 +165,9 @@ def _wrong_rest(result: Any) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a finite number, NumPy's too."""
+    """Return True for a number that is finite as float32, which rewards are kept in; NumPy's too."""
     try:
-        return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+        return not isinstance(value, bool) and isinstance(value, Real) and abs(float(value)) <= _LARGEST_NUMBER
     except OverflowError:
         return False
 
@@ -185,6 +189,8 @@ def _plain(result: StepResult) -> dict[str, Any]:
     return {
         **table,
         "reward": float(result.reward),
+        "done": bool(result.done),
+        "success": None if result.success is None else bool(result.success),
         "messages": [dict(message) for message in result.messages],
         "token_rewards": None if given is None else [float(each) for each in given],
         **{name: {str(key): float(value) for key, value in table[name].items()} for name in numbers},
@@ -204,12 +210,19 @@ def task_of(table: Mapping[str, Any]) -> Task:
 
 def _line(answer: Mapping[str, Any]) -> bytes:
     try:
-        line = json.dumps(answer, allow_nan=False).encode() + b"\n"
+        line = json.dumps(answer, allow_nan=False, default=_of_numpy).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         return _failure(answer, f"the answer is not of JSON values: {error}")
     if len(line) > LARGEST:
         return _failure(answer, f"the answer has {len(line):,} bytes, and {LARGEST:,} are the most that is read")
     return line
+
+
+def _of_numpy(value: Any) -> Any:
+    """Return NumPy's numbers and arrays, and tensors, as plain numbers and lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
 def _failure(answer: Mapping[str, Any], cause: str) -> bytes:

@@ -6,17 +6,21 @@ on; nothing of a failed attempt carries loss. `prompt` and `response` are texts 
 reinforcement needs, so that nothing is lost on the way.
 """
 
+import codecs
 import json
+import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from skyrl_engine.contracts.values.ragged import offsets_of
-from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, Group, Trajectory, VersionSpans
+from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, Group, Status, Trajectory, VersionSpans
 from skyrl_engine.data.sources.ready_tokens import rollout_of
 from skyrl_engine.data.sources.rows import Row
 from skyrl_engine.errors import DataError, RolloutError
@@ -104,7 +108,13 @@ def _write_jsonl(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+            line = json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+            try:
+                line.encode()
+            except UnicodeEncodeError:
+                # half a character has no UTF-8, but JSON spells it
+                line = json.dumps(row, allow_nan=False) + "\n"
+            file.write(line)
             count += 1
     return count
 
@@ -175,8 +185,15 @@ def read_rollouts(place: Path) -> Iterator[Group]:
     if not place.is_file():
         raise RolloutError(f"there is no file or run directory {place}", remedy="Name a run of trainer rl, or an exported file")
     rows = _parquet_rows(place) if place.suffix == ".parquet" else _jsonl_rows(place)
-    for number, (_, of_group) in enumerate(groupby(rows, key=lambda named: _group_key(*named))):
+    seen: set[str | int] = set()
+    for number, (key, of_group) in enumerate(groupby(rows, key=lambda named: _group_key(*named))):
         taken = list(of_group)
+        if key in seen:
+            raise DataError(
+                f"{taken[0][0]} is of the group {key!r}, which ended before: its attempts would be compared without those",
+                remedy="Let the rows of a group stand together, and give later attempts at a task another group_id",
+            )
+        seen.add(key)
         yield _group_of(taken) if "segment_kinds" in taken[0][1] else _plain_group(taken, number)
 
 
@@ -187,10 +204,13 @@ def journal_of(place: Path) -> Path | None:
     return place / "rollouts" if (place / "rollouts").is_dir() else place
 
 
-def _group_key(name: str, row: Mapping[str, Any]) -> Any:
+def _group_key(name: str, row: Mapping[str, Any]) -> str | int:
     for key in _GROUP_KEYS:
-        if row.get(key) is not None:
-            return row[key]
+        given = row.get(key)
+        if isinstance(given, bool) or not isinstance(given, str | int | None):
+            raise DataError(f"{name} has the {key} {given!r:.80}", remedy="Name groups by texts or whole numbers")
+        if given is not None:
+            return given
     raise DataError(
         f"{name} does not say which group it belongs to: attempts at one task are compared with each other",
         remedy=f"Give each row one of {', '.join(_GROUP_KEYS)}, the same for all attempts at one task, which stand together",
@@ -210,39 +230,69 @@ def _plain_attempt(row: Row, ticket: int, member: int) -> Trajectory:
     sampled = tokens.loss[prompt:]
     reward = row.values.get("reward")
     if isinstance(reward, bool) or not isinstance(reward, int | float):
-        raise row.wrong("reward", f"a number is needed, not {reward!r}", "Store what the attempt earned")
-    logprobs = row.values.get("logprobs")
+        raise row.wrong("reward", f"a number is needed, not {reward!r:.80}", "Store what the attempt earned")
+    logprobs = _plain_logprobs(row)
     if logprobs is not None and len(logprobs) == len(sampled):
-        logprobs = np.asarray(logprobs, dtype=np.float32)[sampled]
+        logprobs = logprobs[sampled]
     if logprobs is not None and len(logprobs) != sampled.sum():
         raise row.wrong(
             "logprobs", f"it has {len(logprobs)} entries for {sampled.sum()} sampled tokens", "Give one per sampled token"
         )
+    cut_off = row.values.get("truncated")
+    if cut_off not in (None, False, True):
+        raise row.wrong("truncated", f"true or false is needed, not {cut_off!r:.80}", "Store whether the attempt was cut off")
     # a segment ends where sampled tokens meet others
     ends = [*(np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist(), *([len(sampled)] if len(sampled) else [])]
     kinds = [PROMPT, *(SAMPLED if sampled[end - 1] else OBSERVED for end in ends)]
     count = int(sampled.sum())
     rewards = np.zeros(count, dtype=np.float32)
-    rewards[-1:] = reward
+    with np.errstate(over="ignore"):
+        rewards[-1:] = _float(reward)
     return Trajectory(
         ticket=ticket,
         member=member,
         token_ids=tokens.input_ids.astype(np.int32),
         kinds=np.array(kinds, dtype=np.uint8),
         segment_offsets=np.array([0, prompt, *(prompt + end for end in ends)], dtype=np.int64),
-        logprobs=np.full(count, np.nan, dtype=np.float32) if logprobs is None else np.asarray(logprobs, dtype=np.float32),
+        logprobs=np.full(count, np.nan, dtype=np.float32) if logprobs is None else logprobs,
         versions=VersionSpans.one(0, count),
         rewards=rewards,
-        unplaced_reward=0.0 if count else float(reward),
-        status="truncated" if row.values.get("truncated") else "finished",
+        unplaced_reward=0.0 if count else _float(reward),
+        status="truncated" if cut_off else "finished",
     )
 
 
+def _plain_logprobs(row: Row) -> npt.NDArray[np.float32] | None:
+    """float32: the log-probabilities of a row, of whichever of its tokens; numbers beyond float32 are infinite, missing ones NaN."""
+    given = row.values.get("logprobs")
+    if given is None:
+        return None
+    with np.errstate(over="ignore"):
+        try:
+            made = np.asarray(given, dtype=np.float32) if isinstance(given, list | tuple) else None
+        except (TypeError, ValueError, OverflowError):
+            made = None
+    if made is None or made.ndim != 1:
+        raise row.wrong("logprobs", f"a flat list of numbers is needed, not {given!r:.80}", "Store one number per sampled token")
+    return made
+
+
+def _float(value: float) -> float:
+    """Return a number as a float; a whole number beyond the type becomes infinite, which is refused with the attempt's name."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if not text.strip():
+                continue
             try:
-                row = json.loads(line)
+                row = json.loads(text.decode())
             except ValueError as error:
                 raise DataError(f"{path} line {number} is not JSON ({error})", remedy="Export the rollouts again") from error
             if not isinstance(row, dict):
@@ -259,10 +309,19 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             number = 0
             for batch in file.iter_batches(batch_size=_ROWS_PER_WRITE):
                 for row in batch.to_pylist():
-                    yield f"{path} row {number}", {**row, **{name: json.loads(row[name]) for name in _DOCUMENTS if name in row}}
+                    ours = _DOCUMENTS if "segment_kinds" in row else ()
+                    yield f"{path} row {number}", {**row, **{name: _document(row.get(name)) for name in ours}}
                     number += 1
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet ({error})", remedy="Export the rollouts again") from error
+
+
+def _document(text: Any) -> Any:
+    """Return what a text of JSON holds; what is none comes back as it is, and is refused with its row."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError):
+        return text
 
 
 def _group_of(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Group:
@@ -279,7 +338,7 @@ def _group_of(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Group:
             tuple(members),
             first["dropped"],
         )
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise DataError(
             f"{name}: rollouts to train on by reinforcement need all columns of an export ({type(error).__name__}: {error})",
             remedy="Write the file with `skyrl-engine rollouts export`",
@@ -292,11 +351,13 @@ def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
         with np.errstate(over="ignore"):
             return np.concatenate([np.asarray(row[column], dtype=dtype) for row in rows])
 
-    tokens = [np.asarray([*row["prompt_ids"], *row["response_ids"]], dtype=np.int32) for row in rows]
+    if (given := [row["stretch"] for row in rows]) != list(range(len(rows))):
+        raise ValueError(f"the stretches of an attempt are {given}")
+    tokens = [np.asarray([operator.index(each) for each in (*row["prompt_ids"], *row["response_ids"])], np.int32) for row in rows]
     versions = joined("versions", np.int64)
     starts = np.flatnonzero(np.diff(versions, prepend=-1))
     last = rows[-1]
-    return Trajectory(
+    made = Trajectory(
         ticket=int(last["ticket"]),
         member=int(last["member"]),
         token_ids=np.concatenate(tokens),
@@ -314,6 +375,26 @@ def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
         tool_problems=int(last["tool_problems"]),
         **{name: last[name] for name in _DOCUMENTS},
     )
+    if (wrong := _wrong_with(made, len(versions))) is not None:
+        raise ValueError(wrong)
+    return made
+
+
+def _wrong_with(attempt: Trajectory, versions: int) -> str | None:
+    """Say which columns of an attempt, of so many versions, contradict each other; None where none do."""
+    lengths = np.diff(attempt.segment_offsets)
+    if len(lengths) != len(attempt.kinds) or (lengths < 0).any() or lengths.sum() != len(attempt.token_ids):
+        return f"segment_lengths {lengths.tolist()!s:.80} and segment_kinds do not cut {len(attempt.token_ids)} tokens"
+    if attempt.kinds[:1].tolist() != [PROMPT] or not np.isin(attempt.kinds, (PROMPT, SAMPLED, OBSERVED)).all():
+        return f"segment_kinds are {attempt.kinds.tolist()!s:.80}"
+    sampled = sampled_length(attempt)
+    for name, count in (("logprobs", len(attempt.logprobs)), ("rewards", len(attempt.rewards)), ("versions", versions)):
+        if count != sampled:
+            return f"{name} has {count} entries for {sampled} sampled tokens"
+    if attempt.status not in get_args(Status) or not isinstance(attempt.success, bool | None):
+        return f"status is {attempt.status!r:.40}, and success {attempt.success!r:.40}"
+    other = next((name for name in _DOCUMENTS if not isinstance(getattr(attempt, name), Mapping)), None)
+    return None if other is None else f"{other} holds no names with values"
 
 
 def segments_of(trajectory: Trajectory) -> Iterator[tuple[int, slice]]:

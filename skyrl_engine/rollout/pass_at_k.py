@@ -44,15 +44,11 @@ def majority(votes: Sequence[tuple[str | None, bool]]) -> float:
 
 @frozen
 class Estimate:
-    """A mean over tasks, and its 95 % interval; `tasks` were counted."""
+    """A mean over tasks, and its 95 % interval."""
 
     mean: float
     low: float
     high: float
-    tasks: int
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
 def estimate(per_task: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Estimate:
@@ -64,7 +60,7 @@ def estimate(per_task: Sequence[float], *, seed: int = 0, resamples: int = RESAM
     means = _resampled_means(values, generator, resamples)
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
-    return Estimate(float(values.mean()), float(low), float(high), len(values))
+    return Estimate(float(values.mean()), float(low), float(high))
 
 
 def _resampled_means(values: npt.NDArray[Any], generator: np.random.Generator, resamples: int) -> npt.NDArray[np.float64]:
@@ -75,18 +71,3 @@ def _resampled_means(values: npt.NDArray[Any], generator: np.random.Generator, r
         for done in range(0, resamples, piece)
     ]
     return np.concatenate(means)
-
-
-def estimates(counts: Sequence[tuple[int, int]], ks: Sequence[int], *, seed: int = 0) -> dict[str, Estimate]:
-    """Return `pass@k` for every k that some task has attempts for, and `avg@n` with n the most attempts, from (attempts, right) per task.
-
-    A task with fewer than k attempts does not count for pass@k.
-    """
-    most = max(attempts for attempts, _ in counts)
-    found: dict[str, Estimate] = {}
-    found[f"avg@{most}"] = estimate([right / attempts for attempts, right in counts], seed=seed)
-    for k in sorted(set(ks)):
-        values = [pass_at_k(attempts, right, k) for attempts, right in counts if attempts >= k]
-        if values:
-            found[f"pass@{k}"] = estimate(values, seed=seed)
-    return found

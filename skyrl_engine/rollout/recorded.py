@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,6 +26,9 @@ FAILED: Final = "failed"
 """The reason for which a group is left out of which too few attempts ended well."""
 
 _TOLD_EVERY: Final = 256
+
+_ROUNDING: Final = 1e-3
+"""What a log-probability may be above 0 in nats: other programs round."""
 
 Told = Callable[[int], None]
 """Told how many groups were read."""
@@ -118,7 +120,8 @@ def read_recording(
     chosen = [place for place, (_, reason) in enumerate(kept) if not dropped or reason is None]
     if not chosen:
         raise RolloutError(
-            f"{place} holds no group to train on: {', '.join(f'{count:,} {reason}' for reason, count in (left_out + dropped).items())}",
+            f"{place} holds no group to train on: "
+            + (", ".join(f"{count:,} {reason}" for reason, count in (left_out + dropped).items()) or "it is empty"),
             remedy="Name another recording, or remove a filter",
         )
     return Recording(
@@ -149,10 +152,9 @@ class RecordedSource:
 
     def take(self, step: int) -> Taken:
         """Return the groups of a step, counted from 1."""
-        began = time.monotonic()
         first = (step - 1) * self.per_step
         groups = tuple(self._group(ticket, step - 1) for ticket in range(first, first + self.per_step))
-        return Taken(groups, groups, time.monotonic() - began)
+        return Taken(groups, groups)
 
     def trained(self, step: int, groups: Sequence[Group], learned: Sequence[Learned]) -> None:  # noqa: ARG002 -- it follows from the step
         """Take the end of a step."""
@@ -210,9 +212,21 @@ def _check(attempt: Trajectory, name: str, limits: Limits) -> None:
         )
     if not np.isfinite(attempt.rewards).all() or not np.isfinite(attempt.unplaced_reward):
         raise DataError(f"{name} has a reward that is not finite", remedy="Correct or remove the attempt")
+    lengths = np.diff(attempt.segment_offsets)
+    if (lengths[attempt.kinds == PROMPT] == 0).any():
+        raise DataError(
+            f"{name} has no prompt: nothing gives its first token a probability", remedy="Store the prompt, or remove it"
+        )
+    if not len(attempt.logprobs):
+        raise DataError(f"{name} has no sampled token, and so nothing to learn from", remedy="Remove the attempt")
     unknown = np.isnan(attempt.logprobs)
     if (unknown.any() and not unknown.all()) or np.isinf(attempt.logprobs).any():
         raise DataError(f"{name} has log-probabilities that are not finite", remedy="Correct or remove the attempt")
+    if (attempt.logprobs > _ROUNDING).any():
+        raise DataError(
+            f"{name} has the log-probability {attempt.logprobs.max():g}, and none is above 0",
+            remedy="Store natural logarithms of probabilities",
+        )
 
 
 def _update(digest: Any, group: Group) -> None:

@@ -15,6 +15,7 @@ from skyrl_engine.contracts.values.rollout import Group, Status, Trajectory
 from skyrl_engine.errors import DataError, RolloutError
 from skyrl_engine.rollout.episodes import EpisodeReply
 from skyrl_engine.rollout.transcript import Ids, Transcript
+from skyrl_engine.spans import Phases
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,8 @@ _IDLE_S: Final = 0.5
 _SOON_S: Final = 0.02
 _QUICK_S: Final = 0.005
 _COMMON: Final = 3
+_A_TASK: Final = "\0"
+"""Stands for the task in the text of a failure."""
 
 
 class Sampler(Protocol):
@@ -122,7 +125,8 @@ class RolloutRunner:
 
     What is sampled depends on `seed`, the ticket, the attempt's number in its group and the turn, and on nothing else. `names` and `claims` are
     those of the environments, in their order; `sampling` holds for every turn, within `bounds`. Runners that share a sampler or environments
-    number their attempts from different `first_number`s on.
+    number their attempts from different `first_number`s on. Time that goes by in the sampler counts as `generate` among `phases`, time that
+    environments are waited for as `environment`.
     """
 
     sampler: Sampler
@@ -134,13 +138,14 @@ class RolloutRunner:
     bounds: Bounds
     seed: int
     first_number: int = 0
+    phases: Phases = field(factory=Phases)
     _running: dict[int, _Running] = field(factory=dict, init=False)
     _attempts: dict[int, _Attempt] = field(factory=dict, init=False)
     _requests: dict[int, _Attempt] = field(factory=dict, init=False)
     _to_send: list[GenerationRequest] = field(factory=list, init=False)
     _numbers: int = field(init=False)
     _request_ids: int = field(init=False)
-    _failed: deque[str | None] = field(factory=lambda: deque(maxlen=FAILURES_OF), init=False)
+    _failed: deque[tuple[str, str] | None] = field(factory=lambda: deque(maxlen=FAILURES_OF), init=False)
 
     @_numbers.default
     @_request_ids.default
@@ -160,7 +165,8 @@ class RolloutRunner:
             attempt = _Attempt(ticket, member, self._numbers, environment, task, version, list(task.messages))
             attempt.since = time.monotonic()
             self._attempts[attempt.number] = attempt
-            self.episodes.open(attempt.number, environment, task, self._seed(ticket, member))
+            with self.phases("environment"):
+                self.episodes.open(attempt.number, environment, task, self._seed(ticket, member))
 
     def advance(self, timeout: float) -> list[Group]:
         """Go on for about `timeout` seconds, or until a group has ended. Raises RolloutError where too many attempts fail."""
@@ -169,7 +175,7 @@ class RolloutRunner:
         while self._running and not ended:
             waiting = max(0.0, until - time.monotonic())
             # sampling many requests at once costs little more than sampling one: quick answers are all waited for
-            while replies := self.episodes.poll(_QUICK_S if self._to_send else 0.0 if self._requests else min(waiting, _IDLE_S)):
+            while replies := self._replies(_QUICK_S if self._to_send else 0.0 if self._requests else min(waiting, _IDLE_S)):
                 for reply in replies:
                     ended += self._replied(reply)
                 if not self.episodes.pending:
@@ -177,7 +183,7 @@ class RolloutRunner:
             self._send()
             if self._requests:
                 # an answer that is still owed shall not wait for long: its attempt would be sampled alone behind the others
-                for completion in self.sampler.poll(min(waiting, _SOON_S if self.episodes.pending else _IDLE_S)):
+                for completion in self._completions(min(waiting, _SOON_S if self.episodes.pending else _IDLE_S)):
                     ended += self._completed(completion)
             if time.monotonic() >= until:
                 break
@@ -196,6 +202,14 @@ class RolloutRunner:
         self._running.clear()
         self._to_send.clear()
 
+    def _replies(self, timeout: float) -> list[EpisodeReply]:
+        with self.phases("environment"):
+            return self.episodes.poll(timeout)
+
+    def _completions(self, timeout: float) -> list[Completion]:
+        with self.phases("generate"):
+            return self.sampler.poll(timeout)
+
     def _seed(self, *place: int) -> int:
         return int(np.random.SeedSequence([self.seed, *place]).generate_state(1, np.uint64)[0])
 
@@ -208,7 +222,11 @@ class RolloutRunner:
             return self._end(attempt, "failed", reply.failure)
         if reply.messages is not None:
             attempt.messages += reply.messages
-            attempt.transcript = Transcript(self._first_prompt(attempt))
+            try:
+                attempt.transcript = Transcript(self._first_prompt(attempt))
+            except DataError as error:
+                # of what planning did not see: tasks further on, and what this episode begins with
+                return self._end(attempt, "failed", error.cause)
             return self._ask(attempt)
         assert reply.result is not None, "an answer is one of three"
         return self._stepped(attempt, reply.result)
@@ -254,7 +272,8 @@ class RolloutRunner:
     def _send(self) -> None:
         if self._to_send:
             requests, self._to_send = sorted(self._to_send, key=lambda each: (each.session, each.request_id)), []
-            self.sampler.submit(requests)
+            with self.phases("generate"):
+                self.sampler.submit(requests)
 
     def _completed(self, completion: Completion) -> list[Group]:
         attempt = self._requests.pop(completion.request_id, None)
@@ -270,7 +289,8 @@ class RolloutRunner:
         action = self.turns.action(completion, transcript.turns - 1, attempt.task.tools)
         attempt.tool_problems += action.tool_problem is not None
         attempt.messages.append(self.turns.reply(action, attempt.task.tools))
-        self.episodes.step(attempt.number, action)
+        with self.phases("environment"):
+            self.episodes.step(attempt.number, action)
         return []
 
     def _stepped(self, attempt: _Attempt, result: StepResult) -> list[Group]:
@@ -333,7 +353,7 @@ class RolloutRunner:
         )
         if success is None and status != "failed":
             success = made.reward >= self.claims[attempt.environment].pass_threshold
-        self._count(cause)
+        self._count(cause, f"task {attempt.task.key!r}")
         running = self._running[attempt.ticket]
         running.ended[attempt.member] = evolve(made, success=success)
         if len(running.ended) < self.bounds.group_size:
@@ -344,18 +364,23 @@ class RolloutRunner:
         few = len(group.finished) < min(self.bounds.min_group_size, self.bounds.group_size)
         return [evolve(group, dropped="failed") if few else group]
 
-    def _count(self, cause: str | None) -> None:
+    def _count(self, cause: str | None, task: str) -> None:
         """Count failures. Raises RolloutError, with the commonest causes, where too many of the last attempts failed."""
-        self._failed.append(cause)
-        causes = [each for each in self._failed if each is not None]
-        if cause is None or len(causes) <= self.bounds.max_failure_share * FAILURES_OF:
-            if cause is not None:
-                logger.info("an attempt failed: %s", cause)
+        if cause is not None:
+            logger.info("an attempt failed: %s", cause)
+        # one mistake fails attempts at many tasks: it is one cause
+        self._failed.append(None if cause is None else (cause.replace(task, _A_TASK), task))
+        failures = [each for each in self._failed if each is not None]
+        if cause is None or len(failures) <= self.bounds.max_failure_share * FAILURES_OF:
             return
-        common = Counter(causes).most_common(_COMMON)
+        tasks: dict[str, dict[str, None]] = {}
+        for said, name in failures:
+            tasks.setdefault(said, {})[name] = None
+        common = Counter(said for said, _ in failures).most_common(_COMMON)
+        names = {said: next(iter(own)) + (" and others" if len(own) > 1 else "") for said, own in tasks.items()}
         raise RolloutError(
-            f"{len(causes)} of the last {len(self._failed)} attempts failed, and rollouts.max_failure_share is "
+            f"{len(failures)} of the last {len(self._failed)} attempts failed, and rollouts.max_failure_share is "
             f"{self.bounds.max_failure_share:g} of {FAILURES_OF}",
             remedy="Correct the environment, or raise rollouts.timeout_s or rollouts.max_failure_share",
-            details=[f"{count} x {each}" for each, count in common],
+            details=[f"{count} x {said.replace(_A_TASK, names[said])}" for said, count in common],
         )

@@ -1,6 +1,5 @@
 """Batches of groups for the steps of a trainer: started, filtered, recorded, taken in their order."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -16,20 +15,17 @@ from skyrl_engine.rollout.journal import Journal
 from skyrl_engine.rollout.ledger import RolloutLedger
 from skyrl_engine.rollout.records import Learned
 from skyrl_engine.rollout.runner import RolloutRunner
+from skyrl_engine.spans import Phases
 
 _PATIENCE_S: Final = 1.0
 
 
 @frozen(eq=False)
 class Taken:
-    """The groups of one step: those to train on, by ticket, and all that ended since the step before, dropped ones with their reason.
-
-    `seconds` are those that the step waited.
-    """
+    """The groups of one step: those to train on, by ticket, and all that ended since the step before, dropped ones with their reason."""
 
     groups: tuple[Group, ...]
     ended: tuple[Group, ...]
-    seconds: float
 
 
 class GroupSource(Protocol):
@@ -57,7 +53,7 @@ class RolloutSource:
     """Gives a trainer its groups, step by step, and is told when they were trained on.
 
     `task_of(ticket)` gives the number of a ticket's environment, and its task. `filters` drop groups that ended, where the ledger lets them.
-    `progress(ready, wanted)` is called while a step waits.
+    `progress(ready, wanted)` is called while a step waits. Time that goes by in the journal counts as `journal` among `phases`.
     """
 
     ledger: RolloutLedger
@@ -66,12 +62,12 @@ class RolloutSource:
     task_of: Callable[[int], tuple[int, Task]]
     filters: Sequence[Part[GroupFilter]] = ()
     progress: Callable[[int, int], None] | None = None
+    phases: Phases = field(factory=Phases)
     _groups: dict[int, Group] = field(factory=dict, init=False)
     _ended: dict[int, Group] = field(factory=dict, init=False)
 
     def take(self, step: int) -> Taken:
         """Wait for the groups of a step, counted from 1. Raises RolloutError where attempts fail, or filters drop too many groups."""
-        began = time.monotonic()
         while (tickets := self.ledger.take(step)) is None:
             for ticket in self.ledger.started():
                 environment, task = self.task_of(ticket)
@@ -80,20 +76,22 @@ class RolloutSource:
                 continue  # out of the journal
             for group in self.runner.advance(_PATIENCE_S):
                 self._take_in(group)
-            self.journal.poll()
+            with self.phases("journal"):
+                self.journal.poll()
             if self.progress is not None:
                 self.progress(len(self.ledger.ready()), self.ledger.groups)
         for ticket in self.ledger.recalled():
             self._ended[ticket] = self.journal.index.groups[ticket].group()
         groups = tuple(self._group(ticket) for ticket in tickets)
         ended = {**{group.ticket: group for group in groups}, **self._settled()}
-        return Taken(groups, tuple(ended[ticket] for ticket in sorted(ended)), time.monotonic() - began)
+        return Taken(groups, tuple(ended[ticket] for ticket in sorted(ended)))
 
     def trained(self, step: int, groups: Sequence[Group], learned: Sequence[Learned]) -> None:
         """Take the end of the step that trained on these groups, and what it learned from their attempts."""
         tickets = tuple(group.ticket for group in groups)
         self.ledger.trained(step, tickets)
-        self.journal.trained(step, tickets, learned)
+        with self.phases("journal"):
+            self.journal.trained(step, tickets, learned)
         for ticket in tickets:
             self._groups.pop(ticket, None)
 
@@ -117,12 +115,14 @@ class RolloutSource:
 
     def _take_in(self, group: Group) -> None:
         if group.dropped is not None:
-            self.journal.append(group, failed=True)
+            with self.phases("journal"):
+                self.journal.append(group, failed=True)
             self.ledger.failed(group.ticket)
             self._ended[group.ticket] = group
             return
         reason = self._filtered(group)
-        self.journal.append(evolve(group, dropped=reason))
+        with self.phases("journal"):
+            self.journal.append(evolve(group, dropped=reason))
         self._groups[group.ticket] = group
         self._ended[group.ticket] = evolve(group, dropped=reason)
         if reason is None:
@@ -163,7 +163,7 @@ def drop_reason(group: Group, filters: Sequence[Part[GroupFilter]], *, staleness
 def view_of(group: Group, *, staleness: int = 0) -> GroupView:
     """Return what filters see of a group."""
     attempts = group.finished
-    return GroupView(
+    view = GroupView(
         environment=group.environment,
         rewards=np.array([each.reward for each in attempts], dtype=np.float64),
         success=np.array([bool(each.success) for each in attempts], dtype=np.bool_),
@@ -171,3 +171,7 @@ def view_of(group: Group, *, staleness: int = 0) -> GroupView:
         truncated=np.array([each.status == "truncated" for each in attempts], dtype=np.bool_),
         staleness=staleness,
     )
+    # what one filter leaves, the next one sees
+    for values in (view.rewards, view.success, view.lengths, view.truncated):
+        values.setflags(write=False)
+    return view

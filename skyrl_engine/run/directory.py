@@ -5,7 +5,7 @@ import logging
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,9 +24,14 @@ logger = logging.getLogger(__name__)
 
 @frozen
 class RunDirectory:
-    """The places of a run's parts. Nothing else in the engine spells these names."""
+    """The places of a run's parts. Nothing else in the engine spells these names.
+
+    `created` are folders that were made for it, the innermost first; `empty` says that there was nothing in it when it was opened.
+    """
 
     path: Path
+    created: tuple[Path, ...] = ()
+    empty: bool = False
 
     @property
     def manifest(self) -> Path:
@@ -71,6 +76,24 @@ class RunDirectory:
             self.model.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
 
+    def remove_traces(self) -> None:
+        """Delete what a run wrote that ended before it began, and the folders that were made for it; nothing that was there before.
+
+        What cannot be deleted stays.
+        """
+        if not self.empty:
+            return
+        for name in _OWN_NAMES:
+            place = self.path / name
+            if place.is_dir():
+                shutil.rmtree(place, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    place.unlink()
+        with suppress(OSError):
+            for folder in self.created:
+                folder.rmdir()
+
     @contextmanager
     def owned(self) -> Iterator[None]:
         """Hold the directory for this process; the kernel lets go when the process ends, however it ends.
@@ -103,6 +126,7 @@ def open_run_directory(configured: str | None, *, name: str, resume: bool) -> Ru
         with _usable(RUNS):
             return _create_new(RUNS, f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{short_name(name)}")
     path = Path(configured).expanduser()
+    missing = _missing(path)
     if path.exists() and not path.is_dir():
         raise _problem(f"{path} is a file", "Name a new directory")
     with _usable(path):
@@ -113,7 +137,12 @@ def open_run_directory(configured: str | None, *, name: str, resume: bool) -> Ru
         raise _problem(f"{path} holds files that belong to no run, such as {foreign[0]!r}", "Name a new or empty directory")
     if present - {_LOCK, "run.log"} and not resume:
         raise _problem(f"{path} already holds a run", "Name a new directory, or set checkpoint.resume = true to continue that run")
-    return RunDirectory(path)
+    return RunDirectory(path, missing, empty=not present)
+
+
+def _missing(path: Path) -> tuple[Path, ...]:
+    """Return the folders that must be made for `path`, itself included, the innermost first."""
+    return tuple(folder for folder in (path, *path.parents) if not folder.exists())
 
 
 @contextmanager
@@ -137,6 +166,7 @@ def _create_new(parent: Path, name: str) -> RunDirectory:
     attempt = 1
     while True:
         path = parent / (name if attempt == 1 else f"{name}-{attempt}")
+        missing = _missing(path)
         try:
             path.mkdir(parents=True)
         except FileExistsError:
@@ -144,7 +174,7 @@ def _create_new(parent: Path, name: str) -> RunDirectory:
                 raise
             attempt += 1
         else:
-            return RunDirectory(path)
+            return RunDirectory(path, missing, empty=True)
 
 
 def _is_written_aside(name: str) -> bool:

@@ -82,6 +82,11 @@ class RunSession:
         write_manifest(self.directory.manifest, self._manifest)
         write_durably(self.directory.config, self._resolved.to_toml())
 
+    @property
+    def began(self) -> bool:
+        """Whether a start was recorded, of this session or of one before it."""
+        return self._manifest is not None
+
     def announce_start(self, total_steps: int) -> None:
         """Tell observers that training begins."""
         assert self._manifest is not None, "record_start comes first"
@@ -152,26 +157,34 @@ def open_session(
 
     The trainer and the model name a run directory that the configuration does not name. `observers` are registered beside those of the
     configuration; `resume` overrides `checkpoint.resume`. Raises ConfigError for a directory that must not be used, CheckpointError for a
-    checkpoint that cannot be resumed from. What the body raises is logged with its traceback, told to observers as one line, and raised again.
+    checkpoint that cannot be resumed from. What the body raises is logged with its traceback, told to observers as one line, and raised again;
+    a run that is refused (EngineError) before its start was recorded leaves no directory behind.
     """
     config = resolved.config
     resumes = config.checkpoint.resume if resume is None else resume
+    began = False
     directory = open_run_directory(config.run.directory, name=f"{config.trainer}-{Path(config.model.path).name}", resume=resumes)
-    with directory.owned(), logging_to(directory.log):
-        session: RunSession | None = None
-        try:
-            with listen_for_stop() as stop:
-                session = _open(resolved, directory, observers, stop, resumes=resumes)
-                yield session
-        except BaseException as error:
-            line = error.summary if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-            logger.exception("the session failed: %s", line)
-            if session is not None:
-                _finish_despite(session, line)
-            raise
-        else:
-            session._finish(None)  # noqa: SLF001 - this function and the class are two halves of one thing
-            logger.info("the session ended at step %d", session.step)
+    try:
+        with directory.owned(), logging_to(directory.log):
+            session: RunSession | None = None
+            try:
+                with listen_for_stop() as stop:
+                    session = _open(resolved, directory, observers, stop, resumes=resumes)
+                    yield session
+            except BaseException as error:
+                line = error.summary if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+                logger.exception("the session failed: %s", line)
+                if session is not None:
+                    began = session.began
+                    _finish_despite(session, line)
+                raise
+            else:
+                session._finish(None)  # noqa: SLF001 - this function and the class are two halves of one thing
+                logger.info("the session ended at step %d", session.step)
+    except EngineError:
+        if not began:
+            directory.remove_traces()
+        raise
 
 
 def to_resume_from(resolved: ResolvedConfig) -> Checkpoint | None:

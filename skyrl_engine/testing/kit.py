@@ -1,7 +1,7 @@
 """The promises that plugins of a kind are held to, and the verdict about one plugin."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
@@ -33,9 +33,13 @@ def promises_of(kind: str) -> "tuple[Promise[Any, Any], ...]":
     return promises
 
 
-def verify(plugin: SelectedPlugin, *, examples: int | None = None, layouts: Sequence[str] = ()) -> "Verdict":
+def verify(
+    plugin: SelectedPlugin, *, examples: int | None = None, layouts: Sequence[str] = (), given: Collection[str] | None = None
+) -> "Verdict":
     """Hold an installed plugin, or one of a local file, to every promise of its kind; `examples` cases each (None: the kit's own number).
 
+    Of options that are not `given` (None: all are), other values that their validators allow are tried too, on fewer cases; not of backends
+    and generators, whose options cost a model each.
     A backend is checked on `layouts` such as "tp2xpp2" (none: one rank, and two data-parallel ranks) and takes no `examples`.
     """
     kind = plugin.loaded.record.kind
@@ -51,7 +55,13 @@ def verify(plugin: SelectedPlugin, *, examples: int | None = None, layouts: Sequ
     from skyrl_engine.testing.subject import Subject
 
     with _each_warning_once():
-        return Verdict.of(promises, Subject.of_plugin(plugin), examples=EXAMPLES if examples is None else examples)
+        count = EXAMPLES if examples is None else examples
+        verdict = Verdict.of(promises, Subject.of_plugin(plugin), examples=count)
+        if given is None or kind == "generator":
+            return verdict
+        from skyrl_engine.testing.option_variants import with_variants
+
+        return with_variants(verdict, promises, plugin, frozenset(given), count)
 
 
 @contextmanager

@@ -1,13 +1,15 @@
 """A promise that a plugin must keep, and the finding of a check of it.
 
-A promise is one plain function `check(subject, case)`, which raises `Broken`. Hypothesis draws the cases and shrinks one that breaks the
-promise to the smallest; the pytest suites and `skyrl-engine plugins verify` both call `Promise.hold`.
+A promise is one plain function `check(subject, case)`, which raises `Broken`. Explicit cases come first, those that hardly any draw would
+hold; then Hypothesis draws others and shrinks one that breaks the promise to the smallest. The pytest suites and
+`skyrl-engine plugins verify` both call `Promise.hold`.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Generic, Literal, TypeVar
 
-from attrs import frozen
+from attrs import evolve, frozen
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky, Unsatisfiable
@@ -18,6 +20,8 @@ Status = Literal["kept", "broken", "not claimed", "undecided"]
 
 EXAMPLES = 40
 """Cases drawn per promise, unless asked otherwise."""
+UNDECIDED = 0.5
+"""The share of a promise's cases that may stay undecided: a plugin that refuses more of what is valid keeps nothing by that."""
 
 
 class Broken(AssertionError):  # noqa: N818 - a finding, told as a failed assertion
@@ -35,7 +39,14 @@ class Broken(AssertionError):  # noqa: N818 - a finding, told as a failed assert
 
 
 class Undecidable(Exception):  # noqa: N818 - no error: the case says nothing about this promise
-    """The case cannot decide the promise, for instance because the plugin fails in it, which another promise covers."""
+    """The case cannot decide the promise, for instance because the plugin fails in it, which another promise covers.
+
+    Where more than the share `UNDECIDED` of the cases does so, the promise is not kept.
+    """
+
+
+class Inapplicable(Undecidable):
+    """The contract lets a plugin refuse this case: it counts neither as decided nor as undecided."""
 
 
 @frozen
@@ -63,11 +74,17 @@ class Finding:
         return told
 
 
+def no_explicit_cases(_subject: object) -> "Iterable[Any]":
+    """Return no case: all of them are drawn."""
+    return ()
+
+
 @frozen(eq=False)
 class Promise(Generic[Subject, Case]):
     """A promise, stated by `sentence`. `cases` returns the strategy of a subject's cases; `exempt` the reason why it does not claim it.
 
     `effort` multiplies the number of cases: below 1 where a case is expensive, above 1 where cases that break the promise are rare.
+    `first` returns explicit cases of a subject, which are judged before any that is drawn.
     """
 
     name: str
@@ -76,13 +93,22 @@ class Promise(Generic[Subject, Case]):
     cases: Callable[[Subject], "st.SearchStrategy[Case]"]
     exempt: Callable[[Subject], str | None]
     effort: float = 1.0
+    first: "Callable[[Subject], Iterable[Case]]" = no_explicit_cases
 
     def hold(self, subject: Subject, *, examples: int = EXAMPLES, derandomize: bool = True, shrink: bool = True) -> Finding:
-        """Check the promise on the subject: with `derandomize` on the same cases every time, with `shrink` down to the smallest case."""
+        """Check the promise on the subject: with `derandomize` on the same cases every time, with `shrink` down to the smallest case.
+
+        Where an explicit case breaks the promise and a drawn one does too, the drawn one is told, since it is the smallest.
+        """
         exemption = self.exempt(subject)
         if exemption is not None:
             return self._finding("not claimed", exemption)
         seen = _Seen()
+        for case in self.first(subject):
+            with suppress(Broken):
+                seen.judge(self.check, subject, case)
+            if seen.broken is not None:
+                break
 
         @settings(
             max_examples=max(1, round(examples * self.effort)),
@@ -105,9 +131,14 @@ class Promise(Generic[Subject, Case]):
             assert seen.broken is not None, "flaky without a failure"
             return self._broken(seen.broken, seen)
         except Unsatisfiable:
-            return self._finding("undecided", seen.undecidable or "no case of this promise could be drawn")
+            pass  # explicit cases may have decided
+        if seen.broken is not None:
+            return self._broken(seen.broken, seen)
         if not seen.decided:
             return self._finding("undecided", seen.undecidable or "no case of this promise could be drawn")
+        if seen.undecided > UNDECIDED * (seen.decided + seen.undecided):
+            several = f"{seen.undecided} of {seen.decided + seen.undecided} cases could not be decided"
+            return self._finding("undecided", f"{several}: {seen.undecidable}")
         return self._finding("kept")
 
     def _finding(self, status: Status, cause: str | None = None) -> Finding:
@@ -125,7 +156,7 @@ class _Seen:
         self.broken: Broken | None = None
         self.case: Any = None
         self.undecidable: str | None = None
-        self.decided = 0
+        self.decided = self.undecided = 0
 
     def judge(self, check: Callable[[Any, Any], None], subject: Any, case: Any) -> None:
         try:
@@ -134,6 +165,7 @@ class _Seen:
             Undecidable
         ) as undecidable:  # no rejection: where nothing can be decided, Hypothesis would look for cases ten times as long
             self.undecidable = str(undecidable)
+            self.undecided += not isinstance(undecidable, Inapplicable)
             return
         except Broken as broken:
             self.broken, self.case = broken, case if broken.case is None else broken.case
@@ -157,11 +189,12 @@ def promise(
     cases: Callable[[Any], "st.SearchStrategy[Any]"] = no_cases,
     exempt: Callable[[Any], str | None] = claimed,
     effort: float = 1.0,
+    first: Callable[[Any], Iterable[Any]] = no_explicit_cases,
 ) -> Callable[[Callable[[Any, Any], None]], Promise[Any, Any]]:
     """Make a promise from its check; it takes the function's name."""
 
     def decorate(check: Callable[[Any, Any], None]) -> Promise[Any, Any]:
-        return Promise(check.__name__, sentence, check, cases, exempt, effort)
+        return Promise(check.__name__, sentence, check, cases, exempt, effort, first)
 
     return decorate
 
@@ -175,6 +208,17 @@ def any_of(*exemptions: Callable[[Any], str | None]) -> Callable[[Any], str | No
     return exempt
 
 
+def blamed(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Return the findings about one plugin; undecided ones are broken where nothing else is: then no other promise says what is wrong."""
+    findings = tuple(findings)
+    if any(finding.status == "broken" for finding in findings):
+        return findings
+    remedy = "Answer every valid input, and refuse only what the contract says may be refused"
+    return tuple(
+        evolve(finding, status="broken", remedy=remedy) if finding.status == "undecided" else finding for finding in findings
+    )
+
+
 @frozen
 class Verdict:
     """All findings about one plugin."""
@@ -186,8 +230,7 @@ class Verdict:
         cls, promises: Iterable[Promise[Any, Any]], subject: object, *, examples: int = EXAMPLES, derandomize: bool = True
     ) -> "Verdict":
         """Check every promise on the subject."""
-        findings = [each.hold(subject, examples=examples, derandomize=derandomize) for each in promises]
-        return cls(tuple(findings))
+        return cls(blamed([each.hold(subject, examples=examples, derandomize=derandomize) for each in promises]))
 
     def of_status(self, status: Status) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.status == status)

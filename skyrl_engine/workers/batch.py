@@ -95,6 +95,11 @@ class ShardBatch:
             ragged_offsets=dense.ragged_offsets,
             sample_ids=columns.sample_ids[plan.samples],
             step=self.shard.step,
+            candidates={
+                name: torch.from_numpy(values[chosen].astype(np.int64))
+                for name, values in columns.columns.items()
+                if values.dtype.kind == "i"
+            },
             samples=ScoredSamples(
                 sample_ids=columns.sample_ids[plan.samples],
                 group_ids=columns.group_ids[plan.samples],

@@ -1,6 +1,6 @@
 """Turn a plan into shards, one per data-parallel rank: its own samples as columns, its micro-batches, its tokens' weights."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,13 +10,14 @@ from attrs import evolve, frozen
 from skyrl_engine.contracts.kinds.backend import StepCounts
 from skyrl_engine.contracts.kinds.collator import Collator
 from skyrl_engine.contracts.kinds.merger import Merger
+from skyrl_engine.contracts.kinds.needs import column_forms, sample_value
 from skyrl_engine.contracts.kinds.reducer import BatchStructure, PerSequence, Reducer, TokenWeights
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.extras import PIXEL_VALUES
 from skyrl_engine.contracts.values.outputs import BatchOutput, RankOutput
 from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, MiniBatchPlan
-from skyrl_engine.contracts.values.ragged import IntArray, Join, join_fresh, offsets_of, take_segments
-from skyrl_engine.errors import ContractError
+from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Join, join_fresh, offsets_of, take_segments
+from skyrl_engine.errors import ContractError, DataError
 from skyrl_engine.registry.host import blaming
 from skyrl_engine.registry.part import Part
 
@@ -95,12 +96,24 @@ def planned(collator: Part[Collator], columns: SampleColumns, layout: Layout) ->
 
 
 def batch_structure(
-    columns: SampleColumns, mini_batch: MiniBatchPlan, max_sequence_length: int | None, join: Join = join_fresh
+    columns: SampleColumns,
+    mini_batch: MiniBatchPlan,
+    max_sequence_length: int | None,
+    join: Join = join_fresh,
+    reducer: Part[Reducer] | None = None,
 ) -> BatchStructure:
-    """Show a reducer its mini-batch: the samples in rank-major, micro-batch order. `join` as in `cut`."""
+    """Show a reducer its mini-batch: the samples in rank-major, micro-batch order, and what it needs of them. `join` as in `cut`.
+
+    Raises DataError, naming the reducer, for a column or a value of samples that it needs and the data lacks.
+    """
     samples = mini_batch.samples
+    needs = () if reducer is None else getattr(reducer.product, "needs", ())
+    label = "" if reducer is None else reducer.label
+    values = {name: _needed(label, "value", name, columns.sample_values)[samples] for name in map(sample_value, needs) if name}
+    read = list(column_forms(needs))
     sizes = [len(micro_batch.samples) for rank in mini_batch.ranks for micro_batch in rank]
-    (loss_weight,), action_offsets = take_segments([columns.loss_weight], columns.action_offsets, samples, join)
+    sources = [columns.loss_weight, *(_needed(label, "column", name, columns.columns) for name in read)]
+    (loss_weight, *taken), action_offsets = take_segments(sources, columns.action_offsets, samples, join)
     return BatchStructure(
         loss_weight=loss_weight,
         action_offsets=action_offsets,
@@ -111,7 +124,18 @@ def batch_structure(
         sample_ids=columns.sample_ids[samples],
         grouped=columns.grouped,
         trajectory_ids=columns.trajectory_ids[samples],
+        columns=dict(zip(read, taken, strict=True)),
+        sample_values=values,
     )
+
+
+def _needed(label: str, what: str, name: str, there: Mapping[str, AnyArray]) -> AnyArray:
+    if name not in there:
+        raise DataError(
+            f"{label} needs the {what} {name!r} of the samples, the data has {', '.join(sorted(there)) or 'none'}",
+            remedy="Provide it, or choose a reducer that does not need it",
+        )
+    return there[name]
 
 
 def token_weights(reducer: Part[Reducer], structure: BatchStructure) -> npt.NDArray[np.float64]:
@@ -191,7 +215,12 @@ def cut(
     tokens = np.diff(columns.token_offsets)[mini_batch.samples]
     step = StepCounts(sequences=int(np.count_nonzero(tokens)), tokens=int(tokens.sum()))
     wanted = set(needs)
-    source = evolve(columns, columns={name: values for name, values in columns.columns.items() if name in wanted})
+    source = evolve(
+        columns,
+        columns={name: values for name, values in columns.columns.items() if name in wanted},
+        # texts are for reducers, which work on the controller
+        sample_values={name: values for name, values in columns.sample_values.items() if values.dtype.kind not in "OU"},
+    )
     samples_before, actions_before = 0, 0
     for rank, micro_batches in enumerate(mini_batch.ranks):
         chosen = mini_batch.rank_samples(rank)

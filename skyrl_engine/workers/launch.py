@@ -155,6 +155,8 @@ class InlineTransport:
     """One rank in this process: no Ray, no copies, exceptions as they are. A call computes at once."""
 
     def __init__(self, spec: WorkerSpec) -> None:
+        if spec.device != "cpu":
+            os.environ.update(spec.variables())  # before the worker first asks for CUDA
         self._worker = Worker(spec, 0)
         logger.info("rank 0: in the controller's process, on %s, pid %d", socket.gethostname(), os.getpid())
 

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -49,11 +49,13 @@ class RayTransport:
         self._group = placement_group([resources] * world, strategy="PACK")
         wait_for_room(ray, self._group, resources, world)
         actor = ray.remote(RankActor)
+        started_with = on_start(spec, resources)
         self._actors = [
             actor.options(
                 num_cpus=resources["CPU"],
                 num_gpus=resources.get("GPU", 0),
                 max_restarts=0,
+                **started_with,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
             ).remote()
             for bundle in range(world)
@@ -141,6 +143,12 @@ class RayTransport:
             self._group = None
         if self._owns_cluster and self._ray.is_initialized():
             self._ray.shutdown()
+
+
+def on_start(spec: WorkerSpec, resources: Mapping[str, float]) -> dict[str, Any]:
+    """Return options of Ray that start a rank's process with the variables of its backend; none on the CPU, which starts from Ray's pool."""
+    variables = spec.variables() if "GPU" in resources else {}
+    return {"runtime_env": {"env_vars": variables}} if variables else {}
 
 
 def _cause_of_death(error: Exception) -> str:

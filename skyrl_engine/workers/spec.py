@@ -1,9 +1,10 @@
 """The orders of a rank at its start: plain values that pickle anywhere."""
 
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from attrs import frozen
+from attrs import Factory, frozen
 
 from skyrl_engine.contracts.kinds.backend import AdamWSettings
 from skyrl_engine.contracts.kinds.context import FactoryContext
@@ -18,7 +19,8 @@ class WorkerSpec:
     """`plugins` are locks of the selected plugins by their place in the configuration; a rank loads the same plugins, or refuses. A
     rank with the backend alone loads and exports, and runs no pass.
 
-    `shown` are model scores that per-token outputs hold beside those that the losses read. `packed_rows` as in `RankEnvironment`.
+    `environment` as in `BackendDescription`. `shown` are model scores that per-token outputs hold beside those that the losses read.
+    `packed_rows` as in `RankEnvironment`.
     """
 
     plugins: Mapping[str, Mapping[str, Any]]
@@ -29,3 +31,8 @@ class WorkerSpec:
     device: Device = "auto"
     shown: frozenset[str] = frozenset()
     packed_rows: bool = False
+    environment: Mapping[str, str] = Factory(dict)
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables that a rank on a CUDA device starts with; what this process' environment says goes before the backend."""
+        return {name: os.environ.get(name, value) for name, value in self.environment.items()}

@@ -25,8 +25,8 @@ from skyrl_engine.registry.part import Part
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.batch import Selection, ShardBatch
 from skyrl_engine.workers.dispatch import Shard
-from skyrl_engine.workers.frozen import FrozenModel, WithoutAdapters
 from skyrl_engine.workers.process_group import Rendezvous, join, leave, pick_device
+from skyrl_engine.workers.scoring import ScoringModel, WithoutAdapters
 from skyrl_engine.workers.spec import WorkerSpec
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Worker:
         self._plugin = SelectedPlugin.from_lock(spec.plugins["backend"])
         self._environment = RankEnvironment(rank, spec.topology.world_size, device, spec.context.seed, spec.packed_rows)
         self._backend = self._set_up_model(spec.model, spec.optimizer)
-        self._frozen: dict[str, FrozenModel] = {}
+        self._frozen: dict[str, ScoringModel] = {}
         if self._backend.coords != (described := spec.topology.coords(rank)):
             raise ContractError(
                 f"{self._plugin.loaded.record} stands at {self._backend.coords} and described {described}",
@@ -143,7 +143,7 @@ class Worker:
             if work.mode == "forward_backward":
                 output = self._backend.forward_backward(batch, objective)
             else:
-                scoring: FrozenModel = self._backend if work.model is None else self._frozen[work.model]
+                scoring: ScoringModel = self._backend if work.model is None else self._frozen[work.model]
                 output = scoring.forward(batch, objective)
         return RankReply(output, self._spans.drain())
 

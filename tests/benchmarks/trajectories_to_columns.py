@@ -1,10 +1,13 @@
-"""CPU nanoseconds per token to lay trajectories out as columns: 512 attempts of about 2,000 tokens, in 5 turns and in 100.
+"""Bar B4: CPU nanoseconds per token to lay trajectories out as columns, and to estimate advantages: 512 attempts of about 2,000 tokens, in 5
+turns and in 100.
 
-Rounds are interleaved in one process; a figure is the least CPU time. The bar holds where memory that was freed stays with the process: new
-pages may take a virtual machine longer than all else takes together, so both are printed. Run with `nox -s bench`.
+Rounds are interleaved in one process; a figure is the least CPU time. The bars hold where memory that was freed stays with the process, and in
+few turns: new pages may take a virtual machine longer than all else takes together, so both are printed. Run with `nox -s bench`.
 """
 
 import ctypes
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from measuring.bars import beside
@@ -13,11 +16,15 @@ from measuring.cpu_time import interleaved, machine
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, Group, Trajectory, VersionSpans
 from skyrl_engine.rollout.columns import to_columns
+from skyrl_engine.training.rl.trainer import advantage_batch
+from skyrl_engine_advantages.options import GaeOptions, GrpoOptions
+from skyrl_engine_advantages.vectorized import gae, grpo
 
 GROUPS, MEMBERS, TOKENS = 64, 8, 2000
 ROUNDS = 15
-BAR = 5.0
+BARS = {"to columns": 5.0, "grpo": 10.0, "gae": 40.0}
 """Nanoseconds per token, in few turns."""
+
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 
 
@@ -47,7 +54,14 @@ def groups_of(turns: int) -> list[Group]:
 def main() -> None:
     batches = {f"{turns} turns": groups_of(turns) for turns in (5, 100)}
     tokens = {name: sum(len(each.token_ids) for group in groups for each in group.trajectories) for name, groups in batches.items()}
-    works = {name: lambda groups=groups: to_columns(groups, environments=("words",)) for name, groups in batches.items()}
+    works: dict[tuple[str, str], Callable[[], object]] = {}
+    for name, groups in batches.items():
+        works["to columns", name] = partial(to_columns, groups, environments=("words",))
+        columns = to_columns(groups, environments=("words",))
+        values = np.random.default_rng(1).normal(size=len(columns.loss_weight)).astype(np.float32)
+        batch = advantage_batch(columns.with_columns({"old_values": values}), ("old_values",))
+        works["grpo", name] = partial(grpo, batch, GrpoOptions())
+        works["gae", name] = partial(gae, batch, GaeOptions())
     print(machine())
     for memory in ("new", "kept"):
         if memory == "kept":
@@ -56,10 +70,10 @@ def main() -> None:
             if mallopt is None or not all(mallopt(name, 2**30) for name in (_MMAP_THRESHOLD, _TRIM_THRESHOLD)):
                 print("kept memory: this C library cannot be asked for it")
                 return
-        for name, seconds in interleaved(works, ROUNDS).items():
+        for (work, name), seconds in interleaved(works, ROUNDS).items():
             figure = 1e9 * seconds / tokens[name]
-            bar = beside(figure, at_most=BAR) if memory == "kept" and name == "5 turns" else ""
-            print(f"{name}, {tokens[name]:,} tokens, {memory} memory: {figure:.1f} ns per token {bar}".rstrip())
+            bar = beside(figure, at_most=BARS[work]) if memory == "kept" and name == "5 turns" else ""
+            print(f"{work}, {name}, {tokens[name]:,} tokens, {memory} memory: {figure:.1f} ns per token {bar}".rstrip())
 
 
 if __name__ == "__main__":

@@ -187,15 +187,15 @@ import numpy as np
 
 
 class Other:
-    def __init__(self, times):
-        self.taken, self.times = [], times
+    def __init__(self, times, token=0):
+        self.taken, self.times, self.token = [], times, token
 
     def start(self, start): ...
     def submit(self, requests): self.taken += requests
     def poll(self, timeout):
         requests, self.taken = self.taken, []
         return [
-            Completion(each.request_id, np.zeros(1, np.int32), np.zeros(1, np.float32), VersionSpans.one(0, 1), "length")
+            Completion(each.request_id, np.full(1, self.token, np.int32), np.zeros(1, np.float32), VersionSpans.one(0, 1), "length")
             for each in requests * self.times
         ]
     def abort(self, request_ids=None): ...
@@ -205,8 +205,8 @@ class Other:
 
 
 class Plugin:
-    def __init__(self, accepts=("tensors",), placement="rank", times=2):
-        self.times = times
+    def __init__(self, accepts=("tensors",), placement="rank", times=2, token=0):
+        self.times, self.token = times, token
         self.described = GeneratorDescription(frozenset({"logprobs"}), accepts, placement, 1)
 
     @hookimpl
@@ -215,7 +215,7 @@ class Plugin:
 
     @hookimpl
     def skyrl_engine_make_generator(self, config):
-        return Other(self.times)
+        return Other(self.times, self.token)
 
 
 twice = Plugin()
@@ -223,6 +223,7 @@ never = Plugin(times=0)
 nothing = Plugin(accepts=())
 far = Plugin(placement="remote")
 folders = Plugin(accepts=("directory",))
+larger = Plugin(times=1, token=128)
 """
 
 
@@ -236,7 +237,7 @@ def other(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nothing", "takes weights as nothing, and ranks give them as module or tensors"),
+        ("nothing", "takes weights as nothing, and the backend gives module or tensors"),
         ("folders", "takes weights as directory"),
         ("far", "runs as placement 'remote'"),
     ],
@@ -250,6 +251,11 @@ def test_an_answer_that_nobody_waits_for_names_the_generator(opened: Any, other:
     engine = opened(generator={"use": f"{other}:twice"})
     with pytest.raises(ContractError, match=r"generator 'twice' of .* answered request 0, which is not under way"):
         engine.generate(asked(1)).result()
+
+
+def test_a_token_that_the_model_does_not_have_names_the_generator(opened: Any, other: Path) -> None:
+    with pytest.raises(ContractError, match=r"generator 'larger' of .* sampled the token 128 for request 0, .* vocabulary has 128"):
+        opened(generator={"use": f"{other}:larger"}).generate(asked(1)).result()
 
 
 def test_a_lost_request_is_not_waited_for(opened: Any, other: Path) -> None:

@@ -19,6 +19,7 @@ FAULTS = [
     (wrong.GroupsByPlace, {"sample_order"}, "it takes neighbours for members of one group"),
     (wrong.MeanOverSamples, {"turns"}, "it counts samples, not trajectories"),
     (wrong.MeanOfTheBatch, {"groups_apart", "zero_sum"}, "it counts over the batch"),
+    (wrong.WhitensZeros, {"observations"}, "it counts tokens that the model did not sample"),
     (wrong.CountsObservations, {"observations"}, "it counts tokens that the model did not sample"),
     (wrong.AdvantagesForObservations, {"finite_values"}, "which is not scored"),
     (wrong.HalvedBySize, {"scale"}, "it claims scale = 'linear'"),

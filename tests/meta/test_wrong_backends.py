@@ -83,7 +83,33 @@ ON_TWO_RANKS = [
     ("all_outputs_of_rank_0", {"outputs"}, "rank 1 returns outputs as if it stood at"),
     ("other_order_on_other_ranks", {"every_rank"}, "rank 1 yields other names in weights() than rank 0, or in another order"),
 ]
-FAULTS = [*((*each, "dp1") for each in ON_ONE_RANK), *((*each, "dp2") for each in ON_TWO_RANKS)]
+BY_DAY = [
+    ("clips_every_micro_batch", {"clipping"}, "and a small one its own", "dp1"),
+    ("trains_without_dropout", {"dropout"}, "seed nothing there", "dp1"),
+    ("weights_of_the_base", {"adapters"}, "at the start than the base with its adapters merged", "dp1"),
+    ("adapters_undeclared", {"undeclared_adapters"}, "trains adapters although it does not declare 'lora'", "dp1"),
+    ("eight_micro_batches", {"many_micro_batches"}, "where a rank has 11 micro-batches", "dp1"),
+    ("mask_on_the_cpu", {"one_device"}, "mixes devices", "dp1"),
+    ("looks_at_every_score", {"host_waits"}, "waits for the device in every micro-batch of forward_backward", "dp1"),
+]
+BY_NIGHT = [
+    ("clips_every_call", {"clipping"}, "and a small one its own", "dp1"),
+    ("clips_every_score", {"clipping"}, "and a small one its own", "dp1"),
+    ("clips_every_call", {"clipping"}, "and a small one its own", "dp2"),
+    ("same_masks_on_all_ranks", {"dropout"}, "ranks 0 and 1 draw the same dropout masks", "dp2"),
+    ("same_masks_in_all_passes", {"dropout"}, "gives the objective", "dp1"),
+    ("weights_beside_adapters", {"adapters"}, "gives at the start other names", "dp1"),
+    ("weights_of_the_first_merge", {"adapters"}, "after a step", "dp1"),
+    ("forgets_the_adapter", {"adapters"}, "where PEFT's own model gives", "dp1"),
+    ("stops_at_nothing", {"many_micro_batches"}, "also one without a document", "dp1"),
+    ("forgets_beyond_64", {"many_micro_batches"}, "whatever its width", "dp1"),
+    ("scores_through_numpy", {"one_device"}, ".numpy() reads a tensor that is not on the CPU", "dp1"),
+    ("norm_on_the_cpu", {"one_device"}, "mixes devices", "dp1"),
+    ("reads_the_largest_score", {"host_waits"}, "in every micro-batch of forward over", "dp1"),
+    ("copies_a_gradient_each_time", {"host_waits"}, ".cpu()", "dp1"),
+]
+FAULTS = [*((*each, "dp1") for each in ON_ONE_RANK), *((*each, "dp2") for each in ON_TWO_RANKS), *BY_DAY]
+ODD = [("one_micro_batch_at_a_time", "dp1"), ("one_micro_batch_at_a_time", "dp2"), ("builds_all_at_first", "dp2")]
 
 
 of_every_fault = pytest.mark.parametrize(("name", "promises", "words", "layout"), FAULTS, ids=[each[0] for each in FAULTS])
@@ -104,6 +130,18 @@ of_every_fault = pytest.mark.parametrize(("name", "promises", "words", "layout")
 @of_every_fault
 def test_a_wrong_backend_breaks_its_promises(bench, name, promises, words, layout):
     require_broken(broken_by(bench, name, layout, promises), promises, words)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "promises", "words", "layout"), BY_NIGHT, ids=[f"{each[0]}-{each[3]}" for each in BY_NIGHT])
+def test_other_wrong_backends_break_their_promises(bench, name, promises, words, layout):
+    require_broken(broken_by(bench, name, layout, promises), promises, words)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "layout"), ODD)
+def test_an_odd_backend_that_is_right_breaks_none(bench, name, layout):
+    assert broken_by(bench, name, layout) == {}
 
 
 @pytest.mark.nightly

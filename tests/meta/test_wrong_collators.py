@@ -56,6 +56,8 @@ FAULTS = [
     (wrong.CountsItsBuilds, "own_memory"),
     (wrong.InventsAColumn, "fields"),
     (wrong.IgnoresTheFieldsAskedFor, "fields"),
+    (wrong.TurnsTwoBuffers, "own_memory"),
+    (wrong.WeighsPadding, "numbers"),
 ]
 PACKED_FAULTS = [
     (wrong.SaysItPads, "declarations"),
@@ -69,22 +71,52 @@ PACKED_FAULTS = [
 ]
 
 
+NIGHTLY = [
+    (wrong.ShowsTheSamples, "own_memory"),
+    (wrong.KeepsOneGatherIndex, "own_memory"),
+    (wrong.LosesNegativeZeros, "numbers"),
+    (wrong.GivesDoubles, "numbers"),
+    (wrong.AlignsLeft, "numbers"),
+    (wrong.SwapsColumns, "numbers"),
+    (wrong.TakesWeightsForAMask, "numbers"),
+    (wrong.CountsPositionsInABytes, "tokens"),
+    (wrong.KnowsSixteenSamples, "samples_once"),
+    (wrong.NeedsASample, "tokens"),
+    (wrong.PlansByCount, "same_plan"),
+]
+NIGHTLY_PACKED = [(wrong.WeighsTheTokenItself, "numbers")]
+ODD = [wrong.AtTheTokens, pytest.param(wrong.RoundsWidths, marks=pytest.mark.nightly)]
+
 HOOKS = {"reference": lambda columns, micro_batch: reference.build_fields(columns, micro_batch, 7)}
 PACKED_HOOKS = {
     "reference": lambda columns, micro_batch: packed_reference.build_fields(columns, micro_batch, 7),
     "layouts": lambda lengths: layouts(lengths).map(lambda layout: evolve(layout, micro_batch_rows=None)),
 }
 
+WITHOUT_ROWS = {"layouts": PACKED_HOOKS["layouts"]}
+
 
 @pytest.mark.parametrize(
     ("collator_class", "promise", "hooks"),
-    [*((*fault, HOOKS) for fault in FAULTS), *((*fault, PACKED_HOOKS) for fault in PACKED_FAULTS)],
+    [
+        *((*fault, HOOKS) for fault in FAULTS),
+        *((*fault, PACKED_HOOKS) for fault in PACKED_FAULTS),
+        *(pytest.param(*fault, {}, marks=pytest.mark.nightly) for fault in NIGHTLY),
+        *(pytest.param(*fault, WITHOUT_ROWS, marks=pytest.mark.nightly) for fault in NIGHTLY_PACKED),
+    ],
     ids=lambda value: getattr(value, "__name__", value if isinstance(value, str) else ""),
 )
 def test_a_wrong_collator_breaks_the_promise_about_its_fault(collator_class, promise, hooks):
     finding = PROMISES[promise].hold(Subject("wrong", collator_class, hooks=hooks), examples=EXAMPLES, shrink=False)
     assert finding.status == "broken", finding
     assert finding.counterexample, "the case is told"
+
+
+@pytest.mark.parametrize("right", ODD, ids=lambda each: each.__name__)
+def test_an_odd_collator_that_is_right_breaks_none(right):
+    for each in PROMISES.values():
+        if each.name not in ("config_round_trip", "light_import"):
+            assert each.hold(Subject("odd", right), examples=20).status in ("kept", "not claimed"), each.name
 
 
 def test_every_promise_about_plans_and_builds_is_broken_by_someone():

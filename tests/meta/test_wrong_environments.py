@@ -32,6 +32,7 @@ FAULTS = [
     (wrong.MutatesTask, {"task_unchanged"}, "changes the task, which other attempts are given as well"),
     (wrong.TellsTheAnswer, {"echo"}, "a success without the solution"),
     (wrong.PaysNothing, {"solution"}, "has the reward 0.9, which is no success"),
+    (wrong.PaysTheTurnBefore, {"solution"}, "has the reward 0"),
     (wrong.PaysEmpty, {"echo"}, "a model that says nothing has the reward 1"),
     (wrong.SpeaksForTheModel, {"roles"}, "not of the roles user, tool, system"),
     (wrong.ContentOfParts, {"roles"}, "whose content is no text"),
@@ -42,7 +43,7 @@ FAULTS = [
     (wrong.ClosesWhatBegan, {"closes"}, "cannot be closed before it began: AttributeError"),
     (wrong.DoneWithMessages, {"done_and_messages"}, "done is true, and messages follow"),
     (wrong.GoesOnSilently, {"done_and_messages"}, "done is false, and no message follows"),
-    (wrong.RaisesOnGarbage, {"garbage"}, "raises ZeroDivisionError"),
+    (wrong.RaisesOnGarbage, {"garbage", "answers"}, "raises ZeroDivisionError"),
     (wrong.NeedsToolCalls, {"garbage"}, "raises AssertionError"),
     (wrong.PartsWithoutWeights, {"parts"}, "add up to 2"),
     (wrong.Stream, {"same_tasks"}, "and not from one stream"),
@@ -51,6 +52,16 @@ FAULTS = [
     (wrong.NoJson, {"well_formed"}, "is not of JSON values"),
     (wrong.ModelHasSpoken, {"well_formed"}, "ends with a message of the assistant"),
     (wrong.HoldsALambda, {"pickling"}, "cannot be pickled"),
+    (wrong.RaisesOnYes, {"answers"}, "cannot be answered in turn"),
+    (wrong.ChangesFolder, {"process_state"}, "leaves the working directory changed"),
+]
+BY_NIGHT = [
+    (wrong.RaisesInTheSecondTurn, {"answers"}, "cannot be answered in turn 1"),
+    (wrong.OnlyTrains, {"answers"}, "of eval cannot be opened"),
+    (wrong.SetsVariables, {"process_state"}, "leaves the environment variables changed"),
+    (wrong.SetsAnAlarm, {"process_state"}, "leaves the handler of SIGALRM changed"),
+    (wrong.RaisesTheLimit, {"process_state"}, "leaves the recursion limit changed"),
+    (wrong.FreesAtTheEnd, {"closes"}, "cannot be closed after its end"),
 ]
 
 RIGHT = [
@@ -65,6 +76,8 @@ RIGHT = [
     wrong.OneTask,
     wrong.TwoTurnSolutions,
     wrong.NobodyKnows,
+    wrong.WorksElsewhere,
+    pytest.param(wrong.RemembersTasks, marks=pytest.mark.nightly),
 ]
 
 
@@ -76,6 +89,13 @@ def named(value):
 def test_a_wrong_environment_breaks_its_promise(fault, promises, words):
     """These promises and no others; where an environment cannot be played, the others are undecided."""
     breaking.require_broken(breaking.broken_by(QUICK, fault, promises, examples=EXAMPLES), promises, words)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("fault", "promises", "words"), BY_NIGHT, ids=named)
+def test_other_wrong_environments_break_their_promises(fault, promises, words):
+    held = [each for each in QUICK if each.name in promises]
+    breaking.require_broken(breaking.broken_by(held, fault, promises, examples=4 * EXAMPLES), promises, words)
 
 
 @pytest.mark.parametrize("right", RIGHT, ids=named)

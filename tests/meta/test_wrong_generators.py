@@ -40,7 +40,19 @@ FAULTS = [
     (wrong.FilterIgnored, {"filters"}, "cuts off"),
     (wrong.PromptScoresFromZero, {"prompt_scores"}, "NaN for the first"),
     (wrong.NoTopScores, {"top_scores"}, "Fill Completion.top_logprobs"),
+    (wrong.SeedsOf32Bits, {"whole_seeds"}, "from the seeds 5 and 5 + 2**32"),
+    (wrong.IgnoresAborts, {"aborts_apart"}, "that were aborted as soon as they were sent"),
 ]
+BY_NIGHT = [
+    (wrong.SameNumberForEveryToken, {"distribution"}, "behind the first token"),
+    (wrong.SeedsOf16Bits, {"whole_seeds"}, "from the seeds 5 and 5 + 2**16"),
+    (wrong.MinTokensOfEndsAlone, {"stop_tokens"}, "min_tokens of stop tokens"),
+    (wrong.AbortsEverything, {"aborts_apart"}, "End the named requests alone"),
+    (wrong.KnowsItsIds, {"aborts_apart"}, "no such request"),
+    (wrong.WantsRoomForOneMore, {"no_room"}, "one of them just so"),
+    (wrong.EightAtMost, {"exactly_once"}, "there are more than eight requests"),
+]
+ODD = [wrong.OneRowAtATime, wrong.LastComesFirst]
 
 
 def broken_by(make, promises):
@@ -53,8 +65,23 @@ def test_a_wrong_generator_breaks_its_promise(fault, promises, words):
     breaking.require_broken(broken_by(fault, promises), promises, words)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(("fault", "promises", "words"), BY_NIGHT, ids=lambda value: getattr(value, "__name__", None))
+def test_other_wrong_generators_break_their_promises(fault, promises, words):
+    breaking.require_broken(broken_by(fault, promises), promises, words)
+
+
+OF_GENERATORS = {each.name for each in GENERATOR_PROMISES} - {each.name for each in PLUGIN_PROMISES}
+
+
 def test_what_the_faults_are_made_of_is_right():
-    assert broken_by(wrong.Plain, {each.name for each in GENERATOR_PROMISES} - {each.name for each in PLUGIN_PROMISES}) == {}
+    assert broken_by(wrong.Plain, OF_GENERATORS) == {}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("right", ODD, ids=lambda value: value.__name__)
+def test_an_odd_generator_that_is_right_breaks_none(right):
+    assert broken_by(right, OF_GENERATORS) == {}
 
 
 def test_a_generator_that_does_not_end_is_seen(monkeypatch):

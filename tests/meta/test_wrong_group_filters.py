@@ -26,13 +26,31 @@ FAULTS = [
     (wrong.SortsInPlace, {"inputs_unchanged"}, "changes group.rewards in place"),
     (wrong.ForgetsTheGroup, {"inputs_unchanged"}, "changes group.truncated in place"),
     (wrong.HoldsALambda, {"pickling"}, "cannot be pickled"),
+    (wrong.KnowsEight, {"answer"}, "IndexError"),
 ]
+BY_NIGHT = [
+    (wrong.LooksAtEight, {"member_order"}, "in another order of attempts"),
+    (wrong.CutsLongAttempts, {"inputs_unchanged"}, "changes group.rewards in place"),
+]
+ODD = [wrong.ByQuantiles, pytest.param(wrong.ByEnvironment, marks=pytest.mark.nightly)]
 
 
 @pytest.mark.parametrize(("fault", "promises", "words"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
 def test_a_wrong_filter_breaks_its_promise(fault, promises, words):
     held = [each for each in GROUP_FILTER_PROMISES if each.name in promises]
     breaking.require_broken(breaking.broken_by(held, fault, promises, examples=60), promises, words)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("fault", "promises", "words"), BY_NIGHT, ids=lambda value: getattr(value, "__name__", None))
+def test_other_wrong_filters_break_their_promises(fault, promises, words):
+    held = [each for each in GROUP_FILTER_PROMISES if each.name in promises]
+    breaking.require_broken(breaking.broken_by(held, fault, promises, examples=200), promises, words)
+
+
+@pytest.mark.parametrize("right", ODD, ids=lambda value: value.__name__)
+def test_an_odd_filter_that_is_right_breaks_none(right):
+    assert broken_by(right) == {}
 
 
 @pytest.mark.parametrize("fault", [wrong.LooksAtTheFirst, wrong.NumberInTheReason, wrong.SortsInPlace, wrong.DrawsFromNumpy])

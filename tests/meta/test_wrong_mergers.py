@@ -19,8 +19,9 @@ pytestmark = pytest.mark.of_sources(
 broken_by = partial(breaking.broken_by, MERGER_PROMISES, examples=60)
 
 ERRORS = {"missing_samples", "duplicated_samples", "unexpected_samples"}
+VALID = {each.name for each in MERGER_PROMISES} - ERRORS
 
-FAULTS = [
+DAILY = [
     (wrong.DropsRanksAboveZero, {"every_rank", "metrics", *ERRORS}, "is missing where 2 data-parallel ranks return their own"),
     (
         wrong.DropsTheLastSample,
@@ -42,10 +43,36 @@ FAULTS = [
     (wrong.SilentWhereOneIsUnexpected, {"unexpected_samples"}, "says nothing where sample 1000"),
     (wrong.WritesInPlace, {"inputs_unchanged"}, "changes the output of rank 0 in place"),
     (wrong.HoldsALambda, {"pickling"}, "cannot be pickled"),
+    (wrong.RefusesTwoRanks, {"answers"}, "refuses the outputs of dp 2"),
+    (wrong.ReusesItsMemory, {"own_memory"}, "Return memory of its own from every call"),
+]
+NIGHTLY = [
+    (wrong.RefusesEmptyRanks, {"answers"}, "a rank returns no sample"),
+    (wrong.NeedsValuesPerToken, {"answers"}, "nothing per token"),
+    (wrong.TableOfIds, {"answers"}, "refuses the outputs of"),
+    (wrong.DividesEveryPart, {"answers"}, "ZeroDivisionError"),
+    (wrong.CutsIdsTo32Bits, {"one_rank", "every_rank", "every_mini_batch", "replicas", "padding"}, "is missing where"),
+    (wrong.OrderOfIds, {"order"}, "belongs"),
+    (wrong.ThroughHalfPrecision, {"values"}, "where the ranks returned"),
+    (wrong.MendsNaN, {"values"}, "where the ranks returned"),
+    (wrong.LosesNegativeZeros, {"values"}, "where the ranks returned"),
+    (wrong.KnowsTwoFields, {"values"}, "Keep all fields"),
+    (wrong.MetricsOfTheFirstRank, {"metrics"}, "is lost"),
+    (wrong.MeansAsSums, {"metrics"}, "comes back as a sum, not as a mean"),
+    (wrong.AddsUpOverCalls, {"own_memory"}, "otherwise a second time"),
+]
+FAULTS = [*DAILY, *(pytest.param(*each, marks=pytest.mark.nightly) for each in NIGHTLY)]
+ODD = [
+    wrong.CountsItsCalls,
+    *(pytest.param(each, marks=pytest.mark.nightly) for each in (wrong.SampleBySample, wrong.FieldsByName)),
 ]
 
 
-@pytest.mark.parametrize(("fault", "promises", "words"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
+def named(value):
+    return getattr(value, "__name__", None)
+
+
+@pytest.mark.parametrize(("fault", "promises", "words"), FAULTS, ids=named)
 def test_a_wrong_merger_breaks_its_promise(fault, promises, words):
     broken = broken_by(fault, promises)
     breaking.require_broken(broken, promises, words)
@@ -55,6 +82,11 @@ def test_what_the_faults_are_made_of_is_right():
     assert broken_by(wrong.Plain) == {}
 
 
+@pytest.mark.parametrize("right", ODD, ids=named)
+def test_an_odd_merger_that_is_right_breaks_none(right):
+    assert broken_by(right, VALID) == {}
+
+
 def test_every_promise_to_mergers_is_broken_by_something():
     of_any_plugin = {"config_round_trip", "light_import"}  # broken by losses, in this folder
-    assert {each.name for each in MERGER_PROMISES} == {name for _, names, _ in FAULTS for name in names} | of_any_plugin
+    assert {each.name for each in MERGER_PROMISES} == {name for _, names, _ in DAILY for name in names} | of_any_plugin

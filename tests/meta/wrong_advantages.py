@@ -94,6 +94,17 @@ class MeanOfTheBatch(Plain):
         return super().values(batch, rewards, np.zeros_like(groups), finished)
 
 
+class WhitensZeros(Plain):
+    """Normalises over all tokens of the batch, among them the zeros of those that the model did not sample."""
+
+    claims = AdvantageClaims(groups="needed", whole_batch=True, shift=True)
+
+    def __call__(self, batch):
+        values = super().__call__(batch)
+        scored = values != 0
+        return np.where(scored, (values - values.mean()) / (values.std() + 1e-6), 0.0)
+
+
 class CountsObservations(Plain):
     """Divides by the length of the response, observed tokens included."""
 

@@ -450,3 +450,228 @@ sees_no_pixels = Wrong(overriding(forward=_on_inputs(_black), forward_backward=_
 leaves_the_tower_untrained = Wrong(overriding(gradients=_without_tower))
 takes_any_number_of_images = Wrong(overriding(forward=_without_the_missing))
 images_undeclared = Wrong(overriding(), fewer=frozenset({"vision"}))
+
+
+def _limited(self: Any) -> None:
+    """Clip what has been accumulated so far to the limit of setup."""
+    import torch
+
+    limit = None if self._settings is None else self._settings.max_grad_norm
+    if limit is not None:
+        torch.nn.utils.clip_grad_norm_(self._parameters().values(), limit)
+
+
+def _clips_calls(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    output = original(batch, objective)
+    _limited(self)
+    return output
+
+
+def _clips_micro_batches(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    from skyrl_engine.contracts import RankOutput
+
+    parts = []
+    for micro_batch in batch:
+        parts.append(original([micro_batch], objective))
+        _limited(self)
+    return RankOutput.concat(parts, self.coords)
+
+
+def _clips_scores(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    """Bounds the gradient of every score, as against outliers."""
+
+    class Bounded:
+        needs, temperature = objective.needs, objective.temperature
+
+        def __call__(self, scores: Any, micro_batch: Any) -> Any:
+            for score in scores.values():
+                score.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+            return objective(scores, micro_batch)
+
+    return original(batch, Bounded())
+
+
+clips_every_call = Wrong(overriding(forward_backward=_clips_calls))
+clips_every_micro_batch = Wrong(overriding(forward_backward=_clips_micro_batches))
+clips_every_score = Wrong(overriding(forward_backward=_clips_scores))
+
+
+def _without_dropout(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    train = self._scorer.train
+    self._scorer.train = lambda _mode=True: train(False)
+    try:
+        return original(batch, objective)
+    finally:
+        self._scorer.train = train
+
+
+def _one_seed(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    import torch
+
+    self.passes = getattr(self, "passes", 0) + 1
+    torch.manual_seed(self.passes)
+    return original(batch, objective)
+
+
+def _seeds_every_pass(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    import torch
+
+    torch.manual_seed(self.coords.rank)
+    return original(batch, objective)
+
+
+trains_without_dropout = Wrong(overriding(forward_backward=_without_dropout))
+same_masks_on_all_ranks = Wrong(overriding(forward_backward=_one_seed))
+same_masks_in_all_passes = Wrong(overriding(forward_backward=_seeds_every_pass))
+
+
+def _base_alone(self: Any, original: Any) -> Iterator[tuple[str, Any]]:
+    for name, parameter in self._model.named_parameters():
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), parameter.detach()
+
+
+def _as_peft_names(self: Any, original: Any) -> Iterator[tuple[str, Any]]:
+    for name, parameter in self._model.named_parameters():
+        yield name, parameter.detach()
+
+
+def _merged_at_setup(self: Any, original: Any) -> Iterator[tuple[str, Any]]:
+    if not hasattr(self, "kept"):
+        self.kept = [(name, tensor.clone()) for name, tensor in original()]
+    yield from self.kept
+
+
+def _fresh_adapters(self: Any, original: Any, model: Any, optimizer: Any, environment: Any) -> None:
+    """Adapters of the same shape as those that the path holds, and not those."""
+    if model.lora is not None and model.lora.path is not None:
+        model = attrs.evolve(model, lora=attrs.evolve(model.lora, path=None, rank=4, alpha=8))
+    original(model, optimizer, environment)
+
+
+weights_of_the_base = Wrong(overriding(weights=_base_alone))
+weights_beside_adapters = Wrong(overriding(weights=_as_peft_names))
+weights_of_the_first_merge = Wrong(overriding(weights=_merged_at_setup))
+forgets_the_adapter = Wrong(overriding(setup=_fresh_adapters))
+adapters_undeclared = Wrong(overriding(), fewer=frozenset({"lora"}))
+
+
+def _first_eight(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    return original(list(batch)[:8], objective)
+
+
+def _documents_only(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    """A batch ends with the first micro-batch that has nothing in it."""
+    from itertools import takewhile
+
+    return original(list(takewhile(lambda each: each.inputs["attention_mask"].any(), batch)), objective)
+
+
+def _short_rows(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    """Scores of long rows are without a gradient, as where a window of attention ends."""
+
+    class Windowed:
+        needs, temperature = objective.needs, objective.temperature
+
+        def __call__(self, scores: Any, micro_batch: Any) -> Any:
+            width = micro_batch.inputs["input_ids"].shape[1]
+            inside = micro_batch.positions % width < 64
+            return objective({name: each.where(inside, each.detach()) for name, each in scores.items()}, micro_batch)
+
+    return original(batch, Windowed())
+
+
+eight_micro_batches = Wrong(overriding(forward_backward=_first_eight))
+stops_at_nothing = Wrong(overriding(forward_backward=_documents_only))
+forgets_beyond_64 = Wrong(overriding(forward_backward=_short_rows))
+
+
+def _seen_by(change: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """The objective is called with what `change` makes of the scores and the micro-batch."""
+
+    def method(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+        class Changed:
+            needs, temperature = objective.needs, objective.temperature
+
+            def __call__(self, scores: Any, micro_batch: Any) -> Any:
+                return objective(change(scores, micro_batch), micro_batch)
+
+        return original(batch, Changed())
+
+    return method
+
+
+def _with_a_mask_on_the_cpu(scores: Any, _micro_batch: Any) -> Any:
+    import torch
+
+    return {name: score * torch.ones(len(score)) for name, score in scores.items()}
+
+
+def _through_numpy(scores: Any, _micro_batch: Any) -> Any:
+    for score in scores.values():
+        assert not (score.detach().numpy() > 1e9).any(), "no score is so large"
+    return scores
+
+
+def _looking_at_every_score(scores: Any, _micro_batch: Any) -> Any:
+    for score in scores.values():
+        assert not score.isinf().any(), "a score is infinite"
+    return scores
+
+
+def _largest(scores: Any, _micro_batch: Any) -> Any:
+    for score in scores.values():
+        if len(score):
+            score.detach().max().item()
+    return scores
+
+
+def _step_on_the_cpu(self: Any, original: Any, settings: Any = None) -> Any:
+    """A norm that is kept on the CPU, beside gradients that are not."""
+    import torch
+
+    total = torch.zeros(1)
+    for parameter in self._parameters().values():
+        if parameter.grad is not None:
+            total = total + parameter.grad.square().sum().reshape(1)
+    return original(settings)
+
+
+def _moves_each_gradient(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    """Gradients are copied to the CPU behind every micro-batch."""
+    from skyrl_engine.contracts import RankOutput
+
+    parts = []
+    for micro_batch in batch:
+        parts.append(original([micro_batch], objective))
+        self.copies = [each.grad.cpu() for each in self._parameters().values() if each.grad is not None][:1]
+    return RankOutput.concat(parts, self.coords)
+
+
+mask_on_the_cpu = Wrong(overriding(forward_backward=_seen_by(_with_a_mask_on_the_cpu)))
+scores_through_numpy = Wrong(overriding(forward=_seen_by(_through_numpy)))
+norm_on_the_cpu = Wrong(overriding(optim_step=_step_on_the_cpu))
+looks_at_every_score = Wrong(overriding(forward_backward=_seen_by(_looking_at_every_score)))
+reads_the_largest_score = Wrong(overriding(forward=_seen_by(_largest)))
+copies_a_gradient_each_time = Wrong(overriding(forward_backward=_moves_each_gradient))
+
+
+def _one_at_a_time(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    """Odd and right: a pass of its own for every micro-batch."""
+    from skyrl_engine.contracts import RankOutput
+
+    return RankOutput.concat([original([each], objective) for each in batch], self.coords)
+
+
+def _all_at_first(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    """Odd and right: every micro-batch is built before the first is scored."""
+    return original(list(batch), objective)
+
+
+def _sorted_weights(self: Any, original: Any) -> Iterator[tuple[str, Any]]:
+    """Odd and right: by name, and in memory of their own."""
+    yield from sorted((name, tensor.clone()) for name, tensor in original())
+
+
+one_micro_batch_at_a_time = Wrong(overriding(forward=_one_at_a_time, forward_backward=_one_at_a_time))
+builds_all_at_first = Wrong(overriding(forward=_all_at_first, forward_backward=_all_at_first, weights=_sorted_weights))

@@ -380,3 +380,135 @@ class WeighsTheTokenItself(DelegatingPacked, FieldChange):
 
     def change(self, array):
         return np.roll(array, 1, axis=1)
+
+
+class ShowsTheSamples(Delegating):
+    """A row of one sample is that sample's own memory."""
+
+    def build(self, columns, micro_batch, *, fields=None):
+        import torch
+
+        batch = super().build(columns, micro_batch, fields=fields)
+        if micro_batch.rows != 1 or not len(micro_batch.samples) or "input_ids" not in batch.fields:
+            return batch
+        (sample,) = micro_batch.samples
+        held = columns.input_ids[columns.token_offsets[sample] : columns.token_offsets[sample + 1]]
+        if len(held) != micro_batch.width:
+            return batch
+        return evolve(batch, fields={**batch.fields, "input_ids": torch.from_numpy(held)[None]})
+
+
+class TurnsTwoBuffers(Delegating):
+    """Every second build writes into the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory, self.builds = {}, 0
+
+    def build(self, columns, micro_batch, *, fields=None):
+        self.builds += 1
+        batch = super().build(columns, micro_batch, fields=fields)
+        kept = {name: self.memory.setdefault((self.builds % 2, name, field.shape), field) for name, field in batch.fields.items()}
+        for name, field in batch.fields.items():
+            kept[name].copy_(field)
+        return evolve(batch, fields=kept)
+
+
+class KeepsOneGatherIndex(Delegating):
+    def __init__(self):
+        super().__init__()
+        self.memory = {}
+
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
+        kept = self.memory.setdefault(len(batch.gather.columns), batch.gather.columns.copy())
+        kept[:] = batch.gather.columns
+        return evolve(batch, gather=evolve(batch.gather, columns=kept))
+
+
+class SwapsColumns(Delegating):
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
+        if not {"rewards", "advantages"} <= batch.fields.keys():
+            return batch
+        swapped = {"rewards": batch["advantages"], "advantages": batch["rewards"]}
+        return evolve(batch, fields={**batch.fields, **swapped})
+
+
+class TakesWeightsForAMask(FieldChange):
+    field = "loss_weight"
+
+    def change(self, array):
+        return (array != 0).astype(np.float32)
+
+
+class WeighsPadding(Delegating):
+    """1 where there is no response token, for a division later on."""
+
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
+        if "response_mask" in batch.fields and "loss_weight" in batch.fields:
+            batch["loss_weight"][batch["response_mask"] == 0] = 1.0
+        return batch
+
+
+class CountsPositionsInABytes(FieldChange):
+    field = "position_ids"
+
+    def change(self, array):
+        return array.astype(np.uint8).astype(np.int64)
+
+
+class KnowsSixteenSamples(Delegating):
+    """Tables of a fixed size: the seventeenth sample is planned as the first."""
+
+    def plan(self, lengths, layout):
+        plan = super().plan(lengths, layout)
+        return changed(plan, lambda ranks: tuple(tuple(evolve(each, samples=each.samples % 16) for each in rank) for rank in ranks))
+
+
+class NeedsASample(Delegating):
+    def build(self, columns, micro_batch, *, fields=None):
+        assert len(micro_batch.samples), "nothing to build"
+        return super().build(columns, micro_batch, fields=fields)
+
+
+class PlansByCount(Delegating):
+    """Remembers the plan of so many samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.plans = {}
+
+    def plan(self, lengths, layout):
+        return self.plans.setdefault(len(lengths), super().plan(lengths, layout))
+
+
+class AtTheTokens(Delegating):
+    """Odd and right: loss weights and columns as wide as the rows, each number at its token."""
+
+    def build(self, columns, micro_batch, *, fields=None):
+        import torch
+
+        batch = super().build(columns, micro_batch, fields=fields)
+        mask, made = batch.fields.get("response_mask"), {}
+        for name, field in batch.fields.items():
+            if name != "loss_weight" and name not in columns.columns:
+                continue
+            wide = torch.zeros(micro_batch.rows, micro_batch.width)
+            wide[:, micro_batch.width - field.shape[1] :] = field
+            made[name] = wide
+        return evolve(batch, fields={**batch.fields, **made}) if mask is not None or made else batch
+
+
+class RoundsWidths(Delegating):
+    """Odd and right: wider rows than are needed, where no budget forbids it."""
+
+    def plan(self, lengths, layout):
+        plan = super().plan(lengths, layout)
+        if layout.micro_batch_tokens is not None:
+            return plan
+        return changed(
+            plan,
+            lambda ranks: tuple(tuple(evolve(each, width=-(-each.width // 8) * 8) for each in rank) for rank in ranks),
+        )

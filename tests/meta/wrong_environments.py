@@ -1,7 +1,12 @@
 """Environments with one fault each, made from a right one: sums to answer, with a second chance; and odd ones without a fault."""
 
+import os
 import random
 import re
+import signal
+import sys
+import tempfile
+from pathlib import Path
 
 from attrs import evolve
 
@@ -159,6 +164,15 @@ class PaysNothingEpisode(Episode):
         return StepResult(self.worth(action.text))
 
 
+class PaysTheTurnBeforeEpisode(Episode):
+    """The reward of a turn comes with the next one, and that of the last turn never."""
+
+    def step(self, action):
+        answer = super().step(action)
+        before = self.worth(self.said[-2]) if len(self.said) > 1 else 0.0
+        return evolve(answer, reward=before, parts={})
+
+
 class PaysEmptyEpisode(Episode):
     """An empty answer is in every text."""
 
@@ -300,7 +314,85 @@ class HoldsALambda(Plain):
         self.scale = lambda value: value
 
 
+class RaisesOnYesEpisode(Episode):
+    """Answers what looks like a number, and what nobody expects, but not a word."""
+
+    def worth(self, text):
+        assert text not in ("yes", "no", "up"), "a number was expected"
+        return super().worth(text)
+
+
+class RaisesInTheSecondTurnEpisode(Episode):
+    def step(self, action):
+        assert action.turn == 0, "there is one turn"
+        return super().step(action)
+
+
+class OnlyTrains(Plain):
+    """Knows the sums of the tasks to train on, and no others."""
+
+    def open(self, task, seed):
+        assert task.key.startswith("train"), "no such task"
+        return super().open(task, seed)
+
+
+class ChangesFolderEpisode(Episode):
+    def begin(self):
+        os.chdir(tempfile.gettempdir())
+        return ()
+
+
+class SetsVariablesEpisode(Episode):
+    def begin(self):
+        os.environ["ANSWER"] = str(self.task.data["sum"])
+        return ()
+
+
+class SetsAnAlarmEpisode(Episode):
+    """A limit of time for what it computes; the handler stays."""
+
+    def step(self, action):
+        signal.signal(signal.SIGALRM, _give_up)
+        return super().step(action)
+
+
+def _give_up(_number, _frame):
+    raise TimeoutError("it takes too long")
+
+
+class RaisesTheLimitEpisode(Episode):
+    def begin(self):
+        sys.setrecursionlimit(sys.getrecursionlimit() + 1000)
+        return ()
+
+
+class FreesAtTheEndEpisode(Episode):
+    """Frees what it holds in its last turn, and once more when it is closed."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.held = {"server": 1}
+
+    def step(self, action):
+        result = super().step(action)
+        if result.done:
+            del self.held["server"]
+        return result
+
+    def close(self):
+        if self.said:
+            del self.held["server"]
+            self.said = []
+
+
 SharedTurns = wrong(SharedTurnsEpisode)
+RaisesOnYes = wrong(RaisesOnYesEpisode)
+RaisesInTheSecondTurn = wrong(RaisesInTheSecondTurnEpisode)
+ChangesFolder = wrong(ChangesFolderEpisode)
+SetsVariables = wrong(SetsVariablesEpisode)
+SetsAnAlarm = wrong(SetsAnAlarmEpisode)
+RaisesTheLimit = wrong(RaisesTheLimitEpisode)
+FreesAtTheEnd = wrong(FreesAtTheEndEpisode)
 Teaches = wrong(TeachesEpisode)
 GlobalRandom = wrong(GlobalRandomEpisode)
 RandomReward = wrong(RandomRewardEpisode)
@@ -312,6 +404,7 @@ NumberResult = wrong(NumberResultEpisode)
 TokenRewards = wrong(TokenRewardsEpisode)
 MutatesTask = wrong(MutatesTaskEpisode)
 PaysNothing = wrong(PaysNothingEpisode)
+PaysTheTurnBefore = wrong(PaysTheTurnBeforeEpisode)
 PaysEmpty = wrong(PaysEmptyEpisode)
 SpeaksForTheModel = wrong(SpeaksForTheModelEpisode)
 ContentOfParts = wrong(ContentOfPartsEpisode)
@@ -379,6 +472,28 @@ class SetsTheNextTurnEpisode(Episode):
         return result if result.done else evolve(result, sampling={"max_tokens": 4, "stop_strings": ["\n"]})
 
 
+class WorksElsewhereEpisode(Episode):
+    """Computes in a folder of its own, and comes back."""
+
+    def step(self, action):
+        before = Path.cwd()
+        os.chdir(tempfile.gettempdir())
+        try:
+            return super().step(action)
+        finally:
+            os.chdir(before)
+
+
+class RemembersTasks(Plain):
+    """Makes every task once, and keeps it: what it keeps is a function of the number."""
+
+    def tasks(self, split):
+        kept = self.__dict__.setdefault("kept", {})
+        if split not in kept:
+            kept[split] = super().tasks(split)
+        return kept[split]
+
+
 class TokensAsPrompt(Plain):
     """Its prompts are tokens already, it holds nothing out, and a solution takes one turn each."""
 
@@ -418,3 +533,4 @@ NoisyJudge = wrong(NoisyJudgeEpisode, claims=EnvironmentClaims(max_turns=2, rand
 NegativeRewards = wrong(NegativeRewardsEpisode)
 ProcessRewards = wrong(ProcessRewardsEpisode)
 SetsTheNextTurn = wrong(SetsTheNextTurnEpisode)
+WorksElsewhere = wrong(WorksElsewhereEpisode)

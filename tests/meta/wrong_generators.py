@@ -334,3 +334,85 @@ class PromptScoresFromZero(Plain):
 
 class NoTopScores(Plain):
     description = evolve(Plain.description, capabilities=Plain.description.capabilities | {"top_logprobs"})
+
+
+class SameNumberForEveryToken(Plain):
+    """Every token of a request is drawn with the first number of its seed: each follows the distribution, and not the ones before it."""
+
+    def draw(self, state, scaled):
+        state.draws = np.random.default_rng(self.seed(state.request))
+        return super().draw(state, scaled)
+
+
+class SeedsOf16Bits(Plain):
+    def seed(self, request):
+        return request.seed % 2**16
+
+
+class SeedsOf32Bits(Plain):
+    def seed(self, request):
+        return request.seed % 2**32
+
+
+class MinTokensOfEndsAlone(Plain):
+    """Stop tokens of a request stop it from the first token on."""
+
+    def ends(self, state):
+        if state.tokens[-1] in state.request.sampling.stop_token_ids:
+            return "stop", state.tokens[-1]
+        return super().ends(state)
+
+
+class AbortsEverything(Plain):
+    def abort(self, request_ids=None):
+        super().abort()
+
+
+class IgnoresAborts(Plain):
+    def abort(self, request_ids=None):
+        pass
+
+
+class KnowsItsIds(Plain):
+    def abort(self, request_ids=None):
+        for number in request_ids or ():
+            assert number in self.states, "no such request"
+        super().abort(request_ids)
+
+
+class WantsRoomForOneMore(Plain):
+    def submit(self, requests):
+        super().submit(requests)
+        for request in requests:
+            state = self.states.get(request.request_id)
+            if state is not None and len(request.prompt_ids) + request.sampling.max_tokens == LIMIT:
+                del self.states[request.request_id]
+                self.ready.append(self.completion(state, "error", error=f"{len(request.prompt_ids)} tokens of {LIMIT}"))
+
+
+class EightAtMost(Plain):
+    """Refuses what it could keep waiting."""
+
+    def submit(self, requests):
+        if len(requests) + len(self.states) > 8:
+            raise ContractError("there are more than eight requests", remedy="Send fewer")
+        super().submit(requests)
+
+
+class OneRowAtATime(Plain):
+    """Odd and right: samples request after request, each to its end."""
+
+    def step(self):
+        states, first = self.states, next(iter(self.states))
+        self.states = {first: states[first]}
+        done = super().step()
+        self.states = {**self.states, **{number: state for number, state in states.items() if number != first}}
+        return done
+
+
+class LastComesFirst(Plain):
+    """Odd and right: answers in the order opposite to that in which requests came."""
+
+    def step(self):
+        self.states = dict(reversed(self.states.items()))
+        return super().step()[::-1]

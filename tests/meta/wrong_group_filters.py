@@ -115,3 +115,43 @@ class ForgetsTheGroup(Plain):
 class HoldsALambda(Plain):
     def __init__(self):
         self.equal = lambda rewards: rewards.max() == rewards.min()
+
+
+class KnowsEight(Plain):
+    """A table of weights for groups of up to eight."""
+
+    weights = np.arange(8)[::-1] / 8
+
+    def __call__(self, group):
+        assert self.weights[len(group.rewards) - 1] >= 0
+        return super().__call__(group)
+
+
+class LooksAtEight(Plain):
+    def __call__(self, group):
+        first = group.rewards[:8]
+        return "zero_variance" if len(group.rewards) > 8 and first.max() == first.min() else super().__call__(group)
+
+
+class CutsLongAttempts(Plain):
+    """Clears the rewards of long attempts of large groups."""
+
+    def __call__(self, group):
+        if len(group.rewards) > 8:
+            group.rewards[group.lengths > 8] = 0
+        return super().__call__(group)
+
+
+class ByQuantiles:
+    """Odd and right: groups whose middle half is of one reward."""
+
+    def __call__(self, group):
+        low, high = np.quantile(np.sort(group.rewards), (0.25, 0.75))
+        return "middle_alike" if low == high and len(group.rewards) > 3 else None
+
+
+class ByEnvironment:
+    """Odd and right: old groups of one environment."""
+
+    def __call__(self, group):
+        return "old" if group.environment == "second" and group.staleness > 1 else None

@@ -40,7 +40,10 @@ class Trusting(Plain):
         pass
 
     def places(self, whole, expected):
-        return np.argsort(whole.sample_ids, kind="stable")
+        """In the caller's order; what nobody planned comes last."""
+        due = {each: place for place, each in enumerate(expected.tolist())}
+        ids = whole.sample_ids.tolist()
+        return sorted(range(len(ids)), key=lambda place: due.get(ids[place], len(due)))
 
 
 class DropsRanksAboveZero(Trusting):
@@ -153,3 +156,155 @@ class WritesInPlace(Plain):
 class HoldsALambda(Plain):
     def __init__(self):
         self.key = lambda output: output.coords.dp
+
+
+class RefusesTwoRanks(Plain):
+    """Written for one data-parallel rank."""
+
+    def collecting(self, outputs):
+        collected = super().collecting(outputs)
+        if len({output.coords.dp for output in collected}) > 1:
+            raise OutputError("outputs come from several ranks", remedy="Train on one")
+        return collected
+
+
+class RefusesEmptyRanks(Plain):
+    def collecting(self, outputs):
+        collected = super().collecting(outputs)
+        if any(not len(output.sample_ids) for output in collected):
+            raise OutputError("a rank returns no sample", remedy="Give every rank one")
+        return collected
+
+
+class NeedsValuesPerToken(Plain):
+    def merge(self, outputs, plan):
+        assert any(output.fields for output in outputs), "nothing per token"
+        return super().merge(outputs, plan)
+
+
+class TableOfIds(Plain):
+    """One slot for every id up to the largest."""
+
+    def places(self, whole, expected):
+        table = np.zeros(int(whole.sample_ids.max()) + 1, dtype=np.int64)
+        table[whole.sample_ids] = np.arange(len(whole.sample_ids))
+        return table[expected]
+
+
+class DividesEveryPart(Plain):
+    """The mean of every rank first, also of one without a sample."""
+
+    def metrics(self, outputs, whole):
+        for output in outputs:
+            for metric in output.metrics.values():
+                assert metric.reduction != "mean" or metric.value / metric.count is not None
+        return whole.metrics
+
+
+class CutsIdsTo32Bits(Trusting):
+    def merge(self, outputs, plan):
+        made = super().merge(outputs, plan)
+        return evolve(made, sample_ids=made.sample_ids.astype(np.int32).astype(np.int64))
+
+
+class OrderOfIds(Plain):
+    """Right as long as callers number samples as they come."""
+
+    def places(self, whole, expected):
+        return np.argsort(whole.sample_ids)
+
+
+class FieldChange(Plain):
+    """Every field as `change` makes it."""
+
+    def merge(self, outputs, plan):
+        made = super().merge(outputs, plan)
+        return evolve(made, fields={name: Ragged(self.change(each.values), each.offsets) for name, each in made.fields.items()})
+
+
+class ThroughHalfPrecision(FieldChange):
+    def change(self, values):
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).astype(np.float32)
+
+
+class MendsNaN(FieldChange):
+    def change(self, values):
+        return np.nan_to_num(values)
+
+
+class LosesNegativeZeros(FieldChange):
+    def change(self, values):
+        return values + np.float32(0)
+
+
+class KnowsTwoFields(Plain):
+    def merge(self, outputs, plan):
+        made = super().merge(outputs, plan)
+        return evolve(made, fields={name: each for name, each in made.fields.items() if name in ("logprobs", "token_loss")})
+
+
+class MetricsOfTheFirstRank(Plain):
+    """Looks for the names that the first rank reports."""
+
+    def metrics(self, outputs, whole):
+        names = next((output.metrics.keys() for output in outputs), ())
+        return {name: metric for name, metric in whole.metrics.items() if name in names}
+
+
+class MeansAsSums(Plain):
+    """Divides means, and hands the result on as if it were a sum."""
+
+    def metrics(self, outputs, whole):
+        return {name: Metric.sum(each.result) if each.reduction == "mean" else each for name, each in whole.metrics.items()}
+
+
+class ReusesItsMemory(Plain):
+    def __init__(self):
+        self.memory = {}
+
+    def merge(self, outputs, plan):
+        made = super().merge(outputs, plan)
+        fields = {}
+        for name, each in made.fields.items():
+            kept = self.memory.setdefault((name, len(each.values)), np.zeros_like(each.values))
+            kept[:] = each.values
+            fields[name] = Ragged(kept, each.offsets)
+        return evolve(made, fields=fields)
+
+
+class AddsUpOverCalls(Plain):
+    def __init__(self):
+        self.total = 0.0
+
+    def metrics(self, outputs, whole):
+        self.total += whole.metrics["a_sum"].value if "a_sum" in whole.metrics else 0.0
+        return {**whole.metrics, "a_sum": Metric.sum(self.total)}
+
+
+class SampleBySample(Plain):
+    """Odd and right: takes one sample after the other, and joins them."""
+
+    def merge(self, outputs, plan):
+        made = super().merge(outputs, plan)
+        whole = RankOutput(made.sample_ids, made.action_lengths, made.scored, made.fields)
+        joined = RankOutput.concat([whole.take([place]) for place in range(len(made))])
+        return evolve(made, scored=joined.scored, fields=joined.fields)
+
+
+class FieldsByName(Plain):
+    """Odd and right: fields and metrics in the order of their names."""
+
+    def merge(self, outputs, plan):
+        made = super().merge(outputs, plan)
+        return evolve(made, fields=dict(sorted(made.fields.items())), metrics=dict(sorted(made.metrics.items())))
+
+
+class CountsItsCalls(Plain):
+    """Odd and right: keeps a number that changes nothing."""
+
+    calls = 0
+
+    def merge(self, outputs, plan):
+        self.calls += 1
+        return super().merge(list(outputs)[::-1], plan)

@@ -1,7 +1,9 @@
 """What is written loads in transformers as it was given, whatever the model that writes it computes with."""
 
+import builtins
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,3 +39,18 @@ def test_without_weights_of_their_own_it_writes_those_of_the_model(tmp_path: Pat
     assert loaded.dtype == torch.bfloat16
     for name, tensor in loaded.state_dict().items():
         torch.testing.assert_close(tensor, writer.state_dict()[name], rtol=0, atol=0)
+
+
+def test_nothing_is_imported_of_backends_that_the_run_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers unwraps what it saves by accelerate, which imports DeepSpeed wherever it is installed."""
+    asked: list[str] = []
+    original = builtins.__import__
+
+    def seen(name: str, *arguments: Any, **named: Any) -> Any:
+        asked.append(name.partition(".")[0])
+        return original(name, *arguments, **named)
+
+    writer = model(torch.float32)
+    monkeypatch.setattr(builtins, "__import__", seen)
+    write_pretrained(writer, tmp_path, dict(writer.state_dict()), precision="bfloat16")
+    assert "deepspeed" not in asked

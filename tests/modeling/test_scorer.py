@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT
 from skyrl_engine.errors import ModelError
 from skyrl_engine.modeling.causal_lm import LogitRule, split_causal_lm, transformer_layers
-from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, ChunkedHead, Score, chunked_scores
+from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, Asked, ChunkedHead, Score, chunked_scores
 from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.scorer import Scorer
 
@@ -32,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 VOCABULARY = 97
 BOTH = ("logprobs", "entropy")
+EVERY_SCORE = (*VOCABULARY_SCORES, LOGPROBS_AT)
 
 
 def tiny(family: str, *, attention: str | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -103,26 +105,50 @@ def test_temperature_divides_logits_after_the_models_own_rule() -> None:
 
 @pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.25), LogitRule(softcap=0.5)], ids=["plain", "scale", "soft-cap"])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-@pytest.mark.parametrize("weighted", [["logprobs"], ["entropy"], ["logits"], ["logprobs", "entropy", "logits"]], ids="+".join)
+@pytest.mark.parametrize("weighted", [*([name] for name in EVERY_SCORE), EVERY_SCORE], ids="+".join)
 def test_gradients_of_scores_are_autograds_under_every_rule_and_temperature(
     rule: LogitRule, temperature: float, weighted: list[str]
 ) -> None:
     """Also when nothing is computed from some score, as from an entropy that is a metric alone; one chunk is kept, four are computed again."""
     draw = torch.Generator().manual_seed(0)
     raw = (torch.randn(11, VOCABULARY, generator=draw, dtype=torch.float64) * 3).requires_grad_()
-    labels = torch.randint(0, VOCABULARY, (11,), generator=draw)
-    upstream = torch.randn(len(weighted), 11, generator=draw, dtype=torch.float64)
+    tokens = torch.randint(0, VOCABULARY, (11, 4), generator=draw)
+    tokens[:5, 1], tokens[:3, 2] = tokens[:5, 0], tokens[:3, 3]  # a candidate may be the label, or stand there twice
+    score = Score(rule, temperature, EVERY_SCORE)
+    upstream = [torch.randn(each.shape, generator=draw, dtype=torch.float64) for each in score(raw, tokens)]
 
     def gradient(scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        of = dict(zip(VOCABULARY_SCORES, scores, strict=True))
-        return torch.autograd.grad([of[name] for name in weighted], raw, list(upstream))[0]
+        of = {name: (each, up) for name, each, up in zip(EVERY_SCORE, scores, upstream, strict=True)}
+        return torch.autograd.grad([of[name][0] for name in weighted], raw, [of[name][1] for name in weighted])[0]
 
-    expected = gradient(Score(rule, temperature, VOCABULARY_SCORES)(raw, labels))
+    expected = gradient(score(raw, tokens))
     for chunk in (3, 11):
-        scores = chunked_scores(
-            raw, torch.eye(VOCABULARY).double(), None, labels, Score(rule, temperature, VOCABULARY_SCORES), chunk
-        )
+        scores = chunked_scores(raw, torch.eye(VOCABULARY).double(), None, tokens, score, chunk)
         torch.testing.assert_close(gradient(scores), expected)
+
+
+def test_scores_are_those_of_whole_logits() -> None:
+    """By definition, of logits that a temperature divided; candidates of two columns come back under their needs."""
+    draw = torch.Generator().manual_seed(0)
+    raw = torch.randn(5, VOCABULARY, generator=draw, dtype=torch.float64) * 3
+    labels = torch.randint(0, VOCABULARY, (5,), generator=draw)
+    candidates = {"one": torch.randint(0, VOCABULARY, (5, 1), generator=draw), "three": torch.randint(0, VOCABULARY, (5, 3))}
+    asked = Asked.of({*VOCABULARY_SCORES, "values", "logprobs_at:three", "logprobs_at:one"}, labels, candidates)
+    got = asked.named(Score(LogitRule(), 0.5, asked.scores)(raw, asked.tokens))
+    logits = raw / 0.5
+    logprobs = logits.log_softmax(-1)
+    expected = {
+        "logprobs": logprobs[torch.arange(5), labels],
+        "entropy": -(logprobs.exp() * logprobs).sum(-1),
+        "logits": logits[torch.arange(5), labels],
+        "logsumexp": logits.exp().sum(-1).log(),
+        "mean_logprob": logprobs.mean(-1),
+        "logprobs_at:one": logprobs.gather(-1, candidates["one"]),
+        "logprobs_at:three": logprobs.gather(-1, candidates["three"]),
+    }
+    assert got.keys() == expected.keys()
+    for name, due in expected.items():
+        torch.testing.assert_close(got[name], due)
 
 
 def test_the_rules_of_the_families_matter() -> None:
@@ -192,7 +218,7 @@ def test_the_heads_bias_and_a_frozen_weight_get_what_they_should() -> None:
         return [hidden.grad, linear.weight.grad, linear.bias.grad]
 
     def chunked() -> list[torch.Tensor | None]:
-        ChunkedHead(linear, LogitRule(), 4 * VOCABULARY)(hidden, labels, 1.0, ("logprobs",))[0].sum().backward()
+        ChunkedHead(linear, LogitRule(), 4 * VOCABULARY)(hidden, labels[:, None], 1.0, ("logprobs",))[0].sum().backward()
         return [hidden.grad, linear.weight.grad, linear.bias.grad]
 
     results = []
@@ -216,7 +242,7 @@ def test_a_bfloat16_weights_gradient_is_summed_in_float32() -> None:
 
     def gradient(elements: int) -> torch.Tensor:
         linear.weight.grad = None
-        ChunkedHead(linear, LogitRule(), elements)(hidden, labels, 1.0, ("logprobs",))[0].sum().backward()
+        ChunkedHead(linear, LogitRule(), elements)(hidden, labels[:, None], 1.0, ("logprobs",))[0].sum().backward()
         assert linear.weight.grad is not None
         return linear.weight.grad.float()
 

@@ -17,6 +17,7 @@ from transformers import (
 
 from skyrl_engine.contracts.values.model import ComputeDtype, ModelConfig
 from skyrl_engine.errors import ModelError
+from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES
 from skyrl_engine.modeling.loading import load_scorer, load_skeleton
 
 VOCABULARY, HIDDEN = 64, 16
@@ -57,8 +58,8 @@ def test_a_head_that_the_checkpoint_lacks_is_zero_and_said(saved: Path, caplog: 
         _, scorer = load_scorer(ModelConfig(str(saved), value_head=True))
     assert scores(scorer, "values")["values"].tolist() == [0, 0, 0]
     assert "holds no value head; it starts at zero" in caplog.text
-    assert scorer.computes == {"logits", "logprobs", "entropy", "values"}
-    assert load_scorer(ModelConfig(str(saved)))[1].computes == {"logits", "logprobs", "entropy"}
+    assert scorer.computes == {*VOCABULARY_SCORES, "logprobs_at", "values"}
+    assert load_scorer(ModelConfig(str(saved)))[1].computes == {*VOCABULARY_SCORES, "logprobs_at"}
 
 
 @pytest.mark.parametrize("bias", [torch.tensor([0.5]), None], ids=["critic", "reward model"])

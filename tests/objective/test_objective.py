@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 
 from skyrl_engine import LossOutput, Metric
 from skyrl_engine.contracts.kinds.backend import MicroBatch
@@ -12,6 +13,7 @@ from skyrl_engine.errors import ContractError, DataError, PluginBrokenError
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.samples import ScoredSamples
+from skyrl_engine.testing.other_device import OtherDevice
 from skyrl_engine.testing.subject import part_of
 
 
@@ -226,3 +228,15 @@ def test_a_loss_that_does_not_depend_on_the_model_is_refused():
     with pytest.raises(ContractError, match="do not depend on the model"):
         objective(detached)({"logprobs": torch.zeros(3, requires_grad=True)}, micro_batch([1, 1, 1]))
     objective(detached)({"logprobs": torch.zeros(3)}, micro_batch([1, 1, 1]))  # scoring needs no gradient
+
+
+def test_the_host_waits_for_the_device_for_outputs_alone():
+    """One number for the report, and one array per output that was asked for; on a GPU each of them ends what runs ahead."""
+    batch = micro_batch([0.5, 0.25, 0.125], advantages=[1.0, 2.0, 3.0])
+    loss = objective(lambda tokens, _: -tokens.logprobs * tokens.advantages, ("logprobs", "advantages"))
+    for per_token_outputs, due in ((False, [".item()"]), (True, [".cpu()", ".cpu()", ".item()"])):
+        logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+        with OtherDevice() as device:
+            total, _ = evolve(loss, per_token_outputs=per_token_outputs)({"logprobs": logprobs}, batch)
+            assert device.place(total) == "other"
+        assert sorted(read.what for read in device.reads) == due

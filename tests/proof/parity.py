@@ -191,7 +191,7 @@ class Matrix:
         with self.group(backend, layout) as group:
             start = group.weights()
             engine = engine_of(group, resolved(*CLIPPED), optimizer=SGD)
-            engine.forward_backward(engine.plan(recorded_rollouts(engine.assembly.objective.columns))).result()
+            engine.forward_backward(engine.plan(recorded_rollouts(engine.assembly.objective.reads))).result()
             own = norm_of(engine.gradients())
             limit = self.clipped_definition()[0] / 7
             reported = engine.optim_step(max_grad_norm=limit, learning_rate=CLIPPED_RATE).result().grad_norm
@@ -261,7 +261,7 @@ def engine_of(group: WorkerGroup, plugins: Mapping[str, SelectedPlugin], **optio
 
 def _trajectory(group: WorkerGroup, plugins: Mapping[str, SelectedPlugin], start: Mapping[str, np.ndarray]) -> Trajectory:
     engine = engine_of(group, plugins, optimizer=SGD)
-    plan = engine.plan(recorded_rollouts(engine.assembly.objective.columns))
+    plan = engine.plan(recorded_rollouts(engine.assembly.objective.reads))
     passes = []
     for _ in range(STEPS):
         output = engine.forward_backward(plan).result().output

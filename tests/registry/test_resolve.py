@@ -57,6 +57,15 @@ def test_two_claims_are_an_error_that_names_both_in_full() -> None:
     assert caught.value.details == ("loss 'ppo' of acme-losses 1.0.0", "loss 'ppo' of zeta-losses 1.0.0")
 
 
+def test_a_collision_names_every_distribution_in_cause_remedy_and_details() -> None:
+    third = offer("mid-losses:ppo")
+    with pytest.raises(PluginAmbiguousError) as caught:
+        registry(PPO, OTHER_PPO, third).resolve("loss", "ppo")
+    assert caught.value.cause.endswith("3 distributions: acme-losses:ppo, zeta-losses:ppo and mid-losses:ppo")
+    assert caught.value.remedy.startswith("Write acme-losses:ppo, zeta-losses:ppo or mid-losses:ppo, or pin one of them")
+    assert len(caught.value.details) == 3
+
+
 def test_the_engines_own_plugins_have_no_priority() -> None:
     with pytest.raises(PluginAmbiguousError, match="skyrl-engine-losses:cross_entropy"):
         registry(OUTSIDER_LOSS, FIRST_PARTY_LOSS).resolve("loss", "cross_entropy")

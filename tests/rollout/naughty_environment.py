@@ -134,6 +134,23 @@ class Episode:
 
         return StepResult(np.float32(0.5), parts={"a": np.float64(0.5)}, metrics={"b": np.int64(3)})
 
+    def numpy_everywhere(self, action):
+        import numpy as np
+
+        return StepResult(
+            np.float64(1.5),
+            done=np.True_,
+            success=np.bool_(False),
+            info={"count": np.int64(3), "all": np.arange(2)},
+            token_rewards=np.full(len(action.token_ids), 0.5),
+        )
+
+    def more_than_float32(self, action):
+        return StepResult(1e39)
+
+    def fail_with_half_a_character(self, action):
+        raise ValueError("cut here: \ud83d")
+
     def count_tokens(self, action):
         return StepResult(float(len(action.text)), token_rewards=tuple(0.5 for _ in action.token_ids))
 

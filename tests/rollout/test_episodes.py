@@ -111,6 +111,8 @@ def test_an_episode_is_opened_answered_and_closed(shared):
         ("fail", "ValueError: no such word: hello"),
         ("text", "reward is 'much', where a finite number is due"),
         ("nan", "reward is nan, where a finite number is due"),
+        ("more_than_float32", "reward is 1e+39, where a finite number is due"),
+        ("fail_with_half_a_character", "ValueError: cut here: \\ud83d"),
         ("number", "step returned float where a StepResult is due"),
         ("none", "step returned NoneType where a StepResult is due"),
         ("assistant", "which is not of the roles user, tool, system"),
@@ -138,6 +140,8 @@ def test_a_failure_in_the_beginning_is_one_of_the_episode(shared):
 
 def test_numbers_of_numpy_and_rewards_by_the_token_pass(shared):
     assert stepped(shared, **{"step 1": "numpy"}).result == StepResult(0.5, parts={"a": 0.5}, metrics={"b": 3.0})
+    result = stepped(shared, **{"step 1": "numpy_everywhere"}).result
+    assert result == StepResult(1.5, success=False, info={"count": 3, "all": [0, 1]}, token_rewards=(0.5, 0.5, 0.5))
     assert stepped(shared, **{"step 1": "count_tokens"}).result == StepResult(5.0, token_rewards=(0.5, 0.5, 0.5))
 
 

@@ -3,6 +3,8 @@
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from attrs import evolve
 from hypothesis import given, settings
@@ -85,6 +87,93 @@ def test_other_rows_are_told(tmp_path, text, words):
     (tmp_path / "x.parquet").write_text("no Parquet")
     with pytest.raises(DataError, match="cannot be read as Parquet"):
         list(read_rollouts(tmp_path / "x.parquet"))
+
+
+PLAIN = {"task_key": "a", "prompt_ids": [5, 6], "response_ids": [7, 8, 2], "reward": 1.0, "logprobs": [-0.1, -2.0, -0.3]}
+
+
+def read(folder, *rows, name="x.jsonl"):
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(list(rows)), folder / name)
+    else:
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return list(read_rollouts(folder / name))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"logprobs": "abc"}, "column 'logprobs': a flat list of numbers is needed, not 'abc'"),
+        ({"logprobs": 0.5}, "a flat list of numbers is needed, not 0.5"),
+        ({"logprobs": ["a", "b", "c"]}, "a flat list of numbers is needed"),
+        ({"logprobs": [[-1.0], [-1.0], [-1.0]]}, "a flat list of numbers is needed"),
+        ({"truncated": "false"}, "column 'truncated': true or false is needed, not 'false'"),
+        ({"task_key": ["a"]}, r"has the task_key \['a'\]"),
+        ({"task_key": True}, "has the task_key True"),
+    ],
+)
+def test_plain_rows_that_are_none_are_told(tmp_path, changed, words):
+    with pytest.raises(DataError, match=words):
+        read(tmp_path, {**PLAIN, **changed}, PLAIN)
+
+
+def test_a_group_that_goes_on_behind_another_is_told(tmp_path):
+    """Its parts would be two groups with baselines of their own."""
+    rows = [{**PLAIN, "task_key": key} for key in "aba"]
+    with pytest.raises(DataError, match=r"line 3 is of the group 'a', which ended before"):
+        read(tmp_path, *rows)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"segment_lengths": [2, 2]}, "do not cut 5 tokens"),
+        ({"segment_lengths": [-2, 7]}, "do not cut 5 tokens"),
+        ({"segment_kinds": [0]}, "do not cut 5 tokens"),
+        ({"segment_kinds": [0, 7]}, r"segment_kinds are \[0, 7\]"),
+        ({"segment_kinds": [1, 0]}, r"segment_kinds are \[1, 0\]"),
+        ({"logprobs": [-1.0]}, "logprobs has 1 entries for 3 sampled tokens"),
+        ({"rewards": [1.0]}, "rewards has 1 entries for 3 sampled tokens"),
+        ({"versions": [0]}, "versions has 1 entries for 3 sampled tokens"),
+        ({"response_ids": [2**40, 3, 4]}, "OverflowError"),
+        ({"response_ids": [2.5, 3, 4]}, "'float' object cannot be interpreted as an integer"),
+        ({"status": "lost"}, "status is 'lost'"),
+        ({"success": "yes"}, "success 'yes'"),
+        ({"parts": None}, "parts holds no names with values"),
+        ({"member": 1}, r"the stretches of an attempt are \[0, 0\]"),
+    ],
+)
+def test_columns_of_an_export_that_contradict_each_other_are_told(tmp_path, changed, words):
+    """Lists of another length moved the numbers of all attempts behind them."""
+    first, second = rows_of(plain_group(0))
+    assert len(first["response_ids"]) == len(first["rewards"]) == 3
+    with pytest.raises(DataError, match=words):
+        read(tmp_path, {**first, **changed}, second)
+
+
+@pytest.mark.parametrize("info", [{"a": 1}, "no JSON", None])
+def test_columns_of_another_program_may_have_names_of_ours(tmp_path, info):
+    (group,) = read(tmp_path, {**PLAIN, "info": info, "metrics": 1.0}, PLAIN, name="x.parquet")
+    assert [each.reward for each in group.trajectories] == [1.0, 1.0]
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_rows_and_other_bytes_are_told(tmp_path):
+    line = json.dumps(PLAIN).encode() + b"\n"
+    (tmp_path / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + line + b"\n" + line)
+    (group,) = read_rollouts(tmp_path / "x.jsonl")
+    assert len(group.trajectories) == 2
+    (tmp_path / "x.jsonl").write_bytes(line + b"\xff\xfe\n")
+    with pytest.raises(DataError, match="line 2 is not JSON"):
+        list(read_rollouts(tmp_path / "x.jsonl"))
+
+
+@pytest.mark.parametrize("to", ["jsonl", "parquet"])
+def test_half_a_character_is_written_and_read(tmp_path, to):
+    """JSON can spell one, so that data and what environments report may hold it; UTF-8 cannot."""
+    group = plain_group(0, rewards=(1.0,))
+    told = evolve(group, trajectories=tuple(evolve(each, info={"answer": "cut \ud83d"}) for each in group.trajectories))
+    write_rows(rows_of(told, decode=str), tmp_path / f"x.{to}", to)
+    require_same(next(read_rollouts(tmp_path / f"x.{to}")), told)
 
 
 def test_a_file_that_is_there_is_not_written_over(tmp_path):

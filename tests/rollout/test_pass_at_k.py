@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from skyrl_engine.rollout.pass_at_k import estimate, estimates, majority, pass_at_k
+from skyrl_engine.rollout.pass_at_k import estimate, majority, pass_at_k
 
 
 @pytest.mark.parametrize("attempts", range(1, 9))
@@ -61,7 +61,7 @@ def test_intervals_are_those_of_the_seed():
     assert estimate(values, seed=3) == estimate(values, seed=3)
     assert estimate(values, seed=3) != estimate(values, seed=4)
     one = estimate([0.5])
-    assert (one.mean, one.low, one.high, one.tasks) == (0.5, 0.5, 0.5, 1)
+    assert (one.mean, one.low, one.high) == (0.5, 0.5, 0.5)
     with pytest.raises(ValueError, match="no task"):
         estimate([])
 
@@ -81,11 +81,3 @@ def test_pieces_of_bounded_memory_change_no_number(monkeypatch):
     whole = estimate(values, seed=1)
     monkeypatch.setattr("skyrl_engine.rollout.pass_at_k._PIECE", 50 * 7)
     assert estimate(values, seed=1) == whole
-
-
-def test_tasks_with_too_few_attempts_do_not_count_for_a_k():
-    found = estimates([(4, 2), (2, 1)], ks=(1, 4, 8))
-    assert set(found) == {"avg@4", "pass@1", "pass@4"}
-    assert found["avg@4"].mean == 0.5
-    assert (found["pass@4"].mean, found["pass@4"].tasks) == (1.0, 1)
-    assert str(found["avg@4"]) == "0.500 [0.500, 0.500]"

@@ -10,9 +10,11 @@ from attrs import define, evolve, field
 from skyrl_engine.contracts.kinds.environment import Action, EnvironmentClaims, StepResult, Task
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
 from skyrl_engine.contracts.values.rollout import PROMPT, SAMPLED, Trajectory, VersionSpans
+from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.episodes import EpisodeReply
 from skyrl_engine.rollout.runner import Bounds, RolloutRunner
 from skyrl_engine.rollout.turns import TurnRenderer
+from skyrl_engine.spans import Phases, Spans
 from skyrl_engine.testing.templates import TEMPLATES
 
 QUESTION = {"role": "user", "content": "how much is 1 + 1?"}
@@ -89,6 +91,7 @@ def attempt(
     tools: Any = (),
     room: int = 400,
     prompts: int = 1000,
+    phases: Phases | None = None,
 ) -> tuple[Trajectory, Model, Answers]:
     tokenizer = TEMPLATES[template].tokenizer()
     if template == "chatml":
@@ -108,6 +111,7 @@ def attempt(
         sampling=Sampling(max_tokens=room),
         bounds=Bounds(group_size=1, max_prompt_tokens=prompts, max_tokens=room, keeps_history=history == "append"),
         seed=0,
+        phases=phases or Phases(),
     )
     runner.start(0, 0, Task("t", messages=(QUESTION,), tools=tuple(tools)), 0)
     (group,) = runner.advance(5.0)
@@ -121,6 +125,50 @@ def test_later_turns_follow_what_was_sampled(history: Any) -> None:
     assert made.status == "finished"
     assert np.count_nonzero(made.kinds == PROMPT) == 1
     assert made.reward == 1.0
+
+
+def test_one_mistake_at_many_tasks_is_one_cause() -> None:
+    renderer = TurnRenderer(TEMPLATES["chatml"].tokenizer())
+
+    class Failing(Answers):
+        def open(self, episode: int, environment: int, task: Task, seed: int) -> None:
+            said = "the reward score returned None" if task.key != "3" else "timed out after 1 s"
+            self.ready.append(EpisodeReply(episode, failure=f"environment sums, task {task.key!r}, step 1: {said}"))
+
+    runner = RolloutRunner(
+        sampler=Model(renderer, []),
+        episodes=Failing([]),
+        turns=renderer,
+        names=["sums"],
+        claims=[EnvironmentClaims()],
+        sampling=Sampling(max_tokens=9),
+        bounds=Bounds(group_size=2, max_prompt_tokens=99, max_tokens=9, max_failure_share=7 / 200),
+        seed=0,
+    )
+    for ticket in range(4):
+        runner.start(ticket, 0, Task(str(ticket), messages=(QUESTION,)), 0)
+    with pytest.raises(RolloutError, match="8 of the last 8 attempts failed") as caught:
+        runner.advance(1.0)
+    assert caught.value.details == (
+        "6 x environment sums, task '0' and others, step 1: the reward score returned None",
+        "2 x environment sums, task '3', step 1: timed out after 1 s",
+    )
+
+
+def test_seconds_are_those_of_whom_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, spent = [0.0], Phases()
+    spent.wall = Spans(lambda: now[0])
+    for kind, seconds in ((Model, 5.0), (Answers, 3.0)):
+
+        def slow(self: Any, timeout: float, poll: Any = kind.poll, seconds: float = seconds) -> list[Any]:
+            found = list(poll(self, timeout))
+            now[0] += seconds * bool(found)
+            return found
+
+        monkeypatch.setattr(kind, "poll", slow)
+    made, _, _ = attempt(["1", "2"], [GO_ON, StepResult(1.0)], phases=spent)
+    assert made.turns == 2
+    assert spent.wall.drain() == {"generate": 10.0, "environment": 9.0}, "two turns, and a beginning and two answers"
 
 
 def test_a_removed_thought_begins_a_new_stretch_where_histories_are_rendered() -> None:

@@ -117,6 +117,13 @@ def test_a_filter_that_fails_is_named(source: Source) -> None:
         made.take(1)
 
 
+def test_no_filter_changes_what_the_next_one_sees() -> None:
+    view = view_of(plain_group(0))
+    for values in (view.rewards, view.success, view.lengths, view.truncated):
+        with pytest.raises(ValueError, match="read-only"):
+            values[:] = 0
+
+
 def test_filters_see_what_did_not_fail() -> None:
     group = plain_group(0, rewards=(2.0, 0.0))
     broken = evolve(group.trajectories[0], status="failed", cause="hung")

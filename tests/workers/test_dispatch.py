@@ -15,7 +15,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.contracts.values.topology import Topology
-from skyrl_engine.errors import ContractError, PluginBrokenError
+from skyrl_engine.errors import ContractError, DataError, PluginBrokenError
 from skyrl_engine.spans import Spans
 from skyrl_engine.testing.collators.strategies import sample_columns
 from skyrl_engine.testing.subject import part_of
@@ -139,6 +139,34 @@ def test_a_reducer_sees_which_stretches_are_of_one_attempt():
     for mini_batch in PaddedCollator().plan(columns.lengths, Layout(dp=2, mini_batch_size=4)).mini_batches:
         structure = batch_structure(columns, mini_batch, None)
         assert structure.trajectory_ids.tolist() == [[4, 4, 9, 9, 4][sample] for sample in structure.sample_ids]
+
+
+def test_a_reducer_sees_the_columns_and_values_that_it_needs():
+    """In the order of the mini-batch; texts stay on the controller."""
+    columns = SampleColumns.from_lists(
+        input_ids=[[1, 2], [3, 4, 5], [6, 7]],
+        columns={
+            "x": [[1, 2], [3, 4, 5], [6, 7]],
+            "ids": [[[1], [2]], [[3], [4], [5]], [[6], [7]]],
+            "y": [[0, 0], [0, 0, 0], [0, 0]],
+        },
+        sample_values={"domain": np.array(["a", "b", "c"]), "hard": np.array([1, 2, 3])},
+    )
+    (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout(dp=3)).mini_batches
+    made = FunctionReducer("mine", lambda structure, _: structure.loss_weight / 1.0, None, needs=("x", "ids[k]", "sample:domain"))
+    structure = batch_structure(columns, mini_batch, None, reducer=part_of(made, "mine", "reducer"))
+    order = structure.sample_ids.tolist()
+    assert set(structure.columns) == {"x", "ids"}
+    rows = [[1, 2], [3, 4, 5], [6, 7]]
+    assert structure.columns["x"].tolist() == [number for sample in order for number in rows[sample]]
+    assert structure.columns["ids"][:, 0].tolist() == structure.columns["x"].tolist()
+    assert structure.sample_values["domain"].tolist() == ["abc"[sample] for sample in order]
+    for shard in cut(columns, mini_batch, compact_weights(part_of(made, "mine", "reducer"), structure), []):
+        assert set(shard.columns.sample_values) == {"hard"}
+    for need, what in (("z", "column 'z'"), ("sample:z", "value 'z'")):
+        lacking = FunctionReducer("mine", made.function, None, needs=(need,))
+        with pytest.raises(DataError, match=f"mine needs the {what} of the samples, the data has"):
+            batch_structure(columns, mini_batch, None, reducer=part_of(lacking, "mine", "reducer"))
 
 
 def test_a_reducer_may_give_its_weights_in_short():

@@ -5,10 +5,16 @@ import socket
 
 import pytest
 
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.workers import ray_cluster
 from skyrl_engine.workers.ray_actor import device_index
 from skyrl_engine.workers.ray_cluster import by_machine, connect, import_ray, rank_resources, wait_for_room
+from skyrl_engine.workers.ray_transport import on_start
+from skyrl_engine.workers.spec import WorkerSpec
+from skyrl_engine_megatron.options import MegatronConfig
+from skyrl_engine_megatron.plugin import MegatronPlugin
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves sockets of its own to the garbage collector
 
@@ -103,3 +109,17 @@ def test_room_that_others_hold_is_waited_for_with_a_word_and_not_for_ever(monkey
         assert "waiting for the Ray cluster to make room for 2 ranks" in caplog.text
     finally:
         ray.shutdown()
+
+
+def test_ranks_on_gpus_start_with_the_variables_of_their_backend(monkeypatch):
+    """CUDA reads them once, so they are in the environment of the process before anything of torch is; the user's own value stays."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    described = MegatronPlugin().skyrl_engine_describe_backend(MegatronConfig(tensor_parallel=2), 2)
+    spec = WorkerSpec({}, FactoryContext(), ModelConfig("./missing"), None, described.topology, environment=described.environment)
+    started = {"runtime_env": {"env_vars": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}}
+    assert on_start(spec, {"CPU": 1.0, "GPU": 1.0}) == started
+    assert on_start(spec, {"CPU": 1.0}) == {}
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert on_start(spec, {"CPU": 1.0, "GPU": 1.0}) == {"runtime_env": {"env_vars": {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}}}
+    alone = MegatronPlugin().skyrl_engine_describe_backend(MegatronConfig(pipeline_parallel=2), 2)
+    assert alone.environment == {}

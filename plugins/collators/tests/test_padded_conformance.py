@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from skyrl_engine.contracts import Layout, SampleColumns, collate
 from skyrl_engine.testing import CollatorConformance
+from skyrl_engine.testing.collators import strategies
 from skyrl_engine.testing.collators.cases import require_same_field
 from skyrl_engine.testing.collators.strategies import SampleLists, sample_lists
 from skyrl_engine_collators.kernels import read_lists
@@ -36,7 +37,7 @@ def assert_same(batch, expected):
 
 
 @settings(deadline=None)
-@given(sample_lists(carries=["router_replay"]))
+@given(sample_lists(carries=["router_replay"], wide=True))
 def test_the_supervised_entry_equals_its_reference_loop(lists: SampleLists):
     arguments = {
         "input_ids": [[*prompt, *response] for prompt, response in zip(lists.prompts, lists.responses, strict=True)],
@@ -50,7 +51,7 @@ def test_the_supervised_entry_equals_its_reference_loop(lists: SampleLists):
 
 
 @settings(deadline=None)
-@given(sample_lists(carries=["router_replay"]), st.sampled_from((np.asarray, np.ndarray.tolist, torch.from_numpy)))
+@given(sample_lists(carries=["router_replay"], wide=True), st.sampled_from((np.asarray, np.ndarray.tolist, torch.from_numpy)))
 def test_the_reinforcement_learning_entry_equals_its_reference_loop(lists: SampleLists, given_as):
     """Routes may be NumPy arrays, nested lists or tensors."""
     named = dict(lists.columns)
@@ -76,6 +77,20 @@ def test_the_reinforcement_learning_entry_equals_its_reference_loop(lists: Sampl
         routes=routes,
     )
     assert_same(collate(PaddedCollator(PAD), columns), expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(strategies.sample_columns(wide=True), st.data())
+def test_columns_of_several_numbers_per_token_equal_the_definition(columns: SampleColumns, data):
+    """Compiled and in NumPy, for every layout, and for some of the fields."""
+    collator = PaddedCollator(PAD)
+    for micro_batch in collator.plan(columns.lengths, data.draw(strategies.layouts(columns.lengths))).micro_batches:
+        expected = reference.build_fields(columns, micro_batch, PAD)
+        assert_same(collator.build(columns, micro_batch), expected)
+        wanted = ["top_ids", "input_ids"]
+        assert_same(
+            collator.build(columns, micro_batch, fields=wanted), {name: expected[name] for name in expected if name in wanted}
+        )
 
 
 @settings(deadline=None, max_examples=30)

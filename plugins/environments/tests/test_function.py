@@ -176,7 +176,13 @@ def test_a_row_that_is_no_task_is_named(tmp_path, row, words):
 # --- rewards -----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["exact", "later", "of_lists", "of_lists_later", "of_trl", "of_trl_later", "of_verl", "decorated"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("exact", "later", "tensor", "of_lists", "of_lists_later", "of_trl", "of_trl_later", "of_trl_tensor"),
+        *("of_verl", "of_verl_briefly", "of_verl_later", "decorated"),
+    ],
+)
 def test_functions_of_every_form(name):
     environment = rewarding(name)
     assert [step(environment, text).reward for text in ("4", "5")] == [1.0, 0.0]
@@ -246,6 +252,7 @@ def test_none_of_trl_counts_beside_others_alone():
     [
         ("text_reward", "the reward text_reward returned '1.0'"),
         ("nan_reward", "the reward nan_reward returned nan"),
+        ("tensor_of_two", r"the reward tensor_of_two returned tensor\(\[1., 1.\]\)"),
         ("of_trl_wrong", "the reward 'of_trl_wrong' returned 1.0 for one completion"),
         ("of_lists_too_many", r"the reward 'of_lists_too_many' returned \[0.0, 1.0\] for one completion"),
         ("of_lists_text", "the reward 'of_lists_text' returned '1' for one completion"),
@@ -272,6 +279,7 @@ def test_a_result_cannot_be_weighed():
         (f"{REWARDS}:missing", "has no function 'missing'", "It has add, .*exact"),
         (f"{REWARDS}:number", "has no function 'number'", "correct the name"),
         (f"{MATERIAL / 'broken.py'}:score", "cannot be imported: RuntimeError: no licence", "Correct the file"),
+        (f"{MATERIAL / 'leaving.py'}:score", "cannot be imported: SystemExit: no arguments", "Correct the file"),
         ("no_such_package:score", "cannot be imported: ModuleNotFoundError", "Correct the file"),
     ],
 )

@@ -280,20 +280,18 @@ def outcome_with(directory: str, options: FsdpConfig, *, forgotten: str = "", **
 def scores_of_parts(rule: LogitRule, temperature: float, asked: tuple[str, ...]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Scores and gradients of random logits of all tokens: [of the whole, of this rank's part], float64."""
     draw = torch.Generator().manual_seed(0)
-    raw, upstream = (
-        torch.randn(7, 10, generator=draw, dtype=torch.float64) * 3,
-        torch.randn(len(asked), 7, generator=draw, dtype=torch.float64),
-    )
-    labels = torch.tensor([0, 9, 4, 5, 5, 2, 7])
+    raw = torch.randn(7, 10, generator=draw, dtype=torch.float64) * 3
+    tokens = torch.tensor([[0, 9, 4, 5, 5, 2, 7], [0, 1, 9, 9, 5, 2, 3], [8, 1, 2, 9, 0, 7, 4]]).T
     width = 10 // dist.get_world_size()
     own = slice(dist.get_rank() * width, (dist.get_rank() + 1) * width)
     whole = Score(rule, temperature, asked)
-    part = VocabularyParallelScore(rule, temperature, asked, dist.group.WORLD, own.start)
+    part = VocabularyParallelScore(rule, temperature, asked, dist.group.WORLD, own.start, 10)
     raw.requires_grad_()
-    scores = whole(raw, labels)
-    expected = [*scores, torch.autograd.grad(scores, raw, list(upstream))[0][:, own]]
+    scores = whole(raw, tokens)
+    upstream = [torch.randn(score.shape, generator=draw, dtype=torch.float64) for score in scores]
+    expected = [*scores, torch.autograd.grad(scores, raw, upstream)[0][:, own]]
     raw = raw.detach()
-    got = [*part(raw[:, own], labels), part.gradient(raw[:, own].clone(), labels, list(upstream))]
+    got = [*part(raw[:, own], tokens), part.gradient(raw[:, own].clone(), tokens, upstream)]
     return [each.detach().numpy() for each in expected], [each.detach().numpy() for each in got]
 
 

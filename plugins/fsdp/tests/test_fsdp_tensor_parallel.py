@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankEnvironment, Topology
 from skyrl_engine.modeling.causal_lm import LogitRule
-from skyrl_engine.modeling.chunked_head import asked_of_head
+from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES
 from skyrl_engine.modeling.tiny import VOCABULARY, make_parts_differ, write_model
 from skyrl_engine.testing.backends.batches import definition, documents, packed, padded, worst
 from skyrl_engine.testing.ranks.world import World
@@ -36,6 +36,7 @@ from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
 
 TP = FsdpConfig(tensor_parallel=2)
+EVERY_SCORE = (*VOCABULARY_SCORES, "logprobs_at")
 HYBRID = FsdpConfig(replicate=2)
 
 
@@ -217,12 +218,12 @@ def test_a_plan_that_forgets_a_sum_is_noticed_at_load(pair: World, models: dict[
         assert why in message
 
 
-@pytest.mark.parametrize("needs", [(), ("entropy",), ("logits",), ("entropy", "logits")], ids=str)
+@pytest.mark.parametrize("needs", [(), *((name,) for name in EVERY_SCORE[1:]), EVERY_SCORE[1:]], ids=str)
 @pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.3, softcap=2.0), LogitRule(scale=1.7)])
 def test_scores_of_a_divided_vocabulary_are_those_of_the_whole(pair: World, rule: LogitRule, needs: tuple[str, ...]) -> None:
     """But for rounding: scores are differences of numbers as large as a logit, 30 at most here, that sum over ten tokens rounds as often."""
     rounding = 10 * 30 * np.finfo(np.float64).eps
-    for expected, got in pair.run(scores_of_parts, rule, 0.7, asked_of_head(needs)):
+    for expected, got in pair.run(scores_of_parts, rule, 0.7, ("logprobs", *needs)):
         assert len(expected) == len(got) == 2 + len(needs)
         for whole, part in zip(expected, got, strict=True):
             np.testing.assert_allclose(part, whole, rtol=0, atol=rounding)

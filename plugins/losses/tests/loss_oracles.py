@@ -18,13 +18,14 @@ from skyrl_engine_losses import plugin
 from skyrl_engine_losses.clipping import ClipConfig, DualClipConfig
 from skyrl_engine_losses.covariance import ClipCovConfig, KlCovConfig
 from skyrl_engine_losses.critic import ValueClipConfig
+from skyrl_engine_losses.cross_entropy import LabelSmoothingConfig
 from skyrl_engine_losses.off_policy import DroConfig
 from skyrl_engine_losses.policy_gradient import CispoConfig
 from skyrl_engine_losses.regularizers import KlConfig
 from skyrl_engine_losses.sequence_level import LogClipConfig
 from skyrl_engine_losses.trust_region import DppoConfig, SapoConfig
 
-SCORES = ("logprobs", "entropy", "values")
+SCORES = ("logprobs", "entropy", "values", "logsumexp", "mean_logprob")
 COLUMNS = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "old_values", "returns")
 Floats = Sequence[float]
 
@@ -43,6 +44,8 @@ class Batch:
     advantages: Floats
     old_values: Floats
     returns: Floats
+    logsumexp: Floats
+    mean_logprob: Floats
     frozen: Floats = field()
 
     @frozen.default
@@ -85,6 +88,8 @@ def random_batch(seed: int, lengths: Sequence[int] = (3, 0, 1, 5, 2), spread: fl
         advantages=[0.0 if draw.random() < 0.1 else advantage for advantage in normal()],
         old_values=normal(),
         returns=normal(),
+        logsumexp=normal(),
+        mean_logprob=[draw.uniform(-12.0, -2.0) for _ in range(count)],
     )
 
 
@@ -230,6 +235,14 @@ def kl(b: Batch, t: int, c: KlConfig) -> float:
             return within(math.exp(within(-d, -20.0, 20.0)) + d - 1, -10.0, 10.0)
 
 
+def label_smoothing(b: Batch, t: int, c: LabelSmoothingConfig) -> float:
+    return -b.logprobs[t] + c.smoothing * (b.logprobs[t] - b.mean_logprob[t])
+
+
+def z_loss(b: Batch, t: int, _: None) -> float:
+    return b.logsumexp[t] ** 2
+
+
 def entropy(b: Batch, t: int, _: None) -> float:
     return -b.entropy[t]
 
@@ -307,4 +320,7 @@ CASES = [
     Case("value_clip", ValueClipConfig(clip=1.0), value_clip),
     *(Case("kl", KlConfig(estimator), kl) for estimator in ("k1", "abs", "k2", "k3")),
     Case("entropy", None, entropy),
+    Case("label_smoothing", LabelSmoothingConfig(), label_smoothing),
+    Case("label_smoothing", LabelSmoothingConfig(smoothing=0.5), label_smoothing),
+    Case("z_loss", None, z_loss),
 ]

@@ -41,6 +41,8 @@ def batches(draw: st.DrawFn) -> Batch:
         draw(st.lists(st.integers(-3072, 3072).map(lambda steps: steps / 1024), min_size=count, max_size=count)),
         column(-5.0, 5.0),
         column(-5.0, 5.0),
+        column(-5.0, 20.0),
+        column(-12.0, 0.0),
     )
 
 
@@ -154,6 +156,8 @@ def test_ratios_of_a_thousand_nats_stay_finite(case: Case, lengths: tuple[int, .
         advantages,
         [1.0] * 12,
         [0.0] * 12,
+        big,
+        logprobs,
     )
     output, tokens = case.run(batch, dtype)
     assert output.token_loss.isfinite().all()

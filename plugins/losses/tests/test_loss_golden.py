@@ -11,6 +11,7 @@ from skyrl_engine_losses import plugin
 from skyrl_engine_losses.clipping import ClipConfig, DualClipConfig
 from skyrl_engine_losses.covariance import KlCovConfig
 from skyrl_engine_losses.critic import ValueClipConfig
+from skyrl_engine_losses.cross_entropy import LabelSmoothingConfig
 from skyrl_engine_losses.off_policy import DroConfig
 from skyrl_engine_losses.policy_gradient import CispoConfig
 from skyrl_engine_losses.regularizers import KlConfig
@@ -244,3 +245,17 @@ def test_kl_cov_holds_back_the_token_whose_advantage_and_logprob_vary_together()
 def test_kl_cov_takes_the_first_of_equals() -> None:
     losses, _ = evaluated("kl_cov", KlCovConfig(), [4], logprobs=[-1.0] * 4, old_logprobs=[-3.0] * 4, advantages=[0.0] * 4)
     assert losses == [2.0, 0.0, 0.0, 0.0]
+
+
+def test_label_smoothing_is_torchs_own_over_whole_logits() -> None:
+    """From logits alone: the scores are log p of the label and the mean of log p over the vocabulary; autograd goes through both sides."""
+    logits = torch.randn(7, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    labels = torch.arange(7)
+    every = logits.log_softmax(-1)
+    needs = {"logprobs": every[torch.arange(7), labels], "mean_logprob": every.mean(-1)}
+    loss = plugin.label_smoothing.skyrl_engine_make_loss(LabelSmoothingConfig(0.3))
+    made = as_loss_output("label_smoothing", loss(LossTokens(needs, sequences_of([7]), torch.Generator)), 7).token_loss
+    due = torch.nn.functional.cross_entropy(logits, labels, reduction="none", label_smoothing=0.3)
+    torch.testing.assert_close(made, due)
+    for one, other in zip(torch.autograd.grad(made.sum(), logits), torch.autograd.grad(due.sum(), logits), strict=True):
+        torch.testing.assert_close(one, other)

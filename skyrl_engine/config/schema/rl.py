@@ -3,7 +3,7 @@
 from typing import Literal, cast
 
 from attrs import field, frozen
-from attrs.validators import and_, ge, gt, in_, le, lt, min_len, optional
+from attrs.validators import and_, deep_iterable, ge, gt, in_, le, lt, min_len, optional
 
 from skyrl_engine.config.schema.tables import PluginTable
 from skyrl_engine.contracts.values.model import PLACE
@@ -65,13 +65,16 @@ class RlConfig:
     """Passes over a batch."""
 
     max_prompt_tokens: int = field(default=1024, validator=ge(1))
-    """Longest prompt of a task; a longer one is refused."""
+    """Longest prompt of a task; longer ones are refused while planning, as far as it looks, and later fail their attempts."""
 
     max_tokens: int = field(default=512, validator=ge(1))
     """Most tokens of an attempt behind its prompt, sampled and observed ones."""
 
     temperature: float = field(default=1.0, validator=[gt(0.0), _FINITE])
     """Temperature that attempts are sampled and scored with."""
+
+    stop_strings: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)))
+    """Texts that end a turn, beside the model's end tokens; they stay in it. Environments may set others for later turns."""
 
     old: Old = field(default="auto", validator=in_(("auto", "current", "score", "rollout")))
     """The old policy's log-probabilities: `current` are those of the training pass itself, `score` those of a pass before the first update,

@@ -31,9 +31,14 @@ Capability = Literal[
     "value_head",
     "lora",
     "logits",
+    "logsumexp",
+    "mean_logprob",
+    "logprobs_at",
     "second_model",
     "reference_by_adapters",
 ]
+OPTIONAL_SCORES: tuple[Capability, ...] = ("logits", "logsumexp", "mean_logprob", "logprobs_at")
+"""Scores of the model that a backend may lack, each a capability of that name."""
 PARALLEL_SIZES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "virtual_pipeline", "replicate")
 """Options by which backends divide the world among parallel dimensions, under these names in all of them; one rank alone has none."""
 
@@ -56,6 +61,8 @@ class BackendDescription:
     ModelError or UnsupportedError of `setup` as far as that shows without weights and without a rank; it may import torch, on the controller.
     Backends that load by `skyrl_engine.modeling` use `modeling.rehearsal.rehearse`. `means_over_step` declares terms inside the model that
     are means over an optimizer step, such as losses of routers: gradients of several mini-batches then do not add up to that of one.
+    `environment` are variables that ranks on CUDA devices have from their start, because CUDA reads them once; those that the controller's own
+    environment sets keep its values.
 
     The capability `second_model` says that a further product of the plugin can be set up on the same ranks, with `optimizer=None`, and that
     neither changes what the other computes; `reference_by_adapters` that products are `SwitchesAdapters`.
@@ -66,6 +73,7 @@ class BackendDescription:
     refuse_model: Callable[[Any, ModelConfig], None] = refuse_no_model
     rehearse: Callable[[ModelConfig, bool], None] = rehearse_nothing
     means_over_step: bool = False
+    environment: Mapping[str, str] = Factory(dict)
 
 
 @frozen
@@ -119,7 +127,8 @@ class MicroBatch:
     the order of `positions`. `samples` is the engine's own, opaque to a backend. `cu_seqlens` bounds the samples inside packed rows, as in
     `DenseBatch`; None where a row holds one sample. `ragged_offsets`, as in `DenseBatch`, say which sample owns what of `pixel_values`
     and `image_grid_thw`; `pixel_values` are sent to the first stage of a pipeline alone. `sample_ids` int64[samples] are for messages.
-    `step` counts the optimizer step that this is a part of; None where whoever built the micro-batch does not know.
+    `step` counts the optimizer step that this is a part of; None where whoever built the micro-batch does not know. `candidates` int64[n, k]
+    by column are the token ids that the score `logprobs_at:COLUMN` is asked at; k may be another for each column.
     """
 
     inputs: Mapping[str, "torch.Tensor"]
@@ -131,6 +140,7 @@ class MicroBatch:
     ragged_offsets: Mapping[str, IntArray] = Factory(dict)
     sample_ids: IntArray | None = None
     step: StepCounts | None = None
+    candidates: Mapping[str, "torch.Tensor"] = Factory(dict)
 
 
 class RankBatch(Protocol):
@@ -144,8 +154,8 @@ class RankBatch(Protocol):
 class Objective(Protocol):
     """Engine code that turns scores into the scalar to differentiate, and collects outputs. `needs` names the model scores it reads.
 
-    They are "logprobs" and "entropy", in nats; "values" of a model with a value head; and, of a backend that declares `logits`, "logits":
-    the label's own, as softmax takes it, for those who compare backends.
+    They are "logprobs" and "entropy", in nats; "values" of a model with a value head; and, of a backend that declares the capability of that
+    name, "logits", "logsumexp", "mean_logprob" and "logprobs_at:COLUMN" (`MODEL_SCORES` defines them).
     """
 
     @property
@@ -155,7 +165,10 @@ class Objective(Protocol):
     def temperature(self) -> float: ...
 
     def __call__(self, scores: Mapping[str, "torch.Tensor"], micro_batch: MicroBatch) -> "tuple[torch.Tensor, RankOutput]":
-        """`scores[need]` are [n] tensors, differentiable, on any device. Returns the micro-batch's part of the objective and its outputs."""
+        """`scores[need]` are [n] tensors ([n, k] of `logprobs_at:COLUMN`), differentiable, on any device.
+
+        Returns the micro-batch's part of the objective and its outputs.
+        """
 
 
 @frozen

@@ -25,8 +25,6 @@ GeneratorCapability = Literal[
     "filters",
     "prompt_logprobs",
     "top_logprobs",
-    "images",
-    "routes",
     "update_while_generating",
     "prefix_reuse",
     "recorded",

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from attrs import Factory, define, field, frozen
 
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, MODEL_SCORES
 from skyrl_engine.contracts.values.outputs import Metric, refuse_other_metrics
 from skyrl_engine.errors import ContractError
 
 if TYPE_CHECKING:
     import torch
-
-MODEL_SCORES = ("logprobs", "entropy", "values")
-"""A backend computes these per token; every other need is a column of the data."""
 
 
 @frozen(eq=False)
@@ -57,8 +55,8 @@ class Sequences:
 class LossTokens:
     """The n loss-carrying tokens of a micro-batch, flat, in sample order.
 
-    Each need the loss declared is an attribute: a tensor [n], float32 unless the model computes in float64. `logprobs`, `entropy` and
-    `values` are differentiable. `sequences` holds the boundaries.
+    Each need the loss declared is an attribute: a tensor [n], float32 unless the model computes in float64; a column `NAME[k]` is [n, k] under
+    its name, and int64 where it holds integers. Scores of the model (`MODEL_SCORES`) are differentiable. `sequences` holds the boundaries.
     """
 
     needs: Mapping[str, "torch.Tensor"]
@@ -73,6 +71,15 @@ class LossTokens:
             return self.needs[name]
         except KeyError:
             raise AttributeError(self._absent(name)) from None
+
+    def logprobs_at(self, column: str) -> "torch.Tensor":
+        """[n, k], differentiable: the model's log-probabilities at the token ids of `column`, the need `logprobs_at:COLUMN`."""
+        need = f"{LOGPROBS_AT}:{column}"
+        if need not in self.needs:
+            raise AttributeError(
+                f"the function reads tokens.logprobs_at({column!r}) but declares needs = {sorted(self.needs)}; add {need!r} to its needs"
+            )
+        return self.needs[need]
 
     def _absent(self, name: str) -> str:
         """Say what to write in place of a name that is no need, or to declare."""
@@ -109,7 +116,7 @@ class LossOutput:
 class Loss(Protocol):
     """The product of `skyrl_engine_make_loss`.
 
-    `needs` names model scores (`logprobs`, `entropy`, `values`) and data columns; `reducers` the reducers that make sense for it (None: all),
+    `needs` names model scores and data columns, as `contracts.kinds.needs` says; `reducers` the reducers that make sense for it (None: all),
     `advised_reducers` those its authors meant it for (None: all), others are used with a warning. `batch_local` says that the loss depends
     on how the batch is cut, by nature; `homogeneous` that advantages times c > 0 give every token loss times c.
     """

@@ -1,6 +1,6 @@
 """Reducer: per-token weights from counts, computed on the controller once per mini-batch, where the global counts are known."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, Protocol
 
 import numpy as np
@@ -21,7 +21,8 @@ class BatchStructure:
     numbers each sequence's micro-batch over all ranks (sequences of one micro-batch share the number); `max_sequence_length` in
     tokens, if set; `sample_ids` int64[n], by which errors name a sequence (0..n-1 where the caller has none). `grouped` says whether the
     data has group ids; without them `group_ids` makes every sequence a group of its own. `trajectory_ids` int64[n] name the attempt that a
-    sequence is a stretch of; each is its own where nobody says.
+    sequence is a stretch of; each is its own where nobody says. `columns` [A] or [A, k] and `sample_values` [n], by name, are those that the
+    reducer needs.
     """
 
     loss_weight: AnyArray
@@ -33,6 +34,8 @@ class BatchStructure:
     sample_ids: IntArray = Factory(lambda structure: np.arange(len(structure), dtype=np.int64), takes_self=True)
     grouped: bool = True
     trajectory_ids: IntArray = Factory(lambda structure: np.arange(len(structure), dtype=np.int64), takes_self=True)
+    columns: Mapping[str, AnyArray] = Factory(dict)
+    sample_values: Mapping[str, AnyArray] = Factory(dict)
 
     def __len__(self) -> int:
         return len(self.action_offsets) - 1
@@ -90,7 +93,8 @@ class Reducer(Protocol):
     on how the mini-batch is cut into micro-batches, by nature; of all others they must not.
 
     A reducer whose weight of a token depends on that token alone may say so in one more attribute, `additive`: gradients of several
-    mini-batches may then be added up before a step.
+    mini-batches may then be added up before a step. One that reads columns of the data or values of samples names them in the attribute
+    `needs` (`contracts.kinds.needs`): it finds them in the structure.
     """
 
     empty_sequence: EmptySequence
@@ -111,6 +115,7 @@ class FunctionReducer:
     negative_weights: bool = False
     batch_local: bool = False
     additive: bool = False
+    needs: tuple[str, ...] = ()
 
     def weights(self, structure: BatchStructure) -> npt.NDArray[np.float64]:
         """The function's weights. Raises DataError for a negative loss weight, unless the reducer takes them."""

@@ -179,6 +179,11 @@ def _weight(values: AnyArray) -> AnyArray:
 
 
 def _action_column(name: str, array: Any, actions: IntArray) -> AnyArray:
+    if _is_list(array.type) and _is_list(array.type.value_type):
+        nested = _nested(name, array)
+        check_lengths(name, nested.lengths, actions)
+        whole = nested.values.dtype.kind in "iu"
+        return nested.values.astype(np.int64 if whole else np.float32, copy=False)
     values, lengths = _lists(name, array)
     if values.dtype.kind not in "iufb":
         raise DataError(f"column {name!r} holds {values.dtype}, not numbers", remedy=f"Store {name} as floats")

@@ -14,6 +14,7 @@ from skyrl_engine.contracts.values import ingest
 from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, OF_IMAGES, checked_extras
 from skyrl_engine.contracts.values.plan import SampleLengths
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Join, Ragged, RaggedView, join_fresh, take_segments
+from skyrl_engine.contracts.values.wide_columns import checked_wide_column
 from skyrl_engine.errors import DataError
 
 RESERVED_NAMES = frozenset(
@@ -30,7 +31,8 @@ class SampleColumns:
     """A batch of samples at the source.
 
     `input_ids` int32 or int64, flat over tokens, with `token_offsets` int64[N+1]; `loss_weight` uint8 (0/1) or float32 on the action axis,
-    with `action_offsets` int64[N+1]; `columns` float32[A] by name (rewards, advantages, old_logprobs, ... : an open set);
+    with `action_offsets` int64[N+1]; `columns` by name (rewards, advantages, old_logprobs, ... : an open set), float32[A], or [A, k] of k
+    numbers per token: float32, or int64 token ids;
     `sample_values` arrays [N] by name; `sample_ids`, `group_ids`, `unit_ids` int64[N] (samples of one unit stay in one micro-batch);
     `trajectory_ids` int64[N] name the attempt that a sample is a stretch of (each its own, unless it is said);
     `extras` ragged per sample (expert routes, images; `contracts.extras` says what each holds), which choosing samples does not copy.
@@ -44,7 +46,7 @@ class SampleColumns:
     token_offsets: IntArray
     action_offsets: IntArray
     loss_weight: AnyArray
-    columns: Mapping[str, npt.NDArray[np.float32]]
+    columns: Mapping[str, AnyArray]
     sample_values: Mapping[str, AnyArray]
     sample_ids: IntArray
     group_ids: IntArray
@@ -131,7 +133,8 @@ class SampleColumns:
         """Columns of a supervised batch: one list, NumPy array or torch tensor per sample.
 
         The last `num_actions[i]` of `input_ids[i]` are the response; `loss_mask[i]` and every row of `columns` hold one number per
-        response token. Without `num_actions` the mask's length says it, without both every token is response. `routes[i]` are the experts
+        response token; a column may hold a list of k numbers per token, which are token ids where all are integers of 0 or more. Without
+        `num_actions` the mask's length says it, without both every token is response. `routes[i]` are the experts
         [captured tokens, layers, topk] of a sample's first tokens, and become the extra `expert_routes`. `per_sample` takes `sample_ids`,
         `group_ids`, `unit_ids`, `trajectory_ids`, `sample_values` and `extras` as `create` does. `reader` (None: Python) reads plain lists,
         into the same values. Raises DataError naming sample and field.
@@ -202,7 +205,8 @@ class SampleColumns:
     def with_columns(self, columns: Mapping[str, AnyArray | Ragged]) -> "SampleColumns":
         """The same samples with these columns beside, or in the place of, those there are.
 
-        A column is float32[A] on the action axis, or a `Ragged` of float32 with one row of a sample's response tokens per sample, in order.
+        A column is float32[A] or [A, k] on the action axis, or a `Ragged` of such values with one row of a sample's response tokens per
+        sample, in order.
         Raises DataError for other shapes and types.
         """
         actions = int(self.action_offsets[-1])
@@ -334,9 +338,11 @@ def _refuse_duplicates(ids: IntArray) -> None:
         raise DataError(f"sample ids occur more than once: {repeated[:5].tolist()}", remedy="Give every sample its own id")
 
 
-def _checked_column(name: str, values: AnyArray, total: int) -> npt.NDArray[np.float32]:
+def _checked_column(name: str, values: AnyArray, total: int) -> AnyArray:
     if name in RESERVED_NAMES:
         raise DataError(f"a column cannot be called {name!r}; collators make a field of that name", remedy="Rename the column")
+    if values.ndim == 2:
+        return checked_wide_column(name, values, total)
     if values.shape != (total,):
         raise DataError(
             f"column {name!r} has shape {list(values.shape)} where the samples have {total} response tokens",

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, offsets_of
+from skyrl_engine.contracts.values.wide_columns import is_wide, wide_column
 from skyrl_engine.errors import DataError
 
 Rows = Sequence[Any]
@@ -184,6 +185,9 @@ def _append(buffer: "array[Any]", row: Any, dtype: np.dtype[Any]) -> None:
 
 
 def _column(name: str, rows: Rows, count: int, actions: IntArray, reader: ListReader | None) -> AnyArray:
+    if is_wide(rows):
+        _check_rows(name, rows, count)
+        return wide_column(name, rows, actions)
     values, lengths = flat_numbers(name, rows, count, reader)
     check_lengths(name, lengths, actions)
     return values

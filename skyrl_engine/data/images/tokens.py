@@ -94,7 +94,8 @@ def with_images(sample: TokenizedSample, images: Sequence[MeasuredImage | ImageE
     repeats[places] = tokens = [vision.tokens(image.grid) for image in kept]
     ids = np.repeat(sample.input_ids, repeats)
     loss = np.repeat(sample.loss, repeats) & (ids != vision.image_token)
-    return evolve(sample, input_ids=ids, loss=loss, images=tuple(kept), image_tokens=sum(tokens))
+    weights = None if sample.weights is None else np.where(loss, np.repeat(sample.weights, repeats), np.float32(0))
+    return evolve(sample, input_ids=ids, loss=loss, weights=weights, images=tuple(kept), image_tokens=sum(tokens))
 
 
 def _refused(sample: TokenizedSample, vision: NoVision) -> TokenizedSample:

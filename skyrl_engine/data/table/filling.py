@@ -1,7 +1,8 @@
 """Fill a token table with the rows of a source: recognise their format, tokenize them, read their images, bound their length."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -14,7 +15,7 @@ from skyrl_engine.data.images.processor import Vision
 from skyrl_engine.data.images.tokens import ImageInspection, digest_of_states
 from skyrl_engine.data.sources.formats import Example, KnownFormat, detect, to_example
 from skyrl_engine.data.sources.rows import BoolArray, Row, Source
-from skyrl_engine.data.table.sample_columns import Carried, ColumnReader, IdReader
+from skyrl_engine.data.table.sample_columns import UNIT, Carried, ColumnReader, IdReader, weighed
 from skyrl_engine.data.table.token_table import TokenTableWriter
 from skyrl_engine.data.text.messages import Conversation
 from skyrl_engine.data.text.tokenization import SampleTokenizer, TokenizedSample
@@ -46,7 +47,7 @@ class TableFilling:
         ids: IdReader | None = None
         encode = SampleTokenizer(self.tokenizer, all_turns=self.data.loss_on == "all")
         images = ImageInspection(self.vision, self.data.bad_images)
-        files: set[str] = set()
+        units = _Units()
         reachable: set[int] = set()
         for batch in _batches(self.source.rows(self.wanted)):
             kind = kind or detect(self.data.format, batch[0])
@@ -54,19 +55,31 @@ class TableFilling:
             for row, example, whole in self._samples(batch, kind, encode, images):
                 if isinstance(example, Conversation):
                     counts["excluded_turns"] += example.excluded
+                named = ids(row)
+                if whole is None:
+                    units.lose(named)
+                    continue
                 counts["removed_reasoning"] += whole.removed_reasoning
-                sample = _fitted(self.data, whole, counts)
-                if sample is not None:
-                    if any(not image.written for image in sample.images):
-                        part = int(self.source.parts_of(row.number))
-                        if part not in reachable:
-                            self.source.row(row.number)  # refuses now what no batch could read
-                            reachable.add(part)
-                    table.append(sample, Carried(self.reader(row, whole, sample), ids(row)))
-                    files |= _files(example)
+                sample, reason = _fitted(self.data, whole)
+                if sample is None:
+                    counts[reason] += 1
+                    units.lose(named)
+                    continue
+                if any(not image.written for image in sample.images):
+                    part = int(self.source.parts_of(row.number))
+                    if part not in reachable:
+                        self.source.row(row.number)  # refuses now what no batch could read
+                        reachable.add(part)
+                table.append(sample, Carried(self.reader(row, whole, sample), named, self.reader.values(row)))
+                units.take(named, _Taken(_counted(sample, len(whole.loss)), _files(example)))
             counts["rows"] += len(batch)
             if self.progress is not None:
                 self.progress(self.label, counts["rows"], total)
+        counts.update(units.counts)
+        files = units.files
+        if units.broken:
+            table.keep(units.kept)
+            counts["dropped_with_unit"] = int(np.count_nonzero(~units.kept))
         counts["dropped_bad_images"] = images.dropped
         return {
             "counts": dict(counts),
@@ -77,20 +90,22 @@ class TableFilling:
 
     def _samples(
         self, batch: Sequence[Row], kind: KnownFormat, encode: SampleTokenizer, images: ImageInspection
-    ) -> Iterator[tuple[Row, Example, TokenizedSample]]:
-        """Yield the rows whose images can be used, with their image tokens."""
+    ) -> Iterator[tuple[Row, Example | None, TokenizedSample | None]]:
+        """Yield the rows with their image tokens; without example or without sample where images cannot be used and such rows are dropped."""
         has_template = bool(self.tokenizer.chat_template)
         read = [(row, images.attempt(partial(to_example, row, kind, has_template=has_template))) for row in batch]
         pairs = [(row, example) for row, example in read if example is not None]
-        encoded = encode((row.number, row.name, example) for row, example in pairs)
-        laying = images.look([example for _, example in pairs])
-        for (row, example), lay, sample in zip(pairs, laying, encoded, strict=True):
-            laid = images.attempt(partial(lay, sample))
-            if laid is not None:
-                yield row, example, laid
+        encoded = iter(encode((row.number, row.name, example) for row, example in pairs))
+        laying = iter(images.look([example for _, example in pairs]))
+        for row, example in read:
+            if example is None:
+                yield row, None, None
+                continue
+            laid = images.attempt(partial(next(laying), next(encoded)))
+            yield row, example, None if laid is None else weighed(row, laid)
 
 
-def _files(example: Example) -> set[str]:
+def _files(example: Example | None) -> set[str]:
     images = example.images if isinstance(example, Conversation) else ()
     return {str(image.path) for image in images if image.path is not None}
 
@@ -100,13 +115,60 @@ def _batches(rows: Iterator[Row]) -> Iterator[Sequence[Row]]:
         yield batch
 
 
-def _fitted(data: DataConfig, sample: TokenizedSample, counts: Counter[str]) -> TokenizedSample | None:
-    """Cut the sample to `data.max_length`, or return None if it is dropped; the first token, which has no predecessor, loses its loss."""
+@frozen(eq=False)
+class _Taken:
+    """What a sample adds to counts, and its image files."""
+
+    counts: Mapping[str, int]
+    files: AbstractSet[str]
+
+
+class _Units:
+    """Samples of one unit, such as a preference pair, are kept or dropped together: what is left of one says something else."""
+
+    def __init__(self) -> None:
+        self._whole: Counter[str] = Counter()
+        self._files: set[str] = set()
+        self._members: list[tuple[int, _Taken]] = []
+        self._lost: set[int] = set()
+
+    def take(self, ids: Mapping[str, int], sample: _Taken) -> None:
+        if UNIT in ids:
+            self._members.append((ids[UNIT], sample))
+        else:
+            self._whole.update(sample.counts)
+            self._files |= sample.files
+
+    def lose(self, ids: Mapping[str, int]) -> None:
+        if UNIT in ids:
+            self._lost.add(ids[UNIT])
+
+    @property
+    def kept(self) -> BoolArray:
+        """bool[N]: for each sample that was taken, if no other of its unit was lost. Either every row has a unit or none has."""
+        return np.array([unit not in self._lost for unit, _ in self._members], dtype=np.bool_)
+
+    @property
+    def broken(self) -> bool:
+        return any(unit in self._lost for unit, _ in self._members)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return sum((Counter(sample.counts) for unit, sample in self._members if unit not in self._lost), self._whole)
+
+    @property
+    def files(self) -> set[str]:
+        return self._files.union(*(sample.files for unit, sample in self._members if unit not in self._lost))
+
+
+def _fitted(data: DataConfig, sample: TokenizedSample) -> tuple[TokenizedSample | None, str]:
+    """Cut the sample to `data.max_length`, or return None and the name of what counts it where it is dropped; the first token, which has no
+    predecessor, loses its loss.
+    """
     loss = sample.loss.copy()
     loss[:1] = False
     if not loss.any():
-        counts["dropped_without_loss"] += 1
-        return None
+        return None, "dropped_without_loss"
     limit = data.max_length
     if limit is not None and len(loss) > limit:
         if data.overlong == "error":
@@ -116,15 +178,19 @@ def _fitted(data: DataConfig, sample: TokenizedSample, counts: Counter[str]) -> 
             )
         loss = loss[:limit]
         if data.overlong == "drop" or sample.images or not loss.any():  # a cut would part an image from its tokens
-            counts["dropped_overlong"] += 1
-            return None
-        counts["truncated"] += 1
-    counts.update(
-        samples=1,
-        tokens=len(loss),
-        loss_tokens=int(np.count_nonzero(loss)),
-        boundary_tokens=sample.boundary_tokens,
-        images=len(sample.images),
-        image_tokens=sample.image_tokens,
-    )
-    return evolve(sample, input_ids=sample.input_ids[: len(loss)], loss=loss)
+            return None, "dropped_overlong"
+    weights = None if sample.weights is None else np.where(loss, sample.weights[: len(loss)], np.float32(0))
+    return evolve(sample, input_ids=sample.input_ids[: len(loss)], loss=loss, weights=weights), ""
+
+
+def _counted(sample: TokenizedSample, tokens: int) -> dict[str, int]:
+    """Return what a kept sample, which had so many tokens, adds to the counts."""
+    return {
+        "samples": 1,
+        "truncated": int(len(sample.loss) < tokens),
+        "tokens": len(sample.loss),
+        "loss_tokens": int(np.count_nonzero(sample.loss)),
+        "boundary_tokens": sample.boundary_tokens,
+        "images": len(sample.images),
+        "image_tokens": sample.image_tokens,
+    }

@@ -1,21 +1,22 @@
-"""Read the columns of a row beside its tokens: numbers per response token (advantages, log-probabilities, rewards, ...) and ids."""
+"""Read the columns of a row beside its tokens: numbers and token ids per response token (advantages, log-probabilities, ...), and ids."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from attrs import Factory, field, frozen
 
-from skyrl_engine.contracts.kinds.loss import MODEL_SCORES
+from skyrl_engine.contracts.kinds.needs import MODEL_SCORES, column_forms, sample_value
 from skyrl_engine.contracts.values.columns import RESERVED_NAMES
 from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.data.sources.rows import Row, kind_of, listed
 from skyrl_engine.data.text.tokenization import TokenizedSample
 from skyrl_engine.errors import DataError
 
-ID_COLUMNS = ("sample_ids", "group_ids", "unit_ids")
+LOSS_WEIGHT = "loss_weight"
+UNIT = "unit_ids"
+ID_COLUMNS = ("sample_ids", "group_ids", UNIT)
 _TAKEN = RESERVED_NAMES | {*ID_COLUMNS, "num_actions", "loss_mask", "labels", "row", "images", "image_facts"}
 _OTHER_NAMES = {"rollout_logprobs": "logprobs"}
 """Samplers call columns so."""
@@ -23,44 +24,78 @@ _KNOWN_NAMES = frozenset(
     ("advantages", "logprobs", "old_logprobs", "old_values", "ref_logprobs", "returns", "rewards", "rollout_logprobs")
 )
 """Columns that mean what they are called: none of them is another one misspelled."""
+_NO_ID = -1
+"""Stands for no token id."""
 _OUTCOMES = frozenset({"rewards"})
 """Columns whose sum over a response counts: one number for the whole response stands at its last token."""
 
 
 @frozen(eq=False)
 class Carried:
-    """One sample's columns, float32[A] by name, and its ids."""
+    """One sample's columns by name, float32[A], or [A, k] of float32 or int64, its ids, and values of the sample: texts or numbers."""
 
-    columns: Mapping[str, npt.NDArray[np.float32]] = Factory(dict)
+    columns: Mapping[str, AnyArray] = Factory(dict)
     ids: Mapping[str, int] = Factory(dict)
+    values: Mapping[str, str | float] = Factory(dict)
 
 
 @frozen
 class ColumnReader:
-    """Reads the needed columns; `needed` maps each to who asks for it ("loss ppo needs"), for errors."""
+    """Reads the needed columns; `needed` maps each need (`contracts.kinds.needs`) to who asks for it ("loss ppo needs"), for errors."""
 
     needed: Mapping[str, str] = field()
+    _widths: dict[str, int] = field(factory=dict, init=False)
+    _kinds: dict[str, str] = field(factory=dict, init=False)
 
     @needed.validator
     def _check(self, _attribute: object, needed: Mapping[str, str]) -> None:
-        for name in needed:
+        for need, asker in needed.items():
+            name = sample_value(need) or next(iter(column_forms((need,))))
             if name in _TAKEN:
                 raise DataError(
-                    f"{needed[name]} a column called {name!r}, and that name has a meaning of its own",
+                    f"{asker} a column called {name!r}, and that name has a meaning of its own",
                     remedy="Give the column another name",
                 )
 
-    def __call__(self, row: Row, whole: TokenizedSample, kept: TokenizedSample) -> dict[str, npt.NDArray[np.float32]]:
+    @property
+    def _askers(self) -> dict[str, str]:
+        """Who asks for each column, by its name."""
+        named = {need: sample_value(need) or next(iter(column_forms((need,)))) for need in self.needed}
+        return {named[need]: asker for need, asker in reversed(self.needed.items())}
+
+    def values(self, row: Row) -> dict[str, str | float]:
+        """Return the values of the sample that are needed, by name. Raises DataError naming row and column for what is no text or number."""
+        found: dict[str, str | float] = {}
+        for name in filter(None, map(sample_value, self.needed)):
+            column, value = self._value(row, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            kind = "text" if isinstance(value, str) else "number" if number else None
+            if kind is None or self._kinds.setdefault(name, kind) != kind:
+                others = f", and {name} of others is a {self._kinds[name]}" if kind else ""
+                raise row.wrong(
+                    column, f"{kind_of(value)} stands here{others}", "Give every sample a text, or every sample a number"
+                )
+            found[name] = value
+        return found
+
+    def __call__(self, row: Row, whole: TokenizedSample, kept: TokenizedSample) -> dict[str, AnyArray]:
         """Return float32[A] by name: A counts from the first loss-carrying token of `kept`, which is `whole` cut to the allowed length.
 
         A number stands for every token of the response, a number of `rewards` for its last token. A list has one number per response token
-        or per token. Raises DataError naming row and column for one that is missing or does not fit, or is not finite where there is loss.
+        or per token. Columns of several numbers per token are [A, k] of float32, or int64 where they are token ids. Raises DataError naming
+        row and column for one that is missing or does not fit, or is not finite where there is loss.
         """
         stop = len(kept.loss)
         start = int(np.argmax(kept.loss))
-        columns = {}
-        for name in self.needed:
+        columns: dict[str, AnyArray] = {}
+        for name, form in column_forms(self.needed).items():
             column, value = self._value(row, name)
+            if form != "number":
+                columns[name] = self._wide(row, column, value, whole, ids=form == "token ids")[start:stop]
+                self._refuse_gaps(row, column, columns[name], kept.loss[start:], start)
+                if form == "token ids":
+                    np.maximum(columns[name], 0, out=columns[name])
+                continue
             if isinstance(value, int | float) and not isinstance(value, bool):
                 values = np.zeros(stop - start, dtype=np.float32)
                 with np.errstate(over="ignore"):
@@ -78,6 +113,39 @@ class ColumnReader:
             columns[name] = values
         return columns
 
+    def _wide(self, row: Row, column: str, value: Any, whole: TokenizedSample, *, ids: bool) -> AnyArray:
+        """Return [T, k]: NaN, or `_NO_ID` among ids, where a token has no entry. k is that of the rows before."""
+        entries = _entries(row, column, value)
+        known = next((entry for entry in entries if entry is not None), None)
+        width = self._widths.setdefault(column, 1 if known is None else len(known))
+        dtype: type[np.generic] = np.int64 if ids else np.float32
+        gap = _NO_ID if ids else np.nan
+        for place, entry in enumerate(entries):
+            if entry is not None and len(entry) != width:
+                raise row.wrong(
+                    column,
+                    f"entry {place} has {len(entry)} numbers where others have {width}",
+                    "Give every token equally many: repeat a token id, with a log-probability of -100 or less",
+                )
+        array = np.asarray([[gap] * width if entry is None else entry for entry in entries])
+        if array.size == 0:
+            array = np.zeros((0, width), dtype=dtype)
+        if array.dtype.kind not in ("iu" if ids else "iuf"):
+            what = "token ids are needed" if ids else "numbers are needed"
+            raise row.wrong(column, f"{what}, not {array.dtype}", "Store plain integers" if ids else "Store plain numbers")
+        with np.errstate(over="ignore"):
+            return _laid(row, column, array.astype(dtype), whole, gap)
+
+    def _refuse_gaps(self, row: Row, column: str, values: AnyArray, loss: AnyArray, start: int) -> None:
+        wrong = (values < 0 if values.dtype.kind == "i" else ~np.isfinite(values)).any(1) & loss
+        if wrong.any():
+            place = int(np.argmax(wrong))
+            raise row.wrong(
+                column,
+                f"{values[place].tolist()} stands at token {start + place}, which carries loss",
+                "Store token ids of 0 or more, or finite numbers, or give that token no loss",
+            )
+
     def _value(self, row: Row, name: str) -> tuple[str, Any]:
         """Return the name under which the row has the column, and its value."""
         for column in (name, _OTHER_NAMES.get(name)):
@@ -85,27 +153,51 @@ class ColumnReader:
                 return column, row.values[column]
         if name in row.values:
             raise row.wrong(
-                name, f"it is null, and {self.needed[name]} it", "Give every sample its numbers, or leave the sample out"
+                name, f"it is null, and {self._askers[name]} it", "Give every sample its numbers, or leave the sample out"
             )
         score = get_close_matches(name, MODEL_SCORES, n=1, cutoff=0.85)
-        if score and name not in _KNOWN_NAMES and self.needed[name].endswith("needs"):
+        if score and name not in _KNOWN_NAMES and self._askers[name].endswith("needs"):
             raise DataError(
-                f"{self.needed[name]} {name!r}, which is neither a score of the model ({', '.join(MODEL_SCORES)}) nor a column of {row.name}",
+                f"{self._askers[name]} {name!r}, which is neither a score of the model ({', '.join(MODEL_SCORES)}) nor a column of {row.name}",
                 remedy=f"Did you mean {score[0]!r}? Correct its needs",
             )
-        stray = [column for column in row.values if column not in self.needed and column not in _KNOWN_NAMES]
+        stray = [column for column in row.values if column not in self._askers and column not in _KNOWN_NAMES]
         near = get_close_matches(name, stray, n=1, cutoff=0.7)
         raise DataError(
-            f"{row.name} has no column {name!r}, which {self.needed[name]}; it has {listed(row.values)}",
+            f"{row.name} has no column {name!r}, which {self._askers[name]}; it has {listed(row.values)}",
             remedy=f"Did you mean {name!r} instead of {near[0]!r}? Rename it"
             if near
             else f"Add {name} to every sample: one number per response token, or one for all of them",
         )
 
 
+def weighed(row: Row, sample: TokenizedSample) -> TokenizedSample:
+    """Return the sample with its weights times the row's `loss_weight`: a number, or a list of one per response token or per token.
+
+    Raises DataError for a weight that is not finite at a token that carries loss.
+    """
+    value = row.values.get(LOSS_WEIGHT)
+    if value is None:
+        return sample
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        factors = np.full(len(sample.loss), value, dtype=np.float32)
+    else:
+        factors = _on_all_tokens(row, LOSS_WEIGHT, value, sample)
+    own = sample.loss.astype(np.float32) if sample.weights is None else sample.weights
+    weights = np.multiply(own, factors, out=np.zeros_like(own), where=sample.loss)
+    if not np.isfinite(weights).all():
+        place = int(np.argmin(np.isfinite(weights)))
+        raise row.wrong(LOSS_WEIGHT, f"{factors[place]} stands at token {place}, which carries loss", "Store finite numbers")
+    return sample.weighed(weights)
+
+
 def _on_all_tokens(row: Row, column: str, value: Any, whole: TokenizedSample) -> AnyArray:
     """Return float32[T]: NaN before the response for a list that covers the response alone."""
-    numbers = _numbers(row, column, value)
+    return _laid(row, column, _numbers(row, column, value), whole, np.nan)
+
+
+def _laid(row: Row, column: str, numbers: AnyArray, whole: TokenizedSample, gap: float) -> AnyArray:
+    """Return [T, ...]: `gap` before the response for numbers that cover the response alone."""
     tokens = len(whole.loss)
     if whole.response is None:
         raise row.wrong(
@@ -119,10 +211,21 @@ def _on_all_tokens(row: Row, column: str, value: Any, whole: TokenizedSample) ->
             f"it has {len(numbers)} values for {whole.response} response tokens ({tokens} tokens with the prompt)",
             "Give one value per response token, or one per token",
         )
-    values = np.full(tokens, np.nan, dtype=np.float32)
+    dtype = np.int64 if numbers.ndim > 1 and numbers.dtype.kind == "i" else np.float32
+    values = np.full((tokens, *numbers.shape[1:]), gap, dtype=dtype)
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused where there is loss
         values[tokens - len(numbers) :] = numbers
     return values
+
+
+def _entries(row: Row, column: str, value: Any) -> list[Any]:
+    """Return one list of numbers, or None, per token."""
+    entries = list(value) if isinstance(value, list | tuple | np.ndarray) else None
+    if entries is None or any(entry is not None and not isinstance(entry, list | tuple | np.ndarray) for entry in entries):
+        raise row.wrong(
+            column, "a list of numbers per token is needed", "Store a list per response token, each of equally many numbers"
+        )
+    return entries
 
 
 def _numbers(row: Row, column: str, value: Any) -> AnyArray:

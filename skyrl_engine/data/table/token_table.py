@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 PARTIAL_SUFFIX = ".partial"
 _INFO = b"skyrl_engine"
+_VALUE = "value "
+"""Begins the names of columns that hold one value per sample: no column of the data is called so."""
 
 
 @frozen(eq=False)
@@ -40,10 +42,20 @@ class TokenTable:
 
     @property
     def action_columns(self) -> list[str]:
-        """Return the names of the columns with a number per response token."""
+        """Return the names of the columns with a number, or several, per response token."""
         import pyarrow as pa
 
-        return [field.name for field in self.batch.schema if field.type == pa.large_list(pa.float32())]
+        def is_one(kind: pa.DataType) -> bool:
+            lists = pa.types.is_large_list(kind)
+            return lists and (kind.value_type == pa.float32() or pa.types.is_fixed_size_list(kind.value_type))
+
+        return [field.name for field in self.batch.schema if is_one(field.type) and field.name != "loss_mask"]
+
+    @property
+    def sample_values(self) -> dict[str, str]:
+        """Return the columns with one value per sample beside ids, by the name of the value."""
+        names = self.batch.schema.names
+        return {name.removeprefix(_VALUE): name for name in names if name.startswith(_VALUE)}
 
     @property
     def images(self) -> "TableImages | None":
@@ -94,6 +106,10 @@ class TokenTableWriter:
         self._images: list[tuple[MeasuredImage, ...]] = []
         self._ids: dict[str, list[int]] = {}
         self._columns: dict[str, IO[bytes]] = {}
+        self._values: dict[str, list[str | float]] = {}
+        self._fractional = False
+        self._kept: AnyArray | None = None
+        self._forms: dict[str, AnyArray] = {}
         with _disk(directory):
             directory.mkdir(parents=True, exist_ok=True)
             self._tokens: IO[bytes] = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  # closed by __exit__
@@ -115,19 +131,29 @@ class TokenTableWriter:
         with _disk(self._directory):
             if not self._lengths:
                 self._ids = {name: [] for name in carried.ids}
-                for name in carried.columns:
+                self._values = {name: [] for name in carried.values}
+                for name, values in carried.columns.items():
+                    self._forms[name] = values[:0]
                     self._columns[name] = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115  # closed by __exit__
             self._tokens.write(np.ascontiguousarray(sample.input_ids, dtype=np.int32).tobytes())
-            self._mask.write(sample.loss[first:].astype(np.uint8).tobytes())
+            self._mask.write((sample.loss if sample.weights is None else sample.weights)[first:].astype(np.float32).tobytes())
+            self._fractional |= sample.weights is not None
             for name, file in self._columns.items():
-                assert carried.columns[name].shape == sample.loss[first:].shape, f"{name} is not on the action axis"
-                file.write(carried.columns[name].astype(np.float32).tobytes())
+                values, form = carried.columns[name], self._forms[name]
+                assert values.shape == (len(sample.loss) - first, *form.shape[1:]), f"{name} is not on the action axis"
+                file.write(values.astype(form.dtype).tobytes())
         for name, ids in self._ids.items():
             ids.append(carried.ids[name])
+        for name, values in self._values.items():
+            values.append(carried.values[name])
         self._lengths.append(len(sample.loss))
         self._actions.append(len(sample.loss) - first)
         self._rows.append(sample.number)
         self._images.append(sample.images)
+
+    def keep(self, kept: AnyArray) -> None:
+        """Write only these of the samples, bool[N]."""
+        self._kept = kept
 
     def finish(self, path: Path, info: dict[str, Any]) -> None:
         """Write the table and `info` (plain values) beside `path`, flush them to the disk, and rename."""
@@ -136,15 +162,18 @@ class TokenTableWriter:
         with _disk(self._directory):
             columns = {
                 "input_ids": _lists(_contents(self._tokens), pa.int32(), self._lengths),
-                "loss_mask": _lists(_contents(self._mask), pa.uint8(), self._actions),
+                "loss_mask": _weights(_contents(self._mask), self._actions, fractional=self._fractional),
                 "num_actions": pa.array(self._actions, type=pa.int64()),
                 "row": pa.array(self._rows, type=pa.int64()),
                 **{name: pa.array(ids, type=pa.int64()) for name, ids in self._ids.items()},
-                **{name: _lists(_contents(file), pa.float32(), self._actions) for name, file in self._columns.items()},
+                **{name: _column(_contents(file), self._forms[name], self._actions) for name, file in self._columns.items()},
             }
+            columns |= {f"{_VALUE}{name}": pa.array(values) for name, values in self._values.items()}
             if any(self._images):
                 columns |= _image_columns(self._images)
             batch = pa.record_batch(list(columns.values()), names=list(columns))
+            if self._kept is not None:
+                batch = batch.filter(pa.array(self._kept))
             described = json.dumps({**info, "checksum": _checksum(batch)}).encode()
             _write_atomically(path, batch.replace_schema_metadata({_INFO: described}))
 
@@ -165,6 +194,28 @@ def _lists(values: "pa.Buffer", kind: "pa.DataType", lengths: Sequence[int]) -> 
     offsets = offsets_of(np.asarray(lengths, dtype=np.int64))
     flat = pa.Array.from_buffers(kind, int(offsets[-1]), [None, values])
     return pa.LargeListArray.from_arrays(pa.array(offsets), flat)
+
+
+def _weights(weights: "pa.Buffer", lengths: Sequence[int], *, fractional: bool) -> "pa.LargeListArray":
+    """Return the loss weights, which are float32, as uint8 where all are 0 and 1."""
+    import pyarrow as pa
+
+    if fractional:
+        return _lists(weights, pa.float32(), lengths)
+    mask = np.frombuffer(weights, dtype=np.float32).astype(np.uint8)
+    return _lists(pa.py_buffer(mask), pa.uint8(), lengths)
+
+
+def _column(values: "pa.Buffer", form: AnyArray, lengths: Sequence[int]) -> "pa.LargeListArray":
+    """Return a list per sample of numbers, or of lists of k numbers, as `form` [0] or [0, k] has them."""
+    import pyarrow as pa
+
+    kind = pa.from_numpy_dtype(form.dtype)
+    if form.ndim == 1:
+        return _lists(values, kind, lengths)
+    offsets, width = offsets_of(np.asarray(lengths, dtype=np.int64)), form.shape[1]
+    flat = pa.Array.from_buffers(kind, int(offsets[-1]) * width, [None, values])
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.FixedSizeListArray.from_arrays(flat, width))
 
 
 def _image_columns(samples: Sequence[Sequence[MeasuredImage]]) -> dict[str, "pa.LargeListArray"]:
@@ -202,10 +253,11 @@ def _checksum(batch: "pa.RecordBatch") -> int:
 
     value = 0
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        if name == "images":
+        if name == "images" or pa.types.is_string(column.type):
             value = zlib.crc32(json.dumps(column.to_pylist()).encode(), value)
         elif pa.types.is_large_list(column.type):
-            value = zlib.crc32(column.values.to_numpy(), zlib.crc32(column.offsets.to_numpy(), value))
+            inner = column.values.flatten() if pa.types.is_fixed_size_list(column.values.type) else column.values
+            value = zlib.crc32(inner.to_numpy(), zlib.crc32(column.offsets.to_numpy(), value))
         else:
             value = zlib.crc32(column.to_numpy(), value)
     return value

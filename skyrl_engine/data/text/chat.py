@@ -17,18 +17,21 @@ from skyrl_engine.data.text.omissions import OmissionCheck
 from skyrl_engine.errors import DataError, ModelError
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_Span = tuple[int, int, float]
+"""Characters [start, end), and the weight of their loss."""
 _MARK = "qZmark{}Zq"
 
 
 @frozen
 class RenderedChat:
-    """The conversation as the template writes it, and the character spans [start, end) that carry loss, in order.
+    """The conversation as the template writes it, and the character spans [start, end) that carry loss, in order, each with its weight.
 
     `removed_reasoning` says that the template left out the reasoning of an earlier turn.
     """
 
     text: str
     spans: tuple[tuple[int, int], ...]
+    weights: tuple[float, ...]
     removed_reasoning: bool = False
 
 
@@ -56,7 +59,8 @@ class ChatTemplate:
         wanted = chat.turns(all_turns=all_turns)
         find = self._marked_spans if wanted and self._has_generation_tags(chat) else self._turn_spans
         spans = find(chat, full, name, wanted)
-        return RenderedChat(full, tuple(self._closed(full, start, end) for start, end in spans), removed_reasoning)
+        closed = tuple(self._closed(full, start, end) for start, end, _ in spans)
+        return RenderedChat(full, closed, tuple(weight for *_, weight in spans), removed_reasoning)
 
     def prompt(self, chat: Conversation, *, name: str) -> str:
         """Render the conversation as a model is given it: the reply comes next. Raises DataError as `render` does."""
@@ -110,14 +114,14 @@ class ChatTemplate:
             self._marks_generation[with_tools] = bool(_GENERATION_TAG.search(template))
         return self._marks_generation[with_tools]
 
-    def _turn_spans(self, chat: Conversation, full: str, name: str, wanted: Sequence[int]) -> list[tuple[int, int]]:
+    def _turn_spans(self, chat: Conversation, full: str, name: str, wanted: Sequence[int]) -> list[_Span]:
         turns = _Turns(self, chat, full, name)
-        spans: list[tuple[int, int]] = []
+        spans: list[_Span] = []
         for index in wanted:
-            spans.append(turns.span(index, after=spans[-1][1] if spans else 0))
+            spans.append((*turns.span(index, after=spans[-1][1] if spans else 0), chat.weight(index)))
         return spans
 
-    def _marked_spans(self, chat: Conversation, full: str, name: str, wanted: Sequence[int]) -> list[tuple[int, int]]:
+    def _marked_spans(self, chat: Conversation, full: str, name: str, wanted: Sequence[int]) -> list[_Span]:
         """Return the spans of the template's `{% generation %}` blocks, of the wanted turns."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -134,17 +138,21 @@ class ChatTemplate:
                 remedy="Install another version of transformers, or remove the generation tags from the chat template",
             )
         first = wanted[0]
-        if any(message["role"] == "assistant" and i not in wanted for i, message in enumerate(chat.messages[first:], start=first)):
-            # a turn between or behind them carries no loss: the blocks of the others lie where their turns do
+        weights = {chat.weight(turn) for turn in wanted}
+        replies = (i for i, message in enumerate(chat.messages[first:], start=first) if message["role"] == "assistant")
+        if len(weights) > 1 or any(i not in wanted for i in replies):
+            # a turn between or behind them carries no loss, or another one: the blocks of each lie where its turn does
             turns = self._turn_spans(chat, full, name, wanted)
-            within = [(max(start, a), min(end, b)) for a, b in turns for start, end in marks[0] if start < b and end > a]
+            within = [
+                (max(start, a), min(end, b), weight) for a, b, weight in turns for start, end in marks[0] if start < b and end > a
+            ]
             if not within:
                 raise _not_found(name, first, "the template's generation tags enclose nothing of it")
             return within
         # a turn may have several blocks; those of the last turn lie behind everything rendered before it
         before = self.attempt(chat, chat.messages[:first], generation_prompt=True) if first else ""
         floor = _common_prefix(before, full) if before is not None else 0
-        spans = [(start, end) for start, end in marks[0] if end > max(start, floor)]
+        spans = [(start, end, *weights) for start, end in marks[0] if end > max(start, floor)]
         if not spans:
             raise _not_found(name, first, "the template's generation tags enclose nothing of it")
         return spans

@@ -32,7 +32,7 @@ _CARRIES = "skyrl_engine.carries"
 class Conversation:
     """Chat messages for the model's template. Loss may fall on assistant messages from position `first_reply` on.
 
-    `carries` holds, by position, what messages themselves say about their loss: it counts before `data.loss_on`.
+    `carries` holds, by position, the weights that messages themselves give their loss: they count before `data.loss_on`.
     `images` are those of the messages' image parts, in their order, not yet read.
     """
 
@@ -41,13 +41,17 @@ class Conversation:
     template_options: Mapping[str, Any] = Factory(dict)
     first_reply: int = 0
     images: tuple[StoredImage, ...] = ()
-    carries: Mapping[int, bool] = Factory(dict)
+    carries: Mapping[int, float] = Factory(dict)
 
     def turns(self, *, all_turns: bool) -> list[int]:
         """Return the positions of the assistant messages that carry loss: the last or all, except where a message says otherwise."""
         replies = [i for i, message in enumerate(self.messages) if message["role"] == "assistant" and i >= self.first_reply]
         chosen = set(replies if all_turns else replies[-1:])
         return [i for i in replies if self.carries.get(i, i in chosen)]
+
+    def weight(self, turn: int) -> float:
+        """Return the weight of a turn that carries loss."""
+        return self.carries.get(turn, 1.0)
 
     def with_messages(self, messages: Sequence[Message]) -> "Conversation":
         return evolve(self, messages=messages)

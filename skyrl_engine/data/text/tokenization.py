@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from attrs import frozen
+from attrs import evolve, frozen
 
 from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.data.images.processor import MeasuredImage
@@ -16,13 +15,13 @@ from skyrl_engine.data.text.messages import Conversation
 from skyrl_engine.errors import DataError, ModelError
 
 Span = tuple[int, int]
-BoolArray = npt.NDArray[np.bool_]
 
 
 @frozen(eq=False)
 class TokenizedSample:
     """`input_ids` int32[T], `loss` bool[T]; `boundary_tokens` tokens that hold characters on both sides of a span's start.
 
+    `weights` float32[T] are those of the loss, 0 where there is none; None where all are 1.
     `response` is the number of tokens at the end that are the response, where the row holds tokens and says so. `images` have their
     tokens in the text already, `image_tokens` in all. `removed_reasoning` says that the chat template left out reasoning of earlier turns.
     """
@@ -36,14 +35,21 @@ class TokenizedSample:
     image_tokens: int = 0
     response: int | None = None
     removed_reasoning: bool = False
+    weights: AnyArray | None = None
+
+    def weighed(self, weights: AnyArray) -> "TokenizedSample":
+        """Return the sample with these weights, float32[T]."""
+        loss = weights != 0
+        return evolve(self, loss=loss, weights=None if (weights[loss] == 1).all() else weights)
 
 
 @frozen
 class _Text:
-    """Text with the character spans that carry loss; `ends` says that the end-of-text token follows."""
+    """Text with the character spans that carry loss, each with its weight; `plain` says that the end-of-text token follows."""
 
     text: str
     spans: Sequence[Span]
+    weights: Sequence[float]
     plain: bool
     removed_reasoning: bool = False
 
@@ -74,24 +80,26 @@ class SampleTokenizer:
                 samples.append(TokenizedSample(number, name, example.input_ids, example.loss, response=example.response))
                 continue
             assert text is not None
-            ids, loss, boundary = next(encoded)
+            ids, weights, boundary = next(encoded)
             if text.plain:
-                ids, loss = self._with_ends(ids, loss)
-            samples.append(TokenizedSample(number, name, ids, loss, boundary, removed_reasoning=text.removed_reasoning))
+                ids, weights = self._with_ends(ids, weights)
+            made = TokenizedSample(number, name, ids, weights != 0, boundary, removed_reasoning=text.removed_reasoning)
+            samples.append(made.weighed(weights))
         return samples
 
     def _text(self, example: Conversation | PlainText, name: str) -> _Text:
         if isinstance(example, PlainText):
-            return _Text(encodable(example.text, name), [(example.response_start, len(example.text))], plain=True)
+            return _Text(encodable(example.text, name), [(example.response_start, len(example.text))], [1.0], plain=True)
         if not self._tokenizer.chat_template:
             raise ModelError(
                 f"{name} is a conversation, and the tokenizer {self._tokenizer.name_or_path or 'given'} has no chat template",
                 remedy="Set model.chat_template to a Jinja template file, or use an instruction-tuned model's tokenizer",
             )
         chat = self._template.render(example, name=name, all_turns=self._all_turns)
-        return _Text(encodable(chat.text, name), chat.spans, plain=False, removed_reasoning=chat.removed_reasoning)
+        return _Text(encodable(chat.text, name), chat.spans, chat.weights, plain=False, removed_reasoning=chat.removed_reasoning)
 
-    def _encode(self, texts: Sequence[_Text]) -> list[tuple[AnyArray, BoolArray, int]]:
+    def _encode(self, texts: Sequence[_Text]) -> list[tuple[AnyArray, AnyArray, int]]:
+        """Return ids int32[T], weights float32[T] and the number of boundary tokens of each text."""
         if not texts:
             return []
         if not self._tokenizer.is_fast:
@@ -109,33 +117,33 @@ class SampleTokenizer:
         encoded = []
         for text, ids, offsets in zip(texts, batch["input_ids"], batch["offset_mapping"], strict=True):
             places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
-            loss, boundary = _tokens_in(text.spans, places[:, 0], places[:, 1])
-            encoded.append((np.asarray(ids, dtype=np.int32), loss, boundary))
+            weights, boundary = _tokens_in(text, places[:, 0], places[:, 1])
+            encoded.append((np.asarray(ids, dtype=np.int32), weights, boundary))
         return encoded
 
-    def _encode_in_pieces(self, text: _Text) -> tuple[AnyArray, BoolArray, int]:
+    def _encode_in_pieces(self, text: _Text) -> tuple[AnyArray, AnyArray, int]:
         """Tokenize each stretch inside or outside a span by itself, for tokenizers that report no character offsets."""
         ids: list[int] = []
-        loss: list[bool] = []
+        weights: list[float] = []
         place = 0
-        for start, end in [*text.spans, (len(text.text), len(text.text))]:
-            for piece, carries in ((text.text[place:start], False), (text.text[start:end], True)):
+        for (start, end), weight in zip([*text.spans, (len(text.text), len(text.text))], [*text.weights, 0.0], strict=True):
+            for piece, own in ((text.text[place:start], 0.0), (text.text[start:end], weight)):
                 new = (
                     self._tokenizer(piece, add_special_tokens=False, truncation=False, verbose=False)["input_ids"] if piece else []
                 )
                 ids += new
-                loss += [carries] * len(new)
+                weights += [own] * len(new)
             place = end
-        return np.asarray(ids, dtype=np.int32), np.asarray(loss, dtype=np.bool_), 0
+        return np.asarray(ids, dtype=np.int32), np.asarray(weights, dtype=np.float32), 0
 
-    def _with_ends(self, ids: AnyArray, loss: BoolArray) -> tuple[AnyArray, BoolArray]:
+    def _with_ends(self, ids: AnyArray, weights: AnyArray) -> tuple[AnyArray, AnyArray]:
         lead = self._leading
         if len(lead) and not np.array_equal(ids[: len(lead)], lead):
-            ids, loss = np.concatenate([lead, ids]), np.concatenate([np.zeros(len(lead), dtype=np.bool_), loss])
+            ids, weights = np.concatenate([lead, ids]), np.concatenate([np.zeros(len(lead), dtype=np.float32), weights])
         end = self._tokenizer.eos_token_id
         if end is not None and (len(ids) == 0 or ids[-1] != end):
-            ids, loss = np.append(ids, np.int32(end)), np.append(loss, True)
-        return ids, loss
+            ids, weights = np.append(ids, np.int32(end)), np.append(weights, np.float32(1))
+        return ids, weights
 
 
 def encodable(text: str, name: str) -> str:
@@ -150,14 +158,16 @@ def encodable(text: str, name: str) -> str:
     return text
 
 
-def _tokens_in(spans: Sequence[Span], starts: AnyArray, ends: AnyArray) -> tuple[BoolArray, int]:
-    """Return bool[T], true for tokens with a character in a span, and the number of tokens across a span's start."""
-    loss = np.zeros(len(starts), dtype=np.bool_)
+def _tokens_in(text: _Text, starts: AnyArray, ends: AnyArray) -> tuple[AnyArray, int]:
+    """Return float32[T], the weight of the span of which a token has a character (the largest of several), 0 for others; and the number
+    of tokens across a span's start.
+    """
+    weights = np.zeros(len(starts), dtype=np.float32)
     boundary = 0
-    for start, end in spans:
-        loss |= (starts < end) & (ends > start)
+    for (start, end), weight in zip(text.spans, text.weights, strict=True):
+        np.maximum(weights, np.float32(weight), out=weights, where=(starts < end) & (ends > start))
         boundary += int(np.count_nonzero((starts < start) & (ends > start)))
-    return loss, boundary
+    return weights, boundary
 
 
 def _leading_special_tokens(tokenizer: Any) -> AnyArray:

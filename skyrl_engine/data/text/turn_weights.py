@@ -1,5 +1,6 @@
 """Read what a message itself says about its loss: `weight` (OpenAI's format), or a boolean under one of the names that other trainers use."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +13,8 @@ _PARTS = ("train_detail", "training_detail")
 """Keys that weigh parts of a message, which is not supported."""
 
 
-def taken_weight(row: Row, column: str, number: int, message: dict[str, Any]) -> bool | None:
-    """Remove the keys that say if a message carries loss, and return what they say; None where they say nothing.
+def taken_weight(row: Row, column: str, number: int, message: dict[str, Any]) -> float | None:
+    """Remove the keys that say if a message carries loss, and return its weight, 0 for no loss; None where they say nothing.
 
     Raises DataError for a value that none of them takes, for keys that contradict each other, and for loss on another role's message.
     """
@@ -24,25 +25,26 @@ def taken_weight(row: Row, column: str, number: int, message: dict[str, Any]) ->
                 column, f"{where} has {key!r}, and loss cannot fall on a part of a message", "Split the message, or remove the key"
             )
     said: dict[str, bool] = {}
-    if (weight := message.pop(WEIGHT, None)) is not None:
-        said[WEIGHT] = _weight(row, column, where, weight)
+    weight = _weight(row, column, where, message.pop(WEIGHT, None))
+    if weight is not None:
+        said[WEIGHT] = bool(weight)
     for key in SWITCHES:
         if (value := message.pop(key, None)) is not None:
             if not isinstance(value, bool):
                 raise row.wrong(column, f"{where} has {key} {value!r}", f"Use true or false for {key!r}")
             said[key] = value
     if len(set(said.values())) > 1:
-        raise row.wrong(column, f"{where} contradicts itself: {_listed(said)}", "Keep one of these keys")
+        raise row.wrong(column, f"{where} contradicts itself: {_listed(said, weight)}", "Keep one of these keys")
     if not said:
         return None
     carries = next(iter(said.values()))
     if carries and message["role"] != "assistant":
         raise row.wrong(
             column,
-            f"{where} of role {message['role']!r} asks for loss ({_listed(said)}), and loss falls on assistant messages alone",
+            f"{where} of role {message['role']!r} asks for loss ({_listed(said, weight)}), and loss falls on assistant messages alone",
             "Remove the key, or give the message the role assistant",
         )
-    return carries
+    return float(carries) if weight is None else weight
 
 
 def in_prompt(row: Row, number: int) -> DataError:
@@ -52,17 +54,15 @@ def in_prompt(row: Row, number: int) -> DataError:
     )
 
 
-def _weight(row: Row, column: str, where: str, weight: object) -> bool:
-    if isinstance(weight, bool) or not isinstance(weight, int | float):
-        raise row.wrong(column, f"{where} has weight {weight!r}", "Use 0 or 1")
-    if weight not in (0, 1):
+def _weight(row: Row, column: str, where: str, weight: object) -> float | None:
+    if weight is None:
+        return None
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
         raise row.wrong(
-            column,
-            f"{where} has weight {weight!r}, and a message is trained on in full or not at all",
-            "Use 0 or 1, as OpenAI does",
+            column, f"{where} has weight {weight!r}", "Use 0 for no loss, 1 for an ordinary message, or another number above 0"
         )
-    return bool(weight)
+    return float(weight)
 
 
-def _listed(said: Mapping[str, bool]) -> str:
-    return ", ".join(f"{key} {int(value) if key == WEIGHT else str(value).lower()}" for key, value in said.items())
+def _listed(said: Mapping[str, bool], weight: float | None) -> str:
+    return ", ".join(f"{key} {weight:g}" if key == WEIGHT else f"{key} {str(value).lower()}" for key, value in said.items())

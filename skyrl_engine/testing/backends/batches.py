@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT
 from skyrl_engine.contracts.values.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
 from skyrl_engine.contracts.values.outputs import Metric, RankOutput
 from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
@@ -49,6 +50,23 @@ def documents(vocabulary: int = VOCABULARY, *, count: int = 8, longest: int = 16
         weights = (torch.rand(length, generator=draw) < 0.6) * torch.rand(length, generator=draw)
         weights[:1] = 0  # nothing comes before a first token
         made.append(Document(number, ids, torch.zeros_like(weights) if number in unscored else weights))
+    return made
+
+
+MANY = 22
+"""The number of documents of a batch that is cut into more micro-batches than pipelines hold."""
+
+
+def many_documents(vocabulary: int = VOCABULARY) -> list[Document]:
+    """Return so many sequences: every fifth of more than 100 tokens, the others short; number 5 is empty."""
+    draw = torch.Generator().manual_seed(2)
+    made = []
+    for number in range(MANY):
+        length = 0 if number == EMPTY else 120 - number if number % 5 == 1 else 2 + number % 8
+        ids = torch.randint(0, vocabulary, (length,), generator=draw)
+        weights = (torch.rand(length, generator=draw) < 0.6) * torch.rand(length, generator=draw)
+        weights[:1] = 0
+        made.append(Document(number, ids, weights))
     return made
 
 
@@ -131,8 +149,24 @@ def _micro_batch(
         offsets = {name: offsets_of([len(one) for one in each]) for name, each in ((IMAGE_GRID, grids), (PIXEL_VALUES, pixels))}
     numbers = np.array([document.number for document in chosen], dtype=np.int64)
     return MicroBatch(
-        inputs, torch.cat([nothing, *positions]), labels, lengths, list(chosen), ragged_offsets=offsets, sample_ids=numbers
+        inputs,
+        torch.cat([nothing, *positions]),
+        labels,
+        lengths,
+        list(chosen),
+        ragged_offsets=offsets,
+        sample_ids=numbers,
+        candidates=candidates(labels),
     )
+
+
+def candidates(labels: Tensor) -> dict[str, Tensor]:
+    """Return token ids to score beside labels int64[n], [n, k] by column: the label and another id twice, and two ids far from the label."""
+    other = (labels * 7 + 3) % VOCABULARY
+    return {
+        "near": torch.stack([labels, other, other], 1),
+        "far": torch.stack([VOCABULARY - 1 - labels, (labels + VOCABULARY // 2) % VOCABULARY], 1),
+    }
 
 
 def _types(ids: Tensor) -> Tensor:
@@ -140,7 +174,7 @@ def _types(ids: Tensor) -> Tensor:
 
 
 class WeightedObjective:
-    """The objective sum w (-logprob - 0.1 entropy + value^2 + 0.01 logit^2) over documents, of the scores that `needs` names.
+    """The objective sum w f(score) over documents and over the scores that `needs` names, each with its function f of `TERMS`.
 
     The sum is returned as the metric "loss", multiplied by `scale`; scores are returned only with `per_token_outputs`.
     """
@@ -169,7 +203,8 @@ class WeightedObjective:
             places = [place[:0] for place in places]
         offsets = offsets_of([len(each) for each in places])
         scored = Ragged(np.concatenate([np.zeros(0, dtype=np.int32), *places]).astype(np.int32), offsets)
-        kept = scores if self.per_token_outputs else {}
+        # outputs are one number per token
+        kept = {name: score for name, score in scores.items() if score.ndim == 1} if self.per_token_outputs else {}
         output = RankOutput(
             np.array([document.number for document in chosen], dtype=np.int64),
             np.array([len(document.ids) for document in chosen], dtype=np.int64),
@@ -185,6 +220,11 @@ TERMS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "entropy": lambda entropy: -0.1 * entropy,
     "values": lambda values: values**2,
     "logits": lambda logits: 0.01 * logits**2,
+    "logsumexp": lambda logsumexp: 0.02 * logsumexp**2,
+    "mean_logprob": lambda mean: -0.2 * mean,
+    # unlike weights, so that the order of candidates counts
+    f"{LOGPROBS_AT}:near": lambda logprobs: -(torch.tensor([0.5, 0.3, 0.2]).to(logprobs) * logprobs).sum(-1),
+    f"{LOGPROBS_AT}:far": lambda logprobs: 0.1 * logprobs[:, 0] * logprobs[:, 1],
 }
 """A score contributes so much per token."""
 
@@ -241,7 +281,7 @@ def plain_objective(
     for document in chosen:
         if len(document.ids) < 2:
             continue
-        scores = model.scores(document.ids, temperature=temperature, **_pictures(document))
+        scores = model.scores(document.ids, temperature=temperature, candidates=candidates(document.ids[1:]), **_pictures(document))
         for need in needs:
             total = total + (document.weights[1:].to(scores[need]) * TERMS[need](scores[need])).sum()
             kept[need][document.number] = scores[need].detach().numpy()[document.weights[1:].numpy() != 0]

@@ -14,7 +14,8 @@ from attrs import define
 from skyrl_engine.errors import WorkerError
 from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.modeling.tiny import VOCABULARY, Family, make_parts_differ, write_model, write_vision_model
-from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, picture_documents
+from skyrl_engine.testing.adapters import write_adapter
+from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, many_documents, picture_documents
 from skyrl_engine.testing.backends.ranks import Answer, BackendRanks, Opening, RankFailed, on_rank
 from skyrl_engine.testing.pictures import Variant
 from skyrl_engine.testing.ranks.world import kept
@@ -29,6 +30,7 @@ class Bench:
 
     _stack: ExitStack = attrs.field(factory=ExitStack, init=False)
     _models: dict[str, str] = attrs.field(factory=dict, init=False)
+    _adapters: dict[str, str] = attrs.field(factory=dict, init=False)
     _definitions: dict[Any, DefinedResult] = attrs.field(factory=dict, init=False)
 
     def __enter__(self) -> Self:
@@ -37,6 +39,7 @@ class Bench:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         on_rank("close")
         self._models.clear()
+        self._adapters.clear()
         self._stack.close()
 
     def ranks(self, opening: Opening) -> BackendRanks:
@@ -75,11 +78,25 @@ class Bench:
         temperature: float = 1.0,
         needs: tuple[str, ...] = ("logprobs", "entropy"),
         pictures: Variant | None = None,
+        adapted: bool = False,
+        many: bool = False,
     ) -> DefinedResult:
-        """Return loss, gradients and scores of these documents in float64, computed one at a time in this process."""
-        key = (model, tuple(numbers), temperature, needs, pictures)
+        """Return loss, gradients and scores of these documents in float64, computed one at a time in this process.
+
+        With `adapted` the model has the adapters of `adapter`; with `many` the documents are those of `many_documents`.
+        """
+        key = (model, tuple(numbers), temperature, needs, pictures, adapted, many)
         if key not in self._definitions:
-            known = documents(VOCABULARY) if pictures is None else picture_documents(VOCABULARY, pictures)
+            known = many_documents() if many else documents() if pictures is None else picture_documents(VOCABULARY, pictures)
             chosen = [each for each in known if each.number in key[1]]
-            self._definitions[key] = definition(self.model(model), chosen, temperature=temperature, needs=needs)
+            adapter = self.adapter(model) if adapted else None
+            self._definitions[key] = definition(self.model(model), chosen, temperature=temperature, needs=needs, adapter=adapter)
         return self._definitions[key]
+
+    def adapter(self, model: Model) -> str:
+        """Return a directory of adapters for the model, written once."""
+        if model not in self._adapters:
+            directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-engine-bench-")))
+            with quiet_progress():
+                self._adapters[model] = write_adapter(self.model(model), directory)
+        return self._adapters[model]

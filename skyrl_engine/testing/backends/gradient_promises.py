@@ -2,6 +2,7 @@
 
 from attrs import evolve
 
+from skyrl_engine.testing.backends.batches import MANY
 from skyrl_engine.testing.backends.gradient_comparison import norm_of, require_same_gradients, total
 from skyrl_engine.testing.backends.ranks import Arrays, PassOrder
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, right_loss
@@ -86,6 +87,22 @@ def _alone(case: BackendCase, chosen: int) -> PassOrder:
     return PassOrder(tuple((micro_batches[chosen],) for micro_batches in case.cut(micro_batches=3)))
 
 
+@backend_promise(
+    "Gradients are summed over more micro-batches than a pipeline holds: of long documents and short ones, and of none"
+)
+def many_micro_batches(subject: BackendSubject, case: BackendCase) -> None:
+    """One micro-batch of every rank is without a document, at another place on each: what fills up a rank that has less to do."""
+    shares = case.cut(range(MANY), micro_batches=10)
+    cut = tuple((*share[: 3 + rank], (), *share[3 + rank :]) for rank, share in enumerate(shares))
+    require_same_gradients(
+        _gradient(subject, case, PassOrder(cut, many=True)),
+        subject.bench.definition(case.model, range(MANY), many=True).gradients,
+        f"of transformers' own model, under {case.sizes}, where a rank has {len(cut[0])} micro-batches",
+        "Take every micro-batch of a rank's batch, whatever its width, also one without a document",
+        facts=_facts(case),
+    )
+
+
 @backend_promise("Gradients are summed over calls of forward_backward before a step")
 def calls_add_up(subject: BackendSubject, case: BackendCase) -> None:
     calls = [PassOrder(case.cut(numbers)) for numbers in (FIRST, SECOND)]
@@ -139,6 +156,7 @@ GRADIENT_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
     gradient,
     ranks_add_up,
     micro_batches_add_up,
+    many_micro_batches,
     calls_add_up,
     nothing_left_over,
     unscored_micro_batch,

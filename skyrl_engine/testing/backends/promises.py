@@ -3,7 +3,9 @@
 from typing import Any
 
 from skyrl_engine.testing.backends.description_promises import DESCRIPTION_PROMISES
+from skyrl_engine.testing.backends.device_promises import DEVICE_PROMISES
 from skyrl_engine.testing.backends.gradient_promises import GRADIENT_PROMISES
+from skyrl_engine.testing.backends.lora_promises import LORA_PROMISES
 from skyrl_engine.testing.backends.score_promises import SCORE_PROMISES
 from skyrl_engine.testing.backends.state_promises import STATE_PROMISES
 from skyrl_engine.testing.backends.step_promises import STEP_PROMISES
@@ -18,6 +20,8 @@ BACKEND_PROMISES: tuple[Promise[Any, Any], ...] = (
     *STEP_PROMISES,
     *STATE_PROMISES,
     *VISION_PROMISES,
+    *LORA_PROMISES,
+    *DEVICE_PROMISES,
     config_round_trip,
     light_import,
 )

@@ -5,7 +5,8 @@ Nothing of the engine stands between: batches and objective are the kit's. The e
 """
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -46,6 +47,8 @@ class Opening:
 class PassOrder:
     """One call of forward or forward_backward. Documents in `unscored` carry no loss; `pictures` are theirs, None for text.
 
+    With `many` the documents are those of `many_documents`.
+
     The other fields are those of WeightedObjective.
     """
 
@@ -57,6 +60,15 @@ class PassOrder:
     needs: tuple[str, ...] = ("logprobs", "entropy")
     per_token_outputs: bool = True
     pictures: Literal["own", "negated", "swapped", "missing"] | None = None
+    many: bool = False
+
+
+@frozen
+class Waits:
+    """Moments of a pass at which a rank's host waited for the device, as "what at file:line": of the objective, and of all else."""
+
+    of_objective: tuple[str, ...]
+    of_backend: tuple[str, ...]
 
 
 @frozen
@@ -107,13 +119,47 @@ class HeldBackend:
     def coords(self) -> RankCoords:
         return self.backend.coords
 
-    def run(self, mode: str, work: PassOrder) -> tuple[RankOutput, tuple[str, ...]]:
-        """Run a pass; return its output, and the names of the scores that the objective was given."""
+    def elsewhere(self, passes: Sequence[tuple[str, PassOrder]]) -> list[Waits]:
+        """Run passes and a step as if everything that is not made on the CPU lay on another device.
+
+        Returns by pass what the host waited for. Raises WrongDevice where a tensor of the CPU meets one of the device.
+        """
+        from skyrl_engine.testing.other_device import OtherDevice
+
+        found = []
+        with OtherDevice() as device:
+            for mode, work in passes:
+                device.reads.clear()
+                own: list[range] = []
+
+                @contextmanager
+                def in_objective(own: list[range] = own) -> Iterator[None]:
+                    before = len(device.reads)
+                    yield
+                    own.append(range(before, len(device.reads)))
+
+                self.run(mode, work, in_objective)
+                told = [f"{read.what} at {read.where}" for read in device.reads]
+                inside = {place for part in own for place in part}
+                found.append(
+                    Waits(
+                        tuple(told[place] for place in sorted(inside)),
+                        tuple(each for place, each in enumerate(told) if place not in inside),
+                    )
+                )
+            self.backend.optim_step()
+        return found
+
+    def run(
+        self, mode: str, work: PassOrder, in_objective: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> tuple[RankOutput, tuple[str, ...]]:
+        """Run a pass; return its output, and the names of the scores that the objective was given. The objective runs `in_objective`."""
         from skyrl_engine.testing.backends.batches import (
             EMPTY,
             TERMS,
             WeightedObjective,
             documents,
+            many_documents,
             packed,
             padded,
             picture_documents,
@@ -122,6 +168,8 @@ class HeldBackend:
 
         variant, unscored = work.pictures, work.unscored
         made = documents(VOCABULARY, unscored=unscored) if variant is None else picture_documents(VOCABULARY, variant)
+        if work.many:
+            made = many_documents()
         known = {each.number: each for each in made}
         known[PADDING_SAMPLE] = evolve(known[EMPTY], number=PADDING_SAMPLE)
         rows = padded if work.rows == "padded" else packed
@@ -135,7 +183,8 @@ class HeldBackend:
             def __call__(self, scores: Any, micro_batch: Any) -> Any:
                 seen.update(scores)
                 self.needs &= TERMS.keys()  # what no model computes was to be refused before this call
-                return super().__call__(scores, micro_batch)
+                with in_objective():
+                    return super().__call__(scores, micro_batch)
 
         objective = Objective(
             scale=work.scale, temperature=work.temperature, needs=work.needs, per_token_outputs=work.per_token_outputs
@@ -227,6 +276,10 @@ class BackendRanks:
     def scores_given(self, work: PassOrder) -> list[tuple[str, ...]]:
         """Return the names of the scores that objectives got in a forward_backward, by rank."""
         return [names for _, names in self._ask("run", "forward_backward", work)]
+
+    def elsewhere(self, passes: Sequence[tuple[str, PassOrder]]) -> list[list[Waits]]:
+        """Run these passes and a step on a device that is not the CPU; return what the host waited for, by rank and pass."""
+        return self._ask("elsewhere", passes)
 
     def optim_step(self, settings: AdamWSettings | None = None) -> list[OptimStep]:
         return self._ask("optim_step", settings)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_engine.contracts.kinds.backend import Capability
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT
 from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.backends.batches import DefinedResult
@@ -143,6 +144,35 @@ def evaluation(subject: BackendSubject, case: BackendCase) -> None:
         )
 
 
+@backend_promise("forward_backward trains with the model's dropout, and data-parallel ranks draw masks of their own")
+def dropout(subject: BackendSubject, case: BackendCase) -> None:
+    """Every data-parallel rank has the same documents: equal masks are then equal log-probabilities."""
+    same = PassOrder(tuple((NUMBERS,) for _ in range(case.sizes.topology.dp)))
+    try:
+        with subject.opened(case, "dropout") as ranks:
+            scored = ranks.loss(ranks.forward(same))
+            returned = [ranks.forward_backward(same) for _ in range(2)]
+    except EngineError as error:  # a backend may refuse what it would not train as written
+        check_says_what_to_do(error)
+        return
+    one, other = (ranks.loss(each) for each in returned)
+    if one == other or scored in (one, other):
+        what = "as forward does" if scored in (one, other) else "twice"
+        raise Broken(
+            f"forward_backward of a model with dropout gives the objective {one:.7g} {what}",
+            "Put the model into training mode in forward_backward, and seed nothing there",
+        )
+    seen: dict[bytes, RankOutput] = {}
+    for output in _collected(ranks, returned[0]):
+        values = output.fields["logprobs"].values.tobytes()
+        if values in seen:
+            raise Broken(
+                f"ranks {seen[values].coords.rank} and {output.coords.rank} draw the same dropout masks",
+                "Seed each data-parallel rank with a number of its own",
+            )
+        seen[values] = output
+
+
 @backend_promise("The objective is given every score that it needs, and one the model does not compute is refused in words")
 def needs(subject: BackendSubject, case: BackendCase) -> None:
     for asked in (("logprobs",), ("logprobs", "entropy")):
@@ -262,9 +292,47 @@ def logits(subject: BackendSubject, case: BackendCase) -> None:
             )
 
 
-def _require_definition(ranks: BackendRanks, case: BackendCase, due: DefinedResult, asked: Sequence[str], remedy: str) -> None:
+@backend_promise("Normalisers, and the gradient through them, are those of the logits", exempt=_undeclared("logsumexp"))
+def logsumexp(subject: BackendSubject, case: BackendCase) -> None:
+    _require_scores(
+        subject, case, "logsumexp", "Give the logsumexp of what softmax takes, the temperature inside, over the whole vocabulary"
+    )
+
+
+@backend_promise(
+    "Means of log-probabilities over the vocabulary, and the gradient through them, are right", exempt=_undeclared("mean_logprob")
+)
+def mean_logprob(subject: BackendSubject, case: BackendCase) -> None:
+    _require_scores(
+        subject, case, "mean_logprob", "Divide by the number of tokens of the whole vocabulary, not of a rank's part of it"
+    )
+
+
+@backend_promise(
+    "Log-probabilities at the token ids of a column, and the gradient through them, are right", exempt=_undeclared("logprobs_at")
+)
+def logprobs_at(subject: BackendSubject, case: BackendCase) -> None:
+    """Of one column and of two; ids may occur twice, and the label may be among them."""
+    remedy = (
+        "Score micro_batch.candidates[column] at the positions of the labels, in their order, and add up gradients of equal ids"
+    )
+    _require_scores(subject, case, f"{LOGPROBS_AT}:near", remedy)
+    _require_scores(subject, case, f"{LOGPROBS_AT}:near", remedy, (f"{LOGPROBS_AT}:far",))
+
+
+def _require_scores(subject: BackendSubject, case: BackendCase, score: str, remedy: str, others: tuple[str, ...] = ()) -> None:
+    """Require the score and its gradient beside log-probabilities, and among all scores of the vocabulary under a temperature."""
+    for asked, temperature in ((("logprobs", score, *others), 1.0), (("entropy", "logprobs", score, *others), 0.5)):
+        with subject.opened(case) as ranks:
+            due = subject.bench.definition(case.model, NUMBERS, needs=asked, temperature=temperature)
+            _require_definition(ranks, case, due, asked, remedy, temperature=temperature)
+
+
+def _require_definition(
+    ranks: BackendRanks, case: BackendCase, due: DefinedResult, asked: Sequence[str], remedy: str, **options: Any
+) -> None:
     """Require the defined objective for these scores, and the defined gradient where a single rank sums it."""
-    got = ranks.loss(ranks.forward_backward(case.whole(needs=asked)))
+    got = ranks.loss(ranks.forward_backward(case.whole(needs=asked, **options)))
     what = " and ".join(asked)
     if abs(got - due.loss) > 1e-5 * abs(due.loss):
         raise Broken(f"an objective of {what} is {got:.6g}, where the model's own weights give {due.loss:.6g}", remedy)
@@ -293,11 +361,15 @@ SCORE_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
     outputs,
     gate,
     evaluation,
+    dropout,
     needs,
     temperature,
     packed_rows,
     undeclared_packed_rows,
     values,
     logits,
+    logsumexp,
+    mean_logprob,
+    logprobs_at,
     undeclared_value_head,
 )

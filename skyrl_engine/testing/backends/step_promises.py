@@ -1,6 +1,6 @@
 """Promises of a backend's optimizer step: torch's AdamW over the gradient that it reports, clipped only on request."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,8 +10,8 @@ from torch import nn
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, OptimStep
 from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.optimizer import parameter_groups, use_settings
-from skyrl_engine.testing.backends.gradient_comparison import norm_of
-from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks
+from skyrl_engine.testing.backends.gradient_comparison import TOLERANCE, norm_of
+from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks, PassOrder
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable
 
@@ -132,21 +132,26 @@ def gradient_norm(subject: BackendSubject, case: BackendCase) -> None:
     )
 
 
-@backend_promise("Gradients are clipped to max_grad_norm where one is set, and never otherwise")
+@backend_promise("Gradients are clipped to max_grad_norm where one is set, and never otherwise: their sum, and no part of it")
 def clipping(subject: BackendSubject, case: BackendCase) -> None:
-    work = case.whole(scale=_scale(subject, case, LARGE))
+    """Two calls of two micro-batches each: what clips a part of the sum, or a call, gives another sum than the definition."""
+    scale = _scale(subject, case, LARGE)
+    calls = [PassOrder(case.cut(numbers, micro_batches=2), scale=scale) for numbers in (NUMBERS[::2], NUMBERS[1::2])]
     for limit in (None, LARGE / 10):
         # What setup says is another limit, which the call's replaces. Weights do not decay: that is the business of `step`.
         spec = evolve(SPEC, weight_decay=0.0, max_grad_norm=limit)
         with subject.opened(case, optimizer=evolve(SPEC, max_grad_norm=LARGE / 20)) as ranks:
             reference = ReferenceOptimizer(ranks.weights()[0])
             before = reference.weights()
-            ranks.forward_backward(work)
+            for call in calls:
+                ranks.forward_backward(call)
             gradients = _gradients(ranks, reference)
             norm = norm_of(gradients)
             reference.step(gradients, spec, factor=1.0 if limit is None else min(1.0, limit / norm))
             ranks.optim_step(spec)
             got = ranks.weights()[0]
+        if limit is None:
+            _require_unclipped_sum(subject, case, gradients, calls, scale)
         unclipped = "without a limit" if limit is None else f"where max_grad_norm is {limit:g}"
         _require_step(
             got,
@@ -155,6 +160,34 @@ def clipping(subject: BackendSubject, case: BackendCase) -> None:
             f"AdamW moves them {unclipped}, for a gradient of norm {norm:.3g}",
             "Turn off the library's own clipping, and clip the sum over all ranks by its global norm",
         )
+
+
+def _require_unclipped_sum(
+    subject: BackendSubject, case: BackendCase, gradients: Arrays, calls: Sequence[PassOrder], scale: float
+) -> None:
+    """Raise Broken where a large gradient is not the sum that it is by definition, and a small one of the same samples is."""
+    due = subject.bench.definition(case.model, NUMBERS).gradients
+    if _apart_from(gradients, due, scale) <= TOLERANCE:
+        return
+    small = _scale(subject, case, SMALL)
+    with subject.opened(case, optimizer=SPEC) as ranks:
+        for call in calls:
+            ranks.forward_backward(evolve(call, scale=small))
+        alike = _apart_from(ranks.gradients()[0], due, small) <= TOLERANCE
+    if not alike:
+        raise Undecidable("the gradient is not the right one whatever its size")
+    raise Broken(
+        f"a gradient of norm {LARGE:g}, over two calls of two micro-batches, has the norm {norm_of(gradients):.3g} before optim_step, and a "
+        "small one its own",
+        "Leave gradients as they are until optim_step, and clip their sum once",
+    )
+
+
+def _apart_from(gradients: Arrays, due: Arrays, scale: float) -> float:
+    if gradients.keys() != due.keys():
+        raise Undecidable("the gradients are not those of the model's parameters")
+    difference = {name: gradients[name].astype(np.float64) - scale * due[name] for name in due}
+    return norm_of(difference) / (scale * norm_of(due))
 
 
 @backend_promise("A gradient that is not finite is refused on every rank, with weights and optimizer as they were")

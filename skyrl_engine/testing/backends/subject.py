@@ -74,6 +74,13 @@ class BackendSubject:
         lock = self.with_options(sizes.options).lock()
         return self.bench.ranks(Opening(lock, sizes.topology, spec, optimizer, self.device, packed_rows))
 
+    def on_another_device(self, case: "BackendCase") -> BackendRanks:
+        """Set the backend up on ranks whose device is one that is not the CPU, for `BackendRanks.elsewhere`."""
+        from skyrl_engine.testing.other_device import OTHER
+
+        packed_rows = self.declares("packed")
+        return evolve(self, device=str(OTHER)).opened(case, packed_rows=packed_rows)
+
 
 @frozen
 class BackendCase:

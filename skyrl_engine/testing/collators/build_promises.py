@@ -1,6 +1,6 @@
 """Promises about the dense tensors of a collator: tokens, gather index, bounds, fields, and memory of their own."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +24,9 @@ from skyrl_engine.testing.collators.cases import (
     require_same_field,
     require_same_fields,
     row_samples,
+    token_places,
 )
+from skyrl_engine.testing.collators.explicit import explicit_cuts
 from skyrl_engine.testing.collators.strategies import COLUMN_NAMES
 from skyrl_engine.testing.promise import Promise, promise
 from skyrl_engine.testing.subject import Subject
@@ -33,7 +35,9 @@ MODEL_FIELDS = ("input_ids", "attention_mask", "position_ids")
 
 
 @promise(
-    "Every row holds its samples' tokens in order, positions count from 0 in each, and their true lengths are told", cases=cuts()
+    "Every row holds its samples' tokens in order, positions count from 0 in each, and their true lengths are told",
+    cases=cuts(),
+    first=explicit_cuts,
 )
 def tokens(subject: Subject[Any], case: CutCase) -> None:
     for micro_batch, batch in builds(subject, case):
@@ -69,7 +73,11 @@ def _require_tokens(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: 
         )
 
 
-@promise("The gather index scores every response token from its predecessor, in its sample's row, and no other place", cases=cuts())
+@promise(
+    "The gather index scores every response token from its predecessor, in its sample's row, and no other place",
+    cases=cuts(),
+    first=explicit_cuts,
+)
 def predecessors(subject: Subject[Any], case: CutCase) -> None:
     for micro_batch, batch in builds(subject, case):
         _require_predecessors(case.columns, micro_batch, batch)
@@ -111,7 +119,7 @@ def _scored(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[tuple[i
     return due
 
 
-@promise("Rows of several samples have `cu_seqlens`, which bound each sample at its alignment", cases=cuts())
+@promise("Rows of several samples have `cu_seqlens`, which bound each sample at its alignment", cases=cuts(), first=explicit_cuts)
 def bounds(subject: Subject[Any], case: CutCase) -> None:
     for micro_batch, batch in builds(subject, case):
         _require_bounds(case.columns, micro_batch, batch)
@@ -140,6 +148,67 @@ def _require_bounds(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: 
         require(np.array_equal(mask[row], real), f"{told}, but its tokens lie elsewhere", remedy)
 
 
+@promise(
+    "Loss weights and columns hold the samples' numbers at their response tokens, in float32 bit for bit, and 0 everywhere else",
+    cases=cuts(),
+    first=explicit_cuts,
+)
+def numbers(subject: Subject[Any], case: CutCase) -> None:
+    for micro_batch, batch in builds(subject, case):
+        for name, values in {"loss_weight": case.columns.loss_weight, **case.columns.columns}.items():
+            if name in batch.fields:
+                _require_numbers(name, np.asarray(values, dtype=np.float32), case.columns, micro_batch, batch)
+
+
+def _require_numbers(name: str, values: AnyArray, columns: SampleColumns, micro_batch: MicroBatchPlan, batch: DenseBatch) -> None:
+    remedy = (
+        "Give [rows, width] at the tokens, [rows, width - 1] one column before, as the gather index has it, or [rows, action_width] with "
+        "each row's numbers at one end or where response_mask is 1"
+    )
+    found = batch[name].numpy()
+    require(found.dtype == np.float32, f"{name} is {found.dtype}, not float32", remedy)
+    forms = [form for form in _forms(values, columns, micro_batch, batch) if form.shape == found.shape]
+    widths = f"width {micro_batch.width} and action width {micro_batch.action_width}"
+    require(forms, f"{name} has shape {found.shape} in {micro_batch.rows} rows of {widths}", remedy)
+    require(
+        any(form.tobytes() == np.ascontiguousarray(found).tobytes() for form in forms),
+        f"{name} is\n{found}\nnot\n{forms[0]}",
+        remedy,
+    )
+
+
+def _forms(values: AnyArray, columns: SampleColumns, micro_batch: MicroBatchPlan, batch: DenseBatch) -> Iterator[AnyArray]:
+    """Yield the numbers of response tokens as rows may hold them."""
+    rows, width, action_width = micro_batch.rows, micro_batch.width, micro_batch.action_width
+    at_tokens, before = np.zeros((rows, width), np.float32), np.zeros((rows, max(width - 1, 0)), np.float32)
+    of_rows: list[list[AnyArray]] = [[] for _ in range(rows)]
+    for sample, row, places in token_places(batch, columns, micro_batch):
+        own = values[columns.action_offsets[sample] : columns.action_offsets[sample + 1]]
+        of_rows[row].append(own)
+        first = len(places) - len(own)
+        at_tokens[row, places[first:]] = own
+        # nothing comes before the first token of a sample
+        scored = max(first, 1)
+        before[row, places[scored:] - 1] = own[scored - first :]
+    yield before
+    yield at_tokens
+    lines = [np.concatenate([np.zeros(0, np.float32), *held]) for held in of_rows]
+    if max(map(len, lines), default=0) > action_width:
+        return
+    if "response_mask" in batch.fields:
+        mask = batch["response_mask"].numpy() == 1
+        if mask.sum(1).tolist() == list(map(len, lines)):
+            masked = np.zeros(mask.shape, np.float32)
+            masked[mask] = np.concatenate([np.zeros(0, np.float32), *lines])
+            yield masked
+        return
+    for right in (True, False):
+        aligned = np.zeros((rows, action_width), np.float32)
+        for row, line in enumerate(lines):
+            aligned[row, action_width - len(line) if right else 0 :][: len(line)] = line
+        yield aligned
+
+
 def _no_reference(subject: Subject[Any]) -> str | None:
     return None if "reference" in subject.hooks else "there is no reference to compare with"
 
@@ -150,6 +219,7 @@ EVERY = ("router_replay", "vision")
 @promise(
     "Every field is the reference's bit for bit: value, dtype, shape and contiguity, with NaN, -0.0, denormals and ids beyond 32 bits",
     cases=cuts(*EVERY),
+    first=explicit_cuts,
     exempt=_no_reference,
 )
 def reference(subject: Subject[Any], case: CutCase) -> None:
@@ -157,7 +227,7 @@ def reference(subject: Subject[Any], case: CutCase) -> None:
         require_same_fields(batch, subject.hooks["reference"](case.columns, micro_batch), "Compare with the reference")
 
 
-@promise("A row is the same, bit for bit, whatever rows are built with it", cases=cuts(*EVERY))
+@promise("A row is the same, bit for bit, whatever rows are built with it", cases=cuts(*EVERY), first=explicit_cuts)
 def rows_alone(subject: Subject[Any], case: CutCase) -> None:
     """A row depends on its own samples alone: micro-batches are pieces of the whole plan's build, and every plan gives equal rows."""
     remedy = "Let a row depend on its samples, the width and the alignment alone"
@@ -220,13 +290,21 @@ def fields(subject: Subject[Any], case: Asked) -> None:
             require_same_field(f"gather.{name}", getattr(some.gather, name), getattr(everything.gather, name), remedy)
 
 
-@promise("What it built stays as it is while it builds more, and the same rows give the same bytes again", cases=cuts(*EVERY))
+@promise(
+    "What it built stays as it is while it builds more, and the same rows give the same bytes again",
+    cases=cuts(*EVERY),
+    first=explicit_cuts,
+)
 def own_memory(subject: Subject[Any], case: CutCase) -> None:
     """Every build has memory of its own: pipelines hold several micro-batches at a time, and autograd keeps them until backward."""
     collator = subject.make()
     plan = list(planned(subject, case.planning).micro_batches)
-    first = [built_by(collator, subject.label, case.columns, micro_batch) for micro_batch in plan]
-    kept = [_copied(batch) for batch in first]
+    first, kept = [], []
+    for micro_batch in plan:
+        batch = built_by(collator, subject.label, case.columns, micro_batch)
+        _require_own(batch, case.columns)
+        first.append(batch)
+        kept.append(_copied(batch))
     again = [_copied(built_by(collator, subject.label, case.columns, micro_batch)) for micro_batch in plan]
     for batch, copies, anew in zip(first, kept, again, strict=True):
         require(
@@ -237,9 +315,25 @@ def own_memory(subject: Subject[Any], case: CutCase) -> None:
             require_same_field(f"{name}, built again,", anew[name], copies[name], "Keep nothing between builds")
 
 
+def _require_own(batch: DenseBatch, columns: SampleColumns) -> None:
+    """Raise Broken where a dense row is a view of the samples, which other micro-batches and epochs read too."""
+    sources = {"input_ids": columns.input_ids, "loss_weight": columns.loss_weight, **columns.columns}
+    for name, field in batch.fields.items():
+        shared = [source for source, array in sources.items() if np.may_share_memory(field.numpy(), array)]
+        require(
+            not shared or name in batch.ragged_offsets,
+            f"{name} is the memory of the samples' own {', '.join(shared)}",
+            "Return memory of its own from every build: a backend may write into it",
+        )
+
+
 def _copied(batch: DenseBatch) -> dict[str, AnyArray]:
-    index = {f"gather.{name}": getattr(batch.gather, name) for name in ("actions", "rows", "columns")}
-    return {name: array.copy() for name, array in ({name: field.numpy() for name, field in batch.fields.items()} | index).items()}
+    told = {f"gather.{name}": getattr(batch.gather, name) for name in ("actions", "rows", "columns")}
+    told |= {f"ragged_offsets of {name}": offsets for name, offsets in batch.ragged_offsets.items()}
+    for name, ragged in (("sequence_lengths", batch.sequence_lengths), ("cu_seqlens", batch.cu_seqlens)):
+        if ragged is not None:
+            told |= {name: ragged.values, f"{name}.offsets": ragged.offsets}
+    return {name: array.copy() for name, array in ({name: field.numpy() for name, field in batch.fields.items()} | told).items()}
 
 
-BUILD_PROMISES: tuple[Promise[Any, Any], ...] = (tokens, predecessors, bounds, reference, rows_alone, fields, own_memory)
+BUILD_PROMISES: tuple[Promise[Any, Any], ...] = (tokens, predecessors, bounds, numbers, reference, rows_alone, fields, own_memory)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from skyrl_engine.contracts.kinds.collator import Collator, DenseBatch, carried_by
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
-from skyrl_engine.contracts.values.ragged import AnyArray
+from skyrl_engine.contracts.values.ragged import AnyArray, IntArray
 from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.collators import strategies
-from skyrl_engine.testing.promise import Broken, Undecidable
+from skyrl_engine.testing.promise import Broken, Inapplicable
 from skyrl_engine.testing.subject import Subject
 
 
@@ -80,11 +80,16 @@ def cuts(*extras: str) -> Callable[[Subject[Any]], st.SearchStrategy[CutCase]]:
 
 def planned(subject: Subject[Any], case: Planning) -> BatchPlan:
     """Return the subject's plan of the case. Raises Broken where it fails, unless it refuses the layout as such."""
+    return planned_by(subject.make(), subject.label, case)
+
+
+def planned_by(collator: Collator, label: str, case: Planning) -> BatchPlan:
+    """Do as `planned`, with a collator that exists already."""
     try:
-        with blaming(Owner.named(subject.label, "collator"), "plan"):
-            return subject.make().plan(case.lengths, case.layout)  # type: ignore[no-any-return]
+        with blaming(Owner.named(label, "collator"), "plan"):
+            return collator.plan(case.lengths, case.layout)
     except UnsupportedError as refused:
-        raise Undecidable(refused.cause) from refused
+        raise Inapplicable(refused.cause) from refused
     except EngineError as failed:
         raise Broken(failed.cause, failed.remedy) from failed
 
@@ -104,15 +109,27 @@ def built_by(collator: Collator, label: str, columns: SampleColumns, rows: Micro
 
 
 def builds(subject: Subject[Any], case: CutCase) -> Iterator[tuple[MicroBatchPlan, DenseBatch]]:
-    """Return every micro-batch of the subject's plan with its build."""
-    for rows in planned(subject, case.planning).micro_batches:
-        yield rows, built(subject, case.columns, rows)
+    """Return every micro-batch of the subject's plan with its build, all of them made by one collator before the first is looked at."""
+    collator = subject.make()
+    plan = list(planned(subject, case.planning).micro_batches)
+    yield from zip(plan, [built_by(collator, subject.label, case.columns, rows) for rows in plan], strict=True)
 
 
 def row_samples(micro_batch: MicroBatchPlan) -> list[tuple[int, ...]]:
     """Return the samples of each row."""
     samples = micro_batch.samples.tolist()
     return [tuple(samples[start:stop]) for start, stop in pairwise(micro_batch.row_offsets.tolist())]
+
+
+def token_places(batch: DenseBatch, columns: SampleColumns, micro_batch: MicroBatchPlan) -> Iterator[tuple[int, int, IntArray]]:
+    """Yield every sample, its row, and the columns of its tokens, read from the attention mask."""
+    lengths = np.diff(columns.token_offsets)
+    mask = batch["attention_mask"].numpy()
+    for row, samples in enumerate(row_samples(micro_batch)):
+        real, begin = np.flatnonzero(mask[row]), 0
+        for sample in samples:
+            yield sample, row, real[begin : begin + int(lengths[sample])]
+            begin += int(lengths[sample])
 
 
 def require(condition: Any, cause: str, remedy: str) -> None:

@@ -1,6 +1,5 @@
 """Promises about the extras of samples in dense rows: expert routes and images."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,8 +8,7 @@ from skyrl_engine.contracts.kinds.collator import ROUTER_PADDING_MASK, DenseBatc
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
 from skyrl_engine.contracts.values.plan import MicroBatchPlan
-from skyrl_engine.contracts.values.ragged import IntArray
-from skyrl_engine.testing.collators.cases import CutCase, builds, cuts, require, require_same_field, row_samples
+from skyrl_engine.testing.collators.cases import CutCase, builds, cuts, require, require_same_field, token_places
 from skyrl_engine.testing.promise import Promise, promise
 from skyrl_engine.testing.subject import Subject
 
@@ -42,7 +40,7 @@ def _require_routes(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: 
     form, due = (routes.dtype, routes.shape), (captured.values.dtype, (*shape, *captured.values.shape[1:]))
     require(form == due, f"expert_routes is {form[0]} {form[1]}, not {due[0]} {due[1]}", "Keep the dtype of the columns")
     padding = np.ones(shape, dtype=np.bool_)
-    for sample, row, places in _token_places(batch, columns, micro_batch):
+    for sample, row, places in token_places(batch, columns, micro_batch):
         mine = captured[sample]
         padding[row, places[: len(mine)]] = False
         require(
@@ -89,23 +87,12 @@ def _require_images(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: 
             require(found.tobytes() == due.tobytes(), f"{name} of sample {sample} are another's", remedy)
     if TOKEN_TYPES in columns.extras:
         due = np.zeros((micro_batch.rows, micro_batch.width), dtype=np.int64)
-        for sample, row, places in _token_places(batch, columns, micro_batch):
+        for sample, row, places in token_places(batch, columns, micro_batch):
             mine = columns.extras[TOKEN_TYPES][sample]
             due[row, places[: len(mine)]] = mine
         require_same_field(
             TOKEN_TYPES, batch[TOKEN_TYPES].numpy(), due, "Write token types where the sample's tokens lie, 0 elsewhere"
         )
-
-
-def _token_places(batch: DenseBatch, columns: SampleColumns, micro_batch: MicroBatchPlan) -> Iterator[tuple[int, int, IntArray]]:
-    """Yield every sample, its row, and the columns of its tokens, read from the attention mask."""
-    lengths = np.diff(columns.token_offsets)
-    mask = batch["attention_mask"].numpy()
-    for row, samples in enumerate(row_samples(micro_batch)):
-        real, begin = np.flatnonzero(mask[row]), 0
-        for sample in samples:
-            yield sample, row, real[begin : begin + int(lengths[sample])]
-            begin += int(lengths[sample])
 
 
 EXTRAS_PROMISES: tuple[Promise[Any, Any], ...] = (expert_routes, images)

@@ -4,16 +4,20 @@ from itertools import pairwise
 from typing import Any, get_args
 
 import numpy as np
+from attrs import evolve
 
 from skyrl_engine.contracts.kinds.collator import Carried, carried_by
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.ragged import IntArray
-from skyrl_engine.testing.collators.cases import Planning, planned, plannings, require, row_samples
+from skyrl_engine.testing.collators.cases import Planning, planned, planned_by, plannings, require, row_samples
+from skyrl_engine.testing.collators.explicit import explicit_plannings
 from skyrl_engine.testing.promise import Promise, promise
 from skyrl_engine.testing.subject import Subject
 
 
-@promise("Every sample is planned exactly once, and the plan keeps the caller's sample ids", cases=plannings)
+@promise(
+    "Every sample is planned exactly once, and the plan keeps the caller's sample ids", cases=plannings, first=explicit_plannings
+)
 def samples_once(subject: Subject[Any], case: Planning) -> None:
     plan, lengths = planned(subject, case), case.lengths
     found = np.concatenate([np.zeros(0, dtype=np.int64), *(micro_batch.samples for micro_batch in plan.micro_batches)])
@@ -31,7 +35,7 @@ def samples_once(subject: Subject[Any], case: Planning) -> None:
     )
 
 
-@promise("No mini-batch cuts a group, and no micro-batch cuts a unit", cases=plannings, effort=3)
+@promise("No mini-batch cuts a group, and no micro-batch cuts a unit", cases=plannings, first=explicit_plannings, effort=3)
 def groups_and_units(subject: Subject[Any], case: Planning) -> None:
     plan, lengths = planned(subject, case), case.lengths
     mini_batches = [mini_batch.samples for mini_batch in plan.mini_batches]
@@ -50,7 +54,11 @@ def _require_whole(parts: list[IntArray], labels: IntArray, name: str, parts_nam
         seen |= inside
 
 
-@promise("Every mini-batch has a part for each data-parallel rank, and all parts have equally many micro-batches", cases=plannings)
+@promise(
+    "Every mini-batch has a part for each data-parallel rank, and all parts have equally many micro-batches",
+    cases=plannings,
+    first=explicit_plannings,
+)
 def ranks_in_step(subject: Subject[Any], case: Planning) -> None:
     remedy = "Fill up with micro-batches of one empty row"
     for mini_batch in planned(subject, case).mini_batches:
@@ -63,7 +71,9 @@ def ranks_in_step(subject: Subject[Any], case: Planning) -> None:
         require(len(set(counts)) == 1, f"ranks have {counts} micro-batches, so some wait for ever for the others", remedy)
 
 
-@promise("Mini-batches and micro-batches stay within the layout's samples, rows and tokens", cases=plannings)
+@promise(
+    "Mini-batches and micro-batches stay within the layout's samples, rows and tokens", cases=plannings, first=explicit_plannings
+)
 def sizes(subject: Subject[Any], case: Planning) -> None:
     plan, layout = planned(subject, case), case.layout
     for mini_batch in plan.mini_batches:
@@ -89,6 +99,7 @@ def sizes(subject: Subject[Any], case: Planning) -> None:
 @promise(
     "Rows are well formed: int64 offsets that rise from 0, one row and one column at least, and room for every sample",
     cases=plannings,
+    first=explicit_plannings,
 )
 def rows(subject: Subject[Any], case: Planning) -> None:
     tokens = case.lengths.tokens
@@ -106,7 +117,11 @@ def rows(subject: Subject[Any], case: Planning) -> None:
             require(held <= micro_batch.width, f"samples of {held} tokens share a row of {micro_batch.width}", remedy)
 
 
-@promise("It keeps what it declares: `padded` rows hold one sample at most, and `carries` names capabilities", cases=plannings)
+@promise(
+    "It keeps what it declares: `padded` rows hold one sample at most, and `carries` names capabilities",
+    cases=plannings,
+    first=explicit_plannings,
+)
 def declarations(subject: Subject[Any], case: Planning) -> None:
     collator = subject.make()
     require(collator.rows in ("padded", "packed"), f"rows is {collator.rows!r}", "Declare rows as padded or packed")
@@ -118,10 +133,17 @@ def declarations(subject: Subject[Any], case: Planning) -> None:
             require(most <= 1, f"a row holds {most} samples where padded rows are declared", 'Declare rows = "packed"')
 
 
-@promise("The same lengths give the same plan", cases=plannings)
+@promise("The same lengths give the same plan, whatever was planned before", cases=plannings, first=explicit_plannings)
 def same_plan(subject: Subject[Any], case: Planning) -> None:
     one, other = (_written(planned(subject, case)) for _ in range(2))
-    require(one == other, "planning the same lengths twice gives two plans", "Let plans be functions of lengths and layout alone")
+    remedy = "Let plans be functions of lengths and layout alone"
+    require(one == other, "planning the same lengths twice gives two plans", remedy)
+    collator = subject.make()
+    lengths = case.lengths
+    turned = evolve(lengths, tokens=lengths.tokens[::-1].copy(), actions=lengths.actions[::-1].copy())
+    planned_by(collator, subject.label, Planning(turned, case.layout))
+    again = planned_by(collator, subject.label, case)
+    require(_written(again) == one, "after other lengths the same lengths give another plan", remedy)
 
 
 def _written(plan: BatchPlan) -> list[Any]:

@@ -27,7 +27,7 @@ class SampleLists:
     prompts: list[list[int]]
     responses: list[list[int]]
     loss_masks: list[list[float]] | list[list[int]]
-    columns: Mapping[str, list[list[float]]]
+    columns: Mapping[str, list[Any]]
     sample_ids: list[int]
     group_ids: list[int]
     unit_ids: list[int]
@@ -105,11 +105,17 @@ def images(draw: st.DrawFn, lengths: list[int]) -> dict[str, list[AnyArray | Non
 
 @st.composite
 def sample_lists(
-    draw: st.DrawFn, *, min_samples: int = 1, max_samples: int = 7, max_length: int = 6, carries: Collection[Carried] = ()
+    draw: st.DrawFn,
+    *,
+    min_samples: int = 1,
+    max_samples: int = 7,
+    max_length: int = 6,
+    carries: Collection[Carried] = (),
+    wide: bool = False,
 ) -> SampleLists:
     """Samples with empty prompts, empty responses, one token, no loss at all, shared groups and units; every sample has a token.
 
-    `carries` says what they may also have: expert routes ("router_replay"), images ("vision").
+    `carries` says what they may also have: expert routes ("router_replay"), images ("vision"); `wide` columns of k numbers per token.
     """
     count = draw(st.integers(min_samples, max_samples))
     ids = token_ids() if draw(st.booleans()) else st.integers(0, 300)
@@ -124,6 +130,9 @@ def sample_lists(
     def per_action(values: st.SearchStrategy[float]) -> list[list[float]]:
         return [draw(st.lists(values, min_size=len(response), max_size=len(response))) for response in responses]
 
+    columns: dict[str, list[Any]] = {name: per_action(numbers()) for name in names}
+    if wide and draw(st.booleans()):
+        columns |= {name: _wide(draw, responses, values) for name, values in (("top_ids", ids), ("top_logprobs", numbers()))}
     lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
     extras: dict[str, list[AnyArray | None]] = {}
     if "router_replay" in carries and count and draw(st.booleans()):
@@ -135,7 +144,7 @@ def sample_lists(
         prompts=prompts,
         responses=responses,
         loss_masks=per_action(weight),
-        columns={name: per_action(numbers()) for name in names},
+        columns=columns,
         sample_ids=draw(st.lists(st.integers(0, 2**40), min_size=count, max_size=count, unique=True)),
         group_ids=draw(labels(count)),
         unit_ids=draw(labels(count)),
@@ -143,11 +152,23 @@ def sample_lists(
     )
 
 
+def _wide(draw: st.DrawFn, responses: list[list[int]], values: st.SearchStrategy[Any]) -> list[list[list[Any]]]:
+    """Draw k values, of one k, for every response token."""
+    width = draw(st.integers(1, 3))
+    entries = st.lists(values, min_size=width, max_size=width)
+    return [[draw(entries) for _ in response] for response in responses]
+
+
 def sample_columns(
-    *, min_samples: int = 1, max_samples: int = 7, max_length: int = 6, carries: Collection[Carried] = ()
+    *,
+    min_samples: int = 1,
+    max_samples: int = 7,
+    max_length: int = 6,
+    carries: Collection[Carried] = (),
+    wide: bool = False,
 ) -> st.SearchStrategy[SampleColumns]:
     """Return the same samples as columns."""
-    lists = sample_lists(min_samples=min_samples, max_samples=max_samples, max_length=max_length, carries=carries)
+    lists = sample_lists(min_samples=min_samples, max_samples=max_samples, max_length=max_length, carries=carries, wide=wide)
     return lists.map(SampleLists.to_columns)
 
 

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from skyrl_engine.contracts.kinds.loss import MODEL_SCORES, LossTokens
+from skyrl_engine.contracts.kinds.loss import LossTokens
+from skyrl_engine.contracts.kinds.needs import model_score
 from skyrl_engine.objective.corrections import correct
 from skyrl_engine.objective.tokens import MicroBatchTokens
 from skyrl_engine.testing.subject import part_of
@@ -12,12 +14,21 @@ from skyrl_engine.testing.tokens.evaluation import SEED, STEP, Evaluation, Liste
 from skyrl_engine.testing.tokens.rollouts import TokenBatch
 
 
-def evaluate(label: str, correction: Any, batch: TokenBatch, *, dtype: torch.dtype = torch.float64) -> Evaluation:
-    """Apply this correction alone to the batch as one micro-batch; `total` is the sum of its factors, which have no gradients.
+def evaluate(
+    label: str,
+    correction: Any,
+    batch: TokenBatch,
+    *,
+    dtype: torch.dtype = torch.float64,
+    mode: TorchFunctionMode | None = None,
+    backward_mode: object = None,  # noqa: ARG001 - there is no backward pass
+) -> Evaluation:
+    """Apply this correction alone to the batch as one micro-batch, `mode` around its call; `total` is the sum of its factors, which have
+    no gradients.
 
     Raises EngineError where the correction fails or returns what the engine refuses.
     """
-    listening = Listening(correction)
+    listening = Listening(correction, mode)
     factors, _ = correct([part_of(listening, label, "correction")], _tokens(batch, dtype), first_part=1)
     heard = listening.heard
     return Evaluation("factor", numbers_of(factors), factors.sum().item(), {}, {}, heard["output"].dtype, heard.get("drew", False))
@@ -29,5 +40,6 @@ def given_to(label: str, correction: Any, batch: TokenBatch) -> LossTokens:
 
 
 def _tokens(batch: TokenBatch, dtype: torch.dtype) -> MicroBatchTokens:
-    scores = {name: torch.from_numpy(batch.values[name].copy()).to(dtype) for name in MODEL_SCORES if name in batch.values}
+    names = [name for name in batch.values if model_score(name)]
+    scores = {name: torch.from_numpy(batch.values[name].copy()).to(dtype) for name in names}
     return MicroBatchTokens(scores, batch.micro_batch().samples, SEED, STEP)

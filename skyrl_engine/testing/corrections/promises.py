@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.comparison import same
@@ -12,7 +13,10 @@ from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import promises as shared
-from skyrl_engine.testing.tokens.kind import TokenKind, anything, ordinary
+from skyrl_engine.testing.tokens import rollouts
+from skyrl_engine.testing.tokens.evaluation import Listening, numbers_of
+from skyrl_engine.testing.tokens.kind import TokenKind, anything, anything_first, needs_of, ordinary
+from skyrl_engine.testing.tokens.lossy_casts import LossyCasts
 from skyrl_engine.testing.tokens.rollouts import TokenBatch
 
 CORRECTION = TokenKind(
@@ -24,7 +28,12 @@ CORRECTION = TokenKind(
 )
 
 
-@promise("It returns one finite factor of 0 or more per token, also for ratios of e^30", cases=anything, effort=4.0)
+@promise(
+    "It returns one finite factor of 0 or more per token, also for ratios of e^100",
+    cases=anything,
+    effort=4.0,
+    first=anything_first,
+)
 def finite_factors(subject: Subject[Any], batch: TokenBatch) -> None:
     try:
         CORRECTION.evaluated(subject, batch, dtype=torch.float32)
@@ -45,9 +54,49 @@ def detached(subject: Subject[Any], batch: TokenBatch) -> None:
         raise Broken("its factors require a gradient although nothing it was given does", "Return made.detach()")
 
 
-@promise("float32 is within 1e-4 of float64", cases=ordinary)
+def _some_long(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
+    return rollouts.batches(needs_of(subject), long=True)
+
+
+def _has_no_oracle(subject: Subject[Any]) -> str | None:
+    return None if "oracle" in subject.hooks else "there is no oracle to compare with"
+
+
+@promise(
+    "Its factors are those of the oracle",
+    cases=_some_long,
+    exempt=_has_no_oracle,
+    first=lambda subject: [rollouts.in_threes(needs_of(subject))],
+)
+def oracle(subject: Subject[Any], batch: TokenBatch) -> None:
+    correction = Listening(subject.make())
+    made = CORRECTION.decided(subject, batch, correction).per_token
+    due = numbers_of(torch.as_tensor(subject.hooks["oracle"](correction.heard["tokens"])))
+    if due.shape != made.shape:
+        raise Broken(
+            f"the oracle gives shape {list(due.shape)} for {batch.tokens} tokens", "Let the oracle give one factor per token"
+        )
+    if not same(made, due):
+        place = int(np.argmax(~np.isclose(made, due)))
+        turned = same(made * due, np.ones_like(made))
+        raise Broken(
+            f"is not what the oracle gives: token {place} has the factor {made[place]:.6g}, not {due[place]:.6g}"
+            + (": the ratio is upside down" if turned else ""),
+            "Compare formula and code",
+        )
+
+
+@promise(
+    "It computes in the precision of its input: float32 is within 1e-4 of float64, and nothing is cast to less", cases=_some_long
+)
 def precision(subject: Subject[Any], batch: TokenBatch) -> None:
-    exact, single = (CORRECTION.decided(subject, batch, dtype=dtype).per_token for dtype in (torch.float64, torch.float32))
+    casts = LossyCasts()
+    exact = CORRECTION.decided(subject, batch, mode=casts).per_token
+    if casts.cause is not None:
+        raise Broken(casts.cause, "Leave dtypes as they come, or cast to the dtype of tokens.old_logprobs")
+    if batch.lengths.max(initial=0) >= rollouts.LONG:
+        return  # sums over many tokens may leave float32: nothing to compare
+    single = CORRECTION.decided(subject, batch, dtype=torch.float32).per_token
     if not same(exact, single, relative=1e-4, absolute=1e-4):
         worst = int(np.argmax(np.abs(exact - single)))
         raise Broken(
@@ -62,6 +111,7 @@ CORRECTION_PROMISES: tuple[Promise[Any, Any], ...] = (
     shared.needs.of(CORRECTION),
     finite_factors,
     detached,
+    oracle,
     shared.micro_batch_split.of(CORRECTION),
     shared.rank_split.of(CORRECTION),
     shared.sample_order.of(CORRECTION),
@@ -70,6 +120,7 @@ CORRECTION_PROMISES: tuple[Promise[Any, Any], ...] = (
     shared.all_masked.of(CORRECTION),
     shared.packing.of(CORRECTION),
     precision,
+    shared.devices.of(CORRECTION),
     shared.global_random_numbers.of(CORRECTION),
     shared.inputs_unchanged.of(CORRECTION),
     *PLUGIN_PROMISES,

@@ -1,7 +1,9 @@
 """A pytest suite of the promises to corrections; used as `LossConformance` is.
 
-class TestMyCorrection(CorrectionConformance):
-plugin = "acme-losses:mine"
+    class TestMyCorrection(CorrectionConformance):
+        plugin = "acme-losses:mine"
+
+Add `oracle(self, tokens)`, which returns the factors due, to be held to a definition of your own.
 """
 
 from skyrl_engine.contracts.kinds.correction import Correction
@@ -14,6 +16,7 @@ class CorrectionConformance(Conformance):
 
     kind = "correction"
     promises = CORRECTION_PROMISES
+    offers = ("oracle",)
 
     def correction(self) -> Correction:
         """Make the correction under test, a new one in every call."""

@@ -9,6 +9,7 @@ import warnings
 from typing import Any
 
 import attrs
+from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.environment import StepResult, Task
 from skyrl_engine.rollout.episode_process import ROLES, task_of, wrong_end, wrong_messages, wrong_numbers
@@ -27,6 +28,7 @@ from skyrl_engine.testing.environments.bench import (
     reward_of,
     said_in,
     scripts,
+    shared_state,
     solution_of,
     some_of,
     stages,
@@ -252,6 +254,35 @@ def _prompt(task: Task) -> str:
 # --- episodes ----------------------------------------------------------------------------------------------------------------------
 
 
+def _of_both_splits(subject: Subject[Any]) -> "st.SearchStrategy[Script]":
+    split = st.sampled_from(SPLITS)
+    return st.tuples(scripts(subject), split).map(lambda drawn: attrs.evolve(drawn[0], split=drawn[1]))
+
+
+@promise("Every attempt can be played to its end, also at a held-out task: no turn raises", cases=_of_both_splits, effort=FEW)
+def answers(subject: Subject[Any], case: Script) -> None:
+    environment = subject.make()
+    if case.split == "eval" and not len(tasks_of(environment, "eval")):
+        return
+    task = task_for(environment, case)
+    with stages(subject, environment) as open_stage:
+        what = "opened"
+        try:
+            stage = open_stage(task, case.seed)
+            what = "begun"
+            stage.begin()
+            while not stage.done and stage.turn < min(8, environment.claims.max_turns):
+                what = f"answered in turn {stage.turn}"
+                stage.say(case.turn(stage.turn))
+        except Undecidable:
+            raise
+        except Exception as error:
+            raise Broken(
+                f"an attempt at task {task.key!r:.80} of {case.split} cannot be {what}: {told(error)}",
+                "Give a reward for every text, such as 0 for what cannot be read, in every task",
+            ) from error
+
+
 @promise(
     "The same task, seed and turns give the same answers, whatever the random state", cases=scripts, exempt=_random, effort=FEW
 )
@@ -374,14 +405,15 @@ def roles(subject: Subject[Any], case: Script) -> None:
 def closes(subject: Subject[Any], case: Script) -> None:
     environment = subject.make()
     task = task_for(environment, case)
+    most = min(8, environment.claims.max_turns)
     with stages(subject, environment) as open_stage:
-        for moment, steps in (("before it began", 0), ("after it began", 1), ("after a turn", 2)):
+        for moment, steps in (("before it began", 0), ("after it began", 1), ("after a turn", 2), ("after its end", 2 + most)):
             try:
                 stage = open_stage(task, case.seed)
                 if steps >= 1:
                     stage.begin()
-                if steps >= 2:
-                    stage.say(case.turn(0))
+                while not stage.done and stage.turn < steps - 1 and steps >= 2:
+                    stage.say(case.turn(stage.turn))
             except Undecidable:
                 raise
             except Exception as error:
@@ -456,6 +488,33 @@ def random_state(subject: Subject[Any], case: Script) -> None:
             )
 
 
+@promise(
+    "It leaves alone what it shares with others in its process: folder, environment variables, limits, handlers",
+    cases=scripts,
+    effort=FEW,
+)
+def process_state(subject: Subject[Any], case: Script) -> None:
+    before = shared_state()
+    environment = subject.make()
+    task = task_for(environment, case)
+    with stages(subject, environment) as open_stage:
+        try:
+            stage = open_stage(task, case.seed)
+            stage.begin()
+            while not stage.done and stage.turn < min(8, environment.claims.max_turns):
+                stage.say(case.turn(stage.turn))
+            stage.close()
+        except Exception as error:
+            raise Undecidable(f"an episode fails: {told(error)}") from error
+        after = shared_state()
+    for name, value in after.items():
+        if value != before[name]:
+            raise Broken(
+                f"leaves the {name} changed, which attempts beside it share",
+                "Change it for a subprocess, put it back, or do without",
+            )
+
+
 # --- what is paid ------------------------------------------------------------------------------------------------------------------
 
 
@@ -515,6 +574,7 @@ ENVIRONMENT_PROMISES: tuple[Promise[Any, Any], ...] = (
     same_tasks,
     same_in_another_process,
     keys,
+    answers,
     repeatable,
     episodes_apart,
     ends,
@@ -525,6 +585,7 @@ ENVIRONMENT_PROMISES: tuple[Promise[Any, Any], ...] = (
     garbage,
     task_unchanged,
     random_state,
+    process_state,
     solution,
     echo,
     parts,

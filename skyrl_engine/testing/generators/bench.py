@@ -188,6 +188,15 @@ def decided() -> Iterator[None]:
         raise Undecidable(error.cause) from error
 
 
+@contextmanager
+def answered() -> Iterator[None]:
+    """Turn an error of the generator into Broken: every request of the kit is one that a generator must serve."""
+    try:
+        yield
+    except EngineError as error:
+        raise Broken(f"fails: {error.cause}", error.remedy) from error
+
+
 def requests_of(count: int, *, first: int = 0, seed: int = 0, longest: int = 14, **sampling: Any) -> list[GenerationRequest]:
     """Draw requests of unequal prompts, lengths and seeds; `sampling` overrides what they ask for."""
     draw = np.random.default_rng(seed)

@@ -17,6 +17,7 @@ from skyrl_engine.model_facts.tokenizer import load_tokenizer
 from skyrl_engine.modeling.tiny import SIZES, VOCABULARY
 from skyrl_engine.testing.generators.bench import (
     Running,
+    answered,
     decided,
     description_of,
     due_logprobs,
@@ -28,7 +29,7 @@ from skyrl_engine.testing.generators.bench import (
 )
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.process_settings import settings_left_alone
-from skyrl_engine.testing.promise import Broken, Promise, any_of, promise
+from skyrl_engine.testing.promise import Broken, Promise, Undecidable, any_of, promise
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state
 from skyrl_engine.testing.subject import Subject
 
@@ -62,7 +63,7 @@ def _named(request: GenerationRequest) -> str:
 
 @promise("Every request comes back exactly once under its own id, also where several finish at once", exempt=no_weights)
 def exactly_once(subject: Subject[Any], _case: None) -> None:
-    with running(subject) as at_work:
+    with answered(), running(subject) as at_work:
         equal = [evolve(request, sampling=Sampling(max_tokens=3, ignore_eos=True)) for request in requests_of(9, first=40)]
         at_work.sampled(requests_of(11))
         at_work.sampled(equal)
@@ -107,6 +108,7 @@ def stop_tokens(subject: Subject[Any], _case: None) -> None:
             "both": (requests_of(16, first=40, max_tokens=30, ignore_eos=False, stop_token_ids=own), (*ENDS, *own)),
             "ignore_eos": (requests_of(4, first=60, max_tokens=30), ()),
             "min_tokens": (requests_of(16, first=80, max_tokens=30, ignore_eos=False, min_tokens=6), ENDS),
+            "min_tokens of stop tokens": (requests_of(16, first=100, max_tokens=30, min_tokens=6, stop_token_ids=ENDS), ENDS),
         }
         for what, (requests, stops) in asked.items():
             for request, done in zip(requests, at_work.sampled(requests), strict=True):
@@ -224,17 +226,44 @@ def seeded(subject: Subject[Any], _case: None) -> None:
                 )
 
 
+@promise("Seeds are of 64 bits, and all of them count", exempt=_claims("seeded"))
+def whole_seeds(subject: Subject[Any], _case: None) -> None:
+    prompt, low = np.array([11, 22, 33], dtype=np.int32), 5
+    with decided(), running(subject) as at_work:
+        for bits in (16, 32, 63):
+            asked = Sampling(max_tokens=12, ignore_eos=True, temperature=2.0)
+            seeds = (low, low + 2**bits, 2**64 - 1)
+            requests = [GenerationRequest(10 * bits + n, prompt, asked, seed, session=n) for n, seed in enumerate(seeds)]
+            one, other, _ = at_work.sampled(requests)
+            if one.token_ids.tolist() == other.token_ids.tolist():
+                raise Broken(
+                    f"draws the same {len(one.token_ids)} tokens from the seeds {low} and {low} + 2**{bits}",
+                    "Hand the whole seed on to the generator that draws",
+                )
+
+
 @promise("Draws of different seeds follow the model's distribution, and attempts at one task differ", exempt=no_weights)
 def distribution(subject: Subject[Any], _case: None) -> None:
     prompt = np.array([11, 22, 33], dtype=np.int32)
     with decided(), running(subject) as at_work:
-        once = Sampling(max_tokens=1, ignore_eos=True, temperature=2.0)
-        requests = [GenerationRequest(seed, prompt, once, seed, session=seed, prefix_group=seed // 8) for seed in range(DRAWS)]
-        tokens = np.array([done.token_ids[0] for done in at_work.sampled(requests)])
-        due = np.exp(at_work.weights.logprobs(prompt.tolist(), 2.0)[-1]) * DRAWS
-    groups = [len(set(group.tolist())) for group in tokens.reshape(-1, 8)]
-    if max(groups) == 1:
-        raise Broken("gives all attempts of a group the same token", "Draw from the request's own seed, not from the group's")
+        twice = Sampling(max_tokens=2, ignore_eos=True, temperature=2.0)
+        requests = [GenerationRequest(seed, prompt, twice, seed, session=seed, prefix_group=seed // 8) for seed in range(DRAWS)]
+        drawn = [done.token_ids for done in at_work.sampled(requests)]
+        if any(len(tokens) != twice.max_tokens for tokens in drawn):
+            raise Undecidable("it does not sample as many tokens as it is asked for")
+        first, second = np.array(drawn).T
+        groups = [len(set(group.tolist())) for group in first.reshape(-1, 8)]
+        if max(groups) == 1:
+            raise Broken("gives all attempts of a group the same token", "Draw from the request's own seed, not from the group's")
+        _require_distribution(first, np.exp(at_work.weights.logprobs(prompt.tolist(), 2.0)[-1]), "")
+        frequent = int(np.bincount(first).argmax())
+        after = np.exp(at_work.weights.logprobs([*prompt.tolist(), frequent], 2.0)[-1])
+        _require_distribution(second[first == frequent], after, f" behind the first token {frequent}")
+
+
+def _require_distribution(tokens: Any, probabilities: Any, where: str) -> None:
+    """Raise Broken where so many draws follow the probabilities less than once in 10,000."""
+    draws, due = len(tokens), probabilities * len(tokens)
     counts = np.bincount(tokens, minlength=VOCABULARY)
     # tokens that are due less than five times count together
     rare = due < 5
@@ -244,8 +273,9 @@ def distribution(subject: Subject[Any], _case: None) -> None:
     if squares > (bound := largest_chi_square(len(due) - 1)):
         worst = int(np.argmax((counts - due) ** 2 / due))
         raise Broken(
-            f"draws a token {counts[worst]} times in {DRAWS} that is due {due[worst]:.0f} times; chi-square {squares:.0f}, at most {bound:.0f}",
-            "Sample from softmax(logits / temperature) of the whole vocabulary",
+            f"draws a token {counts[worst]} times in {draws}{where} that is due {due[worst]:.0f} times; chi-square {squares:.0f}, at most "
+            f"{bound:.0f}",
+            "Sample from softmax(logits / temperature) of the whole vocabulary, with numbers of its own for every token",
         )
 
 
@@ -366,6 +396,34 @@ def aborts(subject: Subject[Any], _case: None) -> None:
         )
 
 
+@promise(
+    "Aborting some requests leaves the others as they are, unknown ids are passed over, and what is aborted at once does not go on",
+    exempt=_claims("abort"),
+)
+def aborts_apart(subject: Subject[Any], _case: None) -> None:
+    with answered(), running(subject) as at_work:
+        requests = requests_of(6, max_tokens=30)
+        at_work.submit(requests)
+        done = {each.request_id: each for each in at_work.poll(0.0)}
+        at_work.abort([requests[4].request_id, 12_345])
+        left = [request for request in requests if request.request_id not in done]
+        done |= {each.request_id: each for each in at_work.collected(left)}
+        long = requests_of(6, first=20, max_tokens=120)
+        at_work.submit(long)
+        at_work.abort()
+        ended = at_work.collected(long)
+    for request in requests:
+        if request is not requests[4] and done[request.request_id].finish == "abort":
+            raise Broken(
+                f"ends request {request.request_id} where request {requests[4].request_id} was aborted",
+                "End the named requests alone",
+            )
+    if all(each.finish != "abort" for each in ended):
+        raise Broken(
+            "samples requests to their end that were aborted as soon as they were sent", "End requests when they are aborted"
+        )
+
+
 @promise("After an update, new tokens have the log-probabilities of the new weights and their version", exempt=_claims("logprobs"))
 def updates(subject: Subject[Any], _case: None) -> None:
     with decided(), running(subject) as at_work:
@@ -428,9 +486,10 @@ def no_room(subject: Subject[Any], _case: None) -> None:
     with decided(), running(subject) as at_work:
         fits = requests_of(2, first=1)
         long = GenerationRequest(0, np.zeros(limit - 2, dtype=np.int32), Sampling(max_tokens=3, ignore_eos=True), 0)
-        failed, *others = at_work.sampled([long, *fits])
+        just = GenerationRequest(9, np.zeros(limit - 3, dtype=np.int32), Sampling(max_tokens=3, ignore_eos=True), 0)
+        failed, *others = at_work.sampled([long, *fits, just])
     if any(done.finish == "error" for done in others):
-        raise Broken("fails requests beside one whose prompt is too long", "Fail that request alone")
+        raise Broken("fails requests that fit, one of them just so, beside one whose prompt is too long", "Fail that request alone")
     words = failed.error or ""
     if failed.finish != "error" or str(limit) not in words or str(limit - 2) not in words:
         raise Broken(
@@ -505,12 +564,14 @@ GENERATOR_PROMISES: tuple[Promise[Any, Any], ...] = (
     spans,
     log_probabilities,
     seeded,
+    whole_seeds,
     distribution,
     greedy,
     filters,
     prompt_scores,
     top_scores,
     aborts,
+    aborts_apart,
     updates,
     updates_on_the_way,
     no_stale_prefix,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from skyrl_engine.contracts.kinds.group_filter import GroupView, as_drop_reason
 from skyrl_engine.errors import EngineError
 from skyrl_engine.registry.host import Owner, blaming
-from skyrl_engine.testing.group_filters.views import Shown, shown
+from skyrl_engine.testing.group_filters.views import Shown, large_groups, shown
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
@@ -21,6 +21,10 @@ _PURE = "Let the answer be a function of the group alone"
 
 def _one(_subject: Subject[Any]) -> "st.SearchStrategy[Shown]":
     return shown()
+
+
+def _large(_subject: Subject[Any]) -> list[Shown]:
+    return large_groups()
 
 
 def _many(_subject: Subject[Any]) -> "st.SearchStrategy[Groups]":
@@ -54,7 +58,7 @@ def _words(answer: str | None) -> str:
     return "keeps the group" if answer is None else f"drops it as {answer!r}"
 
 
-@promise("It returns None or a short text, also for a group of one", cases=_one)
+@promise("It returns None or a short text, also for a group of one", cases=_one, first=_large)
 def answer(subject: Subject[Any], case: Shown) -> None:
     try:
         _asked(subject, subject.make(), case.view())
@@ -81,7 +85,11 @@ def _reordered(_subject: Subject[Any]) -> "st.SearchStrategy[Groups]":
     return shown().flatmap(moved)
 
 
-@promise("The order of the attempts changes nothing", cases=_reordered, effort=3)
+def _large_reordered(_subject: Subject[Any]) -> list[Groups]:
+    return [Groups([group, evolve(group, attempts=group.attempts[::-1])]) for group in large_groups()]
+
+
+@promise("The order of the attempts changes nothing", cases=_reordered, first=_large_reordered, effort=3)
 def member_order(subject: Subject[Any], case: Groups) -> None:
     one, other = (_answers(subject, [each])[0] for each in case)
     if one != other:
@@ -110,7 +118,7 @@ def few_reasons(subject: Subject[Any], case: Groups) -> None:
         )
 
 
-@promise("It does not change the group", cases=_one)
+@promise("It does not change the group", cases=_one, first=_large)
 def inputs_unchanged(subject: Subject[Any], case: Shown) -> None:
     view, before = case.view(), case.view()
     try:

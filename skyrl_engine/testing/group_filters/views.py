@@ -62,3 +62,15 @@ def shown(draw: st.DrawFn, *, most: int = 6, plain: bool = False) -> Shown:
     if draw(st.sampled_from((True, False, False))):
         members = tuple(Attempt(members[0].reward, each.success, each.length, each.truncated) for each in members)
     return Shown(members, draw(st.sampled_from(("first", "second"))), draw(st.integers(0, 3)))
+
+
+def large_groups() -> list[Shown]:
+    """Return groups as large as those of a run: of unequal rewards that come in runs of eight, of rewards that only the last differs in."""
+    made = []
+    for count in (16, 64):
+        rewards = [REWARDS[place // 8 % len(REWARDS)] for place in range(count)], [0.5] * (count - 1) + [0.25]
+        made += [
+            Shown(tuple(Attempt(reward, reward > 0.25, 3 * place, place % 5 == 0) for place, reward in enumerate(each)))
+            for each in rewards
+        ]
+    return made

@@ -1,11 +1,13 @@
 """Evaluation of a loss by the engine's own objective, alone in it."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from skyrl_engine.contracts.kinds.loss import MODEL_SCORES, as_loss_output
+from skyrl_engine.contracts.kinds.loss import as_loss_output
+from skyrl_engine.contracts.kinds.needs import MODEL_SCORES, candidate_columns
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.registry.host import blaming
@@ -23,8 +25,11 @@ def evaluate(
     dtype: torch.dtype = torch.float64,
     mode: TorchFunctionMode | None = None,
     gradients: bool = True,
+    backward_mode: AbstractContextManager[Any] | None = None,
 ) -> Evaluation:
     """Run the engine's objective with this loss alone on the batch as one micro-batch.
+
+    `mode` is entered around its call, `backward_mode` around its backward pass.
 
     Raises EngineError where the loss fails or returns what the engine refuses.
     """
@@ -35,14 +40,18 @@ def evaluate(
     objective = LossObjective(ObjectiveParts(part), SEED, STEP, per_token_outputs=False)
     total, output = objective(scores, batch.micro_batch())
     if total.requires_grad:
-        with blaming(part.owner, "its backward pass"):
+        with blaming(part.owner, "its backward pass"), backward_mode or nullcontext():
             torch.autograd.backward(total)
     returned = as_loss_output(label, listening.heard["output"], batch.tokens)
     return Evaluation(
         "loss",
         numbers_of(returned.token_loss),
         total.item(),
-        {name: numbers_of(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) for name, leaf in leaves.items()},
+        {
+            name: numbers_of(column)
+            for score, leaf in leaves.items()
+            for name, column in columns_of(score, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).items()
+        },
         {name: metric for name, metric in output.metrics.items() if name in returned.metrics},
         returned.token_loss.dtype,
         listening.heard.get("drew", False),
@@ -51,5 +60,11 @@ def evaluate(
 
 def leaves_of(batch: TokenBatch, loss: Any, dtype: torch.dtype, *, gradients: bool = True) -> dict[str, torch.Tensor]:
     """Return the model's scores that the loss reads, and always log-probabilities, as tensors to differentiate by."""
-    names = [name for name in MODEL_SCORES if name == "logprobs" or name in loss.needs]
+    wide = candidate_columns(loss.needs)
+    names = [*(name for name in MODEL_SCORES if name == "logprobs" or name in loss.needs), *wide]
     return {name: torch.from_numpy(batch.values[name].copy()).to(dtype).requires_grad_(gradients) for name in names}
+
+
+def columns_of(score: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a score's values [n] by its name; of [n, k] each column [n] by name and number. They are views."""
+    return {score: values} if values.ndim == 1 else {f"{score}[{column}]": values[:, column] for column in range(values.shape[1])}

@@ -9,15 +9,15 @@ from attrs import frozen
 from hypothesis import strategies as st
 
 from skyrl_engine.testing.comparison import same
-from skyrl_engine.testing.losses.evaluation import leaves_of
+from skyrl_engine.testing.losses.evaluation import columns_of, leaves_of
 from skyrl_engine.testing.losses.finite_differences import Recording, Replaying
 from skyrl_engine.testing.losses.kind import LOSS
-from skyrl_engine.testing.losses.lossy_casts import LossyCasts
 from skyrl_engine.testing.promise import Broken, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import rollouts
 from skyrl_engine.testing.tokens.evaluation import Evaluation, same_evaluation
 from skyrl_engine.testing.tokens.kind import needs_of, ordinary
+from skyrl_engine.testing.tokens.lossy_casts import LossyCasts
 from skyrl_engine.testing.tokens.rollouts import TokenBatch
 
 
@@ -66,7 +66,8 @@ _STEP, _SLACK, _JUMP = 1e-6, 1e-4, 1e2
 def _slope(subject: Subject[Any], batch: TokenBatch, recorded: Recording, name: str, place: int, step: float, base: float) -> float:
     loss = subject.make()
     leaves = leaves_of(batch, loss, torch.float64, gradients=False)
-    leaves[name][place] += step
+    moved = {each: column for score, leaf in leaves.items() for each, column in columns_of(score, leaf).items()}
+    moved[name][place] += step
     return (recorded.total(subject.label, loss, batch, leaves, Replaying(recorded)) - base) / step
 
 

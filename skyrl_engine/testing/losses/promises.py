@@ -6,6 +6,8 @@ from skyrl_engine.testing.losses.kind import LOSS
 from skyrl_engine.testing.losses.number_promises import gradient, homogeneous, precision
 from skyrl_engine.testing.losses.value_promises import (
     differentiable,
+    empty_metrics,
+    evaluation,
     learns,
     memory,
     metrics,
@@ -32,9 +34,12 @@ LOSS_PROMISES: tuple[Promise[Any, Any], ...] = (
     shared.padding.of(LOSS),
     shared.packing.of(LOSS),
     metrics,
+    empty_metrics,
+    evaluation,
     gradient,
     precision,
     homogeneous,
+    shared.devices.of(LOSS),
     shared.global_random_numbers.of(LOSS),
     shared.inputs_unchanged.of(LOSS),
     memory,

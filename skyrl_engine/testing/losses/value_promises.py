@@ -1,7 +1,9 @@
 """Promises of a loss about its result: one finite, differentiable value per token, metrics that add up, and nothing kept alive."""
 
 import gc
+import math
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,19 +12,21 @@ import torch
 from skyrl_engine.contracts.kinds.loss import as_loss_output
 from skyrl_engine.contracts.values.outputs import Metric, combine_metrics
 from skyrl_engine.errors import EngineError
-from skyrl_engine.testing.comparison import factor_between, same
+from skyrl_engine.testing.comparison import change, factor_between, same
 from skyrl_engine.testing.losses.kind import LOSS, batch_local, some_long
 from skyrl_engine.testing.promise import Broken, Undecidable, any_of, promise
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import rollouts
-from skyrl_engine.testing.tokens.evaluation import Listening
-from skyrl_engine.testing.tokens.kind import anything, cuts, needs_of, ordinary
+from skyrl_engine.testing.tokens.evaluation import Evaluation, Listening, numbers_of
+from skyrl_engine.testing.tokens.kind import anything, anything_first, cuts, cuts_first, needs_of, ordinary
 from skyrl_engine.testing.tokens.promises import refuses_what_was_returned
 from skyrl_engine.testing.tokens.rollouts import CutBatch, TokenBatch
 
 
 @promise(
-    "It returns one finite value per token, also where a probability is 1, near 0, or far from the old policy's", cases=anything
+    "It returns one finite value per token, also where a probability is 1, near 0, or far from the old policy's",
+    cases=anything,
+    first=anything_first,
 )
 def one_finite_value_per_token(subject: Subject[Any], batch: TokenBatch) -> None:
     try:
@@ -40,7 +44,7 @@ def one_finite_value_per_token(subject: Subject[Any], batch: TokenBatch) -> None
         )
 
 
-@promise("Its values depend on the model's scores, with a finite gradient", cases=anything)
+@promise("Its values depend on the model's scores, with a finite gradient", cases=anything, first=anything_first)
 def differentiable(subject: Subject[Any], batch: TokenBatch) -> None:
     try:
         made = LOSS.evaluated(subject, batch, dtype=torch.float32)
@@ -73,11 +77,17 @@ def _has_no_oracle(subject: Subject[Any]) -> str | None:
     return None if "oracle" in subject.hooks else "there is no oracle to compare with"
 
 
-@promise("Its values are those of the oracle", cases=some_long, exempt=_has_no_oracle)
+@promise(
+    "Its values are those of the oracle, and so is its gradient where the oracle has one",
+    cases=some_long,
+    exempt=_has_no_oracle,
+    first=lambda subject: [rollouts.in_threes(needs_of(subject))],
+)
 def oracle(subject: Subject[Any], batch: TokenBatch) -> None:
     loss = Listening(subject.make())
     made = LOSS.decided(subject, batch, loss)
-    due = np.asarray(torch.as_tensor(subject.hooks["oracle"](loss.heard["tokens"])).detach().double())
+    values = torch.as_tensor(subject.hooks["oracle"](loss.heard["tokens"]))
+    due = np.asarray(values.detach().double())
     if due.shape != made.per_token.shape:
         raise Broken(
             f"the oracle gives shape {list(due.shape)} for {batch.tokens} tokens", "Let the oracle give one value per token"
@@ -93,6 +103,26 @@ def oracle(subject: Subject[Any], batch: TokenBatch) -> None:
         raise Broken(
             f"is {'not' if factor is None else f'x{factor:.2f}'} what the oracle gives: {cause}",
             "Compare formula and code",
+            factor=factor,
+        )
+    if values.requires_grad and "surrogate_gradient" not in subject.flags:
+        _require_gradient(loss.heard["tokens"].needs, values, torch.from_numpy(batch.weights), made)
+
+
+def _require_gradient(needs: Mapping[str, torch.Tensor], due: torch.Tensor, weights: torch.Tensor, made: Evaluation) -> None:
+    """Raise Broken where the loss's gradient by a score of the model is not that of the oracle's values `due` [n]."""
+    scores = {name: tensor for name, tensor in needs.items() if tensor.requires_grad}
+    gradients = torch.autograd.grad((weights.to(due) * due).sum(), list(scores.values()), allow_unused=True)
+    for (name, score), gradient in zip(scores.items(), gradients, strict=True):
+        expected = numbers_of(torch.zeros_like(score) if gradient is None else gradient)
+        got = made.gradients[name]
+        if same(expected, got):
+            continue
+        factor = factor_between(expected, got)
+        place = int(np.argmax(~np.isclose(expected, got)))
+        raise Broken(
+            f"has the oracle's values and another gradient: by {name}, token {place} has {got[place]:.6g}, not {expected[place]:.6g}",
+            "Compare what both detach: a ratio or an advantage of which half is detached has the right values and the wrong slope",
             factor=factor,
         )
 
@@ -112,6 +142,7 @@ def _metric_names(subject: Subject[Any]) -> set[str]:
     "Its metrics over micro-batches add up to those of the whole, as their reductions say",
     cases=cuts,
     exempt=any_of(batch_local, _metrics_are_cut),
+    first=cuts_first,
 )
 def metrics(subject: Subject[Any], case: CutBatch) -> None:
     whole = LOSS.decided(subject, case.batch).metrics
@@ -126,6 +157,56 @@ def metrics(subject: Subject[Any], case: CutBatch) -> None:
                 "Report a mean as its sum and its count (Metric.mean(values.sum(), len(values)))",
                 factor=other / one if one else None,
             )
+
+
+@promise(
+    "A micro-batch without tokens, as those that fill up ranks, changes none of its metrics",
+    cases=ordinary,
+    effort=0.5,
+    exempt=_metrics_are_cut,
+    first=lambda subject: [rollouts.in_threes(needs_of(subject))],
+)
+def empty_metrics(subject: Subject[Any], batch: TokenBatch) -> None:
+    alone = LOSS.decided(subject, batch).metrics
+    for filler in rollouts.fillers(batch):
+        filled = combine_metrics([alone, LOSS.decided(subject, filler).metrics])
+        for name, metric in filled.items():
+            before = alone[name].result if name in alone else math.nan
+            if not same(np.array([before]), np.array([metric.result])):
+                raise Broken(
+                    f"the metric {name!r} is {before:.6g}, and {metric.result:.6g} beside a rank that has no tokens: "
+                    f"{_cause_of_filler(metric)}",
+                    "Report a mean by Metric.mean(values.sum(), len(values)), and no least or largest value of nothing",
+                )
+
+
+def _cause_of_filler(metric: Metric) -> str:
+    if metric.reduction == "mean":
+        return "without tokens it reports a count other than 0"
+    return f"without tokens it reports a number that counts in the {metric.reduction}"
+
+
+@promise(
+    "Evaluation measures what training does: values and metrics are the same where no gradient is asked for",
+    cases=ordinary,
+    effort=0.5,
+)
+def evaluation(subject: Subject[Any], batch: TokenBatch) -> None:
+    training = LOSS.decided(subject, batch)
+    remedy = "Let values depend on its tokens alone, not on requires_grad or torch.is_grad_enabled()"
+    try:
+        with torch.no_grad():
+            scoring = LOSS.evaluated(subject, batch, gradients=False)
+    except EngineError as error:
+        raise Broken(f"fails where no gradient is asked for, as in evaluation: {error.cause}", remedy) from error
+    one, other = ({name: metric.result for name, metric in each.metrics.items()} for each in (training, scoring))
+    if same(training.per_token, scoring.per_token) and same(np.array([*one.values()]), np.array([*other.values()])):
+        return
+    LOSS.unless_random(subject, batch)
+    how, factor = change("loss", training.per_token, scoring.per_token)
+    if same(training.per_token, scoring.per_token):
+        how = f"reports the metrics {other} and not {one}"
+    raise Broken(f"{how} where no gradient is asked for, as in evaluation", remedy, factor=factor)
 
 
 def _cause_of_metric(metric: Metric) -> str:

@@ -32,7 +32,7 @@ def _decided(subject: Subject[Any], case: Split) -> BatchOutput:
 
 
 def _same_set(output: BatchOutput, case: Split) -> bool:
-    return np.array_equal(np.sort(output.sample_ids), case.whole.sample_ids)
+    return np.array_equal(np.sort(output.sample_ids), np.sort(case.whole.sample_ids))
 
 
 def _in_order(subject: Subject[Any], case: Split) -> BatchOutput:
@@ -59,12 +59,22 @@ def _one_pass(**options: Any) -> Callable[[Subject[Any]], st.SearchStrategy[Spli
     return lambda _subject: splits(**options)
 
 
+@promise(
+    "It refuses no split that ranks may return",
+    cases=_one_pass(dp=3, replicas=True, padded=True, shuffled=True, mini_batches=3),
+    effort=2,
+)
+def answers(subject: Subject[Any], case: Split) -> None:
+    try:
+        _merge(subject, case)
+    except EngineError as error:
+        sizes = ", ".join(f"{name} {getattr(case.topology, name)}" for name in ("dp", "tp", "cp", "pp"))
+        raise Broken(f"refuses the outputs of {sizes}: {error.cause}", error.remedy) from error
+
+
 @promise("It returns every sample of one rank, cut into micro-batches or not", cases=_one_pass())
 def one_rank(subject: Subject[Any], case: Split) -> None:
-    try:
-        output = _merge(subject, case)
-    except EngineError as error:
-        raise Broken(error.cause, error.remedy) from error
+    output = _decided(subject, case)
     _require_samples(output, case, "where one rank returns the whole batch", "Keep what the rank returns")
 
 
@@ -128,7 +138,7 @@ def values(subject: Subject[Any], case: Split) -> None:
     for name, (got, due) in arrays.items():
         if got.dtype != due.dtype:
             raise Broken(f"{name} comes back as {got.dtype}, not {due.dtype}", "Concatenate and take; convert nothing")
-        if not np.array_equal(got, due):
+        if got.tobytes() != due.tobytes():
             raise Broken(
                 f"{name} is {got.tolist()} where the ranks returned {due.tolist()}",
                 "Take offsets and all fields along with the ids",
@@ -145,6 +155,11 @@ def metrics(subject: Subject[Any], case: Split) -> None:
         if name not in output.metrics:
             raise Broken(f"the metric {name!r} is lost", "Combine metrics with contracts.outputs.combine_metrics")
         got = output.metrics[name]
+        if got.reduction != due.reduction:
+            raise Broken(
+                f"the metric {name!r} comes back as a {got.reduction}, not as a {due.reduction}",
+                "Keep the reduction that ranks declare: outputs of several batches are combined by it",
+            )
         if not np.isclose(got.result, due.result):
             factor = got.result / due.result
             cause = "each part's mean counts alike" if due.reduction == "mean" else f"its parts do not combine by {due.reduction}"
@@ -195,8 +210,9 @@ def unexpected_samples(subject: Subject[Any], case: Split) -> None:
     if not len(first.sample_ids):
         raise Undecidable("the first rank has no sample")
     stranger = first.take(np.append(np.arange(len(first.sample_ids)), 0))
-    stranger.sample_ids[-1] = 1_000
-    _refused(subject, case.but([stranger, *case.outputs[1:]]), "sample 1000, which was never planned, is returned")
+    unplanned = next(each for each in (1_000, 1_001, *range(2_000, 2_010)) if each not in case.whole.sample_ids)
+    stranger.sample_ids[-1] = unplanned
+    _refused(subject, case.but([stranger, *case.outputs[1:]]), f"sample {unplanned}, which was never planned, is returned")
 
 
 @promise("It does not change what ranks returned", cases=_one_pass(dp=2, replicas=True, padded=True, shuffled=True))
@@ -204,14 +220,49 @@ def inputs_unchanged(subject: Subject[Any], case: Split) -> None:
     before = copy.deepcopy(case.outputs)
     _decided(subject, case)
     for old, new in zip(before, case.outputs, strict=True):
-        same_fields = old.fields.keys() == new.fields.keys() and all(
-            np.array_equal(ragged.values, new.fields[name].values) for name, ragged in old.fields.items()
-        )
-        if not (same_fields and np.array_equal(old.sample_ids, new.sample_ids) and old.metrics == new.metrics):
+        if _written(old) != _written(new):
             raise Broken(f"changes the output of rank {old.coords.rank} in place", "Work on copies")
 
 
+def _written(output: RankOutput) -> list[Any]:
+    """Return all that a rank returned as plain values, arrays as their bytes."""
+    arrays = {"ids": output.sample_ids, "lengths": output.action_lengths}
+    arrays |= {"scored": output.scored.values, "offsets": output.scored.offsets}
+    fields = [(name, each.values.tobytes(), each.offsets.tobytes()) for name, each in output.fields.items()]
+    return [fields, [array.tobytes() for array in arrays.values()], list(output.metrics.items()), output.coords]
+
+
+@promise(
+    "What it returned stays as it is while it merges more, and the same outputs give the same again",
+    cases=_one_pass(dp=2, shuffled=True),
+)
+def own_memory(subject: Subject[Any], case: Split) -> None:
+    """One merger serves a whole run, and the caller keeps what it returned."""
+    merger = subject.make()
+    other = case.but([each.take(np.arange(len(each.sample_ids))[::-1]) for each in case.outputs])
+    for output in other.outputs:
+        for ragged in output.fields.values():
+            ragged.values[:] = 7
+    try:
+        first = merger.merge(case.outputs, case.plan)
+        before = _written_whole(first)
+        merger.merge(other.outputs, other.plan)
+        after = _written_whole(first)
+        again = merger.merge(case.outputs, case.plan)
+    except Exception as error:
+        raise Undecidable(f"it fails: {error}") from error
+    if after != before:
+        raise Broken("changes what it returned before when it merges the next batch", "Return memory of its own from every call")
+    if _written_whole(again) != before:
+        raise Broken("merges the same outputs otherwise a second time", "Keep nothing between calls")
+
+
+def _written_whole(output: BatchOutput) -> list[Any]:
+    return _written(RankOutput(output.sample_ids, output.action_lengths, output.scored, output.fields, output.metrics))
+
+
 MERGER_PROMISES: tuple[Promise[Any, Any], ...] = (
+    answers,
     one_rank,
     every_rank,
     every_mini_batch,
@@ -224,5 +275,6 @@ MERGER_PROMISES: tuple[Promise[Any, Any], ...] = (
     duplicated_samples,
     unexpected_samples,
     inputs_unchanged,
+    own_memory,
     *PLUGIN_PROMISES,
 )

@@ -11,14 +11,16 @@ from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan,
 from skyrl_engine.contracts.values.ragged import IntArray, Ragged, offsets_of
 from skyrl_engine.contracts.values.topology import RankCoords, Topology
 
-FIELDS = ("logprobs", "token_loss")
+FIELDS = ("logprobs", "token_loss", "entropy", "values", "a_field_of_my_own")
+
+SPECIAL = (0.0, -0.0, float("nan"), float("inf"), float("-inf"), float(np.finfo(np.float32).smallest_subnormal), 3.4e38)
 
 
 @frozen(eq=False)
 class Split:
     """`whole` is what merging `outputs` by `plan` must give. `padded` says that ranks return padding samples among their own.
 
-    Values are small whole numbers, so that sums of metrics are exact in any order.
+    Values are any float32 numbers, and ids any of 63 bits; metrics are of small whole numbers, so that sums are exact in any order.
     """
 
     whole: BatchOutput
@@ -54,13 +56,15 @@ def _counted(count: int, noun: str) -> str:
 def splits(
     draw: st.DrawFn, *, dp: int = 1, replicas: bool = False, padded: bool = False, shuffled: bool = False, mini_batches: int = 1
 ) -> Split:
-    """Draw splits of up to six samples. Each argument allows one more thing: data-parallel ranks up to `dp`, tensor, context and pipeline
-    replicas, padding samples, plans that put samples in another order than the caller's, and several mini-batches.
+    """Draw splits of up to six samples, now and then of up to twenty.
+
+    Each argument allows one more thing: data-parallel ranks up to `dp`, tensor, context and pipeline replicas, padding
+    samples, plans that put samples in another order than the caller's, and several mini-batches.
     """
     few = st.sampled_from((1, 2))
     sizes = {name: draw(few) for name in ("tp", "cp", "pp")} if replicas else {}
     topology = Topology(dp=draw(st.integers(1, dp)), **sizes)
-    count = draw(st.integers(1, 6))
+    count = draw(st.integers(1, draw(st.sampled_from((6, 6, 6, 20)))))
     numbers = np.arange(count, dtype=np.int64)
     whole = _whole(draw, numbers)
     order = np.asarray(draw(st.permutations(range(count))), dtype=np.int64) if shuffled else numbers
@@ -87,31 +91,43 @@ def splits(
 
 
 def _whole(draw: st.DrawFn, numbers: IntArray) -> BatchOutput:
-    scored_lengths = draw(st.lists(st.integers(0, 2), min_size=len(numbers), max_size=len(numbers)))
+    """Draw outputs of so many samples: none per token, or some of `FIELDS` in any order."""
+    names = draw(st.permutations(FIELDS))[: draw(st.integers(0, len(FIELDS)))]
+    scored_lengths = draw(st.lists(st.integers(0, 3), min_size=len(numbers), max_size=len(numbers)))
     scored = Ragged.from_list([np.arange(length) * 2 for length in scored_lengths], np.int32)
+    if not names:
+        scored = Ragged(np.zeros(0, np.int32), offsets_of(np.zeros_like(numbers)))
     count = len(scored.values)
-    per_token = draw(st.booleans())
-    fields = {
-        name: Ragged(np.arange(count, dtype=np.float32) * sign + 1, scored.offsets)
-        for name, sign in zip(FIELDS, (-1, 1), strict=True)
-    }
-    if not per_token:
-        scored, fields = Ragged(np.zeros(0, np.int32), offsets_of(np.zeros_like(numbers))), {}
+    extreme = draw(st.booleans())
+    fields = {}
+    for place, name in enumerate(names):
+        values = np.arange(count, dtype=np.float32) * (-1) ** place + place
+        if extreme and count:
+            values[draw(st.integers(0, count - 1))] = draw(st.sampled_from(SPECIAL) | st.floats(width=32))
+        fields[name] = Ragged(values, scored.offsets)
     actions = np.asarray([2 * length for length in scored_lengths], dtype=np.int64)
-    ids = numbers * 3 + 1
-    return BatchOutput(ids, actions, scored, fields, metrics_of(ids))
+    return BatchOutput(draw(_sample_ids(len(numbers))), actions, scored, fields, metrics_of(numbers))
 
 
-def metrics_of(ids: IntArray) -> dict[str, Metric]:
-    """Return one metric per reduction, computed from sample ids."""
-    if not len(ids):
-        return {}
-    return {
-        "a_sum": Metric.sum(int(ids.sum())),
-        "a_mean": Metric.mean(int(ids.sum()), len(ids)),
-        "a_min": Metric.min(int(ids.min())),
-        "a_max": Metric.max(int(ids.max())),
-    }
+def _sample_ids(count: int) -> "st.SearchStrategy[IntArray]":
+    """Ids as callers give them: small and rising, falling, and any of 63 bits."""
+    rising = np.arange(count, dtype=np.int64) * 3 + 1
+    any_ids = st.lists(st.integers(0, 2**63 - 1), min_size=count, max_size=count, unique=True)
+    return st.one_of(st.just(rising), st.just(rising[::-1].copy()), any_ids.map(lambda ids: np.asarray(ids, dtype=np.int64)))
+
+
+def metrics_of(numbers: IntArray) -> dict[str, Metric]:
+    """Return one metric per reduction, and one that samples of odd numbers alone have; computed from the samples' numbers.
+
+    Nothing gives a mean of nothing and a sum of nothing: what a loss gives for a micro-batch without a token.
+    """
+    worth = numbers * 3 + 1
+    made = {"a_sum": Metric.sum(int(worth.sum())), "a_mean": Metric.mean(int(worth.sum()), len(worth))}
+    if len(numbers):
+        made |= {"a_min": Metric.min(int(worth.min())), "a_max": Metric.max(int(worth.max()))}
+    if (odd := worth[numbers % 2 == 1]).size:
+        made["of_some"] = Metric.mean(int(odd.sum()), len(odd))
+    return made
 
 
 @frozen(eq=False)
@@ -134,7 +150,7 @@ class _Returned:
         parts = []
         for micro_batch in self.plan.mini_batches[number].ranks[coords.dp]:
             own = all_of_it.take(micro_batch.samples)
-            parts.append(evolve(own, metrics=metrics_of(own.sample_ids)))
+            parts.append(evolve(own, metrics=metrics_of(micro_batch.samples)))
             if any(self.padding[sample] for sample in micro_batch.samples.tolist() if self.padding):
                 parts.append(self._padding())
         return RankOutput.concat(parts, coords)

@@ -21,8 +21,12 @@ from skyrl_engine.workers.dispatch import token_weights
 Weights = npt.NDArray[np.float64]
 
 
-def _drawn(_subject: Subject[Any], **options: Any) -> Any:
-    return structures.structures(**options).map(Drawn)
+def _needs_of(subject: Subject[Any]) -> tuple[str, ...]:
+    return tuple(getattr(subject.make(), "needs", ()))
+
+
+def _drawn(subject: Subject[Any], **options: Any) -> Any:
+    return structures.structures(needs=_needs_of(subject), **options).map(Drawn)
 
 
 def _decided(subject: Subject[Any], structure: BatchStructure) -> Weights:
@@ -84,7 +88,11 @@ def _batch_local(subject: Subject[Any]) -> str | None:
     return "the reducer declares batch_local: it depends on the cut by nature" if subject.declares("batch_local") else None
 
 
-@promise("How the mini-batch is cut into micro-batches changes nothing", cases=lambda _: structures.recut(), exempt=_batch_local)
+@promise(
+    "How the mini-batch is cut into micro-batches changes nothing",
+    cases=lambda subject: structures.recut(_needs_of(subject)),
+    exempt=_batch_local,
+)
 def micro_batch_split(subject: Subject[Any], case: Recut) -> None:
     _require_same(
         _decided(subject, case.structure),
@@ -95,7 +103,7 @@ def micro_batch_split(subject: Subject[Any], case: Recut) -> None:
     )
 
 
-@promise("The order of the sequences changes nothing", cases=lambda _: structures.reordered())
+@promise("The order of the sequences changes nothing", cases=lambda subject: structures.reordered(_needs_of(subject)))
 def sample_order(subject: Subject[Any], case: Reordered) -> None:
     _require_same(
         _decided(subject, case.structure)[case.tokens],
@@ -106,7 +114,9 @@ def sample_order(subject: Subject[Any], case: Reordered) -> None:
     )
 
 
-@promise("What groups, units and samples are called changes nothing", cases=lambda _: structures.relabelled())
+@promise(
+    "What groups, units and samples are called changes nothing", cases=lambda subject: structures.relabelled(_needs_of(subject))
+)
 def labels(subject: Subject[Any], case: Relabelled) -> None:
     original = evolve(
         case.structure,
@@ -127,10 +137,14 @@ _PROBE = structures.structure_of([np.ones(length, np.float32) for length in (4, 
 """Three unequal lengths in a group: with two, a median is a mean."""
 
 
+def _probe(subject: Subject[Any]) -> BatchStructure:
+    return structures.with_needs(_PROBE, _needs_of(subject))
+
+
 def _is_mean(subject: Subject[Any]) -> bool:
     """Return True where halving all loss weights changes nothing in a plain batch, as in a mean; a sum is halved."""
-    weights = _decided(subject, _PROBE)
-    return same(weights, _decided(subject, evolve(_PROBE, loss_weight=_PROBE.loss_weight * np.float32(0.5))))
+    probe = _probe(subject)
+    return same(_decided(subject, probe), _decided(subject, evolve(probe, loss_weight=probe.loss_weight * np.float32(0.5))))
 
 
 @promise(
@@ -154,7 +168,7 @@ def scale(subject: Subject[Any], case: Drawn) -> None:
 
 def _no_mean_of_a_constant(subject: Subject[Any]) -> str | None:
     try:
-        mean = _is_mean(subject) and bool(np.isclose(_decided(subject, _PROBE).sum(), 1))
+        mean = _is_mean(subject) and bool(np.isclose(_decided(subject, _probe(subject)).sum(), 1))
     except Undecidable:
         return None
     return None if mean else "the reducer is no mean: its weights of a plain batch do not sum to 1"
@@ -175,7 +189,9 @@ def weights_sum(subject: Subject[Any], case: Drawn) -> None:
         )
 
 
-@promise("Sequences without loss count as `empty_sequence` declares", cases=lambda _: structures.with_empty())
+@promise(
+    "Sequences without loss count as `empty_sequence` declares", cases=lambda subject: structures.with_empty(_needs_of(subject))
+)
 def empty_sequences(subject: Subject[Any], case: WithEmpty) -> None:
     before = _decided(subject, case.structure)
     after = _decided(subject, case.extended)[: len(before)]
@@ -238,10 +254,15 @@ def negative_weights(subject: Subject[Any], case: Drawn) -> None:
 def inputs_unchanged(subject: Subject[Any], case: Drawn) -> None:
     names = ("loss_weight", "action_offsets", "group_ids", "unit_ids", "micro_batch", "sample_ids", "trajectory_ids")
     before = {name: getattr(case.structure, name).copy() for name in names}
-    copy = evolve(case.structure, **{name: array.copy() for name, array in before.items()})
+    read = {name: values.copy() for name, values in {**case.structure.columns, **case.structure.sample_values}.items()}
+    columns, values = (
+        {name: read[name].copy() for name in given} for given in (case.structure.columns, case.structure.sample_values)
+    )
+    copy = evolve(case.structure, **{name: array.copy() for name, array in before.items()}, columns=columns, sample_values=values)
     _decided(subject, copy)
-    for name, array in before.items():
-        if not np.array_equal(array, getattr(copy, name)):
+    after = {name: getattr(copy, name) for name in names} | columns | values
+    for name, array in (before | read).items():
+        if not np.array_equal(array, after[name]):
             raise Broken(
                 f"changes structure.{name} in place, from which the batch is cut afterwards", "Work on a copy: x / y, not x /= y"
             )

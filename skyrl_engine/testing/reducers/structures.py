@@ -1,10 +1,13 @@
 """Structures for reducers: the counts of mini-batches, with fractional weights, empty sequences, groups, micro-batches."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 from attrs import evolve, frozen
 from hypothesis import strategies as st
 
+from skyrl_engine.contracts.kinds.needs import ColumnForm, column_forms, sample_value
 from skyrl_engine.contracts.kinds.reducer import BatchStructure
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, offsets_of, segment_indices
 
@@ -54,6 +57,7 @@ class Drawn:
             lines.append(f"trajectories {_listed(structure.trajectory_ids)}")
         if len(np.unique(structure.micro_batch)) > 1:
             lines.append(f"micro-batches {_listed(structure.micro_batch)}")
+        lines += [f"{name} {_listed(values.ravel())}" for name, values in {**structure.columns, **structure.sample_values}.items()]
         return "\n".join(lines)
 
 
@@ -75,6 +79,8 @@ class Reordered(Drawn):
             micro_batch=structure.micro_batch[order],
             sample_ids=structure.sample_ids[order],
             trajectory_ids=structure.trajectory_ids[order],
+            columns={name: values[self.tokens] for name, values in structure.columns.items()},
+            sample_values={name: values[order] for name, values in structure.sample_values.items()},
         )
 
     @property
@@ -143,6 +149,13 @@ class WithEmpty(Drawn):
             micro_batch=np.concatenate([structure.micro_batch, np.full(more, structure.micro_batch[-1])]),
             max_sequence_length=structure.max_sequence_length,
             trajectory_ids=np.concatenate([structure.trajectory_ids, names]),
+            columns={
+                name: np.concatenate([values, np.zeros((sum(self.actions), *values.shape[1:]), values.dtype)])
+                for name, values in structure.columns.items()
+            },
+            sample_values={
+                name: np.concatenate([values, np.repeat(values[-1:], more)]) for name, values in structure.sample_values.items()
+            },
         )
 
     def __str__(self) -> str:
@@ -159,9 +172,30 @@ def _listed(values: npt.ArrayLike) -> str:
     return ", ".join(numbers[:_TOLD] + more) or "none"
 
 
+def with_needs(structure: BatchStructure, needs: Iterable[str], seed: int = 0) -> BatchStructure:
+    """Return the structure with the columns and values of samples that a reducer needs: few different ones, so that some are shared."""
+    numbers, asked, count = np.random.default_rng(seed), tuple(needs), len(structure.loss_weight)
+    forms = column_forms(asked)
+    return evolve(
+        structure,
+        columns={name: _column(numbers, form, count) for name, form in forms.items()},
+        sample_values={name: numbers.integers(0, 3, len(structure)) for name in filter(None, map(sample_value, asked))},
+    )
+
+
+def _column(numbers: np.random.Generator, form: ColumnForm, count: int) -> AnyArray:
+    shape = count if form == "number" else (count, 2)
+    if form == "token ids":
+        return numbers.integers(0, 50, shape)
+    return (numbers.integers(-8, 9, shape) / 4).astype(np.float32)
+
+
 @st.composite
-def structures(draw: st.DrawFn, *, min_sequences: int = 1, max_sequences: int = 4, empty: bool = True) -> BatchStructure:
-    """Draw mini-batches of masks (uint8) or fractional weights (float32). `empty` allows sequences without loss or without any token.
+def structures(
+    draw: st.DrawFn, *, needs: Iterable[str] = (), min_sequences: int = 1, max_sequences: int = 4, empty: bool = True
+) -> BatchStructure:
+    """Draw mini-batches of masks (uint8) or fractional weights (float32), with what a reducer `needs` of them. `empty` allows sequences without
+    loss or without any token.
 
     Some have sequences of more tokens than fit the byte that a mask's weights are.
     """
@@ -177,7 +211,9 @@ def structures(draw: st.DrawFn, *, min_sequences: int = 1, max_sequences: int = 
         weights.append(np.tile(np.asarray(row, dtype=np.float32 if fractions else np.uint8), repeated))
     labels = st.lists(st.integers(0, count - 1), min_size=count, max_size=count)
     groups, trajectories = (np.asarray(draw(labels), dtype=np.int64) for _ in range(2))
-    return structure_of(weights, group_ids=groups, micro_batch=_micro_batches(draw, count), trajectory_ids=trajectories)
+    made = structure_of(weights, group_ids=groups, micro_batch=_micro_batches(draw, count), trajectory_ids=trajectories)
+    asked = tuple(needs)
+    return with_needs(made, asked, draw(st.integers(0, 255))) if asked else made
 
 
 def _micro_batches(draw: st.DrawFn, count: int) -> IntArray:
@@ -187,26 +223,26 @@ def _micro_batches(draw: st.DrawFn, count: int) -> IntArray:
 
 
 @st.composite
-def reordered(draw: st.DrawFn) -> Reordered:
-    structure = draw(structures(min_sequences=2))
+def reordered(draw: st.DrawFn, needs: Iterable[str] = ()) -> Reordered:
+    structure = draw(structures(needs=needs, min_sequences=2))
     order = draw(st.permutations(range(len(structure))).filter(lambda order: list(order) != sorted(order)))
     return Reordered(structure, np.asarray(order, dtype=np.int64))
 
 
 @st.composite
-def recut(draw: st.DrawFn) -> Recut:
-    structure = draw(structures(min_sequences=2))
+def recut(draw: st.DrawFn, needs: Iterable[str] = ()) -> Recut:
+    structure = draw(structures(needs=needs, min_sequences=2))
     return Recut(structure, _micro_batches(draw, len(structure)))
 
 
 @st.composite
-def relabelled(draw: st.DrawFn) -> Relabelled:
-    structure = draw(structures())
+def relabelled(draw: st.DrawFn, needs: Iterable[str] = ()) -> Relabelled:
+    structure = draw(structures(needs=needs))
     names = draw(st.lists(st.integers(0, 40), min_size=len(structure), max_size=len(structure), unique=True))
     return Relabelled(structure, np.asarray(names, dtype=np.int64))
 
 
 @st.composite
-def with_empty(draw: st.DrawFn) -> WithEmpty:
-    structure = draw(structures(empty=False))
+def with_empty(draw: st.DrawFn, needs: Iterable[str] = ()) -> WithEmpty:
+    structure = draw(structures(needs=needs, empty=False))
     return WithEmpty(structure, tuple(draw(st.lists(st.integers(0, 2), min_size=1, max_size=2))))

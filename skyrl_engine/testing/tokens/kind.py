@@ -1,6 +1,6 @@
 """Losses and corrections under the promises that they share: both give a number per token, computed and named in their own ways."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -8,7 +8,7 @@ from attrs import frozen
 from hypothesis import strategies as st
 
 from skyrl_engine.errors import EngineError
-from skyrl_engine.testing.promise import Promise, Undecidable, claimed
+from skyrl_engine.testing.promise import Promise, Undecidable, claimed, no_explicit_cases
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import rollouts
 from skyrl_engine.testing.tokens.evaluation import Evaluation, same_evaluation
@@ -64,6 +64,7 @@ class SharedPromise:
     cases: Callable[[Subject[Any]], "st.SearchStrategy[Any]"]
     about_cuts: bool
     effort: float
+    first: Callable[[Subject[Any]], Iterable[Any]]
 
     def of(self, kind: TokenKind) -> Promise[Subject[Any], Any]:
         """Return the promise in the words of this kind of plugin."""
@@ -74,16 +75,22 @@ class SharedPromise:
             self.cases,
             kind.batch_local if self.about_cuts else claimed,
             self.effort,
+            self.first,
         )
 
 
 def shared_promise(
-    sentence: str, *, cases: Callable[[Subject[Any]], "st.SearchStrategy[Any]"], about_cuts: bool = False, effort: float = 1.0
+    sentence: str,
+    *,
+    cases: Callable[[Subject[Any]], "st.SearchStrategy[Any]"],
+    about_cuts: bool = False,
+    effort: float = 1.0,
+    first: Callable[[Subject[Any]], Iterable[Any]] = no_explicit_cases,
 ) -> Callable[[Callable[[TokenKind, Subject[Any], Any], None]], SharedPromise]:
     """Make a shared promise from its check; it takes the function's name."""
 
     def decorate(check: Callable[[TokenKind, Subject[Any], Any], None]) -> SharedPromise:
-        return SharedPromise(check, sentence, cases, about_cuts, effort)
+        return SharedPromise(check, sentence, cases, about_cuts, effort, first)
 
     return decorate
 
@@ -107,3 +114,14 @@ def anything(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
 def cuts(subject: Subject[Any]) -> "st.SearchStrategy[CutBatch]":
     """Draw batches cut into micro-batches."""
     return rollouts.cut_batches(needs_of(subject))
+
+
+def anything_first(subject: Subject[Any]) -> "list[TokenBatch]":
+    """Return batches with other policies 100 nats away and advantages of 100, and with more sequences and larger units than are drawn."""
+    needs = needs_of(subject)
+    return [rollouts.far(needs), rollouts.in_threes(needs), rollouts.in_threes(needs, empty=False)]
+
+
+def cuts_first(subject: Subject[Any]) -> "list[CutBatch]":
+    """Return batches of more sequences and larger units than are drawn, cut into micro-batches."""
+    return rollouts.cut_in_threes(needs_of(subject))

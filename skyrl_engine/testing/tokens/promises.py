@@ -6,27 +6,48 @@ Numbers are compared as the engine uses them, in float64: per token, their total
 import math
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import deepcopy
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from attrs import evolve
 
+from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.errors import EngineError
+from skyrl_engine.testing.collectives import CollectiveCalled, no_collectives
 from skyrl_engine.testing.comparison import cause_of_ratio, constant_within, same
+from skyrl_engine.testing.other_device import OtherDevice, WrongDevice
 from skyrl_engine.testing.process_settings import another_rank, settings_left_alone
 from skyrl_engine.testing.promise import Broken, Undecidable
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import rollouts
-from skyrl_engine.testing.tokens.evaluation import Evaluation, joined, require_same_evaluation, same_evaluation, undeclared
-from skyrl_engine.testing.tokens.kind import TokenKind, anything, cuts, needs_of, ordinary, shared_promise
+from skyrl_engine.testing.tokens.evaluation import (
+    Evaluation,
+    Listening,
+    joined,
+    require_same_evaluation,
+    same_evaluation,
+    undeclared,
+)
+from skyrl_engine.testing.tokens.kind import (
+    TokenKind,
+    anything,
+    anything_first,
+    cuts,
+    cuts_first,
+    needs_of,
+    ordinary,
+    shared_promise,
+)
 from skyrl_engine.testing.tokens.rollouts import CutBatch, FilledBatch, RelabelledBatch, ReorderedBatch, TokenBatch, WornBatch
 
 WITHIN_SEQUENCES = "Take means and differences within a sequence (tokens.sequences)"
 
 
-@shared_promise("It leaves torch's settings as they are", cases=ordinary, effort=0.1)
+@shared_promise("It leaves the settings of torch, NumPy and the process as they are", cases=ordinary, effort=0.1)
 def process_settings(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     with settings_left_alone(), suppress(Undecidable):
         kind.decided(subject, batch)
@@ -34,9 +55,14 @@ def process_settings(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) 
 
 @shared_promise("Replicas of one micro-batch get the same numbers, random ones included", cases=ordinary)
 def replicas(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
+    before = _options(subject)
     with restored_random_state():
         seed_everything(7)
         one = kind.decided(subject, batch)
+        if _options(subject) != before:
+            raise Broken(
+                "changes its options, which every later call and every checkpoint reads", "Compute from options, and set none"
+            )
         seed_everything(7)
         with another_rank():
             other = kind.decided(subject, batch)
@@ -44,14 +70,20 @@ def replicas(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
         one,
         other,
         "between two replicas",
-        "it draws from a source of its own, counts its calls, or asks which rank it is on",
+        "it draws from a source of its own, counts its calls, asks which rank it is on, or takes hash() of a text",
         "Make it a function of its tokens; draw from tokens.generator, which replicas share",
         relative=0,
         absolute=0,
     )
 
 
-@shared_promise("It answers every batch, of which it reads only what it declares in needs", cases=anything)
+def _options(subject: Subject[Any]) -> object:
+    """Return a copy of the options that products share; None where there are none."""
+    options = subject.plugin.options if subject.plugin is not None else getattr(subject.make(), "config", None)
+    return deepcopy(options)
+
+
+@shared_promise("It answers every batch, of which it reads only what it declares in needs", cases=anything, first=anything_first)
 def needs(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     try:
         kind.evaluated(subject, batch, dtype=torch.float32)
@@ -88,7 +120,7 @@ def all_masked(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> Non
             )
 
 
-@shared_promise("A batch cut into micro-batches has the {results} of the whole", cases=cuts, about_cuts=True)
+@shared_promise("A batch cut into micro-batches has the {results} of the whole", cases=cuts, about_cuts=True, first=cuts_first)
 def micro_batch_split(kind: TokenKind, subject: Subject[Any], case: CutBatch) -> None:
     whole = kind.decided(subject, case.batch)
     parts = joined(case, [kind.decided(subject, case.batch.take(part)) for part in case.parts])
@@ -145,6 +177,7 @@ def rank_split(kind: TokenKind, subject: Subject[Any], worn: WornBatch) -> None:
     "The order of the samples changes nothing",
     cases=lambda subject: rollouts.reordered_batches(needs_of(subject)),
     about_cuts=True,
+    first=lambda subject: rollouts.reordered_threes(needs_of(subject)),
 )
 def sample_order(kind: TokenKind, subject: Subject[Any], case: ReorderedBatch) -> None:
     whole = kind.decided(subject, case.batch)
@@ -163,6 +196,7 @@ def sample_order(kind: TokenKind, subject: Subject[Any], case: ReorderedBatch) -
 @shared_promise(
     "What groups and units are called changes nothing",
     cases=lambda subject: rollouts.relabelled_batches(needs_of(subject)),
+    first=lambda subject: rollouts.relabelled_closely(needs_of(subject)),
 )
 def labels(kind: TokenKind, subject: Subject[Any], case: RelabelledBatch) -> None:
     plain = kind.decided(subject, case.batch)
@@ -180,6 +214,7 @@ def labels(kind: TokenKind, subject: Subject[Any], case: RelabelledBatch) -> Non
     "Sequences without loss-carrying tokens, and the empty micro-batches that fill up ranks, change nothing",
     cases=lambda subject: rollouts.filled_batches(needs_of(subject)),
     about_cuts=True,
+    first=lambda subject: rollouts.filled_threes(needs_of(subject)),
 )
 def padding(kind: TokenKind, subject: Subject[Any], case: FilledBatch) -> None:
     whole = kind.decided(subject, case.batch)
@@ -206,7 +241,10 @@ def padding(kind: TokenKind, subject: Subject[Any], case: FilledBatch) -> None:
 
 
 @shared_promise(
-    "Neighbours in a row do not reach each other: no sequence's {results} depend on another's values", cases=cuts, about_cuts=True
+    "Neighbours in a row do not reach each other: no sequence's {results} depend on another's values",
+    cases=cuts,
+    about_cuts=True,
+    first=cuts_first,
 )
 def packing(kind: TokenKind, subject: Subject[Any], case: CutBatch) -> None:
     mine = case.batch.places(case.parts[0])
@@ -229,9 +267,12 @@ def packing(kind: TokenKind, subject: Subject[Any], case: CutBatch) -> None:
             raise Broken(f"the {kind.noun} of a sequence has a gradient by the {name} of another", WITHIN_SEQUENCES + kind.unless)
 
 
-def _shifted(values: rollouts.FloatArray, places: Any) -> rollouts.FloatArray:
-    """Return the values with others at these places; log-probabilities stay below 0."""
+def _shifted(values: AnyArray, places: Any) -> AnyArray:
+    """Return the values with others at these places; log-probabilities stay below 0, and ids of tokens are such."""
     changed = values.copy()
+    if values.dtype.kind == "i":
+        changed[places] = values[places] + 1
+        return changed
     changed[places] = values[places] * np.float32(0.5) - np.float32(0.125)
     return changed
 
@@ -249,6 +290,53 @@ def global_random_numbers(kind: TokenKind, subject: Subject[Any], batch: TokenBa
     one, other, again = made
     if same_evaluation(one, again) and not same_evaluation(one, other):
         raise Broken("depends on the global random state", "Draw from tokens.generator")
+
+
+@shared_promise(
+    "It works on other devices than the CPU: its tensors are made where its tokens are, and it calls no collective",
+    cases=ordinary,
+    effort=0.05,
+    first=lambda subject: [rollouts.in_threes(needs_of(subject)), *rollouts.fillers(rollouts.in_threes(needs_of(subject)))],
+)
+def devices(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
+    device = OtherDevice()
+    with device:
+        product = subject.make()
+    device.put_on_host(*constants_of(product))
+    watched = Listening(product, device)
+    where = (
+        "Make tensors with device=tokens.logprobs.device, or by x.new_zeros() and torch.ones_like(x); compute with torch, not NumPy"
+    )
+    try:
+        with no_collectives():
+            kind.evaluate(subject.label, watched, batch, backward_mode=device)
+    except EngineError as error:
+        if isinstance(error.__cause__, WrongDevice):
+            raise Broken(f"works on the CPU alone: {error.__cause__}", where) from error
+        if isinstance(error.__cause__, CollectiveCalled):
+            raise Broken(
+                f"{error.__cause__}, at which ranks with other numbers of micro-batches wait for ever",
+                "Make it a function of its tokens; the engine sums over ranks",
+            ) from error
+        raise Undecidable(error.cause) from error
+    output = watched.heard["output"]
+    result = getattr(output, "token_loss", output)
+    if device.place(result) == "host":
+        raise Broken("returns a tensor of the CPU, wherever its tokens are", where)
+
+
+def constants_of(product: Any) -> list[object]:
+    """Return what the product and its function hold: attributes, globals that it names, defaults and closures.
+
+    Tensors among them were made on the CPU.
+    """
+    held: list[object] = [getattr(product, "__dict__", {})]
+    for function in (getattr(product, "function", None), vars(type(product)).get("__call__")):
+        if isinstance(function, FunctionType):
+            held.append([function.__globals__.get(name) for name in function.__code__.co_names])
+            held.append([cell.cell_contents for cell in function.__closure__ or ()])
+            held.append(list(function.__defaults__ or ()))
+    return held
 
 
 @shared_promise("It does not change what it is given", cases=ordinary)

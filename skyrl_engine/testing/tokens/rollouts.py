@@ -12,7 +12,8 @@ from attrs import evolve, frozen
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch
-from skyrl_engine.contracts.values.ragged import IntArray, Ragged, offsets_of, segment_indices
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, MODEL_SCORES, column_forms, model_score
+from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Ragged, offsets_of, segment_indices
 from skyrl_engine.objective.samples import ScoredSamples
 
 FloatArray = npt.NDArray[np.float32]
@@ -23,10 +24,14 @@ _LOGPROBS = tuple(-each / 16 for each in (16, 8, 4, 24, 40, 64, 96))
 _EXTREME_LOGPROBS = (-1.0, 0.0, -30.0, -88.0)
 _DRIFTS = tuple(each / 16 for each in (0, 1, -1, 2, -2, 4, -4, 8, -8, 16, -16))
 _EXTREME_DRIFTS = (0.0, 0.25, 3.0, -3.0, 12.0, -12.0, 30.0, -30.0)
+_FAR_DRIFTS = (100.0, -100.0, 30.0, 0.0, -30.0)
+_FAR_ADVANTAGES = (100.0, -100.0)
 _ADVANTAGES = (1.0, -1.0, 0.5, -0.5, 0.25, -2.0, 3.0, 0.0)
 _NUMBERS = tuple(each / 8 for each in (8, -8, 4, -4, 2, 12, -20, 1, 0))
 _WEIGHTS = (1.0, 0.5, 0.25, 2.0, 0.75)
 _JITTER = 1 / 1024
+_WIDE_SHARE = np.float32(2)
+"""Nats that keep the probabilities of up to three tokens below 1 together."""
 _PICKS = st.binary(min_size=1, max_size=12)
 LONG = 150
 """By how much a long batch is longer."""
@@ -34,13 +39,14 @@ LONG = 150
 
 @frozen(eq=False)
 class TokenBatch:
-    """S sequences with n loss-carrying tokens, flat. `values` float32[n] by need, `weights` float64[n] as a reducer gives them.
+    """S sequences with n loss-carrying tokens, flat. `values` float32[n] by need, [n, k] of those that are wide; `weights` float64[n] as a
+    reducer gives them.
 
     `lengths`, `sample_ids`, `group_ids` and `unit_ids` are int64[S]; a sequence without a token that carries loss has length 0.
     """
 
     lengths: IntArray
-    values: Mapping[str, FloatArray]
+    values: Mapping[str, AnyArray]
     weights: npt.NDArray[np.float64]
     sample_ids: IntArray
     group_ids: IntArray
@@ -75,7 +81,7 @@ class TokenBatch:
             self.unit_ids[chosen],
         )
 
-    def with_values(self, **values: FloatArray) -> "TokenBatch":
+    def with_values(self, **values: AnyArray) -> "TokenBatch":
         return evolve(self, values={**self.values, **values})
 
     def drifted(self, nats: float) -> "TokenBatch | None":
@@ -105,7 +111,7 @@ class TokenBatch:
     def __str__(self) -> str:
         shape = f"{len(self)} sequence{'' if len(self) == 1 else 's'} of {_listed(self.lengths)} loss-carrying tokens"
         paired = [f"units {_listed(self.unit_ids)}"] if len(np.unique(self.unit_ids)) < len(self) else []
-        return "\n".join([shape, *paired, *(f"{name} {_listed(values)}" for name, values in self.values.items())])
+        return "\n".join([shape, *paired, *(f"{name} {_listed(values.ravel())}" for name, values in self.values.items())])
 
 
 _TOLD = 24
@@ -192,7 +198,7 @@ def batches(
     groups = numbers // 2 if draw(st.booleans()) else numbers
     return TokenBatch(
         lengths,
-        _values(draw, dict.fromkeys(("logprobs", *needs)), total, range_),
+        _values(draw, dict.fromkeys(("logprobs", *needs)), total, range_) | _wide_values(draw, needs, total, range_),
         weights / max(weights.sum(), 1.0),
         numbers,
         groups,
@@ -209,7 +215,7 @@ def _picked(draw: st.DrawFn, count: int, choices: Sequence[float]) -> npt.NDArra
     return picked
 
 
-def _values(draw: st.DrawFn, needs: Iterable[str], count: int, range_: Range) -> dict[str, FloatArray]:
+def _values(draw: st.DrawFn, needs: Iterable[str], count: int, range_: Range) -> dict[str, AnyArray]:
     """Draw values by need: log-probabilities of other policies drift from the model's own, other needs have numbers of their own."""
 
     def column(choices: Sequence[float]) -> FloatArray:
@@ -219,8 +225,10 @@ def _values(draw: st.DrawFn, needs: Iterable[str], count: int, range_: Range) ->
     jitter = np.zeros(count, np.float32) if range_ == "rounded" else ((np.arange(count) * 37 % 64) * _JITTER).astype(np.float32)
     logprobs = column(_EXTREME_LOGPROBS if extreme else _LOGPROBS)
     logprobs = np.where(logprobs == 0, logprobs, logprobs - jitter).astype(np.float32)
-    values: dict[str, FloatArray] = {}
+    values: dict[str, AnyArray] = {}
     for name in needs:
+        if is_wide(name):
+            continue
         if name == "logprobs":
             values[name] = logprobs
         elif name.endswith("logprobs"):
@@ -231,8 +239,35 @@ def _values(draw: st.DrawFn, needs: Iterable[str], count: int, range_: Range) ->
             values[name] = column(_ADVANTAGES)
         elif name == "values":
             values[name] = column(_NUMBERS) + jitter
+        elif name == "mean_logprob":
+            values[name] = -np.abs(column(_NUMBERS)) - jitter - 1
         else:
             values[name] = column(_NUMBERS)
+    return values
+
+
+def is_wide(need: str) -> bool:
+    """Return True for a need of k numbers per token: `COLUMN[k]`, and `logprobs_at:COLUMN`, which needs the column of ids too."""
+    return "number" not in column_forms((need,)).values() and need not in MODEL_SCORES
+
+
+def _wide_values(draw: st.DrawFn, needs: Iterable[str], count: int, range_: Range) -> dict[str, AnyArray]:
+    """Draw values [n, k] of the needs that are wide, one k for all: token ids, and log-probabilities of tokens that leave others a share."""
+    wide = {name: form for name, form in column_forms(needs).items() if form != "number"}
+    names = [*(need for need in needs if model_score(need) == LOGPROBS_AT), *wide]
+    if not names:
+        return {}
+    width = draw(st.sampled_from((2, 3, 1)))
+    values: dict[str, AnyArray] = {}
+    for name in names:
+        choices = _EXTREME_LOGPROBS if range_ == "extreme" else _LOGPROBS
+        if wide.get(name) == "token ids":
+            drawn = _picked(draw, count * width, range(64)).astype(np.int64)
+        elif "logprobs" in name:
+            drawn = _picked(draw, count * width, choices).astype(np.float32) - _WIDE_SHARE
+        else:
+            drawn = _picked(draw, count * width, _NUMBERS).astype(np.float32)
+        values[name] = drawn.reshape(count, width)
     return values
 
 
@@ -308,24 +343,96 @@ def relabelled_batches(draw: st.DrawFn, needs: Iterable[str]) -> RelabelledBatch
     return RelabelledBatch(batch, np.asarray(chosen, dtype=np.int64))
 
 
+CLOSE_IDS = 2**40
+"""Ids from here on are closer than float32 tells apart."""
+
+
+def in_threes(needs: Iterable[str], *, empty: bool = True) -> TokenBatch:
+    """Return nine sequences in units of three and groups of six, as no random batch holds them. `empty`: a unit has an empty member."""
+    numbers = np.arange(9, dtype=np.int64)
+    lengths = np.array([2, 1, 3, 2, 0 if empty else 2, 1, 1, 2, 1], dtype=np.int64)
+    batch = varied(needs, sequences=1, tokens=int(lengths.sum()))
+    return evolve(batch, lengths=lengths, sample_ids=numbers, group_ids=numbers // 6, unit_ids=numbers // 3)
+
+
+def far(needs: Iterable[str]) -> TokenBatch:
+    """Return a batch in which other policies are 100 nats away, either way, and advantages are as large as 100."""
+    batch = varied(needs, sequences=2, tokens=5)
+    logprobs = np.tile(np.array([-120.0, -1.0, -101.0, -0.5, -31.0], np.float32), 2)
+    values = dict(batch.values)
+    drifts = np.array([*_FAR_DRIFTS, *(-abs(drift) for drift in _FAR_DRIFTS)], np.float32)
+    for name in batch.values:
+        if name == "logprobs":
+            values[name] = logprobs
+        elif name.endswith("logprobs"):
+            values[name] = np.minimum(logprobs + drifts, 0)
+        elif name == "advantages":
+            values[name] = np.resize(np.asarray(_FAR_ADVANTAGES, np.float32), 10)
+    return evolve(batch, values=values)
+
+
+def cut_in_threes(needs: Iterable[str]) -> list[CutBatch]:
+    """Return nine sequences in units of three: cut by units, and a unit with an empty member alone."""
+    batch = in_threes(needs)
+    return [CutBatch(batch, ((0, 1, 2), (3, 4, 5), (6, 7, 8))), CutBatch(batch, ((3, 4, 5), (0, 1, 2, 6, 7, 8)))]
+
+
+def reordered_threes(needs: Iterable[str]) -> list[ReorderedBatch]:
+    """Return nine sequences in units of three whose last unit comes first."""
+    return [ReorderedBatch(in_threes(needs), (6, 7, 8, 0, 1, 2, 3, 4, 5))]
+
+
+def filled_threes(needs: Iterable[str]) -> list[FilledBatch]:
+    """Return nine sequences in units of three between two that have no token."""
+    return [FilledBatch(in_threes(needs), tuple(range(1, 10)), 11)]
+
+
+def relabelled_closely(needs: Iterable[str]) -> list[RelabelledBatch]:
+    """Return batches whose groups and units get names that float32 does not tell apart, and that do not rise."""
+    names = CLOSE_IDS + np.array([1, 0, 2, 5, 4, 3, 8, 7, 6], dtype=np.int64)
+    return [RelabelledBatch(in_threes(needs), names)]
+
+
+def fillers(batch: TokenBatch) -> list[TokenBatch]:
+    """Return the micro-batches without a token that fill up ranks beside this batch: without a sequence, and with one that has no token."""
+    nothing = evolve(batch.take(()), lengths=np.zeros(0, np.int64))
+    ids = np.full(1, 1_000, np.int64)
+    return [nothing, evolve(nothing, lengths=np.zeros(1, np.int64), sample_ids=ids, group_ids=ids, unit_ids=ids)]
+
+
 def varied(needs: Iterable[str], *, sequences: int = 6, tokens: int = 4) -> TokenBatch:
     """Return the one batch in which a loss must find something to learn: it combines every choice of the ordinary batches."""
     count = sequences * tokens
     numbers = np.arange(sequences, dtype=np.int64)
     picks = np.arange(count)
-    values = {}
+    values: dict[str, AnyArray] = {}
     for place, name in enumerate(dict.fromkeys(("logprobs", *needs))):
+        if is_wide(name):
+            continue
         choices = {"logprobs": _LOGPROBS, "advantages": _ADVANTAGES}.get(name, _DRIFTS if name.endswith("logprobs") else _NUMBERS)
         values[name] = np.asarray(choices, dtype=np.float32)[(picks * (2 * place + 3) + place) % len(choices)]
     for name, drift in values.items():
         if name != "logprobs" and name.endswith("logprobs"):
             values[name] = np.minimum(values["logprobs"] - drift, 0).astype(np.float32)
+    values |= _wide_varied(needs, count)
     return TokenBatch(np.full(sequences, tokens, np.int64), values, np.full(count, 1 / count), numbers, numbers // 2, numbers // 2)
+
+
+def _wide_varied(needs: Iterable[str], count: int, width: int = 2) -> dict[str, AnyArray]:
+    """Return values [count, width] of the needs that are wide, every token's others than its neighbour's."""
+    forms = {name: form for name, form in column_forms(needs).items() if form != "number"}
+    names = [*(need for need in needs if model_score(need) == LOGPROBS_AT), *forms]
+    picks = np.arange(count * width).reshape(count, width)
+    logprobs = -2 - (picks % 7).astype(np.float32) / 4
+    return {name: picks if forms.get(name) == "token ids" else logprobs - np.float32(place / 8) for place, name in enumerate(names)}
 
 
 def one_token(needs: Iterable[str]) -> TokenBatch:
     """Return one sequence of one token, which every loss or correction must accept."""
-    values = {name: np.full(1, -1.0, np.float32) for name in dict.fromkeys(("logprobs", *needs))}
+    values: dict[str, AnyArray] = {
+        name: np.full(1, -1.0, np.float32) for name in dict.fromkeys(("logprobs", *needs)) if not is_wide(name)
+    }
+    values |= _wide_varied(needs, 1)
     return TokenBatch(np.ones(1, np.int64), values, np.ones(1), *(np.zeros(1, np.int64) for _ in range(3)))
 
 

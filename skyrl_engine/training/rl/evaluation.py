@@ -13,7 +13,7 @@ from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.pass_at_k import estimate, pass_at_k
 from skyrl_engine.rollout.runner import Bounds, Episodes, RolloutRunner, Sampler, Turns
-from skyrl_engine.training.rl.metrics import majority_metrics
+from skyrl_engine.training.rl.metrics import majorities
 
 FIRST_NUMBER: Final = 2**40
 """Numbers of attempts of evaluations, and of their requests, begin here: no training attempt has them."""
@@ -72,8 +72,8 @@ def evaluation_metrics(groups: Sequence[Group], names: Sequence[str], *, seed: i
     """Metrics of evaluated groups, for all environments together and, where there are several, for each.
 
     `evaluation/avg@n` is the mean reward of n attempts, `evaluation/pass@k` for k of 1, 2, 4 up to n, `evaluation/maj@n` how often the answer
-    that most of them gave is right; `_low` and `_high` bound avg@n with 95 % by resampling tasks. Attempts that failed count as wrong, with
-    reward 0.
+    that most of them gave is right; `_low` and `_high` bound each of them with 95 % by resampling tasks. Attempts that failed count as wrong,
+    with reward 0.
     """
     metrics = _of(groups, "evaluation/", seed)
     if len(names) > 1:
@@ -89,16 +89,19 @@ def _of(groups: Sequence[Group], prefix: str, seed: int) -> dict[str, float]:
         return {}
     rewards = np.array([[0.0 if each.status == "failed" else each.reward for each in group.trajectories] for group in groups])
     right = [sum(bool(each.success) for each in group.trajectories) for group in groups]
-    average = estimate(rewards.mean(axis=1).tolist(), seed=seed)
     lengths = [len(each.logprobs) for group in groups for each in group.trajectories]
     metrics = {
-        f"{prefix}avg@{size}": average.mean,
-        f"{prefix}avg@{size}_low": average.low,
-        f"{prefix}avg@{size}_high": average.high,
+        **_with_interval(f"{prefix}avg@{size}", rewards.mean(axis=1).tolist(), seed),
         f"{prefix}tokens_mean": float(np.mean(lengths)),
     }
     k = 1
     while k <= size:
-        metrics[f"{prefix}pass@{k}"] = float(np.mean([pass_at_k(size, count, k) for count in right]))
+        metrics |= _with_interval(f"{prefix}pass@{k}", [pass_at_k(size, count, k) for count in right], seed)
         k = k * 2 if k * 2 <= size or k == size else size
-    return metrics | majority_metrics([group.trajectories for group in groups], f"{prefix}maj@{size}")
+    votes = majorities([group.trajectories for group in groups])
+    return metrics if votes is None else metrics | _with_interval(f"{prefix}maj@{size}", votes, seed)
+
+
+def _with_interval(name: str, per_task: Sequence[float], seed: int) -> dict[str, float]:
+    found = estimate(per_task, seed=seed)
+    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}

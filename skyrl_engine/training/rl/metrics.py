@@ -21,8 +21,8 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Metrics of the groups that a step trains on, and of all that finished for it, dropped ones too.
 
-    `environments` are the names of all that the run has; where there are several, rewards are reported for each. Rewards are those that are
-    trained on: without what `overlong` takes off, and 0 for attempts that were cut off where `truncated` is "zero_reward".
+    `environments` are the names of all that the run has; where there are several, rewards and successes are reported for each. Rewards are
+    those that are trained on: without what `overlong` takes off, and 0 for attempts that were cut off where `truncated` is "zero_reward".
     """
     attempts = [each for group in trained for each in group.finished]
     everything = [each for group in finished for each in group.trajectories]
@@ -34,6 +34,7 @@ def rollout_metrics(
         for name in environments:
             if (own := names == name).any():
                 metrics[f"reward/{name}/mean"] = _mean(rewards[own])
+            metrics |= _successes([group for group in trained if group.environment == name], f"rollout/{name}/")
     if overlong is not None and attempts:
         metrics["reward/part/overlong"] = -_mean(punishments(attempts, overlong))
     for name, values in _parts(attempts).items():
@@ -79,26 +80,27 @@ def _lengths(attempts: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def _successes(groups: Sequence[Group]) -> dict[str, float]:
+def _successes(groups: Sequence[Group], prefix: str = "rollout/") -> dict[str, float]:
     """Shares of successes where every attempt says whether it succeeded; pass@k for k of 1 and of the group's size, and maj@k of votes."""
     judged = [group for group in groups if group.finished and all(each.success is not None for each in group.finished)]
     if not judged:
         return {}
     counts = [(len(group.finished), sum(bool(each.success) for each in group.finished)) for group in judged]
-    metrics = {"rollout/success": sum(right for _, right in counts) / sum(attempts for attempts, _ in counts)}
+    metrics = {f"{prefix}success": sum(right for _, right in counts) / sum(attempts for attempts, _ in counts)}
     largest = max(attempts for attempts, _ in counts)
     for k in sorted({1, largest}):
         shares = [pass_at_k(attempts, right, k) for attempts, right in counts if attempts >= k]
-        metrics[f"rollout/pass@{k}"] = _mean(shares)
+        metrics[f"{prefix}pass@{k}"] = _mean(shares)
     whole = [group.finished for group in judged if len(group.finished) == largest]
-    return metrics | majority_metrics(whole, f"rollout/maj@{largest}")
+    votes = majorities(whole)
+    return metrics if votes is None else metrics | {f"{prefix}maj@{largest}": _mean(votes)}
 
 
-def majority_metrics(groups: Sequence[Sequence[Trajectory]], name: str) -> dict[str, float]:
-    """Return under `name` how often the answer that most attempts at a task gave is right; nothing where no attempt says what it answers."""
+def majorities(groups: Sequence[Sequence[Trajectory]]) -> list[float] | None:
+    """Return for every group whether the answer that most of its attempts gave is right; None where no attempt says what it answers."""
     if all(each.answer is None for attempts in groups for each in attempts):
-        return {}
-    return {name: _mean(majority([(each.answer, bool(each.success)) for each in attempts]) for attempts in groups)}
+        return None
+    return [majority([(each.answer, bool(each.success)) for each in attempts]) for attempts in groups]
 
 
 def _parts(attempts: Iterable[Trajectory]) -> dict[str, list[float]]:

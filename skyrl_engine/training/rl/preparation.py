@@ -2,29 +2,32 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from attrs import frozen
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
+from skyrl_engine.config.schema import EngineConfig
 from skyrl_engine.contracts.kinds.advantage import Advantage
 from skyrl_engine.contracts.kinds.context import FactoryContext
-from skyrl_engine.contracts.kinds.environment import Environment
+from skyrl_engine.contracts.kinds.environment import Environment, Task
 from skyrl_engine.contracts.kinds.generator import Sampling
 from skyrl_engine.contracts.kinds.group_filter import GroupFilter
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
-from skyrl_engine.engine.sampler import described
+from skyrl_engine.engine.sampler import refuse_elsewhere
 from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.columns import Overlong
 from skyrl_engine.rollout.recorded import Limits, Recording, read_recording
 from skyrl_engine.rollout.turns import TurnRenderer
+from skyrl_engine.training.rl.evaluation import tasks_of
+from skyrl_engine.training.rl.prompts import OF_TABLES, PromptLimits, check_prompts, most_of
 from skyrl_engine.training.rl.recipe import Recipe, Recorded, recipe
 from skyrl_engine.training.rl.tasks import TaskOrder
 
@@ -69,7 +72,7 @@ class PreparedRl:
     def sampling(self) -> Sampling:
         """The distribution that attempts are sampled from, but for what an environment or the length says."""
         config = self.resolved.config.rl
-        return Sampling(config.max_tokens, config.temperature)
+        return Sampling(config.max_tokens, config.temperature, stop_strings=config.stop_strings)
 
     @property
     def overlong(self) -> Overlong | None:
@@ -113,11 +116,11 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
     environments = _at(resolved, "environments")
     rollouts: Sampled | Recording
     if settings.rollouts is None:
-        rollouts, recorded = _sampled(resolved, files, environments, context), None
+        rollouts, recorded = _sampled(resolved, files, environments, context, trains=trains), None
     else:
         rollouts = _recorded(resolved, files, filters, advantage, progress)
         recorded = _LOGPROBS[rollouts.has_logprobs]
-    chosen = recipe(settings, assembly.objective, advantage, recorded=recorded)
+    chosen = recipe(settings, assembly.objective, advantage, recorded=recorded, reducer=assembly.reducer)
     return PreparedRl(
         resolved=resolved,
         files=files,
@@ -134,10 +137,10 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
 
 
 def _sampled(
-    resolved: ResolvedConfig, files: ModelFiles, environments: Sequence[SelectedPlugin], context: FactoryContext
+    resolved: ResolvedConfig, files: ModelFiles, environments: Sequence[SelectedPlugin], context: FactoryContext, *, trains: bool
 ) -> Sampled:
     config = resolved.config
-    described(resolved.plugins["generator"])
+    _refuse_generator(resolved, trains=trains)
     _refuse_beyond_positions(resolved, files)
     parts: list[Part[Environment]] = [each.part(f"environments[{number}]", context) for number, each in enumerate(environments)]
     tasks = TaskOrder(parts, [table.weight for table in config.environments], config.run.seed)
@@ -146,7 +149,22 @@ def _sampled(
     named: dict[str, Any] = {} if template is None else {"name": f"the chat template {template}"}
     renderer = TurnRenderer(files.tokenizer, history=config.rl.history, **named)
     _prove_turns(renderer, parts, tasks)
+    if trains:
+        check_prompts(parts, _attempted(config, tasks), renderer, limits_of(config, files.facts))
+        if config.evaluation.every is not None or config.evaluation.at_start or config.evaluation.at_end:
+            check_prompts(parts, tasks_of(parts, config.evaluation.tasks), renderer, limits_of(config, files.facts))
     return Sampled(tasks, renderer)
+
+
+def limits_of(config: EngineConfig, facts: ModelFacts) -> PromptLimits:
+    """Return what prompts of the run may be."""
+    return PromptLimits(config.rl.max_prompt_tokens, facts.vocabulary_size, config.rollouts.max_failure_share)
+
+
+def _attempted(config: EngineConfig, tasks: TaskOrder) -> Iterator[tuple[int, Task]]:
+    """Yield the tasks that the first groups attempt."""
+    most = [most_of(part) for part in tasks.environments]
+    return tasks.first(min(config.rl.steps * config.rl.groups, OF_TABLES * len(most)), most)
 
 
 def _recorded(
@@ -253,6 +271,30 @@ def _refuse_sampling(resolved: ResolvedConfig) -> list[Problem]:
     ]
 
 
+def _refuse_generator(resolved: ResolvedConfig, *, trains: bool) -> None:
+    """Refuse a generator that does not run on ranks, and one that nothing can be trained with."""
+    plugin = resolved.plugins["generator"]
+    label, description = str(plugin.loaded.record), plugin.loaded.describe_generator(plugin.options)
+    refuse_elsewhere(label, description)
+    if resolved.config.rl.stop_strings and "stop_strings" not in description.capabilities:
+        raise UnsupportedError(
+            f"rl.stop_strings is set, and {label} does not declare the capability 'stop_strings'",
+            remedy="Remove rl.stop_strings, or choose a generator that stops at texts, such as hf",
+        )
+    if not trains:
+        return
+    if not description.accepts and "recorded" not in description.capabilities:
+        raise UnsupportedError(
+            f"{label} takes no weights: it would go on sampling from a model that is not the trained one",
+            remedy="Choose a generator that takes weights, such as hf",
+        )
+    if "logprobs" not in description.capabilities:
+        raise UnsupportedError(
+            f"{label} does not declare the capability 'logprobs': nobody could tell whether it samples from the trained model",
+            remedy="Choose a generator that gives the log-probabilities of what it samples, such as hf",
+        )
+
+
 def _refuse_beyond_positions(resolved: ResolvedConfig, files: ModelFiles) -> None:
     settings = resolved.config.rl
     longest, positions = settings.max_prompt_tokens + settings.max_tokens, files.facts.extended_length
@@ -276,17 +318,9 @@ def _refuse_too_few(resolved: ResolvedConfig, tasks: TaskOrder) -> None:
 
 
 def _prove_turns(renderer: TurnRenderer, parts: Sequence[Part[Environment]], tasks: TaskOrder) -> None:
-    """Render the first task of every environment, and prove that later turns can be appended where there are any."""
+    """Prove that later turns can be appended where there are any, with the first task of every environment."""
     for part, own in zip(parts, tasks.tasks, strict=True):
         task = own[0]
-        if task.images:
-            raise UnsupportedError(
-                f"{part.label} has tasks with images, which rollouts do not take yet", remedy="Choose tasks of text"
-            )
-        if task.messages and task.prompt_ids:
-            raise DataError(
-                f"{part.label}: task {task.key!r} has both messages and prompt_ids", remedy="Give every task one of them"
-            )
         if part.product.claims.max_turns > 1:
             if task.prompt_ids and renderer.history == "template":
                 raise UnsupportedError(
@@ -298,7 +332,6 @@ def _prove_turns(renderer: TurnRenderer, parts: Sequence[Part[Environment]], tas
                 logger.warning("%s", warning)
         elif task.messages:
             renderer.require_tools(task.tools)
-            renderer.prompt(task.messages, task.tools, name=f"task {task.key!r}")
 
 
 def _reference(resolved: ResolvedConfig, assembly: Assembly) -> FrozenModel:

@@ -7,6 +7,9 @@ from attrs import frozen
 
 from skyrl_engine.config.schema import RlConfig
 from skyrl_engine.contracts.kinds.advantage import Advantage
+from skyrl_engine.contracts.kinds.needs import MODEL_SCORES
+from skyrl_engine.contracts.kinds.reducer import Reducer
+from skyrl_engine.engine.capability import needs_of_reducer
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.policy_metrics import OLD, SAMPLED, Watched
@@ -20,6 +23,10 @@ BOUND: Final[Mapping[str, str]] = {OLD: "logprobs"}
 _GIVEN: Final = ("rewards", "rollout_logprobs", "advantages", "returns", OLD, REFERENCE, VALUES)
 """Columns that the trainer can provide; `returns` where the advantage gives them."""
 
+
+_VALUES_OF_SAMPLES: Final = ("sample:environment", "sample:staleness", "sample:truncated", "sample:turn")
+"""What reducers may read of samples: the number of their environment, the age of their policy in steps, whether their attempt was cut off, and
+which of its samples they are."""
 
 Recorded = Literal["with_logprobs", "without_logprobs"]
 """Whether rollouts that were recorded before hold the sampler's log-probabilities."""
@@ -54,16 +61,19 @@ def recipe(
     advantage: Part[Advantage],
     *,
     recorded: Recorded | None = None,
+    reducer: Part[Reducer] | None = None,
 ) -> Recipe:
     """Choose the passes of every step; `recorded` says what of the sampler was recorded, where nothing is sampled.
 
     Raises UnsupportedError for what a part needs and no pass gives, and for contradictions.
     """
-    _refuse_unknown(objective, advantage)
+    weighing = {} if reducer is None else needs_of_reducer(reducer)
+    _refuse_unknown({**objective.needs, advantage.label: advantage.product.needs, **weighing}, advantage)
     if recorded == "without_logprobs":
         _refuse_sampler(config, objective, advantage)
     _refuse_two_penalties(config, objective)
-    early = {*advantage.product.needs, *(("ref_logprobs",) if config.kl is not None else ())}
+    before_learning = (*advantage.product.needs, *(name for needs in weighing.values() for name in needs))
+    early = {*before_learning, *(("ref_logprobs",) if config.kl is not None else ())}
     read = {*objective.columns, *early}
     old = _old(config, read=OLD in read or config.kl is not None, early=OLD in early, recorded=recorded)
     scores = {**({OLD: "logprobs"} if old == "score" else {}), **({VALUES: "values"} if VALUES in read else {})}
@@ -111,9 +121,8 @@ def _refuse_two_penalties(config: RlConfig, objective: ObjectiveParts) -> None:
         )
 
 
-def _refuse_unknown(objective: ObjectiveParts, advantage: Part[Advantage]) -> None:
-    asked = {**objective.needs, advantage.label: advantage.product.needs}
-    known = {*_GIVEN, "logprobs", "entropy", "values"}
+def _refuse_unknown(asked: Mapping[str, tuple[str, ...]], advantage: Part[Advantage]) -> None:
+    known = {*_GIVEN, *MODEL_SCORES, *_VALUES_OF_SAMPLES}
     for label, needs in asked.items():
         for name in needs:
             if name not in known:

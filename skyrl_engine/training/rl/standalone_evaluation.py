@@ -11,7 +11,8 @@ from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import ConfigError, DataError, Problem
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
-from skyrl_engine.training.rl.preparation import Progress, Sampled, prepare
+from skyrl_engine.training.rl.preparation import Progress, Sampled, limits_of, prepare
+from skyrl_engine.training.rl.prompts import check_prompts
 from skyrl_engine.training.rl.trainer import bounds_of, episode_pool
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def evaluate_model(resolved: ResolvedConfig, *, split: Split = "eval", progress:
             f"{', '.join(part.label for part in environments)}: there is no {'held-out task' if split == 'eval' else 'task'} to attempt",
             remedy="Give the environment held-out tasks (--eval-data, eval_fraction), or choose --split train",
         )
+    check_prompts(environments, tasks, prepared.rollouts.renderer, limits_of(config, prepared.files.facts))
     with Engine.launch(resolved, prepared.assembly, prepared.files, None, prepared.layout) as engine:
         sampler = engine.start_sampler(resolved.plugins["generator"])
         sampler.update(0)

@@ -1,6 +1,6 @@
 """The tasks of a run in their order: which environment and which task a ticket is, a pure function of the run's seed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -50,6 +50,13 @@ class TaskOrder:
         tasks = self.tasks[environment]
         epoch, offset = divmod(place, len(tasks))
         return environment, tasks[self._index(environment, epoch, offset, len(tasks))]
+
+    def first(self, tickets: int, most: Sequence[int]) -> Iterator[tuple[int, Task]]:
+        """Yield the tasks of so many tickets, each task once, with the number of its environment; of each environment `most` at most."""
+        self._draw(tickets)
+        for ticket, (environment, place) in enumerate(self._drawn[:tickets]):
+            if place < min(most[environment], len(self.tasks[environment])):
+                yield self.of(ticket)
 
     def _draw(self, tickets: int) -> None:
         shares = np.cumsum(np.asarray(self.weights, dtype=np.float64))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -23,6 +23,7 @@ from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import COUNTED, means_over
 from skyrl_engine.engine.sampler import Sampler
+from skyrl_engine.errors import RolloutError
 from skyrl_engine.objective.policy_metrics import SAMPLED, WEIGHTS, effective_share
 from skyrl_engine.registry.host import blaming
 from skyrl_engine.rollout.columns import learned_from, to_columns
@@ -35,6 +36,7 @@ from skyrl_engine.rollout.runner import Bounds, RolloutRunner
 from skyrl_engine.rollout.source import GroupSource, RolloutSource
 from skyrl_engine.run.durable import write_durably
 from skyrl_engine.run.session import RunSession, open_session
+from skyrl_engine.spans import Phases
 from skyrl_engine.training.loop import Loop, RunResult, StepDone
 from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffled
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
@@ -45,6 +47,9 @@ from skyrl_engine.training.rl.rewards import KlPenalty
 from skyrl_engine.training.rl.state import RlState, state_in
 
 logger = logging.getLogger(__name__)
+
+_OF_RANKS: Final = frozenset({"generate", "score", "train", "publish"})
+"""Phases whose CPU seconds the ranks tell themselves."""
 
 
 def run_rl(
@@ -126,11 +131,12 @@ def _trainer(
         engine.load(session.resumed_from.state)
     if reference is not None:
         if state is not None and state.reference is not None:
-            assert reference.model is not None, "a copy of the model is a second model"
-            reference = attrs.evolve(reference, model=attrs.evolve(reference.model, path=state.reference, revision=None))
-        reference.load(engine)
+            # by its name: the run directory may have moved since
+            reference = reference.exported_to(session.directory.reference / Path(state.reference).name)
+        engine.add_frozen(reference)
     penalty = None if settings.kl is None else KlPenalty.start(settings.kl)
     rollouts = prepared.rollouts
+    phases = Phases()
     with ExitStack() as ends:
         live: Live | None = None
         source: GroupSource
@@ -139,9 +145,9 @@ def _trainer(
                 rollouts, settings.groups, prepared.resolved.config.run.seed, 0 if state is None else state.step
             )
         else:
-            source, live = ends.enter_context(_sampling(prepared, rollouts, engine, session, state, progress))
+            source, live = ends.enter_context(_sampling(prepared, rollouts, engine, session, state, phases, progress))
         told = session.rollouts_finished
-        trainer = RlTrainer(prepared, engine, session.directory.reference, source, live, penalty, reference, told)
+        trainer = RlTrainer(prepared, engine, session.directory.reference, source, live, penalty, reference, told, phases)
         if state is not None:
             trainer.restore(state)
         yield trainer
@@ -149,7 +155,13 @@ def _trainer(
 
 @contextmanager
 def _sampling(
-    prepared: PreparedRl, rollouts: Sampled, engine: Engine, session: RunSession, state: RlState | None, progress: Progress | None
+    prepared: PreparedRl,
+    rollouts: Sampled,
+    engine: Engine,
+    session: RunSession,
+    state: RlState | None,
+    phases: Phases,
+    progress: Progress | None,
 ) -> "Iterator[tuple[RolloutSource, Live]]":
     """Start sampler, environments and journal, and end them."""
     config = prepared.resolved.config
@@ -163,11 +175,12 @@ def _sampling(
         max_drop_share=config.rollouts.max_drop_share,
         on_starved=config.rollouts.on_starved,
     )
+    run = _identity(session, None if state is None else state.journal)
     pool = episode_pool(prepared)
     try:
         with open_journal(
             session.directory.rollouts,
-            run=_identity(session),
+            run=run,
             keep=config.rollouts.keep,
             resumed=None if state is None else state.step,
         ) as journal:
@@ -182,11 +195,12 @@ def _sampling(
                 prepared.sampling,
                 bounds_of(prepared),
                 config.run.seed,
+                phases=phases,
             )
             told = None if progress is None else lambda ready, wanted: progress("attempts", ready, wanted)
             guard = SamplerGuard.of(settings.max_gap, config.model.dtype, stops=settings.on_gap == "stop")
-            source = RolloutSource(ledger, runner, journal, rollouts.tasks.of, prepared.filters, told)
-            yield source, Live(rollouts, sampler, pool, guard)
+            source = RolloutSource(ledger, runner, journal, rollouts.tasks.of, prepared.filters, told, phases)
+            yield source, Live(rollouts, sampler, pool, guard, run)
     finally:
         pool.shutdown()
 
@@ -217,30 +231,45 @@ def bounds_of(prepared: PreparedRl) -> Bounds:
     )
 
 
-def _identity(session: RunSession) -> str:
-    """Name the run, the same for all of its sessions: by the moment its directory's first session began."""
+def _identity(session: RunSession, known: str | None) -> str:
+    """Name the run, the same for all of its sessions: by the moment its directory's first session began.
+
+    `known` is the name in the checkpoint that the session goes on from. Raises RolloutError where the directory's rollouts are another run's.
+    """
     path = session.directory.rollouts / "run"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, hashlib.sha256(f"{time.time_ns()} {session.directory.path}".encode()).hexdigest()[:16])
-    return path.read_text()
+        made = hashlib.sha256(f"{time.time_ns()} {session.directory.path}".encode()).hexdigest()[:16]
+        write_durably(path, made if known is None else known)
+    found = path.read_text()
+    if known is not None and found != known:
+        raise RolloutError(
+            f"{path.parent} holds the rollouts of another run ({found}, and the checkpoint is of {known})",
+            remedy="Put the run's own rollouts back, or remove the folder: what was sampled behind the checkpoint is then sampled again",
+        )
+    return found
 
 
 @frozen(eq=False)
 class Live:
-    """What samples while a run goes on: tasks, the sampler, processes of environments, and the guard over the sampler's weights."""
+    """What samples while a run goes on: tasks, the sampler, processes of environments, and the guard over the sampler's weights.
+
+    `run` names the run in its journal.
+    """
 
     rollouts: Sampled
     sampler: Sampler
     pool: EpisodePool
     guard: SamplerGuard
+    run: str
 
 
 @define(eq=False)
 class RlTrainer:
     """The steps of reinforcement learning: each trains the weights of version t - 1 into those of version t.
 
-    `live` is None where rollouts were recorded before. `told` takes the rollouts of every step before they are trained on.
+    `live` is None where rollouts were recorded before. `told` takes the rollouts of every step before they are trained on. `phases` are shared
+    with the source of groups, which counts its own.
     """
 
     prepared: PreparedRl
@@ -251,9 +280,9 @@ class RlTrainer:
     penalty: KlPenalty | None
     reference: Any
     told: Callable[[RolloutsFinished], None]
+    phases: Phases
     _copied: str | None = field(default=None, init=False)
     _cpu: dict[str, float] = field(factory=dict, init=False)
-    _seconds: dict[str, float] = field(factory=dict, init=False)
 
     def restore(self, state: RlState) -> None:
         """Go on from what a checkpoint says."""
@@ -267,17 +296,19 @@ class RlTrainer:
         """One batch of rollouts: wait for it, score it, estimate advantages, train on it, and hand the new weights to the sampler."""
         config = self.prepared.resolved.config
         began = time.perf_counter()
-        self._cpu, self._seconds = {}, {}
-        with self._timed("rollout"):
+        self._cpu = {}
+        self.phases.wall.drain()
+        self.phases.cpu.drain()
+        with self.phases("prepare"):
             taken = self.source.take(number)
         self.told(RolloutsFinished(number, taken.groups, tuple(each for each in taken.ended if each.dropped is not None)))
-        with self._timed("prepare"):
+        with self.phases("prepare"):
             columns = self._columns(taken.groups, number)
             plan = self.engine.plan(columns, mini_batch_size=mini_batch_size(group_sizes(columns), config.rl.mini_batches))
-        with self._timed("score"):
+        with self.phases("score"):
             plan = self._scored(plan)
         metrics: dict[str, Metric] = {}
-        with self._timed("advantage"):
+        with self.phases("advantage"):
             if self.penalty is not None:
                 shaped, metrics = self.penalty.shaped(plan.columns)
                 plan = attrs.evolve(plan, columns=shaped)
@@ -285,9 +316,9 @@ class RlTrainer:
             gives = {} if made.returns is None else {"returns": made.returns}
             plan = plan.with_columns({"advantages": made.advantages, **gives})
             metrics |= made.metrics
-        with self._timed("train"):
+        with self.phases("train"):
             learned, present = self._learn(plan, number)
-        with self._timed("publish"):
+        with self.phases("publish"):
             before = plan.columns.columns["old_logprobs"] if "old_logprobs" in self.prepared.recipe.scores else present
             self.source.trained(number, taken.groups, learned_from(taken.groups, columns, made.advantages, before))
             self._refresh(number)
@@ -344,6 +375,7 @@ class RlTrainer:
             0 if self.live is None else self.live.guard.above,
             self._copied,
             environment_versions(self.prepared),
+            None if self.live is None else self.live.run,
         ).document()
 
     def _columns(self, groups: Sequence[Group], number: int) -> SampleColumns:
@@ -421,43 +453,42 @@ class RlTrainer:
             return
         directory = self.references / f"step-{number}"
         if not directory.exists():
-            self.reference = self.reference.refreshed(self.engine, directory)
-        else:
-            self.reference = attrs.evolve(
-                self.reference, model=attrs.evolve(self.reference.model, path=str(directory), revision=None)
-            )
-            self.reference.load(self.engine)
-        self._copied = str(directory)
+            self.engine.export(directory)
+        self.reference = self.reference.exported_to(directory)
+        self.engine.add_frozen(self.reference)
+        self._copied = directory.name
 
     def _finish(self, reported: dict[str, float], groups: Sequence[Group], began: float) -> None:
         """Turn sums into what is reported, and add the seconds of every phase, which add up to those since `began`."""
         sums = [reported.pop(name) for name in WEIGHTS if name in reported]
         if sums:
             reported["policy/ess"] = effective_share(*sums)
-        if (seconds := self._seconds["rollout"]) > 0:
+        spent = self.phases.wall.drain()
+        if (seconds := spent.get("generate", 0.0)) > 0:
             sampled = sum(len(each.logprobs) for group in groups for each in group.finished)
             reported["rollout/tokens_per_second"] = sampled / seconds
-        other = time.perf_counter() - began - sum(self._seconds.values())
-        reported |= {f"time/{phase}": seconds for phase, seconds in {**self._seconds, "other": max(0.0, other)}.items()}
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        began, cpu = time.perf_counter(), time.process_time()
-        yield
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
-        if phase not in ("train", "score"):
-            self._cpu[phase] = self._cpu.get(phase, 0.0) + time.process_time() - cpu
+        other = time.perf_counter() - began - sum(spent.values())
+        reported |= {f"time/{phase}": seconds for phase, seconds in {**spent, "other": max(0.0, other)}.items()}
+        for phase, seconds in self.phases.cpu.drain().items():
+            if phase not in _OF_RANKS:
+                self._cpu[phase] = self._cpu.get(phase, 0.0) + seconds
 
 
 def advantage_batch(columns: SampleColumns, needs: Sequence[str]) -> AdvantageBatch:
-    """Return what an estimator sees of a batch; attempts that failed are not in it."""
+    """Return what an estimator sees of a batch, read-only; attempts that failed are not in it."""
     return AdvantageBatch(
-        rewards=columns.columns["rewards"],
-        loss_weight=columns.loss_weight,
-        action_offsets=columns.action_offsets,
-        group_ids=columns.group_ids,
-        trajectory_ids=columns.trajectory_ids,
-        turn=columns.sample_values["turn"].astype(np.int64),
-        finished=np.ones(len(columns), dtype=np.bool_),
-        columns={name: columns.columns[name] for name in needs if name in columns.columns},
+        rewards=_read_only(columns.columns["rewards"]),
+        loss_weight=_read_only(columns.loss_weight),
+        action_offsets=_read_only(columns.action_offsets),
+        group_ids=_read_only(columns.group_ids),
+        trajectory_ids=_read_only(columns.trajectory_ids),
+        turn=_read_only(columns.sample_values["turn"].astype(np.int64)),
+        finished=_read_only(np.ones(len(columns), dtype=np.bool_)),
+        columns={name: _read_only(columns.columns[name]) for name in needs if name in columns.columns},
     )
+
+
+def _read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    view = values.view()
+    view.setflags(write=False)
+    return view

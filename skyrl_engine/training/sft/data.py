@@ -13,17 +13,19 @@ from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.config.schema import DataConfig
 from skyrl_engine.contracts.kinds.backend import Capability
 from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.data.dataset import TokenizedDataset, load_columns
 from skyrl_engine.data.images.processor import load_vision
 from skyrl_engine.engine.assembly import Assembly, assemble
-from skyrl_engine.engine.capability import needed_columns, vision_of
+from skyrl_engine.engine.capability import needed_columns, needs_of_reducer, vision_of
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import DataError
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.objective.parts import ObjectiveParts
+from skyrl_engine.registry.part import Part
 from skyrl_engine.training.sft.order import SampleOrder
 from skyrl_engine.workers.dispatch import batch_structure, planned, token_weights
 
@@ -63,7 +65,7 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
         data,
         files.tokenizer,
         seed=config.run.seed,
-        needed=needed_columns(assembly.objective.needs),
+        needed=needed_columns(assembly.needs),
         vision=files.vision,
         progress=progress,
     )
@@ -145,7 +147,8 @@ def columns_to_read(resolved: ResolvedConfig, tokenizer: "PreTrainedTokenizerBas
     """Name the columns that the objective needs of the data, each with who asks for it, as `load_columns` takes them."""
     config = resolved.config
     context = FactoryContext(config.run.seed, int(tokenizer.pad_token_id or 0), config.data.max_length)
-    return needed_columns(ObjectiveParts.made(resolved.plugins, context).needs)
+    reducer: Part[Reducer] = resolved.plugins["reducer"].part("reducer", context)
+    return needed_columns({**ObjectiveParts.made(resolved.plugins, context).needs, **needs_of_reducer(reducer)})
 
 
 def describe_data(dataset: TokenizedDataset | None) -> dict[str, Any] | None:
@@ -163,7 +166,10 @@ def _first_batch(resolved: ResolvedConfig, assembly: Assembly, train: TokenizedD
     chosen, _ = order.mini_batch(order.start())
     first = train.columns.take(chosen)
     plan = planned(assembly.collator, first, layout)
-    token_weights(assembly.reducer, batch_structure(first, plan.mini_batches[0], assembly.context.max_sequence_length))
+    token_weights(
+        assembly.reducer,
+        batch_structure(first, plan.mini_batches[0], assembly.context.max_sequence_length, reducer=assembly.reducer),
+    )
     return plan
 
 

@@ -1,5 +1,6 @@
 """What a message says about its own loss: `weight` as OpenAI stores it, and the booleans of other trainers."""
 
+import numpy as np
 import pytest
 
 from skyrl_engine.data.preview import preview
@@ -42,6 +43,18 @@ def test_turns_train_as_their_messages_say(load, make_tokenizer, marked, chat, *
     assert found == expected
 
 
+@pytest.mark.parametrize("template", ["chatml", "headers", "thinking", "unmarked", "instructions", "tagged"])
+def test_a_weight_of_a_message_is_that_of_its_tokens(load, make_tokenizer, chat, template):
+    """Turns of other weights carry their own, also where the template's tags alone say where turns lie."""
+    dataset = load([weighted(chat, {"weight": 0.5}, {"weight": 0}, {"weight": 2})], make_tokenizer(template), loss_on="all")
+    weights = dataset.columns.loss_weight
+    assert weights.dtype == np.float32
+    found = weights[np.flatnonzero(np.diff(weights, prepend=0))]
+    assert [weight for weight in found.tolist() if weight] == [0.5, 2.0]
+    alone = load([weighted(chat, {}, {}, {"weight": 0.25})], make_tokenizer(template))
+    assert set(alone.columns.loss_weight.tolist()) - {0.0} == {0.25}
+
+
 def test_a_conversation_without_any_such_key_is_what_it_was(load, make_tokenizer, marked, chat):
     tokenizer = make_tokenizer("chatml")
     plain = marked(load([chat(*TURNS)], tokenizer, loss_on="all"), tokenizer)
@@ -66,7 +79,7 @@ def test_weight_zero_on_the_only_last_turn_leaves_no_loss_under_loss_on_last(loa
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"weight": 0.5}, r"message 1 has weight 0\.5, and a message is trained on in full or not at all"),
+        ({"weight": float("nan")}, "message 1 has weight nan"),
         ({"weight": "0"}, "message 1 has weight '0'"),
         ({"weight": True}, "message 1 has weight True"),
         ({"weight": -1}, "message 1 has weight -1"),

@@ -35,7 +35,8 @@ def test_rewards_and_chances_of_success() -> None:
     assert found["evaluation/avg@4_low"] <= 0.375 <= found["evaluation/avg@4_high"]
     assert found["evaluation/pass@1"] == 0.375
     assert found["evaluation/pass@2"] == pytest.approx((5 / 6 + 0.5) / 2)
-    assert found["evaluation/pass@4"] == 1.0
+    assert found["evaluation/pass@4"] == found["evaluation/pass@4_low"] == found["evaluation/pass@4_high"] == 1.0
+    assert (found["evaluation/pass@1_low"], found["evaluation/pass@1_high"]) == (0.25, 0.5), "tasks are drawn, not attempts"
     assert (found["evaluation/spell/avg@4"], found["evaluation/sums/avg@4"]) == (0.5, 0.25)
     assert evaluation_metrics([], ["spell"], seed=0) == {}
 

@@ -70,6 +70,14 @@ def test_several_environments_are_told_apart() -> None:
     found = rollout_metrics(groups, groups, ["spell", "sums", "silent"])
     assert (found["reward/spell/mean"], found["reward/sums/mean"]) == (2.0, 5.0)
     assert "reward/silent/mean" not in found
+    judged = [plain_group(ticket, rewards=(0.0, 1.0, 1.0)) for ticket in range(2)]
+    other = plain_group(2, rewards=(0.0, 0.0, 0.0), environment="sums")
+    groups = [*judged, other]
+    found = rollout_metrics(groups, groups, ["spell", "sums"])
+    assert (found["rollout/spell/success"], found["rollout/sums/success"]) == (pytest.approx(2 / 3), 0.0)
+    assert (found["rollout/spell/pass@1"], found["rollout/spell/pass@3"]) == (pytest.approx(2 / 3), 1.0)
+    assert (found["rollout/sums/pass@3"], found["rollout/pass@3"]) == (0.0, pytest.approx(2 / 3))
+    assert "rollout/silent/success" not in found
     assert "reward/spell/mean" not in rollout_metrics(groups, groups, ["spell"])
 
 

@@ -61,29 +61,35 @@ def test_what_cannot_work_is_refused(rl: Rl, overrides: list[str], error: Any, w
     assert remedy in found
 
 
-def test_a_generator_that_no_rank_can_start_is_refused(rl: Rl, tmp_path: Path) -> None:
-    """Planning asks for the description; nothing is made and no model is loaded."""
-    (tmp_path / "other.py").write_text(
-        """
-from skyrl_engine import hookimpl
-from skyrl_engine.contracts import GeneratorDescription
-
-class Plugin:
-    def __init__(self, accepts, placement):
-        self.described = GeneratorDescription(frozenset(), accepts, placement, 1)
-    @hookimpl
-    def skyrl_engine_describe_generator(self, config):
-        return self.described
-    @hookimpl
-    def skyrl_engine_make_generator(self, config):
-        raise AssertionError("planning makes no generator")
-
-far, frozen = Plugin(("tensors",), "remote"), Plugin((), "rank")
-"""
+@pytest.mark.parametrize(
+    ("capabilities", "accepts", "placement", "words"),
+    [
+        ("{'logprobs'}", "('tensors',)", "rank", "rl.stop_strings is set, and generator 'mine'"),
+        ("{'logprobs'}", "('tensors',)", "remote", "runs as placement 'remote'"),
+        ("{'logprobs'}", "()", "rank", "takes no weights"),
+        ("{'seeded'}", "('tensors',)", "rank", "does not declare the capability 'logprobs'"),
+    ],
+)
+def test_a_generator_that_nothing_can_be_trained_with_is_refused(
+    rl: Rl, tmp_path: Path, capabilities: str, accepts: str, placement: str, words: str
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from skyrl_engine import hookimpl\n"
+        "from skyrl_engine.contracts import GeneratorDescription\n"
+        "class Mine:\n"
+        "    @hookimpl\n"
+        "    def skyrl_engine_describe_generator(self, config):\n"
+        f"        return GeneratorDescription(frozenset({capabilities}), {accepts}, {placement!r}, 4)\n"
+        "    @hookimpl\n"
+        "    def skyrl_engine_make_generator(self, config):\n"
+        "        raise AssertionError('nothing is started')\n"
+        "mine = Mine()\n"
     )
-    for name, words in {"far": "runs as placement 'remote'", "frozen": "takes weights as nothing"}.items():
-        with pytest.raises(UnsupportedError, match=words):
-            prepare(rl("run", f"generator.use={tmp_path / 'other.py'}:{name}"))
+    asked = ("rl.stop_strings=['a']",) if "stop_strings" in words else ()
+    config = rl("run", f"generator.use={tmp_path}/mine.py:mine", *asked)
+    with pytest.raises(UnsupportedError, match=words) as caught:
+        prepare(config)
+    assert "such as hf" in caught.value.remedy
 
 
 def test_dropout_of_the_model_is_refused_where_it_trains(rl: Rl, world: Path, tmp_path: Path) -> None:

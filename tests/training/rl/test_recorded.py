@@ -155,6 +155,14 @@ def _longer(row: dict[str, Any]) -> dict[str, Any]:
         (lambda row: {**row, "status": "failed"}, RolloutError, "no group to train on: 6 failed"),
         (lambda row: {**plain(row), "reward": "much"}, DataError, "column 'reward': a number is needed, not 'much'"),
         (lambda row: {**plain(row), "task_key": None}, DataError, "does not say which group it belongs to"),
+        (
+            lambda row: {**plain(row), "logprobs": [0.5] * sum(row["loss_mask"])},
+            DataError,
+            "the log-probability 0.5, and none is above 0",
+        ),
+        (lambda row: {**plain(row), "prompt_ids": []}, DataError, "has no prompt"),
+        (lambda row: {**plain(row), "loss_mask": [0] * len(row["loss_mask"]), "logprobs": []}, DataError, "has no sampled token"),
+        (lambda row: {**plain(row), "reward": 10**400}, DataError, "a reward that is not finite"),
         (lambda row: {**plain(row), "logprobs": [0.0]}, DataError, r"it has 1 entries for \d+ sampled tokens"),
     ],
 )

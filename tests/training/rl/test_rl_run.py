@@ -5,6 +5,7 @@ import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,11 @@ from safetensors.torch import load_file
 from skyrl_engine import hookimpl
 from skyrl_engine.contracts.kinds.generator import Completion
 from skyrl_engine.contracts.kinds.observer import RolloutsFinished, StepFinished
-from skyrl_engine.contracts.values.rollout import OBSERVED
+from skyrl_engine.contracts.values.rollout import OBSERVED, SAMPLED
 from skyrl_engine.engine.sampler import Sampler
 from skyrl_engine.errors import CheckpointError, PluginBrokenError, RolloutError
 from skyrl_engine.rollout.journal import read_groups, read_index
+from skyrl_engine.testing.templates import TEMPLATES
 from skyrl_engine.training.export import export_checkpoint
 from skyrl_engine.training.rl.trainer import run_rl
 
@@ -162,8 +164,9 @@ def test_a_refreshed_reference_is_the_policy_of_that_step(rl: Rl, seen: Seen) ->
     assert reference == [policy[0], policy[0], policy[2], policy[2]]
     parts = run_rl(rl("parts", "rl.steps=3", *tables[1:], preset="reinforce_pp"))
     (parts.directory / "model").rename(parts.directory / "of three steps")
-    run_rl(rl("parts", *tables, preset="reinforce_pp"), resume=True)
-    assert weights_of(parts.directory) == weights_of(result.directory)
+    moved = parts.directory.rename(parts.directory.with_name("moved"))
+    run_rl(rl("moved", *tables, preset="reinforce_pp"), resume=True)
+    assert weights_of(moved) == weights_of(result.directory)
 
 
 def test_a_penalty_in_the_reward_is_what_somebody_takes_off_by_hand(rl: Rl, seen: Seen) -> None:
@@ -191,16 +194,22 @@ def test_a_penalty_in_the_reward_is_what_somebody_takes_off_by_hand(rl: Rl, seen
     assert records[2]["metrics"]["reward/kl"] != 0
 
 
+PHASES = ("generate", "environment", "journal", "prepare", "score", "advantage", "train", "publish", "other")
+
+
 def test_times_add_up_to_the_step(rl: Rl) -> None:
     result = run_rl(rl("run", "rl.epochs=2", preset="reinforce_pp"))
     for record in steps_of(result.directory):
         metrics = record["metrics"]
         times = {name: value for name, value in metrics.items() if name.startswith("time/")}
         assert sum(times.values()) == pytest.approx(record["seconds"], rel=0.01)
-        assert set(times) == {f"time/{each}" for each in ("rollout", "prepare", "score", "advantage", "train", "publish", "other")}
+        assert set(times) == {f"time/{each}" for each in PHASES}
         assert times["time/other"] < 0.1 * record["seconds"], "every phase has its name"
-        sampled = metrics["rollout/tokens_per_second"] * times["time/rollout"]
+        sampled = metrics["rollout/tokens_per_second"] * times["time/generate"]
         assert sampled == pytest.approx(9 * metrics["rollout/tokens_mean"]), "two epochs sample once"
+        spent = record["cpu_seconds"]
+        assert {"generate", "environment", "journal", "prepare", "advantage", "publish"} <= set(spent)
+        assert spent["other"] > 0, "what a rank tells is not counted once more"
 
 
 STALE = """
@@ -268,6 +277,29 @@ def test_a_sampler_that_keeps_old_weights_is_stopped_within_two_steps(
     # version `fresh` is the last that was sampled from; those of the next two steps are seen
     assert len(steps_of(tmp_path / "run")) == fresh + 2
     run_rl(rl("told", "rl.steps=4", "rl.on_gap=warn", *use))
+
+
+def test_turns_end_behind_stop_strings(rl: Rl, seen: Seen) -> None:
+    tokenizer = TEMPLATES["chatml"].tokenizer()
+    letters = tokenizer.convert_tokens_to_ids(list(ascii_lowercase))
+    (record,) = steps_of(run_rl(rl("run", "rl.steps=1", f"rl.stop_strings={list(ascii_lowercase)}")).directory)
+    assert record["metrics"]["rollout/stopped_by/stop_string"] > 0
+    for each in (attempt for group in seen.groups[1] for attempt in group.trajectories):
+        for kind, start, end in zip(each.kinds, each.segment_offsets, each.segment_offsets[1:], strict=False):
+            assert kind != SAMPLED or not np.isin(each.token_ids[start : end - 1], letters).any()
+
+
+def test_rollouts_of_another_run_are_refused(rl: Rl, tmp_path: Path) -> None:
+    for name in ("mine", "other"):
+        run_rl(rl(name, "rl.steps=1", "checkpoint.every=1"))
+    (tmp_path / "mine" / "rollouts").rename(tmp_path / "kept")
+    shutil.copytree(tmp_path / "other" / "rollouts", tmp_path / "mine" / "rollouts")
+    further = rl("mine", "rl.steps=2", "checkpoint.every=1")
+    with pytest.raises(RolloutError, match="holds the rollouts of another run") as caught:
+        run_rl(further, resume=True)
+    assert "Put the run's own rollouts back" in caught.value.remedy
+    shutil.rmtree(tmp_path / "mine" / "rollouts")
+    assert run_rl(further, resume=True).step == 2
 
 
 def test_another_version_of_an_environment_is_refused_by_name(rl: Rl, world: Path, tmp_path: Path) -> None:
@@ -423,6 +455,22 @@ class Meddler:
 def test_observers_cannot_change_what_is_trained_on(rl: Rl) -> None:
     with pytest.raises(PluginBrokenError, match=r"Meddler.*read-only"):
         run_rl(rl("run", "rl.steps=1"), observers=[Meddler()])
+
+
+MEDDLING = """
+from skyrl_engine import advantage
+
+@advantage()
+def meddling(batch, config):
+    batch.loss_weight[:] = 0
+    return batch.rewards * 0
+"""
+
+
+def test_an_advantage_cannot_change_what_is_trained_on(rl: Rl, tmp_path: Path) -> None:
+    (tmp_path / "meddling.py").write_text(MEDDLING)
+    with pytest.raises(PluginBrokenError, match=r"meddling.*read-only"):
+        run_rl(rl("run", "rl.steps=1", f"advantage.use={tmp_path / 'meddling.py'}:meddling"))
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(rl: Rl, caplog: pytest.LogCaptureFixture) -> None:

@@ -26,9 +26,9 @@ class ReplayPlugin:
 
     @hookimpl
     def skyrl_engine_describe_generator(self) -> GeneratorDescription:
-        """Take no weights. Stop strings and filters are allowed: they acted when the tokens were sampled."""
+        """Take no weights. Log-probabilities are those of the sampler that was recorded, whose tokens stop strings and filters cut."""
         return GeneratorDescription(
-            capabilities=frozenset({"recorded", "abort", "stop_strings", "filters"}),
+            capabilities=frozenset({"recorded", "logprobs", "abort", "stop_strings", "filters"}),
             accepts=(),
             placement="rank",
             concurrency=1024,

@@ -36,6 +36,7 @@ def load(device: torch.device) -> Any:
     _send_logs_to_root(deepspeed.utils.logger)
     if device.type == "cpu":
         cpu.forgo_compiled_operations(deepspeed.ops)
+        cpu.use_device(deepspeed.get_accelerator(), device)
     chosen = deepspeed.get_accelerator().device_name()
     if chosen != device.type:
         raise UnsupportedError(

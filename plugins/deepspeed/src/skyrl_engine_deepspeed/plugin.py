@@ -3,7 +3,7 @@
 from typing import Any
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts import Backend, BackendDescription, ModelConfig, Topology
+from skyrl_engine.contracts import OPTIONAL_SCORES, Backend, BackendDescription, ModelConfig, Topology
 from skyrl_engine_deepspeed.options import DeepSpeedConfig
 
 
@@ -20,7 +20,7 @@ class DeepSpeedPlugin:
         options.refuse_contradictions()
         return BackendDescription(
             Topology(dp=world_size),
-            frozenset({"padded", "packed", "value_head", "lora", "logits", "second_model", "reference_by_adapters"}),
+            frozenset({"padded", "packed", "value_head", "lora", *OPTIONAL_SCORES, "second_model", "reference_by_adapters"}),
             lambda _, model: options.refuse_precision(model.dtype, learns=True),
             _rehearse,
         )

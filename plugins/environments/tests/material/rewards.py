@@ -79,6 +79,37 @@ def of_verl(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(solution_str == ground_truth), "acc": 1, "source": data_source, "extra": extra_info}
 
 
+def of_verl_briefly(solution_str, ground_truth):
+    """A function of verl that names what it takes."""
+    return float(solution_str == ground_truth)
+
+
+async def of_verl_later(data_source, solution_str, ground_truth, extra_info=None):
+    """As `of_verl`, from a judge that takes its time."""
+    await asyncio.sleep(0)
+    return of_verl(data_source, solution_str, ground_truth, extra_info)
+
+
+def tensor(text, task):
+    """As `exact`, as the tensor that a model of rewards gives."""
+    import torch
+
+    return torch.tensor(exact(text, task))
+
+
+def of_trl_tensor(completions, answer, **kwargs):
+    """As `of_trl`, as a tensor of all."""
+    import torch
+
+    return torch.tensor(of_trl(completions, answer))
+
+
+def tensor_of_two(text, task):
+    import torch
+
+    return torch.ones(2)
+
+
 def of_nobody(samples):
     return 0.0
 

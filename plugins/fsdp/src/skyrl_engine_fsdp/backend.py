@@ -29,6 +29,7 @@ from skyrl_engine.modeling.optimizer import build_adamw, use_settings
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine_fsdp.checkpoint import ShardedTrainingState
 from skyrl_engine_fsdp.gradients import clip_gradients, full, non_finite
+from skyrl_engine_fsdp.host_threads import share_cores
 from skyrl_engine_fsdp.meshes import Meshes
 from skyrl_engine_fsdp.options import FsdpConfig
 from skyrl_engine_fsdp.placement import load_sharded
@@ -77,6 +78,8 @@ class FsdpBackend:
         self._topology, self._seed = topology, environment.seed
         self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
         self._settings, self._precision = optimizer, model.dtype
+        if self._config.cpu_offload and optimizer is not None:
+            share_cores()
         self._optimizer = build_adamw(self._parameters().values(), optimizer) if optimizer is not None else None
         self._steps_done = 0
 

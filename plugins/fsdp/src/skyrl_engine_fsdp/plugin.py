@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts import Backend, BackendDescription, Capability, ModelConfig
+from skyrl_engine.contracts import OPTIONAL_SCORES, Backend, BackendDescription, Capability, ModelConfig
 from skyrl_engine_fsdp.layer_styles import refuse_model
 from skyrl_engine_fsdp.options import FsdpConfig
 
@@ -20,7 +20,7 @@ class FsdpPlugin:
     def skyrl_engine_describe_backend(self, config: FsdpConfig | None, world_size: int) -> BackendDescription:
         topology = (config or FsdpConfig()).topology(world_size)
         capabilities: frozenset[Capability] = frozenset(
-            {"padded", "packed", "value_head", "tensor_parallel", "logits", "second_model"}
+            {"padded", "packed", "value_head", "tensor_parallel", *OPTIONAL_SCORES, "second_model"}
         )
         # transformers' tensor-parallel plans cut the linear layers of a text decoder; they say nothing about adapters and vision towers
         if topology.tp == 1:

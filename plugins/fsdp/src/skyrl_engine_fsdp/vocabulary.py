@@ -67,15 +67,16 @@ class VocabularyParallelHead(ChunkedHead):
         self.linear, self.rule = whole.linear, whole.rule
         self.positions_per_chunk = whole.positions_per_chunk * mesh.size()
         self.group = mesh.get_group()
-        self.first = mesh.get_local_rank() * (whole.linear.out_features // mesh.size())
+        self.vocabulary = whole.linear.out_features
+        self.first = mesh.get_local_rank() * (self.vocabulary // mesh.size())
 
-    def forward(self, hidden_NH: Tensor, labels_N: Tensor, temperature: float, asked: tuple[str, ...]) -> tuple[Tensor, ...]:
+    def forward(self, hidden_NH: Tensor, tokens_NK: Tensor, temperature: float, asked: tuple[str, ...]) -> tuple[Tensor, ...]:
         """Return what `ChunkedHead.forward` returns; scores and the gradient of `hidden_NH` are equal on all tensor-parallel ranks."""
-        score = VocabularyParallelScore(self.rule, temperature, asked, self.group, self.first)
+        score = VocabularyParallelScore(self.rule, temperature, asked, self.group, self.first, self.vocabulary)
         # every part of the vocabulary contributes to the gradient of the hidden states
         hidden_NH = sum_backward(hidden_NH, self.group)
         bias_V = None if self.linear.bias is None else _local(self.linear.bias)
-        return chunked_scores(hidden_NH, _local(self.linear.weight), bias_V, labels_N, score, self.positions_per_chunk)
+        return chunked_scores(hidden_NH, _local(self.linear.weight), bias_V, tokens_NK, score, self.positions_per_chunk)
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 On a CPU a row comes out the same, to the last bit, whatever rows are beside it (see `alike`).
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -68,6 +69,11 @@ class _Model:
         return torch.from_numpy(padded).to(self.device)
 
 
+def name_of_cache(decoder: torch.nn.Module) -> str:
+    """Return what a decoder calls its argument of cached keys and values: `cache`, or `past_key_values` before transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+
+
 class CachedRows(_Model):
     """Rows whose keys and values are kept: a step computes one token per row.
 
@@ -76,6 +82,7 @@ class CachedRows(_Model):
 
     def __init__(self, model: Any, slots: int) -> None:
         super().__init__(model)
+        self._cache = name_of_cache(self._parts.decoder)
         self._kinds = kinds_of_attention(model.config)
         self._slots = Slots(filled_up(slots, self.device))
         # host memory is not worth filling with zeros again at every turn of a dialogue
@@ -88,7 +95,7 @@ class CachedRows(_Model):
         last = max(map(len, rows)) - 1
         places = torch.arange(ids.shape[1], device=self.device).clamp(max=last)[None].expand(len(rows), -1)
         # rows are aligned to the left, so the model's own causal mask keeps their tokens from what is padded behind them
-        return self._hidden(input_ids=ids, position_ids=places, past_key_values=self._slots, use_cache=True)
+        return self._hidden(input_ids=ids, position_ids=places, **self._keeping())
 
     def step(self, tokens: Sequence[int], at: Sequence[int]) -> Tensor:
         # rows that fill up write to slots that are free
@@ -98,10 +105,11 @@ class CachedRows(_Model):
         self._slots.begin_step(at_N, end)
         masks = step_masks(self._config, self._kinds, at_N, end, self._dtype)
         ids = torch.tensor([*tokens, *free], device=self.device)[:, None]
-        hidden = self._hidden(
-            input_ids=ids, attention_mask=masks, position_ids=at_N[:, None], past_key_values=self._slots, use_cache=True
-        )
+        hidden = self._hidden(input_ids=ids, attention_mask=masks, position_ids=at_N[:, None], **self._keeping())
         return hidden[: len(tokens), 0]
+
+    def _keeping(self) -> dict[str, Any]:
+        return {self._cache: self._slots, "use_cache": True}
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         self._slots.copy(source, targets, length)

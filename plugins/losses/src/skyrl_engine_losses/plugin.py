@@ -4,10 +4,10 @@ from skyrl_engine_losses.clipping import ppo, ppo_dual_clip
 from skyrl_engine_losses.corrections import outlier_sequence, sequence_mask, tis, token_mask
 from skyrl_engine_losses.covariance import clip_cov, kl_cov
 from skyrl_engine_losses.critic import value_clip
-from skyrl_engine_losses.cross_entropy import cross_entropy
+from skyrl_engine_losses.cross_entropy import cross_entropy, label_smoothing
 from skyrl_engine_losses.off_policy import dro, importance_sampling
 from skyrl_engine_losses.policy_gradient import cispo, reinforce, rollout_is
-from skyrl_engine_losses.regularizers import entropy, kl
+from skyrl_engine_losses.regularizers import entropy, kl, z_loss
 from skyrl_engine_losses.sequence_level import gmpo, gspo
 from skyrl_engine_losses.trust_region import dppo, sapo
 
@@ -23,6 +23,7 @@ __all__ = [
     "importance_sampling",
     "kl",
     "kl_cov",
+    "label_smoothing",
     "outlier_sequence",
     "ppo",
     "ppo_dual_clip",
@@ -33,4 +34,5 @@ __all__ = [
     "tis",
     "token_mask",
     "value_clip",
+    "z_loss",
 ]

@@ -1,4 +1,4 @@
-"""Terms to add to a loss: closeness to a reference model, and entropy."""
+"""Terms to add to a loss: closeness to a reference model, entropy, and small normalisers."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -57,3 +57,13 @@ _ESTIMATORS = {"k1": _k1, "abs": _abs, "k2": _k2, "k3": _k3}
 def entropy(tokens: LossTokens, _config: None) -> LossOutput:
     """-H, [n] in nats: with a positive coefficient, training raises the entropy of the next-token distribution."""
     return LossOutput(-tokens.entropy, {"entropy": Metric.mean(tokens.entropy.detach().sum().item(), len(tokens.entropy))})
+
+
+@loss(needs=("logsumexp",))
+def z_loss(tokens: LossTokens, _config: None) -> LossOutput:
+    """log^2 Z, [n], with Z the normaliser of softmax: keeps logits from drifting.
+
+    Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, section 5.
+    """
+    normaliser = tokens.logsumexp
+    return LossOutput(normaliser.square(), {"logsumexp": Metric.mean(normaliser.detach().sum().item(), len(normaliser))})

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import (
+    LOGPROBS_AT,
     AdamWSettings,
     ModelConfig,
     Objective,
@@ -18,6 +19,7 @@ from skyrl_engine.contracts import (
     RankCoords,
     RankEnvironment,
     RankOutput,
+    model_score,
 )
 from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES
 from skyrl_engine.modeling.exporting import write_pretrained
@@ -133,7 +135,7 @@ class MegatronBackend:
                 return
             from skyrl_engine_megatron.cpu import without_cuda
 
-            with without_cuda():
+            with without_cuda(self._device):
                 yield
 
     @torch.no_grad()
@@ -147,7 +149,7 @@ class MegatronBackend:
         return self._run(batch, objective, learn=True)
 
     def _run(self, batch: RankBatch, objective: Objective, *, learn: bool) -> RankOutput:
-        unknown = objective.needs.difference(VOCABULARY_SCORES)
+        unknown = {need for need in objective.needs if model_score(need) not in (*VOCABULARY_SCORES, LOGPROBS_AT)}
         if unknown:
             raise UnsupportedError(
                 f"the loss needs {', '.join(sorted(unknown))}, which the megatron backend does not compute",

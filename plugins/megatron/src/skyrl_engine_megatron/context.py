@@ -45,7 +45,7 @@ def whole_row(share_TGD: Tensor, order_T: Tensor) -> Tensor:
 
 
 def scores_of_all(own_M: Tensor, places_M: Tensor, count: int) -> Tensor:
-    """Return [count], the scores of all ranks at their places.
+    """Return [count, ...], the scores [m, ...] of all ranks at their places.
 
     All ranks evaluate the same objective, so the backward pass gives each rank the gradient of its own scores, without a sum.
     """
@@ -56,7 +56,7 @@ class _ScoresOfAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own_M: Tensor, places_M: Tensor, count: int) -> Tensor:
         ctx.save_for_backward(places_M)
-        all_N = own_M.new_zeros(count).index_copy(0, places_M, own_M)
+        all_N = own_M.new_zeros(count, *own_M.shape[1:]).index_copy(0, places_M, own_M)
         # each place belongs to one rank, so the sum adds zeros alone and is exact
         dist.all_reduce(all_N, group=parallel_state.get_context_parallel_group())
         return all_N

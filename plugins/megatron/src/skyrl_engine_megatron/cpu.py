@@ -17,7 +17,11 @@ _CPU = torch.device("cpu")
 
 
 class _OnCpu(TorchFunctionMode):
-    """Makes `device="cuda"` and `Tensor.cuda()` mean the CPU."""
+    """Makes `device="cuda"` mean `device`, the rank's, and `Tensor.cuda()` a move there."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
 
     def __torch_function__(
         self,
@@ -27,9 +31,9 @@ class _OnCpu(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.cuda:
-            return args[0]
+            return args[0].to(self._device)
         if kwargs and "device" in kwargs and torch.device(kwargs["device"] or _CPU).type == "cuda":
-            kwargs = {**kwargs, "device": _CPU}
+            kwargs = {**kwargs, "device": self._device}
         return func(*args, **(kwargs or {}))
 
 
@@ -47,9 +51,9 @@ class _NoStates:
 
 
 @contextmanager
-def without_cuda() -> Iterator[None]:
-    """Let megatron-core run on the CPU: replace devices, synchronization, and the random states that recomputation restores."""
-    cuda = patch.multiple(torch.cuda, current_device=lambda: _CPU, synchronize=lambda *_: None)
+def without_cuda(device: torch.device = _CPU) -> Iterator[None]:
+    """Let megatron-core run on `device`, a CPU: replace devices, synchronization, and the random states that recomputation restores."""
+    cuda = patch.multiple(torch.cuda, current_device=lambda: device, synchronize=lambda *_: None)
     states = patch.multiple(
         parallel_random,
         _CUDA_RNG_STATE_TRACKER=_NoStates(),
@@ -57,5 +61,5 @@ def without_cuda() -> Iterator[None]:
         _get_cuda_rng_state=lambda *_, **__: torch.get_rng_state(),
         _set_cuda_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
     )
-    with cuda, states, _OnCpu():
+    with cuda, states, _OnCpu(device):
         yield

@@ -1,12 +1,12 @@
 """megatron-core's GPTModel with hidden states in place of logits, and scores at chosen positions only."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from skyrl_engine.modeling.causal_lm import LogitRule
-from skyrl_engine.modeling.chunked_head import asked_of_head, chunked_scores
+from skyrl_engine.modeling.chunked_head import Asked, chunked_scores
 from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
 from skyrl_engine_megatron.library import (
     GPTModel,
@@ -30,6 +30,7 @@ class Decoder(GPTModel):  # type: ignore[misc] # megatron-core is untyped
         hidden_T1H: Tensor,
         positions_N: Tensor,
         labels_N: Tensor,
+        candidates: Mapping[str, Tensor],
         *,
         temperature: float,
         needs: Collection[str],
@@ -37,11 +38,13 @@ class Decoder(GPTModel):  # type: ignore[misc] # megatron-core is untyped
     ) -> dict[str, Tensor]:
         """Return the vocabulary's scores that `needs` names, each [n], equal on all tensor-parallel ranks. Only the last stage calls it.
 
+        Those of `logprobs_at:COLUMN` are [n, k], at the `candidates` int64[n, k] of the column.
         With n = 0 the head still runs, on position 0, so that every parameter takes part in the backward pass.
         """
         count = len(positions_N)
         if count == 0:
             positions_N, labels_N = positions_N.new_zeros(1), labels_N.new_zeros(1)
+            candidates = {column: ids_NK.new_zeros(1, ids_NK.shape[1]) for column, ids_NK in candidates.items()}
         if self.config.sequence_parallel:
             hidden_T1H = gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=True)
         else:
@@ -54,7 +57,7 @@ class Decoder(GPTModel):  # type: ignore[misc] # megatron-core is untyped
         # rows that pad the vocabulary have no probability
         weight_VH = weight_VH[: self.vocabulary - first]
         group = parallel_state.get_tensor_model_parallel_group()
-        asked = asked_of_head(needs)
-        score = VocabularyParallelScore(LogitRule(), temperature, asked, group, first)
-        values = chunked_scores(chosen_NH, weight_VH, None, labels_N, score, max(1, logits_per_chunk // share))
-        return {name: value[:count] for name, value in zip(asked, values, strict=True)}
+        asked = Asked.of(needs, labels_N, candidates)
+        score = VocabularyParallelScore(LogitRule(), temperature, asked.scores, group, first, self.vocabulary)
+        values = chunked_scores(chosen_NH, weight_VH, None, asked.tokens, score, max(1, logits_per_chunk // share))
+        return {name: value[:count] for name, value in asked.named(values).items()}

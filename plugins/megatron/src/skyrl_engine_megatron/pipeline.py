@@ -141,6 +141,7 @@ class Pipeline:
             hidden_T1H,
             self._moved(documents.positions),
             self._moved(micro_batch.labels[documents.places]),
+            {column: self._moved(ids[documents.places]) for column, ids in micro_batch.candidates.items()},
             temperature=objective.temperature,
             needs=objective.needs,
             logits_per_chunk=self.logits_per_chunk,

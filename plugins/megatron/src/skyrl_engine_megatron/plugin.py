@@ -4,10 +4,14 @@ from functools import partial
 from typing import Any
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts import Backend, BackendDescription, ModelConfig
+from skyrl_engine.contracts import OPTIONAL_SCORES, Backend, BackendDescription, ModelConfig
 from skyrl_engine.model_facts.weight_files import weight_files
 from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.options import MegatronConfig
+
+_ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""Work reaches the device in the order in which it is launched: tensor-parallel layers launch a sum over ranks and then the product that is to
+hide it, and with several queues the product may come first and the sum wait for it."""
 
 
 class MegatronPlugin:
@@ -22,10 +26,11 @@ class MegatronPlugin:
         options = config or MegatronConfig()
         return BackendDescription(
             options.topology(world_size),
-            frozenset({"padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", "logits"}),
+            frozenset({"padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", *OPTIONAL_SCORES}),
             partial(refuse_model, options),
             _rehearse,
             means_over_step=options.router_losses,
+            environment=_ONE_QUEUE if options.tensor_parallel > 1 else {},
         )
 
     @hookimpl

@@ -13,6 +13,7 @@ from skyrl_engine_collators.packed import native, vectorized
 from skyrl_engine_collators.packed.planner import Packing, plan_packed
 from skyrl_engine_collators.packed.policies import Policy
 from skyrl_engine_collators.packed.vectorized import PackedRows, field_names
+from skyrl_engine_collators.wide import wide_fields
 
 
 @frozen
@@ -53,6 +54,7 @@ class PackedCollator:
         else:
             arrays = native.build_fields(compiled, columns, rows, self.pad_token_id, wanted)
             gather = native.gather_index(compiled, rows)
+        arrays |= wide_fields(columns, wanted, rows.action_shape, **rows.action_pieces(columns))
         extras, ragged_offsets = build_extras(columns, rows.placement, wanted)
         return DenseBatch(
             fields={name: torch.from_numpy(array) for name, array in (arrays | extras).items()},

@@ -1,12 +1,13 @@
 """Dense packed rows from the compiled kernels: what `vectorized.py` builds, byte for byte, each row in one pass."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 
 import numpy as np
 
 from skyrl_engine.contracts import AnyArray, GatherIndex, SampleColumns
 from skyrl_engine_collators.kernels import Kernels, Source
 from skyrl_engine_collators.packed.vectorized import PackedRows
+from skyrl_engine_collators.wide import narrow
 
 
 def build_fields(
@@ -31,7 +32,7 @@ def build_fields(
         lengths=rows.tokens,
         places=rows.sample_rows * rows.width + rows.columns,
     )
-    present: Mapping[str, AnyArray] = {"loss_weight": columns.loss_weight, **columns.columns}
+    present = narrow(columns)
     on_actions = []
     for name, values in present.items():
         on_actions += field(name, rows.width - 1, "float32", values)

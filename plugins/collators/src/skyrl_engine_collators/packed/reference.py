@@ -14,14 +14,18 @@ def build_fields(columns: SampleColumns, micro_batch: MicroBatchPlan, pad_token_
 
     With K rows and W = width: `input_ids`, `attention_mask`, `position_ids` int64[K,W]; `loss_weight` and every column float32[K,W-1],
     where slot p belongs to the token in column p + 1, which column p predicts. Nothing is written for the first token of a sample.
-    `extras_reference` says what there is of routes and images.
+    A column of k numbers per token is [K,W-1,k] of its own dtype. `extras_reference` says what there is of routes and images.
     """
     rows, width = micro_batch.rows, micro_batch.width
     input_ids: npt.NDArray[np.int64] = np.full((rows, width), pad_token_id, dtype=np.int64)
     attention_mask = np.zeros((rows, width), dtype=np.int64)
     position_ids = np.zeros((rows, width), dtype=np.int64)
     sources = {"loss_weight": columns.loss_weight, **columns.columns}
-    action_fields = {name: np.zeros((rows, width - 1), dtype=np.float32) for name in sources}
+    sources = dict(sorted(sources.items(), key=lambda each: each[1].ndim))  # wide ones behind the others
+    action_fields: dict[str, AnyArray] = {
+        name: np.zeros((rows, width - 1, *values.shape[1:]), dtype=np.float32 if values.ndim == 1 else values.dtype)
+        for name, values in sources.items()
+    }
     for row, sample, begin in _placed(columns, micro_batch):
         first_token, tokens = int(columns.token_offsets[sample]), _tokens(columns, sample)
         first_action, actions = int(columns.action_offsets[sample]), _actions(columns, sample)

@@ -1,6 +1,6 @@
 """Dense packed rows in whole-array NumPy steps; `reference.py` beside it is the definition, equal bit for bit."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +11,7 @@ from skyrl_engine.contracts import AnyArray, GatherIndex, IntArray, MicroBatchPl
 from skyrl_engine_collators.extras import Placement, extra_names
 from skyrl_engine_collators.planning.alignment import rounded_up
 from skyrl_engine_collators.segments import write_segments
+from skyrl_engine_collators.wide import narrow
 
 
 @frozen(eq=False)
@@ -70,6 +71,15 @@ class PackedRows:
         )
 
     @property
+    def action_shape(self) -> tuple[int, int]:
+        return len(self.row_ends), self.width - 1
+
+    def action_pieces(self, _columns: SampleColumns) -> dict[str, IntArray]:
+        """The scored tokens as pieces: where each starts on the action axis, its length, and its place in rows of `action_shape`."""
+        places = self.sample_rows * (self.width - 1) + self.first_slot
+        return {"starts": self.first_scored, "lengths": self.scored, "places": places}
+
+    @property
     def placement(self) -> Placement:
         """The places of the samples' tokens."""
         return Placement(self.samples, self.sample_rows * self.width + self.columns, (len(self.row_ends), self.width))
@@ -116,7 +126,7 @@ def build_fields(columns: SampleColumns, rows: PackedRows, pad_token_id: int, wa
         flat = make("position_ids", token_shape, "int64")
         write_segments(flat, 0, counted, starts=np.zeros_like(places), lengths=rows.tokens, places=places)
     slots = rows.sample_rows * (rows.width - 1) + rows.first_slot
-    present: Mapping[str, AnyArray] = {"loss_weight": columns.loss_weight, **columns.columns}
+    present = narrow(columns)
     for name, values in present.items():
         if name in wanted:
             flat = make(name, slot_shape, "float32")

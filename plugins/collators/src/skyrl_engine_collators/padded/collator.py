@@ -21,6 +21,7 @@ from skyrl_engine_collators.overlong import check_maximum_length
 from skyrl_engine_collators.padded import native, vectorized
 from skyrl_engine_collators.padded.planner import plan_padded
 from skyrl_engine_collators.padded.vectorized import PaddedRows, field_names
+from skyrl_engine_collators.wide import wide_fields
 
 
 @frozen
@@ -55,6 +56,7 @@ class PaddedCollator:
         else:
             arrays = native.build_fields(compiled, columns, rows, self.pad_token_id, wanted)
             gather = native.gather_index(compiled, rows)
+        arrays |= wide_fields(columns, wanted, rows.action_shape, **rows.action_pieces(columns))
         extras, ragged_offsets = build_extras(columns, rows.placement, wanted)
         return DenseBatch(
             fields={name: torch.from_numpy(array) for name, array in (arrays | extras).items()},

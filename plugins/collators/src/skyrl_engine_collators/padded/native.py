@@ -1,12 +1,13 @@
 """Dense padded rows from the compiled kernels: what `vectorized.py` builds, byte for byte, each row in one pass."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 
 import numpy as np
 
 from skyrl_engine.contracts import AnyArray, GatherIndex, SampleColumns
 from skyrl_engine_collators.kernels import Kernels, Source
 from skyrl_engine_collators.padded.vectorized import PaddedRows
+from skyrl_engine_collators.wide import narrow
 
 
 def build_fields(
@@ -33,7 +34,7 @@ def build_fields(
         places=(rows.sample_rows + 1) * rows.width - tokens,
     )
     on_actions = field("response_mask", rows.action_width, "int64", "ones")
-    present: Mapping[str, AnyArray] = {"loss_weight": columns.loss_weight, **columns.columns}
+    present = narrow(columns)
     for name, values in present.items():
         on_actions += field(name, rows.action_width, "float32", values)
     kernels.write_rows(

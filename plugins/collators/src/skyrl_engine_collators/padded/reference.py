@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,27 +18,43 @@ Number = float | np.float32
 
 @frozen
 class Sample:
-    """One sample as lists: its tokens, how many of them are the response, numbers per response token by field name, and its extras."""
+    """One sample as lists: its tokens, how many of them are the response, numbers (or lists of them) per response token, and its extras."""
 
     input_ids: Sequence[int]
     num_actions: int
-    action_fields: Mapping[str, Sequence[Number]]
+    action_fields: Mapping[str, Sequence[Any]]
     extras: Mapping[str, AnyArray]
+
+
+@frozen
+class ActionField:
+    """A field of the response: float32[R,A], or [R,A,width] of `dtype`."""
+
+    width: int | None = None
+    dtype: type[np.generic] = np.float32
+
+    @classmethod
+    def of_column(cls, values: AnyArray) -> "ActionField":
+        return cls() if values.ndim == 1 else cls(values.shape[1], values.dtype.type)
+
+    def zeros(self, rows: int, action_width: int) -> AnyArray:
+        shape = (rows, action_width) if self.width is None else (rows, action_width, self.width)
+        return np.zeros(shape, dtype=self.dtype)
 
 
 def build_fields(columns: SampleColumns, micro_batch: MicroBatchPlan, pad_token_id: int) -> dict[str, AnyArray]:
     """Every field of these rows.
 
     With R rows, T = width and A = action_width: `input_ids`, `attention_mask`, `position_ids` int64[R,T]; `response_mask` int64[R,A];
-    `loss_weight` and every column float32[R,A]; `extras_reference` says what there is of routes and images. A row without sample is
-    padding throughout.
+    `loss_weight` and every column float32[R,A], a column of k numbers per token [R,A,k] of its own dtype; `extras_reference` says what there
+    is of routes and images. A row without sample is padding throughout.
     """
     samples: list[Sample | None] = []
     for row in range(micro_batch.rows):
         members = micro_batch.samples[micro_batch.row_offsets[row] : micro_batch.row_offsets[row + 1]]
         samples.append(_sample(columns, int(members[0])) if len(members) else None)
-    names = ["loss_weight", *columns.columns]
-    return _dense(samples, names, forms_of(columns), micro_batch.width, micro_batch.action_width, pad_token_id)
+    fields = {"loss_weight": ActionField(), **{name: ActionField.of_column(values) for name, values in columns.columns.items()}}
+    return _dense(samples, fields, forms_of(columns), micro_batch.width, micro_batch.action_width, pad_token_id)
 
 
 def gather_index(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[tuple[int, int, int]]:
@@ -60,7 +77,7 @@ def from_lists(
     input_ids: Sequence[Sequence[int]],
     num_actions: Sequence[int],
     loss_mask: Sequence[Sequence[Number]],
-    columns: Mapping[str, Sequence[Sequence[Number]]],
+    columns: Mapping[str, Sequence[Sequence[Any]]],
     pad_token_id: int,
     routes: Sequence[AnyArray] | None = None,
 ) -> dict[str, AnyArray]:
@@ -70,7 +87,7 @@ def from_lists(
         weights = _without_first(loss_mask[i], scores_first_token=num_actions[i] == len(input_ids[i]))
         fields = {"loss_weight": weights, **{name: columns[name][i] for name in columns}}
         samples.append(Sample(input_ids[i], num_actions[i], fields, {} if routes is None else {"expert_routes": routes[i]}))
-    return _collated(samples, ["loss_weight", *columns], routes, pad_token_id)
+    return _collated(samples, {"loss_weight": ActionField(), **_fields_of_lists(columns)}, routes, pad_token_id)
 
 
 def from_rollouts(
@@ -78,7 +95,7 @@ def from_rollouts(
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
     loss_masks: Sequence[Sequence[Number]],
-    columns: Mapping[str, Sequence[Sequence[Number]]],
+    columns: Mapping[str, Sequence[Sequence[Any]]],
     pad_token_id: int,
     routes: Sequence[AnyArray] | None = None,
 ) -> dict[str, AnyArray]:
@@ -89,7 +106,20 @@ def from_rollouts(
         fields = {"loss_weight": weights, **{name: columns[name][i] for name in columns}}
         extras = {} if routes is None else {"expert_routes": routes[i]}
         samples.append(Sample([*prompts[i], *responses[i]], len(responses[i]), fields, extras))
-    return _collated(samples, ["loss_weight", *columns], routes, pad_token_id)
+    return _collated(samples, {"loss_weight": ActionField(), **_fields_of_lists(columns)}, routes, pad_token_id)
+
+
+def _fields_of_lists(columns: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, ActionField]:
+    """A column is wide where its first token has a list, and of token ids where no number is a fraction or negative."""
+    fields = {}
+    for name, rows in columns.items():
+        entries = [entry for row in rows for entry in row]
+        if not entries or not isinstance(entries[0], list):
+            fields[name] = ActionField()
+            continue
+        whole = all(isinstance(number, int) and number >= 0 for entry in entries for number in entry)
+        fields[name] = ActionField(len(entries[0]), np.int64 if whole else np.float32)
+    return fields
 
 
 def _without_first(weights: Sequence[Number], *, scores_first_token: bool) -> list[Number]:
@@ -110,14 +140,14 @@ def _sample(columns: SampleColumns, sample: int) -> Sample:
 
 
 def _collated(
-    samples: Sequence[Sample], names: Sequence[str], routes: Sequence[AnyArray] | None, pad_token_id: int
+    samples: Sequence[Sample], fields: Mapping[str, ActionField], routes: Sequence[AnyArray] | None, pad_token_id: int
 ) -> dict[str, AnyArray]:
     width = action_width = 0
     for sample in samples:
         width = max(width, len(sample.input_ids))
         action_width = max(action_width, sample.num_actions)
     forms = {} if routes is None else {"expert_routes": np.zeros((0, *routes[0].shape[1:]), dtype=_widest(routes))}
-    return _dense(samples, names, forms, max(width, 1), action_width, pad_token_id)
+    return _dense(samples, fields, forms, max(width, 1), action_width, pad_token_id)
 
 
 def _widest(routes: Sequence[AnyArray]) -> type[np.generic]:
@@ -131,7 +161,7 @@ def _widest(routes: Sequence[AnyArray]) -> type[np.generic]:
 
 def _dense(
     samples: Sequence[Sample | None],
-    names: Sequence[str],
+    fields: Mapping[str, ActionField],
     forms: Mapping[str, AnyArray],
     width: int,
     action_width: int,
@@ -141,7 +171,8 @@ def _dense(
     attention_mask = np.zeros((len(samples), width), dtype=np.int64)
     position_ids = np.zeros((len(samples), width), dtype=np.int64)
     response_mask = np.zeros((len(samples), action_width), dtype=np.int64)
-    action_fields = {name: np.zeros((len(samples), action_width), dtype=np.float32) for name in names}
+    names = sorted(fields, key=lambda name: fields[name].width is not None)  # wide ones behind the others
+    action_fields = {name: fields[name].zeros(len(samples), action_width) for name in names}
     placed = []
     for row, sample in enumerate(samples):
         if sample is None:

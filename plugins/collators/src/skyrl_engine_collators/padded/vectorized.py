@@ -1,6 +1,6 @@
 """Dense padded rows in whole-array NumPy steps; `reference.py` beside it is the definition, equal bit for bit."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from skyrl_engine.contracts import (
     segment_indices,
 )
 from skyrl_engine_collators.extras import Placement, extra_names
+from skyrl_engine_collators.wide import narrow
 
 BoolMatrix = npt.NDArray[np.bool_]
 
@@ -51,6 +52,16 @@ class PaddedRows:
                 remedy="Plan with the lengths of the columns that are built",
             )
         return cls(micro_batch.samples, sample_rows, tokens, actions, micro_batch.width, micro_batch.action_width)
+
+    @property
+    def action_shape(self) -> tuple[int, int]:
+        return len(self.actions), self.action_width
+
+    def action_pieces(self, columns: SampleColumns) -> dict[str, IntArray]:
+        """The samples' responses as pieces: where each starts on the action axis, its length, and its place in rows of `action_shape`."""
+        lengths = self.actions[self.sample_rows]
+        places = (self.sample_rows + 1) * self.action_width - lengths
+        return {"starts": columns.action_offsets[self.samples], "lengths": lengths, "places": places}
 
     @property
     def placement(self) -> Placement:
@@ -90,7 +101,7 @@ def build_fields(columns: SampleColumns, rows: PaddedRows, pad_token_id: int, wa
     is_action = np.arange(rows.action_width, dtype=np.int64) >= (rows.action_width - rows.actions)[:, None]
     if "response_mask" in wanted:
         np.copyto(make("response_mask", action_shape, "int64"), is_action)
-    present: Mapping[str, AnyArray] = {"loss_weight": columns.loss_weight, **columns.columns}
+    present = narrow(columns)
     for name, values in present.items():
         if name in wanted:
             dense = make(name, action_shape, "float32")

@@ -6,7 +6,7 @@ from skyrl_engine.contracts.kinds.backend import Backend, Objective, RankBatch, 
 from skyrl_engine.contracts.values.outputs import RankOutput
 
 
-class FrozenModel(Protocol):
+class ScoringModel(Protocol):
     """A model on this rank of which nothing is asked but scores; a backend that was set up without an optimizer is one."""
 
     def forward(self, batch: RankBatch, objective: Objective) -> RankOutput: ...

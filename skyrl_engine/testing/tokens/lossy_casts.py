@@ -1,4 +1,4 @@
-"""Detection of casts in a loss that lose digits in every precision alike, which no comparison of precisions shows."""
+"""Detection of casts in a loss or a correction that lose digits in every precision alike, which no comparison of precisions shows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,0 +1,29 @@
+"""The optimizer's threads under `cpu_offload`: a rank's share of its machine's cores, which two ranks here can see without a GPU."""
+
+import os
+
+import torch
+
+from skyrl_engine.testing.ranks.world import World
+from skyrl_engine_fsdp.host_threads import share_cores
+
+
+def threads(before: int) -> int:
+    """Share eight cores, for a rank that has had so many threads."""
+    kept, cores = torch.get_num_threads(), os.sched_getaffinity
+    os.sched_getaffinity = lambda _process: set(range(8))
+    try:
+        torch.set_num_threads(before)
+        assert share_cores() == torch.get_num_threads()
+        return torch.get_num_threads()
+    finally:
+        os.sched_getaffinity = cores
+        torch.set_num_threads(kept)
+
+
+def test_ranks_of_a_machine_share_its_cores(pair: World) -> None:
+    assert pair.run(threads, 1) == [4, 4]
+
+
+def test_threads_that_a_rank_has_already_stay(pair: World) -> None:
+    assert pair.run(threads, 6) == [6, 6]

@@ -1,0 +1,123 @@
+"""Promises of a backend about low-rank adapters: they alone learn, and everybody else sees them merged into the weights."""
+
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_engine.contracts.values.model import LoraConfig
+from skyrl_engine.errors import EngineError
+from skyrl_engine.modeling.loading import quiet_progress
+from skyrl_engine.proof.plain_model import PlainModel
+from skyrl_engine.testing.adapters import with_adapter
+from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
+from skyrl_engine.testing.backends.ranks import Arrays
+from skyrl_engine.testing.backends.step_promises import SPEC
+from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, right_loss
+from skyrl_engine.testing.error_checks import check_says_what_to_do
+from skyrl_engine.testing.promise import Broken, Promise
+
+MERGED = "Yield every weight of the base model once, under its own name, with alpha / rank * B A added to it"
+
+
+def _adapts(subject: BackendSubject, case: BackendCase) -> bool:
+    """Return True where the backend declares adapters on this layout."""
+    return "lora" in subject.described(case.sizes.options, case.sizes.ranks).capabilities
+
+
+def _no_lora(subject: BackendSubject) -> str | None:
+    if find_spec("peft") is None:
+        return "peft is not installed"
+    return None if subject.declares("lora") else "the backend does not declare 'lora'"
+
+
+def _lora(subject: BackendSubject) -> str | None:
+    return "the backend declares 'lora'" if subject.declares("lora") else None
+
+
+@backend_promise(
+    "Adapters alone learn, by their gradient in PEFT's own model; weights() gives the base model with them merged, after steps too",
+    exempt=_no_lora,
+)
+def adapters(subject: BackendSubject, case: BackendCase) -> None:
+    if not _adapts(subject, case):
+        return
+    bench = subject.bench
+    base, adapter = bench.model(case.model), bench.adapter(case.model)
+    with tempfile.TemporaryDirectory(prefix="skyrl-engine-adapters-") as name:
+        with subject.opened(case, optimizer=SPEC, lora=LoraConfig(path=adapter)) as ranks:
+            start = ranks.weights()[0]
+            loss = ranks.loss(ranks.forward_backward(case.whole()))
+            gradients = ranks.gradients()[0]
+            ranks.optim_step()
+            after = ranks.weights()[0]
+            ranks.export(Path(name))
+        trained = _merged(base, name)
+    if not right_loss(subject, case, loss, adapted=True):
+        due = bench.definition(case.model, NUMBERS, adapted=True).loss
+        raise Broken(f"the objective with adapters is {loss:.6g}, where PEFT's own model gives {due:.6g}", "Add alpha / rank * B A")
+    require_same_gradients(
+        gradients,
+        bench.definition(case.model, NUMBERS, adapted=True).gradients,
+        "of PEFT's own model",
+        "Give the gradients of adapters under PEFT's names, and freeze all else",
+        facts={"scale of the adapters": 2.0},
+    )
+    _require_merged(start, _merged(base, adapter), "at the start", MERGED)
+    _require_merged(after, trained, "after a step, by what is exported,", "Merge and export the adapters as they are now")
+    if all(np.array_equal(start[name], after[name]) for name in start):
+        raise Broken("weights() gives the same after a step as before", MERGED)
+
+
+def _merged(base: str, adapter: str) -> Arrays:
+    """Return the weights of a model with the adapters of a directory merged, by the definition of adapters."""
+    try:
+        with quiet_progress():
+            model = PlainModel.load(base, dtype=torch.float32, adapt=lambda plain: with_adapter(plain, adapter))
+    except Exception as error:
+        raise Broken(
+            f"PEFT does not load what was exported: {str(error).splitlines()[0]}", "Write adapters as PEFT does"
+        ) from error
+    scaling = {name: module.scaling["default"] for name, module in model.model.named_modules() if hasattr(module, "lora_A")}
+    whole: dict[str, Any] = {}
+    for name, parameter in model.parameters.items():
+        if ".lora_" in name:
+            continue
+        layer = name.partition(".base_layer.")[0]
+        weight = parameter.detach()
+        if layer != name and name.endswith(".weight"):
+            down, up = (model.parameters[f"{layer}.lora_{part}.default.weight"].detach() for part in "AB")
+            weight = weight + scaling[layer] * (up @ down)
+        whole[name.replace(".base_layer.", ".")] = weight.numpy()
+    return whole
+
+
+def _require_merged(got: Arrays, due: Arrays, when: str, remedy: str) -> None:
+    if got.keys() != due.keys():
+        raise Broken(f"weights() gives {when} other names: {', '.join(sorted(got.keys() ^ due.keys())[:3])}", remedy)
+    for name, weight in due.items():
+        if not np.allclose(got[name], weight, rtol=1e-5, atol=1e-6):
+            apart = float(np.abs(got[name] - weight).max())
+            raise Broken(f"weights() gives another {name} {when} than the base with its adapters merged, by {apart:.1e}", remedy)
+
+
+@backend_promise("Adapters, which it does not declare, are refused in words", exempt=_lora)
+def undeclared_adapters(subject: BackendSubject, case: BackendCase) -> None:
+    try:
+        with subject.opened(case, lora=LoraConfig(rank=4)) as ranks:
+            ranks.forward(case.whole())
+    except EngineError as error:
+        try:
+            check_says_what_to_do(error)
+        except AssertionError as found:
+            raise Broken(
+                f"refuses without saying what to do: {found}", "Give the error a cause and one action as its remedy"
+            ) from error
+        return
+    raise Broken("trains adapters although it does not declare 'lora'", "Declare it, or raise UnsupportedError in setup")
+
+
+LORA_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (adapters, undeclared_adapters)

@@ -1,0 +1,288 @@
+"""A device that is not the CPU, for machines that have none: the numbers stay on the CPU, and code is told that they are elsewhere.
+
+    with OtherDevice() as device:
+        output = loss(tokens)
+    device.place(output)    # "other"
+    device.reads            # every .item(), .cpu(), .tolist(), bool(tensor), and where
+
+Inside the block every tensor counts as one of the other device, except those that the block itself makes on the CPU: by a factory without a
+device (`torch.arange(3)`), by `.cpu()`, by `torch.from_numpy`. What fails on a GPU raises `WrongDevice`, with the line that did it: an
+operation of both sorts, `.numpy()` of the other device. `.to(device)` and `copy_` move between both, `tensor.device` is `OTHER` there, and
+factories with `device=OTHER` make tensors there. A step of a whole backend runs like a loss: give `OTHER` as its device, or let it take
+the device of its parameters; tensors made before the block need nothing.
+
+Not seen: legacy constructors of a class (`torch.Tensor([1.0])`), code that asks for `device.type` (it is told "cpu"), and native code.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from attrs import frozen
+from torch.overrides import TorchFunctionMode
+
+Place = Literal["other", "host"]
+
+OTHER = torch.device("cpu", 1)
+"""The name of the other device. Torch itself takes it for the CPU, so generators and everything native work."""
+
+_HOST = "_skyrl_engine_on_host"
+_LIBRARY = str(Path(torch.__file__).parent) + os.sep
+_UNSEEN = ("from_numpy", "frombuffer", "FloatTensor", "DoubleTensor", "LongTensor", "IntTensor", "BoolTensor")
+"""Makers of tensors on the CPU that torch shows to no mode."""
+_ENGINE = "_engine_run_backward"
+"""Torch's door to its native backward pass."""
+
+
+class WrongDevice(RuntimeError):  # noqa: N818 - told by the name of what is wrong
+    """Code that fails, or waits, where tensors are not on the CPU."""
+
+
+@frozen
+class Read:
+    """One moment at which the host waits for the device and takes numbers from it: `what` did so, at `where` ("file.py:12")."""
+
+    what: str
+    where: str
+
+
+def _getter(name: str) -> Any:
+    return getattr(torch.Tensor, name).__get__
+
+
+_T = torch.Tensor
+_TOLD: Mapping[Any, Callable[[bool], Any]] = {
+    _getter("device"): lambda other: OTHER if other else torch.device("cpu"),
+    _getter("is_cpu"): lambda other: not other,
+    _T.get_device: lambda other: 1 if other else -1,
+}
+_READS: Mapping[Any, str] = {
+    _T.item: ".item()",
+    _T.tolist: ".tolist()",
+    _T.__bool__: "bool(tensor)",
+    _T.__int__: "int(tensor)",
+    _T.__float__: "float(tensor)",
+    _T.__index__: "a tensor as an index",
+    _T.__contains__: "`in` a tensor",
+    _T.__format__: "a tensor in a text",
+    _T.__repr__: "a tensor in a text",
+    _T.equal: "torch.equal",
+    torch.equal: "torch.equal",
+    _T.allclose: "torch.allclose",
+    torch.allclose: "torch.allclose",
+    _T.is_nonzero: "is_nonzero()",
+    torch.is_nonzero: "is_nonzero()",
+}
+_CPU_ONLY: Mapping[Any, str] = {_T.numpy: ".numpy()", _T.__array__: "NumPy"}
+_TAKES_HOST_INDICES = (_T.__getitem__, _T.__setitem__, _T.index_put_, _T.index_put, torch.index_put, torch.index_put_)
+_MOVES_INTO = (_T.copy_,)
+_NEEDS_HOST = (torch._pack_padded_sequence, torch.tensor_split, _T.tensor_split)  # noqa: SLF001 - whose lengths must be on the CPU
+_FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+_FROM_SELF = (_T.new_tensor, _T.new_full, _T.new_zeros, _T.new_ones, _T.new_empty)
+_JOINS = (torch.stack, torch.cat, torch.concat, torch.concatenate, torch.hstack, torch.vstack)
+_DATA_SETTER = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor of C
+
+
+class OtherDevice(TorchFunctionMode):
+    """Take all tensors but those that it sees made on the CPU for tensors of another device. `reads` lists what the host waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[Read] = []
+        self._replaced: list[tuple[Any, dict[str, Any]]] = []
+        self._entered = 0
+
+    def __enter__(self) -> Self:
+        self._entered += 1
+        if self._entered == 1:
+            self._replaced = [
+                (torch, {name: _on_host(getattr(torch, name)) for name in _UNSEEN}),
+                (torch.autograd, {_ENGINE: self._watching(getattr(torch.autograd, _ENGINE))}),
+            ]
+            self._exchange()
+        super().__enter__()  # type: ignore[no-untyped-call]  # of torch
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]  # of torch
+        self._entered -= 1
+        if not self._entered:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        for owner, functions in self._replaced:
+            for name, function in list(functions.items()):
+                functions[name] = getattr(owner, name)
+                setattr(owner, name, function)
+
+    def _watching(self, run_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the backward pass with this mode on, which is off in torch's own functions: gradients written by hand are seen too."""
+
+        def watched(*args: Any, **named: Any) -> Any:
+            with self:
+                return run_backward(*args, **named)
+
+        return watched
+
+    def place(self, tensor: torch.Tensor) -> Place:
+        """Return where a tensor is taken to be."""
+        return "host" if getattr(tensor, _HOST, False) else "other"
+
+    def put_on_host(self, *values: object) -> None:
+        """Take the tensors among these values for tensors of the CPU, though they were made before: constants of a module."""
+        for tensor in _tensors(values):
+            setattr(tensor, _HOST, True)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func in _TOLD and not args[0].is_meta:
+            return _TOLD[func](self.place(args[0]) == "other")
+        if func == _DATA_SETTER:  # each look at it makes another object
+            setattr(args[0], _HOST, self.place(args[1]) == "host")
+            return func(*args, **named)
+        given = list(_tensors((args, named)))
+        others = [each for each in given if self.place(each) == "other"]
+        if others:
+            self._require_readable(func, args)
+        target, args, named = self._target(func, args, named)
+        if target is None:
+            self._require_one_place(func, args, named, others)
+            target = "other" if others else "host"
+        result = func(*args, **named)
+        return self._marked(result, target, given)
+
+    def _require_readable(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Count what the host waits for, and refuse what only tensors of the CPU do."""
+        if func in _CPU_ONLY:
+            raise WrongDevice(f"{_CPU_ONLY[func]} reads a tensor that is not on the CPU, at {_line()}")
+        if func in _READS:
+            self.reads.append(Read(_READS[func], _line()))
+        elif func in _FROM_DATA and args and not isinstance(args[0], torch.Tensor):
+            self.reads.append(Read("a tensor of tensors", _line()))
+
+    def _target(
+        self, func: Any, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[Place | None, tuple[Any, ...], dict[str, Any]]:
+        """Return where the call says that its result is to be (None: where its arguments are), and the call in words that torch takes."""
+        own = self.place(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+        if func is _T.cpu:
+            self._moved(own, "host", ".cpu()")
+            return "host", args, named
+        if func is _T.to:
+            return self._to(own, args, named)
+        if func is _T.type_as:
+            return self.place(args[1]), args, named
+        if func in _MOVES_INTO:
+            self._moved(self.place(args[1]), own, "copy_")
+            return own, args, named
+        if named.get("device") is not None:
+            to = _place_of(named["device"])
+            if to == "other":
+                named["device"] = torch.device("cpu")
+            elif own is not None and _called_by_torch():
+                to = own
+            return to, args, named
+        if func in _FROM_SELF or (own is not None and getattr(func, "__name__", "").endswith("_like")):
+            return own, args, named
+        if func in _FROM_DATA:
+            return own or "host", args, named
+        return None, args, named
+
+    def _to(
+        self, own: Place | None, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[Place | None, tuple[Any, ...], dict[str, Any]]:
+        like = named.get("other", args[1] if len(args) > 1 else None)
+        if isinstance(like, torch.Tensor):
+            self._moved(own, self.place(like), ".to(tensor)")
+            return self.place(like), args, named
+        device = named.get("device", next((each for each in args[1:] if _names_a_device(each)), None))
+        if device is None or (_called_by_torch() and _place_of(device) == "host"):
+            return own, args, named
+        self._moved(own, _place_of(device), ".to(cpu)")
+        cpu = torch.device("cpu")
+        args = tuple(cpu if _names_a_device(each) and _place_of(each) == "other" else each for each in args)
+        if "device" in named and _place_of(device) == "other":
+            named["device"] = cpu
+        return _place_of(device), args, named
+
+    def _moved(self, source: Place | None, target: Place | None, what: str) -> None:
+        if source == "other" and target == "host":
+            self.reads.append(Read(what, _line()))
+
+    def _require_one_place(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], others: list[torch.Tensor]) -> None:
+        """Raise WrongDevice where tensors of both places meet; a single number of the CPU may stand beside others, as in torch."""
+        if not others or func in _NEEDS_HOST:
+            return
+        if func in _TAKES_HOST_INDICES and isinstance(args[0], torch.Tensor) and self.place(args[0]) == "other":
+            return
+        found = [each for each in _tensors((args, named)) if self.place(each) == "host" and (each.dim() > 0 or func in _JOINS)]
+        if not found or any(each.is_meta for each in found):
+            return
+        name = getattr(func, "__name__", str(func))
+        raise WrongDevice(
+            f"{name} mixes devices: a tensor of shape {list(found[0].shape)} is on the CPU, others are where the model is, at {_line()}"
+        )
+
+    def _marked(self, result: Any, place: Place, given: list[torch.Tensor]) -> Any:
+        """Return the result with its place told. What did not move keeps its object; what moved is a copy, as on a device."""
+        if isinstance(result, torch.Tensor):
+            if result.is_meta or self.place(result) == place:
+                return result
+            if any(result is each for each in given):
+                result = result.clone()
+            setattr(result, _HOST, place == "host")
+        elif isinstance(result, (list, tuple)):
+            for tensor in _tensors(result):
+                if not any(tensor is each for each in given):
+                    setattr(tensor, _HOST, place == "host")
+        return result
+
+
+def _on_host(maker: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def made(*args: Any, **named: Any) -> torch.Tensor:
+        tensor = maker(*args, **named)
+        setattr(tensor, _HOST, True)
+        return tensor
+
+    return made
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples and dictionaries."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple, dict)):
+            yield from _tensors(value)
+
+
+def _names_a_device(value: object) -> bool:
+    return isinstance(value, (torch.device, str)) or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def _place_of(device: Any) -> Place:
+    if isinstance(device, int):
+        return "other"
+    return "host" if torch.device(device) != OTHER and torch.device(device).type == "cpu" else "other"
+
+
+def _called_by_torch() -> bool:
+    """Return True where torch's own Python asks: it has its devices from native code, which knows the CPU alone."""
+    frame = sys._getframe(1)  # noqa: SLF001 - there is no public way to walk a stack without building all of it
+    while frame is not None and frame.f_code.co_filename == __file__:
+        assert frame.f_back is not None, "a mode is called by something"
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(_LIBRARY)
+
+
+def _line() -> str:
+    """Return the line that is at fault: the innermost one outside of torch and of this file."""
+    frame: Any = sys._getframe(1)  # noqa: SLF001 - as above
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_LIBRARY)):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

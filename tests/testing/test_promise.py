@@ -1,0 +1,71 @@
+"""What a promise makes of its cases: explicit ones come first, and cases that decide nothing keep nothing."""
+
+from hypothesis import strategies as st
+
+from skyrl_engine.testing import Broken, Promise, Undecidable, Verdict
+from skyrl_engine.testing.promise import Inapplicable, claimed
+
+DIGITS = st.integers(0, 9)
+
+
+def promised(check, *, first=(), numbers=DIGITS):
+    return Promise("numbers", "Every number will do", check, lambda _: numbers, claimed, first=lambda _: first)
+
+
+def below(bound):
+    def check(_subject, number):
+        if number >= bound:
+            raise Broken(f"fails at {number}", "Take any number")
+
+    return check
+
+
+def test_explicit_cases_are_judged_before_any_that_is_drawn():
+    seen = []
+    promised(lambda _, number: seen.append(number), first=(70, 80)).hold(None, examples=5)
+    assert seen[:2] == [70, 80]
+    assert len(seen) == 7
+
+
+def test_an_explicit_case_that_no_draw_holds_breaks_the_promise():
+    finding = promised(below(50), first=(3, 70, 80)).hold(None)
+    assert (finding.status, finding.cause, finding.counterexample) == ("broken", "fails at 70", ("70",))
+
+
+def test_a_smaller_case_that_is_drawn_is_told_instead():
+    finding = promised(below(5), first=(70,)).hold(None)
+    assert finding.counterexample == ("5",)
+
+
+def test_an_explicit_case_counts_where_nothing_can_be_drawn():
+    finding = promised(below(50), first=(70,), numbers=st.integers().filter(lambda _: False)).hold(None)
+    assert finding.counterexample == ("70",)
+
+
+def refusing(share, exception=Undecidable):
+    """Refuse this many of ten explicit cases."""
+
+    def check(_subject, number):
+        if number < share:
+            raise exception("it takes no small numbers")
+
+    return promised(check, first=range(10), numbers=st.nothing())
+
+
+def test_refusing_valid_cases_keeps_nothing():
+    finding = refusing(6).hold(None)
+    assert finding.status == "undecided"
+    assert finding.cause == "6 of 10 cases could not be decided: it takes no small numbers"
+    assert refusing(5).hold(None).status == "kept"
+
+
+def test_cases_that_may_be_refused_do_not_count():
+    assert refusing(6, Inapplicable).hold(None).status == "kept"
+    assert refusing(10, Inapplicable).hold(None).status == "undecided"
+
+
+def test_an_undecided_promise_is_broken_where_no_other_is():
+    (finding,) = Verdict.of([refusing(6)], None).findings
+    assert finding.status == "broken"
+    assert finding.remedy == "Answer every valid input, and refuse only what the contract says may be refused"
+    assert [each.status for each in Verdict.of([refusing(6), promised(below(5))], None).findings] == ["undecided", "broken"]
