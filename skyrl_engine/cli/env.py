@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +107,9 @@ def try_environment(
     task = tasks[number]
     said = _with_stdin(answers) or _solution(environment, task)
     begun, turns, success = asyncio.run(_played(environment, name, task, seed, said))
-    reward = sum(result.reward if result.token_rewards is None else sum(result.token_rewards) for _, result in turns)
+    reward = math.fsum(
+        each for _, result in turns for each in ((result.reward,) if result.token_rewards is None else result.token_rewards)
+    )
     if success is None:
         success = reward >= environment.claims.pass_threshold
     if as_json:
