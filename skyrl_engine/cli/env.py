@@ -96,7 +96,7 @@ def try_environment(
     """Answer one task of an environment by hand, and show what it pays.
 
     NAME is as for `rl --env`. The last TEXT is said again where an attempt takes more turns than there are. A TEXT may call a tool of the
-    task: <tool_call>{"name": "look_up", "arguments": {"word": "x"}}</tool_call>.
+    task: `<tool_call>{"name": "look_up", "arguments": {"word": "x"}}</tool_call>`.
     """
     import attrs
 
