@@ -1,7 +1,7 @@
 """skyrl_engine: a post-training engine for language models whose disputed parts are plugins chosen by name.
 
 This facade is what a plugin imports: `hookimpl`, the decorators (`loss`, `reward`, ...), the values that cross the
-contracts, and the errors; and what a program of one's own opens: `Engine`. Names are imported when first used, so that
+contracts, and the errors; and what a program of one's own opens: `Engine`, and `read_rollouts`. Names are imported when first used, so that
 `skyrl-engine --help` pays for none of them.
 """
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from skyrl_engine.hooks.decorators import advantage, correction, group_filter, loss, reducer
     from skyrl_engine.hooks.markers import hookimpl
+    from skyrl_engine.rollout.exported import read_rollouts
 
 __version__ = "0.2.0"
 
@@ -70,6 +71,7 @@ __all__ = [
     "group_filter",
     "hookimpl",
     "loss",
+    "read_rollouts",
     "reducer",
     "reward",
 ]
@@ -104,6 +106,7 @@ _HOMES = {
     "group_filter": "skyrl_engine.hooks.decorators",
     "hookimpl": "skyrl_engine.hooks.markers",
     "loss": "skyrl_engine.hooks.decorators",
+    "read_rollouts": "skyrl_engine.rollout.exported",
     "reducer": "skyrl_engine.hooks.decorators",
     "reward": "skyrl_engine.environments.functions",
 }

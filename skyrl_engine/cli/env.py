@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import math
 import sys
 import traceback
 from pathlib import Path
@@ -14,7 +15,7 @@ from skyrl_engine.cli.command import EngineGroup
 
 if TYPE_CHECKING:
     from skyrl_engine.config import SelectedPlugin
-    from skyrl_engine.contracts import Environment, StepResult, Task
+    from skyrl_engine.contracts import Action, Environment, StepResult, Task
 
 _SETTINGS = click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="An option of the environment; several times for several."
@@ -95,7 +96,8 @@ def try_environment(
 ) -> None:
     """Answer one task of an environment by hand, and show what it pays.
 
-    NAME is as for `rl --env`. The last TEXT is said again where an attempt takes more turns than there are.
+    NAME is as for `rl --env`. The last TEXT is said again where an attempt takes more turns than there are. A TEXT may call a tool of the
+    task: `<tool_call>{"name": "look_up", "arguments": {"word": "x"}}</tool_call>`.
     """
     import attrs
 
@@ -119,14 +121,16 @@ def try_environment(
             remedy="Correct that place: in a run, the attempt fails",
             details=[f"{place.filename}, line {place.lineno}, in {place.name}"],
         ) from error
-    reward = sum(result.reward if result.token_rewards is None else sum(result.token_rewards) for _, result in turns)
+    reward = math.fsum(
+        each for _, result in turns for each in ((result.reward,) if result.token_rewards is None else result.token_rewards)
+    )
     if success is None:
         success = reward >= environment.claims.pass_threshold
     if as_json:
         told = {
             "task": attrs.asdict(task),
             "begin": [dict(message) for message in begun],
-            "turns": [{"said": text, "result": attrs.asdict(result)} for text, result in turns],
+            "turns": [{"said": action.text, **_calls(action), "result": attrs.asdict(result)} for action, result in turns],
             "reward": reward,
             "success": success,
         }
@@ -138,9 +142,13 @@ def try_environment(
     _show_task(task)
     for message in begun:
         click.echo(f"{message['role']}: {message['content']}")
-    for turn, (text, result) in enumerate(turns):
+    for turn, (action, result) in enumerate(turns):
         show_heading(f"Turn {turn}")
-        click.echo(f"assistant: {text}")
+        click.echo(f"assistant: {action.text}")
+        for call in action.tool_calls:
+            click.echo(f"calls {call.name}: {json.dumps(call.arguments, ensure_ascii=False)}")
+        if action.tool_problem is not None:
+            click.echo(f"cannot be read as a call: {action.tool_problem}")
         for message in result.messages:
             click.echo(f"{message['role']}: {message['content']}")
         show_facts(
@@ -182,13 +190,21 @@ def _solution(environment: "Environment", task: "Task") -> tuple[str, ...]:
     return (solution,) if isinstance(solution, str) else tuple(solution)
 
 
+def _calls(action: "Action") -> dict[str, Any]:
+    """Return the tools that a turn calls, where it calls any, and what cannot be read of that."""
+    calls = [{"name": call.name, "arguments": dict(call.arguments)} for call in action.tool_calls]
+    told = {"tool_calls": calls, "tool_problem": action.tool_problem}
+    return {name: value for name, value in told.items() if value}
+
+
 async def _played(
     environment: "Environment", name: str, task: "Task", seed: int, said: tuple[str, ...]
-) -> "tuple[tuple[Any, ...], list[tuple[str, StepResult]], bool | None]":
+) -> "tuple[tuple[Any, ...], list[tuple[Action, StepResult]], bool | None]":
     """Play an attempt; return its first messages, the turns with their answers, and whether it says of itself to be a success."""
     from skyrl_engine.contracts import Action
     from skyrl_engine.errors import ContractError
     from skyrl_engine.rollout.episode_process import wrong_messages, wrong_with
+    from skyrl_engine.rollout.tool_calls import read_tool_calls, template_family
 
     def refuse(wrong: str | None) -> None:
         if wrong is not None:
@@ -200,14 +216,17 @@ async def _played(
     try:
         begun: Any = await _waited(episode.begin())
         refuse(wrong_messages(begun, "begin"))
-        turns: list[tuple[str, StepResult]] = []
+        turns: list[tuple[Action, StepResult]] = []
         success = None
         while len(turns) < environment.claims.max_turns and (not turns or not turns[-1][1].done):
             text = said[min(len(turns), len(said) - 1)]
             tokens = tuple(text.encode()) or (0,)
-            result: Any = await _waited(episode.step(Action(text, tokens, len(turns), "stop")))
+            # there is no chat template: the call itself says in which way it is written
+            calls, problem = read_tool_calls(text, template_family(text), task.tools) if task.tools else ((), None)
+            action = Action(text, tokens, len(turns), "stop", calls, problem)
+            result: Any = await _waited(episode.step(action))
             refuse(wrong_with(result, tokens=len(tokens)))
-            turns.append((text, result))
+            turns.append((action, result))
             success = success if result.success is None else result.success
         return tuple(begun), turns, success
     finally:

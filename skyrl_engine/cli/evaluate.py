@@ -43,7 +43,12 @@ _KEYS = {
     "--env", multiple=True, metavar="ENVIRONMENT", help="Where tasks and rewards come from; without it, the environments of RUN."
 )
 @click.option("--reward", multiple=True, metavar="FUNCTION", help="A reward function, ./file.py:name; several are added up.")
-@click.option("--data", multiple=True, metavar="DATA", help="Tasks for --reward: a file, a folder or a hub id.")
+@click.option(
+    "--data",
+    multiple=True,
+    metavar="DATA",
+    help="Tasks for --reward, or for an --env that reads tasks: a file, a folder or a hub id.",
+)
 @click.option("--tool", multiple=True, metavar="FUNCTION", help="A function that the model may call, ./file.py:name.")
 @click.option("-k", "--samples", type=click.IntRange(min=1), default=1, show_default=True, metavar="K", help="Attempts per task.")
 @click.option("--tasks", type=click.IntRange(min=1), metavar="N", help="Tasks to attempt; without it, all of --data, otherwise 64.")
@@ -93,7 +98,7 @@ def evaluate(
     temperature and tasks.
     """
     from skyrl_engine.cli.render import show_progress
-    from skyrl_engine.cli.rl import environment_table, function_tables
+    from skyrl_engine.cli.rl import environment_tables
     from skyrl_engine.config import Option, resolve
     from skyrl_engine.training.rl.standalone_evaluation import evaluate_model
 
@@ -107,7 +112,8 @@ def evaluate(
         given["temperature"] = 0.0 if given["samples"] == 1 else 1.0
     if data and given["tasks"] is None:
         given["tasks"] = sys.maxsize
-    environments = [*map(environment_table, env), *function_tables(reward, data, _one(data), None, tool)]
+    tasks = _one(data)
+    environments = environment_tables(env, reward, tool, {"data": tasks, "eval_data": tasks})
     settings = current_settings()
     with ExitStack() as stack, show_progress(quiet=settings.quiet or as_json) as display:
         tables: dict[str, Any] = {} if run is None else _tables_of(run)

@@ -1,6 +1,7 @@
 """`skyrl-engine rl`: train by reinforcement without a configuration file; the one it makes is printed."""
 
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -38,8 +39,13 @@ _KEYS = {
     help="Where tasks and rewards come from: an environment plugin, such as reasoning_gym:spell_backward. Give it again for a mixture.",
 )
 @click.option("--reward", multiple=True, metavar="FUNCTION", help="A reward function, ./file.py:name; several are added up.")
-@click.option("--data", multiple=True, metavar="DATA", help="Tasks for --reward: a file, a folder or a hub id.")
-@click.option("--eval-data", metavar="DATA", help="Held-out tasks for --reward.")
+@click.option(
+    "--data",
+    multiple=True,
+    metavar="DATA",
+    help="Tasks for --reward, or for an --env that reads tasks: a file, a folder or a hub id.",
+)
+@click.option("--eval-data", metavar="DATA", help="Held-out tasks, for the same.")
 @click.option("--eval-fraction", type=float, metavar="SHARE", help="Share of --data to hold out instead.")
 @click.option(
     "--rollouts", metavar="PATH", help="Train on recorded rollouts instead of sampling: a run directory, or an exported file."
@@ -81,7 +87,9 @@ def rl(
     from skyrl_engine.config import Option, resolve
     from skyrl_engine.config.report import to_toml
 
-    environments = [*map(environment_table, env), *function_tables(reward, data, eval_data, eval_fraction, tool)]
+    environments = environment_tables(
+        env, reward, tool, {"data": _one_or_list(data), "eval_data": eval_data, "eval_fraction": eval_fraction}
+    )
     flags = {key: Option(f"--{name.replace('_', '-')}", given[name]) for name, key in _KEYS.items() if given[name] is not None}
     if environments:
         flags["environments"] = Option("--env" if env else "--reward", environments)
@@ -109,26 +117,29 @@ def environment_table(reference: str) -> dict[str, Any]:
     return {"use": reference}
 
 
-def function_tables(
-    reward: tuple[str, ...], data: tuple[str, ...], eval_data: str | None, eval_fraction: float | None, tools: tuple[str, ...]
+def environment_tables(
+    env: tuple[str, ...], reward: tuple[str, ...], tools: tuple[str, ...], tasks: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the table of the environment `function`, if a reward is given."""
-    if not reward:
-        for option, value in (("--data", data), ("--eval-data", eval_data), ("--eval-fraction", eval_fraction), ("--tool", tools)):
-            if value:
-                raise click.UsageError(f"{option} is for tasks with a reward function. Give --reward ./file.py:name too.")
-        return []
-    if not data:
-        raise click.UsageError("--reward needs tasks. Give --data FILE, whose rows have a prompt.")
-    table: dict[str, Any] = {"use": "function", "reward": _one_or_list(reward), "data": _one_or_list(data)}
-    if eval_data is not None:
-        table["eval_data"] = eval_data
-    if eval_fraction is not None:
-        table["eval_fraction"] = eval_fraction
+    """Return the tables of the environments that are named, and that of `function` where a reward is given.
+
+    `tasks` are its options `data`, `eval_data` and `eval_fraction`, None where they are not given. Without a reward they are those of the one
+    environment, which may be a decorated reward.
+    """
+    tables = [environment_table(each) for each in env]
+    given = {name: value for name, value in tasks.items() if value is not None}
+    if reward:
+        if "data" not in given:
+            raise click.UsageError("--reward needs tasks. Give --data FILE, whose rows have a prompt.")
+        table: dict[str, Any] = {"use": "function", "reward": _one_or_list(reward), **given}
+        return [*tables, {**table, "tools": list(tools)} if tools else table]
     if tools:
-        table["tools"] = list(tools)
-    return [table]
+        raise click.UsageError("--tool is for tasks with a reward function. Give --reward ./file.py:name too.")
+    if given and len(tables) != 1:
+        option = f"--{next(iter(given)).replace('_', '-')}"
+        raise click.UsageError(f"{option} is for tasks with a reward function. Give --reward ./file.py:name too, or one --env.")
+    return [{**table, **given} for table in tables]
 
 
-def _one_or_list(values: tuple[str, ...]) -> str | list[str]:
-    return values[0] if len(values) == 1 else list(values)
+def _one_or_list(values: tuple[str, ...]) -> str | list[str] | None:
+    """Return several values as a list, and None for no value."""
+    return list(values) if len(values) > 1 else next(iter(values), None)

@@ -7,5 +7,17 @@ from skyrl_engine.environments.functions import FunctionEnvironment, reward, wei
 from skyrl_engine.environments.prompts import PromptOptions
 from skyrl_engine.environments.references import content_of, function_of
 from skyrl_engine.environments.table_tasks import TableOptions, TableTasks
+from skyrl_engine.environments.tools import Tool, tool_message
 
-__all__ = ["FunctionEnvironment", "PromptOptions", "TableOptions", "TableTasks", "content_of", "function_of", "reward", "weighted"]
+__all__ = [
+    "FunctionEnvironment",
+    "PromptOptions",
+    "TableOptions",
+    "TableTasks",
+    "Tool",
+    "content_of",
+    "function_of",
+    "reward",
+    "tool_message",
+    "weighted",
+]

@@ -149,7 +149,9 @@ def reward(
     for another class, and for a function that takes something else.
     """
     if not (isinstance(config, type) and issubclass(config, TableOptions)):
-        raise TypeError(f"config must be a class that extends TableOptions, not {config!r}")
+        raise TypeError(
+            f"config must be a class that extends skyrl_engine.environments.TableOptions, which says where tasks are, not {config!r}"
+        )
 
     def decorate(function: Callable[..., Any]) -> RewardPlugin:
         names: Mapping[str, Any] = inspect.signature(function).parameters

@@ -16,7 +16,7 @@ from skyrl_engine.hooks.decorators import FunctionPlugin
 
 
 def function_of(reference: str) -> Callable[..., Any]:
-    """Return the function that a reference names. Raises DataError where there is none, with what the file raised."""
+    """Return the function that a reference names. Raises DataError where there is none, with what the file raised, and for one with options."""
     place, colon, name = reference.rpartition(":")
     if not colon or not place or not name:
         raise DataError(f"{reference!r} names no function", remedy="Write ./file.py:name, or package.module:name")
@@ -30,6 +30,12 @@ def function_of(reference: str) -> Callable[..., Any]:
     if isinstance(found, FunctionPlugin):
         # decorated with @reward, it is a plugin as well; what is asked for here is the function
         found = found.function
+        config = inspect.signature(found).parameters.get("config")
+        if config is not None and config.default is config.empty:
+            raise DataError(
+                f"the reward {name} of {place} has options of its own, which it gets only as an environment",
+                remedy=f'Choose it as one: --env {reference}, or [[environments]] with use = "{reference}"',
+            )
     if not callable(found):
         functions = [
             each for each, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__

@@ -44,6 +44,8 @@ def of_generator_description(described: Any) -> Iterator[str]:
         yield f"concurrency must be a number from 1 on, is {described.concurrency!r}"
     if "module" in described.accepts and described.placement != "rank":
         yield 'the form "module" is memory of a rank, so placement must be "rank"'
+    if "recorded" in described.capabilities and described.accepts:
+        yield f'what is "recorded" needs no weights, so accepts must be empty, is {described.accepts!r}'
 
 
 def of_loss(product: Any) -> Iterator[str]:

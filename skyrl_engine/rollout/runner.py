@@ -1,6 +1,7 @@
 """Attempts at tasks, from a ticket to a finished group: prompts to the sampler, turns to the environment, until every attempt has ended."""
 
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -98,6 +99,7 @@ class _Attempt:
     last: Completion | None = None
     tool_problems: int = 0
     success: bool | None = None
+    earned: list[float] = field(factory=list)
     parts: dict[str, float] = field(factory=dict)
     metrics: dict[str, float] = field(factory=dict)
     info: dict[str, Any] = field(factory=dict)
@@ -303,6 +305,7 @@ class RolloutRunner:
                 kept[name] = kept.get(name, 0.0) + value
         attempt.info |= result.info
         attempt.sampling = result.sampling
+        attempt.earned += [result.reward] if result.token_rewards is None else result.token_rewards
         if result.success is not None:
             attempt.success = result.success
         # a turn that the environment itself had cut short is followed by others
@@ -352,7 +355,8 @@ class RolloutRunner:
             seconds=attempt.seconds,
         )
         if success is None and status != "failed":
-            success = made.reward >= self.claims[attempt.environment].pass_threshold
+            # of the rewards as they were given: those of tokens are rounded to float32, in which almost 1 is 1
+            success = math.fsum(attempt.earned) >= self.claims[attempt.environment].pass_threshold
         self._count(cause, f"task {attempt.task.key!r}")
         running = self._running[attempt.ticket]
         running.ended[attempt.member] = evolve(made, success=success)

@@ -132,8 +132,9 @@ class TurnRenderer:
         are looked at when they come.
         """
         self._require_template()
-        self._require_prompt(tools)
-        warnings = [*self._warn_of_generation_prompt(tools)]
+        self._require_prompt(())
+        self.require_tools(tools)
+        warnings = [*self._warn_of_generation_prompt(tools), *self._warn_of_calls(tools)]
         asked = {*roles, *(("tool",) if tools else ())}
         if self.history == "template":
             self._require_rounds(asked, tools)
@@ -277,6 +278,24 @@ class TurnRenderer:
             raise UnsupportedError(
                 f"{self.name} does not write a user's question, neither as a text nor as a list of parts",
                 remedy="Set model.chat_template to a template that does",
+            )
+
+    def require_tools(self, tools: Tools) -> None:
+        """Refuse a template that does not tell the model of the tools that it may call. Raises UnsupportedError."""
+        try:
+            self.prompt([_QUESTION], tools)
+        except DataError as error:
+            names = ", ".join(repr(tool.get("function", tool).get("name")) for tool in tools)
+            raise UnsupportedError(
+                f"{self.name} does not tell the model of the tools that the task has ({names})",
+                remedy="Set model.chat_template to a template that writes tools, or train on tasks without them",
+            ) from error
+
+    def _warn_of_calls(self, tools: Tools) -> Iterator[str]:
+        if tools and self.family(tools) is None:
+            yield (
+                f"{self.name} writes calls of tools in a way that is not read: no action has tool_calls, and only an environment that reads "
+                "them out of the text sees one"
             )
 
     def _require_rounds(self, roles: set[str], tools: Tools) -> None:

@@ -14,6 +14,7 @@ from skyrl_engine.contracts.kinds.generator import (
     Completion,
     GenerationRequest,
     Generator,
+    GeneratorDescription,
     GeneratorStart,
     WeightForm,
 )
@@ -31,15 +32,15 @@ EARLY_ANSWERS = 1000
 
 @define(eq=False)
 class OfferedWeights:
-    """The `WeightSource` of one update, in one form, so that every rank knows whether weights are gathered."""
+    """The `WeightSource` of one update, in one form, so that every rank knows whether weights are gathered; None: in no form at all."""
 
-    form: WeightForm
+    form: WeightForm | None
     _backend: Backend
     _stream: "Iterator[tuple[str, torch.Tensor]] | None" = field(default=None, init=False)
 
     @property
     def forms(self) -> frozenset[WeightForm]:
-        return frozenset({self.form})
+        return frozenset() if self.form is None else frozenset({self.form})
 
     def storage(self) -> "Mapping[str, torch.Tensor]":
         """The backend's own memory."""
@@ -65,17 +66,19 @@ def shown_storage(backend: Backend) -> "Mapping[str, torch.Tensor] | None":
     return backend.storage() if isinstance(backend, SharesStorage) else None
 
 
-def form_for(accepts: Sequence[WeightForm], backend: Backend, generator: str, target: str = POLICY) -> WeightForm:
-    """Return the first form that a generator accepts and a backend gives. Raises UnsupportedError.
+def form_for(described: GeneratorDescription, backend: Backend, generator: str, target: str = POLICY) -> WeightForm | None:
+    """Return the first form that a generator accepts and a backend gives; None for one that gives what was recorded. Raises UnsupportedError.
 
     Weights other than the policy's must not change by its steps, so they never are the backend's memory.
     """
+    if "recorded" in described.capabilities:
+        return None
     given = {"tensors"} if target != POLICY or shown_storage(backend) is None else {"module", "tensors"}
-    for form in accepts:
+    for form in described.accepts:
         if form in given:
             return form
     raise UnsupportedError(
-        f"{generator} takes weights as {' or '.join(accepts) or 'nothing'}, and the backend gives {' or '.join(sorted(given))}",
+        f"{generator} takes weights as {' or '.join(described.accepts) or 'nothing'}, and the backend gives {' or '.join(sorted(given))}",
         remedy="Choose another generator",
     )
 
@@ -85,7 +88,7 @@ class RankGenerator:
     """The generator of a rank, if it has one, and the forms in which weights reach it; without one, weights are gathered for others."""
 
     _backend: Backend
-    _accepts: tuple[WeightForm, ...]
+    _description: GeneratorDescription
     _label: str
     _part: Part[Generator] | None
     _open: int = field(default=0, init=False)
@@ -105,10 +108,10 @@ class RankGenerator:
     ) -> "RankGenerator":
         """Make the generator of a lock, and give it the weights as they are. `samples` is False on ranks that share another's samples."""
         selected = SelectedPlugin.from_lock(lock)
-        accepts = selected.loaded.describe_generator(selected.options).accepts
+        described = selected.loaded.describe_generator(selected.options)
         part: Part[Generator] | None = selected.part("generator", context) if samples else None
-        made = cls(backend, accepts, str(selected.loaded.record), part)
-        weights = OfferedWeights(form_for(accepts, backend, made._label), backend)
+        made = cls(backend, described, str(selected.loaded.record), part)
+        weights = OfferedWeights(form_for(described, backend, made._label), backend)
         try:
             if part is not None:
                 with blaming(part.owner, "start"):
@@ -150,7 +153,7 @@ class RankGenerator:
 
     def update(self, version: int, target: str) -> None:
         """Give the present weights to `target`. Every rank takes part."""
-        weights = OfferedWeights(form_for(self._accepts, self._backend, self._label, target), self._backend)
+        weights = OfferedWeights(form_for(self._description, self._backend, self._label, target), self._backend)
         try:
             if self._part is not None:
                 with blaming(self._part.owner, "update"):

@@ -122,6 +122,23 @@ def test_try_takes_turns_and_knows_solutions(command, files):
     assert "length" in said
 
 
+def test_try_calls_a_tool_in_whichever_way_it_is_written(command, files):
+    (files / "tools.py").write_text('def add(a: int, b: int) -> int:\n    """Add two numbers."""\n    return a + b\n')
+    table = (*SUMS, "reward=./r.py:score", "--set", 'tools=["./tools.py:add"]')
+    calls = (
+        '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 2}}</tool_call>',
+        "<function=add><parameter=a>2</parameter><parameter=b>2</parameter></function>",
+    )
+    for call in calls:
+        shown = command("env", "try", *table, "--answer", call, "--answer", "4").out
+        assert 'calls add: {"a": 2, "b": 2}' in shown
+        assert "tool: 4" in shown
+        assert shown.rstrip().endswith("yes")
+    told = json.loads(command("env", "try", *table, "--answer", calls[0], "--answer", "<tool_call>{oh", "--json").out)
+    assert told["turns"][0]["tool_calls"] == [{"name": "add", "arguments": {"a": 2, "b": 2}}]
+    assert "is not closed" in told["turns"][1]["tool_problem"]
+
+
 def test_a_task_of_reasoning_gym_by_its_short_name(command):
     told = json.loads(command("env", "try", "reasoning_gym:spell_backward", "--json").out)
     assert told["reward"] == 1.0

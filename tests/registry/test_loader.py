@@ -405,6 +405,7 @@ form = P(evolve(RIGHT, accepts=("tensor",)))
 place = P(evolve(RIGHT, placement="somewhere"))
 memory = P(evolve(RIGHT, accepts=("module",)))
 none_at_once = P(evolve(RIGHT, concurrency=0))
+weighed = P(evolve(RIGHT, capabilities=frozenset({"recorded"})))
 wrong = P({"accepts": ()})
 """
     wrong = {
@@ -413,6 +414,7 @@ wrong = P({"accepts": ()})
         "place": "placement must be one of 'rank', 'process', 'remote', is 'somewhere'",
         "memory": 'the form "module" is memory of a rank',
         "none_at_once": "concurrency must be a number from 1 on, is 0",
+        "weighed": r'what is "recorded" needs no weights, so accepts must be empty, is .*tensors',
         "wrong": "it returned dict",
     }
     names = {name: f"my_generator:{name}" for name in ("good", *wrong)}

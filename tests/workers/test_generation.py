@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_engine.contracts.kinds.generator import WeightForm
+from skyrl_engine.contracts.kinds.generator import GeneratorCapability, GeneratorDescription, WeightForm
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.workers.generation import OfferedWeights, form_for
 
@@ -33,6 +33,10 @@ class ShowsNone(Gathers):
         return None
 
 
+def described(accepts: tuple[WeightForm, ...], *capabilities: GeneratorCapability) -> GeneratorDescription:
+    return GeneratorDescription(frozenset(capabilities), accepts, "rank", 1)
+
+
 @pytest.mark.parametrize(
     ("accepts", "backend", "target", "form"),
     [
@@ -45,12 +49,22 @@ class ShowsNone(Gathers):
     ],
 )
 def test_the_first_form_that_both_have(accepts: tuple[WeightForm, ...], backend: Any, target: str, form: str) -> None:
-    assert form_for(accepts, backend, "generator 'x'", target) == form
+    assert form_for(described(accepts), backend, "generator 'x'", target) == form
 
 
 def test_without_a_common_form() -> None:
     with pytest.raises(UnsupportedError, match="generator 'x' takes weights as module, and the backend gives tensors"):
-        form_for(("module",), Gathers(), "generator 'x'")  # type: ignore[arg-type]
+        form_for(described(("module",)), Gathers(), "generator 'x'")  # type: ignore[arg-type]
+
+
+def test_what_was_recorded_needs_no_weights() -> None:
+    """Nothing is gathered for it, on any rank; without the capability a generator that takes none is refused."""
+    backend: Any = Shows()
+    offered = OfferedWeights(form_for(described((), "recorded"), backend, "generator 'x'"), backend)
+    offered.finish()
+    assert (offered.forms, backend.gathered) == (frozenset(), 0)
+    with pytest.raises(UnsupportedError, match="takes weights as nothing"):
+        form_for(described(()), backend, "generator 'x'")
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])

@@ -208,6 +208,22 @@ def test_a_decorated_reward_of_lists_is_a_plugin():
     assert [step(environment, text).reward for text in ("4", "5")] == [1.0, 0.0]
 
 
+def test_a_reward_with_options_is_an_environment_of_its_own(tmp_path):
+    """In a list of rewards nobody could set its options."""
+    file = tmp_path / "r.py"
+    file.write_text(
+        "from skyrl_engine import reward\n"
+        "@reward()\ndef score(text, task, config): return 0.5\n"
+        "@reward()\ndef own(text, task, config=None): return 0.25\n"
+    )
+    with pytest.raises(DataError, match=r"the reward score of .* has options of its own") as caught:
+        function_of(f"{file}:score")
+    assert f"--env {file}:score" in caught.value.remedy
+    assert function_of(f"{file}:own")("", None) == 0.25
+    with pytest.raises(TypeError, match=r"extends skyrl_engine\.environments\.TableOptions"):
+        reward(config=dict)
+
+
 def test_a_decorator_refuses_other_parameters():
     with pytest.raises(TypeError, match=r"takes \(text, task\), and a reward with batch=True takes \(texts, tasks\)"):
         reward(batch=True)(function_of(f"{REWARDS}:exact"))

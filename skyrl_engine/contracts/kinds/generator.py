@@ -27,6 +27,7 @@ GeneratorCapability = Literal[
     "top_logprobs",
     "update_while_generating",
     "prefix_reuse",
+    "recorded",
 ]
 
 POLICY = "policy"
@@ -66,7 +67,8 @@ class GenerationRequest:
     """One stretch of tokens to sample behind `prompt_ids` int32[P], P >= 1.
 
     `request_id` is unique among the requests of a generator. Turns of one trajectory share a `session`, and attempts at one task share a
-    `prefix_group` (None: nobody does), for caches. `seed` (uint64) alone decides what is drawn, whatever else is sampled beside it. `target`
+    `prefix_group` (None: nobody does), for caches. A run by reinforcement counts sessions through: attempt m of the group of ticket t is
+    `t * rl.group_size + m`. `seed` (uint64) alone decides what is drawn, whatever else is sampled beside it. `target`
     names the weight set. `prompt_logprobs` and `top_logprobs` (how many tokens per place) ask for what the capabilities of these names give.
     """
 
@@ -138,7 +140,8 @@ class GeneratorStart:
 class GeneratorDescription:
     """A generator as planning knows it, before torch is imported.
 
-    `accepts` are the forms of weights that it takes, the preferred first (none: a frozen endpoint, which cannot be trained with). `placement`
+    `accepts` are the forms of weights that it takes, the preferred first. None is a frozen endpoint, which cannot be trained with, unless the
+    capability "recorded" says that its tokens were sampled before, and so need no weights. `placement`
     "rank" lives in the process of a rank. `concurrency` counts the requests that it makes use of at once.
     """
 

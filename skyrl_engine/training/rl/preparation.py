@@ -289,7 +289,7 @@ def _refuse_generator(resolved: ResolvedConfig, *, trains: bool) -> None:
         )
     if not trains:
         return
-    if not description.accepts:
+    if not description.accepts and "recorded" not in description.capabilities:
         raise UnsupportedError(
             f"{label} takes no weights: it would go on sampling from a model that is not the trained one",
             remedy="Choose a generator that takes weights, such as hf",
@@ -336,6 +336,8 @@ def _prove_turns(renderer: TurnRenderer, parts: Sequence[Part[Environment]], tas
             roles = ("tool",) if task.tools else ("user",)
             for warning in renderer.prove(roles, task.tools):
                 logger.warning("%s", warning)
+        elif task.messages:
+            renderer.require_tools(task.tools)
 
 
 def _reference(resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles) -> FrozenModel:

@@ -94,6 +94,17 @@ def test_tasks_of_a_file_are_all_attempted(capsys: pytest.CaptureFixture[str], w
     assert evaluated(capsys, "--model", world / "model", *reward, *_lengths(), "--tasks", 3)["tasks"] == 3
 
 
+def test_a_decorated_reward_takes_the_tasks_of_a_file(capsys: pytest.CaptureFixture[str], world: Path, tmp_path: Path) -> None:
+    """It is an environment that reads tasks; one that has tasks of its own says that it has no such option."""
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"go {number}"}) + "\n" for number in range(3)))
+    (tmp_path / "r.py").write_text("from skyrl_engine import reward\n@reward()\ndef score(text, task):\n    return 0.5\n")
+    tasks = ("--data", tmp_path / "tasks.jsonl")
+    told = evaluated(capsys, "--model", world / "model", "--env", f"{tmp_path / 'r.py'}:score", *tasks, *_lengths())
+    assert (told["tasks"], told["metrics"]["evaluation/avg@1"]) == (3, 0.5)
+    assert main(["evaluate", "--model", f"{world}/model", "--env", f"{world}/world.py:world", *map(str, tasks)]) == 2
+    assert "data" in capsys.readouterr().err
+
+
 def _lengths() -> tuple[str, ...]:
     return ("--max-tokens", "44", "--set", "rl.max_prompt_tokens=64")
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from skyrl_engine.contracts.kinds.environment import EnvironmentClaims, Task
 from skyrl_engine.errors import UnsupportedError
@@ -12,6 +13,10 @@ from skyrl_engine.testing.templates import TEMPLATES
 from skyrl_engine.training.rl.preparation import _prove_turns
 
 ASKED = Task("asked", messages=({"role": "user", "content": "how much is 1 + 1?"},))
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
 TOKENS = Task("tokens", prompt_ids=(1, 2, 3))
 
 
@@ -31,6 +36,25 @@ def test_turns_that_can_be_rendered_are_planned() -> None:
 def test_a_template_that_cannot_go_on_is_refused_where_there_are_several_turns() -> None:
     with pytest.raises(UnsupportedError, match="the chat template of counter"):
         prove(ASKED, template="counter")
+
+
+def test_tools_that_the_model_would_not_hear_of_are_refused() -> None:
+    """With one turn too: a task whose tools stand nowhere is another task."""
+    prove(evolve(ASKED, tools=(TOOL,)))
+    for turns in (1, 3):
+        with pytest.raises(
+            UnsupportedError, match=r"the chat template of plain does not tell the model of the tools .*'add'"
+        ) as caught:
+            prove(evolve(ASKED, tools=(TOOL,)), template="plain", max_turns=turns)
+        assert "model.chat_template" in caught.value.remedy
+
+
+def test_calls_that_nobody_reads_are_warned_of() -> None:
+    tokenizer = TEMPLATES["chatml"].tokenizer()
+    assert TurnRenderer(tokenizer).prove(("tool",), (TOOL,)) == ()
+    tokenizer.chat_template = tokenizer.chat_template.replace("<tool_call>", "[CALL]").replace("</tool_call>", "[/CALL]")
+    (warning,) = TurnRenderer(tokenizer).prove(("tool",), (TOOL,))
+    assert "writes calls of tools in a way that is not read" in warning
 
 
 def test_prompts_of_tokens_cannot_be_rendered_anew() -> None:
