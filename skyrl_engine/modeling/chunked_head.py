@@ -49,7 +49,11 @@ class Asked:
         wide_NK = scores.pop(LOGPROBS_AT, None)
         if wide_NK is not None:
             # cloned, because FSDP2 warns if the root returns a view
-            parts = [wide_NK] if len(self.widths) == 1 else [part.clone() for part in wide_NK.split(list(self.widths.values()), 1)]
+            parts = (
+                [wide_NK]
+                if len(self.widths) == 1
+                else [part.clone() for part in torch.split(wide_NK, list(self.widths.values()), 1)]
+            )
             scores.update(zip(self.widths, parts, strict=True))
         return scores
 

@@ -61,7 +61,7 @@ class ColumnReader:
     def _askers(self) -> dict[str, str]:
         """Who asks for each column, by its name."""
         named = {need: sample_value(need) or next(iter(column_forms((need,)))) for need in self.needed}
-        return {named[need]: asker for need, asker in reversed(self.needed.items())}
+        return {named[need]: asker for need, asker in reversed(list(self.needed.items()))}
 
     def values(self, row: Row) -> dict[str, str | float]:
         """Return the values of the sample that are needed, by name. Raises DataError naming row and column for what is no text or number."""

@@ -46,8 +46,9 @@ class TokenTable:
         import pyarrow as pa
 
         def is_one(kind: pa.DataType) -> bool:
-            lists = pa.types.is_large_list(kind)
-            return lists and (kind.value_type == pa.float32() or pa.types.is_fixed_size_list(kind.value_type))
+            if not pa.types.is_large_list(kind):
+                return False
+            return bool(kind.value_type == pa.float32() or pa.types.is_fixed_size_list(kind.value_type))
 
         return [field.name for field in self.batch.schema if is_one(field.type) and field.name != "loss_mask"]
 
@@ -144,8 +145,8 @@ class TokenTableWriter:
                 file.write(values.astype(form.dtype).tobytes())
         for name, ids in self._ids.items():
             ids.append(carried.ids[name])
-        for name, values in self._values.items():
-            values.append(carried.values[name])
+        for name, of_samples in self._values.items():
+            of_samples.append(carried.values[name])
         self._lengths.append(len(sample.loss))
         self._actions.append(len(sample.loss) - first)
         self._rows.append(sample.number)

@@ -261,6 +261,7 @@ def _wide_values(draw: st.DrawFn, needs: Iterable[str], count: int, range_: Rang
     values: dict[str, AnyArray] = {}
     for name in names:
         choices = _EXTREME_LOGPROBS if range_ == "extreme" else _LOGPROBS
+        drawn: AnyArray
         if wide.get(name) == "token ids":
             drawn = _picked(draw, count * width, range(64)).astype(np.int64)
         elif "logprobs" in name:
