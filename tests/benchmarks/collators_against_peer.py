@@ -1,8 +1,8 @@
 """CPU time of collation against a peer's collators over the same samples: from Python lists, and from columns.
 
 Rounds are interleaved in one process on one thread; figures are ratios of the least CPU times. "lists in" makes columns of Python lists, plans,
-and builds every field; "columns in" plans and builds every field; "as trained" plans and builds what a training step asks for, the model's
-inputs and the gather index.
+and builds every field; "columns in" plans and builds every field; "model inputs" plans and builds the model's inputs and the gather index. All
+of them build the batch as one micro-batch, as a peer does; `micro_batches_against_peer.py` builds micro-batches as a training step does.
 Run with `nox -s peers`; `measuring/peer.py` says where the peer comes from.
 """
 
@@ -33,8 +33,8 @@ CASES = (
     ("padded", 16384, "short", 0),
     ("packed", 16384, "short", 8192),
 )
-HEADLINE = (("padded", 1024, "short", 0), ("packed", 1024, "short", 2048))
-BARS = {"padded": 1.6, "packed": 4.0}
+HEADLINE = (("trajectory", 1024, "short", 0), ("padded", 1024, "short", 0), ("packed", 1024, "short", 2048))
+BARS = {"trajectory": 3.0, "padded": 4.0, "packed": 5.0}
 """Of the headline: plugins/collators/README.md."""
 ROUNDS = {1024: 9, 16384: 5}
 EIGHT_RANKS = Layout(dp=8)
@@ -56,12 +56,8 @@ def main() -> None:
         headline[case] = ratios.get("lists in, native", ratios["lists in, numpy"])
         listed = ", ".join(f"{name} {ratio:.1f}x" for name, ratio in ratios.items())
         print(f"{case[0]} {case[1]} {case[2]}: peer {theirs * 1e3:.1f} ms; {listed}")
-    of_padded, of_packed = (headline[case] for case in HEADLINE)
-    print(
-        f"headline, Python lists to dense tensors, {engines[-1]}, 1024 samples: "
-        f"padded {of_padded:.1f}x {beside(of_padded, at_least=BARS['padded'])}, "
-        f"packed {of_packed:.1f}x {beside(of_packed, at_least=BARS['packed'])}"
-    )
+    told = ", ".join(f"{case[0]} {headline[case]:.1f}x {beside(headline[case], at_least=BARS[case[0]])}" for case in HEADLINE)
+    print(f"headline, Python lists to dense tensors by the public constructors as they are, {engines[-1]}, 1024 samples: {told}")
 
 
 def measured(peer: Any, case: tuple[str, int, str, int], engines: list[str]) -> dict[str, float]:
@@ -79,7 +75,7 @@ def measured(peer: Any, case: tuple[str, int, str, int], engines: list[str]) -> 
     for engine in engines:
         works[f"lists in, {engine}"] = partial(on_engine, engine, partial(build, partial(columns_of, kind, batch)))
         works[f"columns in, {engine}"] = partial(on_engine, engine, partial(build, lambda: columns))
-        works[f"as trained, {engine}"] = partial(on_engine, engine, partial(build, lambda: columns, MODEL_INPUTS))
+        works[f"model inputs, {engine}"] = partial(on_engine, engine, partial(build, lambda: columns, MODEL_INPUTS))
     return interleaved(works, ROUNDS[size])
 
 

@@ -134,7 +134,7 @@ static MicroBatch *micro_batches_read(PyObject *shapes, size_t count, const Samp
                               &action_width)) {
             goto refused;
         }
-        if (rows < 0 || width < 0 || action_width < 0 || next_end >= ends || (size_t)rows > ends - next_end - 1) {
+        if (width < 0 || action_width < 0 || next_end >= ends || (size_t)rows > ends - next_end - 1) {
             PyErr_Format(PyExc_ValueError, "micro-batch %zu has %zd rows of %zd and %zd, and %zu offsets", i, rows, width, action_width,
                          ends - next_end);
             goto refused;

@@ -13,6 +13,7 @@ from importlib.util import module_from_spec, spec_from_loader
 from kernel_bins import bins_are_refused, bins_equal_the_scan
 from kernel_lists import lists_equal_python
 from kernel_memory import Memory
+from kernel_padded import padded_equals_the_loop, padded_is_refused, ranks_are_refused, ranks_equal_the_scan
 from kernel_rows import gathers_are_refused, gathers_equal_the_loop, rows_are_refused, rows_equal_the_loop
 
 
@@ -29,6 +30,10 @@ def main() -> None:
         lists_equal_python,
         bins_equal_the_scan,
         bins_are_refused,
+        padded_equals_the_loop,
+        padded_is_refused,
+        ranks_equal_the_scan,
+        ranks_are_refused,
         nothing_leaks,
     ):
         check(module)
@@ -55,6 +60,24 @@ def nothing_leaks(module):
         (module.first_fit, memory.array("q", [1, 2]), 2, two[:], one),
         (module.first_fit, memory.array("q", [1, 2]), 2, two[:], small),
         (module.first_fit, memory.array("q", [1, 2]), 2, small, two),
+        (module.count_scored, one, memory.array("q", [0, 2]), memory.array("q", [0, 1])),
+        (module.count_scored, one, memory.array("q", [0, 2]), two[:1]),
+        (module.write_padded, out[:2], "t", out[2:5], out[5:6], small, memory.array("q", [0, 2]), two, one, two, ((1, 2, 0),), 0),
+        (
+            *(module.write_padded, out[:2], "t", out[2:5], out[5:6], small[:2], memory.array("q", [0, 2])),
+            *(memory.array("q", [0, 1]), one, memory.array("q", [0, 1]), ((1, 2, 1),), 0),
+        ),
+        (
+            *(module.write_padded, out[:2], "t", out[2:5], out[5:6], small[:2], memory.array("q", [0, 2])),
+            *(memory.array("q", [0, 1]), one, memory.array("q", [0, 1]), ((1, 1, 1),), 0),
+        ),
+        (
+            *(module.write_padded, out[:1], "t", out[2:5], out[5:6], small[:2], memory.array("q", [0, 2])),
+            *(memory.array("q", [0, 1]), one, memory.array("q", [0, 1]), ((1, 2, 1),), 0),
+        ),
+        (module.balance, two, 2, 1, two[:]),
+        (module.balance, two, 1, 1, two[:]),
+        (module.balance, memory.array("q", [-1, 0]), 2, 1, two[:]),
         (module.measure_lists, numbers, two[:]),
         (module.measure_lists, numbers, one),
         (module.measure_lists, [(1,), [2]], two[:]),

@@ -11,7 +11,9 @@ import pytest
 
 from skyrl_engine import DataError
 from skyrl_engine.contracts import FactoryContext, Layout, MicroBatchPlan, SampleColumns, collate, one_sample_per_row
+from skyrl_engine.contracts.values import ingest
 from skyrl_engine.testing.error_checks import check_says_what_to_do
+from skyrl_engine_collators import kernels
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.plugin import PackedConfig, PaddedConfig, packed, padded
 
@@ -142,3 +144,9 @@ def test_options_are_checked(wrong):
     with pytest.raises(ValueError):
         PaddedConfig(**wrong)
     assert attrs.has(PaddedConfig)
+
+
+def test_lists_are_read_by_this_distribution_without_being_told():
+    (point,) = entry_points(group="skyrl_engine.list_reader")
+    assert point.load() is kernels.read_lists
+    assert ingest.installed_reader() is kernels.read_lists
