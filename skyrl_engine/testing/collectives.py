@@ -13,6 +13,11 @@ class CollectiveCalled(RuntimeError):  # noqa: N818 - told by the name of what w
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: True would import torch's compiler, which takes six seconds, to keep it out of the method below."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
