@@ -81,7 +81,11 @@ def _several(claims: Sequence[PluginRecord]) -> PluginAmbiguousError | PluginBro
         return PluginBrokenError(
             f"{twice.origin} offers the {first.kind} {first.name!r} more than once, with different targets",
             remedy=f"Upgrade it: {install_command('--upgrade', str(twice.distribution))}",
-            details=[f"{record.kind} {record.name} = {record.target} ({record.origin})" for record in claims],
+            details=[
+                f"{record.kind} {record.name} = {record.target}"
+                + (f" ({record.origin})" if record.distribution != twice.distribution else "")
+                for record in claims
+            ],
         )
     return PluginAmbiguousError(
         f"the {first.kind} {first.name!r} is claimed by {len(claims)} distributions: {listed([record.reference for record in claims])}",

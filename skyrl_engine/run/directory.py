@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from attrs import frozen
+from attrs import field, frozen
 
 from skyrl_engine.errors import ConfigError, EngineError, Problem
 
@@ -30,8 +30,8 @@ class RunDirectory:
     """
 
     path: Path
-    created: tuple[Path, ...] = ()
-    empty: bool = False
+    created: tuple[Path, ...] = field(default=(), eq=False)
+    empty: bool = field(default=False, eq=False)
 
     @property
     def manifest(self) -> Path:
