@@ -39,8 +39,10 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "value_clip": ("values", "old_values", "returns"),
     "kl": ("logprobs", "ref_logprobs"),
     "entropy": ("entropy",),
+    "label_smoothing": ("logprobs", "mean_logprob"),
+    "z_loss": ("logsumexp",),
 }
-NOT_HOMOGENEOUS = {"cross_entropy", "clip_cov", "kl_cov", "dro", "value_clip", "kl", "entropy"}
+NOT_HOMOGENEOUS = {"cross_entropy", "clip_cov", "kl_cov", "dro", "value_clip", "kl", "entropy", "label_smoothing", "z_loss"}
 
 
 def default(name: str) -> Any:
