@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import click
 
 from skyrl_engine import __version__
-from skyrl_engine.cli.command import Settings
+from skyrl_engine.cli.command import CommandSettings
 from skyrl_engine.cli.lazy import LazyCommand, LazyGroup
 
 PROGRAM = "skyrl-engine"
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.update(_ENVIRONMENT)
     for name, value in _QUIET_LIBRARIES.items():
         os.environ.setdefault(name, value)
-    settings = Settings()
+    settings = CommandSettings()
     try:
         return _invoke(list(sys.argv[1:] if arguments is None else arguments), settings)
     except BaseException as error:  # noqa: BLE001 - every way to end is turned into an exit code; SystemExit keeps its own
@@ -88,7 +88,7 @@ def _open_missing_streams() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
-def _invoke(arguments: list[str], settings: Settings) -> int:
+def _invoke(arguments: list[str], settings: CommandSettings) -> int:
     """Run the command and return its exit code (None: 0). `click.Command.main` would end a broken pipe of any kind silently."""
     if _COMPLETION in os.environ:
         app.main(arguments, PROGRAM, _COMPLETION)

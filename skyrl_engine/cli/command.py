@@ -9,7 +9,7 @@ from attrs import define
 
 
 @define
-class Settings:
+class CommandSettings:
     """The settings that every command has. `log` is the file that tells more about a failure, once there is one."""
 
     debug: bool = False
@@ -17,11 +17,11 @@ class Settings:
     log: Path | None = None
 
 
-def settings_of(context: click.Context) -> Settings:
-    return context.ensure_object(Settings)
+def settings_of(context: click.Context) -> CommandSettings:
+    return context.ensure_object(CommandSettings)
 
 
-def current_settings() -> Settings:
+def current_settings() -> CommandSettings:
     """Return the settings of the command that is running."""
     return settings_of(click.get_current_context())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from skyrl_engine.cli.command import Settings
+from skyrl_engine.cli.command import CommandSettings
 from skyrl_engine.errors import EngineError
 
 USAGE = 2
@@ -19,7 +19,7 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 
 
-def exit_code_of(error: BaseException, settings: Settings) -> int:
+def exit_code_of(error: BaseException, settings: CommandSettings) -> int:
     """Print what `error` means to a person and return the exit code of the process."""
     match error:
         case SystemExit():
@@ -50,7 +50,7 @@ def exit_code_of(error: BaseException, settings: Settings) -> int:
             return RUNTIME
 
 
-def _finish(error: BaseException, settings: Settings, line: str, details: tuple[str, ...] = ()) -> None:
+def _finish(error: BaseException, settings: CommandSettings, line: str, details: tuple[str, ...] = ()) -> None:
     if settings.debug:
         click.echo("".join(traceback.format_exception(error)).rstrip(), err=True)
     for detail in details:

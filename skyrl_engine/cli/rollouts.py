@@ -24,7 +24,7 @@ def rollouts() -> None:
 
 
 @frozen(eq=False)
-class _Attempt:
+class _ShownAttempt:
     """An attempt with its group, and the step that trained on it or, where none did, that it was sampled for."""
 
     step: int
@@ -154,7 +154,7 @@ def show(
         step = max(_step_of(index).values(), default=None)
     decode = _decoder(run)
     found = [
-        _Attempt(own, group, each)
+        _ShownAttempt(own, group, each)
         for own, group in _groups(index, None if step is None else {step})
         for each in group.trajectories
         if (not truncated or each.status == "truncated")
@@ -172,7 +172,7 @@ def show(
         click.echo("No attempt is of that kind.")
 
 
-def _learned_of(index: "JournalIndex", attempt: _Attempt) -> "Learned | None":
+def _learned_of(index: "JournalIndex", attempt: _ShownAttempt) -> "Learned | None":
     """Return what the attempt's step learned from it; None where no step did, or what it learned is not kept."""
     record = index.learned.get(attempt.step)
     of = attempt.trajectory
@@ -190,7 +190,7 @@ _SHOWN = 60
 _WORDS = ("prompt", "sampled", "observed")
 
 
-def _show_attempt(attempt: _Attempt, decode: Callable[[Any], str], *, tokens: bool) -> None:
+def _show_attempt(attempt: _ShownAttempt, decode: Callable[[Any], str], *, tokens: bool) -> None:
     from skyrl_engine.cli.render import show_facts, show_heading, show_segments, show_table
     from skyrl_engine.rollout.exported import segments_of
 
@@ -328,7 +328,7 @@ def diff(run: Path, steps: tuple[int, int], limit: int) -> None:
         for step, group in zip(steps, (before[place], after[place]), strict=True):
             best = max(group.finished, key=lambda each: each.reward, default=None)
             if best is not None:
-                _show_attempt(_Attempt(step, group, best), decode, tokens=False)
+                _show_attempt(_ShownAttempt(step, group, best), decode, tokens=False)
 
 
 def _means(*sides: "list[Group]") -> list[str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from skyrl_engine.cli.command import EngineCommand, Settings, current_settings
+from skyrl_engine.cli.command import CommandSettings, EngineCommand, current_settings
 from skyrl_engine.cli.failures import INTERRUPTED
 from skyrl_engine.cli.options import file_argument, flags_of, load_config, overrides_argument, plugin_options
 
@@ -28,7 +28,7 @@ def run(file: Path, overrides: tuple[str, ...], dry_run: bool, **choices: Any) -
     return start(resolved, current_settings(), dry_run=dry_run)
 
 
-def start(resolved: "ResolvedConfig", settings: Settings, *, dry_run: bool) -> int:
+def start(resolved: "ResolvedConfig", settings: CommandSettings, *, dry_run: bool) -> int:
     """Train, or only plan, and print the outcome; returns the exit code."""
     from skyrl_engine.cli import render
 

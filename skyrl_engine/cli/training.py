@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from skyrl_engine.cli.command import Settings
+from skyrl_engine.cli.command import CommandSettings
 from skyrl_engine.contracts.kinds.observer import SessionStarted
 from skyrl_engine.hooks.markers import hookimpl
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class LogLocation:
     """An observer that remembers the path of the run's log, for the line that reports an unexpected failure."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CommandSettings) -> None:
         self._settings = settings
 
     @hookimpl
@@ -51,7 +51,7 @@ def warnings_to(show: Callable[[str], None]) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def train(resolved: "ResolvedConfig", settings: Settings, observers: Sequence[object] = ()) -> "RunResult":
+def train(resolved: "ResolvedConfig", settings: CommandSettings, observers: Sequence[object] = ()) -> "RunResult":
     """Train, show progress on stderr unless `--quiet`, and return what the run returns."""
     from skyrl_engine.cli.render import show_progress
     from skyrl_engine.config.trainers import TRAINERS

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 
 from skyrl_engine.contracts.kinds.loss import Sequences
 from skyrl_engine.interop.masked_function import MaskedFunction
-from skyrl_engine.interop.rows import Rows
+from skyrl_engine.interop.rows import PaddedPlaces
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +106,7 @@ def generic(call: MaskedFunction) -> MaskedFunction:
             moved = moved + 4 * noise - 2
         columns[need] = moved
     sequences = Sequences(row, torch.tensor(_LENGTHS, device=device), row[:0], row[:0])
-    rows = Rows.of(sequences)
+    rows = PaddedPlaces.of(sequences)
     for need in call.per_sequence:
         columns[need] = rows.per_row(columns[need])[row]
     return evolve(call, columns=columns, rows=rows)

@@ -8,7 +8,7 @@ from attrs import frozen
 
 from skyrl_engine.errors import ContractError, DataError
 from skyrl_engine.interop.arguments import Arguments
-from skyrl_engine.interop.rows import Rows
+from skyrl_engine.interop.rows import PaddedPlaces
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ class MaskedFunction:
     arguments: Arguments
     config: object
     columns: Mapping[str, "torch.Tensor"]
-    rows: Rows
+    rows: PaddedPlaces
     per_sequence: tuple[str, ...]
     normalised: bool
     seed: int
@@ -59,7 +59,7 @@ class MaskedFunction:
         with torch.no_grad():
             return float(self(weights, **batch)[0])
 
-    def _argument(self, need: str, rows: Rows) -> "torch.Tensor":
+    def _argument(self, need: str, rows: PaddedPlaces) -> "torch.Tensor":
         values = self.columns[need]
         if need not in self.per_sequence:
             return rows.pad(values)

@@ -13,7 +13,7 @@ from skyrl_engine.hooks.decorators import LossPlugin
 from skyrl_engine.interop.arguments import Arguments, match_arguments
 from skyrl_engine.interop.masked_function import MaskedFunction
 from skyrl_engine.interop.options import options_class
-from skyrl_engine.interop.rows import Rows
+from skyrl_engine.interop.rows import PaddedPlaces
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +101,7 @@ class MaskedLoss:
             self.arguments,
             config,
             columns,
-            Rows.of(tokens.sequences),
+            PaddedPlaces.of(tokens.sequences),
             self.per_sequence,
             self.normalised,
             tokens.generator.initial_seed(),

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @frozen(eq=False)
-class Rows:
+class PaddedPlaces:
     """The places of n tokens, `row` and `column` int64[n], in a padded batch of S sequences with tokens, the longest of T tokens."""
 
     row: "torch.Tensor"
@@ -19,7 +19,7 @@ class Rows:
     shape: tuple[int, int]
 
     @classmethod
-    def of(cls, sequences: Sequences) -> "Rows":
+    def of(cls, sequences: Sequences) -> "PaddedPlaces":
         """Give each sequence that has a token a row of its own; sequences without tokens get none."""
         import torch
 
@@ -29,7 +29,7 @@ class Rows:
         column = places - sequences.offsets[sequences.index]
         return cls(row, column, (int(filled.sum()), int(sequences.counts.max())))
 
-    def grown(self, rows: int = 0, columns: int = 0) -> "Rows":
+    def grown(self, rows: int = 0, columns: int = 0) -> "PaddedPlaces":
         """Return the same places in a batch with further rows and columns of padding."""
         return evolve(self, shape=(self.shape[0] + rows, self.shape[1] + columns))
 

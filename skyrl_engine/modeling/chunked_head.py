@@ -20,7 +20,7 @@ CHUNKS_KEPT = 2
 
 
 @frozen(eq=False)
-class Asked:
+class AskedScores:
     """What needs ask of a head at n positions: scores by name, and the token ids to score.
 
     `tokens` int64[n, 1 + k] holds the label of each position, and behind it the candidates of every need `logprobs_at:COLUMN`, of which
@@ -78,7 +78,7 @@ class ChunkedHead(nn.Module):
         self.positions_per_chunk = max(1, logits_per_chunk // linear.out_features)
 
     def forward(self, hidden_NH: Tensor, tokens_NK: Tensor, temperature: float, asked: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """Return the scores of `Asked`, each [n] (`logprobs_at`: [n, k]), in nats; float32, or float64 for a float64 model.
+        """Return the scores of `AskedScores`, each [n] (`logprobs_at`: [n, k]), in nats; float32, or float64 for a float64 model.
 
         They are a tuple, not a list, because DeepSpeed ZeRO-3 follows tensors through tuples only.
         """
@@ -104,11 +104,11 @@ class Sums:
 
 @frozen(eq=False)
 class Score:
-    """The function from a chunk's raw logits [n, v] and tokens [n, 1 + k] of `Asked` to scores, and its gradient; of a vocabulary on one rank.
+    """The function from a chunk's raw logits [n, v] and tokens [n, 1 + k] of `AskedScores` to scores, and its gradient.
 
-    Let y be the logits that softmax is taken of and p their softmax. The log-probability of a token is y(token) - log Z, and the entropy is
+    The vocabulary lies on one rank. Let y be the logits that softmax is taken of and p their softmax. The log-probability of a token is y(token) - log Z, and the entropy is
     log Z - E, where log Z = logsumexp of y and E = the mean of y under p. The mean log-probability is M - log Z, where M = the mean of y over
-    the vocabulary. `asked` names the scores, as `Asked` does.
+    the vocabulary. `asked` names the scores, as `AskedScores` does.
     """
 
     rule: LogitRule
@@ -197,7 +197,7 @@ class Score:
 def chunked_scores(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, tokens_NK: Tensor, score: Score, positions_per_chunk: int
 ) -> tuple[Tensor, ...]:
-    """Return the scores of `hidden_NH @ weight_VH.T + bias_V` at the tokens [n, 1 + k] of `Asked`, chunk by chunk.
+    """Return the scores of `hidden_NH @ weight_VH.T + bias_V` at the tokens [n, 1 + k] of `AskedScores`, chunk by chunk.
 
     Backward computes the logits of each chunk again, unless they were kept (`CHUNKS_KEPT`).
     """

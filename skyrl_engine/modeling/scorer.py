@@ -9,7 +9,7 @@ from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.modeling.causal_lm import CausalLanguageModelParts
-from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, Asked, ChunkedHead, asks_a_head
+from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, AskedScores, ChunkedHead, asks_a_head
 from skyrl_engine.modeling.images import ImageTokens
 from skyrl_engine.modeling.segment_attention import known_documents, known_rows
 from skyrl_engine.modeling.segments import REMEDY, WHOLE_ROWS, Segments, SegmentSupport
@@ -83,7 +83,7 @@ class Scorer(nn.Module):
         chosen_NH = hidden_NH.index_select(0, positions)
         scores: dict[str, Tensor] = {}
         if asks_a_head(needs):
-            asked = Asked.of(needs, labels, candidates)
+            asked = AskedScores.of(needs, labels, candidates)
             scores.update(asked.named(self.head(chosen_NH, asked.tokens, temperature, asked.scores)))
         if "values" in needs:
             assert self.value_head is not None, "values are asked of a model without a value head"

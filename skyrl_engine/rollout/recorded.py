@@ -35,7 +35,7 @@ Told = Callable[[int], None]
 
 
 @frozen
-class Limits:
+class RecordingLimits:
     """What recorded attempts must keep to.
 
     `vocabulary` counts the model's tokens and `positions` those of a sequence (None: unknown), `min_group_size` is the fewest attempts of a
@@ -75,7 +75,7 @@ class Recording:
 
 def read_recording(
     place: Path,
-    limits: Limits,
+    limits: RecordingLimits,
     filters: Sequence[Part[GroupFilter]] = (),
     *,
     max_drop_share: float = 1.0,
@@ -194,7 +194,7 @@ def _itself(group: Group) -> Group:
     return group
 
 
-def _check(attempt: Trajectory, name: str, limits: Limits) -> None:
+def _check(attempt: Trajectory, name: str, limits: RecordingLimits) -> None:
     largest = int(attempt.token_ids.max(initial=0))
     if limits.vocabulary is not None and largest >= limits.vocabulary:
         raise DataError(

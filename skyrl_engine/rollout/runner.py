@@ -31,7 +31,7 @@ _A_TASK: Final = "\0"
 """Stands for the task in the text of a failure."""
 
 
-class Sampler(Protocol):
+class CompletionSource(Protocol):
     """Where requests go and completions come from."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None: ...
@@ -131,7 +131,7 @@ class RolloutRunner:
     environments are waited for as `environment`.
     """
 
-    sampler: Sampler
+    sampler: CompletionSource
     episodes: Episodes
     turns: Turns
     names: Sequence[str]

@@ -14,9 +14,9 @@ from measuring.bars import beside
 from measuring.cpu_time import interleaved, machine
 
 from skyrl_engine.contracts import GenerationRequest, Sampling
-from skyrl_engine_generators.loop import Row, SlotLoop
+from skyrl_engine_generators.loop import SampledRow, SlotLoop
 from skyrl_engine_generators.rows import CachedRows
-from skyrl_engine_generators.sampling import Settings, draw
+from skyrl_engine_generators.sampling import RowDistributions, draw
 from skyrl_engine_generators.stops import StopRule
 
 REQUESTS = 64
@@ -45,7 +45,7 @@ def main() -> None:
         ratio = times["generate"] / times["hf"]
         print(f"{name} lengths, tokens per CPU second: {rates}; {ratio:.2f}x {beside(ratio, at_least=BARS[name])}")
     logits, uniforms = torch.randn(64, LARGE) * 3, torch.rand(64, dtype=torch.float64)
-    settings = Settings.of([Sampling(max_tokens=1)] * 64, logits.device)
+    settings = RowDistributions.of([Sampling(max_tokens=1)] * 64, logits.device)
     works = {
         "hf": partial(draw, logits, uniforms, settings),
         "multinomial": lambda: torch.multinomial(logits.log_softmax(-1).exp(), 1),
@@ -79,7 +79,7 @@ def sampled(
     loop = SlotLoop(CachedRows(model, slots), slots)
     for number, (prompt, length) in enumerate(zip(prompts, lengths.tolist(), strict=True)):
         request = GenerationRequest(number, prompt.astype(np.int32), Sampling(max_tokens=length), seed=number)
-        loop.add(Row(request, StopRule(frozenset(), (), 0, length, None), prompt))
+        loop.add(SampledRow(request, StopRule(frozenset(), (), 0, length, None), prompt))
     while len(loop):
         loop.step()
 

@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_engine import __version__, errors
 from skyrl_engine.cli import app
-from skyrl_engine.cli.command import Settings, every_command
+from skyrl_engine.cli.command import CommandSettings, every_command
 from skyrl_engine.cli.failures import exit_code_of
 
 Command = Callable[..., object]
@@ -61,12 +61,12 @@ def test_a_wrong_command_line_is_one_line_and_code_2(command, arguments, line):
 
 def test_engine_errors_end_in_one_line_below_their_details(capsys):
     error = errors.DataError("sample 3 of x.jsonl has no 'messages'", remedy="Add them", details=["first", "second"])
-    assert exit_code_of(error, Settings()) == 4
+    assert exit_code_of(error, CommandSettings()) == 4
     assert capsys.readouterr().err == "first\nsecond\nerror: sample 3 of x.jsonl has no 'messages'. Add them.\n"
 
 
 def test_an_engine_error_of_a_run_names_the_log_above_the_last_line(capsys, tmp_path):
-    exit_code_of(errors.WorkerError("rank 1 died", rank=1, remedy="Look"), Settings(log=tmp_path / "run.log"))
+    exit_code_of(errors.WorkerError("rank 1 died", rank=1, remedy="Look"), CommandSettings(log=tmp_path / "run.log"))
     assert capsys.readouterr().err == f"the log: {tmp_path / 'run.log'}\nerror: rank 1 died. Look.\n"
 
 
@@ -84,7 +84,7 @@ def test_an_engine_error_of_a_run_names_the_log_above_the_last_line(capsys, tmp_
     ],
 )
 def test_exit_codes(capsys, error, code):
-    assert exit_code_of(error, Settings()) == code
+    assert exit_code_of(error, CommandSettings()) == code
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -119,7 +119,7 @@ def test_half_a_character_is_written_out_in_the_log(monkeypatch, tmp_path):
     monkeypatch.setattr("platformdirs.user_log_path", lambda *_: tmp_path)
     error = ValueError("a text")
     error.add_note("cut \ud83d")
-    exit_code_of(error, Settings())
+    exit_code_of(error, CommandSettings())
     assert any("cut \\ud83d" in log.read_text() for log in tmp_path.glob("failure-*.log"))
 
 
@@ -128,7 +128,7 @@ def test_an_unwritable_log_directory_falls_back_to_the_temporary_one(capsys, mon
     occupied.write_text("")
     monkeypatch.setattr("platformdirs.user_log_path", lambda *_: occupied)
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    assert exit_code_of(RuntimeError("x"), Settings()) == 4
+    assert exit_code_of(RuntimeError("x"), CommandSettings()) == 4
     assert list(tmp_path.glob("failure-*.log"))
 
 

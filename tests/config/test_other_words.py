@@ -6,7 +6,7 @@ import pytest
 from skyrl_engine.config import load
 from skyrl_engine.config.other_words import RL, key_for, meant, words, words_of_rl
 from skyrl_engine.config.schema import LoraConfig
-from skyrl_engine.config.schema.rl import KlConfig
+from skyrl_engine.config.schema.rl import RewardKlConfig
 from skyrl_engine.config.sections import sections
 from skyrl_engine.config.structure import structure
 from skyrl_engine.errors import ConfigError
@@ -36,7 +36,7 @@ def test_every_word_of_reinforcement_leads_to_a_key_or_to_an_option_of_a_plugin(
         if attrs.has(section.schema)
         for key in attrs.fields_dict(section.schema)
     }
-    inside = {"rl.kl": KlConfig, "model.lora": LoraConfig}
+    inside = {"rl.kl": RewardKlConfig, "model.lora": LoraConfig}
     keys |= {f"{key}.{name}" for key, schema in inside.items() for name in attrs.fields_dict(schema)}
     options = {key for key in words_of_rl() if key not in keys}
     for key in options:

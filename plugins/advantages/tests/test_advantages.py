@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from skyrl_engine.contracts import AdvantageOutput
 from skyrl_engine.testing import AdvantageConformance
-from skyrl_engine.testing.advantages.batches import AWKWARD, REWARDS, Rows, Sample, Token, rows
+from skyrl_engine.testing.advantages.batches import AWKWARD, REWARDS, DrawnRows, DrawnSample, Token, rows
 from skyrl_engine_advantages import reference, vectorized
 from skyrl_engine_advantages.options import GaeOptions, GroupOptions, TokenOptions
 
@@ -58,15 +58,15 @@ def _output(result):
 
 @given(reward=st.floats(-1e6, 1e6, width=32), size=st.integers(1, 64), name=st.sampled_from(("grpo", "rloo", "maxrl")))
 def test_equal_rewards_give_exactly_zero_whatever_they_are(reward, size, name):
-    batch = Rows(tuple(Sample(i, 0, i, 0, True, (Token(1.0), Token(1.0, reward))) for i in range(size)))
+    batch = DrawnRows(tuple(DrawnSample(i, 0, i, 0, True, (Token(1.0), Token(1.0, reward))) for i in range(size)))
     for normalize in ("none", "group", "batch"):
         assert not getattr(vectorized, name)(batch.batch(), GroupOptions(normalize=normalize)).any()
 
 
 def test_four_trajectories_by_hand():
     rewards = (1.0, 0.0, 0.0, 1.0)
-    batch = Rows(
-        tuple(Sample(i, 0, i, 0, True, (Token(1.0), Token(0.0), Token(1.0, each))) for i, each in enumerate(rewards))
+    batch = DrawnRows(
+        tuple(DrawnSample(i, 0, i, 0, True, (Token(1.0), Token(0.0), Token(1.0, each))) for i, each in enumerate(rewards))
     ).batch()
     deviation = np.sqrt(4 * 0.25 / 3)
     due = np.array([0.5, 0.0, 0.5, -0.5, 0.0, -0.5, -0.5, 0.0, -0.5, 0.5, 0.0, 0.5])
@@ -78,7 +78,7 @@ def test_four_trajectories_by_hand():
 
 def test_gae_of_one_trajectory_in_two_turns_by_hand():
     first, second = (Token(1.0, 0.0, 0.5), Token(0.0, 0.0, 9.0)), (Token(1.0, 1.0, 0.25),)
-    batch = Rows((Sample(0, 0, 0, 1, True, second), Sample(0, 0, 0, 0, True, first)), ("old_values",)).batch()
+    batch = DrawnRows((DrawnSample(0, 0, 0, 1, True, second), DrawnSample(0, 0, 0, 0, True, first)), ("old_values",)).batch()
     made = vectorized.gae(batch, GaeOptions(gamma=0.5, lam=0.5, normalize="none"))
     last = 1.0 - 0.25
     before = 0.5 * 0.25 - 0.5 + 0.25 * last
@@ -87,7 +87,7 @@ def test_gae_of_one_trajectory_in_two_turns_by_hand():
 
 
 def test_a_batch_of_nothing():
-    empty = Rows((), ("old_values",)).batch()
+    empty = DrawnRows((), ("old_values",)).batch()
     for name, options in (
         ("grpo", GroupOptions()),
         ("maxrl", GroupOptions(normalize="batch")),
@@ -98,7 +98,7 @@ def test_a_batch_of_nothing():
 
 
 def test_failed_members_stay_out_of_the_baseline():
-    samples = tuple(Sample(i, 0, i, 0, i != 2, (Token(1.0, reward),)) for i, reward in enumerate((1.0, 0.0, 100.0)))
-    np.testing.assert_array_equal(vectorized.grpo(Rows(samples).batch(), GroupOptions()), [0.5, -0.5, 0.0])
+    samples = tuple(DrawnSample(i, 0, i, 0, i != 2, (Token(1.0, reward),)) for i, reward in enumerate((1.0, 0.0, 100.0)))
+    np.testing.assert_array_equal(vectorized.grpo(DrawnRows(samples).batch(), GroupOptions()), [0.5, -0.5, 0.0])
     alone = tuple(evolve(each, finished=each.key == 0) for each in samples)
-    np.testing.assert_array_equal(vectorized.grpo(Rows(alone).batch(), GroupOptions(normalize="group")), [0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(vectorized.grpo(DrawnRows(alone).batch(), GroupOptions(normalize="group")), [0.0, 0.0, 0.0])

@@ -38,7 +38,7 @@ from published_advantages import (
 )
 
 from skyrl_engine.contracts import AdvantageOutput
-from skyrl_engine.testing.advantages.batches import Rows, Sample, Token
+from skyrl_engine.testing.advantages.batches import DrawnRows, DrawnSample, Token
 from skyrl_engine_advantages import plugin
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "advantages.md"
@@ -103,10 +103,10 @@ def ours(name: str, options: dict, batch: Sequence[Attempt]) -> list[np.ndarray]
     walk = {"gamma": GAMMA} if hasattr(schema(), "gamma") else {}
     walk |= {"lam": LAM} if hasattr(schema(), "lam") else {}
     samples = tuple(
-        Sample(i, each.group, i, 0, True, tuple(Token(float(word.sampled), word.reward, word.value) for word in each.words))
+        DrawnSample(i, each.group, i, 0, True, tuple(Token(float(word.sampled), word.reward, word.value) for word in each.words))
         for i, each in enumerate(batch)
     )
-    arrays = Rows(samples, ("old_values",)).batch()
+    arrays = DrawnRows(samples, ("old_values",)).batch()
     output = made(arrays, schema(**{**walk, **options}))
     values = output.advantages if isinstance(output, AdvantageOutput) else output
     return [

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_engine.contracts import GenerationRequest, Sampling
 from skyrl_engine_generators.alike import NAME, ROWS, filled_rows
-from skyrl_engine_generators.loop import Row, SlotLoop
+from skyrl_engine_generators.loop import SampledRow, SlotLoop
 from skyrl_engine_generators.rows import CachedRows
 from skyrl_engine_generators.stops import StopRule
 
@@ -34,7 +34,7 @@ def sampled(rows, slots, arrivals):
     while waiting or len(loop):
         for request in waiting[: (now := arrivals(len(loop)))]:
             rule = StopRule(frozenset(), (), 0, request.sampling.max_tokens, None)
-            loop.add(Row(request, rule, request.prompt_ids.astype(np.int64)))
+            loop.add(SampledRow(request, rule, request.prompt_ids.astype(np.int64)))
         waiting = waiting[now:]
         got |= {each.request_id: (each.token_ids.tobytes(), each.logprobs.tobytes()) for each in loop.step()}
     return got

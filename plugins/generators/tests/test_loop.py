@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from skyrl_engine.contracts import GenerationRequest, Sampling
-from skyrl_engine_generators.loop import Row, SlotLoop
+from skyrl_engine_generators.loop import SampledRow, SlotLoop
 from skyrl_engine_generators.stops import StopRule
 
 WORDS = ["<end>", "<turn>", "a", "b", "c", "ab", "bc", "abc", "d", " ", "x\n", "\ny", "\n\n"]
@@ -68,7 +68,7 @@ def row(number, *, sampling=None, script=None, ends=(END, TURN), **more):
     request = GenerationRequest(
         number, np.array([number if script is None else script], dtype=np.int32), sampling, seed=number, **more
     )
-    return Row(request, StopRule.of(sampling, ends, lambda: decode), request.prompt_ids.astype(np.int64))
+    return SampledRow(request, StopRule.of(sampling, ends, lambda: decode), request.prompt_ids.astype(np.int64))
 
 
 def drained(loop):

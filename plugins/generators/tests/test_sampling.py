@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts import Sampling
-from skyrl_engine_generators.sampling import BLOCK, Settings, cut_off, draw, logprobs_of
+from skyrl_engine_generators.sampling import BLOCK, RowDistributions, cut_off, draw, logprobs_of
 
 CPU = torch.device("cpu")
 PLAIN = Sampling(max_tokens=1)
@@ -15,7 +15,9 @@ PLAIN = Sampling(max_tokens=1)
 
 def drawn_for(logits, uniforms, sampling=PLAIN):
     rows = logits.expand(len(uniforms), -1) if logits.ndim == 1 else logits
-    return draw(rows.contiguous(), torch.tensor(uniforms, dtype=torch.float64), Settings.of([sampling] * len(uniforms), CPU))
+    return draw(
+        rows.contiguous(), torch.tensor(uniforms, dtype=torch.float64), RowDistributions.of([sampling] * len(uniforms), CPU)
+    )
 
 
 def inverted(logits, uniform):
@@ -87,7 +89,7 @@ def test_log_probabilities_are_of_what_was_drawn_from():
         Sampling(max_tokens=1, temperature=0),
         Sampling(max_tokens=1, temperature=2.0, top_k=4),
     ]
-    drawn = draw(logits, torch.tensor([0.3, 0.9, 0.6], dtype=torch.float64), Settings.of(asked, CPU))
+    drawn = draw(logits, torch.tensor([0.3, 0.9, 0.6], dtype=torch.float64), RowDistributions.of(asked, CPU))
     assert drawn.tokens[1] == logits[1].argmax()
     due = [logprobs_of(logits[:2], drawn.tokens[:2], 1.0)]
     np.testing.assert_allclose(drawn.logprobs[1], due[0][1], atol=1e-6)

@@ -1,9 +1,9 @@
 """The demos by name."""
 
-from skyrl_engine.cli.demo.recipe import Recipe
+from skyrl_engine.cli.demo.recipe import DemoRecipe
 
 
-def recipe(name: str) -> Recipe:
+def recipe(name: str) -> DemoRecipe:
     """Return the demo of this name; its module is imported only now."""
     if name == "tiny":
         from skyrl_engine.cli.demo.tiny import TinyRecipe

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import click
 
 from skyrl_engine import ConfigError
-from skyrl_engine.cli.command import EngineCommand, Settings, current_settings
+from skyrl_engine.cli.command import CommandSettings, EngineCommand, current_settings
 from skyrl_engine.contracts import EvaluationFinished
 from skyrl_engine.errors import Problem
 from skyrl_engine.hooks.markers import hookimpl
 
 if TYPE_CHECKING:
-    from skyrl_engine.cli.demo.recipe import Examination, Preparation, Recipe
+    from skyrl_engine.cli.demo.recipe import DemoRecipe, Examination, Preparation
     from skyrl_engine.run.directory import RunDirectory
     from skyrl_engine.training.loop import RunResult
 
@@ -141,7 +141,7 @@ def demo(model: str, only: str | None, output: Path | None, steps: int | None) -
     return 0
 
 
-def _reward(directory: Path, chosen: "Recipe", settings: Settings) -> "RunResult | None":
+def _reward(directory: Path, chosen: "DemoRecipe", settings: CommandSettings) -> "RunResult | None":
     """Train the model of the first act by a reward, and show what that changed; returns the result of a run that was stopped."""
     from skyrl_engine.cli import render
     from skyrl_engine.cli.demo import second_act
@@ -189,7 +189,9 @@ def _reward(directory: Path, chosen: "Recipe", settings: Settings) -> "RunResult
     return None
 
 
-def _train(config_file: Path, run_directory: "RunDirectory", settings: Settings, observers: Sequence[object] = ()) -> "RunResult":
+def _train(
+    config_file: Path, run_directory: "RunDirectory", settings: CommandSettings, observers: Sequence[object] = ()
+) -> "RunResult":
     from skyrl_engine.cli.training import train
     from skyrl_engine.config import Option, load, resolve
 
@@ -208,7 +210,7 @@ def _new_directory(output: Path | None, model: str) -> Path:
     return directory
 
 
-def _write_files(directory: Path, preparation: "Preparation", chosen: "Recipe") -> Path:
+def _write_files(directory: Path, preparation: "Preparation", chosen: "DemoRecipe") -> Path:
     from skyrl_engine.config.report import to_toml
 
     config_file = directory / CONFIG_FILE
@@ -218,14 +220,14 @@ def _write_files(directory: Path, preparation: "Preparation", chosen: "Recipe") 
     return config_file
 
 
-def _score_line(when: str, chosen: "Recipe", examination: "Examination") -> str:
+def _score_line(when: str, chosen: "DemoRecipe", examination: "Examination") -> str:
     if examination.score is None:
         return f"{when}: {len(examination.questions)} held-out questions asked, to compare the answers"
     return f"{when}: {chosen.score_name} {examination.score:.1%} of {len(examination.questions)} held-out questions"
 
 
 def _comparison(
-    chosen: "Recipe", before: "Examination", after: "Examination", losses: list[tuple[int, float]]
+    chosen: "DemoRecipe", before: "Examination", after: "Examination", losses: list[tuple[int, float]]
 ) -> list[tuple[str, str, str]]:
     rows = []
     if before.score is not None and after.score is not None:

@@ -45,7 +45,7 @@ class Preparation:
     facts: Sequence[str]
 
 
-class Recipe(Protocol):
+class DemoRecipe(Protocol):
     """One demo. `score_name` names its score, None when the held-out loss is the measure."""
 
     name: str

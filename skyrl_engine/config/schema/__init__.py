@@ -14,9 +14,9 @@ from skyrl_engine.config.schema.optimizer import OptimizerConfig
 from skyrl_engine.config.schema.plugins import PluginsConfig
 from skyrl_engine.config.schema.rl import (
     EnvironmentTable,
-    KlConfig,
     OverlongConfig,
     ReferenceConfig,
+    RewardKlConfig,
     RlConfig,
     RolloutsConfig,
 )
@@ -35,7 +35,6 @@ __all__ = [
     "EngineConfig",
     "EnvironmentTable",
     "EvaluationConfig",
-    "KlConfig",
     "LoraConfig",
     "LossTable",
     "ModelConfig",
@@ -44,6 +43,7 @@ __all__ = [
     "PluginTable",
     "PluginsConfig",
     "ReferenceConfig",
+    "RewardKlConfig",
     "RlConfig",
     "RolloutsConfig",
     "RunConfig",

@@ -26,7 +26,7 @@ class OverlongConfig:
 
 
 @frozen
-class KlConfig:
+class RewardKlConfig:
     """A penalty in the reward for leaving the reference model, per sampled token."""
 
     coef: float = field(validator=[ge(0.0), _FINITE])
@@ -114,7 +114,7 @@ class RlConfig:
     overlong: OverlongConfig | None = None
     """`[rl.overlong]`: a soft punishment of long attempts."""
 
-    kl: KlConfig | None = None
+    kl: RewardKlConfig | None = None
     """`[rl.kl]`: a penalty in the reward for leaving the reference model."""
 
 

@@ -26,7 +26,7 @@ class Token:
 
 
 @frozen
-class Sample:
+class DrawnSample:
     """One sample of a batch. `key` tells the trajectory apart for those who compare; the estimator sees `trajectory`."""
 
     key: int
@@ -38,10 +38,10 @@ class Sample:
 
 
 @frozen
-class Rows:
+class DrawnRows:
     """A batch as rows, which describes itself in words. `needs` are the columns that it holds."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[DrawnSample, ...]
     needs: tuple[str, ...] = ()
     fractions: bool = False
 
@@ -75,7 +75,7 @@ class Rows:
                     seen[sample.key] = ordinal + 1
         return found
 
-    def rewarded(self, changed: Callable[[int], float]) -> "Rows":
+    def rewarded(self, changed: Callable[[int], float]) -> "DrawnRows":
         """Return the batch in which the last token of every trajectory's last sample with tokens has `changed(key)` more reward."""
         last = {sample.key: i for i, sample in sorted(enumerate(self.samples), key=lambda each: each[1].turn) if sample.tokens}
         samples = list(self.samples)
@@ -110,7 +110,7 @@ def rows(
     empty: bool = True,
     least_group: int = 1,
     even: bool = False,
-) -> Rows:
+) -> DrawnRows:
     """Draw batches of up to three groups of `least_group` to four trajectories of up to `turns` samples, in any order.
 
     `failures` allows trajectories that failed, `empty` samples and trajectories without scored tokens; `even` gives every trajectory one
@@ -124,10 +124,10 @@ def rows(
             finished = not failures or draw(st.sampled_from((True, True, True, True, False)))
             for turn in range(1 if even else draw(st.integers(1, turns))):
                 tokens = _tokens(draw, rewards, weights, empty=empty, even=even)
-                samples.append(Sample(key, group, key, turn, finished, tokens))
+                samples.append(DrawnSample(key, group, key, turn, finished, tokens))
             key += 1
     order = draw(st.permutations(samples))
-    return Rows(tuple(order), tuple(needs), fractions)
+    return DrawnRows(tuple(order), tuple(needs), fractions)
 
 
 def _tokens(draw: st.DrawFn, rewards: Sequence[float], weights: Sequence[float], *, empty: bool, even: bool) -> tuple[Token, ...]:
@@ -146,16 +146,18 @@ def _tokens(draw: st.DrawFn, rewards: Sequence[float], weights: Sequence[float],
 
 
 @st.composite
-def equal(draw: st.DrawFn, needs: Sequence[str] = ()) -> Rows:
+def equal(draw: st.DrawFn, needs: Sequence[str] = ()) -> DrawnRows:
     """Draw one group of up to 13 trajectories that all have the same reward, of any size."""
     reward = draw(st.sampled_from(AWKWARD) | st.floats(-1e4, 1e4, width=32))
     size = draw(st.integers(1, 13))
-    return Rows(tuple(Sample(key, 0, key, 0, True, (Token(1.0), Token(1.0, reward))) for key in range(size)), tuple(needs))
+    return DrawnRows(
+        tuple(DrawnSample(key, 0, key, 0, True, (Token(1.0), Token(1.0, reward))) for key in range(size)), tuple(needs)
+    )
 
 
-def joined_turns(batch: Rows) -> Rows:
+def joined_turns(batch: DrawnRows) -> DrawnRows:
     """Return the batch in which every trajectory is one sample."""
-    first: dict[int, Sample] = {}
+    first: dict[int, DrawnSample] = {}
     for sample in sorted(batch.samples, key=lambda each: each.turn):
         if sample.key in first:
             before = first[sample.key]
@@ -165,7 +167,7 @@ def joined_turns(batch: Rows) -> Rows:
     return evolve(batch, samples=tuple(first.values()))
 
 
-def with_observations(batch: Rows, number: float) -> Rows:
+def with_observations(batch: DrawnRows, number: float) -> DrawnRows:
     """Return the batch with two tokens of no weight and no reward before every token of every sample."""
     seen = (Token(0.0, 0.0, number), Token(0.0, 0.0, -number))
     samples = [evolve(sample, tokens=tuple(each for token in sample.tokens for each in (*seen, token))) for sample in batch.samples]

@@ -11,7 +11,7 @@ from skyrl_engine.contracts.kinds.advantage import AdvantageBatch, AdvantageOutp
 from skyrl_engine.errors import EngineError
 from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.advantages import batches
-from skyrl_engine.testing.advantages.batches import Rows
+from skyrl_engine.testing.advantages.batches import DrawnRows
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
@@ -21,7 +21,7 @@ TOLERANCE = 2e-5
 """Relative and absolute: advantages are float32, and sums in another order differ by less."""
 
 
-def _drawn(subject: Subject[Any], **options: Any) -> "st.SearchStrategy[Rows]":
+def _drawn(subject: Subject[Any], **options: Any) -> "st.SearchStrategy[DrawnRows]":
     return batches.rows(subject.make().needs, **options)
 
 
@@ -33,7 +33,7 @@ def _made(subject: Subject[Any], batch: AdvantageBatch) -> AdvantageOutput:
     return as_advantage_output(subject.label, result, batch, returns=product.claims.returns)
 
 
-def _decided(subject: Subject[Any], rows: Rows) -> dict[tuple[int, int], float]:
+def _decided(subject: Subject[Any], rows: DrawnRows) -> dict[tuple[int, int], float]:
     """Return advantages of scored tokens. Raises Undecidable for an estimator that fails or returns something else."""
     try:
         return rows.scored(_made(subject, rows.batch()).advantages)
@@ -64,7 +64,7 @@ def _worth(values: dict[tuple[int, int], float]) -> dict[int, float]:
 @promise(
     "It returns finite numbers [A], 0 where a token is not scored, also for a group of one and an empty response", cases=_drawn
 )
-def finite_values(subject: Subject[Any], case: Rows) -> None:
+def finite_values(subject: Subject[Any], case: DrawnRows) -> None:
     try:
         _made(subject, case.batch())
     except EngineError as error:
@@ -76,13 +76,13 @@ def _has_no_oracle(subject: Subject[Any]) -> str | None:
 
 
 @promise("Its advantages are those of the oracle", cases=_drawn, exempt=_has_no_oracle)
-def oracle(subject: Subject[Any], case: Rows) -> None:
+def oracle(subject: Subject[Any], case: DrawnRows) -> None:
     due = case.scored(np.asarray(subject.hooks["oracle"](case.batch()), dtype=np.float64))
     _require_same(due, _decided(subject, case), "from what the oracle gives", "formula and code differ", "Compare the two")
 
 
 @promise("Columns that it does not name among its needs change nothing", cases=_drawn)
-def needs(subject: Subject[Any], case: Rows) -> None:
+def needs(subject: Subject[Any], case: DrawnRows) -> None:
     batch = case.batch()
     others = {name: np.linspace(-1, 1, len(batch.rewards), dtype=np.float32) for name in _COLUMNS if name not in case.needs}
     before = _decided(subject, case)
@@ -100,15 +100,15 @@ _COLUMNS = ("old_values", "values", "old_logprobs", "rollout_logprobs", "ref_log
 # --- what it may depend on ---------------------------------------------------------------------------------------------------------
 
 
-def _no_order(subject: Subject[Any]) -> "st.SearchStrategy[tuple[Rows, Rows]]":
-    def moved(rows: Rows) -> "st.SearchStrategy[tuple[Rows, Rows]]":
+def _no_order(subject: Subject[Any]) -> "st.SearchStrategy[tuple[DrawnRows, DrawnRows]]":
+    def moved(rows: DrawnRows) -> "st.SearchStrategy[tuple[DrawnRows, DrawnRows]]":
         return st.permutations(rows.samples).map(lambda order: (rows, evolve(rows, samples=tuple(order))))
 
     return _drawn(subject).flatmap(moved)
 
 
 @promise("The order of the samples changes nothing", cases=_no_order)
-def sample_order(subject: Subject[Any], case: tuple[Rows, Rows]) -> None:
+def sample_order(subject: Subject[Any], case: tuple[DrawnRows, DrawnRows]) -> None:
     one, other = case
     _require_same(
         _decided(subject, one),
@@ -120,7 +120,7 @@ def sample_order(subject: Subject[Any], case: tuple[Rows, Rows]) -> None:
 
 
 @promise("The ids of groups and trajectories change nothing", cases=_drawn)
-def labels(subject: Subject[Any], case: Rows) -> None:
+def labels(subject: Subject[Any], case: DrawnRows) -> None:
     renamed = tuple(evolve(sample, group=7 * sample.group + 11, trajectory=3 * sample.trajectory + 5) for sample in case.samples)
     other = evolve(case, samples=renamed)
     before = _decided(subject, case)
@@ -136,7 +136,7 @@ def _whole_batch(subject: Subject[Any]) -> str | None:
 
 
 @promise("The rewards of one group change nothing in another", cases=_drawn, exempt=_whole_batch)
-def groups_apart(subject: Subject[Any], case: Rows) -> None:
+def groups_apart(subject: Subject[Any], case: DrawnRows) -> None:
     group_of = {sample.key: sample.group for sample in case.samples}
     before = _decided(subject, case)
     after = _decided(subject, case.rewarded(lambda key: 4.0 * (key + 1) if group_of[key] == 0 else 0.0))
@@ -157,7 +157,7 @@ def _no_outcome(subject: Subject[Any]) -> str | None:
 @promise(
     "The number of samples that a trajectory is cut into changes nothing", cases=lambda s: _drawn(s, turns=3), exempt=_no_outcome
 )
-def turns(subject: Subject[Any], case: Rows) -> None:
+def turns(subject: Subject[Any], case: DrawnRows) -> None:
     _require_same(
         _decided(subject, case),
         _decided(subject, batches.joined_turns(case)),
@@ -168,7 +168,7 @@ def turns(subject: Subject[Any], case: Rows) -> None:
 
 
 @promise("Observed tokens, wherever they stand, change nothing", cases=_drawn)
-def observations(subject: Subject[Any], case: Rows) -> None:
+def observations(subject: Subject[Any], case: DrawnRows) -> None:
     _require_same(
         _decided(subject, case),
         _decided(subject, batches.with_observations(case, 5.0)),
@@ -179,7 +179,7 @@ def observations(subject: Subject[Any], case: Rows) -> None:
 
 
 @promise("A failed trajectory changes nobody else's advantage", cases=lambda s: _drawn(s, failures=False, least_group=2))
-def failures(subject: Subject[Any], case: Rows) -> None:
+def failures(subject: Subject[Any], case: DrawnRows) -> None:
     spoilt = case.samples[0].key
     failed = tuple(evolve(sample, finished=sample.key != spoilt) for sample in case.samples)
     present = evolve(case, samples=failed)
@@ -214,7 +214,7 @@ def _no_groups(subject: Subject[Any]) -> str | None:
     cases=lambda s: _drawn(s, empty=False),
     exempt=_not_claiming("shift"),
 )
-def shift(subject: Subject[Any], case: Rows) -> None:
+def shift(subject: Subject[Any], case: DrawnRows) -> None:
     _require_same(
         _decided(subject, case),
         _decided(subject, case.rewarded(lambda _key: 8.0)),
@@ -225,7 +225,7 @@ def shift(subject: Subject[Any], case: Rows) -> None:
 
 
 @promise("Rewards times 4 give advantages times 4, or the same ones, as it claims", cases=_drawn, exempt=_not_claiming("scale"))
-def scale(subject: Subject[Any], case: Rows) -> None:
+def scale(subject: Subject[Any], case: DrawnRows) -> None:
     claimed = subject.make().claims.scale
     larger = tuple(
         evolve(sample, tokens=tuple(evolve(token, reward=4 * token.reward) for token in sample.tokens)) for sample in case.samples
@@ -236,7 +236,7 @@ def scale(subject: Subject[Any], case: Rows) -> None:
 
 
 @promise("Equal rewards give exactly 0, whatever they are", cases=lambda s: batches.equal(s.make().needs), exempt=_no_groups)
-def equal_rewards(subject: Subject[Any], case: Rows) -> None:
+def equal_rewards(subject: Subject[Any], case: DrawnRows) -> None:
     for (trajectory, _), value in _decided(subject, case).items():
         if value != 0:
             raise Broken(
@@ -251,7 +251,7 @@ def equal_rewards(subject: Subject[Any], case: Rows) -> None:
     cases=lambda s: _drawn(s, even=True),
     exempt=_not_claiming("zero_sum"),
 )
-def zero_sum(subject: Subject[Any], case: Rows) -> None:
+def zero_sum(subject: Subject[Any], case: DrawnRows) -> None:
     group_of = {sample.key: sample.group for sample in case.samples}
     totals: dict[int, float] = {}
     for trajectory, value in _worth(_decided(subject, case)).items():
@@ -265,7 +265,7 @@ def zero_sum(subject: Subject[Any], case: Rows) -> None:
 
 
 @promise("Inside a group, a higher reward never has a lower advantage", cases=lambda s: _drawn(s, even=True), exempt=_no_groups)
-def monotone(subject: Subject[Any], case: Rows) -> None:
+def monotone(subject: Subject[Any], case: DrawnRows) -> None:
     values = _worth(_decided(subject, case))
     finished = {sample.key: sample for sample in case.samples if sample.key in values}
     for one in finished.values():
@@ -279,7 +279,7 @@ def monotone(subject: Subject[Any], case: Rows) -> None:
                 )
 
 
-def _reward(sample: batches.Sample) -> float:
+def _reward(sample: batches.DrawnSample) -> float:
     return sum(token.reward for token in sample.tokens)
 
 
@@ -287,7 +287,7 @@ def _reward(sample: batches.Sample) -> float:
 
 
 @promise("It does not change the batch", cases=_drawn)
-def inputs_unchanged(subject: Subject[Any], case: Rows) -> None:
+def inputs_unchanged(subject: Subject[Any], case: DrawnRows) -> None:
     batch, names = case.batch(), ("rewards", "loss_weight", "action_offsets", "group_ids", "trajectory_ids", "turn", "finished")
     before = {name: _copied(getattr(batch, name)) for name in names}
     columns = {name: _copied(column) for name, column in batch.columns.items()}
@@ -306,7 +306,7 @@ def _copied(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 @promise("It gives the same bytes for the same batch, in every call and whatever the random state", cases=_drawn)
-def repeatable(subject: Subject[Any], case: Rows) -> None:
+def repeatable(subject: Subject[Any], case: DrawnRows) -> None:
     product, made = subject.make(), []
     with restored_random_state():
         for seed in range(4):

@@ -249,7 +249,7 @@ def rows_alone(subject: Subject[Any], case: CutCase) -> None:
 
 
 @frozen(eq=False)
-class Asked:
+class AskedFields:
     """A cut and a choice of fields: bit i asks for the i-th field by name."""
 
     cut: CutCase
@@ -262,15 +262,15 @@ class Asked:
         return [name for place, name in enumerate(sorted(names)) if self.bits >> place & 1]
 
 
-def _asked(subject: Subject[Any]) -> st.SearchStrategy[Asked]:
-    return st.builds(Asked, cuts(*EVERY)(subject), st.integers(0, 2**20 - 1))
+def _asked(subject: Subject[Any]) -> st.SearchStrategy[AskedFields]:
+    return st.builds(AskedFields, cuts(*EVERY)(subject), st.integers(0, 2**20 - 1))
 
 
 @promise(
     "It builds the fields that are asked for, all there are where none is named, and no column that the samples do not have",
     cases=_asked,
 )
-def fields(subject: Subject[Any], case: Asked) -> None:
+def fields(subject: Subject[Any], case: AskedFields) -> None:
     remedy = "Build the fields that are named and there; everything there is where fields is None"
     columns = case.cut.columns
     for micro_batch, everything in builds(subject, case.cut):

@@ -41,7 +41,7 @@ class _StopGradients(TorchFunctionMode):
         raise NotImplementedError
 
 
-class Recording(_StopGradients):
+class RecordingDetached(_StopGradients):
     """Records detached results, in order."""
 
     def __init__(self) -> None:
@@ -52,7 +52,9 @@ class Recording(_StopGradients):
         self.constants.append(result.clone())
         return result
 
-    def total(self, label: str, loss: Any, batch: TokenBatch, scores: Mapping[str, torch.Tensor], replaying: "Replaying") -> float:
+    def total(
+        self, label: str, loss: Any, batch: TokenBatch, scores: Mapping[str, torch.Tensor], replaying: "ReplayingDetached"
+    ) -> float:
         """Return the objective of these scores, without gradients, with every constant as it was recorded."""
         parts = ObjectiveParts(part_of(Listening(loss, replaying), label, "loss"))
         try:
@@ -62,10 +64,10 @@ class Recording(_StopGradients):
         return total.item()
 
 
-class Replaying(_StopGradients):
+class ReplayingDetached(_StopGradients):
     """Returns the recorded results in place of newly detached ones."""
 
-    def __init__(self, recorded: Recording) -> None:
+    def __init__(self, recorded: RecordingDetached) -> None:
         super().__init__()
         self._constants = iter(recorded.constants)
 

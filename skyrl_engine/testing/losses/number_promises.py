@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from skyrl_engine.testing.comparison import same
 from skyrl_engine.testing.losses.evaluation import columns_of, leaves_of
-from skyrl_engine.testing.losses.finite_differences import Recording, Replaying
+from skyrl_engine.testing.losses.finite_differences import RecordingDetached, ReplayingDetached
 from skyrl_engine.testing.losses.kind import LOSS
 from skyrl_engine.testing.promise import Broken, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
@@ -32,7 +32,7 @@ def _surrogate(subject: Subject[Any]) -> str | None:
     effort=0.5,
 )
 def gradient(subject: Subject[Any], batch: TokenBatch) -> None:
-    recording = Recording()
+    recording = RecordingDetached()
     base = LOSS.decided(subject, batch, mode=recording)
     if base.dtype != torch.float64:
         raise Undecidable("the loss does not compute in float64")
@@ -63,12 +63,14 @@ def gradient(subject: Subject[Any], batch: TokenBatch) -> None:
 _STEP, _SLACK, _JUMP = 1e-6, 1e-4, 1e2
 
 
-def _slope(subject: Subject[Any], batch: TokenBatch, recorded: Recording, name: str, place: int, step: float, base: float) -> float:
+def _slope(
+    subject: Subject[Any], batch: TokenBatch, recorded: RecordingDetached, name: str, place: int, step: float, base: float
+) -> float:
     loss = subject.make()
     leaves = leaves_of(batch, loss, torch.float64, gradients=False)
     moved = {each: column for score, leaf in leaves.items() for each, column in columns_of(score, leaf).items()}
     moved[name][place] += step
-    return (recorded.total(subject.label, loss, batch, leaves, Replaying(recorded)) - base) / step
+    return (recorded.total(subject.label, loss, batch, leaves, ReplayingDetached(recorded)) - base) / step
 
 
 def _of_every_precision(subject: Subject[Any]) -> st.SearchStrategy[TokenBatch]:

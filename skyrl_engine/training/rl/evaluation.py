@@ -12,7 +12,7 @@ from skyrl_engine.contracts.kinds.generator import Sampling
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.pass_at_k import estimate, pass_at_k
-from skyrl_engine.rollout.runner import Bounds, Episodes, RolloutRunner, Sampler, Turns
+from skyrl_engine.rollout.runner import Bounds, CompletionSource, Episodes, RolloutRunner, Turns
 from skyrl_engine.training.rl.metrics import majorities
 
 FIRST_NUMBER: Final = 2**40
@@ -33,7 +33,7 @@ def attempts(
     tasks: Sequence[tuple[int, Task]],
     config: EvaluationConfig,
     *,
-    sampler: Sampler,
+    sampler: CompletionSource,
     episodes: Episodes,
     turns: Turns,
     names: Sequence[str],

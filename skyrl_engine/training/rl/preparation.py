@@ -25,7 +25,7 @@ from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.columns import Overlong
-from skyrl_engine.rollout.recorded import Limits, Recording, read_recording
+from skyrl_engine.rollout.recorded import Recording, RecordingLimits, read_recording
 from skyrl_engine.rollout.turns import TurnRenderer
 from skyrl_engine.training.rl.evaluation import tasks_of
 from skyrl_engine.training.rl.prompts import OF_TABLES, PromptLimits, check_prompts, most_of
@@ -184,7 +184,7 @@ def _recorded(
     assert settings.rollouts is not None, "that is why it is recorded"
     recording = read_recording(
         Path(settings.rollouts).expanduser(),
-        Limits(files.facts.vocabulary_size, files.facts.extended_length, config.rollouts.min_group_size),
+        RecordingLimits(files.facts.vocabulary_size, files.facts.extended_length, config.rollouts.min_group_size),
         filters,
         max_drop_share=config.rollouts.max_drop_share,
         on_starved=config.rollouts.on_starved,

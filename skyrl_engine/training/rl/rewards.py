@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define
 
-from skyrl_engine.config.schema import KlConfig
+from skyrl_engine.config.schema import RewardKlConfig
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import Metric
 from skyrl_engine.objective.policy_metrics import OLD, SAMPLED
@@ -31,11 +31,11 @@ class KlPenalty:
     coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * attempts / horizon.
     """
 
-    config: KlConfig
+    config: RewardKlConfig
     coef: float
 
     @classmethod
-    def start(cls, config: KlConfig) -> "KlPenalty":
+    def start(cls, config: RewardKlConfig) -> "KlPenalty":
         return cls(config, config.coef)
 
     def shaped(self, columns: SampleColumns) -> tuple[SampleColumns, dict[str, Metric]]:

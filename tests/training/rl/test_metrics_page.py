@@ -13,7 +13,7 @@ from skyrl_engine.contracts import AdvantageOutput, Metric
 from skyrl_engine.contracts.kinds.advantage import as_advantage_output
 from skyrl_engine.errors import ContractError
 from skyrl_engine.run.metrics import read_metrics
-from skyrl_engine.testing.advantages.batches import Rows, Sample, Token
+from skyrl_engine.testing.advantages.batches import DrawnRows, DrawnSample, Token
 from skyrl_engine.testing.rollout_cases import plain_group
 from skyrl_engine.training.rl.metrics import rollout_metrics
 from skyrl_engine.training.rl.trainer import run_rl
@@ -62,7 +62,7 @@ def test_the_loss_of_several_epochs_is_their_mean(tables_of: Callable[..., dict[
 
 
 def test_an_estimator_gives_its_metrics_names_of_their_own() -> None:
-    batch = Rows((Sample(0, 0, 0, 0, True, (Token(1.0, 1.0),)),)).batch()
+    batch = DrawnRows((DrawnSample(0, 0, 0, 0, True, (Token(1.0, 1.0),)),)).batch()
     for metrics in ({"loss": Metric.sum(1.0)}, {"reward/mean": Metric.sum(1.0)}, {"baseline": 1.0}):
         with pytest.raises(ContractError, match="mine returned"):
             as_advantage_output("mine", AdvantageOutput(np.zeros(1), metrics=metrics), batch, returns=False)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_engine.config.schema import KlConfig, RlConfig
+from skyrl_engine.config.schema import RewardKlConfig, RlConfig
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.training.rl.recipe import recipe
 
@@ -36,11 +36,11 @@ def made(needs: Needs = PPO, *, reads: tuple[str, ...] = (), returns: bool = Fal
         (PPO, {"old": "score"}, "score", {"old_logprobs": "logprobs"}, False),
         (PPO, {"old": "rollout", "epochs": 2}, "rollout", {}, False),
         (PPO, {"reads": ("old_logprobs",)}, "score", {"old_logprobs": "logprobs"}, False),
-        (PPO, {"kl": KlConfig(0.1)}, "score", {"old_logprobs": "logprobs"}, True),
-        (PPO, {"kl": KlConfig(0.1), "old": "current"}, "current", {}, True),
+        (PPO, {"kl": RewardKlConfig(0.1)}, "score", {"old_logprobs": "logprobs"}, True),
+        (PPO, {"kl": RewardKlConfig(0.1), "old": "current"}, "current", {}, True),
         (REINFORCE, {}, None, {}, False),
         (REINFORCE, {"mini_batches": 2}, "score", {"old_logprobs": "logprobs"}, False),
-        (REINFORCE, {"kl": KlConfig(0.1)}, "score", {"old_logprobs": "logprobs"}, True),
+        (REINFORCE, {"kl": RewardKlConfig(0.1)}, "score", {"old_logprobs": "logprobs"}, True),
         (TIS, {}, "current", {}, False),
         (KL, {}, "current", {}, True),
         (CRITIC, {"reads": ("old_values",), "returns": True}, "current", {"old_values": "values"}, False),
@@ -65,7 +65,7 @@ def test_passes_follow_from_needs(needs, settings, old, scores, reference) -> No
         (PPO, {"old": "current", "mini_batches": 2}, "later optimizer steps of the batch"),
         (PPO, {"old": "current", "epochs": 2}, "later optimizer steps of the batch"),
         (PPO, {"old": "current", "reads": ("old_logprobs",)}, "the advantage reads them before that pass"),
-        (KL, {"kl": KlConfig(0.1)}, "off the rewards, and kl adds it to the loss"),
+        (KL, {"kl": RewardKlConfig(0.1)}, "off the rewards, and kl adds it to the loss"),
         ({"mine": ("logprobs", "teacher_logprobs")}, {}, "mine needs the column 'teacher_logprobs'"),
         (PPO, {"reads": ("lengths",)}, "estimator needs the column 'lengths'"),
         (CRITIC, {}, "value_clip needs returns, and estimator gives none"),

@@ -7,7 +7,7 @@ from skyrl_engine.contracts import Environment
 from skyrl_engine_environments.options import FunctionOptions, GymnasiumOptions, ReasoningGymOptions
 
 
-class FunctionPlugin:
+class FunctionEnvironmentPlugin:
     """Hook implementations of `function`."""
 
     @hookimpl
@@ -49,6 +49,6 @@ class GymnasiumPlugin:
         return GymnasiumEnvironment(config)
 
 
-function = FunctionPlugin()
+function = FunctionEnvironmentPlugin()
 reasoning_gym = ReasoningGymPlugin()
 gymnasium = GymnasiumPlugin()

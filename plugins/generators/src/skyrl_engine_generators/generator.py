@@ -12,9 +12,9 @@ from skyrl_engine.contracts import POLICY, Completion, GenerationRequest, Genera
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
 from skyrl_engine.modeling.twin import copied_model, fill, model_over
-from skyrl_engine_generators.loop import Row, SlotLoop
+from skyrl_engine_generators.loop import SampledRow, SlotLoop
 from skyrl_engine_generators.options import HfOptions
-from skyrl_engine_generators.rows import ReadRows, Rows
+from skyrl_engine_generators.rows import ReadRows, TokenRows
 from skyrl_engine_generators.self_proof import proven_rows
 from skyrl_engine_generators.stops import Decode, StopRule
 
@@ -24,7 +24,7 @@ class _WeightSet:
     """One set of weights and the requests that are sampled from it."""
 
     model: Any
-    rows: Rows
+    rows: TokenRows
     loop: SlotLoop
     shared: bool
 
@@ -62,7 +62,7 @@ class HfGenerator:
         for request in requests:
             self._known.add(request.request_id)
             rule = StopRule.of(request.sampling, self._start.eos_token_ids, self._decoder)
-            row = Row(request, rule, request.prompt_ids.astype(np.int64))
+            row = SampledRow(request, rule, request.prompt_ids.astype(np.int64))
             needed = len(request.prompt_ids) + request.sampling.max_tokens
             if self._limit is not None and needed > self._limit:
                 cause = (
@@ -115,7 +115,7 @@ class HfGenerator:
         held = self._sets.get(target)
         if held is None:
             model = copied_model(self._start.model, self._start.device)
-            rows: Rows = self._rows_of(model)
+            rows: TokenRows = self._rows_of(model)
             held = _WeightSet(model, rows, self._loop(rows, version), shared=False)
         if not held.shared:
             fill(held.model, weights.tensors(), self._start.model.path)
@@ -136,10 +136,10 @@ class HfGenerator:
         self._ready.clear()
         self._known.clear()
 
-    def _loop(self, rows: Rows, version: int) -> SlotLoop:
+    def _loop(self, rows: TokenRows, version: int) -> SlotLoop:
         return SlotLoop(rows, self._options.slots, version=version, prefill_tokens=self._options.prefill_tokens)
 
-    def _rows_of(self, model: Any) -> Rows:
+    def _rows_of(self, model: Any) -> TokenRows:
         """Rows of another copy of the model that was proven at the start."""
         from skyrl_engine_generators.rows import CachedRows
 

@@ -15,8 +15,8 @@ from attrs import Factory, define, field
 from torch import Tensor
 
 from skyrl_engine.contracts import Completion, FinishReason, GenerationRequest, TopLogprobs, VersionSpans
-from skyrl_engine_generators.rows import Rows
-from skyrl_engine_generators.sampling import Settings, draw, logprobs_of
+from skyrl_engine_generators.rows import TokenRows
+from skyrl_engine_generators.sampling import RowDistributions, draw, logprobs_of
 from skyrl_engine_generators.stops import StopRule
 
 DRAWS = 256
@@ -27,7 +27,7 @@ LOGITS_AT_ONCE = 2**22
 
 
 @define(eq=False)
-class Row:
+class SampledRow:
     """A request on its way: what was sampled so far, by which versions."""
 
     request: GenerationRequest
@@ -103,23 +103,23 @@ class Row:
 class SlotLoop:
     """Samples requests from `rows`, `slots` of them at once. `version` counts the steps behind the weights that `rows` computes with."""
 
-    def __init__(self, rows: Rows, slots: int, *, version: int = 0, prefill_tokens: int = 8192) -> None:
+    def __init__(self, rows: TokenRows, slots: int, *, version: int = 0, prefill_tokens: int = 8192) -> None:
         self._rows = rows
         self._slots = slots
         self._prefill_tokens = prefill_tokens
         # few free slots are not worth a forward pass of their own
         self._refill = max(1, slots // 16)
-        self._waiting: deque[Row] = deque()
+        self._waiting: deque[SampledRow] = deque()
         # the row in slot i is the i-th
-        self._live: list[Row] = []
-        self._settings: Settings | None = None
+        self._live: list[SampledRow] = []
+        self._settings: RowDistributions | None = None
         self.version = version
 
     def __len__(self) -> int:
         """Count the requests that are not finished."""
         return len(self._waiting) + len(self._live)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: SampledRow) -> None:
         self._waiting.append(row)
 
     def update(self, version: int) -> None:
@@ -162,15 +162,15 @@ class SlotLoop:
         self._compact(each is not None for each in ended)
         return [each for each in ended if each is not None]
 
-    def _of(self, rows: Sequence[Row]) -> Settings:
-        return Settings.of([row.request.sampling for row in rows], self._rows.device)
+    def _of(self, rows: Sequence[SampledRow]) -> RowDistributions:
+        return RowDistributions.of([row.request.sampling for row in rows], self._rows.device)
 
     def _admit(self, free: int) -> list[Completion]:
         """Read waiting rows into free slots. A prompt that rows have alike is read once, for those that are live already too."""
-        fresh: list[Row] = []
-        alike: dict[tuple[int, bytes], list[Row]] = {}
+        fresh: list[SampledRow] = []
+        alike: dict[tuple[int, bytes], list[SampledRow]] = {}
         donors = {each: place for place, row in enumerate(self._live) if (each := _prompt_of(row)) is not None}
-        copied: list[Row] = []
+        copied: list[SampledRow] = []
         longest = 0
         while self._waiting and len(fresh) + sum(map(len, alike.values())) + len(copied) < free:
             row = self._waiting[0]
@@ -202,7 +202,9 @@ class SlotLoop:
         self._compact([*([False] * first), *(each is not None for each in done)])
         return [each for each in done if each is not None]
 
-    def _read(self, fresh: Sequence[Row], alike: dict[tuple[int, bytes], list[Row]], first: int) -> tuple[list[Row], list[Tensor]]:
+    def _read(
+        self, fresh: Sequence[SampledRow], alike: dict[tuple[int, bytes], list[SampledRow]], first: int
+    ) -> tuple[list[SampledRow], list[Tensor]]:
         """Read rows into the slots from `first` on; these rows and those like them, each with the hidden state behind its last token."""
         if not fresh:
             return [], []
@@ -225,7 +227,7 @@ class SlotLoop:
             ends += [row.end] * len(others)
         return joined, ends
 
-    def _sample(self, rows: Sequence[Row], logits: Tensor, settings: Settings) -> list[Completion | None]:
+    def _sample(self, rows: Sequence[SampledRow], logits: Tensor, settings: RowDistributions) -> list[Completion | None]:
         """Draw a token of every row; the completions of rows that end by it."""
         uniforms = torch.tensor([row.uniform() for row in rows], dtype=torch.float64, device=logits.device)
         drawn = draw(logits, uniforms, settings)
@@ -244,7 +246,7 @@ class SlotLoop:
             done.append(None if finish is None else row.completion(finish, stop))
         return done
 
-    def _of_prompt(self, row: Row, hidden: Tensor) -> npt.NDArray[np.float32]:
+    def _of_prompt(self, row: SampledRow, hidden: Tensor) -> npt.NDArray[np.float32]:
         """float32[P]: the log-probability of every prompt token behind those before it, NaN at place 0."""
         found = np.full(len(row.prompt), np.nan, dtype=np.float32)
         step = max(1, LOGITS_AT_ONCE // self._rows.vocabulary)
@@ -270,7 +272,7 @@ class SlotLoop:
         self._settings = None
 
 
-def _prompt_of(row: Row) -> tuple[int, bytes] | None:
+def _prompt_of(row: SampledRow) -> tuple[int, bytes] | None:
     """Return what the prompt of a live row that others may copy is known by; None where its end is not at hand."""
     group = row.request.prefix_group
     return None if group is None or row.end is None else (group, row.prompt.tobytes())

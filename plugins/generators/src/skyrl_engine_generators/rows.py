@@ -20,7 +20,7 @@ from skyrl_engine_generators.slots import Slots
 Ids = npt.NDArray[np.int64]
 
 
-class Rows(Protocol):
+class TokenRows(Protocol):
     """Rows of tokens by slot; live rows are the first ones. `vocabulary` counts the tokens that there are logits for."""
 
     device: torch.device

@@ -17,7 +17,7 @@ BLOCK = 128
 
 
 @frozen(eq=False)
-class Drawn:
+class DrawnTokens:
     """`tokens` int64[n], `logprobs` float64[n]; `scaled` [n, vocabulary] less `normalizer` [n, 1] are the log-probabilities of all tokens."""
 
     tokens: Tensor
@@ -27,7 +27,7 @@ class Drawn:
 
 
 @frozen(eq=False)
-class Settings:
+class RowDistributions:
     """The distributions of n rows, laid out once for as long as the rows stay.
 
     `divisor` [n, 1] is None where no temperature changes anything, `greedy` bool[n] where no row takes the most likely token.
@@ -38,7 +38,7 @@ class Settings:
     cut_off: tuple[tuple[int, Sampling], ...]
 
     @classmethod
-    def of(cls, rows: Sequence[Sampling], device: torch.device) -> "Settings":
+    def of(cls, rows: Sequence[Sampling], device: torch.device) -> "RowDistributions":
         temperatures = [row.temperature for row in rows]
         divisors = [1.0 if each == 0 else each for each in temperatures]
         greedy = [each == 0 for each in temperatures]
@@ -49,7 +49,7 @@ class Settings:
         )
 
 
-def draw(logits_NV: Tensor, uniforms_N: Tensor, settings: Settings) -> Drawn:
+def draw(logits_NV: Tensor, uniforms_N: Tensor, settings: RowDistributions) -> DrawnTokens:
     """Draw one token per row; `uniforms_N` float64[n] in [0, 1). Rows of temperature 0 take the most likely token."""
     scaled_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
     if settings.divisor is not None:
@@ -79,7 +79,7 @@ def draw(logits_NV: Tensor, uniforms_N: Tensor, settings: Settings) -> Drawn:
     normalizer_N1 = highest_N1 + total_N1.log()
     # subtracted in float64: the sum of all weights is at least 1, so no logarithm of a probability comes out above 0
     logprobs = (scaled_NV.gather(1, tokens_N1).double() - highest_N1.double() - total_N1.log())[:, 0]
-    return Drawn(tokens_N1[:, 0], logprobs, scaled_NV, normalizer_N1)
+    return DrawnTokens(tokens_N1[:, 0], logprobs, scaled_NV, normalizer_N1)
 
 
 def logprobs_of(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import Completion, GenerationRequest, Sampling
-from skyrl_engine_generators.loop import Row, SlotLoop
-from skyrl_engine_generators.rows import CachedRows, ReadRows, Rows
+from skyrl_engine_generators.loop import SampledRow, SlotLoop
+from skyrl_engine_generators.rows import CachedRows, ReadRows, TokenRows
 from skyrl_engine_generators.sampling import logprobs_of
 from skyrl_engine_generators.stops import StopRule
 
@@ -30,7 +30,7 @@ TOLERANCE_BFLOAT16 = 0.05
 """Mean over tokens, in nats: of rounding to 8 bits in every layer."""
 
 
-def proven_rows(model: Any, slots: int, *, name: str, limit: int | None) -> Rows:
+def proven_rows(model: Any, slots: int, *, name: str, limit: int | None) -> TokenRows:
     """Return rows that give the model's own log-probabilities: cached ones where they agree with the whole model, others with a warning.
 
     Raises UnsupportedError for a model of which no rows give them.
@@ -76,7 +76,7 @@ def _gap(kind: type[CachedRows] | type[ReadRows], model: Any, limit: int | None)
         asked = _requests(rows.vocabulary, window, limit)
         for request in asked:
             rule = StopRule(frozenset(), (), 0, request.sampling.max_tokens, None)
-            loop.add(Row(request, rule, request.prompt_ids.astype(np.int64)))
+            loop.add(SampledRow(request, rule, request.prompt_ids.astype(np.int64)))
         got: dict[int, Completion] = {}
         while len(loop):
             got |= {each.request_id: each for each in loop.step()}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from skyrl_engine import CheckpointError
 from skyrl_engine.contracts import RankCoords
-from skyrl_engine_megatron.names import Entry
+from skyrl_engine_megatron.names import MegatronParameter
 from skyrl_engine_megatron.state import Piece, ShardedState
 
 _FACTS: Final = "training.json"
@@ -44,7 +44,7 @@ def save(state: ShardedState, directory: Path, coords: RankCoords, steps_done: i
         ) from error
 
 
-def _part(state: ShardedState, entries: Sequence[Entry], *, keep: bool) -> dict[str, Tensor]:
+def _part(state: ShardedState, entries: Sequence[MegatronParameter], *, keep: bool) -> dict[str, Tensor]:
     """Gather the weights and moments of a part from all ranks of its stage; returned on the CPU of the ranks that `keep` them."""
     tensors: dict[str, Tensor] = {}
     for kind in ("model", *(_MOMENTS if state.optimizer is not None else ())):
@@ -94,10 +94,10 @@ def load(state: ShardedState, directory: Path, coords: RankCoords) -> int:
     return steps_done
 
 
-def _restore(state: ShardedState, entries: Sequence[Entry], file: Any, steps_done: int) -> None:
+def _restore(state: ShardedState, entries: Sequence[MegatronParameter], file: Any, steps_done: int) -> None:
     for entry in entries:
 
-        def stored(kind: str, entry: Entry = entry) -> list[Tensor]:
+        def stored(kind: str, entry: MegatronParameter = entry) -> list[Tensor]:
             return [file.get_tensor(f"{kind}.{name}") for name, _ in entry.sources]
 
         state.fill(entry, stored("model"))
@@ -115,7 +115,7 @@ def _refuse_another_model(directory: Path, saved: Mapping[str, list[int]], wante
         )
 
 
-def _shapes(entries: Sequence[Entry]) -> dict[str, list[int]]:
+def _shapes(entries: Sequence[MegatronParameter]) -> dict[str, list[int]]:
     return {name: list(shape) for entry in entries for name, shape in entry.sources}
 
 

@@ -16,7 +16,7 @@ HEAD = "output_layer.weight"
 
 
 @frozen
-class Entry:
+class MegatronParameter:
     """One Megatron parameter of the whole model.
 
     `name` is megatron-core's, with layers counted over all stages; `sources` are Hugging Face's names with their shapes; `part` groups
@@ -35,35 +35,41 @@ class Entry:
         return not isinstance(self.division, Whole)
 
 
-def entries(architecture: Architecture, options: MegatronConfig) -> tuple[Entry, ...]:
+def entries(architecture: Architecture, options: MegatronConfig) -> tuple[MegatronParameter, ...]:
     """Return every parameter once, in the order of Hugging Face's models; a tied head has no entry beside its embedding's."""
     last = options.pipeline_parallel - 1
     vocabulary = (architecture.vocabulary, architecture.hidden)
     prefix = architecture.prefix
     found = [] if architecture.vision is None else [*_tower(architecture.vision)]
-    found.append(Entry(EMBEDDING, ((prefix + "embed_tokens.weight", vocabulary),), VocabularyRows(vocabulary[0]), "embedding", 0))
+    found.append(
+        MegatronParameter(EMBEDDING, ((prefix + "embed_tokens.weight", vocabulary),), VocabularyRows(vocabulary[0]), "embedding", 0)
+    )
     per_piece = architecture.layers // (options.pipeline_parallel * options.virtual_pipeline)
     for layer in range(architecture.layers):
         found += _layer(architecture, options, layer, stage=layer // per_piece % options.pipeline_parallel)
-    found.append(Entry("decoder.final_layernorm.weight", ((prefix + "norm.weight", (architecture.hidden,)),), Whole(), "end", last))
+    found.append(
+        MegatronParameter(
+            "decoder.final_layernorm.weight", ((prefix + "norm.weight", (architecture.hidden,)),), Whole(), "end", last
+        )
+    )
     if not architecture.tied:
-        found.append(Entry(HEAD, (("lm_head.weight", vocabulary),), VocabularyRows(vocabulary[0]), "end", last))
+        found.append(MegatronParameter(HEAD, (("lm_head.weight", vocabulary),), VocabularyRows(vocabulary[0]), "end", last))
     return tuple(found)
 
 
-def _tower(vision: Vision) -> Iterator[Entry]:
+def _tower(vision: Vision) -> Iterator[MegatronParameter]:
     """Yield the vision tower's parameters, which every rank of the first stage holds whole."""
     for part, name, shape in vision.parts():
-        yield Entry(f"visual.{name}", ((f"model.visual.{name}", shape),), Whole(), part, 0)
+        yield MegatronParameter(f"visual.{name}", ((f"model.visual.{name}", shape),), Whole(), part, 0)
 
 
-def _layer(architecture: Architecture, options: MegatronConfig, layer: int, *, stage: int) -> Iterator[Entry]:
+def _layer(architecture: Architecture, options: MegatronConfig, layer: int, *, stage: int) -> Iterator[MegatronParameter]:
     ours, theirs, part = f"decoder.layers.{layer}.", f"{architecture.prefix}layers.{layer}.", f"layer-{layer}"
     hidden, size, feed = architecture.hidden, architecture.head_size, architecture.feed_forward
     queries, keys = architecture.heads * size, architecture.key_heads * size
 
-    def entry(name: str, division: Division, *sources: tuple[str, tuple[int, ...]]) -> Entry:
-        return Entry(ours + name, tuple((theirs + source, shape) for source, shape in sources), division, part, stage)
+    def entry(name: str, division: Division, *sources: tuple[str, tuple[int, ...]]) -> MegatronParameter:
+        return MegatronParameter(ours + name, tuple((theirs + source, shape) for source, shape in sources), division, part, stage)
 
     grouped = Stacked((queries, keys, keys), architecture.key_heads)
     projections = tuple((f"self_attn.{kind}_proj", rows) for kind, rows in (("q", queries), ("k", keys), ("v", keys)))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from skyrl_engine.contracts import AdamWSettings
 from skyrl_engine.modeling.optimizer import build_adamw, use_settings
 from skyrl_engine_megatron.library import DistributedDataParallel, parallel_state
-from skyrl_engine_megatron.names import EMBEDDING, HEAD, Entry
+from skyrl_engine_megatron.names import EMBEDDING, HEAD, MegatronParameter
 
 
 @frozen(eq=False)
@@ -75,7 +75,7 @@ class ShardedState:
 
     def __init__(
         self,
-        entries: Sequence[Entry],
+        entries: Sequence[MegatronParameter],
         parameters: dict[str, nn.Parameter],
         pieces: dict[str, Piece],
         *,
@@ -89,7 +89,7 @@ class ShardedState:
         self.optimizer = build_adamw([piece.master for piece in pieces.values()], optimizer) if optimizer is not None else None
 
     @torch.no_grad()
-    def fill(self, entry: Entry, whole: Sequence[Tensor]) -> None:
+    def fill(self, entry: MegatronParameter, whole: Sequence[Tensor]) -> None:
         """Set this rank's weight, and a tied head's copy, to its share of Hugging Face's tensors."""
         for name in self.held_as(entry):
             share = self.share(entry, whole)
@@ -98,7 +98,7 @@ class ShardedState:
                 self.pieces[name].master.copy_(self.pieces[name].cut(share))
 
     @torch.no_grad()
-    def fill_moment(self, entry: Entry, key: str, whole: Sequence[Tensor], step: int) -> None:
+    def fill_moment(self, entry: MegatronParameter, key: str, whole: Sequence[Tensor], step: int) -> None:
         """Set AdamW's `exp_avg` or `exp_avg_sq` after `step` steps to this rank's share of Hugging Face's tensors."""
         assert self.optimizer is not None
         for name in self.held_as(entry):
@@ -119,18 +119,18 @@ class ShardedState:
             piece.master.grad = None
             piece.publish()
 
-    def held_as(self, entry: Entry) -> tuple[str, ...]:
+    def held_as(self, entry: MegatronParameter) -> tuple[str, ...]:
         """Return the names under which this rank holds the entry: its own, and that of a tied head's copy, as far as they exist here."""
         tied = all(each.name != HEAD for each in self.entries)
         names = (entry.name, HEAD) if entry.name == EMBEDDING and tied else (entry.name,)
         return tuple(name for name in names if name in self.parameters)
 
-    def share(self, entry: Entry, whole: Sequence[Tensor]) -> Tensor:
+    def share(self, entry: MegatronParameter, whole: Sequence[Tensor]) -> Tensor:
         """Return this rank's share of Hugging Face's tensors, contiguous."""
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         return entry.division.split(whole, ranks, parallel_state.get_tensor_model_parallel_rank()).contiguous()
 
-    def whole(self, entry: Entry, values: Callable[[Piece], Tensor]) -> list[Tensor] | None:
+    def whole(self, entry: MegatronParameter, values: Callable[[Piece], Tensor]) -> list[Tensor] | None:
         """Return Hugging Face's tensors with the values that `values` gives each piece, or None if this rank's stage lacks the entry.
 
         All data- and tensor-parallel ranks of the stage must call it.
