@@ -106,9 +106,9 @@ class Sums:
 class Score:
     """The function from a chunk's raw logits [n, v] and tokens [n, 1 + k] of `AskedScores` to scores, and its gradient.
 
-    The vocabulary lies on one rank. Let y be the logits that softmax is taken of and p their softmax. The log-probability of a token is y(token) - log Z, and the entropy is
-    log Z - E, where log Z = logsumexp of y and E = the mean of y under p. The mean log-probability is M - log Z, where M = the mean of y over
-    the vocabulary. `asked` names the scores, as `AskedScores` does.
+    The vocabulary lies on one rank. Let y be the logits that softmax is taken of and p their softmax. The log-probability of a token is
+    y(token) - log Z, and the entropy is log Z - E, where log Z = logsumexp of y and E = the mean of y under p. The mean log-probability is
+    M - log Z, where M = the mean of y over the vocabulary. `asked` names the scores, as `AskedScores` does.
     """
 
     rule: LogitRule
