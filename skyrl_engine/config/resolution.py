@@ -216,6 +216,19 @@ def _options(
         for key, meant in strays.items()
     ]
     table = {key: value for key, value in table.items() if key not in strays}
+    left = {key: chosen for key in table if key not in own and (chosen := _chosen_elsewhere(raw, path, key))}
+    refused += [
+        Problem(
+            f"{nearest(raw.origins, (*path, key))}: {dotted((*path, key))}",
+            f"is not a known key ({plugin})",
+            " ".join(
+                filter(None, (did_you_mean(key, own), f"Where it is of another {loaded.record.kind} than {chosen.label} chooses,"))
+            )
+            + " remove it from the file",
+        )
+        for key, chosen in left.items()
+    ]
+    table = {key: value for key, value in table.items() if key not in left}
     if loaded.schema is None:
         return None, refused + [
             Problem(
@@ -237,6 +250,13 @@ def _options(
         ) from error
     options, problems = structure_table(loaded.schema, table, path, raw)
     return options, refused + [attrs.evolve(problem, cause=f"{problem.cause} ({plugin})") for problem in problems]
+
+
+def _chosen_elsewhere(raw: RawConfig, path: KeyPath, key: str) -> Origin | None:
+    """Return the origin of the choice of a plugin, where the command line makes it and a file gives the option `key`."""
+    chosen = raw.origins.get(dotted((*path, "use")))
+    given = nearest(raw.origins, (*path, key))
+    return chosen if chosen is not None and chosen.kind in ("option", "command line") and given.kind == "file" else None
 
 
 def _select_observers(

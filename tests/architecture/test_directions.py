@@ -29,7 +29,11 @@ LEVELS = {name: level for level, names in enumerate(ORDER) for name in names}
 FACADE = LEVELS["hooks"]
 """The package itself offers what lies up to the hooks, so only what lies above them may import from it."""
 
-BEYOND = {"skyrl_engine.engine.engine.Engine", "skyrl_engine.environments.functions.reward"}
+BEYOND = {
+    "skyrl_engine.engine.engine.Engine",
+    "skyrl_engine.environments.functions.reward",
+    "skyrl_engine.rollout.exported.read_rollouts",
+}
 """Names beyond that, for programs and for authors: imported when first used; the engine's own code does not use them from there."""
 
 

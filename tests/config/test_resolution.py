@@ -9,7 +9,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from skyrl_engine.config import ResolvedConfig, SelectedPlugin, config_schema, from_dict, load, resolve
+from skyrl_engine.config import Option, ResolvedConfig, SelectedPlugin, config_schema, from_dict, load, resolve
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.errors import ConfigError, PluginAmbiguousError, PluginBlockedError, PluginError, PluginNotFoundError
 
@@ -145,6 +145,24 @@ def test_mistakes_in_plugin_tables_name_plugin_distribution_and_version(
     assert f"train.toml:6: loss.parts[0].use: must be text, is 3 ({plugin}). Put it in quotes" in found
     assert any(line.startswith("train.toml:9: reducer.x: reducer 'sum' of skyrl-engine-reducers") for line in found)
     assert len(found) == 5
+
+
+def test_an_option_of_the_plugin_that_the_command_line_replaces_is_told_as_one(
+    install: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("acme-parts", "2.0.0", ACME)
+    monkeypatch.chdir(tmp_path)
+    Path("train.toml").write_text('[loss]\nuse = "ppo"\nclip_low = 0.1\ngama = 1\n')
+    for chosen, label in (({"loss.use": Option("--loss", "sharp")}, "--loss"), ({}, "command line")):
+        overrides = (*NEEDED, *(() if chosen else ("loss.use=sharp",)))
+        with pytest.raises(ConfigError) as caught:
+            resolve(load(Path("train.toml"), overrides, flags=chosen))
+        remedy = f"Where it is of another loss than {label} chooses, remove it from the file"
+        plugin = "loss 'sharp' of acme-parts 2.0.0"
+        assert [str(problem) for problem in caught.value.problems] == [
+            f"train.toml:3: loss.clip_low: is not a known key ({plugin}). {remedy}",
+            f'train.toml:4: loss.gama: is not a known key ({plugin}). Did you mean "gamma"? {remedy}',
+        ]
 
 
 def test_a_plugin_without_options_takes_none(install: Callable[..., None]) -> None:

@@ -290,9 +290,11 @@ def test_a_function_that_is_not_there_is_named(reference, words, remedy):
 
 
 def test_functions_that_no_engine_calls_so_are_refused():
-    for name in ("of_nobody", "of_three", "decorated_lists"):
+    for name in ("of_nobody", "of_three"):
         with pytest.raises(ContractError, match=f"the reward '{name}' takes"):
             rewarding(name)
+    with pytest.raises(DataError, match=r"the reward decorated_lists of .* has options of its own"):
+        rewarding("decorated_lists")
 
 
 def test_a_reward_is_needed_and_named_once():
