@@ -9,7 +9,7 @@ from typing import Any, Final
 from attrs import frozen
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
-from skyrl_engine.config.schema import EngineConfig
+from skyrl_engine.config.schema import EngineConfig, RlConfig
 from skyrl_engine.contracts.kinds.advantage import Advantage
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.environment import Environment, Task
@@ -127,6 +127,9 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
             f"{advantage.label} needs old_values, and the model has no value head",
             remedy="Set model.value_head = true, or choose an advantage without values, such as grpo or reinforce_pp",
         )
+    if trains:
+        for warning in _doubts(settings, assembly):
+            logger.warning("%s", warning)
     return PreparedRl(
         resolved=resolved,
         files=files,
@@ -140,6 +143,25 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
         recipe=chosen,
         reference=_reference(resolved, assembly, files) if chosen.reference else None,
     )
+
+
+_REWARDED = frozenset(("rewards", "advantages", "returns"))
+"""Columns by which a reward reaches the model."""
+
+
+def _doubts(settings: RlConfig, assembly: Assembly) -> Iterator[str]:
+    """Tell what is allowed and hardly meant."""
+    if _REWARDED.isdisjoint(name for needs in assembly.needs.values() for name in needs):
+        yield (
+            f"no part of the loss reads {', '.join(sorted(_REWARDED))}: all attempts are learned alike, whatever their reward. "
+            "Choose a loss that reads advantages, such as ppo, unless a filter of groups chooses what is learned"
+        )
+    longest = settings.max_prompt_tokens + settings.max_tokens
+    if settings.micro_batch_tokens is not None and settings.micro_batch_tokens < longest:
+        yield (
+            f"rl.micro_batch_tokens = {settings.micro_batch_tokens} holds no attempt of rl.max_prompt_tokens + rl.max_tokens = {longest} "
+            "tokens: the run stops at the first that does not fit. Raise it, or lower one of these"
+        )
 
 
 def _sampled(

@@ -163,3 +163,16 @@ def test_several_environments_of_one_plugin_have_numbers(rl: Rl, world: Path) ->
     assert made.names == ("world_1", "world_2")
     assert isinstance(made.rollouts, Sampled)
     assert made.rollouts.tasks.weights == [1.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["loss.use=cross_entropy"], "all attempts are learned alike, whatever their reward"),
+        (["collator.use=packed", "rl.micro_batch_tokens=100"], "holds no attempt of rl.max_prompt_tokens + rl.max_tokens"),
+        (["rl.micro_batch_tokens=4096"], None),
+    ],
+)
+def test_what_is_hardly_meant_is_told(rl: Rl, caplog: pytest.LogCaptureFixture, overrides: list[str], words: str | None) -> None:
+    prepare(rl("run", *overrides))
+    assert (words in caplog.text) if words else not caplog.text
