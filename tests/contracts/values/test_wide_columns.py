@@ -19,7 +19,11 @@ def made(**columns: Any) -> SampleColumns:
     return SampleColumns.from_rollouts(prompts=[[1], [2], [3]], responses=[[4, 5], [], [6]], columns=columns)
 
 
-@pytest.mark.parametrize("form", [list, np.asarray, lambda row: torch.tensor(row) if row else torch.zeros(0, 2).long()], ids=["lists", "arrays", "tensors"])
+@pytest.mark.parametrize(
+    "form",
+    [list, np.asarray, lambda row: torch.tensor(row) if row else torch.zeros(0, 2).long()],
+    ids=["lists", "arrays", "tensors"],
+)
 def test_token_ids_stay_integers_and_numbers_become_float32(form: Any) -> None:
     columns = made(ids=[form(row) for row in IDS], numbers=NUMBERS).columns
     assert columns["ids"].dtype == np.int64
