@@ -165,7 +165,7 @@ def candidates(labels: Tensor) -> dict[str, Tensor]:
     other = (labels * 7 + 3) % VOCABULARY
     return {
         "near": torch.stack([labels, other, other], 1),
-        "far": torch.stack([VOCABULARY - 1 - labels, (labels + VOCABULARY // 2) % VOCABULARY], 1),
+        "far": torch.stack([(VOCABULARY - 1 - labels) % VOCABULARY, (labels + VOCABULARY // 2) % VOCABULARY], 1),
     }
 
 
