@@ -65,7 +65,8 @@ def test_what_is_left_of_the_world_is_data_parallel() -> None:
     described = megatron.skyrl_engine_describe_backend(sizes, 16)
     assert described.topology == Topology(dp=2, tp=2, pp=2, cp=2)
     assert described.capabilities == {
-        *("padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", "logits")
+        *("padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision"),
+        *("logits", "logsumexp", "mean_logprob", "logprobs_at"),
     }
 
 
