@@ -35,6 +35,10 @@ def new_plugin(
     from skyrl_engine.cli.scaffold.names import names_for, refuse_taken
     from skyrl_engine.registry.kinds import KINDS
 
+    if kind == "reward":
+        raise click.UsageError(
+            "A reward is a plugin of the kind environment. Decorate a function with skyrl_engine.reward, or use `plugins new environment`."
+        )
     if kind not in KINDS:
         raise click.UsageError(f"There is no kind {kind!r}. {did_you_mean(kind, KINDS, 'kinds')}")
     if license_name not in LICENSES:

@@ -86,6 +86,7 @@ def _values(names: Names, details: Details, scaffold: Scaffold) -> dict[str, str
         "name": names.plugin,
         "title": names.title,
         "kind": names.kind,
+        "kind_words": names.kind.replace("_", " "),
         "distribution": names.distribution,
         "package": names.package,
         "engines": engines,

@@ -36,6 +36,9 @@ def test_every_kind_is_written_or_refused_with_a_reason(command):
     outcome = command("plugins", "new", "backend", "mine")
     assert outcome.code == 2
     assert "there is no template for a backend: it holds a model" in outcome.last_line
+    outcome = command("plugins", "new", "reward", "mine")
+    assert outcome.code == 2
+    assert "A reward is a plugin of the kind environment" in outcome.last_line
 
 
 @pytest.mark.parametrize("made", WRITTEN, indirect=True)
@@ -49,6 +52,7 @@ def test_it_is_a_distribution_in_good_order(made):
     assert (made / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
     assert (made / "src" / f"my_thing_{kind}" / "py.typed").exists()
     texts = [path.read_text() for path in made.rglob("*") if path.is_file()]
+    assert f"Its {kind.replace('_', ' ')} is called `my_thing`." in (made / "README.md").read_text()
     assert not [text for text in texts if "${" in text]
     run("ruff", "check", ".", folder=made)
     run("ruff", "format", "--check", ".", folder=made)
