@@ -52,6 +52,9 @@ ON_ONE_RANK = [
     ("packs_without_borders", {"packed_rows", "images", "image_gradients"}, "over packed rows"),
     ("packs_undeclared", {"undeclared_packed_rows"}, "takes packed rows, which it does not declare"),
     ("logits_are_logprobs", {"logits"}, "an objective of logits and logprobs is"),
+    ("normalisers_without_a_tenth", {"logsumexp"}, "an objective of logprobs and logsumexp is"),
+    ("means_over_half_the_vocabulary", {"mean_logprob"}, "an objective of logprobs and mean_logprob is"),
+    ("candidates_from_behind", {"logprobs_at"}, "an objective of logprobs and logprobs_at:near is"),
     ("values_undeclared", {"undeclared_value_head"}, "gives values although it does not declare 'value_head'"),
     (
         "sees_no_pixels",

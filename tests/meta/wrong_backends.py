@@ -293,19 +293,35 @@ packs_without_borders = Wrong(overriding(forward=_one_document_a_row, forward_ba
 packs_undeclared = Wrong(packs_without_borders.change, fewer=frozenset({"packed"}))
 
 
-def _logits_of_probabilities(self: Any, original: Any, batch: Any, objective: Any) -> Any:
-    """Logits less what softmax divides by."""
+def _giving(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[..., Any]:
+    """A pass whose objective is given changed scores."""
 
-    class Normalised:
-        needs, temperature = objective.needs, objective.temperature
+    def wrong(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+        class Changed:
+            needs, temperature = objective.needs, objective.temperature
 
-        def __call__(self, scores: Any, micro_batch: Any) -> Any:
-            return objective({**scores, "logits": scores["logprobs"]} if "logits" in scores else scores, micro_batch)
+            def __call__(self, scores: Any, micro_batch: Any) -> Any:
+                return objective({**scores, **change(scores)}, micro_batch)
 
-    return original(batch, Normalised())
+        return original(batch, Changed())
+
+    return wrong
 
 
-logits_are_logprobs = Wrong(overriding(forward=_logits_of_probabilities, forward_backward=_logits_of_probabilities))
+def _misgiving(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Wrong:
+    return Wrong(overriding(forward=_giving(change), forward_backward=_giving(change)))
+
+
+logits_are_logprobs = _misgiving(lambda scores: {"logits": scores["logprobs"]} if "logits" in scores else {})
+normalisers_without_a_tenth = _misgiving(
+    lambda scores: {name: score * 0.9 for name, score in scores.items() if name == "logsumexp"}
+)
+means_over_half_the_vocabulary = _misgiving(
+    lambda scores: {name: score * 2 for name, score in scores.items() if name == "mean_logprob"}
+)
+candidates_from_behind = _misgiving(
+    lambda scores: {name: score.flip(-1) for name, score in scores.items() if name.startswith("logprobs_at")}
+)
 values_undeclared = Wrong(overriding(), fewer=frozenset({"value_head"}))
 
 

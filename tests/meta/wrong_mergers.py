@@ -105,8 +105,9 @@ class Doubles(Plain):
 
 class MeanOfMeans(Plain):
     def metrics(self, outputs, whole):
-        means = [output.metrics["a_mean"].result for output in outputs if "a_mean" in output.metrics]
-        return {**whole.metrics, "a_mean": Metric.mean(float(np.mean(means)), 1)}
+        parts = [output.metrics["a_mean"] for output in outputs if "a_mean" in output.metrics]
+        means = [part.result for part in parts if part.count]
+        return {**whole.metrics, "a_mean": Metric.mean(float(np.mean(means)), 1)} if means else whole.metrics
 
 
 class SumsByName(Plain):

@@ -12,6 +12,7 @@ from skyrl_engine.errors import (
     PluginError,
     PluginNotFoundError,
 )
+from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.known import FIRST_PARTY
 from skyrl_engine.registry.record import PluginRecord
 from skyrl_engine.registry.resolve import Registry
@@ -244,5 +245,6 @@ def test_the_known_first_party_plugins_are_those_of_this_repository() -> None:
     for file in [root / "pyproject.toml", *root.glob("plugins/*/pyproject.toml")]:
         project = tomllib.loads(file.read_text())["project"]
         for group, points in project.get("entry-points", {}).items():
-            offered |= {(group.removeprefix("skyrl_engine."), name): project["name"] for name in points}
+            kind = group.removeprefix("skyrl_engine.")
+            offered |= {(kind, name): project["name"] for name in points if kind in KINDS}
     assert dict(FIRST_PARTY) == offered
