@@ -151,7 +151,10 @@ def _shifted_tokens(outputs: Sequence[RankOutput]) -> Sequence[RankOutput]:
     """Every rank's samples one place on, as if they came back in another order than they were sent."""
 
     def shifted(output: RankOutput) -> RankOutput:
-        order = np.roll(np.arange(len(output.sample_ids)), 1)
+        order = np.arange(len(output.sample_ids))
+        # samples without a scored token have nothing that could come back elsewhere
+        scored = np.flatnonzero(np.diff(output.scored.offsets))
+        order[scored] = np.roll(scored, 1)
         fields = {name: _as_lengths(ragged.take(order), output.scored) for name, ragged in output.fields.items()}
         return evolve(output, fields=fields)
 
