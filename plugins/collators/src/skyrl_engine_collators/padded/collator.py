@@ -78,7 +78,7 @@ class PaddedCollator:
 
         rows = PaddedRows.of(columns, micro_batch)
         extras, ragged_offsets = build_extras(columns, rows.placement, wanted)
-        extras |= wide_fields(columns, wanted, rows.action_shape, **rows.action_pieces(columns))
+        extras = wide_fields(columns, wanted, rows.action_shape, **rows.action_pieces(columns)) | extras
         if compiled is None:
             arrays = vectorized.build_fields(columns, rows, self.pad_token_id, wanted) | extras
             batch = DenseBatch(
