@@ -362,10 +362,10 @@ def far(needs: Iterable[str]) -> TokenBatch:
     logprobs = np.tile(np.array([-120.0, -1.0, -101.0, -0.5, -31.0], np.float32), 2)
     values = dict(batch.values)
     drifts = np.array([*_FAR_DRIFTS, *(-abs(drift) for drift in _FAR_DRIFTS)], np.float32)
-    for name in batch.values:
+    for name, given in batch.values.items():
         if name == "logprobs":
             values[name] = logprobs
-        elif name.endswith("logprobs"):
+        elif name.endswith("logprobs") and given.ndim == 1:
             values[name] = np.minimum(logprobs + drifts, 0)
             drifts = np.roll(drifts, 1)  # two other policies are far from each other too
         elif name == "advantages":
