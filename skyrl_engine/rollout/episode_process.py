@@ -54,9 +54,9 @@ class EpisodeServer:
                     self._close(episode)
                     return {}
         except EngineError as error:
-            return {"failure": error.cause[:LONGEST_CAUSE]}
+            return {"failure": _written_out(error.cause)[:LONGEST_CAUSE]}
         except Exception as error:  # noqa: BLE001 -- an environment may raise anything
-            return {"failure": _told(error), "traceback": traceback.format_exc(limit=-8)[:LONGEST_TRACEBACK]}
+            return {"failure": _told(error), "traceback": _written_out(traceback.format_exc(limit=-8))[:LONGEST_TRACEBACK]}
 
     def _open(self, request: Mapping[str, Any]) -> list[Any]:
         opened = self.environments[request["environment"]].open(task_of(request["task"]), request["seed"])
@@ -99,9 +99,12 @@ def _told(error: Exception) -> str:
         words = str(error)
     except Exception as second:  # noqa: BLE001 -- an exception's text is the environment's own code
         words = f"its text cannot be made: {type(second).__name__}"
-    # half a character, which no file and no screen takes
-    words = words.encode(errors="backslashreplace").decode()
-    return f"{type(error).__name__}: {words}"[:LONGEST_CAUSE]
+    return f"{type(error).__name__}: {_written_out(words)}"[:LONGEST_CAUSE]
+
+
+def _written_out(text: str) -> str:
+    """Return the text with half characters, which no file and no screen takes, written as their code."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def wrong_with(returned: Any, *, tokens: int) -> str | None:

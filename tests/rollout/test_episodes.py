@@ -122,13 +122,14 @@ def test_an_episode_is_opened_answered_and_closed(shared):
         ("fail_without_words", "WordlessError: its text cannot be made: RuntimeError"),
     ],
 )
-def test_a_wrong_answer_fails_its_episode_alone(shared, does, words):
+def test_a_wrong_answer_fails_its_episode_alone(shared, caplog, does, words):
     held, _ = opened(shared, turns=2)
     reply = stepped(shared, **{"step 1": does})
     assert reply.result is None
     assert reply.failure.startswith("environment naughty, task 'one', step 1: ")
     assert reply.failure.count("environment naughty") == 1
     assert words in reply.failure
+    caplog.text.encode()  # what is logged can be written to a file
     shared.step(held, action())
     assert reply_of(shared, held).result.reward == 1.0
     shared.close(held)
