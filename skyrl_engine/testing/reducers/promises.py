@@ -250,7 +250,7 @@ def empty_sequences(subject: Subject[Any], case: WithEmpty) -> None:
         )
 
 
-@promise("Negative loss weights are refused, or finite where it declares negative_weights", cases=_drawn)
+@promise("Negative loss weights are refused, or finite where it declares negative_weights", cases=_drawn, first=_explicit)
 def negative_weights(subject: Subject[Any], case: Drawn) -> None:
     carrying = np.flatnonzero(case.structure.loss_weight)
     if not len(carrying):
