@@ -23,9 +23,10 @@ from skyrl_engine.objective.policy_metrics import Watched
 from skyrl_engine.objective.score import ScoreObjective
 from skyrl_engine.registry.part import Part
 from skyrl_engine.spans import Spans
-from skyrl_engine.workers.batch import Selection, ShardBatch
+from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import Shard
 from skyrl_engine.workers.process_group import Rendezvous, join, leave, pick_device
+from skyrl_engine.workers.scored_tokens import Selection
 from skyrl_engine.workers.scoring import ScoringModel, WithoutAdapters
 from skyrl_engine.workers.spec import WorkerSpec
 

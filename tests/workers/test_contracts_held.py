@@ -82,11 +82,14 @@ def test_a_wrong_plan_is_refused_and_its_collator_named(columns, wrong, error, m
     assert LABEL in caught.value.cause
 
 
-def test_a_gather_index_that_forgets_a_token_is_refused(columns):
+@pytest.mark.parametrize("selection", ["loss", "actions"])
+def test_a_gather_index_that_forgets_a_token_is_refused(columns, selection):
     plan = planned(part_of(PaddedCollator(), LABEL, "collator"), columns, Layout())
     (shard,) = cut(columns, plan.mini_batches[0], np.ones(7), ())
-    with pytest.raises(ContractError, match="says where to score 6 loss-carrying tokens of a micro-batch that has 7"):
-        list(ShardBatch(shard, part_of(Shortsighted(), LABEL, "collator"), "loss", Spans()))
+    with pytest.raises(
+        ContractError, match="where to score 6 response tokens of a micro-batch; they are not the 7 that have a predec"
+    ):
+        list(ShardBatch(shard, part_of(Shortsighted(), LABEL, "collator"), selection, Spans()))
 
 
 class LosesTheLast(OrderedMerger):

@@ -5,10 +5,12 @@ import weakref
 
 import numpy as np
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.backend import StepCounts
+from skyrl_engine.contracts.kinds.collator import GatherIndex
 from skyrl_engine.contracts.kinds.reducer import FunctionReducer, PerSequence
 from skyrl_engine.contracts.values.buffers import ReusableJoin
 from skyrl_engine.contracts.values.columns import SampleColumns
@@ -19,6 +21,7 @@ from skyrl_engine.errors import ContractError, DataError, PluginBrokenError
 from skyrl_engine.spans import Spans
 from skyrl_engine.testing.collators.strategies import sample_columns
 from skyrl_engine.testing.subject import part_of
+from skyrl_engine.workers import scored_tokens
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import batch_structure, compact_weights, cut, token_weights
 from skyrl_engine.workers.launch import WorkerGroup
@@ -131,6 +134,49 @@ def test_weights_in_short_are_the_same_weights(columns, dp, selection):
     for own, expanded in zip(*built, strict=True):
         assert own.dtype == np.float64
         np.testing.assert_array_equal(own, expanded)
+
+
+class Backwards(PaddedCollator):
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
+        return evolve(batch, gather=GatherIndex(*(getattr(batch.gather, name)[::-1] for name in ("actions", "rows", "columns"))))
+
+
+@pytest.mark.parametrize("selection", ["loss", "actions"])
+@pytest.mark.parametrize(("window", "collator"), [(1, PaddedCollator()), (7, PaddedCollator()), (1 << 16, Backwards())])
+def test_neither_the_window_nor_the_order_of_a_gather_index_changes_a_byte(monkeypatch, selection, window, collator):
+    """The first sample of every three has no prompt, so its first token has no predecessor; every fourth has no response."""
+    lengths, numbers = np.arange(3, 15), np.random.default_rng(0)
+    actions = np.where(np.arange(12) % 4 == 3, 0, np.where(np.arange(12) % 3 == 0, lengths, lengths // 2))
+    total = int(actions.sum())
+    columns = SampleColumns.create(
+        input_ids=numbers.integers(0, 99, int(lengths.sum())),
+        token_offsets=offsets_of(lengths),
+        action_offsets=offsets_of(actions),
+        loss_weight=numbers.integers(0, 2, total).astype(np.uint8),
+        columns={"place": np.arange(total, dtype=np.float32), "ids": numbers.integers(0, 99, (total, 2))},
+    )
+    (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout(micro_batch_rows=2)).mini_batches
+    (shard,) = cut(columns, mini_batch, numbers.random(total), ["place", "ids"])
+
+    def bytes_of(collator):
+        made = []
+        for each in ShardBatch(shard, part_of(collator, "the collator", "collator"), selection, Spans()):
+            scored = each.samples
+            given = [
+                each.positions,
+                each.labels,
+                each.candidates["ids"],
+                scored.weights,
+                scored.columns["place"],
+                scored.scored.values,
+            ]
+            made.append([np.asarray(values).tobytes() for values in (*given, scored.scored.offsets, scored.action_lengths)])
+        return made
+
+    due = bytes_of(PaddedCollator())
+    monkeypatch.setattr(scored_tokens, "WINDOW", window)
+    assert bytes_of(collator) == due
 
 
 def test_a_reducer_sees_which_stretches_are_of_one_attempt():
