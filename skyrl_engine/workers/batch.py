@@ -36,7 +36,7 @@ class ShardBatch:
         return len(self._plans)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        tokens = scored_tokens(self.shard, self._plans, self.selection)
+        tokens = scored_tokens(self.shard, self.first, self.last, self.selection)
         for plan in self._plans:
             with self.spans("build"):
                 micro_batch = self._build(plan, next(tokens))

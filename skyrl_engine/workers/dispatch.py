@@ -26,8 +26,8 @@ from skyrl_engine.registry.part import Part
 class Shard:
     """All that one data-parallel rank needs for one mini-batch; its tensor, pipeline and context ranks share it.
 
-    `micro_batches` number samples within `columns`; `weights` lie on the columns' action axis, or are in short per sample. `step` counts
-    the mini-batch on all ranks.
+    `micro_batches` number samples within `columns`, where they lie one after the other in the order of the micro-batches; `weights` lie on the
+    columns' action axis, or are in short per sample. `step` counts the mini-batch on all ranks.
     """
 
     columns: SampleColumns

@@ -1,14 +1,13 @@
 """The tokens of a shard that a pass scores, for several of its micro-batches at a time: all that is known of them before rows are built."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 from attrs import frozen
 
-from skyrl_engine.contracts.values.plan import MicroBatchPlan
-from skyrl_engine.contracts.values.ragged import IntArray, Ragged, offsets_of, segment_indices
+from skyrl_engine.contracts.values.ragged import IntArray, Ragged, offsets_of
 from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.workers.dispatch import Shard
 
@@ -35,60 +34,63 @@ class ScoredTokens:
     samples: ScoredSamples
 
 
-def scored_tokens(shard: Shard, micro_batches: Sequence[MicroBatchPlan], selection: Selection) -> Iterator[ScoredTokens]:
-    """Yield the tokens of each micro-batch: slices of arrays that are computed for a window of micro-batches at once."""
-    for window in _windows(shard, micro_batches):
-        yield from _of_window(shard, window, selection)
+def scored_tokens(shard: Shard, first: int, last: int | None, selection: Selection) -> Iterator[ScoredTokens]:
+    """Yield the tokens of each micro-batch from `first` up to `last` (None: all that follow).
+
+    They are slices of arrays that are computed for a window of micro-batches at once.
+    """
+    samples_of_batch = offsets_of([len(each.samples) for each in shard.micro_batches])[first : None if last is None else last + 1]
+    actions_of_batch = shard.columns.action_offsets[samples_of_batch]
+    begin, count = 0, len(samples_of_batch) - 1
+    while begin < count:
+        end = int(np.searchsorted(actions_of_batch, actions_of_batch[begin] + WINDOW, side="right")) - 1
+        end = min(max(end, begin + 1), count)
+        yield from _of_window(shard, samples_of_batch[begin : end + 1], selection)
+        begin = end
 
 
-def _windows(shard: Shard, micro_batches: Sequence[MicroBatchPlan]) -> Iterator[Sequence[MicroBatchPlan]]:
-    lengths = np.diff(shard.columns.action_offsets)
-    actions = offsets_of([lengths[each.samples].sum() for each in micro_batches])
-    first = 0
-    while first < len(micro_batches):
-        last = max(first + 1, int(np.searchsorted(actions, actions[first] + WINDOW, side="right")) - 1)
-        yield micro_batches[first:last]
-        first = last
+def _of_window(shard: Shard, samples_of_batch: IntArray, selection: Selection) -> Iterator[ScoredTokens]:
+    """Compute on the window's own axes: S samples, A response tokens, E of them with a predecessor, n of them scored.
 
-
-def _of_window(shard: Shard, window: Sequence[MicroBatchPlan], selection: Selection) -> Iterator[ScoredTokens]:
-    """Compute on the window's own axes: M micro-batches, S samples, A response tokens, E of them with a predecessor, n of them scored.
-
-    A name `x_of_y` is int64[Y + 1]: where the x of each y begin, and where the last one's end.
+    A name `x_of_y` is int64[Y + 1]: where the x of each y begin in the window, and where the last one's end; `samples_of_batch` counts in the
+    shard instead.
     """
     columns = shard.columns
-    samples = np.concatenate([each.samples for each in window])
-    actions_in_shard = columns.action_offsets[samples]
-    counts = columns.action_offsets[samples + 1] - actions_in_shard
-    responses = columns.token_offsets[samples + 1] - counts  # where each begins among the shard's tokens
-
-    samples_of_batch = offsets_of([len(each.samples) for each in window])
-    actions_of_sample = offsets_of(counts)
+    own = slice(int(samples_of_batch[0]), int(samples_of_batch[-1]))
+    bounds = slice(own.start, own.stop + 1)
+    token_offsets, action_offsets = columns.token_offsets[bounds], columns.action_offsets[bounds]
+    samples_of_batch = samples_of_batch - own.start
+    actions_of_sample = action_offsets - action_offsets[0]
     actions_of_batch = actions_of_sample[samples_of_batch]
+    counts = action_offsets[1:] - action_offsets[:-1]
+    responses = token_offsets[1:] - counts  # where each begins among the shard's tokens
 
-    unpredicted = (counts > 0) & (responses == columns.token_offsets[samples])  # nothing predicts a sample's first token
-    assert not columns.loss_weight[actions_in_shard[unpredicted]].any(), "SampleColumns.create clears the weight of first tokens"
-    entries = np.delete(np.arange(actions_of_sample[-1], dtype=np.int64), actions_of_sample[:-1][unpredicted])
-    weighted = columns.loss_weight[segment_indices(columns.action_offsets, samples)] != 0
-    scored = np.flatnonzero(weighted) if selection == "loss" else entries
+    unpredicted = (counts > 0) & (responses == token_offsets[:-1])  # nothing predicts a sample's first token
+    predicted = np.ones(actions_of_sample[-1], dtype=np.bool_)
+    predicted[actions_of_sample[:-1][unpredicted]] = False
+    entries = np.flatnonzero(predicted)
+    chosen = predicted
+    if selection == "loss":
+        chosen = columns.loss_weight[action_offsets[0] : action_offsets[-1]] != 0
+        assert not (chosen & ~predicted).any(), "SampleColumns.create clears the weight of first tokens"
+    scored, kept = np.flatnonzero(chosen), np.flatnonzero(chosen[predicted])
     entries_of_batch = np.searchsorted(entries, actions_of_batch)
     scored_of_sample = np.searchsorted(scored, actions_of_sample)
     scored_of_batch = scored_of_sample[samples_of_batch]
 
-    lengths = np.diff(scored_of_sample)
-    place = scored - np.repeat(actions_of_sample[:-1], lengths)
-    in_shard = place + np.repeat(actions_in_shard, lengths)
-    labels = columns.input_ids[place + np.repeat(responses, lengths)].astype(np.int64, copy=False)
+    lengths = scored_of_sample[1:] - scored_of_sample[:-1]
+    in_shard = scored + action_offsets[0]
+    labels = columns.input_ids[scored + np.repeat(responses - actions_of_sample[:-1], lengths)].astype(np.int64, copy=False)
     values = {name: each[in_shard] for name, each in columns.columns.items()}
     candidates = {name: each.astype(np.int64) for name, each in values.items() if each.dtype.kind == "i"}
-    weights = shard.weights_of(in_shard, np.repeat(samples, lengths))
-    kept = scored - np.repeat(np.cumsum(unpredicted), lengths) - np.repeat(entries_of_batch[:-1], np.diff(scored_of_batch))
+    weights = shard.weights_of(in_shard, np.repeat(np.arange(own.start, own.stop, dtype=np.int64), lengths))
+    place = (scored - np.repeat(actions_of_sample[:-1], lengths)).astype(np.int32)
+    kept -= np.repeat(entries_of_batch[:-1], np.diff(scored_of_batch))
     entries -= np.repeat(actions_of_batch[:-1], np.diff(entries_of_batch))
-    place = place.astype(np.int32)
-    sample_ids, group_ids, unit_ids = columns.sample_ids[samples], columns.group_ids[samples], columns.unit_ids[samples]
+    sample_ids, group_ids, unit_ids = (each[own].copy() for each in (columns.sample_ids, columns.group_ids, columns.unit_ids))
 
-    bounds = (pairwise(each.tolist()) for each in (samples_of_batch, entries_of_batch, scored_of_batch))
-    for (sample, samples_end), (entry, entries_end), (first, end) in zip(*bounds, strict=True):
+    parts = (pairwise(each.tolist()) for each in (samples_of_batch, entries_of_batch, scored_of_batch))
+    for (sample, samples_end), (entry, entries_end), (first, end) in zip(*parts, strict=True):
         yield ScoredTokens(
             entries[entry:entries_end],
             None if end - first == entries_end - entry else kept[first:end],

@@ -23,7 +23,6 @@ from skyrl_engine.contracts import (
     PerSequence,
     RankOutput,
     SampleColumns,
-    StepCounts,
 )
 from skyrl_engine.modeling.tiny import IMAGE_TOKEN, VOCABULARY, write_vision_model
 from skyrl_engine.spans import Spans
@@ -39,7 +38,7 @@ from skyrl_engine.testing.backends.batches import (
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine.testing.subject import part_of
 from skyrl_engine.workers.batch import ShardBatch
-from skyrl_engine.workers.dispatch import Shard
+from skyrl_engine.workers.dispatch import cut
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
 
 
@@ -196,11 +195,8 @@ def test_what_the_engines_collators_build_is_scored_as_by_transformers(
     )
     collator = getattr(collators, name).skyrl_engine_make_collator(config=None, context=FactoryContext(pad_token_id=0))
     plan = collator.plan(columns.lengths, Layout(micro_batch_rows=3) if name == "padded" else Layout())
-    weights = PerSequence(np.ones(len(columns)))
-    step = StepCounts(len(columns), sum(len(each.ids) for each in documents))
-    batch = ShardBatch(
-        Shard(columns, plan.mini_batches[0].ranks[0], weights, step), part_of(collator, name, "collator"), "loss", Spans()
-    )
+    (shard,) = cut(columns, plan.mini_batches[0], PerSequence(np.ones(len(columns))), ())
+    batch = ShardBatch(shard, part_of(collator, name, "collator"), "loss", Spans())
     backend, keep = start(vision["tied"]), Keep()
     backend.forward(batch, keep)
     assert sorted(keep.kept) == sorted(each.number for each in documents)
