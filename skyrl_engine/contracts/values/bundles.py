@@ -18,7 +18,7 @@ class Bundles:
     @classmethod
     def by_label(cls, samples: IntArray, labels: IntArray) -> "Bundles":
         """One bundle per distinct label; `samples` int64[n] ascending, `labels` int64[n]."""
-        if (np.diff(labels) > 0).all():  # the usual case, every sample on its own, needs no sorting
+        if (labels[1:] > labels[:-1]).all():  # the usual case, every sample on its own, needs no sorting
             return cls(Ragged(samples, np.arange(len(samples) + 1, dtype=np.int64)))
         _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
         order = np.argsort(first[inverse], kind="stable")
@@ -33,12 +33,21 @@ class Bundles:
         """int64[bundles]: samples in each."""
         return self.members.lengths
 
+    @property
+    def single(self) -> bool:
+        """Whether every sample is on its own."""
+        return len(self) == len(self.members.values)
+
     def sums(self, values: IntArray) -> IntArray:
         """int64[bundles]: the sum of `values` (one per sample of the whole batch) over each bundle's samples."""
+        if self.single:
+            return values[self.members.values]
         return np.add.reduceat(values[self.members.values], self.members.offsets[:-1])
 
     def maxima(self, values: IntArray) -> IntArray:
         """int64[bundles]: the largest of `values` (one per sample of the whole batch) in each bundle."""
+        if self.single:
+            return values[self.members.values]
         return np.maximum.reduceat(values[self.members.values], self.members.offsets[:-1])
 
     def runs(self, starts: Sequence[int]) -> list[IntArray]:

@@ -56,7 +56,7 @@ def _rows(units: Bundles, counted: IntArray, lengths: SampleLengths, alignment: 
     if packing.capacity is not None:
         _check_capacity(units, sizes, lengths, alignment, packing.capacity)
     bins = bins_of(sizes, policy=packing.policy, capacity=packing.capacity, ranks=ranks, may_be_empty=packing.strict)
-    if len(units) == len(units.members.values):  # the usual case, every sample on its own
+    if units.single:  # the usual case
         return Ragged(units.members.values[bins.values], bins.offsets)
     members = units.members.take(bins.values)
     return Ragged(members.values, members.offsets[bins.offsets])

@@ -42,9 +42,14 @@ def _plan_ranks(samples: IntArray, lengths: SampleLengths, dp: int, limits: Limi
     """Plan one mini-batch; ranks with fewer micro-batches get empty ones."""
     units = Bundles.by_label(samples, lengths.unit_ids[samples])
     check_limits(units, lengths, limits)
-    rank_of = balance(units.sums(lengths.tokens), dp, most=_most_units(units, dp, limits))
-    widths = units.maxima(lengths.tokens)
-    order = largest_first(widths) if group_by_length else np.arange(len(units), dtype=np.int64)
+    costs = units.sums(lengths.tokens)
+    order = largest_first(costs)
+    rank_of = balance(costs, dp, most=_most_units(units, dp, limits), order=order)
+    widths = costs if units.single else units.maxima(lengths.tokens)
+    if not group_by_length:
+        order = np.arange(len(units), dtype=np.int64)
+    elif not units.single:
+        order = largest_first(widths)
     order = order[np.argsort(rank_of[order].astype(np.min_scalar_type(dp)), kind="stable")]  # few bits, which NumPy sorts in O(n)
     sizes, widths = units.sizes[order], widths[order]
     bounds = offsets_of(np.bincount(rank_of, minlength=dp)).tolist()
@@ -68,9 +73,9 @@ def _most_units(units: Bundles, dp: int, limits: Limits) -> int | None:
 
 
 def _in_order(units: Bundles, order: IntArray) -> Bundles:
-    if len(units) < len(units.members.values):
-        return units.take(order)
-    return Bundles(Ragged(units.members.values[order], units.members.offsets))  # the usual case, every sample on its own
+    if units.single:  # the usual case
+        return Bundles(Ragged(units.members.values[order], units.members.offsets))
+    return units.take(order)
 
 
 def _rows(units: Bundles, begins: list[list[int]], orders: list[BuildOrder], lengths: SampleLengths) -> list[MicroBatchPlan]:

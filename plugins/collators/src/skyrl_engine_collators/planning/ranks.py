@@ -9,21 +9,23 @@ from skyrl_engine_collators.kernels import kernels
 
 
 def largest_first(values: IntArray) -> IntArray:
-    """Return int64[n], the order of values by size, the largest first and among equals the earlier; O(n) where they are not far apart."""
-    behind = values.max(initial=0) - values
-    return np.argsort(behind.astype(np.min_scalar_type(behind.max(initial=0))), kind="stable")  # NumPy sorts few bits by counting
+    """Return int64[n], the order of values (0 or more) by size, the largest first and among equals the earlier; O(n) where none is large."""
+    largest = values.max(initial=0)
+    return np.argsort((largest - values).astype(np.min_scalar_type(largest)), kind="stable")  # NumPy sorts few bits by counting
 
 
-def balance(costs: IntArray, ranks: int, *, most: int | None = None) -> IntArray:
+def balance(costs: IntArray, ranks: int, *, most: int | None = None, order: IntArray | None = None) -> IntArray:
     """Return int64[n], the rank of each item, such that ranks have similar sums of `costs`; O(n log n), deterministic.
 
     The most expensive item goes first, to the rank with the least so far (Graham 1969: at most 4/3 of the best possible maximum); among
-    equals the earlier item and the lower rank come first. No rank takes more than `most` items; there must be room for all.
+    equals the earlier item and the lower rank come first. No rank takes more than `most` items; there must be room for all. `order` is
+    `largest_first(costs)`, for callers that have it.
     """
     if ranks == 1:
         return np.zeros(len(costs), dtype=np.int64)
     assert most is None or most * ranks >= len(costs), "more items than the ranks may take"
-    order = largest_first(costs)
+    if order is None:
+        order = largest_first(costs)
     limit = len(costs) if most is None else min(most, len(costs))
     compiled = kernels()
     give = _give if compiled is None else compiled.balance
