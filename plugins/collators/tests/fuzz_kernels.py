@@ -7,8 +7,10 @@ than the memory behind it.
 import ctypes
 import random
 import sys
+from collections import Counter
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
+from itertools import accumulate
 
 ITEM = {"q": 8, "i": 4, "f": 4, "B": 1}
 
@@ -24,15 +26,16 @@ def main() -> None:
         module.write_rows(((out, 0, memoryview(longer).cast("B").cast("q")),), one, array("q", [100_100]), one)
         return
     generator = random.Random(0)
-    outcomes = {"written": 0, "refused": 0}
+    outcomes = Counter()
     for _ in range(int(sys.argv[2])):
-        call = generator.choice((random_rows, random_rows, random_gather, random_lists, random_bins))
+        call = generator.choice(CALLS)
         try:
             call(module, generator)
-            outcomes["written"] += 1
-        except (TypeError, ValueError, OverflowError):
-            outcomes["refused"] += 1
-    print(outcomes)
+            outcomes[call.__name__, "written"] += 1
+        except (TypeError, ValueError, OverflowError, MemoryError):
+            outcomes[call.__name__, "refused"] += 1
+    print(dict(outcomes))
+    assert len(outcomes) == 2 * len(CALLS)
     assert min(outcomes.values()) > 100
 
 
@@ -104,6 +107,46 @@ def random_bins(module, generator):
     entries = (max(0, count + extra + generator.choice((0,) * 8 + (1, -1))) for extra in (0, 1))
     module.first_fit(sizes, capacity, *(blank("q", number) for number in entries))
 
+
+def random_padded(module, generator):
+    """Micro-batches of rows with a sample or none, as wide as their samples need, a little wider, or too narrow."""
+    tokens = [generator.randint(1, 9) for _ in range(generator.randint(1, 6))]
+    actions = [generator.randint(0, count) for count in tokens]
+    samples, row_offsets, shapes, contents = [], [], [], generator.choice(("tmp", "t", "pm", "", "tmp", "x"))
+    for _ in range(generator.randint(0, 3)):
+        filled = [generator.random() < 0.8 for _ in range(generator.randint(0, 4))]
+        own = [generator.randrange(len(tokens)) for each in filled if each]
+        row_offsets += [0, *accumulate(filled)]
+        slack = generator.choice((0, 0, 0, 2, -1))
+        widths = [max((counts[sample] for sample in own), default=1) + slack for counts in (tokens, actions)]
+        shapes.append((len(filled), *(generator.choice((width,) * 40 + (2**62,)) for width in widths)))
+        samples += own
+    cells = sum(rows * width for rows, width, _ in shapes if width < 99) * len(contents)
+    scored = sum(actions[sample] - (actions[sample] == tokens[sample]) for sample in samples)
+    out, index, lengths = (
+        blank("q", max(0, count + generator.choice((0,) * 12 + (1, -1)))) for count in (cells, 3 * scored, len(samples))
+    )
+    input_ids = blank(generator.choice("qiqiB"), max(0, sum(tokens) + generator.choice((0,) * 12 + (-1,))))
+    offsets = [
+        bent(generator, [0, *accumulate(counts)]) if generator.random() < 0.2 else array("q", [0, *accumulate(counts)])
+        for counts in (tokens, actions)
+    ]
+    chosen = bent(generator, samples) if generator.random() < 0.2 else array("q", samples)
+    ends = bent(generator, row_offsets) if generator.random() < 0.2 else array("q", row_offsets)
+    module.count_scored(chosen, *offsets)
+    module.write_padded(
+        out, contents, index, lengths, input_ids, *offsets, chosen, ends, tuple(shapes), generator.choice((0, 151_643, -1))
+    )
+
+
+def random_balance(module, generator):
+    count, ranks = generator.randint(0, 40), generator.choice((1, 2, 3, 9, 0, 2**62))
+    most = generator.choice((count, -(-count // max(ranks, 1)), 1, 0))
+    costs = bent(generator, [generator.randint(0, 99) for _ in range(count)])
+    module.balance(costs, ranks, most, blank("q", max(0, count + generator.choice((0,) * 12 + (1, -1)))))
+
+
+CALLS = (random_rows, random_gather, random_lists, random_bins, random_padded, random_balance)
 
 if __name__ == "__main__":
     main()
