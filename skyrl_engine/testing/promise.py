@@ -46,7 +46,7 @@ class Undecidable(Exception):  # noqa: N818 - no error: the case says nothing ab
 
 
 class Inapplicable(Undecidable):
-    """The contract lets a plugin refuse this case: it counts neither as decided nor as undecided."""
+    """The promise is not about this case, or the contract lets a plugin refuse it: it counts neither as decided nor as undecided."""
 
 
 @frozen
@@ -110,28 +110,32 @@ class Promise(Generic[Subject, Case]):
             if seen.broken is not None:
                 break
 
-        @settings(
-            max_examples=max(1, round(examples * self.effort)),
-            phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
-            derandomize=derandomize,
-            database=None,
-            deadline=None,
-            report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(self.cases(subject))
-        def run(case: Case) -> None:
-            seen.judge(self.check, subject, case)
+        def draw(count: int) -> None:
+            @settings(
+                max_examples=max(1, round(count * self.effort)),
+                phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
+                derandomize=derandomize,
+                database=None,
+                deadline=None,
+                report_multiple_bugs=False,
+                suppress_health_check=list(HealthCheck),
+            )
+            @given(self.cases(subject))
+            def run(case: Case) -> None:
+                seen.judge(self.check, subject, case)
+
+            with suppress(Unsatisfiable):  # explicit cases may have decided
+                run()
 
         try:
-            run()
+            draw(examples)
+            if examples < EXAMPLES and not seen.decided and not seen.undecided:
+                draw(EXAMPLES)  # few cases, none of which the promise is about, say nothing about the plugin
         except Broken as broken:
             return self._broken(broken, seen)
         except Flaky:  # the plugin answers the same case differently; what it answered before is still a counterexample
             assert seen.broken is not None, "flaky without a failure"
             return self._broken(seen.broken, seen)
-        except Unsatisfiable:
-            pass  # explicit cases may have decided
         if seen.broken is not None:
             return self._broken(seen.broken, seen)
         if not seen.decided:

@@ -17,8 +17,8 @@ from skyrl_engine.registry.resolve import Registry
 
 Product = TypeVar("Product")
 
-CONTEXT = FactoryContext(seed=1, pad_token_id=0, max_sequence_length=64)
-"""The run, as factories under test are told of it."""
+CONTEXT = FactoryContext(seed=1, pad_token_id=0, max_sequence_length=1024)
+"""The run, as factories under test are told of it; no case has a longer sample."""
 
 
 @frozen(eq=False)

@@ -69,3 +69,30 @@ def test_an_undecided_promise_is_broken_where_no_other_is():
     assert finding.status == "broken"
     assert finding.remedy == "Answer every valid input, and refuse only what the contract says may be refused"
     assert [each.status for each in Verdict.of([refusing(6), promised(below(5))], None).findings] == ["undecided", "broken"]
+
+
+def test_few_cases_that_the_promise_is_not_about_blame_nobody():
+    """One case in ten decides, so that the first three hardly ever hold it; asked for few, the promise goes on until its usual number."""
+    seen = []
+
+    def check(_subject, number):
+        seen.append(number)
+        if number % 10 != 7:
+            raise Inapplicable("it is not about this number")
+
+    for examples in (1, 2, 3):
+        seen.clear()
+        assert promised(check, numbers=st.integers(0, 999)).hold(None, examples=examples).status == "kept"
+        assert len(seen) > examples
+    assert promised(check, numbers=st.integers(0, 999)).hold(None, examples=80).status == "kept"
+
+
+def test_a_plugin_that_fails_in_every_case_is_not_asked_for_more():
+    seen = []
+
+    def check(_subject, number):
+        seen.append(number)
+        raise Undecidable("it fails")
+
+    assert promised(check).hold(None, examples=2).status == "undecided"
+    assert len(seen) == 2

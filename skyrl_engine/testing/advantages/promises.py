@@ -13,7 +13,7 @@ from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.advantages import batches
 from skyrl_engine.testing.advantages.batches import DrawnRows
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
-from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
+from skyrl_engine.testing.promise import Broken, Inapplicable, Promise, Undecidable, promise
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
 from skyrl_engine.testing.subject import Subject
 
@@ -184,7 +184,7 @@ def failures(subject: Subject[Any], case: DrawnRows) -> None:
     failed = tuple(evolve(sample, finished=sample.key != spoilt) for sample in case.samples)
     present = evolve(case, samples=failed)
     if all(sample.key == spoilt for sample in case.samples):
-        raise Undecidable("there is one trajectory alone")
+        raise Inapplicable("there is one trajectory alone")
     absent = evolve(case, samples=tuple(sample for sample in case.samples if sample.key != spoilt))
     _require_same(
         _decided(subject, absent),

@@ -12,7 +12,7 @@ from skyrl_engine.errors import EngineError, OutputError
 from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.mergers.splits import Split, splits
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
-from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
+from skyrl_engine.testing.promise import Broken, Inapplicable, Promise, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
 
 
@@ -170,9 +170,11 @@ def metrics(subject: Subject[Any], case: Split) -> None:
             )
 
 
-def _refused(subject: Subject[Any], case: Split, what: str) -> None:
+def _refused(subject: Subject[Any], case: Split, outputs: list[RankOutput], what: str) -> None:
+    """Raise Broken unless these outputs, of which something is wrong, are an OutputError; Undecidable where those of the case fail too."""
+    _decided(subject, case)
     try:
-        _merge(subject, case)
+        _merge(subject, case.but(outputs))
     except OutputError:
         return
     except EngineError as error:
@@ -187,32 +189,29 @@ def _without_first(output: RankOutput) -> RankOutput:
 @promise("A sample that no rank returns is an OutputError", cases=_one_pass(dp=2))
 def missing_samples(subject: Subject[Any], case: Split) -> None:
     if not len(case.outputs[0].sample_ids):
-        raise Undecidable("the first rank has no sample to lose")
-    _refused(
-        subject,
-        case.but([_without_first(case.outputs[0]), *case.outputs[1:]]),
-        f"sample {case.outputs[0].sample_ids[0]} is missing",
-    )
+        raise Inapplicable("the first rank has no sample to lose")
+    first, *others = case.outputs
+    _refused(subject, case, [_without_first(first), *others], f"sample {first.sample_ids[0]} is missing")
 
 
 @promise("A sample that is returned twice is an OutputError", cases=_one_pass(dp=2))
 def duplicated_samples(subject: Subject[Any], case: Split) -> None:
     first = case.outputs[0]
     if not len(first.sample_ids):
-        raise Undecidable("the first rank has no sample to double")
+        raise Inapplicable("the first rank has no sample to double")
     twice = first.take(np.append(np.arange(len(first.sample_ids)), 0))
-    _refused(subject, case.but([twice, *case.outputs[1:]]), f"sample {first.sample_ids[0]} comes twice")
+    _refused(subject, case, [twice, *case.outputs[1:]], f"sample {first.sample_ids[0]} comes twice")
 
 
 @promise("A sample that was never planned is an OutputError", cases=_one_pass(dp=2))
 def unexpected_samples(subject: Subject[Any], case: Split) -> None:
     first = case.outputs[0]
     if not len(first.sample_ids):
-        raise Undecidable("the first rank has no sample")
+        raise Inapplicable("the first rank has no sample")
     stranger = first.take(np.append(np.arange(len(first.sample_ids)), 0))
     unplanned = next(each for each in (1_000, 1_001, *range(2_000, 2_010)) if each not in case.whole.sample_ids)
     stranger.sample_ids[-1] = unplanned
-    _refused(subject, case.but([stranger, *case.outputs[1:]]), f"sample {unplanned}, which was never planned, is returned")
+    _refused(subject, case, [stranger, *case.outputs[1:]], f"sample {unplanned}, which was never planned, is returned")
 
 
 @promise("It does not change what ranks returned", cases=_one_pass(dp=2, replicas=True, padded=True, shuffled=True))
