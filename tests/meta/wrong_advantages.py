@@ -196,3 +196,36 @@ class OnePerTrajectory(Plain):
 class HoldsALambda(Plain):
     def __init__(self):
         self.scale = lambda: 1.0
+
+
+class IdsAsFloats(Plain):
+    """Groups whose ids are one apart are one group above 2**24."""
+
+    def __call__(self, batch):
+        return super().__call__(evolve(batch, group_ids=batch.group_ids.astype(np.float32).astype(np.int64)))
+
+
+class TableOfIds(Plain):
+    """A place for every id up to the largest."""
+
+    def __call__(self, batch):
+        np.zeros(int(batch.trajectory_ids.max(initial=0)) + 1)
+        return super().__call__(batch)
+
+
+class TablesOfEight(Plain):
+    """Right as long as no group has more than eight members, of which the others are left out of the mean."""
+
+    def means(self, rewards, groups, finished):
+        place = np.array([np.count_nonzero(finished[:each] & (groups[:each] == groups[each])) for each in range(len(groups))])
+        return super().means(rewards, groups, finished & (place < 8))
+
+
+class LastFourTurns(Plain):
+    """Rewards of earlier turns are forgotten."""
+
+    def __call__(self, batch):
+        latest = np.zeros(int(batch.trajectory_index.max(initial=-1)) + 1, dtype=np.int64)
+        np.maximum.at(latest, batch.trajectory_index, batch.turn)
+        kept = (batch.turn > latest[batch.trajectory_index] - 4)[batch.sample_index]
+        return super().__call__(evolve(batch, rewards=np.where(kept, batch.rewards, np.float32(0))))

@@ -155,6 +155,35 @@ def equal(draw: st.DrawFn, needs: Sequence[str] = ()) -> DrawnRows:
     )
 
 
+FAR = 1 << 52
+"""Ids above it lie closer than float32 tells apart, and no table has a place for each up to them."""
+
+
+def crowd(needs: Sequence[str] = ()) -> DrawnRows:
+    """Return three groups of ten trajectories of two scored tokens, whose ids are large and neighbours of each other, in mixed order."""
+    samples = [
+        DrawnSample(key, FAR + key % 3, FAR - key, 0, True, (Token(1.0, 0.0, 0.5), Token(1.0, REWARDS[key * key % 7], -0.25)))
+        for key in range(30)
+    ]
+    return DrawnRows(tuple(samples[key * 11 % 30] for key in range(30)), tuple(needs))
+
+
+def long_and_failed(needs: Sequence[str] = ()) -> DrawnRows:
+    """Return a trajectory of eight turns, a turn without a token and observed tokens among them, one of 300 scored tokens and one of none, in
+    a group with one that failed; and a group of which all failed.
+    """
+    seen, scored = Token(0.0, 0.0, 0.5), Token(1.0, 0.0, -0.5)
+    turns = [() if turn == 3 else (seen, scored, seen, evolve(scored, reward=0.25)) for turn in range(8)]
+    samples = [DrawnSample(0, 0, 0, turn, True, tokens) for turn, tokens in enumerate(turns)]
+    samples += [
+        DrawnSample(1, 0, 1, 0, True, (*[scored] * 299, evolve(scored, reward=1.0))),
+        DrawnSample(2, 0, 2, 0, True, ()),
+        DrawnSample(3, 0, 3, 0, False, (scored, evolve(scored, reward=2.0))),
+        *(DrawnSample(key, 1, key, 0, False, (evolve(scored, reward=-1.0),)) for key in (4, 5)),
+    ]
+    return DrawnRows(tuple(samples[::-1]), tuple(needs))
+
+
 def joined_turns(batch: DrawnRows) -> DrawnRows:
     """Return the batch in which every trajectory is one sample."""
     first: dict[int, DrawnSample] = {}

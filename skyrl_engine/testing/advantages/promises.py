@@ -25,6 +25,14 @@ def _drawn(subject: Subject[Any], **options: Any) -> "st.SearchStrategy[DrawnRow
     return batches.rows(subject.make().needs, **options)
 
 
+def _crowd(subject: Subject[Any]) -> list[DrawnRows]:
+    return [batches.crowd(subject.make().needs)]
+
+
+def _explicit(subject: Subject[Any]) -> list[DrawnRows]:
+    return [*_crowd(subject), batches.long_and_failed(subject.make().needs)]
+
+
 def _made(subject: Subject[Any], batch: AdvantageBatch) -> AdvantageOutput:
     """Return the output as the engine takes it. Raises the error that a run would show."""
     product = subject.make()
@@ -62,7 +70,9 @@ def _worth(values: dict[tuple[int, int], float]) -> dict[int, float]:
 
 
 @promise(
-    "It returns finite numbers [A], 0 where a token is not scored, also for a group of one and an empty response", cases=_drawn
+    "It returns finite numbers [A], 0 where a token is not scored, also for a group of one and an empty response",
+    cases=_drawn,
+    first=_explicit,
 )
 def finite_values(subject: Subject[Any], case: DrawnRows) -> None:
     try:
@@ -75,7 +85,7 @@ def _has_no_oracle(subject: Subject[Any]) -> str | None:
     return None if "oracle" in subject.hooks else "there is no oracle to compare with"
 
 
-@promise("Its advantages are those of the oracle", cases=_drawn, exempt=_has_no_oracle)
+@promise("Its advantages are those of the oracle", cases=_drawn, exempt=_has_no_oracle, first=_explicit)
 def oracle(subject: Subject[Any], case: DrawnRows) -> None:
     due = case.scored(np.asarray(subject.hooks["oracle"](case.batch()), dtype=np.float64))
     _require_same(due, _decided(subject, case), "from what the oracle gives", "formula and code differ", "Compare the two")
@@ -107,7 +117,11 @@ def _no_order(subject: Subject[Any]) -> "st.SearchStrategy[tuple[DrawnRows, Draw
     return _drawn(subject).flatmap(moved)
 
 
-@promise("The order of the samples changes nothing", cases=_no_order)
+def _reversed(subject: Subject[Any]) -> list[tuple[DrawnRows, DrawnRows]]:
+    return [(rows, evolve(rows, samples=rows.samples[::-1])) for rows in _explicit(subject)]
+
+
+@promise("The order of the samples changes nothing", cases=_no_order, first=_reversed)
 def sample_order(subject: Subject[Any], case: tuple[DrawnRows, DrawnRows]) -> None:
     one, other = case
     _require_same(
@@ -119,7 +133,7 @@ def sample_order(subject: Subject[Any], case: tuple[DrawnRows, DrawnRows]) -> No
     )
 
 
-@promise("The ids of groups and trajectories change nothing", cases=_drawn)
+@promise("The ids of groups and trajectories change nothing", cases=_drawn, first=_explicit)
 def labels(subject: Subject[Any], case: DrawnRows) -> None:
     renamed = tuple(evolve(sample, group=7 * sample.group + 11, trajectory=3 * sample.trajectory + 5) for sample in case.samples)
     other = evolve(case, samples=renamed)
@@ -135,12 +149,13 @@ def _whole_batch(subject: Subject[Any]) -> str | None:
     return "the estimator claims whole_batch: groups reach each other by nature" if subject.make().claims.whole_batch else None
 
 
-@promise("The rewards of one group change nothing in another", cases=_drawn, exempt=_whole_batch)
+@promise("The rewards of one group change nothing in another", cases=_drawn, exempt=_whole_batch, first=_explicit)
 def groups_apart(subject: Subject[Any], case: DrawnRows) -> None:
     group_of = {sample.key: sample.group for sample in case.samples}
+    changed = min(group_of.values())
     before = _decided(subject, case)
-    after = _decided(subject, case.rewarded(lambda key: 4.0 * (key + 1) if group_of[key] == 0 else 0.0))
-    apart = {place: value for place, value in before.items() if group_of[place[0]] != 0}
+    after = _decided(subject, case.rewarded(lambda key: 4.0 * (key + 1) if group_of[key] == changed else 0.0))
+    apart = {place: value for place, value in before.items() if group_of[place[0]] != changed}
     _require_same(
         apart,
         after,
@@ -155,7 +170,10 @@ def _no_outcome(subject: Subject[Any]) -> str | None:
 
 
 @promise(
-    "The number of samples that a trajectory is cut into changes nothing", cases=lambda s: _drawn(s, turns=3), exempt=_no_outcome
+    "The number of samples that a trajectory is cut into changes nothing",
+    cases=lambda s: _drawn(s, turns=3),
+    exempt=_no_outcome,
+    first=_explicit,
 )
 def turns(subject: Subject[Any], case: DrawnRows) -> None:
     _require_same(
@@ -167,7 +185,7 @@ def turns(subject: Subject[Any], case: DrawnRows) -> None:
     )
 
 
-@promise("Observed tokens, wherever they stand, change nothing", cases=_drawn)
+@promise("Observed tokens, wherever they stand, change nothing", cases=_drawn, first=_explicit)
 def observations(subject: Subject[Any], case: DrawnRows) -> None:
     _require_same(
         _decided(subject, case),
@@ -178,7 +196,11 @@ def observations(subject: Subject[Any], case: DrawnRows) -> None:
     )
 
 
-@promise("A failed trajectory changes nobody else's advantage", cases=lambda s: _drawn(s, failures=False, least_group=2))
+@promise(
+    "A failed trajectory changes nobody else's advantage",
+    cases=lambda s: _drawn(s, failures=False, least_group=2),
+    first=_crowd,
+)
 def failures(subject: Subject[Any], case: DrawnRows) -> None:
     spoilt = case.samples[0].key
     failed = tuple(evolve(sample, finished=sample.key != spoilt) for sample in case.samples)
@@ -213,6 +235,7 @@ def _no_groups(subject: Subject[Any]) -> str | None:
     "A constant added to all rewards of the batch changes nothing",
     cases=lambda s: _drawn(s, empty=False),
     exempt=_not_claiming("shift"),
+    first=_crowd,
 )
 def shift(subject: Subject[Any], case: DrawnRows) -> None:
     _require_same(
@@ -224,7 +247,12 @@ def shift(subject: Subject[Any], case: DrawnRows) -> None:
     )
 
 
-@promise("Rewards times 4 give advantages times 4, or the same ones, as it claims", cases=_drawn, exempt=_not_claiming("scale"))
+@promise(
+    "Rewards times 4 give advantages times 4, or the same ones, as it claims",
+    cases=_drawn,
+    exempt=_not_claiming("scale"),
+    first=_explicit,
+)
 def scale(subject: Subject[Any], case: DrawnRows) -> None:
     claimed = subject.make().claims.scale
     larger = tuple(
@@ -250,6 +278,7 @@ def equal_rewards(subject: Subject[Any], case: DrawnRows) -> None:
     "The values of a group's trajectories add up to 0",
     cases=lambda s: _drawn(s, even=True),
     exempt=_not_claiming("zero_sum"),
+    first=_crowd,
 )
 def zero_sum(subject: Subject[Any], case: DrawnRows) -> None:
     group_of = {sample.key: sample.group for sample in case.samples}
@@ -264,7 +293,12 @@ def zero_sum(subject: Subject[Any], case: DrawnRows) -> None:
             )
 
 
-@promise("Inside a group, a higher reward never has a lower advantage", cases=lambda s: _drawn(s, even=True), exempt=_no_groups)
+@promise(
+    "Inside a group, a higher reward never has a lower advantage",
+    cases=lambda s: _drawn(s, even=True),
+    exempt=_no_groups,
+    first=_crowd,
+)
 def monotone(subject: Subject[Any], case: DrawnRows) -> None:
     values = _worth(_decided(subject, case))
     finished = {sample.key: sample for sample in case.samples if sample.key in values}

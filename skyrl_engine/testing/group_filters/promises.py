@@ -70,7 +70,7 @@ def _has_no_oracle(subject: Subject[Any]) -> str | None:
     return None if "oracle" in subject.hooks else "there is no oracle to compare with"
 
 
-@promise("Its answers are those of the oracle", cases=_one, exempt=_has_no_oracle)
+@promise("Its answers are those of the oracle", cases=_one, exempt=_has_no_oracle, first=_large)
 def oracle(subject: Subject[Any], case: Shown) -> None:
     (given,) = _answers(subject, [case])
     due = subject.hooks["oracle"](case.view())
