@@ -32,7 +32,7 @@ def made(command, tmp_path, request):
 
 
 def test_every_kind_is_written_or_refused_with_a_reason(command):
-    assert set(KINDS) - set(WRITTEN) == {"backend", "generator"}
+    assert set(KINDS) - set(WRITTEN) == {"backend"}
     outcome = command("plugins", "new", "backend", "mine")
     assert outcome.code == 2
     assert "there is no template for a backend: it holds a model" in outcome.last_line
