@@ -62,6 +62,7 @@ def test_it_is_a_distribution_in_good_order(made):
     run("ruff", "check", "--config", str(ROOT / "pyproject.toml"), "--ignore", in_repository, ".", folder=made)
 
 
+@pytest.mark.nightly
 def test_all_are_typed(command, tmp_path):
     """Strictly, as their own settings ask. That they install, are listed, verified, pass their own tests and train: tests/outsider."""
     folders = []
