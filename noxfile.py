@@ -79,7 +79,7 @@ def proofs(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """What `.ci/run` leaves out: whole matrices, all cases of the kit, docs/examples, `meta`, mutation testing; hours, before a release."""
     install(session)
-    cases = ("-m", "(nightly or conformance) and not of_sources")
+    cases = ("-m", "(nightly or conformance or hypothesis) and not of_sources")
     pytest(session, *cases, *IN_PARALLEL, *session.posargs, HYPOTHESIS_PROFILE="nightly")
     pytest(session, "-m", "example", *session.posargs)
     if not session.posargs:
