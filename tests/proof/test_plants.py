@@ -10,6 +10,7 @@ from skyrl_engine.proof.plants import PLANTS
 from skyrl_engine.proof.prover import CaseResult, Prover
 
 pytestmark = pytest.mark.of_sources(
+    "skyrl_engine/errors.py",
     "skyrl_engine/proof",
     "skyrl_engine/objective",
     "skyrl_engine/workers",

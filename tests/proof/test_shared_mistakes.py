@@ -17,6 +17,7 @@ from skyrl_engine.proof.prover import Prover
 from skyrl_engine.workers.batch import ShardBatch
 
 pytestmark = pytest.mark.of_sources(
+    "skyrl_engine/errors.py",
     "skyrl_engine/proof",
     "skyrl_engine/objective",
     "skyrl_engine/workers",
