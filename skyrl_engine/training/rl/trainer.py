@@ -415,7 +415,7 @@ class RlTrainer:
         return as_advantage_output(part.label, given, batch, returns=part.product.claims.returns)
 
     def _gap_to_first(self, columns: SampleColumns) -> float | None:
-        """Return how far the sampler's log-probabilities are from those of the initial weights, in nats per token; None without a reference that
+        """Return the distance of the sampler's log-probabilities from the initial weights', in nats per token; None without a reference that
         holds these.
         """
         reference, given = self.prepared.resolved.config.reference, columns.columns
