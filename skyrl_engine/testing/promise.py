@@ -110,27 +110,11 @@ class Promise(Generic[Subject, Case]):
             if seen.broken is not None:
                 break
 
-        def draw(count: int) -> None:
-            @settings(
-                max_examples=max(1, round(count * self.effort)),
-                phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
-                derandomize=derandomize,
-                database=None,
-                deadline=None,
-                report_multiple_bugs=False,
-                suppress_health_check=list(HealthCheck),
-            )
-            @given(self.cases(subject))
-            def run(case: Case) -> None:
-                seen.judge(self.check, subject, case)
-
-            with suppress(Unsatisfiable):  # explicit cases may have decided
-                run()
-
         try:
-            draw(examples)
+            self._draw(subject, seen, examples=examples, derandomize=derandomize, shrink=shrink)
             if examples < EXAMPLES and not seen.decided and not seen.undecided:
-                draw(EXAMPLES)  # few cases, none of which the promise is about, say nothing about the plugin
+                # few cases, none of which the promise is about, say nothing about the plugin
+                self._draw(subject, seen, examples=EXAMPLES, derandomize=derandomize, shrink=shrink)
         except Broken as broken:
             return self._broken(broken, seen)
         except Flaky:  # the plugin answers the same case differently; what it answered before is still a counterexample
@@ -144,6 +128,25 @@ class Promise(Generic[Subject, Case]):
             several = f"{seen.undecided} of {seen.decided + seen.undecided} cases could not be decided"
             return self._finding("undecided", f"{several}: {seen.undecidable}")
         return self._finding("kept")
+
+    def _draw(self, subject: Subject, seen: "_Seen", *, examples: int, derandomize: bool, shrink: bool) -> None:
+        """Judge so many drawn cases. Raises Broken for the smallest that breaks the promise."""
+
+        @settings(
+            max_examples=max(1, round(examples * self.effort)),
+            phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
+            derandomize=derandomize,
+            database=None,
+            deadline=None,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(self.cases(subject))
+        def run(case: Case) -> None:
+            seen.judge(self.check, subject, case)
+
+        with suppress(Unsatisfiable):  # explicit cases may have decided
+            run()
 
     def _finding(self, status: Status, cause: str | None = None) -> Finding:
         return Finding(self.name, self.sentence, status, cause)

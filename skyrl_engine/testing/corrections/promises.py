@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.comparison import same
@@ -14,9 +13,9 @@ from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import promises as shared
 from skyrl_engine.testing.tokens import rollouts
-from skyrl_engine.testing.tokens.evaluation import Listening, numbers_of
-from skyrl_engine.testing.tokens.kind import TokenKind, anything, anything_first, needs_of, ordinary
+from skyrl_engine.testing.tokens.kind import TokenKind, anything, anything_first, ordinary, some_long
 from skyrl_engine.testing.tokens.lossy_casts import LossyCasts
+from skyrl_engine.testing.tokens.oracle import oracle
 from skyrl_engine.testing.tokens.rollouts import TokenBatch
 
 CORRECTION = TokenKind(
@@ -54,40 +53,8 @@ def detached(subject: Subject[Any], batch: TokenBatch) -> None:
         raise Broken("its factors require a gradient although nothing it was given does", "Return made.detach()")
 
 
-def _some_long(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
-    return rollouts.batches(needs_of(subject), long=True)
-
-
-def _has_no_oracle(subject: Subject[Any]) -> str | None:
-    return None if "oracle" in subject.hooks else "there is no oracle to compare with"
-
-
 @promise(
-    "Its factors are those of the oracle",
-    cases=_some_long,
-    exempt=_has_no_oracle,
-    first=lambda subject: [rollouts.in_threes(needs_of(subject))],
-)
-def oracle(subject: Subject[Any], batch: TokenBatch) -> None:
-    correction = Listening(subject.make())
-    made = CORRECTION.decided(subject, batch, correction).per_token
-    due = numbers_of(torch.as_tensor(subject.hooks["oracle"](correction.heard["tokens"])))
-    if due.shape != made.shape:
-        raise Broken(
-            f"the oracle gives shape {list(due.shape)} for {batch.tokens} tokens", "Let the oracle give one factor per token"
-        )
-    if not same(made, due):
-        place = int(np.argmax(~np.isclose(made, due)))
-        turned = same(made * due, np.ones_like(made))
-        raise Broken(
-            f"is not what the oracle gives: token {place} has the factor {made[place]:.6g}, not {due[place]:.6g}"
-            + (": the ratio is upside down" if turned else ""),
-            "Compare formula and code",
-        )
-
-
-@promise(
-    "It computes in the precision of its input: float32 is within 1e-4 of float64, and nothing is cast to less", cases=_some_long
+    "It computes in the precision of its input: float32 is within 1e-4 of float64, and nothing is cast to less", cases=some_long
 )
 def precision(subject: Subject[Any], batch: TokenBatch) -> None:
     casts = LossyCasts()
@@ -111,7 +78,7 @@ CORRECTION_PROMISES: tuple[Promise[Any, Any], ...] = (
     shared.needs.of(CORRECTION),
     finite_factors,
     detached,
-    oracle,
+    oracle.of(CORRECTION),
     shared.micro_batch_split.of(CORRECTION),
     shared.rank_split.of(CORRECTION),
     shared.sample_order.of(CORRECTION),

@@ -2,13 +2,9 @@
 
 from typing import Any
 
-from hypothesis import strategies as st
-
 from skyrl_engine.testing.losses.evaluation import evaluate
 from skyrl_engine.testing.subject import Subject
-from skyrl_engine.testing.tokens import rollouts
-from skyrl_engine.testing.tokens.kind import TokenKind, needs_of
-from skyrl_engine.testing.tokens.rollouts import TokenBatch
+from skyrl_engine.testing.tokens.kind import TokenKind
 
 
 def batch_local(subject: Subject[Any]) -> str | None:
@@ -25,8 +21,3 @@ LOSS = TokenKind(
     batch_local=batch_local,
     unless="; where it depends on the cut by nature, declare batch_local = True",
 )
-
-
-def some_long(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
-    """Draw batches of which some have more tokens than fit a byte."""
-    return rollouts.batches(needs_of(subject), long=True)

@@ -12,11 +12,11 @@ from skyrl_engine.testing.losses.value_promises import (
     memory,
     metrics,
     one_finite_value_per_token,
-    oracle,
 )
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.promise import Promise
 from skyrl_engine.testing.tokens import promises as shared
+from skyrl_engine.testing.tokens.oracle import oracle
 
 LOSS_PROMISES: tuple[Promise[Any, Any], ...] = (
     shared.process_settings.of(LOSS),  # first: once set they are set
@@ -25,7 +25,7 @@ LOSS_PROMISES: tuple[Promise[Any, Any], ...] = (
     one_finite_value_per_token,
     differentiable,
     learns,
-    oracle,
+    oracle.of(LOSS),
     shared.all_masked.of(LOSS),
     shared.micro_batch_split.of(LOSS),
     shared.rank_split.of(LOSS),

@@ -3,7 +3,6 @@
 import gc
 import math
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,12 @@ import torch
 from skyrl_engine.contracts.kinds.loss import as_loss_output
 from skyrl_engine.contracts.values.outputs import Metric, combine_metrics
 from skyrl_engine.errors import EngineError
-from skyrl_engine.testing.comparison import change, factor_between, same
-from skyrl_engine.testing.losses.kind import LOSS, batch_local, some_long
+from skyrl_engine.testing.comparison import change, same
+from skyrl_engine.testing.losses.kind import LOSS, batch_local
 from skyrl_engine.testing.promise import Broken, Undecidable, any_of, promise
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import rollouts
-from skyrl_engine.testing.tokens.evaluation import Evaluation, Listening, numbers_of
+from skyrl_engine.testing.tokens.evaluation import Listening
 from skyrl_engine.testing.tokens.kind import anything, anything_first, cuts, cuts_first, needs_of, ordinary
 from skyrl_engine.testing.tokens.promises import refuses_what_was_returned
 from skyrl_engine.testing.tokens.rollouts import CutBatch, TokenBatch
@@ -70,60 +69,6 @@ def learns(subject: Subject[Any], _case: None) -> None:
         raise Broken(
             "nothing would be learned: every gradient is 0 although its values seem to depend on the model",
             "Look for detach(), for a factor of 0, and for bounds that leave no token between them",
-        )
-
-
-def _has_no_oracle(subject: Subject[Any]) -> str | None:
-    return None if "oracle" in subject.hooks else "there is no oracle to compare with"
-
-
-@promise(
-    "Its values are those of the oracle, and so is its gradient where the oracle has one",
-    cases=some_long,
-    exempt=_has_no_oracle,
-    first=lambda subject: [rollouts.in_threes(needs_of(subject))],
-)
-def oracle(subject: Subject[Any], batch: TokenBatch) -> None:
-    loss = Listening(subject.make())
-    made = LOSS.decided(subject, batch, loss)
-    values = torch.as_tensor(subject.hooks["oracle"](loss.heard["tokens"]))
-    due = np.asarray(values.detach().double())
-    if due.shape != made.per_token.shape:
-        raise Broken(
-            f"the oracle gives shape {list(due.shape)} for {batch.tokens} tokens", "Let the oracle give one value per token"
-        )
-    if not same(made.per_token, due):
-        factor = factor_between(due, made.per_token)
-        place = int(np.argmax(~np.isclose(made.per_token, due)))
-        cause = (
-            "the sign is turned around"
-            if factor is not None and factor < 0
-            else f"token {place} has {made.per_token[place]:.6g}, not {due[place]:.6g}"
-        )
-        raise Broken(
-            f"is {'not' if factor is None else f'x{factor:.2f}'} what the oracle gives: {cause}",
-            "Compare formula and code",
-            factor=factor,
-        )
-    if values.requires_grad and "surrogate_gradient" not in subject.flags:
-        _require_gradient(loss.heard["tokens"].needs, values, torch.from_numpy(batch.weights), made)
-
-
-def _require_gradient(needs: Mapping[str, torch.Tensor], due: torch.Tensor, weights: torch.Tensor, made: Evaluation) -> None:
-    """Raise Broken where the loss's gradient by a score of the model is not that of the oracle's values `due` [n]."""
-    scores = {name: tensor for name, tensor in needs.items() if tensor.requires_grad}
-    gradients = torch.autograd.grad((weights.to(due) * due).sum(), list(scores.values()), allow_unused=True)
-    for (name, score), gradient in zip(scores.items(), gradients, strict=True):
-        expected = numbers_of(torch.zeros_like(score) if gradient is None else gradient)
-        got = made.gradients[name]
-        if same(expected, got):
-            continue
-        factor = factor_between(expected, got)
-        place = int(np.argmax(~np.isclose(expected, got)))
-        raise Broken(
-            f"has the oracle's values and another gradient: by {name}, token {place} has {got[place]:.6g}, not {expected[place]:.6g}",
-            "Compare what both detach: a ratio or an advantage of which half is detached has the right values and the wrong slope",
-            factor=factor,
         )
 
 

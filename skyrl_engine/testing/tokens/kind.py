@@ -8,7 +8,7 @@ from attrs import frozen
 from hypothesis import strategies as st
 
 from skyrl_engine.errors import EngineError
-from skyrl_engine.testing.promise import Promise, Undecidable, claimed, no_explicit_cases
+from skyrl_engine.testing.promise import Promise, Undecidable, any_of, claimed, no_explicit_cases
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import rollouts
 from skyrl_engine.testing.tokens.evaluation import Evaluation, same_evaluation
@@ -57,7 +57,10 @@ class TokenKind:
 
 @frozen(eq=False)
 class SharedPromise:
-    """A promise of every `TokenKind`. `sentence` is filled in with the kind's words; `about_cuts`: batch-local plugins do not claim it."""
+    """A promise of every `TokenKind`. `sentence` is filled in with the kind's words; `about_cuts`: batch-local plugins do not claim it.
+
+    `exempt` gives the reason why a subject does not claim it, of whatever kind.
+    """
 
     check: Callable[[TokenKind, Subject[Any], Any], None]
     sentence: str
@@ -65,6 +68,7 @@ class SharedPromise:
     about_cuts: bool
     effort: float
     first: Callable[[Subject[Any]], Iterable[Any]]
+    exempt: Callable[[Subject[Any]], str | None]
 
     def of(self, kind: TokenKind) -> Promise[Subject[Any], Any]:
         """Return the promise in the words of this kind of plugin."""
@@ -73,7 +77,7 @@ class SharedPromise:
             self.sentence.format(results=kind.results, products=kind.products, noun=kind.noun),
             partial(self.check, kind),
             self.cases,
-            kind.batch_local if self.about_cuts else claimed,
+            any_of(kind.batch_local, self.exempt) if self.about_cuts else self.exempt,
             self.effort,
             self.first,
         )
@@ -86,11 +90,12 @@ def shared_promise(
     about_cuts: bool = False,
     effort: float = 1.0,
     first: Callable[[Subject[Any]], Iterable[Any]] = no_explicit_cases,
+    exempt: Callable[[Subject[Any]], str | None] = claimed,
 ) -> Callable[[Callable[[TokenKind, Subject[Any], Any], None]], SharedPromise]:
     """Make a shared promise from its check; it takes the function's name."""
 
     def decorate(check: Callable[[TokenKind, Subject[Any], Any], None]) -> SharedPromise:
-        return SharedPromise(check, sentence, cases, about_cuts, effort, first)
+        return SharedPromise(check, sentence, cases, about_cuts, effort, first, exempt)
 
     return decorate
 
@@ -103,6 +108,11 @@ def needs_of(subject: Subject[Any]) -> tuple[str, ...]:
 def ordinary(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
     """Draw batches as training meets them."""
     return rollouts.batches(needs_of(subject))
+
+
+def some_long(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
+    """Draw batches of which some have more tokens than fit a byte."""
+    return rollouts.batches(needs_of(subject), long=True)
 
 
 def anything(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
