@@ -8,8 +8,7 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import EngineError
 from skyrl_engine.proof.layouts import OPTIONS
 from skyrl_engine.testing.backends.ranks import RankFailed
-from skyrl_engine.testing.backends.subject import BackendCase, BackendSubject, backend_promise, cases
-from skyrl_engine.testing.error_checks import check_says_what_to_do
+from skyrl_engine.testing.backends.subject import BackendCase, BackendSubject, backend_promise, cases, require_words
 from skyrl_engine.testing.promise import Broken, Promise, promise
 from skyrl_engine.testing.random_state import global_random_state
 
@@ -99,7 +98,7 @@ def _require_honest(subject: BackendSubject, name: str, capability: Capability) 
             raise Broken(
                 f"declares {capability!r}, and refuses {option} = 2 on two ranks: {two.cause}", "Do not declare it"
             ) from two
-        _require_words(two)
+        require_words(two)
         return
     if getattr(two.topology, name) != 2:
         raise Broken(
@@ -115,7 +114,7 @@ def _require_honest(subject: BackendSubject, name: str, capability: Capability) 
                 f"lays out {ranks} rank{'s' if ranks > 1 else ''} with {option} = 2, which does not divide them, as {refused.topology}",
                 "Raise UnsupportedError in skyrl_engine_describe_backend",
             )
-        _require_words(refused)
+        require_words(refused)
 
 
 def _described(subject: BackendSubject, options: dict[str, int], ranks: int) -> BackendDescription | EngineError:
@@ -123,15 +122,6 @@ def _described(subject: BackendSubject, options: dict[str, int], ranks: int) -> 
         return subject.described(options, ranks)
     except EngineError as error:
         return error
-
-
-def _require_words(error: EngineError) -> None:
-    try:
-        check_says_what_to_do(error)
-    except AssertionError as found:
-        raise Broken(
-            f"refuses a layout without saying what to do: {found}", "Give the error a cause and one action as its remedy"
-        ) from error
 
 
 DESCRIPTION_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (description, working, coordinates, rehearsal)

@@ -16,8 +16,7 @@ from skyrl_engine.testing.adapters import with_adapter
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
 from skyrl_engine.testing.backends.ranks import Arrays
 from skyrl_engine.testing.backends.step_promises import SPEC
-from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, right_loss
-from skyrl_engine.testing.error_checks import check_says_what_to_do
+from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, require_words, right_loss
 from skyrl_engine.testing.promise import Broken, Promise
 
 MERGED = "Yield every weight of the base model once, under its own name, with alpha / rank * B A added to it"
@@ -110,12 +109,7 @@ def undeclared_adapters(subject: BackendSubject, case: BackendCase) -> None:
         with subject.opened(case, lora=LoraConfig(rank=4)) as ranks:
             ranks.forward(case.whole())
     except EngineError as error:
-        try:
-            check_says_what_to_do(error)
-        except AssertionError as found:
-            raise Broken(
-                f"refuses without saying what to do: {found}", "Give the error a cause and one action as its remedy"
-            ) from error
+        require_words(error)
         return
     raise Broken("trains adapters although it does not declare 'lora'", "Declare it, or raise UnsupportedError in setup")
 

@@ -12,8 +12,7 @@ from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.backends.batches import DefinedResult
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
 from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks, PassOrder
-from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, right_loss
-from skyrl_engine.testing.error_checks import check_says_what_to_do
+from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, require_words, right_loss
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable
 
 SCORES = 2e-5
@@ -135,7 +134,7 @@ def evaluation(subject: BackendSubject, case: BackendCase) -> None:
         with subject.opened(case, "dropout") as ranks:
             first, second = (ranks.loss(ranks.forward(case.whole())) for _ in range(2))
     except EngineError as error:  # a backend may refuse what it would not train as written
-        check_says_what_to_do(error)
+        require_words(error)
         return
     if first != second:
         raise Broken(
@@ -153,7 +152,7 @@ def dropout(subject: BackendSubject, case: BackendCase) -> None:
             scored = ranks.loss(ranks.forward(same))
             returned = [ranks.forward_backward(same) for _ in range(2)]
     except EngineError as error:  # a backend may refuse what it would not train as written
-        check_says_what_to_do(error)
+        require_words(error)
         return
     one, other = (ranks.loss(each) for each in returned)
     if one == other or scored in (one, other):
@@ -187,21 +186,12 @@ def needs(subject: BackendSubject, case: BackendCase) -> None:
         try:
             ranks.forward(case.whole(needs=("logprobs", "reward")))
         except EngineError as error:
-            _require_words(error)
+            require_words(error)
             return
     raise Broken(
         "says nothing where the objective needs 'reward', which no model computes",
         "Raise UnsupportedError in forward and forward_backward",
     )
-
-
-def _require_words(error: EngineError) -> None:
-    try:
-        check_says_what_to_do(error)
-    except AssertionError as found:
-        raise Broken(
-            f"refuses without saying what to do: {found}", "Give the error a cause and one action as its remedy"
-        ) from error
 
 
 @backend_promise("Scores are those at the objective's temperature")
@@ -253,7 +243,7 @@ def undeclared_packed_rows(subject: BackendSubject, case: BackendCase) -> None:
         with subject.opened(case, packed_rows=True) as ranks:
             got = ranks.loss(ranks.forward(case.whole(rows="packed")))
     except EngineError as error:
-        _require_words(error)
+        require_words(error)
         return
     if not right_loss(subject, case, got):
         raise Broken(
@@ -351,7 +341,7 @@ def undeclared_value_head(subject: BackendSubject, case: BackendCase) -> None:
         with subject.opened(case, "critic", value_head=True) as ranks:
             ranks.forward(case.whole(needs=("values",)))
     except EngineError as error:
-        _require_words(error)
+        require_words(error)
         return
     raise Broken("gives values although it does not declare 'value_head'", "Declare it, or raise UnsupportedError in setup")
 

@@ -15,6 +15,7 @@ from skyrl_engine.errors import EngineError
 from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.testing.backends.bench import Bench, Model
 from skyrl_engine.testing.backends.ranks import BackendRanks, Cut, Opening, PassOrder, RankFailed
+from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, claimed, promise
 
 LAYOUTS = ("dp1", "dp2")
@@ -171,6 +172,16 @@ def right_loss(subject: BackendSubject, case: BackendCase, got: float, numbers: 
     """Return True where a loss equals that of these documents by definition."""
     due = subject.bench.definition(case.model, numbers, **options).loss
     return abs(got - due) <= 1e-5 * abs(due)
+
+
+def require_words(error: EngineError) -> None:
+    """Raise Broken for a refusal that does not say what to do."""
+    try:
+        check_says_what_to_do(error)
+    except AssertionError as found:
+        raise Broken(
+            f"refuses without saying what to do: {found}", "Give the error a cause and one action as its remedy"
+        ) from error
 
 
 def _remedy(error: EngineError | RankFailed) -> str:

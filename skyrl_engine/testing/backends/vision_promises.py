@@ -8,8 +8,7 @@ import numpy as np
 from skyrl_engine.errors import DataError, EngineError
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
 from skyrl_engine.testing.backends.ranks import BackendRanks, Cut, PassOrder
-from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise
-from skyrl_engine.testing.error_checks import check_says_what_to_do
+from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, require_words
 from skyrl_engine.testing.pictures import Variant
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable
 
@@ -162,7 +161,7 @@ def miscounted_images(subject: BackendSubject, case: BackendCase) -> None:
         with subject.opened(case) as ranks:
             ranks.forward(case.whole(pictures="missing"))
     except DataError as error:
-        _require_words(error)
+        require_words(error)
         if "sample 0" not in error.cause:
             raise Broken(
                 f"does not say that it is sample 0 whose image is missing: {error.cause}", "Name the sample by sample_ids"
@@ -182,18 +181,9 @@ def undeclared_images(subject: BackendSubject, case: BackendCase) -> None:
         with subject.opened(case) as ranks:
             ranks.forward(case.whole(pictures="own"))
     except EngineError as error:
-        _require_words(error)
+        require_words(error)
         return
     raise Broken("takes images although it does not declare 'vision'", "Declare it, or raise UnsupportedError in setup")
-
-
-def _require_words(error: EngineError) -> None:
-    try:
-        check_says_what_to_do(error)
-    except AssertionError as found:
-        raise Broken(
-            f"refuses without saying what to do: {found}", "Give the error a cause and one action as its remedy"
-        ) from error
 
 
 VISION_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
