@@ -1,4 +1,4 @@
-"""PYTHONHASHSEED changes nothing that plugins compute: each process hashes texts, and so orders sets, in its own way, and ranks are processes."""
+"""PYTHONHASHSEED changes nothing that plugins compute: a process hashes texts, and so orders sets, in its own way; ranks are processes."""
 
 import os
 import subprocess
