@@ -9,6 +9,7 @@ from attrs import frozen
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch
 from skyrl_engine.contracts.kinds.collator import MODEL_INPUTS, Collator, DenseBatch
+from skyrl_engine.contracts.values.pairs import roles_in
 from skyrl_engine.contracts.values.plan import MicroBatchPlan
 from skyrl_engine.contracts.values.ragged import Ragged, offsets_of, segment_indices
 from skyrl_engine.errors import ContractError
@@ -108,5 +109,6 @@ class ShardBatch:
                 scored=scored,
                 columns={name: values[chosen] for name, values in columns.columns.items()},
                 weights=self.shard.weights_of(chosen, plan.samples[owner]),
+                roles=None if (roles := roles_in(columns.sample_values)) is None else roles[plan.samples],
             ),
         )
