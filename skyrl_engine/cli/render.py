@@ -227,7 +227,12 @@ def show_preview(seen: "Preview") -> None:
     console = _console()
     for sample in seen.samples:
         carrying = sum(token.loss for token in sample.tokens)
-        console.print(Text(f"row {sample.row}: {sample.length} tokens, {carrying} carry loss", style="bold"))
+        console.print(
+            Text(
+                f"row {sample.row}{f', {sample.role}' if sample.role else ''}: {sample.length} tokens, {carrying} carry loss",
+                style="bold",
+            )
+        )
         console.print(_marked(sample, coloured=console.color_system is not None))
         console.print()
     if seen.samples:

@@ -152,11 +152,16 @@ def test_kto_has_the_published_value_and_gradient(config: KtoConfig) -> None:
 
 
 def test_at_the_reference_the_loss_is_log_two() -> None:
-    """Log-ratios of exactly 0 give -log sigmoid(0)."""
+    """Log-ratios of exactly 0 give -log sigmoid(0), with the slope -beta / 2 of a chosen token: the first step of every run."""
     tokens = batch(5)
     tokens.needs["ref_logprobs"].copy_(tokens.logprobs.detach())  # type: ignore[index]
     output = run("dpo", DpoConfig(), tokens)
     assert output.token_loss.tolist() == pytest.approx([torch.log(torch.tensor(2.0, dtype=torch.float64)).item()] * 16, rel=1e-15)
+    weights = 1.0 / tokens.sequences.counts.double()[tokens.sequences.index]
+    (weights * output.token_loss).sum().backward()
+    assert tokens.logprobs.grad is not None
+    slopes = [2 * 0.1 / 2 * (1 if ROLES[sample] else -1) for sample in tokens.sequences.index.tolist()]
+    assert tokens.logprobs.grad.tolist() == pytest.approx(slopes, rel=1e-12)
     assert output.metrics["rewards/margins"].result == 0.0
     assert output.metrics["implicit_kl"].result == 0.0
 

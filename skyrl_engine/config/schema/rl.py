@@ -149,7 +149,7 @@ class RolloutsConfig:
 
 @frozen
 class ReferenceConfig:
-    """The frozen model that a KL term or penalty compares with; it is loaded where somebody reads `ref_logprobs`."""
+    """The frozen model that a KL term or penalty, or a loss of preferences, compares with; it is loaded where somebody reads `ref_logprobs`."""
 
     path: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
     """A Hugging Face directory or hub id; none: the model as it was before training."""
@@ -161,7 +161,7 @@ class ReferenceConfig:
     """Use the trained model without its adapters, which takes no memory; none: where adapters are trained and no path is given."""
 
     refresh_every: int | None = field(default=None, validator=optional(ge(1)))
-    """Steps after which the reference becomes a copy of the trained model; none: never."""
+    """Steps after which the reference becomes a copy of the trained model, of trainer rl; none: never."""
 
 
 @frozen

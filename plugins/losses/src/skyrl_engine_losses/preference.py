@@ -206,8 +206,8 @@ def _means(half: "PairHalf", values: "torch.Tensor") -> "torch.Tensor":
 
 
 def _softplus(values: "torch.Tensor") -> "torch.Tensor":
-    """log(1 + exp(x)) = -log sigmoid(-x), without overflow on either side."""
-    return values.clamp(min=0.0) + (-values.abs()).exp().log1p()
+    """log(1 + exp(x)) = -log sigmoid(-x), without overflow on either side and with the slope 1/2 at 0, where a run begins."""
+    return values.logaddexp(values.new_zeros(()))
 
 
 def _log_odds(logprobs: "torch.Tensor") -> "torch.Tensor":
