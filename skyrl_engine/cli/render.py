@@ -214,12 +214,17 @@ def _described(data: Mapping[str, Any]) -> str:
     bad = data["dropped_bad_images"]
     dropped = data["dropped_overlong"] + data["dropped_without_loss"] + bad + data["dropped_with_unit"]
     return (
-        f"{data['name']} ({data['format']}): {data['samples']:,} of {data['rows']:,} rows, {dropped:,} dropped"
+        f"{data['name']} ({data['format']}): {_kept(data['format'], data['samples'], data['rows'])}, {dropped:,} dropped"
         + (f" ({bad:,} with bad images), " if bad else ", ")
         + f"{data['truncated']:,} truncated; {data['tokens']:,} tokens, {data['loss_tokens']:,} carry loss"
         + (f"; {data['images']:,} images of {data['image_tokens']:,} tokens" if data["images"] else "")
         + (f"; columns {', '.join(data['columns'])}" if data["columns"] else "")
     )
+
+
+def _kept(kind: str, samples: int, rows: int) -> str:
+    """Count samples and the rows that they were made of; a row of preferences is a pair."""
+    return f"{samples // 2:,} pairs of {rows:,} rows" if kind == "preference" else f"{samples:,} of {rows:,} rows"
 
 
 def show_preview(seen: "Preview") -> None:
@@ -244,7 +249,7 @@ def show_preview(seen: "Preview") -> None:
     show_facts(
         {
             "dataset": f"{seen.name} ({seen.format})",
-            "samples": f"{counts.samples:,} of {counts.rows:,} rows",
+            "samples": _kept(seen.format, counts.samples, counts.rows),
             "dropped": f"{counts.dropped_overlong:,} over-long, {counts.dropped_without_loss:,} without a token that carries loss"
             + (f", {counts.dropped_bad_images:,} with bad images" if counts.dropped_bad_images else "")
             + (f", {counts.dropped_with_unit:,} with another of their unit" if counts.dropped_with_unit else ""),
