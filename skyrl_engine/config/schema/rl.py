@@ -160,6 +160,10 @@ class ReferenceConfig:
     adapters_off: bool | None = None
     """Use the trained model without its adapters, which takes no memory; none: where adapters are trained and no path is given."""
 
+    precompute: bool = False
+    """Score all data with the reference before the first step, and keep the scores in the folder `data.cache`, of trainer preference. A later
+    run over the same data and reference reads them, and does not load the reference."""
+
     refresh_every: int | None = field(default=None, validator=optional(ge(1)))
     """Steps after which the reference becomes a copy of the trained model, of trainer rl; none: never."""
 

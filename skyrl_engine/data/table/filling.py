@@ -82,7 +82,7 @@ class TableFilling:
                         if part not in reachable:
                             self.source.row(row.number)  # refuses now what no batch could read
                             reachable.add(part)
-                    own = {} if role is None else {ROLE: float(role)}
+                    own = {} if role is None else {ROLE: role}
                     table.append(sample, Carried(reader(row, whole, sample), named, {**reader.values(row), **own}))
                     units.take(named, _Taken(_counted(sample, len(whole.loss)), _files(example)))
             counts["rows"] += len(batch)

@@ -2,10 +2,11 @@
 
 from typing import Final
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.kinds.needs import ROLE_NEED
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.errors import ConfigError, Problem, UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
@@ -29,6 +30,12 @@ class PreparedPreference:
     run: PreparedRun
     reference: FrozenModel | None
     baseline: bool
+
+    @property
+    def frozen(self) -> ModelConfig:
+        """The model that the reference is: its own, or the trained one without adapters."""
+        assert self.reference is not None, "a loss without a reference asks for none"
+        return self.reference.model or evolve(self.run.resolved.config.model, lora=None)
 
     @property
     def longest(self) -> int | None:
@@ -68,6 +75,11 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
                     "Set training.batch_size to 2 or more",
                 )
             ]
+        )
+    if baseline and config.reference.precompute:
+        raise UnsupportedError(
+            "reference.precompute scores the answers of the data, and KTO's baseline is of mismatched ones, others in every step",
+            remedy="Remove reference.precompute, or choose another loss",
         )
     reference = None
     if REFERENCE in objective.columns or baseline:

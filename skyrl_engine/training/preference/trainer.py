@@ -5,16 +5,18 @@ from functools import partial
 from typing import ClassVar, Literal
 
 import numpy as np
-from attrs import define
+from attrs import define, evolve
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import AnyArray, Ragged
+from skyrl_engine.data.dataset import TokenizedDataset
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.training.loop import RunResult
 from skyrl_engine.training.preference.baseline import baseline_of, mismatched
 from skyrl_engine.training.preference.preparation import BASELINE, PreparedPreference, prepare
+from skyrl_engine.training.preference.references import ReferenceScores, with_references
 from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
 from skyrl_engine.training.sft.data import DataProgress
 from skyrl_engine.training.sft.order import Position
@@ -38,15 +40,38 @@ def run_preference(
 
     def start() -> Start:
         prepared = prepare(resolved, progress)
-        return Start(prepared.run, partial(_trainer, prepared))
+        return Start(prepared.run, partial(_trainer, prepared, progress))
 
     return train_on_data(resolved, start, observers=observers, resume=resume)
 
 
-def _trainer(prepared: PreparedPreference, engine: Engine, position: Position, data: str) -> "PreferenceTrainer":
-    if prepared.reference is not None:
+def _trainer(
+    prepared: PreparedPreference, progress: DataProgress | None, engine: Engine, position: Position, data: str
+) -> "PreferenceTrainer":
+    run = prepared.run
+    if prepared.reference is not None and run.resolved.config.reference.precompute:
+        train = _scored(prepared, run.train, engine, progress)
+        held_out = None if run.evaluation is None else _scored(prepared, run.evaluation, engine, progress)
+        run = evolve(run, train=train, evaluation=held_out)
+    elif prepared.reference is not None:
         engine.add_frozen(prepared.reference)
-    return PreferenceTrainer(prepared.run, engine, position, data, prepared)
+    return PreferenceTrainer(run, engine, position, data, prepared)
+
+
+def _scored(
+    prepared: PreparedPreference, dataset: TokenizedDataset, engine: Engine, progress: DataProgress | None
+) -> TokenizedDataset:
+    """Return the dataset with the reference's scores out of the cache, computed now where they are not there."""
+    config = prepared.run.resolved.config
+    scores = ReferenceScores.of(config.data.cache, prepared.frozen, dataset.columns)
+    values = scores.read()
+    if values is None:
+        assert prepared.reference is not None, "somebody reads its scores"
+        engine.add_frozen(prepared.reference)
+        scores.fill(engine, dataset, batch_size=prepared.run.order.batch_size, progress=progress)
+        values = scores.read()
+        assert values is not None, "what was written is whole"
+    return with_references(dataset, values)
 
 
 @define(eq=False)
@@ -64,12 +89,12 @@ class PreferenceTrainer(SftTrainer):
         """Return the plan of a mini-batch with what the loss reads: `ref_logprobs`, and KTO's baseline."""
         plan = self.engine.plan(columns)
         made: dict[str, AnyArray | Ragged] = {}
-        if REFERENCE in self.prepared.assembly.objective.columns:
+        if REFERENCE in self.prepared.assembly.objective.columns and REFERENCE not in columns.columns:
             scores = self.engine.score(plan, tokens="loss", model=REFERENCE_MODEL).result()
             made[REFERENCE] = scores.on_actions("logprobs")
         if self.preference.baseline:
             made[BASELINE] = np.full(int(columns.action_offsets[-1]), self._baseline(columns), dtype=np.float32)
-        return plan.with_columns(made)
+        return plan.with_columns(made) if made else plan
 
     def _baseline(self, columns: SampleColumns) -> float:
         """KTO's baseline of a mini-batch, 0 where it has but one prompt."""

@@ -248,6 +248,12 @@ def _refuse_contradictions(resolved: ResolvedConfig) -> None:
         problems.append(
             Problem("environments", "there is no environment", 'Add [[environments]] with use = "...", or give --env or --reward')
         )
+    if resolved.config.reference.precompute:
+        problems.append(
+            Problem(
+                "reference.precompute", "rollouts are sampled anew in every step, so nothing is there to score before", "Remove it"
+            )
+        )
     if settings.mini_batches > settings.groups:
         problems.append(
             Problem(

@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,8 @@ from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.kinds.observer import StepFinished
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import offsets_of
+from skyrl_engine.engine.engine import Engine
+from skyrl_engine.engine.plan import Plan
 from skyrl_engine.errors import ConfigError, DataError, PluginBrokenError, UnsupportedError
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.training.preference.baseline import mismatched
@@ -141,6 +147,42 @@ def test_mismatched_answers_stand_behind_other_prompts() -> None:
     assert mismatched(columns.take([0, 1]), None) is None
 
 
+@pytest.mark.proof
+@pytest.mark.nightly
+@pytest.mark.usefixtures("without_ray")
+def test_two_ranks_learn_as_one(configure: Configure) -> None:
+    """Pairs stay on one rank; rewards of the first step are 0 on both."""
+    alone = steps(run_preference(configure("alone", training={"steps": 3})).directory)
+    both = steps(run_preference(configure("both", training={"steps": 3}, run={"launch": "ray", "ranks": 2})).directory)
+    assert both[0]["rewards/margins"] == 0.0
+    np.testing.assert_allclose([each["loss"] for each in both], [each["loss"] for each in alone], rtol=1e-4)
+
+
+RUNNER = """
+import json, os, signal, sys
+from skyrl_engine import hookimpl
+from skyrl_engine.config import from_dict, resolve
+from skyrl_engine.training.preference.trainer import run_preference
+class Kill:
+    @hookimpl
+    def skyrl_engine_step_finished(self, event):
+        if event.step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+run_preference(resolve(from_dict(json.loads(sys.argv[1]), "test")), observers=[Kill()])
+"""
+
+
+@pytest.mark.nightly
+def test_a_killed_run_resumes_to_the_same_bits(configure: Configure) -> None:
+    settings: dict[str, Any] = {"checkpoint": {"every": 2}, "training": {"steps": 4}}
+    whole = run_preference(configure("whole", **settings)).directory
+    resolved = configure("killed", **settings)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run([sys.executable, "-c", RUNNER, json.dumps(resolved.as_dict())], env=environment, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert weights(run_preference(resolved, resume=True).directory) == weights(whole)
+
+
 def test_what_cannot_work_is_refused_while_planning(configure: Configure, pairs: Path) -> None:
     with pytest.raises(UnsupportedError, match="does not tell chosen from rejected"):
         plan_preference(configure(preference={"preset": "none"}))
@@ -157,3 +199,72 @@ def test_what_cannot_work_is_refused_while_planning(configure: Configure, pairs:
     plan = plan_preference(configure())
     assert plan.train["format"] == "preference"
     assert plan.train["samples"] == 20
+
+
+class Scoring:
+    """Counts the samples of every scoring pass; pass number `ends` fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        self.ends = -1
+        original = Engine.score
+
+        def score(engine: Engine, plan: Plan, **keywords: Any) -> Any:
+            self.sizes.append(len(plan.columns))
+            if len(self.sizes) == self.ends:
+                raise EndedError
+            return original(engine, plan, **keywords)
+
+        monkeypatch.setattr(Engine, "score", score)
+        monkeypatch.setattr("skyrl_engine.training.preference.references._SECONDS_BETWEEN_WRITES", 0.0)
+
+    def drain(self) -> list[int]:
+        sizes, self.sizes = self.sizes, []
+        return sizes
+
+
+@pytest.fixture
+def scoring(monkeypatch: pytest.MonkeyPatch) -> Scoring:
+    return Scoring(monkeypatch)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> dict[str, Any]:
+    return {"data": {"cache": str(tmp_path / "cache")}, "training": {"steps": 2}, "reference": {"precompute": True}}
+
+
+def test_references_are_computed_once(configure: Configure, kept: dict[str, Any], scoring: Scoring) -> None:
+    """A pass that was ended goes on behind its mark, and a second run loads no reference. Scores of another cut are equal within rounding."""
+    live = steps(run_preference(configure("live", **{**kept, "reference": {}})).directory)
+    scoring.drain()
+    scoring.ends = 3
+    with pytest.raises(EndedError):
+        run_preference(configure("ended", **kept))
+    assert scoring.drain() == [8, 8, 4]
+    scoring.ends = -1
+    first = steps(run_preference(configure("first", **kept)).directory)
+    assert scoring.drain() == [4, 8, 4], "the rest of the training pairs, and the held-out ones"
+    np.testing.assert_allclose([each["loss"] for each in first], [each["loss"] for each in live], rtol=0, atol=1e-5)
+    assert first[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    again = steps(run_preference(configure("again", **kept)).directory)
+    assert scoring.drain() == []
+    assert [each["loss"] for each in again] == [each["loss"] for each in first]
+
+
+@pytest.mark.nightly
+def test_kept_references_belong_to_their_model_and_data(
+    configure: Configure, kept: dict[str, Any], scoring: Scoring, tmp_path: Path, pairs: Path
+) -> None:
+    first = steps(run_preference(configure("first", **kept)).directory)
+    everything = [8, 8, 4, 8, 4]
+    assert scoring.drain() == everything
+    other_model = {"precompute": True, "path": str(tmp_path / "first" / "model")}
+    run_preference(configure("model", **{**kept, "reference": other_model}))
+    assert scoring.drain() == everything
+    run_preference(configure("data", **{**kept, "data": {**kept["data"], "max_samples": 8}}))
+    assert scoring.drain() == [8, 8], "the held-out pairs are the same, and so are their scores"
+    for file in (tmp_path / "cache" / "references").glob("*.f32"):
+        file.write_bytes(bytes(file.stat().st_size))
+    again = steps(run_preference(configure("damaged", **kept)).directory)
+    assert scoring.drain() == everything
+    assert [each["loss"] for each in again] == [each["loss"] for each in first]
