@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import pytest
 from hypothesis import settings
 from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
@@ -21,17 +22,25 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipP
 from skyrl_engine.cli.app import app
 from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.config.structure import structure
+from skyrl_engine.testing import Conformance
 
 # A busy machine is no failure. For `.ci/run` the same examples every time, so that a red run is about the change; elsewhere new ones.
-settings.register_profile("here", deadline=None, max_examples=50)
-# At night ten times as many.
-settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("here", deadline=None, max_examples=25)
+# At night twenty times as many.
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("nightly", deadline=None, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "here"))
 
 pytest_plugins = ("ranks_of_tests", "ranks_first", "seconds_per_file", "unchanged_sources")
 
 ROOT = Path(__file__).parent
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if issubclass(getattr(item, "cls", None) or object, Conformance):
+        item.add_marker("conformance")
+
+
 OF_THE_READER = ("./my_", "acme-losses")
 """What an example may name although it is not there: the reader's own file or distribution."""
 

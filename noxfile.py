@@ -39,8 +39,8 @@ MUTMUT = "mutmut==3.8.1"
 QUICK = "not proof and not example and not nightly"
 PROOFS = "proof and not nightly"
 SLOWEST = ("--durations", "20")
-TWO_AT_A_TIME = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder", *SLOWEST)
-"""Two workers take whole files, in the order of tests/running/ranks_first.py."""
+IN_PARALLEL = ("--numprocesses", "3", "--dist", "loadfile", "--no-loadscope-reorder", *SLOWEST)
+"""Workers take whole files, in the order of tests/running/ranks_first.py; one more than two cores, since tests wait for disks and processes."""
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 PROJECTS = [".", *sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("[!.]*/*/pyproject.toml"))]
@@ -65,29 +65,37 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Every test but the slow proofs. Tests that need a GPU run where there is one, elsewhere they are listed."""
     install(session)
-    pytest(session, "-m", QUICK, *(session.posargs or TWO_AT_A_TIME))
+    pytest(session, "-m", QUICK, *(session.posargs or IN_PARALLEL))
 
 
 @nox.session
 def proofs(session: nox.Session) -> None:
     """The slow proofs: invariance of gradients, resuming after a kill, memory, costs."""
     install(session)
-    pytest(session, "-m", PROOFS, *(session.posargs or TWO_AT_A_TIME))
+    pytest(session, "-m", PROOFS, *(session.posargs or IN_PARALLEL))
 
 
 @nox.session
 def nightly(session: nox.Session) -> None:
-    """What `.ci/run` leaves out: whole matrices, tests of tests, docs/examples, mutation testing; hours, before a release."""
+    """What `.ci/run` leaves out: whole matrices, all cases of the kit, docs/examples, `meta`, mutation testing; hours, before a release."""
     install(session)
-    of_sources = ("-m", "nightly or of_sources", "--every-source")
-    if not session.posargs:  # a part of the night says nothing about the other tests on the list
-        python(session, "tests/running/unchanged_sources.py", "forget")
-    pytest(session, *of_sources, *TWO_AT_A_TIME, *session.posargs, HYPOTHESIS_PROFILE="nightly")
-    if not session.posargs:
-        python(session, "tests/running/unchanged_sources.py", "write")
+    cases = ("-m", "(nightly or conformance or hypothesis) and not of_sources")
+    pytest(session, *cases, *IN_PARALLEL, *session.posargs, HYPOTHESIS_PROFILE="nightly")
     pytest(session, "-m", "example", *session.posargs)
     if not session.posargs:
+        meta(session)
         mutation(session)
+
+
+@nox.session
+def meta(session: nox.Session) -> None:
+    """All tests of tests; what passed is listed, and rests elsewhere until its sources change. After a change to the kit, in minutes."""
+    install(session)
+    if not session.posargs:  # a part of them says nothing about the others on the list
+        python(session, "tests/running/unchanged_sources.py", "forget")
+    pytest(session, "-m", "of_sources", "--every-source", *IN_PARALLEL, *session.posargs, HYPOTHESIS_PROFILE="ci")
+    if not session.posargs:
+        python(session, "tests/running/unchanged_sources.py", "write")
 
 
 @nox.session

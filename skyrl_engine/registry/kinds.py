@@ -263,10 +263,7 @@ _ROWS = (
         default="hf",
         option=True,
         suite="skyrl_engine.testing.generators.promises:GENERATOR_PROMISES",
-        no_scaffold=(
-            "it holds or reaches a model, its caches and its sampling, and a few generated lines of that would only look like a sampler"
-        ),
-        start_from="a copy of plugins/generators, whose loop over slots leaves the model to transformers",
+        scaffold="skyrl_engine.cli.scaffold.examples:GENERATOR",
         first_party={"skyrl-engine-generators": ("hf",)},
     ),
     Kind(

@@ -14,14 +14,15 @@ from skyrl_engine.testing.subject import Subject, selected
 class Conformance:
     """Base of the suites. A subclass names a plugin, with options if it likes, or overrides the method that returns the product.
 
-    `plugin` is a reference as a configuration takes it: a name, "distribution:name" or "./file.py:name". `examples` are cases per promise.
+    `plugin` is a reference as a configuration takes it: a name, "distribution:name" or "./file.py:name". `examples` are cases per promise;
+    None: the kit's own number, and a share of it under a Hypothesis profile of fewer than 50 examples.
     """
 
     kind: ClassVar[str]
     promises: ClassVar[tuple[Promise[Any, Any], ...]]
     plugin: ClassVar[str | None] = None
     options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    examples: ClassVar[int] = EXAMPLES
+    examples: ClassVar[int | None] = None
     offers: ClassVar[tuple[str, ...]] = ()
     """Methods that a subclass may add, such as `oracle`; a promise that needs one is claimed where the subclass has it."""
     flags: ClassVar[tuple[str, ...]] = ()
@@ -55,6 +56,8 @@ class Conformance:
 
     def test_promise(self, promise: Promise[Any, Any]) -> None:
         """Fails with the smallest case that breaks the promise."""
-        finding = promise.hold(self.subject(), examples=self.examples, derandomize=settings().derandomize)
+        profile = settings()
+        examples = self.examples or max(1, EXAMPLES * min(profile.max_examples, 50) // 50)
+        finding = promise.hold(self.subject(), examples=examples, derandomize=profile.derandomize)
         if finding.status != "kept":
             pytest.fail("\n".join([f"{finding.promise}: {finding.sentence}", *finding.lines]), pytrace=False)

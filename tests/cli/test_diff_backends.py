@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from by_day import rarely
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_engine.cli.app import main
@@ -148,7 +149,7 @@ def write_run(folder: Path, more: str = "") -> None:
     ("wrong", "layer", "words"),
     [
         ("astray_in_2", "model.layers.2", "model.layers.2 is the first layer to diverge: cut before it, the model agrees"),
-        (
+        rarely(
             "astray_at_once",
             None,
             "they do so with model.layers.0 alone: it is in there, in the embedding, the final norm or the head",

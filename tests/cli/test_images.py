@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from by_day import now
 from PIL import Image
 
 
@@ -82,7 +83,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("spoil", BAD)
+@pytest.mark.parametrize("spoil", now(BAD, corrupt))
 def test_bad_images_stop_or_drop(command, seeing, arguments, tmp_path, spoil):
     """Which sample, of which line, and why, in one line; dropped, it is counted, and the others are trained on."""
     data = tmp_path / "rows.jsonl"

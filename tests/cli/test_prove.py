@@ -35,6 +35,7 @@ def test_another_backend_has_rows_of_its_own(capsys: pytest.CaptureFixture[str])
     assert all(0 < row["difference"]["gradient"] < 1e-5 for row in report["rows"])
 
 
+@pytest.mark.nightly
 def test_a_planted_mistake_is_noticed_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prove", "--ranks", "1", "--loss", "cross_entropy", "--plant", "per_microbatch_mean"]) == 0
     out = capsys.readouterr().out

@@ -134,6 +134,7 @@ def test_what_cannot_be_verified_is_one_line(verify, arguments, code, words):
     assert outcome.out == ""
 
 
+@pytest.mark.nightly
 def test_a_backend_is_tried_on_the_layouts_that_are_asked_for(verify):
     outcome = verify("backend:fsdp", "--layout", "dp1", "--json")
     assert outcome.code == 0, outcome.out
@@ -145,6 +146,7 @@ def test_a_backend_is_tried_on_the_layouts_that_are_asked_for(verify):
 PAGE = Path(__file__).parents[2] / "docs/how-to/verify-a-plugin.md"
 
 
+@pytest.mark.nightly
 def test_the_page_shows_what_is_printed(command, tmp_path):
     text = PAGE.read_text()
     (loss,) = re.findall(r'```python title="my_loss.py"\n(.*?)```', text, re.DOTALL)

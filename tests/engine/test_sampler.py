@@ -87,7 +87,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sliding windows": {"family": "mistral", "settings": {"sliding_window": 6}},
     "packed": {"tables": {"collator": {"use": "packed"}, "training": {"micro_batch_tokens": 64}}},
 }
-QUICK = {"tied", "value head", "lora"}
+QUICK = {"tied", "lora"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in VARIANTS])

@@ -8,6 +8,7 @@ packed rows (test_packed_rows.py), and layouts beyond data parallelism, which ha
 import numpy as np
 import pytest
 import torch
+from by_day import now, rarely
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine.contracts.values.plan import Layout
@@ -59,12 +60,12 @@ def worst(gradients, expected) -> float:
     )
 
 
-@pytest.fixture(params=["qwen3", "llama"])
+@pytest.fixture(params=now(["qwen3", "llama"], "llama"))
 def family(request) -> str:
     return request.param
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-10)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [rarely("float32", 1e-5), ("float64", 1e-10)])
 def test_one_rank_any_micro_batch_size(family, models, columns, worker_spec, dtype, tolerance):
     loss, expected = reference(models[family], columns)
     for layout in [

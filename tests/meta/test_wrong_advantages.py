@@ -9,6 +9,13 @@ import wrong_advantages as wrong
 
 from skyrl_engine.testing.advantages.promises import ADVANTAGE_PROMISES
 
+pytestmark = pytest.mark.of_sources(
+    "skyrl_engine/testing",
+    "skyrl_engine/contracts",
+    "skyrl_engine/rollout",
+    "tests/meta/breaking.py",
+    "tests/meta/wrong_advantages.py",
+)
 broken_by = partial(breaking.broken_by, ADVANTAGE_PROMISES, examples=40)
 
 FAULTS = [

@@ -8,6 +8,14 @@ import wrong_environments as wrong
 
 from skyrl_engine.testing.environments.promises import ENVIRONMENT_PROMISES
 
+pytestmark = pytest.mark.of_sources(
+    "skyrl_engine/testing",
+    "skyrl_engine/contracts",
+    "skyrl_engine/rollout",
+    "tests/meta/breaking.py",
+    "tests/meta/wrong_environments.py",
+)
+
 EXAMPLES = 40
 SLOW = "same_in_another_process"
 """It starts a process, so it is checked where that is the point."""

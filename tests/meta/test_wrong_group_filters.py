@@ -8,6 +8,13 @@ import wrong_group_filters as wrong
 
 from skyrl_engine.testing.group_filters.promises import GROUP_FILTER_PROMISES
 
+pytestmark = pytest.mark.of_sources(
+    "skyrl_engine/testing",
+    "skyrl_engine/contracts",
+    "skyrl_engine/rollout",
+    "tests/meta/breaking.py",
+    "tests/meta/wrong_group_filters.py",
+)
 broken_by = partial(breaking.broken_by, GROUP_FILTER_PROMISES, examples=60)
 
 FAULTS = [

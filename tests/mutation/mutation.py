@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(items):
             examples = min(most, max(LEAST_EXAMPLES, most // share))
             function._hypothesis_internal_use_settings = settings(asked, max_examples=examples)
     for suite in {item.cls for item in items if hasattr(item.cls, "promises")}:
-        suite.examples = max(LEAST_EXAMPLES, min(suite.examples, MOST_EXAMPLES) // share)
+        suite.examples = max(LEAST_EXAMPLES, min(suite.examples or MOST_EXAMPLES, MOST_EXAMPLES) // share)
     if known and known.exists():
         noticed = Counter(known.read_text().splitlines())
         items.sort(key=lambda item: -noticed[item.nodeid])

@@ -26,8 +26,9 @@ ENGINE = "skyrl-engine"
 STRANGER = "acme-focal-loss"
 STEPS = 4
 UPGRADED = "skyrl-engine-reducers"
-NEW = ("loss", "correction", "reducer", "merger", "collator", "observer", "advantage", "environment", "group_filter")
-VERIFIED = tuple(kind for kind in NEW if kind != "observer")
+NEW = ("loss", "correction", "reducer", "merger", "collator", "observer", "advantage", "environment", "group_filter", "generator")
+VERIFIED = tuple(kind for kind in NEW if kind not in {"observer", "generator"})
+"""Promises of generators take no examples: their own tests say all that `verify` would."""
 KIND_OF = {
     "collator": "skyrl-engine-collators",
     "loss": STRANGER,
@@ -155,8 +156,7 @@ def new_plugins(environment: Environment, folder: Path, versions: Mapping[str, s
         environment.plugins(),
         wanted={**versions, **dict.fromkeys(names, "0.1.0")},
     )
-    # A generator has no template; the one that is installed stands for the kind.
-    for plugin in (*(f"{kind}:brand_new" for kind in VERIFIED), "generator:hf"):
+    for plugin in (f"{kind}:brand_new" for kind in VERIFIED):
         # Their own tests, above, held the new ones to the same promises with more cases.
         command = [environment.engine, "plugins", "verify", plugin, "--examples", "3", "--json"]
         say(f"verified {plugin}: {len(json.loads(run(command, cwd=folder))['promises'])} promises")
@@ -170,7 +170,15 @@ def new_plugins(environment: Environment, folder: Path, versions: Mapping[str, s
     options = ["--loss", "brand_new", "--steps", "2", "--output", str(folder / "sft"), f"data.cache={folder / 'cache'}"]
     run([environment.engine, "sft", "--model", model, "--data", data, *options, "--debug"], cwd=folder)
     expect("the model that sft left", (folder / "sft" / "model").is_dir(), wanted=True)
-    chosen = ["--env", "brand_new", "--advantage", "brand_new", 'group_filters=[{ use = "brand_new", share = 1.0 }]']
+    chosen = [
+        "--env",
+        "brand_new",
+        "--advantage",
+        "brand_new",
+        "--generator",
+        "brand_new",
+        'group_filters=[{ use = "brand_new", share = 1.0 }]',
+    ]
     sizes = ["--steps", "2", "--groups", "2", "--group-size", "2", "--max-tokens", "96", "rl.max_prompt_tokens=128"]
     options = [*chosen, *sizes, "--output", str(folder / "rl"), "evaluation.at_end=false"]
     run([environment.engine, "rl", "--model", model, *options, "--debug"], cwd=folder)

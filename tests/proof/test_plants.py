@@ -9,6 +9,20 @@ from skyrl_engine.proof.cases import Case
 from skyrl_engine.proof.plants import PLANTS
 from skyrl_engine.proof.prover import CaseResult, Prover
 
+pytestmark = pytest.mark.of_sources(
+    "skyrl_engine/errors.py",
+    "skyrl_engine/proof",
+    "skyrl_engine/objective",
+    "skyrl_engine/workers",
+    "skyrl_engine/contracts",
+    "skyrl_engine/engine",
+    "skyrl_engine/modeling",
+    "plugins/collators/src",
+    "plugins/fsdp/src",
+    "plugins/losses/src",
+    "plugins/reducers/src",
+)
+
 Configure = Callable[..., Any]
 
 ONE = Case("padded")

@@ -16,6 +16,20 @@ from skyrl_engine.proof.cases import Case
 from skyrl_engine.proof.prover import Prover
 from skyrl_engine.workers.batch import ShardBatch
 
+pytestmark = pytest.mark.of_sources(
+    "skyrl_engine/errors.py",
+    "skyrl_engine/proof",
+    "skyrl_engine/objective",
+    "skyrl_engine/workers",
+    "skyrl_engine/contracts",
+    "skyrl_engine/engine",
+    "skyrl_engine/modeling",
+    "plugins/collators/src",
+    "plugins/fsdp/src",
+    "plugins/losses/src",
+    "plugins/reducers/src",
+)
+
 Configure = Callable[..., Any]
 
 CUTS = [Case("padded", micro_batch_rows=2), Case("packed", micro_batch_tokens=120)]

@@ -55,7 +55,7 @@ def test_a_test_rests_until_its_sources_change_or_it_is_asked_for(project: Path)
     assert counted(project).startswith("1 passed")
 
 
-def test_a_fresh_clone_rests_where_the_night_passed(project: Path) -> None:
+def test_a_fresh_clone_rests_where_meta_passed(project: Path) -> None:
     (project / "source.py").write_text("RIGHT = 2\n")
     assert counted(project).startswith("1 passed")
     kept = project / ".cache"
@@ -80,7 +80,7 @@ def test_what_fails_with_sources_that_it_has_passed_with_rests_no_longer(project
     assert counted(project).startswith("1 passed"), "it would have rested on what it did before"
 
 
-def test_the_list_holds_what_the_night_passed_and_nothing_from_days_before(project: Path) -> None:
+def test_the_list_holds_what_meta_passed_and_nothing_from_before(project: Path) -> None:
     assert counted(project).startswith("1 passed")
     unchanged_sources.forget(project)
     assert unchanged_sources.write_passed(project) == 0

@@ -1,8 +1,8 @@
-"""Tests of tests, marked `of_sources("folder", "file", ...)`: run again when one of those has changed since they passed, and every night.
+"""Tests of tests, marked `of_sources("folder", "file", ...)`: run again when one of those has changed since they passed.
 
-What passed with which sources is kept under .cache, and what passed at night in passed.txt beside this file, for fresh clones and other
-machines. `nox -s nightly` runs this file as a program: with `forget` before its tests, so that nothing from earlier runs gets into the list,
-and with `write` after all of them have passed.
+What passed with which sources is kept under .cache, and what passed in `nox -s meta` in passed.txt beside this file, for fresh clones and
+other machines. `nox -s meta` runs this file as a program: with `forget` before its tests, so that nothing from earlier runs gets into the
+list, and with `write` after all of them have passed.
 """
 
 import hashlib
@@ -105,4 +105,4 @@ if __name__ == "__main__":
     elif sys.argv[1:] == ["write"]:
         print(f"{PASSED}: {write_passed(here)} tests rest until their sources change")
     else:
-        sys.exit("unchanged_sources.py forget|write, which `nox -s nightly` calls")
+        sys.exit("unchanged_sources.py forget|write, which `nox -s meta` calls")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from by_day import now
 from safetensors.numpy import load_file
 
 from skyrl_engine import hookimpl
@@ -82,7 +83,7 @@ def test_two_uninterrupted_runs_are_equal(configure: Configure, reference: Path)
     assert_same_run(run_sft(configure(**SETTINGS)).directory, reference)
 
 
-@pytest.mark.parametrize("step", [1, 3, 5, 10, *(pytest.param(step, marks=pytest.mark.nightly) for step in (2, 6, 9))])
+@pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=pytest.mark.nightly) for step in (1, 2, 5, 6, 9, 10))])
 def test_a_failure_after_any_step_and_a_resume_equal_an_uninterrupted_run(configure: Configure, reference: Path, step: int) -> None:
     """Checkpoints are at 3, 6 and 9, epochs end at 3, 6 and 9, evaluations are at 0, 5 and 10."""
     resolved = configure(**SETTINGS)
@@ -115,7 +116,7 @@ def test_a_signal_ends_the_run_after_its_step_and_a_resume_goes_on_from_there(co
     assert_same_run(resumed.directory, reference)
 
 
-@pytest.mark.parametrize("content", [b"", b'{"format": 1, "plug', b"\xff\x00"])
+@pytest.mark.parametrize("content", now([b"", b'{"format": 1, "plug', b"\xff\x00"], b'{"format": 1, "plug'))
 def test_a_damaged_manifest_does_not_keep_a_run_from_going_on(
     configure: Configure, reference: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:

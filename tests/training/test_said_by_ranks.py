@@ -68,6 +68,7 @@ def log_of(resolved: ResolvedConfig) -> str:
     return Path(resolved.config.run.directory or "", "run.log").read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_ray")
 def test_all_that_ranks_say_is_in_the_log_and_warnings_once_on_the_terminal(
     configure_loss: Callable[..., ResolvedConfig], tmp_path: Path

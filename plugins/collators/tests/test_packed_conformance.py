@@ -143,7 +143,6 @@ def parallel_layouts(draw):
     )
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     strategies.sample_columns(max_samples=9, carries=("router_replay", "vision"), wide=True),
     parallel_layouts(),

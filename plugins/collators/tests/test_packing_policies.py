@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_engine import DataError, UnsupportedError
@@ -36,7 +36,6 @@ def lists(bins):
     return [bins[number].tolist() for number in range(len(bins))]
 
 
-@settings(deadline=None, max_examples=400)
 @given(
     st.integers(1, 60).flatmap(lambda capacity: st.tuples(st.just(capacity), st.lists(st.integers(1, capacity), max_size=60))),
     st.integers(1, 6),

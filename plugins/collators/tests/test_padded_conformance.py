@@ -79,7 +79,6 @@ def test_the_reinforcement_learning_entry_equals_its_reference_loop(lists: Sampl
     assert_same(collate(PaddedCollator(PAD), columns), expected)
 
 
-@settings(deadline=None, max_examples=60)
 @given(strategies.sample_columns(wide=True), st.data())
 def test_columns_of_several_numbers_per_token_equal_the_definition(columns: SampleColumns, data):
     """Compiled and in NumPy, for every layout, and for some of the fields."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from by_day import rarely
 from deepspeed_tasks import (
     VOCABULARY,
     continued,
@@ -68,7 +69,7 @@ def test_two_ranks_continue_in_another_stage(pair: World, models: dict[str, str]
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("stage", "later"), [(2, 3), (3, 1), (0, 2)])
+@pytest.mark.parametrize(("stage", "later"), [(3, 1), rarely(2, 3), rarely(0, 2)])
 def test_another_number_of_ranks_continues_to_rounding(
     pair: World, models: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, stage: int, later: int
 ) -> None:

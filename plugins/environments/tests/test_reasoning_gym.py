@@ -32,6 +32,7 @@ class TestSpellBackward(EnvironmentConformance):
     options = {"task": "spell_backward"}  # noqa: RUF012 the suite reads it, nothing changes it
 
 
+@pytest.mark.nightly
 class TestMixture(EnvironmentConformance):
     """Of sets that draw from global random states, and of one whose options are its own."""
 

@@ -42,7 +42,7 @@ def run(request: pytest.FixtureRequest):
         pytest.param(2, DP, 2, TP, id="dp2 to tp2"),
         pytest.param(2, TP, 1, DP, id="tp2 to 1", marks=pytest.mark.nightly),
         pytest.param(2, TP, 4, TP, id="tp2 to dp2 x tp2", marks=pytest.mark.nightly),
-        pytest.param(4, TP, 4, HYBRID, id="dp2 x tp2 to 2 replicas of 2"),
+        pytest.param(4, TP, 4, HYBRID, id="dp2 x tp2 to 2 replicas of 2", marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.parametrize("name", ["llama-untied", pytest.param("qwen3-tied", marks=pytest.mark.nightly)])

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from by_day import now
 from fsdp_tasks import (
     accumulated,
     clipped_norms,
@@ -40,7 +41,7 @@ EVERY_SCORE = (*VOCABULARY_SCORES, "logprobs_at")
 HYBRID = FsdpConfig(replicate=2)
 
 
-@pytest.fixture(params=["tp2", "dp2 x tp2", "2 replicas of 2 shards"])
+@pytest.fixture(params=now(["tp2", "dp2 x tp2", "2 replicas of 2 shards"], "dp2 x tp2"))
 def layout(request: pytest.FixtureRequest) -> tuple[World, FsdpConfig]:
     """Ranks, and the options that lay them out."""
     world = request.getfixturevalue("pair" if request.param == "tp2" else "quad")
@@ -85,6 +86,7 @@ def test_float64_is_exact_to_1e_10(pair: World, models: dict[str, str]) -> None:
     assert worst(ranks[0][1], due.gradients) <= 1e-10
 
 
+@pytest.mark.nightly
 def test_bfloat16_stays_within_its_precision(pair: World, models: dict[str, str]) -> None:
     due = definition(models["qwen3-tied"], documents())
     for _, gradients in pair.run(accumulated, models["qwen3-tied"], padded, TP, dtype="bfloat16"):

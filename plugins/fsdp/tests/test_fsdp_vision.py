@@ -123,6 +123,7 @@ def test_adapters_are_of_the_language_model_alone(
     check(pair.run(gradients_of, vision["tied"], rows=rows, sizes=(1, 4), pictures=True, lora=lora), due["adapter"])
 
 
+@pytest.mark.nightly
 def test_two_ranks_continue_bit_for_bit(pair: World, vision: dict[str, str], tmp_path: Path) -> None:
     for uninterrupted, resumed, _, _ in pair.run(continued, vision["tied"], tmp_path, pictures=True):
         assert uninterrupted[0] == resumed[0]

@@ -1,8 +1,11 @@
 """A row's tokens and log-probabilities do not tell what was sampled beside it: bit for bit, on a CPU."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
+from by_day import now
 from sampled_models import ARCHITECTURES, QUICK, write
 from transformers import AutoModelForCausalLM
 
@@ -47,10 +50,9 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param(each, marks=() if each in QUICK else pytest.mark.nightly) for each in ARCHITECTURES if each not in OTHERS],
+    ("family", "threads"),
+    now(product([each for each in ARCHITECTURES if each not in OTHERS], [1, 2]), *product(QUICK, [1]), ("llama", 2)),
 )
 def test_rows_beside_change_no_bit(family, threads, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(write(tmp_path, family, **ARCHITECTURES[family])).eval()

@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+import pytest
+
 from skyrl_engine.testing import GeneratorConformance
 
 
@@ -9,6 +11,7 @@ class TestHf(GeneratorConformance):
     plugin = "hf"
 
 
+@pytest.mark.nightly
 class TestHfOfFewSlots(GeneratorConformance):
     plugin = "hf"
     options: ClassVar = {"slots": 3, "prefill_tokens": 24}

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from loss_oracles import Case, clip_cov, kl_cov, random_batch
 
@@ -38,7 +38,6 @@ def candidates(config: ClipCovConfig) -> set[int]:
     return set(chosen.nonzero().flatten().tolist())
 
 
-@settings(max_examples=60)
 @given(
     fraction=st.floats(0.0, 1.0),
     lower=st.floats(-1.0, 0.5),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from loss_oracles import sequences_of
 
@@ -98,7 +98,6 @@ NUMBERS = st.one_of(st.floats(-0.02, 0.02), st.floats(-1.5, 1.5), st.floats(-100
 
 
 @each
-@settings(max_examples=60)
 @given(samples=st.lists(st.lists(NUMBERS, max_size=5), max_size=4))
 def test_factors_are_the_definitions(config: Any, samples: list[list[float]]) -> None:
     assert factors(config, *samples) == pytest.approx(expected(config, *samples), rel=1e-11, abs=1e-300)

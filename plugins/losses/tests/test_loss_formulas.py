@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from loss_oracles import CASES, COLUMNS, SCORES, Batch, Case, random_batch
 
@@ -68,7 +68,6 @@ DEFINITE = [case for case in CASES if getattr(case.config, "fraction", 1.0) == 1
 
 
 @pytest.mark.parametrize("case", DEFINITE, ids=str)
-@settings(max_examples=60)
 @given(batch=batches())
 def test_values_are_the_formulas_wherever_hypothesis_looks(case: Case, batch: Batch) -> None:
     output, _ = case.run(batch)
@@ -183,7 +182,6 @@ def test_columns_carry_no_gradient_into_the_loss_that_scores_do_not(case: Case) 
 
 
 @pytest.mark.parametrize("case", [case for case in FIRST if case.loss.homogeneous], ids=lambda case: case.name)
-@settings(max_examples=40)
 @given(batch=batches(), factor=st.sampled_from([0.125, 0.5, 2.0, 64.0]))
 def test_losses_that_say_so_are_homogeneous_in_the_advantage(case: Case, batch: Batch, factor: float) -> None:
     """A times c > 0 gives the loss times c. Powers of two change no digit of numbers that are not tiny, so this is equality."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_selection import now
+from by_day import now
 from megatron_tasks import VOCABULARY, Case, passed, resumed, save_tiny, saved, start
 from transformers import AutoConfig
 

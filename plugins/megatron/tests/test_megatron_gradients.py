@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from megatron_selection import now, rarely
+from by_day import now, rarely
 from megatron_tasks import VOCABULARY, Case, Passed, looked_at_between, passed, scored, start
 
 from skyrl_engine.contracts import ComputeDtype, RankOutput

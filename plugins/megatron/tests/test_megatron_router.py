@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from by_day import now
 from megatron_router import Routed, Truth, counted, counts, reported, routed, truth_of
-from megatron_selection import now
 from megatron_tasks import VOCABULARY, Case, start
 from transformers import AutoConfig
 
@@ -59,7 +59,7 @@ def test_one_rank(models: dict[str, str], truth: Truth) -> None:
     agree([routed(models["qwen3-moe"], MegatronConfig(**COEFFICIENTS), ALONE)], truth)
 
 
-@pytest.mark.parametrize("layout", now(PAIRS, "tp2", "ep2", "dp2"))
+@pytest.mark.parametrize("layout", now(PAIRS, "ep2"))
 def test_two_ranks(pair: World, models: dict[str, str], truth: Truth, layout: str) -> None:
     agree(pair.run(routed, models["qwen3-moe"], PAIRS[layout], [Case("padded", 1, scale=0.0), ALONE[-1]]), truth)
 

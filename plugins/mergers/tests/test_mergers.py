@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from attrs import evolve, frozen
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_engine import OutputError
@@ -149,7 +149,6 @@ def assert_same_array(got: np.ndarray, wanted: np.ndarray) -> None:
 
 
 @mergers
-@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_merge_undoes_split(merger: Merger, case: Case) -> None:
     """Over dp, tp, cp, pp, mini-batches, micro-batch cuts, padding samples, order of arrival, with and without per-token outputs.
@@ -161,7 +160,6 @@ def test_merge_undoes_split(merger: Merger, case: Case) -> None:
 
 
 @mergers
-@settings(max_examples=40, deadline=None)
 @given(cases(), st.data())
 def test_a_lost_sample_is_named(merger: Merger, case: Case, data: st.DataObject) -> None:
     lost = data.draw(st.sampled_from(case.whole.sample_ids.tolist()))

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from attrs import evolve
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from skyrl_engine import DataError, UnsupportedError
@@ -92,7 +92,6 @@ def structures(draw: st.DrawFn, weights: tuple[float, ...] = (0.0, 1.0, 0.5, 0.2
 
 @names
 @empties
-@settings(max_examples=60, deadline=None)
 @given(structures())
 def test_weights_are_their_formula(name: str, empty: str, structure: BatchStructure) -> None:
     """Loss weights are multiples of 1/4, so sums are exact in every order and each weight is one correctly rounded division."""
@@ -102,7 +101,6 @@ def test_weights_are_their_formula(name: str, empty: str, structure: BatchStruct
 
 
 @empties
-@settings(max_examples=100, deadline=None)
 @given(structures())
 def test_weights_sum_as_documented(empty: str, structure: BatchStructure) -> None:
     """A mean's weights sum to the share of its parts that carry loss: 1 where every counted part does. rel 1e-12: a few hundred roundings."""
@@ -128,7 +126,6 @@ def test_weights_sum_as_documented(empty: str, structure: BatchStructure) -> Non
 
 
 @names
-@settings(max_examples=60, deadline=None)
 @given(structures(), st.data())
 def test_the_cut_does_not_matter_unless_declared(name: str, structure: BatchStructure, data: st.DataObject) -> None:
     cut = data.draw(st.lists(st.integers(0, 3), min_size=len(structure), max_size=len(structure)))
@@ -148,7 +145,6 @@ def test_exactly_one_reducer_declares_that_it_depends_on_the_cut_and_it_does() -
 
 @names
 @empties
-@settings(max_examples=60, deadline=None)
 @given(structures(), st.data())
 def test_the_order_of_sequences_does_not_matter(name: str, empty: str, structure: BatchStructure, data: st.DataObject) -> None:
     """Weights move with their tokens; exact, because sums of multiples of 1/4 are."""
@@ -170,7 +166,6 @@ def test_the_order_of_sequences_does_not_matter(name: str, empty: str, structure
 
 
 @names
-@settings(max_examples=60, deadline=None)
 @given(structures(weights=(0.0, 1.0)), st.sampled_from([0.5, 0.125, 3.0]))
 def test_a_uniform_weight_changes_nothing_in_a_mean(name: str, structure: BatchStructure, factor: float) -> None:
     """Counts truncated to whole numbers, a known fault, would make masses of 0.5 vanish or divide by 1. Sums keep the factor."""

@@ -36,6 +36,11 @@ GROUP_FILTER = Scaffold(
 ENVIRONMENT = Scaffold(
     "An environment for skyrl-engine: letters to count, with a second try", ('environments=[{ use = "${name}" }]',)
 )
+GENERATOR = Scaffold(
+    "A generator for skyrl-engine that samples from any causal language model, plainly",
+    ("--generator", "${name}", "generator.rows=8"),
+    TORCH,
+)
 MERGER = Scaffold("A merger for skyrl-engine that restores the caller's order of samples", ("--merger", "${name}"))
 COLLATOR = Scaffold("A collator for skyrl-engine: one sample per row, widths rounded up", ("--collator", "${name}"), TORCH)
 OBSERVER = Scaffold(

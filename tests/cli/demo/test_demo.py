@@ -72,6 +72,7 @@ def test_long_and_empty_answers_are_shown_on_one_line():
     assert len(_shortened("x" * 200)) == 60
 
 
+@pytest.mark.nightly
 def test_the_first_act_alone(command, tmp_path):
     pytest.importorskip("reasoning_gym")
     outcome = command("demo", "--only", "sft", "--output", tmp_path / "demo", "--steps", "3")

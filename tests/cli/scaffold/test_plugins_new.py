@@ -32,7 +32,7 @@ def made(command, tmp_path, request):
 
 
 def test_every_kind_is_written_or_refused_with_a_reason(command):
-    assert set(KINDS) - set(WRITTEN) == {"backend", "generator"}
+    assert set(KINDS) - set(WRITTEN) == {"backend"}
     outcome = command("plugins", "new", "backend", "mine")
     assert outcome.code == 2
     assert "there is no template for a backend: it holds a model" in outcome.last_line
@@ -62,6 +62,7 @@ def test_it_is_a_distribution_in_good_order(made):
     run("ruff", "check", "--config", str(ROOT / "pyproject.toml"), "--ignore", in_repository, ".", folder=made)
 
 
+@pytest.mark.nightly
 def test_all_are_typed(command, tmp_path):
     """Strictly, as their own settings ask. That they install, are listed, verified, pass their own tests and train: tests/outsider."""
     folders = []

@@ -206,7 +206,7 @@ BREADTH = [
     ("packed", "dr_grpo"),
     ("padded", "rloo"),
 ]
-QUICK = {("padded", "grpo"), ("padded", "dr_grpo"), ("packed", "rloo"), ("packed", "reinforce_pp"), ("packed", "ppo")}
+QUICK = {("padded", "grpo"), ("packed", "ppo")}
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def test_a_run_evaluated_anew_has_the_numbers_of_its_own_evaluation(
     assert evaluated(capsys, run, "--split", "train", "--tasks", 5)["tasks"] == 5
 
 
+@pytest.mark.nightly
 def test_adapters_are_merged(rl: Rl, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_rl(rl("run", *EVALUATED, "model.lora.rank=2")).directory
     ours, its = (found["evaluation/avg@3"] for found in (evaluated(capsys, run, "-k", 3)["metrics"], last_of(run)))

@@ -62,6 +62,7 @@ def weights(directory: Path) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in load_file(directory / "model" / "model.safetensors").items()}
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_over_images_equals_an_uninterrupted_one(configure_images: Configure) -> None:
     """Step 3 is done twice: its pictures are read again, from the place in the order that the checkpoint of step 2 holds."""
     reference = run_sft(configure_images("reference")).directory
