@@ -201,11 +201,10 @@ class Engine:
         """
         with _refused_in_words("evaluate"):
             work = Pass("evaluate", self.step, per_token_outputs, temperature)
-        sums = np.add.reduceat(np.append(plan.columns.loss_weight, 0.0), plan.columns.action_offsets[:-1], dtype=np.float64)
-        sums[np.diff(plan.columns.action_offsets) == 0] = 0.0
-        carrying = sums != 0
-        divisors = np.where(carrying, sums, 1.0) if over == "sequences" else None
-        total = float(np.count_nonzero(carrying)) if over == "sequences" else float(plan.columns.loss_weight.sum(dtype=np.float64))
+        divisors, total = None, float(plan.columns.loss_weight.sum(dtype=np.float64))
+        if over == "sequences":
+            sums = _weight_per_sample(plan.columns)
+            divisors, total = np.where(sums == 0, 1.0, sums), float(np.count_nonzero(sums))
         outputs = self._forward(plan, work, needs=self.assembly.objective.columns, divisors=divisors)
         return outputs.then(lambda each: self._evaluated(each, plan, total))
 
@@ -540,6 +539,12 @@ class Engine:
         refuse_not_finite(outputs, step)
         output = self._merged(outputs, part)
         return PassResult({**output.metrics, **counts_of(plan.columns, part)}, output, self._spans.drain())
+
+
+def _weight_per_sample(columns: SampleColumns) -> npt.NDArray[np.float64]:
+    """float64[N]: the sum of every sample's loss weights."""
+    running = np.concatenate([[0.0], np.cumsum(columns.loss_weight, dtype=np.float64)])[columns.action_offsets]
+    return np.diff(running)
 
 
 @contextmanager
