@@ -27,7 +27,8 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     """Run a command line in an empty directory; environment variables that it sets are taken back."""
     monkeypatch.chdir(tmp_path)
     for name in {*app._ENVIRONMENT, *app._QUIET_LIBRARIES}:
-        monkeypatch.setenv(name, "to be set by main")
+        monkeypatch.setenv(name, "what undoing takes back")
+        monkeypatch.delenv(name)
     monkeypatch.setattr("platformdirs.user_log_path", lambda *_: tmp_path / "logs")
 
     def run(*arguments: str | Path) -> Outcome:

@@ -17,6 +17,15 @@ def test_two_steps_in_a_row_stop_the_run() -> None:
         guard.look(0.41, 7)
 
 
+def test_a_sampler_that_never_took_weights_is_told_as_such() -> None:
+    guard = SamplerGuard(0.1, above=1)
+    with pytest.raises(RolloutError, match=r"its log-probabilities are those of version 0, so no update has reached it"):
+        guard.look(0.4, 7, gap_to_first=0.05)
+    with pytest.raises(RolloutError) as caught:
+        guard.look(0.4, 7, gap_to_first=0.2)
+    assert "version 0" not in caught.value.cause
+
+
 def test_a_distance_that_is_no_number_is_too_large() -> None:
     guard = SamplerGuard(0.1)
     guard.look(float("nan"), 0)

@@ -339,7 +339,7 @@ class RlTrainer:
         # with the sampler's own log-probabilities as the old ones, later optimizer steps move away from them
         one_step = config.rl.mini_batches * config.rl.epochs == 1
         if self.live is not None and "policy/gap_mean" in reported and (one_step or self.prepared.recipe.old != "rollout"):
-            self.live.guard.look(reported["policy/gap_mean"], number - 1)
+            self.live.guard.look(reported["policy/gap_mean"], number - 1, self._gap_to_first(plan.columns))
         return StepDone(reported, self._cpu)
 
     def evaluate(self) -> Mapping[str, float] | None:
@@ -413,6 +413,16 @@ class RlTrainer:
         with blaming(part.owner, "its call"):
             given = part.product(batch)
         return as_advantage_output(part.label, given, batch, returns=part.product.claims.returns)
+
+    def _gap_to_first(self, columns: SampleColumns) -> float | None:
+        """Return the distance of the sampler's log-probabilities from the initial weights', in nats per token; None without a reference that
+        holds these.
+        """
+        reference, given = self.prepared.resolved.config.reference, columns.columns
+        if not {REFERENCE, "rollout_logprobs"} <= given.keys() or reference.path is not None or reference.refresh_every is not None:
+            return None
+        distances = np.abs(given[REFERENCE].astype(np.float64) - given["rollout_logprobs"])[columns.loss_weight != 0]
+        return float(distances.mean()) if len(distances) else None
 
     def _learn(self, plan: Plan, number: int) -> tuple[dict[str, Metric], npt.NDArray[np.float32]]:
         """Take the optimizer steps of all epochs.
