@@ -163,11 +163,12 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def peers(session: nox.Session) -> None:
-    """Timings beside other projects', in an environment that holds them too, .venv-peers; bars of reinforcement; TRL's templates."""
+    """Timings beside other projects', in an environment that holds them too, .venv-peers; bars of reinforcement; TRL's templates and losses of pairs."""
     PEERS.install(session)
     for script in (*AGAINST_PEERS, *OF_REINFORCEMENT):
         session.run(PEERS.python, f"tests/benchmarks/{script}")
     session.run(PEERS.python, "tests/proof/templates_of_trl.py", env=OFFLINE)
+    session.run(PEERS.python, "tests/proof/preferences_of_trl.py", env=OFFLINE)
 
 
 @nox.session
