@@ -163,7 +163,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def peers(session: nox.Session) -> None:
-    """Timings beside other projects', in an environment that holds them too, .venv-peers; bars of reinforcement; TRL's templates and losses of pairs."""
+    """Timings beside other projects', in an environment that holds them too, .venv-peers; bars of reinforcement; TRL's templates, losses."""
     PEERS.install(session)
     for script in (*AGAINST_PEERS, *OF_REINFORCEMENT):
         session.run(PEERS.python, f"tests/benchmarks/{script}")

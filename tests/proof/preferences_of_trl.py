@@ -1,6 +1,6 @@
 """Losses of pairs beside TRL's own DPOTrainer on one model and batch: loss and gradient of every parameter. Part of `nox -s peers`.
 
-TRL computes a whole step by itself, from its collator's batch to its loss; ours is given the log-probabilities of the same tokens. The policy is
+TRL computes a whole step by itself, from its collator's batch to its loss; ours is given log-probabilities of the same tokens. The policy is
 its reference with noise on every weight, so that no ratio is 0. Both compute in float32: 1e-5 of the largest gradient is a few dozen roundings.
 """
 
