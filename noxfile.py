@@ -80,7 +80,7 @@ def nightly(session: nox.Session) -> None:
     """What `.ci/run` leaves out: whole matrices, all cases of the kit, docs/examples, `meta`, mutation testing; hours, before a release."""
     install(session)
     cases = ("-m", "(nightly or conformance or hypothesis) and not of_sources")
-    pytest(session, *cases, *IN_PARALLEL, *session.posargs, HYPOTHESIS_PROFILE="nightly")
+    pytest(session, *cases, "--timeout", "1800", *IN_PARALLEL, *session.posargs, HYPOTHESIS_PROFILE="nightly")
     pytest(session, "-m", "example", *session.posargs)
     if not session.posargs:
         meta(session)
