@@ -80,7 +80,7 @@ def nightly(session: nox.Session) -> None:
     """What `.ci/run` leaves out: whole matrices, all cases of the kit, docs/examples, `meta`, mutation testing; hours, before a release."""
     install(session)
     cases = ("-m", "(nightly or conformance or hypothesis) and not of_sources")
-    pytest(session, *cases, *IN_PARALLEL, *session.posargs, HYPOTHESIS_PROFILE="nightly")
+    pytest(session, *cases, "--timeout", "1800", *IN_PARALLEL, *session.posargs, HYPOTHESIS_PROFILE="nightly")
     pytest(session, "-m", "example", *session.posargs)
     if not session.posargs:
         meta(session)
@@ -163,11 +163,12 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def peers(session: nox.Session) -> None:
-    """Timings beside other projects', in an environment that holds them too, .venv-peers; bars of reinforcement; TRL's templates."""
+    """Timings beside other projects', in an environment that holds them too, .venv-peers; bars of reinforcement; TRL's templates, losses."""
     PEERS.install(session)
     for script in (*AGAINST_PEERS, *OF_REINFORCEMENT):
         session.run(PEERS.python, f"tests/benchmarks/{script}")
     session.run(PEERS.python, "tests/proof/templates_of_trl.py", env=OFFLINE)
+    session.run(PEERS.python, "tests/proof/preferences_of_trl.py", env=OFFLINE)
 
 
 @nox.session

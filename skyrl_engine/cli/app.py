@@ -23,6 +23,9 @@ COMMANDS = {
     ),
     "run": LazyCommand("skyrl_engine.cli.run:run", "Train as a configuration file says."),
     "sft": LazyCommand("skyrl_engine.cli.sft:sft", "Fine-tune a model on a dataset without a configuration file."),
+    "preference": LazyCommand(
+        "skyrl_engine.cli.preference:preference", "Train a model on chosen and rejected answers (also: dpo)."
+    ),
     "rl": LazyCommand("skyrl_engine.cli.rl:rl", "Train a model by reinforcement, on tasks and rewards of your own."),
     "prove": LazyCommand(
         "skyrl_engine.cli.prove:prove", "Prove on this machine that gradients do not depend on how a batch is cut."
@@ -57,7 +60,11 @@ _QUIET_LIBRARIES = {
 }
 
 
-@click.group(PROGRAM, cls=LazyGroup, table=COMMANDS, context_settings={"max_content_width": 100})
+ALIASES = {"dpo": "preference"}
+"""Other names of commands, which no list shows."""
+
+
+@click.group(PROGRAM, cls=LazyGroup, table=COMMANDS, aliases=ALIASES, context_settings={"max_content_width": 100})
 @click.version_option(__version__, "--version", prog_name=PROGRAM, message="%(prog)s %(version)s")
 def app() -> None:
     """Post-training of language models out of plugins chosen by name.

@@ -112,7 +112,7 @@ class EngineGroup(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Resolve as click does, with a suggestion for a misspelt name."""
         names = self.list_commands(ctx)
-        if args[0] not in names and not args[0].startswith("-"):
+        if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             ctx.fail(f"There is no command {args[0]!r}. {did_you_mean(args[0], names, 'commands')}")
         return super().resolve_command(ctx, args)
 

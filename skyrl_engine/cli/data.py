@@ -53,6 +53,7 @@ def preview(
     from skyrl_engine.data.preview import preview as look_at
     from skyrl_engine.engine.capability import vision_of
     from skyrl_engine.engine.model_files import ModelFiles
+    from skyrl_engine.training.preference.preparation import GIVEN
     from skyrl_engine.training.sft.data import columns_to_read, limited_to_model
 
     flags = {"model.path": model, "data.train": dataset}
@@ -63,10 +64,19 @@ def preview(
     limited = limited_to_model(config.data, files.facts)
     part: Split = "eval" if split == "eval" else "train"
     with render.show_progress(quiet=current_settings().quiet) as display:
-        needed = columns_to_read(resolved, tokenizer)
+        preferences = config.trainer == "preference"
+        given = GIVEN if preferences else frozenset()
+        needed = {need: asker for need, asker in columns_to_read(resolved, tokenizer).items() if need not in given}
         vision = vision_of(files.facts, load_vision(files.facts, limited))
         columns = load_columns(
-            limited, tokenizer, split=part, seed=config.run.seed, needed=needed, vision=vision, progress=display.data
+            limited,
+            tokenizer,
+            split=part,
+            seed=config.run.seed,
+            needed=needed,
+            vision=vision,
+            progress=display.data,
+            preferences=preferences,
         )
     rows = config.training.micro_batch_rows or config.training.batch_size
     seen = look_at(columns, tokenizer, samples=samples, batch_size=rows)

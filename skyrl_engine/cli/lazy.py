@@ -27,15 +27,19 @@ class LazyCommand:
 class LazyGroup(EngineGroup):
     """A group whose help is written from its table alone."""
 
-    def __init__(self, *arguments: Any, table: Mapping[str, LazyCommand], **keywords: Any) -> None:
+    def __init__(
+        self, *arguments: Any, table: Mapping[str, LazyCommand], aliases: Mapping[str, str] | None = None, **keywords: Any
+    ) -> None:
         super().__init__(*arguments, **keywords)
         self.table = table
+        self.aliases = aliases or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
-        return self.table[cmd_name].load() if cmd_name in self.table else None
+        name = self.aliases.get(cmd_name, cmd_name)
+        return self.table[name].load() if name in self.table else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
         with formatter.section("Commands"):

@@ -214,7 +214,7 @@ def _described(data: Mapping[str, Any]) -> str:
     bad = data["dropped_bad_images"]
     dropped = data["dropped_overlong"] + data["dropped_without_loss"] + bad + data["dropped_with_unit"]
     return (
-        f"{data['name']} ({data['format']}): {data['samples']:,} of {data['rows']:,} rows, {dropped:,} dropped"
+        f"{data['name']} ({data['format']}): {_kept(data['format'], data['samples'], data['rows'])}, {dropped:,} dropped"
         + (f" ({bad:,} with bad images), " if bad else ", ")
         + f"{data['truncated']:,} truncated; {data['tokens']:,} tokens, {data['loss_tokens']:,} carry loss"
         + (f"; {data['images']:,} images of {data['image_tokens']:,} tokens" if data["images"] else "")
@@ -222,12 +222,22 @@ def _described(data: Mapping[str, Any]) -> str:
     )
 
 
+def _kept(kind: str, samples: int, rows: int) -> str:
+    """Count samples and the rows that they were made of; a row of preferences is a pair."""
+    return f"{samples // 2:,} pairs of {rows:,} rows" if kind == "preference" else f"{samples:,} of {rows:,} rows"
+
+
 def show_preview(seen: "Preview") -> None:
     """Print samples with their loss-carrying tokens marked, counts, and lengths as a histogram, on stdout."""
     console = _console()
     for sample in seen.samples:
         carrying = sum(token.loss for token in sample.tokens)
-        console.print(Text(f"row {sample.row}: {sample.length} tokens, {carrying} carry loss", style="bold"))
+        console.print(
+            Text(
+                f"row {sample.row}{f', {sample.role}' if sample.role else ''}: {sample.length} tokens, {carrying} carry loss",
+                style="bold",
+            )
+        )
         console.print(_marked(sample, coloured=console.color_system is not None))
         console.print()
     if seen.samples:
@@ -239,7 +249,7 @@ def show_preview(seen: "Preview") -> None:
     show_facts(
         {
             "dataset": f"{seen.name} ({seen.format})",
-            "samples": f"{counts.samples:,} of {counts.rows:,} rows",
+            "samples": _kept(seen.format, counts.samples, counts.rows),
             "dropped": f"{counts.dropped_overlong:,} over-long, {counts.dropped_without_loss:,} without a token that carries loss"
             + (f", {counts.dropped_bad_images:,} with bad images" if counts.dropped_bad_images else "")
             + (f", {counts.dropped_with_unit:,} with another of their unit" if counts.dropped_with_unit else ""),

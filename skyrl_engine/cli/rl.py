@@ -1,15 +1,13 @@
 """`skyrl-engine rl`: train by reinforcement without a configuration file; the one it makes is printed."""
 
-import sys
 from collections.abc import Mapping
-from contextlib import redirect_stdout
 from typing import Any
 
 import click
 
-from skyrl_engine.cli.command import EngineCommand, current_settings
+from skyrl_engine.cli.command import EngineCommand
 from skyrl_engine.cli.options import flags_of, load_config, overrides_argument, plugin_options
-from skyrl_engine.cli.run import start
+from skyrl_engine.cli.run import start_printed
 
 _KEYS = {
     "model": "model.path",
@@ -84,8 +82,7 @@ def rl(
     The configuration that the options make is printed, as TOML: `skyrl-engine rl ... > my.toml` keeps it for `skyrl-engine run my.toml`. All
     else goes to stderr.
     """
-    from skyrl_engine.config import Option, resolve
-    from skyrl_engine.config.report import to_toml
+    from skyrl_engine.config import Option
 
     environments = environment_tables(
         env, reward, tool, {"data": _one_or_list(data), "eval_data": eval_data, "eval_fraction": eval_fraction}
@@ -94,16 +91,7 @@ def rl(
     if environments:
         flags["environments"] = Option("--env" if env else "--reward", environments)
     raw = load_config(None, overrides, {"trainer": "rl", **flags, **flags_of(given)})
-    settings = current_settings()
-    if settings.quiet:
-        return start(resolve(raw), settings, dry_run=dry_run)
-    # stdout holds nothing but TOML, whatever plugins print when they are loaded and at work
-    with redirect_stdout(sys.stderr):
-        resolved = resolve(raw)
-    click.echo(to_toml(raw.table).rstrip("\n"))
-    sys.stdout.flush()
-    with redirect_stdout(sys.stderr):
-        return start(resolved, settings, dry_run=dry_run)
+    return start_printed(raw, dry_run=dry_run)
 
 
 def environment_table(reference: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """`skyrl-engine run`: train as a configuration file says."""
 
 import shlex
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ from skyrl_engine.cli.failures import INTERRUPTED
 from skyrl_engine.cli.options import file_argument, flags_of, load_config, overrides_argument, plugin_options
 
 if TYPE_CHECKING:
-    from skyrl_engine.config import ResolvedConfig
+    from skyrl_engine.config import RawConfig, ResolvedConfig
     from skyrl_engine.training.loop import RunResult
 
 
@@ -26,6 +28,23 @@ def run(file: Path, overrides: tuple[str, ...], dry_run: bool, **choices: Any) -
 
     resolved = resolve(load_config(file, overrides, flags_of(choices)))
     return start(resolved, current_settings(), dry_run=dry_run)
+
+
+def start_printed(raw: "RawConfig", *, dry_run: bool) -> int:
+    """Check a configuration that options made, print it as TOML, and train; all else goes to stderr. Returns the exit code."""
+    from skyrl_engine.config import resolve
+    from skyrl_engine.config.report import to_toml
+
+    settings = current_settings()
+    if settings.quiet:
+        return start(resolve(raw), settings, dry_run=dry_run)
+    # stdout holds nothing but TOML, whatever plugins print when they are loaded and at work
+    with redirect_stdout(sys.stderr):
+        resolved = resolve(raw)
+    click.echo(to_toml(raw.table).rstrip("\n"))
+    sys.stdout.flush()
+    with redirect_stdout(sys.stderr):
+        return start(resolved, settings, dry_run=dry_run)
 
 
 def start(resolved: "ResolvedConfig", settings: CommandSettings, *, dry_run: bool) -> int:

@@ -1,14 +1,12 @@
 """`skyrl-engine sft`: fine-tune without a configuration file; the one it makes is printed."""
 
-import sys
-from contextlib import redirect_stdout
 from typing import Any
 
 import click
 
-from skyrl_engine.cli.command import EngineCommand, current_settings
+from skyrl_engine.cli.command import EngineCommand
 from skyrl_engine.cli.options import flags_of, load_config, one_or_several, overrides_argument, plugin_options
-from skyrl_engine.cli.run import start
+from skyrl_engine.cli.run import start_printed
 
 _KEYS = {
     "model": "model.path",
@@ -58,18 +56,8 @@ def sft(overrides: tuple[str, ...], dry_run: bool, **given: Any) -> int:
 
     That configuration is printed, as TOML: `skyrl-engine sft ... > my.toml` keeps it for `skyrl-engine run my.toml`. All else goes to stderr.
     """
-    from skyrl_engine.config import Option, resolve
-    from skyrl_engine.config.report import to_toml
+    from skyrl_engine.config import Option
 
     flags = {key: Option(f"--{name.replace('_', '-')}", given[name]) for name, key in _KEYS.items() if given[name] is not None}
     raw = load_config(None, overrides, {**flags, **flags_of(given)})
-    settings = current_settings()
-    if settings.quiet:
-        return start(resolve(raw), settings, dry_run=dry_run)
-    # stdout holds nothing but TOML, whatever plugins print when they are loaded and at work
-    with redirect_stdout(sys.stderr):
-        resolved = resolve(raw)
-    click.echo(to_toml(raw.table).rstrip("\n"))
-    sys.stdout.flush()
-    with redirect_stdout(sys.stderr):
-        return start(resolved, settings, dry_run=dry_run)
+    return start_printed(raw, dry_run=dry_run)

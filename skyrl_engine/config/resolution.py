@@ -15,6 +15,7 @@ from skyrl_engine.config.structure import complete_origins, own_keys, plain, plu
 from skyrl_engine.config.wording import did_you_mean
 from skyrl_engine.contracts.kinds.backend import PARALLEL_SIZES
 from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.values.roles import Role
 from skyrl_engine.errors import ConfigError, ContractError, PluginBlockedError, PluginError, Problem
 from skyrl_engine.registry.kinds import TABLES
 
@@ -29,13 +30,14 @@ if TYPE_CHECKING:
 class SelectedPlugin:
     """A plugin a run uses: loaded, with its options as its schema's instance (None without schema) and as a plain table, defaults included.
 
-    `coefficient` is that of a term of the objective; None for every other plugin.
+    `coefficient` is that of a term of the objective, None for every other plugin; `on` the role of samples that a term is limited to.
     """
 
     loaded: "LoadedPlugin"
     options: object | None
     table: Mapping[str, Any]
     coefficient: float | None = None
+    on: Role | None = None
 
     def make(self, context: FactoryContext) -> Any:
         """Build the product; raises PluginBrokenError or ContractError."""
@@ -48,7 +50,7 @@ class SelectedPlugin:
 
         record = self.loaded.record
         coefficient = 1.0 if self.coefficient is None else self.coefficient
-        return Part(self.make(context), Owner.of(record), place, record.name, coefficient)
+        return Part(self.make(context), Owner.of(record), place, record.name, coefficient, self.on)
 
     def on_one_rank(self) -> "SelectedPlugin":
         """Return the backend as a single rank runs it: its options without parallel sizes."""
@@ -59,7 +61,8 @@ class SelectedPlugin:
     def lock(self) -> dict[str, Any]:
         """Everything another process needs to rebuild this selection, as JSON holds it."""
         lock = {"record": self.loaded.record.lock(), "options": json.loads(json.dumps(self.table))}
-        return lock if self.coefficient is None else {**lock, "coefficient": self.coefficient}
+        term = {"coefficient": self.coefficient, "on": self.on}
+        return {**lock, **{key: value for key, value in term.items() if value is not None}}
 
     @classmethod
     def from_lock(cls, lock: Mapping[str, Any]) -> "SelectedPlugin":
@@ -67,7 +70,7 @@ class SelectedPlugin:
         from skyrl_engine.registry.resolve import PluginRecord
 
         plugin = cls.of(PluginRecord.from_lock(dict(lock["record"])), lock["options"], "plugin lock")
-        return attrs.evolve(plugin, coefficient=lock.get("coefficient"))
+        return attrs.evolve(plugin, coefficient=lock.get("coefficient"), on=lock.get("on"))
 
     @classmethod
     def of(cls, record: "PluginRecord", options: Mapping[str, Any], origin: str) -> "SelectedPlugin":
@@ -126,7 +129,9 @@ def resolve(raw: RawConfig, *, need: Collection[str] | None = None, also: Collec
         else:
             problems += found
             if selected is not None:
-                plugins[dotted(path)] = attrs.evolve(selected, coefficient=getattr(table, "coef", None))
+                plugins[dotted(path)] = attrs.evolve(
+                    selected, coefficient=getattr(table, "coef", None), on=getattr(table, "on", None)
+                )
     observers, observer_problems, observer_errors = _select_observers(registry, sections, raw)
     problems += observer_problems
     plugin_errors += observer_errors

@@ -276,7 +276,7 @@ def plain(value: Any) -> Any:
     """Return an attrs instance, or any value of a schema, as plain tables, lists and scalars that JSON and `load` read."""
     if isinstance(value, PluginTable):
         own = {key: plain(getattr(value, key)) for key in own_keys(type(value))}
-        return {**{key: item for key, item in own.items() if item != []}, **plain(value.options)}
+        return {**{key: item for key, item in own.items() if item not in ([], None)}, **plain(value.options)}
     if isinstance(value, EngineConfig):
         return _plain_config(value)
     if attrs.has(type(value)):

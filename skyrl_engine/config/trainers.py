@@ -35,6 +35,13 @@ _ROWS = (
         plan="skyrl_engine.training.sft.trainer:plan_sft",
     ),
     Trainer(
+        "preference",
+        tables=("data", "training", "preference", "reference", "evaluation", "checkpoint"),
+        kinds=("collator", "loss", "correction", "reducer", "backend", "merger"),
+        run="skyrl_engine.training.preference.trainer:run_preference",
+        plan="skyrl_engine.training.preference.trainer:plan_preference",
+    ),
+    Trainer(
         "rl",
         tables=("rl", "rollouts", "reference", "evaluation", "checkpoint"),
         kinds=(

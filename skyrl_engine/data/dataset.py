@@ -38,7 +38,8 @@ _EVAL_STREAM = 0x6576616C  # keeps this use of the run's seed apart from its oth
 
 @frozen
 class DataCounts:
-    """Counts of rows and samples. `rows` were read; `samples` of them are kept, the others dropped for one of four reasons.
+    """Counts of rows and samples. `rows` were read; `samples` of them are kept, the others dropped for one of four reasons. A row that holds a
+    preference pair is two samples.
 
     `dropped_overlong` were longer than max_length, or lost every loss-carrying token when cut; `dropped_without_loss` had none from the start;
     `dropped_bad_images` had an image that cannot be used; `dropped_with_unit` are of a unit of which another sample was dropped.
@@ -102,12 +103,14 @@ def load_columns(
     needed: Mapping[str, str] = MappingProxyType({}),
     vision: Vision = _NO_VISION,
     progress: Progress | None = None,
+    preferences: bool = False,
 ) -> TokenizedDataset:
     """Load the training or the evaluation samples of a configuration.
 
     Evaluation samples come from `data.eval`, or else are the part `data.eval_fraction` of `data.train` chosen by `seed`, which training then
     leaves out; rows that share a group or a unit stay on one side. `data.max_samples` keeps the first rows of a source, before that.
     Of further columns those in `data.columns` are read and those in `needed`, which says of each who asks for it ("loss ppo needs").
+    `preferences` reads rows as preferences: a pair is two samples of a unit, and every sample has a role.
     `vision` looks at images, which are named here and read by `TokenizedDataset.batch`. `progress(label, done, total)` is called with rows.
     Raises DataError, naming the sample and its file and line, ModelError where the tokenizer has no chat template, and UnsupportedError for
     images that `vision` does not take.
@@ -117,12 +120,12 @@ def load_columns(
     wanted = _wanted_rows(data, source, split, seed)
     cache = TokenCache.of(data.cache)
     images = _image_settings(vision, source)
-    key = cache_key(source.digest, np.packbits(wanted).tobytes(), tokenizer, data, reader.needed, images)
+    key = cache_key(source.digest, np.packbits(wanted).tobytes(), tokenizer, data, reader.needed, images, preferences=preferences)
     label = f"tokenizing {'training' if split == 'train' else 'evaluation'} data"
     table = cache.read(key, lambda table: _images_unchanged(table, source))
     cached = table is not None
     if table is None:
-        table = cache.write(key, TableFilling(source, wanted, data, reader, tokenizer, vision, label, progress))
+        table = cache.write(key, TableFilling(source, wanted, data, reader, tokenizer, vision, label, progress, preferences))
     counts = evolve(DataCounts(**table.info["counts"]), from_cache=cached)
     if not counts.samples:
         raise DataError(

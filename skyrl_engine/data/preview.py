@@ -7,8 +7,10 @@ import numpy as np
 from attrs import frozen
 
 from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.pairs import roles_in
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray
 from skyrl_engine.data.dataset import DataCounts, TokenizedDataset
+from skyrl_engine.data.sources.preferences import HALVES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,11 +37,12 @@ class TokenPreview:
 
 @frozen
 class SamplePreview:
-    """One sample; `row` is its number in the source."""
+    """One sample; `row` is its number in the source, `role` which half of a preference it is ("chosen", "rejected"), None where it is none."""
 
     row: int
     tokens: tuple[TokenPreview, ...]
     response_tokens: int
+    role: str | None = None
 
     @property
     def length(self) -> int:
@@ -93,7 +96,9 @@ class Preview:
 def preview(
     dataset: TokenizedDataset, tokenizer: "PreTrainedTokenizerBase", *, samples: int = 3, batch_size: int = 32, bins: int = 10
 ) -> Preview:
-    """Show the first `samples` samples token by token, and lengths and counts of all of them."""
+    """Show the first `samples` samples token by token, of pairs both halves, and lengths and counts of all of them."""
+    if dataset.format == "preference":
+        samples *= 2
     lengths = np.diff(dataset.columns.token_offsets)
     return Preview(
         name=dataset.name,
@@ -139,7 +144,9 @@ def _sample(dataset: TokenizedDataset, tokenizer: Any, position: int) -> SampleP
         TokenPreview(int(ids[start]), text, bool(loss[start]), count)
         for start, (count, _), text in zip(starts.tolist(), pieces, texts, strict=True)
     )
-    return SamplePreview(int(columns.sample_values["row"][position]), tokens, len(weights))
+    roles = roles_in(columns.sample_values)
+    role = None if roles is None else HALVES[int(roles[position])]
+    return SamplePreview(int(columns.sample_values["row"][position]), tokens, len(weights), role)
 
 
 def _texts(tokenizer: Any, ids: Sequence[int], images: Sequence[str | None]) -> list[str]:

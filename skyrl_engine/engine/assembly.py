@@ -20,6 +20,7 @@ from skyrl_engine.engine.capability import (
     check_loading,
     check_model,
     check_reducer,
+    check_role,
     check_scores,
     needs_of_reducer,
     required_capabilities,
@@ -104,6 +105,7 @@ class Assembly:
         """Refuse parts that do not go together, and a model that the backend does not train. Raises UnsupportedError."""
         model = facts.model
         for term in self.objective.losses:
+            check_role(term)
             check_reducer(term.label, term.product, self.reducer.name)
         backend = self.plugins["backend"].loaded.record.name
         for label, needs in self.objective.needs.items():

@@ -3,15 +3,18 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES, BackendDescription, Capability
 from skyrl_engine.contracts.kinds.collator import CARRIED_EXTRAS, Carried, Collator, carried_by
-from skyrl_engine.contracts.kinds.loss import Loss
-from skyrl_engine.contracts.kinds.needs import column_forms, model_score
+from skyrl_engine.contracts.kinds.loss import Loss, compares_pairs
+from skyrl_engine.contracts.kinds.needs import ROLE_NEED, column_forms, model_score
 from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.pairs import pair_places, roles_in
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.images.processor import NoVision, Vision
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.errors import DataError, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.host import Owner, blaming
@@ -123,6 +126,31 @@ def check_reducer(label: str, loss: Loss, reducer: str) -> None:
         )
     if loss.advised_reducers is not None and reducer not in loss.advised_reducers:
         logger.warning("%s was made for the reducers %s, and runs with %s", label, ", ".join(loss.advised_reducers), reducer)
+
+
+def check_role(term: Part[Loss]) -> None:
+    """Raises UnsupportedError for a term on one half of pairs whose loss compares both."""
+    if term.on is not None and compares_pairs(term.product):
+        raise UnsupportedError(
+            f'{term.label} compares the two halves of a pair, and {term.place}.on = "{term.on}" gives it one',
+            remedy=f"Remove {term.place}.on",
+        )
+
+
+def check_pairs(objective: Iterable[Part[Loss]], columns: SampleColumns) -> None:
+    """Raises DataError where a loss compares pairs, or reads roles, and these samples are not such, naming the samples."""
+    for part in objective:
+        if ROLE_NEED not in part.product.needs and part.on is None:
+            continue
+        roles = roles_in(columns.sample_values)
+        if roles is None:
+            raise DataError(
+                f"{part.label} needs to know chosen from rejected samples, and the data has no roles",
+                remedy='Train on preferences: set trainer = "preference"',
+            )
+        if compares_pairs(part.product):
+            carrying = np.concatenate([[0], np.cumsum(columns.loss_weight != 0)])[columns.action_offsets]
+            pair_places(columns.unit_ids, roles, np.diff(carrying), columns.sample_ids)
 
 
 def check_scores(

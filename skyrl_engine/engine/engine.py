@@ -185,16 +185,28 @@ class Engine:
             work = Pass("score", self.step, temperature=temperature, scores=wanted, tokens=tokens, model=model)
         return self._forward(plan, work, needs=()).then(lambda outputs: self._merged(outputs, plan.cut))
 
-    def evaluate(self, plan: Plan, *, temperature: float = 1.0, per_token_outputs: bool = True) -> Future[PassResult]:
+    def evaluate(
+        self,
+        plan: Plan,
+        *,
+        temperature: float = 1.0,
+        per_token_outputs: bool = True,
+        over: Literal["tokens", "sequences"] = "tokens",
+    ) -> Future[PassResult]:
         """Compute the objective of a batch without gradients.
 
         `loss`, and each part's contribution to it, is the mean over loss weights, whatever reducer the training uses: the sum of each term
-        times its loss weight, over the sum of the loss weights, divided once however many passes are combined.
+        times its loss weight, over the sum of the loss weights, divided once however many passes are combined. `over` "sequences" takes that
+        mean within each sequence, and then the mean of all sequences that carry loss.
         """
         with _refused_in_words("evaluate"):
             work = Pass("evaluate", self.step, per_token_outputs, temperature)
-        outputs = self._forward(plan, work, needs=self.assembly.objective.columns)
-        return outputs.then(lambda each: self._evaluated(each, plan))
+        divisors, total = None, float(plan.columns.loss_weight.sum(dtype=np.float64))
+        if over == "sequences":
+            sums = _weight_per_sample(plan.columns)
+            divisors, total = np.where(sums == 0, 1.0, sums), float(np.count_nonzero(sums))
+        outputs = self._forward(plan, work, needs=self.assembly.objective.columns, divisors=divisors)
+        return outputs.then(lambda each: self._evaluated(each, plan, total))
 
     def forward_backward(
         self,
@@ -492,12 +504,14 @@ class Engine:
         with self._spans("dispatch"):
             return self.group.put(cut(columns, mini_batch, weights, needs, self._join))
 
-    def _forward(self, plan: Plan, work: Pass, *, needs: Sequence[str]) -> Future[list[RankOutput]]:
-        """One pass over every mini-batch, each token weighing its loss weight."""
+    def _forward(
+        self, plan: Plan, work: Pass, *, needs: Sequence[str], divisors: npt.NDArray[np.float64] | None = None
+    ) -> Future[list[RankOutput]]:
+        """One pass over every mini-batch, each token weighing its loss weight, over its sample's entry of `divisors` float64[N]."""
         passes = []
         for mini_batch in plan.cut.mini_batches:
-            everything = PerSequence(np.ones(len(mini_batch.samples)))
-            passes.append(self._pass(work, self._placed(plan.columns, mini_batch, everything, needs)))
+            weights = PerSequence(np.ones(len(mini_batch.samples)) if divisors is None else divisors[mini_batch.samples])
+            passes.append(self._pass(work, self._placed(plan.columns, mini_batch, weights, needs)))
         return Future(lambda: [output for each in passes for output in each.result()])
 
     def _pass(self, work: Pass, placed: Sequence[PlacedShard]) -> Future[list[RankOutput]]:
@@ -512,9 +526,8 @@ class Engine:
         with self._spans("merge"):
             return merged(self.assembly.merger, outputs, plan)
 
-    def _evaluated(self, outputs: Sequence[RankOutput], plan: Plan) -> PassResult:
+    def _evaluated(self, outputs: Sequence[RankOutput], plan: Plan, total: float) -> PassResult:
         output = self._merged(outputs, plan.cut)
-        total = plan.columns.loss_weight.sum(dtype=np.float64)
         means = {
             name: Metric.mean(metric.value, total)
             for name, metric in output.metrics.items()
@@ -526,6 +539,12 @@ class Engine:
         refuse_not_finite(outputs, step)
         output = self._merged(outputs, part)
         return PassResult({**output.metrics, **counts_of(plan.columns, part)}, output, self._spans.drain())
+
+
+def _weight_per_sample(columns: SampleColumns) -> npt.NDArray[np.float64]:
+    """float64[N]: the sum of every sample's loss weights."""
+    running = np.concatenate([[0.0], np.cumsum(columns.loss_weight, dtype=np.float64)])[columns.action_offsets]
+    return np.diff(running)
 
 
 @contextmanager

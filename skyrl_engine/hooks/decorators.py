@@ -10,6 +10,7 @@ from skyrl_engine.contracts.kinds.advantage import AdvantageClaims, FunctionAdva
 from skyrl_engine.contracts.kinds.correction import FunctionCorrection
 from skyrl_engine.contracts.kinds.group_filter import FunctionGroupFilter
 from skyrl_engine.contracts.kinds.loss import FunctionLoss
+from skyrl_engine.contracts.kinds.needs import ROLE_NEED
 from skyrl_engine.contracts.kinds.reducer import EmptySequence, FunctionReducer
 from skyrl_engine.hooks.markers import hookimpl
 
@@ -45,6 +46,7 @@ class LossPlugin(FunctionPlugin):
     advised_reducers: tuple[str, ...] | None
     batch_local: bool
     homogeneous: bool
+    unit_size: int
 
     @hookimpl
     def skyrl_engine_make_loss(self, config: Any) -> FunctionLoss:
@@ -52,12 +54,18 @@ class LossPlugin(FunctionPlugin):
             self.name,
             self.function,
             config,
-            needs=_needs_for(config, self.needs),
+            needs=_with_role(_needs_for(config, self.needs), self.unit_size),
             reducers=self.reducers,
             advised_reducers=self.advised_reducers,
             batch_local=self.batch_local,
             homogeneous=self.homogeneous,
+            unit_size=self.unit_size,
         )
+
+
+def _with_role(needs: tuple[str, ...], unit_size: int) -> tuple[str, ...]:
+    """Samples of a unit are told apart by their role."""
+    return needs if unit_size == 1 or ROLE_NEED in needs else (*needs, ROLE_NEED)
 
 
 def loss(
@@ -68,6 +76,7 @@ def loss(
     advised_reducers: tuple[str, ...] | None = None,
     batch_local: bool = False,
     homogeneous: bool = False,
+    unit_size: int = 1,
 ) -> Callable[[Callable[..., Any]], LossPlugin]:
     """Make a loss plugin of `function(tokens, config) -> tensor[n] | LossOutput`.
 
@@ -75,10 +84,19 @@ def loss(
     gives the names;
     `config` is an attrs class of the loss's options; `reducers` restricts which reducers make sense, `advised_reducers` warns of all
     others; `batch_local` declares that the loss depends on how the batch is cut, by nature; `homogeneous` that advantages times c > 0 give
-    every token loss times c.
-    Raises TypeError for names that are not in a tuple and for a function that does not take (tokens, config).
+    every token loss times c. With `unit_size=2` it compares the chosen and the rejected sample of a unit, by name:
+
+        @loss(needs=("logprobs", "ref_logprobs"), unit_size=2, reducers=("sequence_mean",))
+        def preferred(tokens, config):
+            gains = tokens.logprobs - tokens.ref_logprobs
+            margins = tokens.pairs.chosen.sum(gains) - tokens.pairs.rejected.sum(gains)
+            return tokens.pairs.broadcast(-torch.nn.functional.logsigmoid(0.1 * margins))
+
+    Raises TypeError for names that are not in a tuple, for a function that does not take (tokens, config), and for units of other sizes.
     """
     _refuse_text(needs=needs, reducers=reducers, advised_reducers=advised_reducers)
+    if unit_size not in (1, 2):
+        raise TypeError(f"unit_size is {unit_size}; a loss is given single samples (1) or pairs (2)")
 
     def decorate(function: Callable[..., Any]) -> LossPlugin:
         _check_takes(function, "tokens", "config")
@@ -90,6 +108,7 @@ def loss(
             advised_reducers=None if advised_reducers is None else tuple(advised_reducers),
             batch_local=batch_local,
             homogeneous=homogeneous,
+            unit_size=unit_size,
         )
 
     return decorate

@@ -8,7 +8,7 @@ import torch
 from attrs import Factory, field, frozen
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch
-from skyrl_engine.contracts.kinds.loss import Loss, LossOutput, as_loss_output
+from skyrl_engine.contracts.kinds.loss import Loss, LossOutput, as_loss_output, compares_pairs
 from skyrl_engine.contracts.values.outputs import Metric, RankOutput
 from skyrl_engine.errors import ContractError
 from skyrl_engine.objective.corrections import correct
@@ -101,8 +101,9 @@ class LossObjective:
 
 
 def _evaluated(term: Part[Loss], tokens: MicroBatchTokens, part: int) -> LossOutput:
-    count = len(tokens.like)
-    given = tokens.needed(term.label, term.product.needs, part)
+    """What a part gives for the tokens, those of one role where it is on that role alone; others have the value 0."""
+    given = tokens.needed(term.label, term.product.needs, part, pairs=compares_pairs(term.product), on=term.on)
+    count = len(given.sequences.index)
     with blaming(term.owner, "its call"):
         output = as_loss_output(term.label, term.product(given), count)
     _refuse_other_than_real_numbers(term.label, output.token_loss)
@@ -111,7 +112,10 @@ def _evaluated(term: Part[Loss], tokens: MicroBatchTokens, part: int) -> LossOut
             f"{term.label} returned values that do not depend on the model, so nothing would be learned",
             remedy="Compute them from tokens.logprobs, tokens.entropy or tokens.values, without detach() or no_grad()",
         )
-    return output
+    if term.on is None:
+        return output
+    value = output.token_loss.new_zeros(len(tokens.like)).masked_scatter(tokens.in_role(term.label, term.on), output.token_loss)
+    return LossOutput(value, output.metrics)
 
 
 def _learning(scores: Mapping[str, torch.Tensor]) -> bool:

@@ -15,7 +15,7 @@ class ScoredSamples:
 
     `scored` int32 [n] with offsets [S+1] is each token's place on its sample's action axis, `action_lengths` int64[S] that axis' length;
     `columns` by name, float32[n], or [n, k] of float32 or integers; `weights` float64[n] the reducer's; `sample_ids`, `group_ids`, `unit_ids`
-    int64[S].
+    int64[S]. `roles` int64[S] say which half of a preference a sample is; None where samples have no roles.
     """
 
     sample_ids: IntArray
@@ -25,6 +25,7 @@ class ScoredSamples:
     scored: Ragged
     columns: Mapping[str, AnyArray]
     weights: npt.NDArray[np.float64]
+    roles: IntArray | None = None
 
     @property
     def sequence_index(self) -> IntArray:

@@ -7,13 +7,15 @@ import numpy as np
 import torch
 from attrs import Factory, frozen
 
-from skyrl_engine.contracts.kinds.loss import LossTokens, Sequences
-from skyrl_engine.contracts.kinds.needs import column_of, model_score
+from skyrl_engine.contracts.kinds.loss import LossTokens, Pairs, Sequences
+from skyrl_engine.contracts.kinds.needs import ROLE_NEED, column_of, model_score
+from skyrl_engine.contracts.values.pairs import pair_places
+from skyrl_engine.contracts.values.roles import ROLE, ROLES, Role
 from skyrl_engine.errors import DataError
 from skyrl_engine.objective.samples import ScoredSamples
 
 if TYPE_CHECKING:
-    from skyrl_engine.contracts.values.ragged import IntArray
+    from skyrl_engine.contracts.values.ragged import AnyArray, IntArray
 
 
 @frozen(eq=False)
@@ -35,13 +37,24 @@ class MicroBatchTokens:
         some = next(iter(self.scores.values()))
         return some if some.ndim == 1 else some[:, 0]
 
-    def needed(self, label: str, needs: tuple[str, ...], part: int) -> LossTokens:
-        """All tokens for a loss. `part` is its place in the objective: two parts that draw random numbers draw different ones.
+    def needed(self, label: str, needs: tuple[str, ...], part: int, *, pairs: bool = False, on: Role | None = None) -> LossTokens:
+        """All tokens for a loss, or those of the samples of one role. `part` is its place in the objective: two parts that draw random numbers
+        draw different ones. `pairs` says that the loss compares the two samples of a unit.
 
-        Raises DataError, with `label`, for a column that the data lacks.
+        Raises DataError, with `label`, for a column or for roles that the data lacks, and for a unit that is no pair.
         """
-        values = {_key(name): self._need(label, name) for name in needs}
-        return LossTokens(values, self.sequences(None), lambda: self._generator(part))
+        keep = None if on is None else self.in_role(label, on)
+        values = {_key(name): self._need(label, name) for name in needs if name != ROLE_NEED}
+        if keep is not None:
+            values = {name: value[keep] for name, value in values.items()}
+        if pairs or ROLE_NEED in needs:
+            self._roles(label)
+        sequences = self.sequences(keep)
+        return LossTokens(values, sequences, lambda: self._generator(part), self._pairs(label, sequences) if pairs else None)
+
+    def in_role(self, label: str, role: Role) -> torch.Tensor:
+        """bool[n]: the tokens of samples of this role. Raises DataError where samples have no roles."""
+        return self._moved((self._roles(label) == ROLES[role])[self.samples.sequence_index])
 
     def kept(self, label: str, needs: tuple[str, ...], part: int, keep: torch.Tensor) -> LossTokens:
         """The tokens for which `keep` bool[n] holds, detached, their sequences counted without the others: what a correction is given."""
@@ -56,7 +69,22 @@ class MicroBatchTokens:
         else:
             index = index[keep]
             counts = torch.bincount(index, minlength=len(self.samples.sample_ids))
-        return Sequences(index, counts, self._moved(self.samples.unit_ids), self._moved(self.samples.group_ids))
+        roles = None if self.samples.roles is None else self._moved(self.samples.roles)
+        return Sequences(index, counts, self._moved(self.samples.unit_ids), self._moved(self.samples.group_ids), roles)
+
+    def _roles(self, label: str) -> "IntArray":
+        if self.samples.roles is None:
+            raise DataError(
+                f"{label} needs to know chosen from rejected samples, and the samples have no value {ROLE!r}",
+                remedy='Train on preferences (trainer = "preference"), or give every sample a role: 0 for chosen, 1 for rejected',
+            )
+        return self.samples.roles
+
+    def _pairs(self, label: str, sequences: Sequences) -> Pairs:
+        samples = self.samples
+        # paired on the host, so that no device waits
+        places = pair_places(samples.unit_ids, self._roles(label), samples.scored.lengths, samples.sample_ids)
+        return Pairs.of(sequences, self._moved(places))
 
     def _need(self, label: str, need: str) -> torch.Tensor:
         if model_score(need):
@@ -78,7 +106,7 @@ class MicroBatchTokens:
         dtype = torch.int64 if values.dtype.kind == "i" else self.like.dtype
         return torch.from_numpy(values).to(device=self.like.device, dtype=dtype)
 
-    def _moved(self, array: "IntArray") -> torch.Tensor:
+    def _moved(self, array: "AnyArray") -> torch.Tensor:
         return torch.from_numpy(array).to(self.like.device)
 
     def _generator(self, part: int) -> torch.Generator:

@@ -15,10 +15,11 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from skyrl_engine.contracts.kinds.loss import as_loss_output
+from skyrl_engine.contracts.kinds.loss import as_loss_output, compares_pairs
 from skyrl_engine.contracts.kinds.reducer import BatchStructure, Reducer
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import BatchOutput
+from skyrl_engine.contracts.values.pairs import roles_in
 from skyrl_engine.contracts.values.ragged import Ragged
 from skyrl_engine.objective.corrections import correct
 from skyrl_engine.objective.parts import ObjectiveParts
@@ -139,10 +140,15 @@ class BatchDefinition:
 def _values(parts: ObjectiveParts, tokens: MicroBatchTokens) -> dict[str, Tensor]:
     values: dict[str, Tensor] = {}
     for number, term in enumerate(parts.losses):
-        needed = tokens.needed(term.label, term.product.needs, number)
+        needed = tokens.needed(term.label, term.product.needs, number, pairs=compares_pairs(term.product), on=term.on)
         with blaming(term.owner, "its call"):
             returned = term.product(needed)
         value = as_loss_output(term.label, returned, len(needed.sequences.index)).token_loss
+        if term.on is not None:
+            own = iter(value)
+            value = torch.stack(
+                [next(own) if inside else value.new_zeros(()) for inside in tokens.in_role(term.label, term.on).tolist()]
+            )
         if term is parts.main:
             if parts.corrections:
                 factors, _ = correct(parts.corrections, tokens, first_part=len(parts.losses))
@@ -182,4 +188,5 @@ def _scored(
         scored=Ragged(np.asarray(place, dtype=np.int32), offsets),
         columns={name: values[list(at)] for name, values in columns.columns.items()},
         weights=weights,
+        roles=roles_in(columns.sample_values),
     )

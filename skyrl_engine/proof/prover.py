@@ -7,6 +7,7 @@ import numpy as np
 from attrs import define, frozen
 
 from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.contracts.kinds.needs import ROLE_NEED
 from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import ComputeDtype
@@ -111,9 +112,11 @@ class Prover:
         return measure(group, assembly, chosen, self._layout(case, dtype), honest)
 
     def _layout(self, case: Case, dtype: ComputeDtype) -> Layout:
-        return self._assembly(case, dtype).layout(
-            micro_batch_rows=case.micro_batch_rows, micro_batch_tokens=case.micro_batch_tokens
-        )
+        """The case's cut, in which samples of preferences count in pairs: no cut parts a pair."""
+        assembly = self._assembly(case, dtype)
+        size = 2 if ROLE_NEED in assembly.objective.reads else 1
+        rows, tokens = (None if each is None else size * each for each in (case.micro_batch_rows, case.micro_batch_tokens))
+        return assembly.layout(micro_batch_rows=rows, micro_batch_tokens=tokens)
 
     def _locks(self, case: Case, columns: SampleColumns, plant: Plant | None, dtype: ComputeDtype) -> dict[str, dict[str, object]]:
         plugins = self.resolved[case.collator].plugins

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from skyrl_engine.contracts.kinds.needs import ColumnForm, column_forms, sample_value
+from skyrl_engine.contracts.kinds.needs import ROLE_NEED, ColumnForm, column_forms, sample_value
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import AnyArray, offsets_of
+from skyrl_engine.contracts.values.roles import ROLE
 from skyrl_engine.modeling.tiny import VOCABULARY
 
 LONGEST = 40
@@ -26,7 +27,8 @@ def recorded_rollouts(needed: Iterable[str], seed: int = 0) -> SampleColumns:
     """16 rollouts, four to a prompt, of 4 to 40 tokens, with the columns and values of samples that these needs name.
 
     Responses differ in length by a factor of ten, one is empty, one carries no loss at all; some tokens in the middle are masked and some
-    count half. Log-probabilities lie around those of an untrained model, so that ratios fall on both sides of any clipping bound.
+    count half. Log-probabilities lie around those of an untrained model, so that ratios fall on both sides of any clipping bound. Where roles
+    are asked for, samples 2 i and 2 i + 1 are a pair.
     """
     asked = tuple(needed)
     numbers = np.random.default_rng(seed)
@@ -40,6 +42,7 @@ def recorded_rollouts(needed: Iterable[str], seed: int = 0) -> SampleColumns:
     action_offsets = offsets_of(responses)
     weight = numbers.choice(np.array([0.0, 0.5, 1.0], dtype=np.float32), p=[0.1, 0.2, 0.7], size=actions)
     weight[action_offsets[9] : action_offsets[10]] = 0.0
+    samples = np.arange(len(prompts), dtype=np.int64)
     group_ids = np.repeat(np.arange(GROUPS, dtype=np.int64), GROUP_SIZE)
     return SampleColumns.create(
         input_ids=numbers.integers(1, VOCABULARY, int(lengths.sum())),
@@ -47,8 +50,12 @@ def recorded_rollouts(needed: Iterable[str], seed: int = 0) -> SampleColumns:
         action_offsets=action_offsets,
         loss_weight=weight,
         columns={name: _drawn(name, form, numbers, actions) for name, form in sorted(column_forms(asked).items())},
-        sample_values={name: numbers.integers(0, 3, len(prompts)) for name in sorted(filter(None, map(sample_value, asked)))},
+        sample_values={
+            name: samples % 2 if name == ROLE else numbers.integers(0, 3, len(prompts))
+            for name in sorted(filter(None, map(sample_value, asked)))
+        },
         group_ids=group_ids,
+        unit_ids=samples // 2 if ROLE_NEED in asked else None,
     )
 
 

@@ -151,6 +151,11 @@ _ROWS = (
                 "kl",
                 "entropy",
                 "z_loss",
+                "dpo",
+                "simpo",
+                "cpo",
+                "orpo",
+                "kto",
             )
         },
     ),

@@ -4,6 +4,7 @@ from typing import Generic, TypeVar
 
 from attrs import frozen
 
+from skyrl_engine.contracts.values.roles import Role
 from skyrl_engine.registry.host import Owner
 
 Product = TypeVar("Product")
@@ -13,7 +14,8 @@ Product = TypeVar("Product")
 class Part(Generic[Product]):
     """A plugin's product at work: its owner, its place in the configuration, its name in metrics, its coefficient.
 
-    `place` is a key of the configuration: `collator`, `loss.terms[0]`. `coefficient` multiplies the values of a term of the objective.
+    `place` is a key of the configuration: `collator`, `loss.terms[0]`. `coefficient` multiplies the values of a term of the objective, and
+    `on` limits a term to samples of that role.
     """
 
     product: Product
@@ -21,6 +23,7 @@ class Part(Generic[Product]):
     place: str
     name: str
     coefficient: float = 1.0
+    on: Role | None = None
 
     @property
     def label(self) -> str:

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 from attrs import frozen
 
+from skyrl_engine.contracts.values.pairs import roles_in
 from skyrl_engine.contracts.values.ragged import IntArray, Ragged, offsets_of
 from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.workers.dispatch import Shard
@@ -87,6 +88,8 @@ def _of_window(shard: Shard, samples_of_batch: IntArray, selection: Selection) -
     place = (scored - np.repeat(actions_of_sample[:-1], lengths)).astype(np.int32)
     kept -= np.repeat(entries_of_batch[:-1], np.diff(scored_of_batch))
     entries -= np.repeat(actions_of_batch[:-1], np.diff(entries_of_batch))
+    roles = roles_in(columns.sample_values)
+    roles = None if roles is None else roles[own].copy()
     sample_ids, group_ids, unit_ids = (each[own].copy() for each in (columns.sample_ids, columns.group_ids, columns.unit_ids))
 
     parts = (pairwise(each.tolist()) for each in (samples_of_batch, entries_of_batch, scored_of_batch))
@@ -104,5 +107,6 @@ def _of_window(shard: Shard, samples_of_batch: IntArray, selection: Selection) -
                 scored=Ragged(place[first:end], scored_of_sample[sample : samples_end + 1] - first),
                 columns={name: each[first:end] for name, each in values.items()},
                 weights=weights[first:end],
+                roles=None if roles is None else roles[sample:samples_end],
             ),
         )

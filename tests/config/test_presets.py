@@ -110,3 +110,19 @@ def test_a_preset_in_a_file_is_named_by_its_line(tmp_path: Path) -> None:
     (tmp_path / "rl.toml").write_text('trainer = "rl"\n[model]\npath = "m"\n[rl]\npreset = "grpp"\n')
     with pytest.raises(ConfigError, match=r"rl.toml:5: rl.preset: there is no preset"):
         resolve(load(tmp_path / "rl.toml"))
+
+
+@pytest.mark.parametrize("name", preset_names("preference"))
+def test_every_preset_of_preferences_resolves(name: str) -> None:
+    """They are named after their loss; `ipo` is a form of `dpo`."""
+    made = resolve(load(None, ["trainer=preference", "model.path=m", "data.train=d", f"preference.preset={name}"]))
+    assert made.plugins["loss"].loaded.record.name == {"ipo": "dpo"}.get(name, name)
+    assert made.plugins["reducer"].loaded.record.name == "sequence_mean"
+    assert resolve(load(made.as_dict())).as_dict() == made.as_dict(), "what a run writes down resolves to the same"
+    assert str(made.origins["optimizer.learning_rate"]) == f"preset {name}"
+
+
+def test_preferences_have_presets_of_their_own() -> None:
+    assert preset_names("preference") == ["cpo", "dpo", "ipo", "kto", "orpo", "simpo"]
+    with pytest.raises(ConfigError, match=r"preference\.preset: there is no preset \"grpo\""):
+        resolve(load(None, ["trainer=preference", "model.path=m", "data.train=d", "preference.preset=grpo"]))

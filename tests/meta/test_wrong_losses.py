@@ -66,6 +66,7 @@ FAULTS = [
     (wrong.WritesAndUndoes, {"inputs_unchanged"}, "changes advantages in place"),
     (wrong.KeepsItsValues, {"memory"}, "keeps its values after the call"),
     (wrong.HomogeneousInSmallNumbers, {"homogeneous"}, "advantages times 1024"),
+    (wrong.PairsByPlace, {"sample_order"}, "depends on the place of a token"),
     (wrong.HoldsALambda, {"pickling"}, "its product cannot be pickled"),
 ]
 
@@ -86,7 +87,7 @@ def test_an_oracle_meets_long_sequences():
     assert "oracle" in broken_by(wrong.CountsInAByte, {"oracle"}, hooks={"oracle": due})
 
 
-@pytest.mark.parametrize("right", [wrong.Plain, wrong.Pairs, wrong.Whitened])
+@pytest.mark.parametrize("right", [wrong.Plain, wrong.Pairs, wrong.PairsByRole, wrong.Whitened])
 def test_what_is_right_breaks_nothing(right):
     assert broken_by(right, {"micro_batch_split", "sample_order", "padding", "packing"}) == {}
 

@@ -38,6 +38,30 @@ class Pairs(Plain):
         return sequences.broadcast(-torch.nn.functional.logsigmoid(margins)[unit])
 
 
+class PairsByRole(Plain):
+    """Right: pairs by the roles of their samples, which may stand in any order."""
+
+    needs = ("logprobs", "ref_logprobs", "sample:role")
+    unit_size = 2
+
+    def __call__(self, tokens):
+        gains = tokens.logprobs - tokens.ref_logprobs
+        chosen, rejected = self.halves(tokens.pairs)
+        return tokens.pairs.broadcast(-torch.nn.functional.logsigmoid(chosen.sum(gains) - rejected.sum(gains)))
+
+    def halves(self, pairs):
+        return pairs.chosen, pairs.rejected
+
+
+class PairsByPlace(PairsByRole):
+    """Takes the first sequence of all for a chosen one, and with it the first of every unit."""
+
+    def halves(self, pairs):
+        halves = pairs.chosen, pairs.rejected
+        first = pairs.chosen.places.sum() <= pairs.rejected.places.sum()
+        return halves if first else halves[::-1]
+
+
 class Whitened(Plain):
     """Right, since it says so: advantages less their mean over the micro-batch."""
 

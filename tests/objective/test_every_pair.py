@@ -17,6 +17,8 @@ from skyrl_engine.testing.tokens.evaluation import joined
 from skyrl_engine.testing.tokens.rollouts import CutBatch, TokenBatch, varied
 
 PARTS = ((0, 3), (5, 1, 4), (2,))
+WHOLE_UNITS = ((1, 0), (5, 4, 2, 3))
+"""For who compares the samples of a unit."""
 
 
 def first_party(kind: str) -> list[str]:
@@ -58,7 +60,8 @@ def test_parts_add_up_to_the_whole(name: str, reducer: str) -> None:
     assert any(gradient.any() for gradient in whole.gradients.values())
     if loss.batch_local:
         return
-    parts = joined(CutBatch(batch, PARTS), [evaluate(name, loss, batch.take(part)) for part in PARTS])
+    cut = PARTS if batch.roles is None else WHOLE_UNITS
+    parts = joined(CutBatch(batch, cut), [evaluate(name, loss, batch.take(part)) for part in cut])
     assert parts.total == pytest.approx(whole.total, rel=1e-12)
     for score, gradient in whole.gradients.items():
         np.testing.assert_allclose(parts.gradients[score], gradient, rtol=1e-12, atol=0)

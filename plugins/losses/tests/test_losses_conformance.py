@@ -7,6 +7,9 @@ import pytest
 from skyrl_engine.testing import Conformance, CorrectionConformance, LossConformance
 from skyrl_engine_losses import plugin
 
+BY_NIGHT = {"simpo", "cpo", "orpo"}
+"""Losses of pairs, as `dpo` is."""
+
 KINDS: dict[str, type[Conformance]] = {"loss": LossConformance, "correction": CorrectionConformance}
 
 OTHER_OPTIONS: dict[str, dict[str, Any]] = {
@@ -33,7 +36,7 @@ SUITES = {name: suite(name, {}) for name in plugin.__all__} | {
 @pytest.mark.parametrize(
     ("each", "promise"),
     [
-        pytest.param(each, promise, id=f"{name}-{promise.name}")
+        pytest.param(each, promise, id=f"{name}-{promise.name}", marks=pytest.mark.nightly if name in BY_NIGHT else ())
         for name, each in SUITES.items()
         for subject in [each().subject()]
         for promise in each.promises

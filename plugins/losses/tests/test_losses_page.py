@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 from loss_oracles import CASES, random_batch
+from test_preference_losses import batch as pairs
+from test_preference_losses import run as preferences
 
 from skyrl_engine.config.report import default_text, key_meanings
+from skyrl_engine.contracts.kinds.loss import compares_pairs
 from skyrl_engine_losses import plugin
 
 ROOT = Path(__file__).parents[3]
@@ -49,17 +52,20 @@ def declared(name: str) -> Any:
 def test_every_declaration_stands_there(name: str) -> None:
     made, section = declared(name), SECTIONS[name]
     (needs,) = re.findall(r"^- Needs (.+?)\. Homogeneous", section, re.MULTILINE | re.DOTALL)
-    assert tuple(re.findall(r"`(\w+)`", re.sub(r"\(with .+?\)", "", needs))) == made.needs
+    assert tuple(re.findall(r"`([\w:]+)`", re.sub(r"\(with .+?\)", "", needs))) == made.needs
     assert ("Homogeneous: yes" in section) is made.homogeneous
     assert ("Homogeneous: no" in section) is not made.homogeneous
     assert ("Local to the batch: yes" in section) is made.batch_local
     assert ("Local to the batch: no" in section) is not made.batch_local
+    assert re.findall(r"Only the reducer `(\w+)`", section) == list(made.reducers or ())
+    assert ("Compares pairs: yes" in section) is compares_pairs(made)
     advised = re.findall(r"Advised reducer: `(\w+)`", section)
     assert advised == list(made.advised_reducers or ())
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_metric_stands_there(name: str) -> None:
-    case = next(case for case in CASES if case.name == name)
-    found = re.findall(r"^- Metrics? (.+)$", SECTIONS[name], re.MULTILINE)
-    assert sorted(re.findall(r"`(\w+)`", " ".join(found))) == sorted(case.run(random_batch(0))[0].metrics)
+    case = next((case for case in CASES if case.name == name), None)
+    metrics = preferences(name, schema_of(name)(), pairs(0)).metrics if case is None else case.run(random_batch(0))[0].metrics
+    found = re.findall(r"^- Metrics? (.+(?:\n  .+)*)$", SECTIONS[name], re.MULTILINE)
+    assert sorted(re.findall(r"`([\w/]+)`", " ".join(found))) == sorted(metrics)

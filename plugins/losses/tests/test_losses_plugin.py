@@ -41,8 +41,16 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "entropy": ("entropy",),
     "label_smoothing": ("logprobs", "mean_logprob"),
     "z_loss": ("logsumexp",),
+    "dpo": ("logprobs", "ref_logprobs", "sample:role"),
+    "simpo": ("logprobs", "sample:role"),
+    "cpo": ("logprobs", "sample:role"),
+    "orpo": ("logprobs", "sample:role"),
+    "kto": ("logprobs", "ref_logprobs", "kl_baseline", "sample:role"),
 }
-NOT_HOMOGENEOUS = {"cross_entropy", "clip_cov", "kl_cov", "dro", "value_clip", "kl", "entropy", "label_smoothing", "z_loss"}
+PREFERENCES = {"dpo", "simpo", "cpo", "orpo", "kto"}
+NOT_HOMOGENEOUS = PREFERENCES | {
+    *("cross_entropy", "clip_cov", "kl_cov", "dro", "value_clip", "kl", "entropy", "label_smoothing", "z_loss"),
+}
 
 
 def default(name: str) -> Any:
@@ -91,7 +99,7 @@ def test_only_attrs_and_the_engine_are_imported_at_run_time(file: Path) -> None:
 def test_what_a_loss_declares(name: str) -> None:
     made = getattr(plugin, name).skyrl_engine_make_loss(default(name))
     assert made.needs == NEEDS[name]
-    assert made.reducers is None
+    assert made.reducers == (("sequence_mean",) if name in PREFERENCES else None)
     assert made.advised_reducers == (("sequence_mean",) if name in ("gspo", "gmpo") else None)
     assert made.batch_local is (name in ("clip_cov", "kl_cov"))
     assert made.homogeneous is (name not in NOT_HOMOGENEOUS)

@@ -1,4 +1,5 @@
-"""Published recipes of reinforcement learning as data: a TOML file each, over which every key of a configuration wins.
+"""Published recipes as data: a TOML file each, over which every key of a configuration wins. Those of reinforcement learning lie here, those of
+preferences in the folder `preference`.
 
 A value "@rl.key" is that key of the configuration.
 """
@@ -7,13 +8,14 @@ import tomllib
 from collections.abc import Mapping
 from copy import deepcopy
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any
 
 from attrs import evolve
 
 from skyrl_engine.config.reading.origins import Origin, dotted, leaves, nearest
 from skyrl_engine.config.reading.sources import RawConfig
-from skyrl_engine.config.schema import RlConfig
+from skyrl_engine.config.schema import PreferenceConfig, RlConfig
 from skyrl_engine.config.trainers import DEFAULT_TRAINER
 from skyrl_engine.config.wording import choices, did_you_mean, shown
 from skyrl_engine.errors import Problem
@@ -27,36 +29,46 @@ SEQUENCES, ATTEMPTS = "sequence_mean", "trajectory_mean"
 _KEY = "@rl."
 
 
-def preset_names() -> list[str]:
-    """Return the names of all presets."""
-    files = resources.files(__name__).iterdir()
+_FOLDERS: Mapping[str, str] = {"rl": "", "preference": "preference"}
+"""Trainers with presets, and where these lie."""
+
+
+def _folder(trainer: str) -> Traversable:
+    return resources.files(__name__) / _FOLDERS[trainer]
+
+
+def preset_names(trainer: str = "rl") -> list[str]:
+    """Return the names of all presets of a trainer."""
+    files = _folder(trainer).iterdir()
     return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
-def preset(name: str) -> dict[str, Any]:
+def preset(name: str, trainer: str = "rl") -> dict[str, Any]:
     """Return the tables of a preset."""
-    return tomllib.loads((resources.files(__name__) / f"{name}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((_folder(trainer) / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def with_preset(raw: RawConfig) -> RawConfig:
-    """Lay a configuration of trainer rl over its preset, `rl.preset`; others are returned as they are.
+    """Lay a configuration over the preset of its trainer, `rl.preset` or `preference.preset`; those of others are returned as they are.
 
     A plugin table that names another plugin than the preset's does not get the preset's options for it. Where histories are rendered anew, a
     preset's mean over sequences becomes the one over attempts.
     """
-    if raw.table.get("trainer", DEFAULT_TRAINER) != "rl":
+    trainer = raw.table.get("trainer", DEFAULT_TRAINER)
+    if trainer not in _FOLDERS:
         return raw
-    own = raw.table.get("rl", {})
-    name = own.get("preset", "grpo") if isinstance(own, Mapping) else "grpo"
+    given = raw.table.get(trainer, {})
+    own: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    name = own.get("preset", (RlConfig if trainer == "rl" else PreferenceConfig)().preset)
     if name == NO_PRESET:
         return raw
-    if name not in (names := preset_names()):
-        where = f"{nearest(raw.origins, ('rl', 'preset'))}: rl.preset"
+    if name not in (names := preset_names(trainer)):
+        where = f"{nearest(raw.origins, (trainer, 'preset'))}: {trainer}.preset"
         remedy = did_you_mean(str(name), names) or f"Choose one of {choices([*names, NO_PRESET])}"
         problem = Problem(where, f"there is no preset {shown(name)}", remedy)
         return evolve(raw, problems=(*raw.problems, problem))
     table, origins = deepcopy(dict(raw.table)), dict(raw.origins)
-    ours, said = preset(name), {}
+    ours, said = preset(name, trainer), {}
     if own.get("history") == "template" and ours["reducer"]["use"] == SEQUENCES:
         ours["reducer"]["use"], said["reducer"] = ATTEMPTS, ', rl.history = "template"'
     for key, value in ours.items():

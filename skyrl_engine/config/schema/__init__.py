@@ -12,6 +12,7 @@ from skyrl_engine.config.schema.evaluation import EvaluationConfig
 from skyrl_engine.config.schema.metadata import KIND
 from skyrl_engine.config.schema.optimizer import OptimizerConfig
 from skyrl_engine.config.schema.plugins import PluginsConfig
+from skyrl_engine.config.schema.preference import PreferenceConfig
 from skyrl_engine.config.schema.rl import (
     EnvironmentTable,
     OverlongConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "OverlongConfig",
     "PluginTable",
     "PluginsConfig",
+    "PreferenceConfig",
     "ReferenceConfig",
     "RewardKlConfig",
     "RlConfig",

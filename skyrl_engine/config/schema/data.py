@@ -11,7 +11,9 @@ from skyrl_engine.contracts.values.model import PLACE
 if TYPE_CHECKING:
     from attrs import Attribute
 
-DataFormat = Literal["auto", "tokens", "rollouts", "messages", "prompt_completion", "alpaca", "text"]
+DataFormat = Literal[
+    "auto", "tokens", "rollouts", "messages", "prompt_completion", "alpaca", "text", "preference", "unpaired_preference"
+]
 
 
 def _no_empty_name(_instance: object, attribute: "Attribute[Any]", value: Any) -> None:
@@ -59,7 +61,8 @@ class DataConfig:
     """Longest sample in tokens; none: as long as the model allows."""
 
     overlong: Literal["drop", "truncate", "error"] = field(default="error", validator=in_(("drop", "truncate", "error")))
-    """Treatment of samples longer than `max_length`: `error` refuses the run, `drop` leaves them out, `truncate` cuts their end."""
+    """Treatment of samples longer than `max_length`: `error` refuses the run, `drop` leaves them out, `truncate` cuts their end.
+    Of a preference pair both halves are left out, or each is cut at its end: their prompt is the same, and so is the room of their answers."""
 
     bad_images: Literal["error", "drop"] = field(default="error", validator=in_(("error", "drop")))
     """Treatment of samples with missing, damaged, too large or unmatched images: `error` refuses the run, `drop` leaves them out."""

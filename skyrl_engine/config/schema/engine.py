@@ -12,6 +12,7 @@ from skyrl_engine.config.schema.evaluation import EvaluationConfig
 from skyrl_engine.config.schema.metadata import KIND
 from skyrl_engine.config.schema.optimizer import OptimizerConfig
 from skyrl_engine.config.schema.plugins import PluginsConfig
+from skyrl_engine.config.schema.preference import PreferenceConfig
 from skyrl_engine.config.schema.rl import EnvironmentTable, ReferenceConfig, RlConfig, RolloutsConfig
 from skyrl_engine.config.schema.run import RunConfig
 from skyrl_engine.config.schema.tables import PluginTable
@@ -39,6 +40,7 @@ class EngineConfig:
     observers: Mapping[str, Mapping[str, Any]] = Factory(dict)
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig(epochs=1.0)
+    preference: PreferenceConfig = PreferenceConfig()
     rl: RlConfig = RlConfig()
     environments: tuple[EnvironmentTable, ...] = field(default=(), metadata={KIND: "environment"})
     group_filters: tuple[PluginTable, ...] = field(default=(), metadata={KIND: "group_filter"})

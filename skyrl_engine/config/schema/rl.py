@@ -149,7 +149,7 @@ class RolloutsConfig:
 
 @frozen
 class ReferenceConfig:
-    """The frozen model that a KL term or penalty compares with; it is loaded where somebody reads `ref_logprobs`."""
+    """The frozen model that a KL term or penalty, or a loss of preferences, compares with; it is loaded where somebody reads `ref_logprobs`."""
 
     path: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
     """A Hugging Face directory or hub id; none: the model as it was before training."""
@@ -160,8 +160,12 @@ class ReferenceConfig:
     adapters_off: bool | None = None
     """Use the trained model without its adapters, which takes no memory; none: where adapters are trained and no path is given."""
 
+    precompute: bool = False
+    """Score all data with the reference before the first step, and keep the scores in the folder `data.cache`, of trainer preference. A later
+    run over the same data and reference reads them, and does not load the reference."""
+
     refresh_every: int | None = field(default=None, validator=optional(ge(1)))
-    """Steps after which the reference becomes a copy of the trained model; none: never."""
+    """Steps after which the reference becomes a copy of the trained model, of trainer rl; none: never."""
 
 
 @frozen

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from attrs import Factory, field, frozen
-from attrs.validators import min_len
+from attrs.validators import in_, min_len, optional
 
 from skyrl_engine.config.schema.metadata import KIND
 from skyrl_engine.contracts.values.model import PLACE
+from skyrl_engine.contracts.values.roles import ROLES, Role
 
 
 @frozen
@@ -26,6 +27,9 @@ class TermTable(PluginTable):
 
     coef: float = field(kw_only=True)
     """Coefficient that multiplies the term's values."""
+
+    on: Role | None = field(default=None, validator=optional(in_(tuple(ROLES))), kw_only=True)
+    """Samples that the term is limited to: the `chosen` or the `rejected` ones of preferences; none: all. Weights stay those of all samples."""
 
 
 @frozen

@@ -6,10 +6,12 @@ The import of this file needs no torch; the methods below use tensor methods onl
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 from attrs import Factory, define, field, frozen
 
 from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, MODEL_SCORES
 from skyrl_engine.contracts.values.outputs import Metric, refuse_other_metrics
+from skyrl_engine.contracts.values.pairs import pair_places
 from skyrl_engine.errors import ContractError
 
 if TYPE_CHECKING:
@@ -21,12 +23,14 @@ class Sequences:
     """Boundaries of the S sequences that the n tokens belong to.
 
     `index` int64[n] is each token's sequence, `counts` int64[S] the loss-carrying tokens per sequence, `unit_ids` and `group_ids` int64[S].
+    `roles` int64[S] are 0 for chosen and 1 for rejected sequences; None where the samples have no roles.
     """
 
     index: "torch.Tensor"
     counts: "torch.Tensor"
     unit_ids: "torch.Tensor"
     group_ids: "torch.Tensor"
+    roles: "torch.Tensor | None" = None
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -52,25 +56,90 @@ class Sequences:
 
 
 @frozen(eq=False)
+class PairHalf:
+    """The chosen, or the rejected, sequence of each of P pairs; `places` int64[P] says which of the S sequences they are."""
+
+    places: "torch.Tensor"
+    _sequences: Sequences
+
+    @property
+    def counts(self) -> "torch.Tensor":
+        """int64[P]: loss-carrying tokens of each."""
+        return self._sequences.counts[self.places]
+
+    def sum(self, values: "torch.Tensor") -> "torch.Tensor":
+        """[P]: sum of `values` [n] over the tokens of this half."""
+        return self._sequences.sum(values)[self.places]
+
+    def mean(self, values: "torch.Tensor") -> "torch.Tensor":
+        """[P]: mean of `values` [n] over the tokens of this half; 0 for one without tokens."""
+        return self._sequences.mean(values)[self.places]
+
+
+@frozen(eq=False)
+class Pairs:
+    """P preference pairs; `index` int64[n] is each token's pair.
+
+    margins = tokens.pairs.chosen.sum(gains) - tokens.pairs.rejected.sum(gains)     [P]
+    return tokens.pairs.broadcast(loss_of(margins))                                  [n]
+    """
+
+    chosen: PairHalf
+    rejected: PairHalf
+    index: "torch.Tensor"
+
+    def __len__(self) -> int:
+        return len(self.chosen.places)
+
+    def broadcast(self, values: "torch.Tensor") -> "torch.Tensor":
+        """[n]: each token gets its pair's entry of `values` [P]."""
+        return values[self.index]
+
+    @classmethod
+    def of(cls, sequences: Sequences, places: "torch.Tensor | None" = None) -> "Pairs":
+        """Pair sequences by unit and role. `places` int64[P, 2] are the pairs' sequences, chosen first, where they are known already.
+
+        Raises DataError for a unit that is not one chosen and one rejected sequence.
+        """
+        if places is None:
+            assert sequences.roles is not None, "sequences without roles make no pairs"
+            units, roles, counts = (each.cpu().numpy() for each in (sequences.unit_ids, sequences.roles, sequences.counts))
+            places = sequences.index.new_tensor(pair_places(units, roles, counts, np.arange(len(sequences), dtype=np.int64)))
+        # numbers every sequence by its pair; one of no pair has no token that would read its number
+        of_sequence = sequences.counts.new_zeros(len(sequences))
+        of_sequence[places.T.reshape(-1)] = of_sequence.new_tensor(range(len(places))).repeat(2)
+        return cls(PairHalf(places[:, 0], sequences), PairHalf(places[:, 1], sequences), of_sequence[sequences.index])
+
+
+@frozen(eq=False)
 class LossTokens:
     """The n loss-carrying tokens of a micro-batch, flat, in sample order.
 
     Each need the loss declared is an attribute: a tensor [n], float32 unless the model computes in float64; a column `NAME[k]` is [n, k] under
-    its name, and int64 where it holds integers. Scores of the model (`MODEL_SCORES`) are differentiable. `sequences` holds the boundaries.
+    its name, and int64 where it holds integers. Scores of the model (`MODEL_SCORES`) are differentiable. `sequences` holds the boundaries,
+    `pairs` the two halves of every unit, for a loss with `unit_size = 2`.
     """
 
     needs: Mapping[str, "torch.Tensor"]
     sequences: Sequences
     make_generator: Callable[[], "torch.Generator"]
+    paired: Pairs | None = None
     _made: dict[str, "torch.Generator"] = field(factory=dict, init=False, repr=False)
 
     def __getattr__(self, name: str) -> "torch.Tensor":
-        if name.startswith("_") or name in ("needs", "sequences", "make_generator"):
+        if name.startswith("_") or name in ("needs", "sequences", "make_generator", "paired"):
             raise AttributeError(name)
         try:
             return self.needs[name]
         except KeyError:
             raise AttributeError(self._absent(name)) from None
+
+    @property
+    def pairs(self) -> Pairs:
+        """The preference pairs that the tokens belong to; only a loss that declares `unit_size=2` is given them."""
+        if self.paired is None:
+            raise AttributeError("pairs")
+        return self.paired
 
     def logprobs_at(self, column: str) -> "torch.Tensor":
         """[n, k], differentiable: the model's log-probabilities at the token ids of `column`, the need `logprobs_at:COLUMN`."""
@@ -86,6 +155,8 @@ class LossTokens:
         from difflib import get_close_matches
 
         reads = f"the function reads tokens.{name}"
+        if name == "pairs":
+            return f"{reads} and does not declare unit_size=2; write @loss(unit_size=2, ...)"
         close = get_close_matches(name, {*MODEL_SCORES, *self.needs, "sequences", "generator"}, n=1, cutoff=0.75)
         if close and close[0] not in (name, *self.needs, "sequences", "generator"):
             return f"{reads}; did you mean tokens.{close[0]}? Declare it: needs = {sorted([*self.needs, close[0]])}"
@@ -118,7 +189,8 @@ class Loss(Protocol):
 
     `needs` names model scores and data columns, as `contracts.kinds.needs` says; `reducers` the reducers that make sense for it (None: all),
     `advised_reducers` those its authors meant it for (None: all), others are used with a warning. `batch_local` says that the loss depends
-    on how the batch is cut, by nature; `homogeneous` that advantages times c > 0 give every token loss times c.
+    on how the batch is cut, by nature; `homogeneous` that advantages times c > 0 give every token loss times c. A loss that compares the two
+    samples of a unit also has `unit_size = 2`, and names `sample:role` among its needs; then `tokens.pairs` are there.
     """
 
     needs: tuple[str, ...]
@@ -143,9 +215,15 @@ class FunctionLoss:
     advised_reducers: tuple[str, ...] | None = None
     batch_local: bool = False
     homogeneous: bool = False
+    unit_size: int = 1
 
     def __call__(self, tokens: LossTokens) -> "LossOutput | torch.Tensor":
         return self.function(tokens, self.config)
+
+
+def compares_pairs(loss: object) -> bool:
+    """Return True for a loss that is given the two samples of a unit together (`unit_size = 2`)."""
+    return getattr(loss, "unit_size", 1) == 2
 
 
 def as_loss_output(label: str, result: "LossOutput | torch.Tensor", count: int) -> LossOutput:

@@ -7,10 +7,14 @@ The second loss reads `tokens.logprobs_at("teacher_ids")` and `tokens.teacher_lo
 of which every sample has one:
 
     needs=("advantages", "sample:domain")                   `structure.columns["advantages"]`, `structure.sample_values["domain"]`
+
+Of values of samples a loss may need `sample:role`, which half of a preference a sample is: `tokens.sequences.roles`, int64[S].
 """
 
 from collections.abc import Iterable
 from typing import Literal
+
+from skyrl_engine.contracts.values.roles import ROLE
 
 MODEL_SCORES = ("logprobs", "entropy", "values", "logits", "logsumexp", "mean_logprob")
 """A backend computes these per token, and `logprobs_at:COLUMN`; every other need is a column of the data.
@@ -24,6 +28,9 @@ LOGPROBS_AT = "logprobs_at"
 
 ColumnForm = Literal["number", "numbers", "token ids"]
 """What a column holds per response token: one number, k numbers (`COLUMN[k]`), or k token ids (`logprobs_at:COLUMN`)."""
+
+ROLE_NEED = f"sample:{ROLE}"
+"""Asks for the role of every sample: 0 chosen, 1 rejected."""
 
 _WIDE = "[k]"
 _SAMPLE = "sample:"

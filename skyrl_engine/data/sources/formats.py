@@ -1,28 +1,24 @@
-"""Recognise a dataset's format by its columns (tokens, rollouts, chat, prompt and completion, alpaca, text), and turn rows into examples."""
+"""Recognise a dataset's format by its columns (tokens, rollouts, chat, prompt and completion, alpaca, text, preferences), and turn rows into
+examples.
+"""
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Literal
 
-from attrs import frozen
-
 from skyrl_engine.config.schema import DataFormat
+from skyrl_engine.contracts.values.roles import CHOSEN, REJECTED, ROLE
+from skyrl_engine.data.sources.preferences import LABEL, judged, pair_of
 from skyrl_engine.data.sources.ready_tokens import PROMPT_COLUMNS, RESPONSE_COLUMNS, Tokens, rollout_of, tokens_of
 from skyrl_engine.data.sources.rows import Row, kind_of, listed
 from skyrl_engine.data.text.messages import Conversation, conversation_of, image_columns, messages_of
+from skyrl_engine.data.text.plain import PlainText
 from skyrl_engine.errors import DataError
 
-
-@frozen
-class PlainText:
-    """Text without a template. Loss falls on everything from character `response_start` on, and on the end-of-text token that follows."""
-
-    text: str
-    response_start: int = 0
-
-
 Example = Conversation | PlainText | Tokens
-KnownFormat = Literal["tokens", "rollouts", "messages", "prompt_completion", "alpaca", "text"]
+KnownFormat = Literal["tokens", "rollouts", "messages", "prompt_completion", "alpaca", "text", "preference", "unpaired_preference"]
+PREFERENCES: tuple[KnownFormat, ...] = ("preference", "unpaired_preference")
+"""Formats whose samples have roles."""
 
 # In the order in which they are tried. Each needs one column of every group.
 _NEEDED: Mapping[KnownFormat, tuple[tuple[str, ...], ...]] = {
@@ -32,14 +28,30 @@ _NEEDED: Mapping[KnownFormat, tuple[tuple[str, ...], ...]] = {
     "prompt_completion": (("prompt",), ("completion",)),
     "alpaca": (("instruction",), ("output",)),
     "text": (("text",),),
+    "preference": (("chosen",), ("rejected",)),
+    "unpaired_preference": (("prompt",), ("completion", "response"), (LABEL,)),
 }
 # Tried where none of those fits, so that a row which one of them describes keeps its meaning.
 _ALSO: Mapping[KnownFormat, tuple[tuple[str, ...], ...]] = {"prompt_completion": (("prompt",), ("response",))}
 
 
-def detect(asked: DataFormat, first: Row) -> KnownFormat:
-    """Return the format of a dataset whose first row is `first`. Raises DataError naming the columns it has and those that are needed."""
+def detect(asked: DataFormat, first: Row, *, preferences: bool = False) -> KnownFormat:
+    """Return the format of a dataset whose first row is `first`; where `preferences` are wanted, one of theirs, or ready tokens with roles.
+
+    Raises DataError naming the columns it has and those that are needed.
+    """
     have = list(first.values)
+    if preferences and asked == "auto":
+        of_tokens: tuple[KnownFormat, ...] = ("tokens", "rollouts") if ROLE in have else ()
+        for name in (*PREFERENCES, *of_tokens):
+            if _holds(_NEEDED[name], have):
+                return name
+        raise DataError(
+            f"no format of preferences has the columns of the dataset: {listed(have)}",
+            remedy=_suggestion(have, ["chosen", "rejected", "completion", LABEL])
+            or 'Name them, for instance data.map.chosen="better" data.map.rejected="worse", or train on samples: trainer = "sft"',
+            details=[f"format {name} needs {_described(name)}" for name in PREFERENCES],
+        )
     if asked != "auto":
         if not _fits(asked, have):
             raise _missing(asked, first)
@@ -71,6 +83,23 @@ def to_example(row: Row, kind: KnownFormat, *, has_template: bool) -> Example:
     return example
 
 
+def to_examples(row: Row, kind: KnownFormat, *, has_template: bool) -> list[tuple[Example, int | None]]:
+    """Return the examples of a row: one without a role, or of a preference each with its role (0 chosen, 1 rejected).
+
+    Raises DataError as `to_example` does.
+    """
+    if kind not in PREFERENCES:
+        return [(to_example(row, kind, has_template=has_template), None)]
+    if not _fits(kind, list(row.values)):
+        raise _missing(kind, row)
+    if columns := image_columns(row):
+        raise row.wrong(next(iter(columns)), "it holds images, and preferences over images are not trained", "Remove the column")
+    if kind == "preference":
+        return [(half, role) for role, half in enumerate(pair_of(row, has_template=has_template))]
+    answer, wanted = judged(row, _prompt_completion(row))
+    return [(answer, CHOSEN if wanted else REJECTED)]
+
+
 def _example(row: Row, kind: KnownFormat, *, has_template: bool) -> Example:
     if kind == "messages":
         column = "messages" if row.values.get("messages") is not None else "conversations"
@@ -81,6 +110,7 @@ def _example(row: Row, kind: KnownFormat, *, has_template: bool) -> Example:
         return _alpaca(row, has_template=has_template)
     if kind == "text":
         return PlainText(_string(row, "text"))
+    assert kind not in PREFERENCES, "a preference is not one example"
     return rollout_of(row) if kind == "rollouts" else tokens_of(row)
 
 

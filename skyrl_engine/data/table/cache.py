@@ -23,14 +23,21 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def cache_key(
-    content: str, rows: bytes, tokenizer: Any, data: DataConfig, columns: Iterable[str] = (), images: Sequence[str] = ()
+    content: str,
+    rows: bytes,
+    tokenizer: Any,
+    data: DataConfig,
+    columns: Iterable[str] = (),
+    images: Sequence[str] = (),
+    *,
+    preferences: bool = False,
 ) -> str:
     """Return sha256 over everything that the file depends on: content, chosen rows, tokenizer, chat template, settings, the names of
-    the columns that are read beside the tokens, what decides the tokens of `images`, and the code itself.
+    the columns that are read beside the tokens, what decides the tokens of `images`, if `preferences` are read, and the code itself.
     """
     digest = hashlib.sha256()
     read = [data.format, sorted(data.map.items()), data.loss_on, data.max_length, data.overlong, sorted(columns), data.bad_images]
-    settings = json.dumps([*read, *images])
+    settings = json.dumps([*read, *images, *(["preferences"] if preferences else [])])
     for piece in (content.encode(), rows, _tokenizer_identity(tokenizer).encode(), settings.encode(), code_identity().encode()):
         digest.update(len(piece).to_bytes(8, "little") + piece)
     return digest.hexdigest()

@@ -11,11 +11,14 @@ import numpy as np
 from attrs import evolve, frozen
 
 from skyrl_engine.config.schema import DataConfig
+from skyrl_engine.contracts.kinds.needs import ROLE_NEED
+from skyrl_engine.contracts.values.roles import ROLE
 from skyrl_engine.data.images.processor import Vision
 from skyrl_engine.data.images.tokens import ImageInspection, digest_of_states
-from skyrl_engine.data.sources.formats import Example, KnownFormat, detect, to_example
+from skyrl_engine.data.sources.formats import PREFERENCES, Example, KnownFormat, detect, to_examples
+from skyrl_engine.data.sources.preferences import HALVES
 from skyrl_engine.data.sources.rows import BoolArray, Row, Source
-from skyrl_engine.data.table.sample_columns import UNIT, Carried, ColumnReader, IdReader, weighed
+from skyrl_engine.data.table.sample_columns import GROUP, UNIT, Carried, ColumnReader, IdReader, weighed
 from skyrl_engine.data.table.token_table import TokenTableWriter
 from skyrl_engine.data.text.messages import Conversation
 from skyrl_engine.data.text.tokenization import SampleTokenizer, TokenizedSample
@@ -38,6 +41,7 @@ class TableFilling:
     vision: Vision
     label: str
     progress: Progress | None
+    preferences: bool = False
 
     def __call__(self, table: TokenTableWriter) -> dict[str, Any]:
         """Write the kept samples to `table`; return counts, format, a digest of the image files, and the image files of dropped samples."""
@@ -45,33 +49,42 @@ class TableFilling:
         counts: Counter[str] = Counter()
         kind: KnownFormat | None = None
         ids: IdReader | None = None
+        reader = self.reader
         encode = SampleTokenizer(self.tokenizer, all_turns=self.data.loss_on == "all")
         images = ImageInspection(self.vision, self.data.bad_images)
         units = _Units()
         reachable: set[int] = set()
         for batch in _batches(self.source.rows(self.wanted)):
-            kind = kind or detect(self.data.format, batch[0])
+            if kind is None:
+                kind = detect(self.data.format, batch[0], preferences=self.preferences)
+                reader = self._reader(kind)
             ids = ids or IdReader(batch[0])
-            for row, example, whole in self._samples(batch, kind, encode, images):
-                if isinstance(example, Conversation):
-                    counts["excluded_turns"] += example.excluded
+            for row, members in self._samples(batch, kind, encode, images):
                 named = ids(row)
-                if whole is None:
-                    units.lose(named)
-                    continue
-                counts["removed_reasoning"] += whole.removed_reasoning
-                sample, reason = _fitted(self.data, whole)
-                if sample is None:
-                    counts[reason] += 1
-                    units.lose(named)
-                    continue
-                if any(not image.written for image in sample.images):
-                    part = int(self.source.parts_of(row.number))
-                    if part not in reachable:
-                        self.source.row(row.number)  # refuses now what no batch could read
-                        reachable.add(part)
-                table.append(sample, Carried(self.reader(row, whole, sample), named, self.reader.values(row)))
-                units.take(named, _Taken(_counted(sample, len(whole.loss)), _files(example)))
+                if kind in PREFERENCES:
+                    # a row's two samples are a unit; sample ids of rows would be doubled
+                    named = {name: value for name, value in named.items() if name == GROUP}
+                    named |= {UNIT: row.number} if kind == "preference" else {}
+                for example, role, whole in members:
+                    if isinstance(example, Conversation):
+                        counts["excluded_turns"] += example.excluded
+                    if whole is None:
+                        units.lose(named)
+                        continue
+                    counts["removed_reasoning"] += whole.removed_reasoning
+                    sample, reason = _fitted(self.data, whole)
+                    if sample is None:
+                        counts[reason] += 1
+                        units.lose(named)
+                        continue
+                    if any(not image.written for image in sample.images):
+                        part = int(self.source.parts_of(row.number))
+                        if part not in reachable:
+                            self.source.row(row.number)  # refuses now what no batch could read
+                            reachable.add(part)
+                    own = {} if role is None else {ROLE: role}
+                    table.append(sample, Carried(reader(row, whole, sample), named, {**reader.values(row), **own}))
+                    units.take(named, _Taken(_counted(sample, len(whole.loss)), _files(example)))
             counts["rows"] += len(batch)
             if self.progress is not None:
                 self.progress(self.label, counts["rows"], total)
@@ -88,21 +101,33 @@ class TableFilling:
             "others": sorted(images.seen.keys() - files),
         }
 
+    def _reader(self, kind: KnownFormat) -> ColumnReader:
+        """Return what reads further columns: rows of preferences say the role of a sample in their own way."""
+        if kind not in PREFERENCES:
+            return self.reader
+        return ColumnReader({need: asker for need, asker in self.reader.needed.items() if need != ROLE_NEED})
+
     def _samples(
         self, batch: Sequence[Row], kind: KnownFormat, encode: SampleTokenizer, images: ImageInspection
-    ) -> Iterator[tuple[Row, Example | None, TokenizedSample | None]]:
-        """Yield the rows with their image tokens; without example or without sample where images cannot be used and such rows are dropped."""
+    ) -> Iterator[tuple[Row, list[tuple[Example | None, int | None, TokenizedSample | None]]]]:
+        """Yield the rows with their samples, each with its role and its image tokens; without example or without sample where images cannot be
+        used and such rows are dropped.
+        """
         has_template = bool(self.tokenizer.chat_template)
-        read = [(row, images.attempt(partial(to_example, row, kind, has_template=has_template))) for row in batch]
-        pairs = [(row, example) for row, example in read if example is not None]
-        encoded = iter(encode((row.number, row.name, example) for row, example in pairs))
-        laying = iter(images.look([example for _, example in pairs]))
-        for row, example in read:
-            if example is None:
-                yield row, None, None
-                continue
-            laid = images.attempt(partial(next(laying), next(encoded)))
-            yield row, example, None if laid is None else weighed(row, laid)
+        read = [(row, images.attempt(partial(to_examples, row, kind, has_template=has_template))) for row in batch]
+        flat = [(row, example, role) for row, examples in read for example, role in examples or ()]
+        encoded = iter(encode((row.number, _name(row, kind, role), example) for row, example, role in flat))
+        laying = iter(images.look([example for _, example, _ in flat]))
+        for row, examples in read:
+            members: list[tuple[Example | None, int | None, TokenizedSample | None]] = []
+            for example, role in examples or ():
+                laid = images.attempt(partial(next(laying), next(encoded)))
+                members.append((example, role, None if laid is None else weighed(row, laid)))
+            yield row, members or [(None, None, None)]
+
+
+def _name(row: Row, kind: KnownFormat, role: int | None) -> str:
+    return row.name if kind != "preference" or role is None else f"{row.name}, {HALVES[role]}"
 
 
 def _files(example: Example | None) -> set[str]:

@@ -16,7 +16,8 @@ from skyrl_engine.errors import DataError
 
 LOSS_WEIGHT = "loss_weight"
 UNIT = "unit_ids"
-ID_COLUMNS = ("sample_ids", "group_ids", UNIT)
+GROUP = "group_ids"
+ID_COLUMNS = ("sample_ids", GROUP, UNIT)
 _TAKEN = RESERVED_NAMES | {*ID_COLUMNS, "num_actions", "loss_mask", "labels", "row", "images", "image_facts"}
 _OTHER_NAMES = {"rollout_logprobs": "logprobs"}
 """Samplers call columns so."""

@@ -8,10 +8,11 @@ from attrs import evolve, frozen
 
 from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.data.images.processor import MeasuredImage
-from skyrl_engine.data.sources.formats import Example, PlainText
+from skyrl_engine.data.sources.formats import Example
 from skyrl_engine.data.sources.ready_tokens import Tokens
 from skyrl_engine.data.text.chat import ChatTemplate
 from skyrl_engine.data.text.messages import Conversation
+from skyrl_engine.data.text.plain import PlainText
 from skyrl_engine.errors import DataError, ModelError
 
 Span = tuple[int, int]

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch
-from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, MODEL_SCORES, column_forms, model_score
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, MODEL_SCORES, ROLE_NEED, column_forms, model_score
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Ragged, offsets_of, segment_indices
 from skyrl_engine.objective.samples import ScoredSamples
 
@@ -43,6 +43,7 @@ class TokenBatch:
     reducer gives them.
 
     `lengths`, `sample_ids`, `group_ids` and `unit_ids` are int64[S]; a sequence without a token that carries loss has length 0.
+    `roles` int64[S] tell chosen from rejected sequences where the needs ask for it; then units are pairs.
     """
 
     lengths: IntArray
@@ -51,6 +52,7 @@ class TokenBatch:
     sample_ids: IntArray
     group_ids: IntArray
     unit_ids: IntArray
+    roles: IntArray | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -79,6 +81,7 @@ class TokenBatch:
             self.sample_ids[chosen],
             self.group_ids[chosen],
             self.unit_ids[chosen],
+            None if self.roles is None else self.roles[chosen],
         )
 
     def with_values(self, **values: AnyArray) -> "TokenBatch":
@@ -104,6 +107,7 @@ class TokenBatch:
             ),
             columns={name: values.copy() for name, values in self.values.items()},
             weights=self.weights,
+            roles=self.roles,
         )
         nothing = torch.zeros(0, dtype=torch.int64)
         return MicroBatch({}, nothing, nothing, Ragged.from_list([], np.int64), samples)
@@ -165,7 +169,11 @@ class FilledBatch:
         ids[:, list(self.places)] = (self.batch.sample_ids, self.batch.group_ids, self.batch.unit_ids)
         others = np.flatnonzero(ids[0] == -1)
         ids[:, others] = 1_000 + count + np.arange(len(others))
-        return evolve(self.batch, lengths=lengths, sample_ids=ids[0], group_ids=ids[1], unit_ids=ids[2])
+        roles = None
+        if self.batch.roles is not None:
+            roles = np.zeros(self.total, dtype=np.int64)
+            roles[list(self.places)] = self.batch.roles
+        return evolve(self.batch, lengths=lengths, sample_ids=ids[0], group_ids=ids[1], unit_ids=ids[2], roles=roles)
 
     def __str__(self) -> str:
         return f"{self.batch}\nwith {self.total - len(self.batch)} sequences more that have none"
@@ -186,10 +194,16 @@ def batches(
 ) -> TokenBatch:
     """Draw batches with every need of a loss or correction, and always log-probabilities. `empty` allows sequences without a token,
     `units` sequences that belong together, of which there are two to a unit then. `long` makes some batches `LONG` times as long: more
-    tokens than fit a byte or another fixed size of a buffer.
+    tokens than fit a byte or another fixed size of a buffer. Who needs roles gets pairs, two of them or more where two sequences or more are
+    asked for.
     """
-    count = draw(st.integers(min_sequences, max_sequences))
-    pairs = units and count >= 4 and draw(st.booleans())
+    paired = in_pairs(needs)
+    count = (
+        2 * draw(st.integers(min_sequences, max(max_sequences // 2, min_sequences)))
+        if paired
+        else draw(st.integers(min_sequences, max_sequences))
+    )
+    pairs = paired or (units and count >= 4 and draw(st.booleans()))
     lengths = _picked(draw, count, range(0 if empty else 1, max_tokens + 1)).astype(np.int64)
     lengths *= draw(st.sampled_from((1, 1, 1, LONG))) if long else 1
     total = int(lengths.sum())
@@ -203,7 +217,13 @@ def batches(
         numbers,
         groups,
         numbers // 2 if pairs else numbers,
+        numbers % 2 if paired else None,
     )
+
+
+def in_pairs(needs: Iterable[str]) -> bool:
+    """Return True where the needs ask for roles: then every unit is a chosen and a rejected sequence."""
+    return ROLE_NEED in needs
 
 
 def _picked(draw: st.DrawFn, count: int, choices: Sequence[float]) -> npt.NDArray[np.float64]:
@@ -287,11 +307,12 @@ def cut_batches(draw: st.DrawFn, needs: Iterable[str], *, max_parts: int = 3) ->
 
 @st.composite
 def reordered_batches(draw: st.DrawFn, needs: Iterable[str]) -> ReorderedBatch:
-    """Draw batches with another order of their sequences; sequences of one unit (chosen before rejected) keep their relative order."""
+    """Draw batches with another order of their sequences; those of one unit keep their relative order, unless roles tell them apart."""
     batch = draw(batches(needs, min_sequences=2, long=True))
     units = np.unique(batch.unit_ids).tolist()
     turns = draw(st.permutations(units).filter(lambda turns: list(turns) != units) if len(units) > 1 else st.just(units))
-    return ReorderedBatch(batch, tuple(int(i) for unit in turns for i in np.flatnonzero(batch.unit_ids == unit)))
+    step = 1 if batch.roles is None else -1
+    return ReorderedBatch(batch, tuple(int(i) for unit in turns for i in np.flatnonzero(batch.unit_ids == unit)[::step]))
 
 
 @st.composite
@@ -349,11 +370,22 @@ CLOSE_IDS = 2**53
 
 
 def in_threes(needs: Iterable[str], *, empty: bool = True) -> TokenBatch:
-    """Return nine sequences in units of three and groups of six, as no random batch holds them. `empty`: a unit has an empty member."""
-    numbers = np.arange(9, dtype=np.int64)
-    lengths = np.array([2, 1, 3, 2, 0 if empty else 2, 1, 1, 2, 1], dtype=np.int64)
+    """Return nine sequences in units of three and groups of six, as no random batch holds them. `empty`: a unit has an empty member.
+
+    Who needs roles gets six sequences in units of two and groups of four.
+    """
+    size = _unit_size(needs)
+    numbers = np.arange(3 * size, dtype=np.int64)
+    lengths = np.array([2, 1, 3, 2, 0 if empty else 2, 1, 1, 2, 1], dtype=np.int64)[: len(numbers)]
     batch = varied(needs, sequences=1, tokens=int(lengths.sum()))
-    return evolve(batch, lengths=lengths, sample_ids=numbers, group_ids=numbers // 6, unit_ids=numbers // 3)
+    roles = numbers % 2 if in_pairs(needs) else None
+    return evolve(
+        batch, lengths=lengths, sample_ids=numbers, group_ids=numbers // (2 * size), unit_ids=numbers // size, roles=roles
+    )
+
+
+def _unit_size(needs: Iterable[str]) -> int:
+    return 2 if in_pairs(needs) else 3
 
 
 def far(needs: Iterable[str]) -> TokenBatch:
@@ -376,17 +408,26 @@ def far(needs: Iterable[str]) -> TokenBatch:
 def cut_in_threes(needs: Iterable[str]) -> list[CutBatch]:
     """Return nine sequences in units of three: cut by units, and a unit with an empty member alone."""
     batch = in_threes(needs)
-    return [CutBatch(batch, ((0, 1, 2), (3, 4, 5), (6, 7, 8))), CutBatch(batch, ((3, 4, 5), (0, 1, 2, 6, 7, 8)))]
+    one, two, three = _units(needs)
+    return [CutBatch(batch, (one, two, three)), CutBatch(batch, (two, (*one, *three)))]
+
+
+def _units(needs: Iterable[str]) -> list[tuple[int, ...]]:
+    """Return the sequences of each unit of `in_threes`."""
+    size = _unit_size(needs)
+    return [tuple(range(first, first + size)) for first in range(0, 3 * size, size)]
 
 
 def reordered_threes(needs: Iterable[str]) -> list[ReorderedBatch]:
     """Return nine sequences in units of three whose last unit comes first."""
-    return [ReorderedBatch(in_threes(needs), (6, 7, 8, 0, 1, 2, 3, 4, 5))]
+    one, two, three = _units(needs)
+    return [ReorderedBatch(in_threes(needs), (*three, *one, *two))]
 
 
 def filled_threes(needs: Iterable[str]) -> list[FilledBatch]:
     """Return nine sequences in units of three between two that have no token."""
-    return [FilledBatch(in_threes(needs), tuple(range(1, 10)), 11)]
+    batch = in_threes(needs)
+    return [FilledBatch(batch, tuple(range(1, len(batch) + 1)), len(batch) + 2)]
 
 
 def relabelled_closely(needs: Iterable[str]) -> list[RelabelledBatch]:
@@ -399,7 +440,8 @@ def fillers(batch: TokenBatch) -> list[TokenBatch]:
     """Return the micro-batches without a token that fill up ranks beside this batch: without a sequence, and with one that has no token."""
     nothing = evolve(batch.take(()), lengths=np.zeros(0, np.int64))
     ids = np.full(1, 1_000, np.int64)
-    return [nothing, evolve(nothing, lengths=np.zeros(1, np.int64), sample_ids=ids, group_ids=ids, unit_ids=ids)]
+    roles = None if batch.roles is None else np.zeros(1, np.int64)
+    return [nothing, evolve(nothing, lengths=np.zeros(1, np.int64), sample_ids=ids, group_ids=ids, unit_ids=ids, roles=roles)]
 
 
 def varied(needs: Iterable[str], *, sequences: int = 6, tokens: int = 4) -> TokenBatch:
@@ -417,7 +459,15 @@ def varied(needs: Iterable[str], *, sequences: int = 6, tokens: int = 4) -> Toke
         if name != "logprobs" and name.endswith("logprobs"):
             values[name] = np.minimum(values["logprobs"] - drift, 0).astype(np.float32)
     values |= _wide_varied(needs, count)
-    return TokenBatch(np.full(sequences, tokens, np.int64), values, np.full(count, 1 / count), numbers, numbers // 2, numbers // 2)
+    return TokenBatch(
+        np.full(sequences, tokens, np.int64),
+        values,
+        np.full(count, 1 / count),
+        numbers,
+        numbers // 2,
+        numbers // 2,
+        numbers % 2 if in_pairs(needs) else None,
+    )
 
 
 def _wide_varied(needs: Iterable[str], count: int, width: int = 2) -> dict[str, AnyArray]:
@@ -430,12 +480,16 @@ def _wide_varied(needs: Iterable[str], count: int, width: int = 2) -> dict[str, 
 
 
 def one_token(needs: Iterable[str]) -> TokenBatch:
-    """Return one sequence of one token, which every loss or correction must accept."""
+    """Return one sequence of one token, or a pair of such, which every loss or correction must accept."""
+    count = 2 if in_pairs(needs) else 1
     values: dict[str, AnyArray] = {
-        name: np.full(1, -1.0, np.float32) for name in dict.fromkeys(("logprobs", *needs)) if not is_wide(name)
+        name: np.full(count, -1.0, np.float32) for name in dict.fromkeys(("logprobs", *needs)) if not is_wide(name)
     }
-    values |= _wide_varied(needs, 1)
-    return TokenBatch(np.ones(1, np.int64), values, np.ones(1), *(np.zeros(1, np.int64) for _ in range(3)))
+    values |= _wide_varied(needs, count)
+    numbers = np.arange(count, dtype=np.int64)
+    nothing = np.zeros(count, np.int64)
+    roles = numbers if count == 2 else None
+    return TokenBatch(np.ones(count, np.int64), values, np.full(count, 1 / count), numbers, nothing, nothing, roles)
 
 
 @st.composite
@@ -445,4 +499,7 @@ def masked_batches(draw: st.DrawFn, needs: Iterable[str]) -> TokenBatch:
     keep = draw(st.integers(0, len(batch)))
     lengths = np.zeros(keep, dtype=np.int64)
     values = {name: values[:0] for name, values in batch.values.items()}
-    return TokenBatch(lengths, values, batch.weights[:0], batch.sample_ids[:keep], batch.group_ids[:keep], batch.unit_ids[:keep])
+    roles = None if batch.roles is None else batch.roles[:keep]
+    return TokenBatch(
+        lengths, values, batch.weights[:0], batch.sample_ids[:keep], batch.group_ids[:keep], batch.unit_ids[:keep], roles
+    )

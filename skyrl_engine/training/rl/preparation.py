@@ -20,21 +20,19 @@ from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.engine.sampler import refuse_elsewhere
-from skyrl_engine.errors import ConfigError, DataError, ModelError, Problem, UnsupportedError
-from skyrl_engine.model_facts.configuration import load_config
+from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.columns import Overlong
 from skyrl_engine.rollout.recorded import Recording, RecordingLimits, read_recording
 from skyrl_engine.rollout.turns import TurnRenderer
+from skyrl_engine.training.reference import planned_reference, refuse_dropout
 from skyrl_engine.training.rl.evaluation import tasks_of
 from skyrl_engine.training.rl.prompts import OF_TABLES, PromptLimits, check_prompts, most_of
 from skyrl_engine.training.rl.recipe import Recipe, Recorded, recipe
 from skyrl_engine.training.rl.tasks import TaskOrder
 
 logger = logging.getLogger(__name__)
-
-REFERENCE_MODEL = "reference"
 
 Progress = Callable[[str, int, int], None]
 """Told what is being waited for, how much of it is there, and how much is wanted."""
@@ -101,7 +99,9 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
     _refuse_contradictions(resolved)
     files = ModelFiles.of(config.model)
     if trains:
-        _refuse_dropout(files.facts)
+        refuse_dropout(
+            files.facts, "sampled and scored without it: ratios would not be 1, and the sampler would seem to hold other weights"
+        )
     assembly = assemble(resolved, files, max_sequence_length=settings.max_prompt_tokens + settings.max_tokens)
     assembly.check_data(files.facts, [])
     context = assembly.context
@@ -141,7 +141,7 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
         names=rollouts.names if isinstance(rollouts, Recording) else _names(environments),
         rollouts=rollouts,
         recipe=chosen,
-        reference=_reference(resolved, assembly, files) if chosen.reference else None,
+        reference=planned_reference(resolved, assembly, files) if chosen.reference else None,
     )
 
 
@@ -239,22 +239,6 @@ def _names(environments: Sequence[SelectedPlugin]) -> tuple[str, ...]:
     return tuple(name if counts[name] == 1 else f"{name}_{names[: number + 1].count(name)}" for number, name in enumerate(names))
 
 
-def _refuse_dropout(facts: ModelFacts) -> None:
-    lora = facts.model.lora
-    if lora is not None and lora.dropout > 0:
-        name, share, remedy = "model.lora.dropout", lora.dropout, "Set model.lora.dropout = 0"
-    elif found := next(iter(facts.dropouts.items()), None):
-        (name, share), where = found, f"config.json of {facts.model.path}"
-        name, remedy = f"{name} in {where}", f"Set {name} to 0 in {where}"
-    else:
-        return
-    raise UnsupportedError(
-        f"the model is trained with dropout ({name} is {share:g}), and sampled and scored without it: ratios would not be 1, "
-        "and the sampler would seem to hold other weights",
-        remedy=remedy,
-    )
-
-
 def _refuse_contradictions(resolved: ResolvedConfig) -> None:
     settings = resolved.config.rl
     problems = []
@@ -263,6 +247,12 @@ def _refuse_contradictions(resolved: ResolvedConfig) -> None:
     elif not resolved.config.environments:
         problems.append(
             Problem("environments", "there is no environment", 'Add [[environments]] with use = "...", or give --env or --reward')
+        )
+    if resolved.config.reference.precompute:
+        problems.append(
+            Problem(
+                "reference.precompute", "rollouts are sampled anew in every step, so nothing is there to score before", "Remove it"
+            )
         )
     if settings.mini_batches > settings.groups:
         problems.append(
@@ -360,35 +350,3 @@ def _prove_turns(renderer: TurnRenderer, parts: Sequence[Part[Environment]], tas
                 logger.warning("%s", warning)
         elif task.messages:
             renderer.require_tools(task.tools)
-
-
-def _reference(resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles) -> FrozenModel:
-    table, trained = resolved.config.reference, resolved.config.model
-    if table.refresh_every is not None and trained.lora is not None:
-        raise UnsupportedError(
-            "reference.refresh_every copies the whole trained model, and this run trains adapters",
-            remedy="Remove reference.refresh_every, or train all weights",
-        )
-    planned = FrozenModel.planned(
-        REFERENCE_MODEL,
-        trained,
-        assembly.description,
-        table="reference",
-        path=table.path,
-        revision=table.revision,
-        adapters_off=table.adapters_off,
-    )
-    if table.path is not None and planned.model is not None:
-        try:
-            load_config(planned.model)
-        except ModelError as error:
-            raise ModelError(
-                f"the reference cannot be used: {error.cause}", remedy="Correct reference.path or reference.revision"
-            ) from error
-        known, own = ModelFiles.of(planned.model).facts.vocabulary_size, files.facts.vocabulary_size
-        if known is not None and own is not None and known < own:
-            raise UnsupportedError(
-                f"the reference {table.path} knows {known:,} tokens, and the trained model {own:,}",
-                remedy="Set reference.path to a model with the tokenizer of the trained one",
-            )
-    return planned

@@ -14,8 +14,8 @@ from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.policy_metrics import OLD, SAMPLED, Watched
 from skyrl_engine.registry.part import Part
+from skyrl_engine.training.reference import REFERENCE
 
-REFERENCE: Final = "ref_logprobs"
 VALUES: Final = "old_values"
 BOUND: Final[Mapping[str, str]] = {OLD: "logprobs"}
 """The policy as its own old one."""

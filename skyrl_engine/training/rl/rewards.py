@@ -8,7 +8,7 @@ from skyrl_engine.config.schema import RewardKlConfig
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import Metric
 from skyrl_engine.objective.policy_metrics import OLD, SAMPLED
-from skyrl_engine.training.rl.recipe import REFERENCE
+from skyrl_engine.training.reference import REFERENCE
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -38,11 +38,11 @@ from skyrl_engine.run.durable import write_durably
 from skyrl_engine.run.session import RunSession, open_session
 from skyrl_engine.spans import Phases
 from skyrl_engine.training.loop import Loop, RunResult, StepDone
+from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
 from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffled
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
 from skyrl_engine.training.rl.metrics import rollout_metrics
-from skyrl_engine.training.rl.preparation import REFERENCE_MODEL, PreparedRl, Progress, Sampled, prepare
-from skyrl_engine.training.rl.recipe import REFERENCE
+from skyrl_engine.training.rl.preparation import PreparedRl, Progress, Sampled, prepare
 from skyrl_engine.training.rl.rewards import KlPenalty
 from skyrl_engine.training.rl.state import RlState, state_in
 

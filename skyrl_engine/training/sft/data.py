@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,9 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.data.dataset import TokenizedDataset, load_columns
 from skyrl_engine.data.images.processor import load_vision
+from skyrl_engine.data.sources.formats import PREFERENCES
 from skyrl_engine.engine.assembly import Assembly, assemble
-from skyrl_engine.engine.capability import needed_columns, needs_of_reducer, vision_of
+from skyrl_engine.engine.capability import check_pairs, needed_columns, needs_of_reducer, vision_of
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import DataError
 from skyrl_engine.model_facts.facts import ModelFacts
@@ -53,8 +55,17 @@ class PreparedRun:
     first_batch: BatchPlan = field(repr=False)
 
 
-def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> PreparedRun:
-    """Load the data, make the controller's plugins, and refuse what cannot work. Starts nothing and writes nothing but the token cache."""
+def prepare(
+    resolved: ResolvedConfig,
+    progress: DataProgress | None = None,
+    *,
+    preferences: bool = False,
+    given: AbstractSet[str] = frozenset(),
+) -> PreparedRun:
+    """Load the data, make the controller's plugins, and refuse what cannot work. Starts nothing and writes nothing but the token cache.
+
+    `preferences` reads rows as preferences. `given` are columns that the trainer computes, so that the data need not have them.
+    """
     config = resolved.config
     files = ModelFiles.of(config.model)
     assembly = assemble(resolved, files, max_sequence_length=config.data.max_length)
@@ -65,13 +76,19 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
         data,
         files.tokenizer,
         seed=config.run.seed,
-        needed=needed_columns(assembly.needs),
+        needed={need: asker for need, asker in needed_columns(assembly.needs).items() if need not in given},
         vision=files.vision,
         progress=progress,
+        preferences=preferences,
     )
     train = load(split="train")
     evaluation = load(split="eval") if _holds_out(data) else None
     _refuse_nothing_to_learn(train.columns)
+    if not preferences and train.format in PREFERENCES:
+        raise DataError(
+            f"{train.name} holds preferences, a chosen and a rejected answer to a prompt, and trainer sft learns from single answers",
+            remedy='Set trainer = "preference", or learn from the chosen ones: data.map.completion = "chosen"',
+        )
 
     size = config.training.batch_size
     order = SampleOrder.of(
@@ -93,6 +110,8 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
         SampleOrder.of(evaluation.columns, batch_size=size)
     datasets = [dataset.columns for dataset in (train, evaluation) if dataset is not None]
     _refuse_unknown_tokens(files.facts, datasets)
+    for columns in datasets:
+        check_pairs(assembly.objective.losses, columns)
     resolved = _with_rotary_length(resolved, files, datasets)
     return PreparedRun(
         resolved=resolved,

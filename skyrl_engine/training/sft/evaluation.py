@@ -1,16 +1,29 @@
 """One pass over held-out data without gradients."""
 
+from collections.abc import Callable
+from typing import Literal
+
+from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import combine_metrics, results_of
 from skyrl_engine.data.dataset import TokenizedDataset
 from skyrl_engine.engine.engine import Engine
+from skyrl_engine.engine.plan import Plan
 from skyrl_engine.errors import DataError
 from skyrl_engine.training.sft.order import SampleOrder
 
 
-def evaluate(engine: Engine, dataset: TokenizedDataset, *, batch_size: int) -> dict[str, float]:
+def evaluate(
+    engine: Engine,
+    dataset: TokenizedDataset,
+    *,
+    batch_size: int,
+    planned: Callable[[SampleColumns], Plan] | None = None,
+    over: Literal["tokens", "sequences"] = "tokens",
+) -> dict[str, float]:
     """Give the metrics of `Engine.evaluate` over all of `dataset`, scored in mini-batches of `batch_size` samples, in their order.
 
-    Samples that belong together come together, as in training.
+    Samples that belong together come together, as in training. `planned` plans a mini-batch, `Engine.plan` where it is not given; `over` as in
+    `Engine.evaluate`.
 
     Raises DataError when no token carries loss.
     """
@@ -20,6 +33,6 @@ def evaluate(engine: Engine, dataset: TokenizedDataset, *, batch_size: int) -> d
     parts, position = [], order.start()
     while position.epoch == 0:
         chosen, position = order.mini_batch(position)
-        plan = engine.plan(dataset.batch(chosen))
-        parts.append(engine.evaluate(plan, per_token_outputs=False).result().metrics)
+        plan = (planned or engine.plan)(dataset.batch(chosen))
+        parts.append(engine.evaluate(plan, per_token_outputs=False, over=over).result().metrics)
     return results_of(combine_metrics(parts))

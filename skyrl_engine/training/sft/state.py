@@ -1,4 +1,4 @@
-"""The SFT trainer's own part of a checkpoint: where in the run it stands. Everything else a resume needs follows from the configuration."""
+"""What a trainer that goes through a dataset writes into a checkpoint: where in the run it stands. The configuration says the rest."""
 
 import hashlib
 from typing import Any
@@ -8,6 +8,8 @@ import numpy as np
 from attrs import frozen
 
 from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.pairs import roles_in
+from skyrl_engine.contracts.values.roles import ROLE
 from skyrl_engine.errors import CheckpointError
 from skyrl_engine.run.checkpoint import Checkpoint
 from skyrl_engine.run.session import TRAINER_DOCUMENT
@@ -30,8 +32,8 @@ class SftState:
     data: str
 
     @classmethod
-    def create(cls, step: int, position: Position, order: SampleOrder, data: str) -> "SftState":
-        return cls("sft", step, position.epoch, position.offset, order.samples, order.seed, data)
+    def create(cls, trainer: str, step: int, position: Position, order: SampleOrder, data: str) -> "SftState":
+        return cls(trainer, step, position.epoch, position.offset, order.samples, order.seed, data)
 
     def document(self) -> dict[str, Any]:
         return attrs.asdict(self)
@@ -77,6 +79,8 @@ def fingerprint(columns: SampleColumns) -> str:
         "unit_ids": columns.unit_ids,
         **columns.columns,
     }
+    if (roles := roles_in(columns.sample_values)) is not None:
+        arrays[ROLE] = roles
     for name, array in arrays.items():
         digest.update(f"{name}:{array.dtype.str}:{len(array)};".encode())
         digest.update(np.ascontiguousarray(array).data)

@@ -1,14 +1,17 @@
 """Supervised fine-tuning: mini-batches of samples in a random order, with an exact resume."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import attrs
-from attrs import define, field
+from attrs import define, field, frozen
 
 from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import results_of
 from skyrl_engine.engine.engine import Engine
+from skyrl_engine.engine.plan import Plan
 from skyrl_engine.run.session import open_session, to_resume_from
 from skyrl_engine.spans import Spans
 from skyrl_engine.training.loop import Loop, RunResult, StepDone
@@ -24,7 +27,11 @@ def plan_sft(resolved: ResolvedConfig, *, progress: DataProgress | None = None) 
 
     A run that would be resumed is refused as it would be when it goes on.
     """
-    prepared = prepare(resolved, progress)
+    return plan_on_data(resolved, prepare(resolved, progress))
+
+
+def plan_on_data(resolved: ResolvedConfig, prepared: PreparedRun) -> RunPlan:
+    """Say what a prepared run over a dataset would do, as `plan_sft` does."""
     if (checkpoint := to_resume_from(resolved)) is not None:
         split_by_seed = resolved.config.data.eval_fraction > 0
         position_in(checkpoint, prepared.order, fingerprint(prepared.train.columns), split_by_seed=split_by_seed)
@@ -43,9 +50,30 @@ def run_sft(
     `observers` listen beside those of the configuration; `resume` overrides `checkpoint.resume`; `progress` is told how far the data is.
     Whatever goes wrong ends the ranks, is recorded in the run directory, and is raised again.
     """
+
+    def start() -> Start:
+        prepared = prepare(resolved, progress)
+        return Start(prepared, partial(SftTrainer, prepared))
+
+    return train_on_data(resolved, start, observers=observers, resume=resume)
+
+
+@frozen(eq=False)
+class Start:
+    """A prepared run over a dataset, and what makes its trainer: of the engine, the position to go on from, and the data's fingerprint."""
+
+    prepared: PreparedRun
+    trainer: "Callable[[Engine, Position, str], SftTrainer]"
+
+
+def train_on_data(
+    resolved: ResolvedConfig, start: Callable[[], Start], *, observers: Sequence[object], resume: bool | None
+) -> RunResult:
+    """Train a trainer that goes through a dataset, as `run_sft` says; `start` prepares it inside of the session."""
     config = resolved.config
     with open_session(resolved, observers=observers, resume=resume) as session:
-        prepared = prepare(resolved, progress)
+        started = start()
+        prepared = started.prepared
         checkpoint = session.resumed_from
         data = fingerprint(prepared.train.columns)
         split_by_seed = config.data.eval_fraction > 0
@@ -73,7 +101,7 @@ def run_sft(
             return Loop(
                 session,
                 engine,
-                SftTrainer(prepared, engine, position, data),
+                started.trainer(engine, position, data),
                 evaluation=config.evaluation,
                 checkpoint=config.checkpoint,
                 total_steps=prepared.total_steps,
@@ -85,11 +113,18 @@ def run_sft(
 class SftTrainer:
     """The steps of supervised fine-tuning, from `position` in the sample order on. `data` is the training data's fingerprint."""
 
+    name: ClassVar[str] = "sft"
+    mean_over: ClassVar[Literal["tokens", "sequences"]] = "tokens"
+
     prepared: PreparedRun
     engine: Engine
     position: Position
     data: str
     _spans: Spans = field(factory=Spans, init=False)
+
+    def planned(self, columns: SampleColumns) -> Plan:
+        """Return the plan of a mini-batch, with every column that the objective reads."""
+        return self.engine.plan(columns)
 
     def step(self, number: int) -> StepDone:
         """One optimizer step on the next mini-batch."""
@@ -97,7 +132,7 @@ class SftTrainer:
         with self._spans("data"):
             chosen, self.position = self.prepared.order.mini_batch(self.position)
             columns = self.prepared.train.batch(chosen)
-        result = self.engine.train(self.engine.plan(columns), per_token_outputs=False)
+        result = self.engine.train(self.planned(columns), per_token_outputs=False)
         metrics = {
             **results_of(result.metrics),
             "epoch": self.position.epoch + self.position.offset / self.prepared.order.samples,
@@ -109,8 +144,9 @@ class SftTrainer:
         dataset = self.prepared.evaluation
         if dataset is None:
             return None
-        return evaluate(self.engine, dataset, batch_size=self.prepared.order.batch_size)
+        size = self.prepared.order.batch_size
+        return evaluate(self.engine, dataset, batch_size=size, planned=self.planned, over=self.mean_over)
 
     def state(self) -> Mapping[str, Any]:
         """The place in the sample order."""
-        return SftState.create(self.engine.step, self.position, self.prepared.order, self.data).document()
+        return SftState.create(self.name, self.engine.step, self.position, self.prepared.order, self.data).document()

@@ -21,6 +21,7 @@ KL_TERM = "loss.terms=[{use='kl', coef=0.1}]"
     ("overrides", "error", "words", "remedy"),
     [
         (["rl.group_size=1"], UnsupportedError, "rl.group_size is 1: every advantage would be 0", "Raise rl.group_size"),
+        (["reference.precompute=true"], ConfigError, r"reference.precompute: rollouts are sampled anew", "Remove it"),
         (["rl.mini_batches=4"], ConfigError, r"rl.mini_batches: is 4, and a batch has 3 groups", "Lower rl.mini_batches"),
         (["environments=[]"], ConfigError, "environments: there is no environment", "Add [[environments]]"),
         (["rl.max_tokens=65"], UnsupportedError, "attempts of up to 129 tokens, and the model has 128 positions", "Lower one"),
@@ -134,9 +135,11 @@ def test_what_is_next_to_it_is_planned(rl: Rl, overrides: list[str]) -> None:
 
 
 def test_a_table_of_another_trainer_is_refused_by_name(rl: Rl) -> None:
-    with pytest.raises(ConfigError, match=r"\[training\] is a table of trainer sft, and this run's trainer is rl"):
+    with pytest.raises(
+        ConfigError, match=r"\[training\] is a table of the trainers sft and preference, and this run's trainer is rl"
+    ):
         rl("run", "training.steps=3")
-    with pytest.raises(ConfigError, match=r"\[data\] is a table of trainer sft"):
+    with pytest.raises(ConfigError, match=r"\[data\] is a table of the trainers sft and preference"):
         rl("run", "data.train=d")
     with pytest.raises(ConfigError, match=r"\[rl\] is a table of trainer rl, and this run's trainer is sft"):
         resolve(load(None, ["model.path=m", "data.train=d", "rl.steps=3"]))

@@ -21,14 +21,14 @@ def saved(directory: Path, state: SftState) -> Checkpoint:
 
 
 def test_the_position_comes_back(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, SftState.create(5, Position(1, 8), ORDER, "abc"))
+    checkpoint = saved(tmp_path, SftState.create("sft", 5, Position(1, 8), ORDER, "abc"))
     assert position_in(checkpoint, ORDER, "abc") == Position(1, 8)
     # A position counts samples, so that it keeps its meaning when the batch size changes.
     assert position_in(checkpoint, evolve(ORDER, batch_size=2), "abc") == Position(1, 8)
 
 
 def test_other_data_is_refused(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, SftState.create(5, Position(1, 8), ORDER, "abc"))
+    checkpoint = saved(tmp_path, SftState.create("sft", 5, Position(1, 8), ORDER, "abc"))
     with pytest.raises(CheckpointError, match="the training data has changed"):
         position_in(checkpoint, ORDER, "abd")
     with pytest.raises(CheckpointError, match="10 samples then, 11 now"):
@@ -37,7 +37,7 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
 
 def test_a_changed_seed_is_named_where_it_chooses_the_held_out_samples(tmp_path: Path) -> None:
     """The data itself is as it was; as many samples are left, but others."""
-    checkpoint = saved(tmp_path, SftState.create(5, Position(1, 8), ORDER, "abc"))
+    checkpoint = saved(tmp_path, SftState.create("sft", 5, Position(1, 8), ORDER, "abc"))
     other = evolve(ORDER, seed=4)
     with pytest.raises(
         CheckpointError, match=r"run\.seed is 4, and .* was written with 3: with data\.eval_fraction .* Set run\.seed = 3"

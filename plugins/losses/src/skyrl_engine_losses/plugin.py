@@ -7,6 +7,7 @@ from skyrl_engine_losses.critic import value_clip
 from skyrl_engine_losses.cross_entropy import cross_entropy, label_smoothing
 from skyrl_engine_losses.off_policy import dro, importance_sampling
 from skyrl_engine_losses.policy_gradient import cispo, reinforce, rollout_is
+from skyrl_engine_losses.preference import cpo, dpo, kto, orpo, simpo
 from skyrl_engine_losses.regularizers import entropy, kl, z_loss
 from skyrl_engine_losses.sequence_level import gmpo, gspo
 from skyrl_engine_losses.trust_region import dppo, sapo
@@ -14,7 +15,9 @@ from skyrl_engine_losses.trust_region import dppo, sapo
 __all__ = [
     "cispo",
     "clip_cov",
+    "cpo",
     "cross_entropy",
+    "dpo",
     "dppo",
     "dro",
     "entropy",
@@ -23,7 +26,9 @@ __all__ = [
     "importance_sampling",
     "kl",
     "kl_cov",
+    "kto",
     "label_smoothing",
+    "orpo",
     "outlier_sequence",
     "ppo",
     "ppo_dual_clip",
@@ -31,6 +36,7 @@ __all__ = [
     "rollout_is",
     "sapo",
     "sequence_mask",
+    "simpo",
     "tis",
     "token_mask",
     "value_clip",

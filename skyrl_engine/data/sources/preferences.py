@@ -1,0 +1,161 @@
+"""Rows that hold preferences: a chosen and a rejected answer to one prompt, or one answer and a judgement of it.
+
+The prompt stands in a column of its own or is what both halves begin with, as text, as messages, or in the dialogues of Anthropic's HH data.
+What comes behind it is the answer, and all of its assistant turns carry loss.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import evolve
+
+from skyrl_engine.data.sources.rows import Row, kind_of
+from skyrl_engine.data.text.messages import Conversation, Message, conversation_of, messages_of
+from skyrl_engine.data.text.plain import PlainText
+
+HALVES = ("chosen", "rejected")
+LABEL = "label"
+
+_HH_TURN = re.compile(r"\n\n(Human|Assistant):")
+_HH_ROLES = {"Human": "user", "Assistant": "assistant"}
+_SAME = "Give both halves the same prompt, or leave the row out"
+
+
+Half = Conversation | PlainText
+
+
+def pair_of(row: Row, *, has_template: bool) -> tuple[Half, Half]:
+    """Return the chosen and the rejected half. `has_template` says that the tokenizer can write dialogues of HH as a chat.
+
+    Raises DataError naming the row for a half that is missing, empty, or equal to the other, and for halves with different prompts.
+    """
+    given = [_given(row, column) for column in HALVES]
+    texts = [isinstance(value, str) for value in given]
+    if texts[0] != texts[1]:
+        raise row.wrong(
+            "rejected",
+            f"it is {kind_of(given[1])} while the chosen answer is {kind_of(given[0])}",
+            "Store both as text, or both as lists of messages",
+        )
+    if given[0] == given[1]:
+        raise row.wrong("rejected", "it is equal to the chosen answer", "Leave the row out: it prefers nothing")
+    prompt = row.values.get("prompt")
+    if not texts[0]:
+        return _conversations(row, [messages_of(row, column) for column in HALVES], prompt)
+    if isinstance(prompt, str):
+        return _texts(row, [prompt + text for text in given], [len(prompt)] * 2)
+    if prompt is not None:
+        return _conversations(row, [[{"role": "assistant", "content": text}] for text in given], prompt)
+    if all(text.startswith("\n\nHuman:") and "\n\nAssistant:" in text for text in given):
+        return _hh(row, given, has_template=has_template)
+    start = _common_words(*given)
+    if not start:
+        raise row.wrong("rejected", "it has no beginning in common with the chosen text, which would be the prompt", _SAME)
+    return _texts(row, given, [start] * 2)
+
+
+def judged(row: Row, example: Any) -> tuple[Half, bool]:
+    """Return a row's one answer, and its label: true where it is wanted. Raises DataError for an empty answer and for other labels."""
+    label = row.values.get(LABEL)
+    if not isinstance(label, bool):
+        raise row.wrong(LABEL, f"{label!r} is no boolean", "Store true for wanted and false for unwanted answers")
+    if isinstance(example, PlainText):
+        _refuse_blank(row, "completion", example.text[example.response_start :])
+        return example, label
+    assert isinstance(example, Conversation), "prompt and completion are text or messages"
+    return _answering(row, "completion", example), label
+
+
+def _given(row: Row, column: str) -> Any:
+    value = row.values.get(column)
+    if value is None:
+        raise row.wrong(column, f"there is no {column} answer", "Give the row both answers, or leave it out")
+    if isinstance(value, str):
+        _refuse_blank(row, column, value)
+    elif isinstance(value, list | tuple) and not value:
+        raise row.wrong(column, f"the {column} answer is empty", "Give the row both answers, or leave it out")
+    return value
+
+
+def _refuse_blank(row: Row, column: str, answer: str) -> None:
+    if not answer.strip():
+        raise row.wrong(column, "the answer is empty", "Give it a text, or leave the row out")
+
+
+def _texts(row: Row, texts: Sequence[str], starts: Sequence[int]) -> tuple[PlainText, PlainText]:
+    for column, text, start in zip(HALVES, texts, starts, strict=True):
+        _refuse_blank(row, column, text[start:])
+    chosen, rejected = (PlainText(text, start) for text, start in zip(texts, starts, strict=True))
+    return chosen, rejected
+
+
+def _common_words(one: str, other: str) -> int:
+    """Return the length of the text that both begin with, up to the end of a word."""
+    end = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return len(re.sub(r"\S*$", "", one[:end]).rstrip())
+
+
+def _hh(row: Row, texts: Sequence[str], *, has_template: bool) -> tuple[Half, Half]:
+    turns = [list(_HH_TURN.finditer(text)) for text in texts]
+    dialogues = []
+    for text, found in zip(texts, turns, strict=True):
+        ends = [turn.start() for turn in found[1:]] + [len(text)]
+        dialogues.append(
+            [
+                {"role": _HH_ROLES[turn.group(1)], "content": text[turn.end() : end].strip()}
+                for turn, end in zip(found, ends, strict=True)
+            ]
+        )
+    if has_template:
+        return _conversations(row, dialogues, None)
+    first = _first_difference(row, dialogues)
+    return _texts(row, texts, [found[first].end() for found in turns])
+
+
+def _conversations(row: Row, halves: Sequence[list[Message]], prompt: Any) -> tuple[Conversation, Conversation]:
+    """Return both halves with their prompt. A prompt as text beside halves that have it, as in UltraFeedback, is not put before them again."""
+    before: list[Message] = []
+    if isinstance(prompt, str):
+        before = [{"role": "user", "content": prompt}] if all(half[0]["role"] == "assistant" for half in halves) else []
+    elif prompt is not None:
+        before = messages_of(row, "prompt")
+        if all(half[: len(before)] == before for half in halves):
+            halves = [half[len(before) :] for half in halves]
+    whole = [[dict(message) for message in [*before, *half]] for half in halves]
+    first = len(before) or _first_difference(row, whole)
+    made = [conversation_of(row, messages, first) for messages in whole]
+    chosen, rejected = (_answering(row, column, half) for column, half in zip(HALVES, made, strict=True))
+    if chosen.messages == rejected.messages:
+        raise row.wrong("rejected", "it is equal to the chosen answer", "Leave the row out: it prefers nothing")
+    return chosen, rejected
+
+
+def _first_difference(row: Row, halves: Sequence[Sequence[Message]]) -> int:
+    """Return the place of the first message that differs, which must be an answer in both halves."""
+    chosen, rejected = halves
+    shorter = min(len(chosen), len(rejected))
+    first = next((place for place in range(shorter) if chosen[place] != rejected[place]), shorter)
+    if first == shorter:
+        if len(chosen) == len(rejected):
+            raise row.wrong("rejected", "it is equal to the chosen answer", "Leave the row out: it prefers nothing")
+        column = HALVES[int(len(rejected) < len(chosen))]
+        raise row.wrong(column, f"there is no {column} answer: the other half begins with all of its messages", _SAME)
+    roles = [half[first]["role"] for half in halves]
+    if first == 0 or roles != ["assistant", "assistant"]:
+        raise row.wrong(
+            "rejected", f"message {first} differs from the chosen half's, and is no answer: the prompts are different", _SAME
+        )
+    return first
+
+
+def _answering(row: Row, column: str, half: Conversation) -> Conversation:
+    """Return the half with loss on every assistant turn of its answer, except where a message itself says otherwise."""
+    if half.images:
+        raise row.wrong(column, "it holds images, and preferences over images are not trained", "Leave the row out")
+    turns = [i for i, message in enumerate(half.messages) if message["role"] == "assistant" and i >= half.first_reply]
+    for i in turns:
+        message = half.messages[i]
+        if isinstance(message["content"], str) and not message.get("tool_calls"):
+            _refuse_blank(row, column, message["content"] or str(message.get("reasoning_content") or ""))
+    return evolve(half, carries=dict.fromkeys(turns, 1.0) | dict(half.carries))

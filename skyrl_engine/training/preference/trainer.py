@@ -1,0 +1,107 @@
+"""Training on preferences: the steps of fine-tuning, with scores of a frozen reference added to every plan."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar, Literal
+
+import numpy as np
+from attrs import define, evolve
+
+from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.ragged import AnyArray, Ragged
+from skyrl_engine.data.dataset import TokenizedDataset
+from skyrl_engine.engine.engine import Engine
+from skyrl_engine.engine.plan import Plan
+from skyrl_engine.training.loop import RunResult
+from skyrl_engine.training.preference.baseline import baseline_of, mismatched
+from skyrl_engine.training.preference.preparation import BASELINE, PreparedPreference, prepare
+from skyrl_engine.training.preference.references import ReferenceScores, with_references
+from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
+from skyrl_engine.training.sft.data import DataProgress
+from skyrl_engine.training.sft.order import Position
+from skyrl_engine.training.sft.plan import RunPlan
+from skyrl_engine.training.sft.trainer import SftTrainer, Start, plan_on_data, train_on_data
+
+
+def plan_preference(resolved: ResolvedConfig, *, progress: DataProgress | None = None) -> RunPlan:
+    """Do everything up to starting ranks, and say what the run would do. Writes no run directory."""
+    return plan_on_data(resolved, prepare(resolved, progress).run)
+
+
+def run_preference(
+    resolved: ResolvedConfig,
+    *,
+    observers: Sequence[object] = (),
+    resume: bool | None = None,
+    progress: DataProgress | None = None,
+) -> RunResult:
+    """Train to the configured end, or until a signal asks to stop; arguments and failures as those of `run_sft`."""
+
+    def start() -> Start:
+        prepared = prepare(resolved, progress)
+        return Start(prepared.run, partial(_trainer, prepared, progress))
+
+    return train_on_data(resolved, start, observers=observers, resume=resume)
+
+
+def _trainer(
+    prepared: PreparedPreference, progress: DataProgress | None, engine: Engine, position: Position, data: str
+) -> "PreferenceTrainer":
+    run = prepared.run
+    if prepared.reference is not None and run.resolved.config.reference.precompute:
+        train = _scored(prepared, run.train, engine, progress)
+        held_out = None if run.evaluation is None else _scored(prepared, run.evaluation, engine, progress)
+        run = evolve(run, train=train, evaluation=held_out)
+    elif prepared.reference is not None:
+        engine.add_frozen(prepared.reference)
+    return PreferenceTrainer(run, engine, position, data, prepared)
+
+
+def _scored(
+    prepared: PreparedPreference, dataset: TokenizedDataset, engine: Engine, progress: DataProgress | None
+) -> TokenizedDataset:
+    """Return the dataset with the reference's scores out of the cache, computed now where they are not there."""
+    config = prepared.run.resolved.config
+    scores = ReferenceScores.of(config.data.cache, prepared.frozen, dataset.columns)
+    values = scores.read()
+    if values is None:
+        assert prepared.reference is not None, "somebody reads its scores"
+        engine.add_frozen(prepared.reference)
+        scores.fill(engine, dataset, batch_size=prepared.run.order.batch_size, progress=progress)
+        values = scores.read()
+        assert values is not None, "what was written is whole"
+    return with_references(dataset, values)
+
+
+@define(eq=False)
+class PreferenceTrainer(SftTrainer):
+    """The steps of a run on preferences. A step's scores are taken over its own plan, so that a model equal to its reference has log-ratios of
+    exactly 0.
+    """
+
+    name: ClassVar[str] = "preference"
+    mean_over: ClassVar[Literal["tokens", "sequences"]] = "sequences"
+
+    preference: PreparedPreference
+
+    def planned(self, columns: SampleColumns) -> Plan:
+        """Return the plan of a mini-batch with what the loss reads: `ref_logprobs`, and KTO's baseline."""
+        plan = self.engine.plan(columns)
+        made: dict[str, AnyArray | Ragged] = {}
+        if REFERENCE in self.prepared.assembly.objective.columns and REFERENCE not in columns.columns:
+            scores = self.engine.score(plan, tokens="loss", model=REFERENCE_MODEL).result()
+            made[REFERENCE] = scores.on_actions("logprobs")
+        if self.preference.baseline:
+            made[BASELINE] = np.full(int(columns.action_offsets[-1]), self._baseline(columns), dtype=np.float32)
+        return plan.with_columns(made) if made else plan
+
+    def _baseline(self, columns: SampleColumns) -> float:
+        """KTO's baseline of a mini-batch, 0 where it has but one prompt."""
+        others = mismatched(columns, self.preference.longest)
+        if others is None:
+            return 0.0
+        plan = self.engine.plan(others)
+        policy = self.engine.score(plan, tokens="loss")
+        reference = self.engine.score(plan, tokens="loss", model=REFERENCE_MODEL)
+        return baseline_of(policy.result(), reference.result())

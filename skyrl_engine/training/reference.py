@@ -1,0 +1,69 @@
+"""The reference of a run: the frozen model that a policy is compared with, and what must not be different between the two."""
+
+from typing import Final
+
+from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.engine.assembly import Assembly
+from skyrl_engine.engine.frozen_model import FrozenModel
+from skyrl_engine.engine.model_files import ModelFiles
+from skyrl_engine.errors import ModelError, UnsupportedError
+from skyrl_engine.model_facts.configuration import load_config
+from skyrl_engine.model_facts.facts import ModelFacts
+
+REFERENCE_MODEL: Final = "reference"
+"""The frozen model's name on the ranks."""
+
+REFERENCE: Final = "ref_logprobs"
+"""The column of its log-probabilities."""
+
+
+def planned_reference(resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles) -> FrozenModel:
+    """Choose the frozen model that `[reference]` asks for.
+
+    Raises UnsupportedError for what the backend or the trained model does not allow, ModelError for a model that cannot be used.
+    """
+    table, trained = resolved.config.reference, resolved.config.model
+    if table.refresh_every is not None and trained.lora is not None:
+        raise UnsupportedError(
+            "reference.refresh_every copies the whole trained model, and this run trains adapters",
+            remedy="Remove reference.refresh_every, or train all weights",
+        )
+    planned = FrozenModel.planned(
+        REFERENCE_MODEL,
+        trained,
+        assembly.description,
+        table="reference",
+        path=table.path,
+        revision=table.revision,
+        adapters_off=table.adapters_off,
+    )
+    if table.path is not None and planned.model is not None:
+        try:
+            load_config(planned.model)
+        except ModelError as error:
+            raise ModelError(
+                f"the reference cannot be used: {error.cause}", remedy="Correct reference.path or reference.revision"
+            ) from error
+        known, own = ModelFiles.of(planned.model).facts.vocabulary_size, files.facts.vocabulary_size
+        if known is not None and own is not None and known < own:
+            raise UnsupportedError(
+                f"the reference {table.path} knows {known:,} tokens, and the trained model {own:,}",
+                remedy="Set reference.path to a model with the tokenizer of the trained one",
+            )
+    return planned
+
+
+def refuse_dropout(facts: ModelFacts, otherwise: str) -> None:
+    """Raise UnsupportedError for a model that is trained with dropout; `otherwise` says what else is done with it, and what would follow."""
+    lora = facts.model.lora
+    if lora is not None and lora.dropout > 0:
+        name, share, remedy = "model.lora.dropout", lora.dropout, "Set model.lora.dropout = 0"
+    elif found := next(iter(facts.dropouts.items()), None):
+        (name, share), where = found, f"config.json of {facts.model.path}"
+        name, remedy = f"{name} in {where}", f"Set {name} to 0 in {where}"
+    else:
+        return
+    raise UnsupportedError(
+        f"the model is trained with dropout ({name} is {share:g}), and {otherwise}",
+        remedy=remedy,
+    )

@@ -1,0 +1,163 @@
+"""Rows of preferences in every shape that is in use, as the two samples that they become; and rows that say nothing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skyrl_engine.config.schema import DataConfig
+from skyrl_engine.data.dataset import TokenizedDataset, load_columns
+from skyrl_engine.data.preview import preview
+from skyrl_engine.errors import DataError
+
+ASK = {"role": "user", "content": "hi"}
+GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
+HH = "\n\nHuman: hi\n\nAssistant: yes\n\nHuman: more?\n\nAssistant:"
+
+Load = Callable[..., tuple[TokenizedDataset, Any]]
+
+
+@pytest.fixture
+def load(make_tokenizer: Callable[..., Any], tmp_path: Path) -> Load:
+    """`load(rows, template=..., **data)`: the dataset of these rows as preferences, and its tokenizer."""
+
+    def loaded(*rows: dict[str, Any], template: str | None = "chatml", **settings: Any) -> tuple[TokenizedDataset, Any]:
+        path = tmp_path / "pairs.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        tokenizer = make_tokenizer(template)
+        data = DataConfig(train=str(path), cache=str(tmp_path / "cache"), **settings)
+        return load_columns(data, tokenizer, split="train", preferences=True), tokenizer
+
+    return loaded
+
+
+def shown(dataset: TokenizedDataset, tokenizer: Any) -> list[tuple[str | None, str, str]]:
+    """Of every sample: its role, the text without loss, the text with loss."""
+    return [
+        (
+            sample.role,
+            "".join(token.text for token in sample.tokens if not token.loss),
+            "".join(token.text for token in sample.tokens if token.loss),
+        )
+        for sample in preview(dataset, tokenizer, samples=len(dataset)).samples
+    ]
+
+
+CHAT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+ROWS: dict[str, tuple[dict[str, Any], str | None, tuple[str, str], tuple[str, str]]] = {
+    "explicit text": ({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}, None, ("2 + 2 =",) * 2, (" 4", " 5")),
+    "implicit text": ({"chosen": "the sum is 14", "rejected": "the sum is 15"}, None, ("the sum is",) * 2, (" 14", " 15")),
+    "explicit messages": ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}, "chatml", (CHAT, CHAT), ("good", "bad")),
+    "implicit messages": ({"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "chatml", (CHAT, CHAT), ("good", "bad")),
+    "prompt repeated": ({"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "chatml", (CHAT, CHAT), ("good", "bad")),
+    "UltraFeedback": (
+        {"prompt": "hi", "chosen": [ASK, GOOD], "rejected": [ASK, BAD], "messages": [ASK, GOOD], "score_chosen": 8.0},
+        "chatml",
+        (CHAT, CHAT),
+        ("good", "bad"),
+    ),
+    "a question and messages": ({"prompt": "hi", "chosen": [GOOD], "rejected": [BAD]}, "chatml", (CHAT, CHAT), ("good", "bad")),
+    "HH, plain": ({"chosen": f"{HH} good", "rejected": f"{HH} bad"}, None, (HH, HH), (" good", " bad")),
+    "HH, as a chat": (
+        {"chosen": "\n\nHuman: hi\n\nAssistant: good", "rejected": "\n\nHuman: hi\n\nAssistant: bad"},
+        "chatml",
+        (CHAT, CHAT),
+        ("good", "bad"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_becomes_two_samples_of_one_unit(load: Load, name: str) -> None:
+    """Loss falls on both answers, to the token that ends them, and on nothing of the prompt."""
+    row, template, prompts, answers = ROWS[name]
+    dataset, tokenizer = load(row, row | {"other": 1}, template=template)
+    assert dataset.columns.unit_ids.tolist() == [0, 0, 1, 1]
+    assert dataset.columns.sample_values["role"].tolist() == [0, 1, 0, 1]
+    assert dataset.columns.sample_values["row"].tolist() == [0, 0, 1, 1]
+    end = "<|im_end|>" if template else tokenizer.eos_token
+    for (role, before, after), wanted, prompt, answer in zip(
+        shown(dataset, tokenizer)[:2], ("chosen", "rejected"), prompts, answers, strict=True
+    ):
+        assert role == wanted
+        assert before.rstrip("\n").endswith(prompt.rstrip("\n"))
+        assert after == answer + end
+
+
+def test_single_answers_have_a_role_and_no_partner(load: Load) -> None:
+    dataset, _ = load(
+        {"prompt": "2 + 2 =", "completion": " 4", "label": True},
+        {"prompt": "2 + 2 =", "completion": " 5", "label": False},
+        template=None,
+    )
+    assert dataset.format == "unpaired_preference"
+    assert dataset.columns.sample_values["role"].tolist() == [0, 1]
+    assert dataset.columns.unit_ids.tolist() == [0, 1]
+
+
+def test_every_turn_of_an_answer_carries_loss(load: Load) -> None:
+    """Dialogues that part early go on differently: the last answer alone would be judged behind two prompts."""
+    more = {"role": "user", "content": "more"}
+    dataset, tokenizer = load({"chosen": [ASK, GOOD, more, GOOD], "rejected": [ASK, BAD, more, GOOD]})
+    assert [after for *_, after in shown(dataset, tokenizer)] == ["good<|im_end|>good<|im_end|>", "bad<|im_end|>good<|im_end|>"]
+
+
+def test_no_pair_is_dropped_by_half(load: Load) -> None:
+    """`max_samples` counts rows; a half that is too long takes the other with it."""
+    long = {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5" * 40}
+    short = {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}
+    dataset, _ = load(short, long, short, short, template=None, max_length=30, overlong="drop", max_samples=3)
+    assert dataset.columns.sample_values["row"].tolist() == [0, 0, 2, 2]
+    assert (dataset.counts.rows, dataset.counts.dropped_overlong, dataset.counts.dropped_with_unit) == (3, 1, 1)
+
+
+def test_truncation_leaves_both_halves_the_same_prompt_and_the_same_room(load: Load) -> None:
+    row = {"prompt": "2 + 2 =", "chosen": " 4" * 40, "rejected": " 5" * 50}
+    dataset, _ = load(row, template=None, max_length=30, overlong="truncate")
+    assert np.diff(dataset.columns.token_offsets).tolist() == [30, 30]
+    assert len(set(np.diff(dataset.columns.action_offsets).tolist())) == 1
+    prompt = 30 - int(np.diff(dataset.columns.action_offsets)[0])
+    assert dataset.columns.input_ids[:prompt].tolist() == dataset.columns.input_ids[30 : 30 + prompt].tolist()
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no rejected answer": ({"prompt": "a", "chosen": "b", "rejected": None}, "column 'rejected': there is no rejected answer"),
+    "an empty answer": ({"prompt": "a", "chosen": " ", "rejected": "c"}, "column 'chosen': the answer is empty"),
+    "an empty list": ({"chosen": [ASK, GOOD], "rejected": []}, "column 'rejected': the rejected answer is empty"),
+    "an empty message": (
+        {"chosen": [ASK, GOOD], "rejected": [ASK, {"role": "assistant", "content": ""}]},
+        "column 'rejected': the answer is empty",
+    ),
+    "equal texts": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "column 'rejected': it is equal to the chosen answer"),
+    "equal messages": ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}, "column 'rejected': it is equal to the chosen answer"),
+    "different prompts": (
+        {"chosen": [ASK, GOOD], "rejected": [{"role": "user", "content": "ho"}, BAD]},
+        "column 'rejected': message 0 differs from the chosen half's, and is no answer: the prompts are different",
+    ),
+    "nothing in common": ({"chosen": "one", "rejected": "two"}, "column 'rejected': it has no beginning in common"),
+    "a prompt alone": ({"chosen": [ASK, GOOD], "rejected": [ASK]}, "column 'rejected': there is no rejected answer"),
+    "two kinds": (
+        {"prompt": "a", "chosen": "b", "rejected": [BAD]},
+        "column 'rejected': it is list while the chosen answer is str",
+    ),
+    "a label that is no boolean": ({"prompt": "a", "completion": "b", "label": 1}, "column 'label': 1 is no boolean"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_rows_that_say_nothing_are_refused_by_name(load: Load, name: str) -> None:
+    row, said = WRONG[name]
+    right = {"prompt": "a", "completion": "b", "label": True} if "label" in row else {"prompt": "a", "chosen": "b", "rejected": "c"}
+    with pytest.raises(DataError) as told:
+        load(right, row)
+    assert "sample 1 (" in str(told.value)
+    assert said in str(told.value)
+
+
+def test_other_rows_are_refused_with_what_is_needed(load: Load) -> None:
+    with pytest.raises(DataError, match="no format of preferences has the columns") as told:
+        load({"prompt": "a", "completion": "b"})
+    assert "format preference needs chosen and rejected" in told.value.details

@@ -1,0 +1,270 @@
+"""Runs on preferences from configuration to run directory: exact references, held-out pairs, and resumes to the same bits."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from skyrl_engine import hookimpl
+from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.contracts.kinds.observer import StepFinished
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.ragged import offsets_of
+from skyrl_engine.engine.engine import Engine
+from skyrl_engine.engine.plan import Plan
+from skyrl_engine.errors import ConfigError, DataError, PluginBrokenError, UnsupportedError
+from skyrl_engine.run.metrics import read_metrics
+from skyrl_engine.training.preference.baseline import mismatched
+from skyrl_engine.training.preference.trainer import plan_preference, run_preference
+from skyrl_engine.training.sft.trainer import run_sft
+
+Configure = Callable[..., ResolvedConfig]
+
+
+def steps(directory: Path, kind: str = "step") -> list[dict[str, float]]:
+    return [record["metrics"] for record in read_metrics(directory / "metrics.jsonl") if record["kind"] == kind]
+
+
+def weights(directory: Path) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in load_file(directory / "model" / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize("collator", ["padded", "packed"])
+def test_the_first_log_ratios_are_zero_and_held_out_pairs_are_told_apart(configure: Configure, collator: str) -> None:
+    """Reference and policy are scored over one plan: rewards of the first step are exactly 0, its loss log 2."""
+    size = {"micro_batch_rows": 4} if collator == "padded" else {"micro_batch_rows": None, "micro_batch_tokens": 96}
+    resolved = configure(collator={"use": collator}, training=size, evaluation={"at_start": True})
+    done = run_preference(resolved)
+    first, *_, last = steps(done.directory)
+    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "implicit_kl"):
+        assert first[name] == 0.0, name
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert last["loss"] < first["loss"]
+    assert last["rewards/accuracies"] == 1.0
+    assert last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"], rel=1e-6)
+    before, after = steps(done.directory, "evaluation")
+    assert before["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert after["loss"] < before["loss"]
+    assert after["rewards/accuracies"] > 0.5
+    state = json.loads((done.directory / "checkpoints" / "step-00000006" / "trainer.json").read_text())
+    assert state["trainer"] == "preference"
+
+
+def test_no_cut_changes_the_loss(configure: Configure) -> None:
+    curves = [
+        [
+            each["loss"]
+            for each in steps(run_preference(configure(f"cut-{rows}", training={"micro_batch_rows": rows, "steps": 3})).directory)
+        ]
+        for rows in (2, 8)
+    ]
+    np.testing.assert_allclose(*curves, rtol=1e-5)
+
+
+def test_adapters_off_are_the_reference(configure: Configure) -> None:
+    """A fresh adapter changes nothing: the model without it scores as the model with it, to the bit."""
+    resolved = configure(model={"lora": {"rank": 4}}, training={"steps": 2})
+    first, second = steps(run_preference(resolved).directory)
+    assert first["rewards/margins"] == first["implicit_kl"] == 0.0
+    assert second["rewards/margins"] != 0.0
+
+
+class EndedError(Exception):
+    """Ends a run in the middle."""
+
+
+class Ending:
+    @hookimpl
+    def skyrl_engine_step_finished(self, event: StepFinished) -> None:
+        if event.step == 3:
+            raise EndedError
+
+
+@pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=pytest.mark.nightly)])
+def test_a_run_that_was_ended_resumes_to_the_same_bits(configure: Configure, loss: str) -> None:
+    settings: dict[str, Any] = {"preference": {"preset": loss}, "checkpoint": {"every": 2}, "training": {"steps": 4}}
+    whole = run_preference(configure("whole", **settings)).directory
+    with pytest.raises(PluginBrokenError):
+        run_preference(configure("cut", **settings), observers=[Ending()])
+    cut = run_preference(configure("cut", **settings), resume=True).directory
+    names = ("loss", "grad_norm", "rewards/chosen", "implicit_kl")
+    assert [[each[name] for name in names] for each in steps(cut)[-2:]] == [
+        [each[name] for name in names] for each in steps(whole)[-2:]
+    ]
+    assert weights(cut) == weights(whole)
+
+
+@pytest.mark.parametrize("preset", ["orpo", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("simpo", "cpo", "ipo"))])
+def test_every_preset_learns(configure: Configure, preset: str) -> None:
+    done = run_preference(configure(preference={"preset": preset}, training={"steps": 3}))
+    first, _, last = steps(done.directory)
+    assert last["rewards/margins"] > first["rewards/margins"]
+
+
+def test_single_answers_train_with_kto(configure: Configure, pairs: Path) -> None:
+    """The model is its reference at first: no reward, a baseline of 0, and a loss of 1/2. Later the baseline is the measured one."""
+    resolved = configure(preference={"preset": "kto"}, data={"train": str(pairs / "single.jsonl"), "eval": None})
+    first, *_, last = steps(run_preference(resolved).directory)
+    assert first["loss"] == pytest.approx(0.5, abs=1e-7)
+    assert first["kl_baseline"] == 0.0
+    assert last["loss"] < first["loss"]
+    assert last["rewards/chosen"] > last["rewards/rejected"]
+
+
+def test_a_term_on_the_chosen_half_is_half_of_its_mean(configure: Configure) -> None:
+    """Coef = 2 adds the mean over chosen answers of their mean -log p, the NLL term of RPO with alpha = 1."""
+    plain = steps(run_preference(configure("plain", training={"steps": 1})).directory)[0]
+    term = {"loss": {"terms": [{"use": "cross_entropy", "coef": 2.0, "on": "chosen"}]}}
+    added = steps(run_preference(configure("added", training={"steps": 1}, **term)).directory)[0]
+    assert added["loss"] - plain["loss"] == pytest.approx(added["objective/cross_entropy"], rel=1e-6)
+    assert 1.0 < added["objective/cross_entropy"] < 10.0
+
+
+def test_mismatched_answers_stand_behind_other_prompts() -> None:
+    """Pairs (0, 1) and (2, 3): sample 0 gets the answer of 2, and 2 that of 0; rows are cut to 4 tokens."""
+    columns = SampleColumns.create(
+        input_ids=np.array([1, 2, 50, 1, 2, 51, 52, 3, 60, 61, 3, 62], dtype=np.int64),
+        token_offsets=offsets_of([3, 4, 3, 2]),
+        action_offsets=offsets_of([1, 2, 2, 1]),
+        unit_ids=np.array([0, 0, 1, 1]),
+    )
+    others = mismatched(columns, 4)
+    assert others is not None
+    assert others.input_ids.tolist() == [1, 2, 60, 61, 1, 2, 62, 3, 50, 3, 51, 52]
+    assert np.diff(others.action_offsets).tolist() == [2, 1, 1, 2]
+    short = mismatched(columns, 3)
+    assert short is not None
+    assert short.input_ids.tolist() == [1, 2, 60, 1, 2, 62, 3, 50, 3, 51, 52]
+    assert mismatched(columns.take([0, 1]), None) is None
+
+
+@pytest.mark.proof
+@pytest.mark.nightly
+@pytest.mark.usefixtures("without_ray")
+def test_two_ranks_learn_as_one(configure: Configure) -> None:
+    """Pairs stay on one rank; rewards of the first step are 0 on both."""
+    alone = steps(run_preference(configure("alone", training={"steps": 3})).directory)
+    both = steps(run_preference(configure("both", training={"steps": 3}, run={"launch": "ray", "ranks": 2})).directory)
+    assert both[0]["rewards/margins"] == 0.0
+    np.testing.assert_allclose([each["loss"] for each in both], [each["loss"] for each in alone], rtol=1e-4)
+
+
+RUNNER = """
+import json, os, signal, sys
+from skyrl_engine import hookimpl
+from skyrl_engine.config import from_dict, resolve
+from skyrl_engine.training.preference.trainer import run_preference
+class Kill:
+    @hookimpl
+    def skyrl_engine_step_finished(self, event):
+        if event.step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+run_preference(resolve(from_dict(json.loads(sys.argv[1]), "test")), observers=[Kill()])
+"""
+
+
+@pytest.mark.nightly
+def test_a_killed_run_resumes_to_the_same_bits(configure: Configure) -> None:
+    settings: dict[str, Any] = {"checkpoint": {"every": 2}, "training": {"steps": 4}}
+    whole = run_preference(configure("whole", **settings)).directory
+    resolved = configure("killed", **settings)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run([sys.executable, "-c", RUNNER, json.dumps(resolved.as_dict())], env=environment, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert weights(run_preference(resolved, resume=True).directory) == weights(whole)
+
+
+def test_what_cannot_work_is_refused_while_planning(configure: Configure, pairs: Path) -> None:
+    with pytest.raises(UnsupportedError, match="does not tell chosen from rejected"):
+        plan_preference(configure(preference={"preset": "none"}))
+    with pytest.raises(DataError, match=r"unit 0 has no rejected sample"):
+        plan_preference(configure(data={"train": str(pairs / "single.jsonl"), "eval": None}))
+    with pytest.raises(ConfigError, match=r"reference\.refresh_every"):
+        plan_preference(configure(reference={"refresh_every": 2}))
+    with pytest.raises(UnsupportedError, match="makes sense only with the reducers sequence_mean"):
+        plan_preference(configure(reducer={"use": "token_mean"}))
+    with pytest.raises(DataError, match="holds preferences"):
+        run_sft(configure(trainer="sft"))
+    with pytest.raises(ConfigError, match="there is no preset"):
+        configure(preference={"preset": "dop"})
+    plan = plan_preference(configure())
+    assert plan.train["format"] == "preference"
+    assert plan.train["samples"] == 20
+
+
+class Scoring:
+    """Counts the samples of every scoring pass; pass number `ends` fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        self.ends = -1
+        original = Engine.score
+
+        def score(engine: Engine, plan: Plan, **keywords: Any) -> Any:
+            self.sizes.append(len(plan.columns))
+            if len(self.sizes) == self.ends:
+                raise EndedError
+            return original(engine, plan, **keywords)
+
+        monkeypatch.setattr(Engine, "score", score)
+        monkeypatch.setattr("skyrl_engine.training.preference.references._SECONDS_BETWEEN_WRITES", 0.0)
+
+    def drain(self) -> list[int]:
+        sizes, self.sizes = self.sizes, []
+        return sizes
+
+
+@pytest.fixture
+def scoring(monkeypatch: pytest.MonkeyPatch) -> Scoring:
+    return Scoring(monkeypatch)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> dict[str, Any]:
+    return {"data": {"cache": str(tmp_path / "cache")}, "training": {"steps": 2}, "reference": {"precompute": True}}
+
+
+def test_references_are_computed_once(configure: Configure, kept: dict[str, Any], scoring: Scoring) -> None:
+    """A pass that was ended goes on behind its mark, and a second run loads no reference. Scores of another cut are equal within rounding."""
+    live = steps(run_preference(configure("live", **{**kept, "reference": {}})).directory)
+    scoring.drain()
+    scoring.ends = 3
+    with pytest.raises(EndedError):
+        run_preference(configure("ended", **kept))
+    assert scoring.drain() == [8, 8, 4]
+    scoring.ends = -1
+    first = steps(run_preference(configure("first", **kept)).directory)
+    assert scoring.drain() == [4, 8, 4], "the rest of the training pairs, and the held-out ones"
+    np.testing.assert_allclose([each["loss"] for each in first], [each["loss"] for each in live], rtol=0, atol=1e-5)
+    assert first[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    again = steps(run_preference(configure("again", **kept)).directory)
+    assert scoring.drain() == []
+    assert [each["loss"] for each in again] == [each["loss"] for each in first]
+
+
+@pytest.mark.nightly
+def test_kept_references_belong_to_their_model_and_data(
+    configure: Configure, kept: dict[str, Any], scoring: Scoring, tmp_path: Path, pairs: Path
+) -> None:
+    first = steps(run_preference(configure("first", **kept)).directory)
+    everything = [8, 8, 4, 8, 4]
+    assert scoring.drain() == everything
+    other_model = {"precompute": True, "path": str(tmp_path / "first" / "model")}
+    run_preference(configure("model", **{**kept, "reference": other_model}))
+    assert scoring.drain() == everything
+    run_preference(configure("data", **{**kept, "data": {**kept["data"], "max_samples": 8}}))
+    assert scoring.drain() == [8, 8], "the held-out pairs are the same, and so are their scores"
+    for file in (tmp_path / "cache" / "references").glob("*.f32"):
+        file.write_bytes(bytes(file.stat().st_size))
+    again = steps(run_preference(configure("damaged", **kept)).directory)
+    assert scoring.drain() == everything
+    assert [each["loss"] for each in again] == [each["loss"] for each in first]
