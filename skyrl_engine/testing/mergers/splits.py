@@ -112,7 +112,7 @@ def _whole(draw: st.DrawFn, numbers: IntArray) -> BatchOutput:
 def _sample_ids(count: int) -> "st.SearchStrategy[IntArray]":
     """Ids as callers give them: small and rising, falling, and any beyond 32 bits."""
     rising = np.arange(count, dtype=np.int64) * 3 + 1
-    any_ids = st.lists(st.integers(2**31, 2**63 - 1), min_size=count, max_size=count, unique=True)
+    any_ids = st.lists(st.integers(2**60, 2**63 - 1), min_size=count, max_size=count, unique=True)
     return st.one_of(st.just(rising), st.just(rising[::-1].copy()), any_ids.map(lambda ids: np.asarray(ids, dtype=np.int64)))
 
 
