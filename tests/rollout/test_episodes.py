@@ -24,7 +24,7 @@ PATIENCE_S = 60.0
 
 def pool_of(name="naughty", **options):
     lock = selected("environment", f"{FILE}:{name}", {}).lock()
-    return EpisodePool([lock], [name], FactoryContext(), **{"workers": 1, "timeout_s": TIMEOUT_S, "retries": 0, **options})
+    return EpisodePool([lock], [name], FactoryContext(), **{"workers": 1, "timeout_s": PATIENCE_S, "retries": 0, **options})
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def pool(name="naughty", **options):
 @pytest.fixture(scope="module")
 def shared():
     """A pool whose process survives, for tests that need no options; tests that lose it get the next one."""
-    with pool(timeout_s=PATIENCE_S) as made:
+    with pool() as made:
         yield made
 
 
@@ -159,7 +159,7 @@ def test_numbers_of_numpy_and_rewards_by_the_token_pass(shared):
 )
 def test_a_lost_process_fails_its_episode_and_the_others_are_rebuilt(does, words):
     """The one that it held beside goes on where it was, in another process."""
-    with pool() as made:
+    with pool(timeout_s=TIMEOUT_S if "timed out" in words else PATIENCE_S) as made:
         held, begun = opened(made, turns=3)
         made.step(held, action())
         assert reply_of(made, held).result.reward == 1.0
@@ -173,7 +173,7 @@ def test_a_lost_process_fails_its_episode_and_the_others_are_rebuilt(does, words
 
 
 def test_a_hanging_beginning_times_out():
-    with pool() as made:
+    with pool(timeout_s=TIMEOUT_S) as made:
         assert opened(made, begin="hang")[1].failure.endswith("timed out after 0.3 s in begin")
 
 
@@ -197,7 +197,7 @@ def test_a_forked_child_neither_answers_nor_takes_requests():
 
 
 def test_what_an_episode_started_ends_with_its_process(tmp_path):
-    with pool() as made:
+    with pool(timeout_s=TIMEOUT_S) as made:
         reply = stepped(made, **{"step 1": "start_others", "pid": str(tmp_path / "pid")})
         assert "timed out" in reply.failure
     pid = int((tmp_path / "pid").read_text())
@@ -216,7 +216,7 @@ def _runs(pid):
 
 @pytest.mark.parametrize("does", ["hang", "exit", "fail"])
 def test_a_failed_episode_is_tried_again_with_the_same_seed_and_turns(tmp_path, does):
-    with pool(retries=1) as made:
+    with pool(retries=1, timeout_s=TIMEOUT_S if does == "hang" else PATIENCE_S) as made:
         number, begun = opened(made, turns=3, **{"step 2": does, "once": str(tmp_path / "once")})
         assert begun.messages == ({"role": "user", "content": f"seed {number}"},)
         for turn in range(3):
@@ -256,7 +256,7 @@ def test_a_closed_episode_is_closed_in_its_process(tmp_path):
 @pytest.mark.parametrize(("does", "words"), [("hang", "timed out after 0.3 s"), ("exit", "its process ended with exit code 3")])
 def test_an_episode_that_loses_its_process_by_the_end_of_another_is_rebuilt(caplog, does, words):
     """It is not the one that failed, so that it needs no further try; the log names who did."""
-    with pool() as made:
+    with pool(timeout_s=TIMEOUT_S if "timed out" in words else PATIENCE_S) as made:
         held, _ = opened(made, turns=3)
         made.step(held, action())
         assert reply_of(made, held).result.reward == 1.0
@@ -279,7 +279,7 @@ def test_a_slow_end_does_not_count_as_time_of_the_next_call():
 
 def test_an_end_that_hangs_keeps_nobody_waiting():
     """Others begin in another process, long before it is given up."""
-    with pool(timeout_s=PATIENCE_S) as made:
+    with pool() as made:
         number, _ = opened(made, close="hang")
         made.close(number)
         until = time.monotonic() + 3 * ASLEEP_S
@@ -289,7 +289,7 @@ def test_an_end_that_hangs_keeps_nobody_waiting():
 
 
 def test_an_end_that_hangs_is_given_up(caplog):
-    with pool() as made, caplog.at_level(logging.WARNING, logger="skyrl_engine.rollout.episodes"):
+    with pool(timeout_s=TIMEOUT_S) as made, caplog.at_level(logging.WARNING, logger="skyrl_engine.rollout.episodes"):
         number, _ = opened(made, close="hang")
         made.close(number)
         until = time.monotonic() + PATIENCE_S
@@ -355,7 +355,7 @@ def test_a_failed_episode_is_closed_too(tmp_path):
 
 
 def test_an_episode_that_is_closed_while_it_hangs_says_nothing_more():
-    with pool() as made:
+    with pool(timeout_s=TIMEOUT_S) as made:
         number, _ = opened(made, turns=2, **{"step 1": "hang"})
         made.step(number, action())
         assert made.poll(0.0) == []
@@ -368,7 +368,7 @@ def test_an_episode_that_is_closed_while_it_hangs_says_nothing_more():
 
 def test_a_process_that_answered_is_not_stuck_because_nobody_asked_for_its_answer():
     """As between two steps, when the controller trains."""
-    with pool(workers=1, timeout_s=PATIENCE_S) as made:
+    with pool(workers=1) as made:
         number, _ = opened(made)
         made.close(number)
         made.poll(0.0)
@@ -397,7 +397,7 @@ def test_a_large_turn_does_not_block_who_sends_it():
 @pytest.mark.parametrize("count", [6, pytest.param(64, marks=pytest.mark.nightly)])
 def test_hanging_episodes_do_not_keep_others_waiting(count):
     """They hold a process each; the others are answered long before those time out."""
-    with pool(timeout_s=PATIENCE_S) as made:
+    with pool() as made:
         for number in range(count):
             made.open(number, 0, task(begin="hang"), seed=number)
         others = range(1000, 1020)
@@ -430,7 +430,7 @@ def test_a_pool_leaves_neither_processes_nor_descriptors():
     with pool() as made:
         stepped(made)
     before = descriptors()
-    with pool(workers=2, timeout_s=PATIENCE_S) as made:
+    with pool(workers=2) as made:
         for number in range(4):
             made.open(number, 0, task(**({"begin": "hang"} if number == 0 else {})), seed=number)
         replies_of(made, [1, 2, 3])
