@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from by_day import now
 
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.proof.cases import Case
@@ -36,6 +37,8 @@ CUTS = [
 SIZES = [Case("padded", micro_batch_rows=rows, shuffled=rows % 2 == 0) for rows in range(1, SAMPLES + 1)]
 SIZED = ("cross_entropy", "gspo", "clip_cov", "value_clip")
 """A loss of each nature: of tokens, of sequences, of a whole micro-batch, of values."""
+BY_DAY = (*SIZED, "ppo", "dpo", "kto")
+"""And of pairs, and of judged answers. The objective holds every pair of a loss and a reducer by day, without a model: test_every_pair.py."""
 TWO_RANKS = [Case("padded", 2, micro_batch_rows=3), Case("packed", 2, micro_batch_tokens=80, shuffled=True)]
 
 
@@ -62,7 +65,7 @@ def its_reducer(loss: str, turn: int = 0) -> str:
     return usable[(LOSSES.index(loss) + turn) % len(usable)]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", now(LOSSES, *BY_DAY))
 def test_both_precisions(pools: Any, configure: Configure, loss: str) -> None:
     prove(pools, configure, "qwen3", loss, its_reducer(loss), CUTS, "float32")
     prove(pools, configure, "llama", loss, its_reducer(loss, turn=3), CUTS[::3], "float64")
@@ -77,13 +80,13 @@ def test_every_reducer_in_both_precisions(pools: Any, configure: Configure, loss
             prove(pools, configure, "llama", loss, reducer, CUTS[::3], "float64")
 
 
-@pytest.mark.parametrize("loss", [each if each in SIZED else pytest.param(each, marks=pytest.mark.nightly) for each in LOSSES])
+@pytest.mark.parametrize("loss", now(LOSSES, *SIZED))
 def test_every_micro_batch_size_in_every_order(pools: Any, configure: Configure, loss: str) -> None:
     prove(pools, configure, "llama", loss, "token_mean" if allowed(loss, "token_mean") else "sequence_mean", SIZES, "float32")
     prove(pools, configure, "qwen3", loss, "sequence_mean", SIZES[::3], "float64")
 
 
-@pytest.mark.parametrize("loss", [each if each in SIZED else pytest.param(each, marks=pytest.mark.nightly) for each in LOSSES])
+@pytest.mark.parametrize("loss", now(LOSSES, *SIZED))
 def test_two_ranks(pools: Any, configure: Configure, loss: str) -> None:
     """Real processes, gloo between them."""
     prove(pools, configure, "qwen3", loss, its_reducer(loss, turn=1), TWO_RANKS, "float32")
