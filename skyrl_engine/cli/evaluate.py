@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from skyrl_engine.cli.command import EngineCommand, current_settings
-from skyrl_engine.cli.options import load_config
+from skyrl_engine.cli.options import load_config, values_by_key
 
 if TYPE_CHECKING:
     from skyrl_engine.training.rl.standalone_evaluation import Evaluated
@@ -123,7 +123,7 @@ def evaluate(
                 run, step, model, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-engine-evaluate-")))
             )
         flags: dict[str, Any] = {"trainer": "rl", "model.path": model if folder is None else str(folder)}
-        flags |= {key: Option(f"--{name.replace('_', '-')}", given[name]) for name, key in _KEYS.items() if given[name] is not None}
+        flags |= values_by_key(_KEYS, given)
         if environments:
             flags["environments"] = Option("--env" if env else "--reward", environments)
         resolved = resolve(load_config(None, overrides, {**tables, **flags}))

@@ -10,7 +10,7 @@ from skyrl_engine.config.trainers import TRAINERS
 from skyrl_engine.registry.kinds import KINDS
 
 if TYPE_CHECKING:
-    from skyrl_engine.config import RawConfig
+    from skyrl_engine.config import Option, RawConfig
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -37,6 +37,80 @@ def plugin_options(trainer: str | None = None, *, without: Collection[str] = ())
 
 def _kinds() -> list[str]:
     return [kind.name for kind in KINDS.values() if kind.option]
+
+
+RUN_KEYS: Mapping[str, str] = {
+    "model": "model.path",
+    "learning_rate": "optimizer.learning_rate",
+    "output": "run.directory",
+    "launch": "run.launch",
+    "ranks": "run.ranks",
+    "seed": "run.seed",
+}
+"""The key that each option of every command that trains sets."""
+
+DATASET_KEYS: Mapping[str, str] = {
+    **RUN_KEYS,
+    "data": "data.train",
+    "eval_data": "data.eval",
+    "eval_fraction": "data.eval_fraction",
+    "max_length": "data.max_length",
+    "steps": "training.steps",
+    "epochs": "training.epochs",
+    "batch_size": "training.batch_size",
+    "micro_batch_rows": "training.micro_batch_rows",
+}
+"""The key that each option of a command that trains on a dataset sets."""
+
+
+def in_order(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Add options as they stand here, the first one first."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+model_option = click.option("--model", required=True, metavar="MODEL", help="A Hugging Face directory or hub id.")
+
+run_options = in_order(
+    click.option("--micro-batch-rows", type=int, metavar="ROWS", help="Rows a rank computes at once."),
+    click.option("--learning-rate", type=float, metavar="RATE", help="Peak learning rate of AdamW."),
+    click.option("--output", metavar="DIRECTORY", help="The run directory; without it, a new one under runs/."),
+    click.option("--launch", metavar="HOW", help="inline (this process) or ray."),
+    click.option("--ranks", type=int, metavar="RANKS", help="Processes that train together; more than one needs --launch ray."),
+    click.option("--seed", type=int, metavar="SEED", help="Seed of every random number."),
+)
+
+
+def dataset_options(data: str, batch_size: str, *more: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Add the options of a command that trains a model on a dataset, `more` among them.
+
+    `data` and `batch_size` are what help says of these two.
+    """
+    repeated = f"{data}: a file, a folder or a hub id. Give it again for more, read one after the other."
+    return in_order(
+        model_option,
+        click.option("--data", required=True, multiple=True, callback=one_or_several, metavar="DATA", help=repeated),
+        click.option("--eval-data", metavar="DATA", help="Held-out data."),
+        click.option("--eval-fraction", type=float, metavar="SHARE", help="Share of the data to hold out instead."),
+        click.option("--max-length", type=int, metavar="TOKENS", help="Longest sample."),
+        *more,
+        click.option("--steps", type=int, metavar="STEPS", help="Optimizer steps."),
+        click.option("--epochs", type=float, metavar="EPOCHS", help="Passes over the data instead of steps."),
+        click.option("--batch-size", type=int, metavar="SAMPLES", help=batch_size),
+        run_options,
+    )
+
+
+def values_by_key(keys: Mapping[str, str], given: Mapping[str, Any]) -> "dict[str, Option]":
+    """Return the options that were given, by the keys that `keys` says they set."""
+    from skyrl_engine.config import Option
+
+    return {key: Option(f"--{name.replace('_', '-')}", given[name]) for name, key in keys.items() if given[name] is not None}
 
 
 def overrides_argument(function: Function) -> Function:

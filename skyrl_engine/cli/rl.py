@@ -6,11 +6,20 @@ from typing import Any
 import click
 
 from skyrl_engine.cli.command import EngineCommand
-from skyrl_engine.cli.options import flags_of, load_config, overrides_argument, plugin_options
+from skyrl_engine.cli.options import (
+    RUN_KEYS,
+    flags_of,
+    load_config,
+    model_option,
+    overrides_argument,
+    plugin_options,
+    run_options,
+    values_by_key,
+)
 from skyrl_engine.cli.run import start_printed
 
 _KEYS = {
-    "model": "model.path",
+    **RUN_KEYS,
     "rollouts": "rl.rollouts",
     "preset": "rl.preset",
     "steps": "rl.steps",
@@ -19,17 +28,12 @@ _KEYS = {
     "max_tokens": "rl.max_tokens",
     "temperature": "rl.temperature",
     "micro_batch_rows": "rl.micro_batch_rows",
-    "learning_rate": "optimizer.learning_rate",
-    "output": "run.directory",
-    "seed": "run.seed",
-    "launch": "run.launch",
-    "ranks": "run.ranks",
 }
 
 
 @click.command(cls=EngineCommand)
 @overrides_argument
-@click.option("--model", required=True, metavar="MODEL", help="A Hugging Face directory or hub id.")
+@model_option
 @click.option(
     "--env",
     multiple=True,
@@ -57,12 +61,7 @@ _KEYS = {
 @click.option("--group-size", type=int, metavar="ATTEMPTS", help="Attempts per task.")
 @click.option("--max-tokens", type=int, metavar="TOKENS", help="Longest attempt.")
 @click.option("--temperature", type=float, metavar="TEMPERATURE", help="Temperature to sample with.")
-@click.option("--micro-batch-rows", type=int, metavar="ROWS", help="Rows a rank computes at once.")
-@click.option("--learning-rate", type=float, metavar="RATE", help="Peak learning rate of AdamW.")
-@click.option("--output", metavar="DIRECTORY", help="The run directory; without it, a new one under runs/.")
-@click.option("--launch", metavar="HOW", help="inline (this process) or ray.")
-@click.option("--ranks", type=int, metavar="RANKS", help="Processes that train together; more than one needs --launch ray.")
-@click.option("--seed", type=int, metavar="SEED", help="Seed of every random number.")
+@run_options
 @plugin_options("rl")
 @click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
 def rl(
@@ -87,7 +86,7 @@ def rl(
     environments = environment_tables(
         env, reward, tool, {"data": _one_or_list(data), "eval_data": eval_data, "eval_fraction": eval_fraction}
     )
-    flags = {key: Option(f"--{name.replace('_', '-')}", given[name]) for name, key in _KEYS.items() if given[name] is not None}
+    flags = values_by_key(_KEYS, given)
     if environments:
         flags["environments"] = Option("--env" if env else "--reward", environments)
     raw = load_config(None, overrides, {"trainer": "rl", **flags, **flags_of(given)})

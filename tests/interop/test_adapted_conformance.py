@@ -19,7 +19,7 @@ def averaged(log_probs, old_log_probs, advantages, loss_mask):
 
 
 class TestSummed(LossConformance):
-    examples = 6
+    examples = 15
 
     def loss(self) -> Loss:
         plugin = masked_loss(summed, config={"scale": 2.0}, homogeneous=True)
@@ -30,7 +30,7 @@ class TestSummed(LossConformance):
 
 
 class TestAveraged(LossConformance):
-    examples = 6
+    examples = 15
 
     def loss(self) -> Loss:
         return masked_loss(averaged, reduction="token_mean", homogeneous=True).skyrl_engine_make_loss(config=None)
