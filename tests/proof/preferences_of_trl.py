@@ -1,22 +1,26 @@
-"""Losses of pairs beside TRL's own DPOTrainer on one model and batch: loss and gradient of every parameter. Part of `nox -s peers`.
+"""Losses of preferences beside TRL's own trainers on one model and batch: loss and gradient of every parameter. Part of `nox -s peers`.
 
-TRL computes a whole step by itself, from its collator's batch to its loss; ours is given log-probabilities of the same tokens. The policy is
-its reference with noise on every weight, so that no ratio is 0. Both compute in float32: 1e-5 of the largest gradient is a few dozen roundings.
+TRL computes a whole step by itself, from its collator's batch to its loss; ours is given log-probabilities of the same tokens. Either the
+policy or its reference has noise on every weight, so that no ratio is 0. Both compute in float32: 1e-5 of the largest gradient is a few dozen
+roundings.
 """
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from skyrl_engine.contracts import LossTokens, Pairs, Sequences
+from skyrl_engine.contracts import LossOutput, LossTokens, Pairs, Sequences
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine_losses import plugin
-from skyrl_engine_losses.preference import DpoConfig
+from skyrl_engine_losses.preference import CpoConfig, DpoConfig, KtoConfig, OrpoConfig, SimpoConfig
 
 BETA, SMOOTHING, TOLERANCE = 0.3, 0.2, 1e-5
 FORMS: dict[str, DpoConfig] = {
@@ -31,70 +35,149 @@ FORMS: dict[str, DpoConfig] = {
 """TRL's `loss_type`, and what it is called here."""
 
 ROWS = [{"prompt": f"{a} + {a} =", "chosen": f" {2 * a}", "rejected": f" {2 * a + 1} or so"} for a in range(4)]
+JUDGED = [
+    {"prompt": row["prompt"], "completion": row[half], "label": half == "chosen"} for row in ROWS for half in ("chosen", "rejected")
+]
+
+Batch = dict[str, torch.Tensor]
 
 
-def logprobs_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """[n]: log-probabilities of the completions' tokens, sample after sample."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-    scores = logits.float().log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
-    return scores[batch["completion_mask"][:, 1:].bool()]
+class Beside:
+    """The model and folder that all comparisons share."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.path = folder, Path(folder) / "model"
+        texts = [row["prompt"] + row[half] for row in ROWS for half in ("chosen", "rejected")]
+        self.tokenizer = write_tokenizer(self.path, texts)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+        write_model(self.path, tokenizer=self.tokenizer, **sizes)
+
+    def trainer(self, kind: Any, config: Any, rows: list[dict[str, Any]] = ROWS, *, moved: str = "model", **options: Any) -> Any:
+        """TRL's trainer of these rows in one batch, its policy or its reference moved away from the other."""
+        arguments = config(
+            self.folder,
+            per_device_train_batch_size=len(rows),
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            gradient_checkpointing=False,
+            disable_tqdm=True,
+            **options,
+        )
+        model: Any = str(self.path)
+        if kind in (CPOTrainer, ORPOTrainer):  # these take a model alone
+            from transformers import AutoModelForCausalLM
+
+            model = AutoModelForCausalLM.from_pretrained(model)
+        made = kind(model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=self.tokenizer)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in getattr(made, moved).float().parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        return made
 
 
-def ours(model: Any, reference: Any, batch: dict[str, torch.Tensor], config: DpoConfig) -> torch.Tensor:
-    """The objective: every token's value, weighted as `sequence_mean` does."""
+def logprobs_of(model: Any, batch: Batch, of: str = "") -> torch.Tensor:
+    """[n]: log-probabilities of the completions' tokens, sample after sample; `of` is "KL_" for TRL's mismatched rows."""
+    ids, completion = batch[f"{of}input_ids"], batch[f"{of}completion_mask"]
+    logits = model(input_ids=ids, attention_mask=batch[f"{of}attention_mask"]).logits[:, :-1]
+    scores = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return scores[completion[:, 1:].bool()]
+
+
+def ours(loss: Callable[[LossTokens], LossOutput], model: Any, batch: Batch, **columns: torch.Tensor) -> torch.Tensor:
+    """The objective: every token's value, weighted as `sequence_mean` does. Rows have a `label`, or chosen halves come first."""
     counts = batch["completion_mask"][:, 1:].sum(1)
     samples = len(counts)
-    pairs = torch.arange(samples) % (samples // 2)
-    roles = (torch.arange(samples) >= samples // 2).long()
-    sequences = Sequences(torch.repeat_interleave(torch.arange(samples), counts), counts, pairs, pairs, roles)
+    paired = "label" not in batch
+    units = torch.arange(samples) % (samples // 2) if paired else torch.arange(samples)
+    roles = (torch.arange(samples) >= samples // 2 if paired else ~batch["label"].bool()).long()
+    sequences = Sequences(torch.repeat_interleave(torch.arange(samples), counts), counts, units, units, roles)
+    needs = {"logprobs": logprobs_of(model, batch), **columns}
+    output = loss(LossTokens(needs, sequences, torch.Generator, Pairs.of(sequences) if paired else None))
+    values = output.token_loss / counts[sequences.index]
+    return values.sum() / samples
+
+
+def gradient(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([each.grad.flatten().clone() for each in model.parameters() if each.grad is not None])
+
+
+def compare(name: str, model: Any, theirs: torch.Tensor, made: torch.Tensor) -> None:
+    due, got = gradient(model, theirs), gradient(model, made)
+    distance = float((got - due).abs().max() / due.abs().max())
+    print(json.dumps({"loss": name, "trl": theirs.item(), "ours": made.item(), "gradient": distance}), flush=True)
+    assert abs(made.item() - theirs.item()) <= TOLERANCE * max(1.0, abs(theirs.item())), name
+    assert distance <= TOLERANCE, name
+
+
+def direct(beside: Beside) -> None:
+    for loss_type, config in FORMS.items():
+        options = {"loss_type": [loss_type], "beta": BETA, "label_smoothing": config.label_smoothing}
+        trainer = beside.trainer(DPOTrainer, DPOConfig, **options)
+        model, batch = trainer.model, next(iter(trainer.get_train_dataloader()))
+        with torch.no_grad():
+            known = logprobs_of(trainer.ref_model.float(), batch)
+        made = ours(lambda tokens, config=config: plugin.dpo(tokens, config), model, batch, ref_logprobs=known)
+        compare(f"dpo {loss_type}", model, trainer.compute_loss(model, dict(batch)), made)
+
+
+def halves(trainer: Any, batch: Batch) -> Batch:
+    """A batch of TRL's older trainers in the names of its newer ones."""
+    joined = trainer.concatenated_inputs(batch, padding_value=trainer.processing_class.pad_token_id)
+    return {
+        "input_ids": joined["concatenated_input_ids"],
+        "attention_mask": joined["concatenated_attention_mask"],
+        "completion_mask": (joined["concatenated_labels"] != -100).long(),
+    }
+
+
+def contrastive(beside: Beside) -> None:
+    """CPO without its likelihood, which TRL averages over the tokens of a batch and the paper sums over an answer; and SimPO."""
+    cases: dict[str, Callable[[LossTokens], LossOutput]] = {
+        "sigmoid": lambda tokens: plugin.cpo(tokens, CpoConfig(beta=BETA, alpha=0.0)),
+        "simpo": lambda tokens: plugin.simpo(tokens, SimpoConfig(beta=BETA, gamma=0.5)),
+    }
+    for loss_type, loss in cases.items():
+        trainer = beside.trainer(CPOTrainer, CPOConfig, loss_type=loss_type, beta=BETA, cpo_alpha=0.0, simpo_gamma=0.5)
+        batch = next(iter(trainer.get_train_dataloader()))
+        theirs = trainer.compute_loss(trainer.model, dict(batch))
+        compare(f"cpo {loss_type}", trainer.model, theirs, ours(loss, trainer.model, halves(trainer, batch)))
+
+
+def odds_ratio(beside: Beside) -> None:
+    """ORPO with the paper's likelihood of the answer in the place of TRL's, which holds the prompt's tokens too."""
+    trainer = beside.trainer(ORPOTrainer, ORPOConfig, beta=BETA)
+    batch = next(iter(trainer.get_train_dataloader()))
+    chosen, rejected = trainer.concatenated_forward(trainer.model, batch)[:2]
+    theirs = -chosen.mean() - trainer.odds_ratio_loss(chosen, rejected)[0].mean()
+    made = ours(lambda tokens: plugin.orpo(tokens, OrpoConfig(lam=BETA)), trainer.model, halves(trainer, batch))
+    compare("orpo", trainer.model, theirs, made)
+
+
+def judged(beside: Beside) -> None:
+    """KTO in one micro-batch, with the baseline of TRL's own mismatched rows; noise on the reference makes it positive."""
+    weights = {"desirable_weight": 1.5, "undesirable_weight": 0.75}
+    trainer = beside.trainer(KTOTrainer, KTOConfig, JUDGED, moved="ref_model", beta=BETA, **weights)
+    model, batch = trainer.model, next(iter(trainer.get_train_dataloader()))
+    reference = trainer.ref_model.float()
     with torch.no_grad():
         known = logprobs_of(reference, batch)
-    needs = {"logprobs": logprobs_of(model, batch), "ref_logprobs": known}
-    output = plugin.dpo(LossTokens(needs, sequences, torch.Generator, Pairs.of(sequences)), config)
-    return (output.token_loss / counts[sequences.index]).sum() / samples
-
-
-def gradient(model: Any) -> torch.Tensor:
-    return torch.cat([each.grad.flatten().clone() for each in model.parameters() if each.grad is not None])
+        gaps = logprobs_of(model, batch, "KL_") - logprobs_of(reference, batch, "KL_")
+    baseline = (gaps.sum() / len(JUDGED)).clamp(min=0.0).expand(len(known))
+    assert float(baseline[0]) > 0, "a baseline of 0 would compare nothing"
+    config = KtoConfig(beta=BETA, **weights)
+    made = ours(lambda tokens: plugin.kto(tokens, config), model, batch, ref_logprobs=known, kl_baseline=baseline)
+    compare("kto", model, trainer.compute_loss(model, dict(batch)), made)
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model"
-        tokenizer = write_tokenizer(path, [row["prompt"] + row[half] for row in ROWS for half in ("chosen", "rejected")])
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-        write_model(path, tokenizer=tokenizer, **sizes)
-        for loss_type, config in FORMS.items():
-            arguments = DPOConfig(
-                folder,
-                loss_type=[loss_type],
-                beta=BETA,
-                label_smoothing=config.label_smoothing,
-                per_device_train_batch_size=len(ROWS),
-                use_cpu=True,
-                bf16=False,
-                report_to=[],
-                gradient_checkpointing=False,
-                disable_tqdm=True,
-            )
-            trainer = DPOTrainer(str(path), args=arguments, train_dataset=Dataset.from_list(ROWS), processing_class=tokenizer)
-            model, reference = trainer.model.float(), trainer.ref_model.float()
-            torch.manual_seed(1)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
-            batch = next(iter(trainer.get_train_dataloader()))
-            theirs = trainer.compute_loss(model, dict(batch))
-            theirs.backward()
-            due = gradient(model)
-            model.zero_grad()
-            made = ours(model, reference, batch, config)
-            made.backward()
-            got = gradient(model)
-            distance = float((got - due).abs().max() / due.abs().max())
-            print(json.dumps({"loss_type": loss_type, "trl": theirs.item(), "ours": made.item(), "gradient": distance}))
-            assert abs(made.item() - theirs.item()) <= TOLERANCE * max(1.0, abs(theirs.item())), loss_type
-            assert distance <= TOLERANCE, loss_type
+        beside = Beside(folder)
+        for comparison in (direct, contrastive, odds_ratio, judged):
+            comparison(beside)
 
 
 if __name__ == "__main__":
