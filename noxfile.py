@@ -20,6 +20,7 @@ TORCH = shlex.split(os.environ.get("SKYRL_ENGINE_TORCH", "torch==2.13.0"))
 AGAINST_PEERS = (
     "training_throughput.py",
     "rl_step_against_trl.py",
+    "preference_step_against_trl.py",
     "collators_against_peer.py",
     "micro_batches_against_peer.py",
     "controller_to_actors.py",

@@ -41,8 +41,8 @@ from attrs import Factory, define, frozen
 from datasets import Dataset
 from measuring.bars import beside
 from measuring.cpu_time import machine, of_process
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from measuring.words import VOCABULARY, loaded, write_words_model
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -51,14 +51,12 @@ from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.contracts import StepFinished
 from skyrl_engine.contracts.kinds.observer import RolloutsFinished
 from skyrl_engine.contracts.values.rollout import Group
-from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.training.rl.trainer import run_rl
 
 WARM_UP, ROUNDS = 3, 24
 STEPS = WARM_UP + ROUNDS
 GROUPS, GROUP_SIZE, NEW = 4, 4, 48
 ATTEMPTS = GROUPS * GROUP_SIZE
-VOCABULARY = 8192
 SHORTEST, LONGEST = 12, 24
 """Words of a task."""
 
@@ -87,8 +85,6 @@ def share_of_even(prompts, completions, **columns):
     texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     return [sum(word[-1] in "02468" for word in text.split()) / max(1, len(text.split())) for text in texts]
 '''
-
-TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 Told = Callable[[int, Mapping[str, float]], None]
 """Takes the end of every step: how many tokens it sampled, and CPU seconds by span."""
@@ -136,32 +132,13 @@ def quiet() -> None:
 
 def prepare(directory: Path) -> int:
     """Write model, tasks and reward; the number of parameters."""
-    words = {"<pad>": 0, "<end>": 1} | {f"w{number}": number for number in range(2, VOCABULARY)}
-    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<end>")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(directory / "model")
-    sizes = {
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "max_position_embeddings": 512,
-    }
-    write_model(directory / "model", tokenizer=tokenizer, **sizes)
+    parameters = write_words_model(directory / "model")
     draw = np.random.default_rng(0)
     lengths = draw.integers(SHORTEST, LONGEST + 1, GROUPS)
     tasks = [{"prompt": " ".join(f"w{word}" for word in draw.integers(2, VOCABULARY, length))} for length in lengths]
     (directory / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     (directory / "reward.py").write_text(REWARD)
-    return sum(parameter.numel() for parameter in loaded(directory).parameters())
-
-
-def loaded(directory: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32, attn_implementation="sdpa")
+    return parameters
 
 
 @define(eq=False)
@@ -372,7 +349,7 @@ def make_trl(
         **settings,
     )
     trainer = CountingTrainer(
-        model=loaded(directory),
+        model=loaded(directory / "model"),
         reward_funcs=module.share_of_even,
         args=arguments,
         # the same tasks in every step, and no epoch ends between two

@@ -35,7 +35,7 @@ from attrs import define, frozen
 from datasets import Dataset
 from measuring.bars import beside
 from measuring.cpu_time import machine
-from tokenizers import Tokenizer, models
+from measuring.words import VOCABULARY, loaded, write_words_model
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -52,13 +52,11 @@ from trl import SFTConfig, SFTTrainer
 from skyrl_engine import Engine, hookimpl
 from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.contracts import SampleColumns, StepFinished
-from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.proof.comparison import relative_difference
 from skyrl_engine.training.sft.trainer import run_sft
 
 ROUNDS, STEPS, BATCH = 3, 4, 8
 SHORTEST, LONGEST = 36, 503
-VOCABULARY = 8192
 BAR = 1.0
 """The engine makes as many tokens as the fastest of them; with `padded`, as the fastest that pads."""
 AGREEMENT = 1e-5
@@ -104,7 +102,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        tokenizer, parameters = save_model(directory / "model")
+        parameters = write_words_model(directory / "model")
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory / "model")
         samples = make_samples(STEPS * BATCH)
         (directory / "train.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
         describe(samples, parameters)
@@ -136,28 +135,6 @@ def peers_of(model: Path, tokenizer: PreTrainedTokenizerFast, samples: Sequence[
         "SFTTrainer, padding_free": Peer(partial(sft, True), BATCH),
         "SFTTrainer, padding_free, one chat at a time": Peer(partial(sft, True), 1),
     }
-
-
-def save_model(directory: Path) -> tuple[PreTrainedTokenizerFast, int]:
-    """A Qwen3 with random weights, proportioned like the published small ones (head about a fifth of it), and a tokenizer that only pads."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1}, unk_token="<pad>")),
-        pad_token="<pad>",
-        eos_token="<end>",
-    )
-    tokenizer.save_pretrained(directory)
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "max_position_embeddings": 512,
-    }
-    write_model(directory, tokenizer=tokenizer, **sizes)
-    return tokenizer, sum(parameter.numel() for parameter in loaded(directory).parameters())
 
 
 def make_samples(count: int) -> list[Sample]:
@@ -316,10 +293,6 @@ def arguments(output: str, micro_batch: int, *, steps: int = STEPS, max_norm: fl
         "report_to": "none",
         "disable_tqdm": True,
     }
-
-
-def loaded(model: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
 
 
 def make_trainer(model: Path, samples: Sequence[Sample], collator: Any, options: Mapping[str, Any]) -> Any:
