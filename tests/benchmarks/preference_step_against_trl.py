@@ -30,6 +30,7 @@ import trl
 from attrs import define, frozen
 from measuring.bars import beside
 from measuring.cpu_time import machine
+from measuring.trainer_options import PLAIN
 from measuring.words import VOCABULARY, loaded, write_words_model
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
@@ -164,16 +165,9 @@ def run_trl(directory: Path, rows: Sequence[dict[str, str]], pairs: int, **setti
             beta=BETA,
             max_length=None,
             learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
             max_grad_norm=MAX_NORM,
-            optim="adamw_torch_fused",
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
             logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            **PLAIN,
             **settings,
         )
         trainer = DPOTrainer(

@@ -41,6 +41,7 @@ from attrs import Factory, define, frozen
 from datasets import Dataset
 from measuring.bars import beside
 from measuring.cpu_time import machine, of_process
+from measuring.trainer_options import PLAIN
 from measuring.words import VOCABULARY, loaded, write_words_model
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
@@ -337,15 +338,8 @@ def make_trl(
         loss_type="grpo",
         shuffle_dataset=False,
         learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
         max_grad_norm=MAX_NORM,
-        optim="adamw_torch_fused",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **PLAIN,
         **settings,
     )
     trainer = CountingTrainer(

@@ -35,6 +35,7 @@ from attrs import define, frozen
 from datasets import Dataset
 from measuring.bars import beside
 from measuring.cpu_time import machine
+from measuring.trainer_options import PLAIN
 from measuring.words import VOCABULARY, loaded, write_words_model
 from torch import Tensor
 from transformers import (
@@ -277,21 +278,16 @@ class GradientKeeper(TrainerCallback):
 def arguments(output: str, micro_batch: int, *, steps: int = STEPS, max_norm: float = MAX_NORM) -> dict[str, Any]:
     """Options of TrainingArguments. With several micro-batches Trainer too divides by the tokens of the whole mini-batch."""
     return {
+        **PLAIN,
         "output_dir": output,
         "max_steps": steps,
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": BATCH // micro_batch,
         "train_sampling_strategy": "sequential",
         "learning_rate": LEARNING_RATE,
-        "lr_scheduler_type": "constant",
         "max_grad_norm": max_norm,
-        "optim": "adamw_torch_fused",
-        "use_cpu": True,
         "remove_unused_columns": False,
         "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
     }
 
 
@@ -303,10 +299,10 @@ def make_trainer(model: Path, samples: Sequence[Sample], collator: Any, options:
 def make_sft_trainer(
     model: Path, tokenizer: PreTrainedTokenizerFast, samples: Sequence[Sample], padding_free: bool, options: Mapping[str, Any]
 ) -> Any:
-    """Neither recomputes activations nor takes bfloat16, which are its defaults, because the others do neither."""
-    plain = {"bf16": False, "gradient_checkpointing": False, "max_length": None, "padding_free": padding_free}
+    """Makes an SFTTrainer that cuts no chat."""
+    whole = {"max_length": None, "padding_free": padding_free}
     trainer = RecordingSftTrainer(
-        loaded(model), SFTConfig(**options, **plain), train_dataset=Dataset.from_list(list(samples)), processing_class=tokenizer
+        loaded(model), SFTConfig(**options, **whole), train_dataset=Dataset.from_list(list(samples)), processing_class=tokenizer
     )
     return ready(trainer)
 

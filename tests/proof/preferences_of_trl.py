@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
@@ -42,8 +43,8 @@ JUDGED = [
 Batch = dict[str, torch.Tensor]
 
 
-class Beside:
-    """The model and folder that all comparisons share."""
+class Trainers:
+    """TRL's trainers of one model, which lies in `folder`."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.path = folder, Path(folder) / "model"
@@ -52,7 +53,7 @@ class Beside:
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
         write_model(self.path, tokenizer=self.tokenizer, **sizes)
 
-    def trainer(self, kind: Any, config: Any, rows: list[dict[str, Any]] = ROWS, *, moved: str = "model", **options: Any) -> Any:
+    def make(self, kind: Any, config: Any, rows: list[dict[str, Any]] = ROWS, *, moved: str = "model", **options: Any) -> Any:
         """TRL's trainer of these rows in one batch, its policy or its reference moved away from the other."""
         arguments = config(
             self.folder,
@@ -64,11 +65,7 @@ class Beside:
             disable_tqdm=True,
             **options,
         )
-        model: Any = str(self.path)
-        if kind in (CPOTrainer, ORPOTrainer):  # these take a model alone
-            from transformers import AutoModelForCausalLM
-
-            model = AutoModelForCausalLM.from_pretrained(model)
+        model = AutoModelForCausalLM.from_pretrained(self.path)
         made = kind(model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=self.tokenizer)
         torch.manual_seed(1)
         with torch.no_grad():
@@ -113,10 +110,10 @@ def compare(name: str, model: Any, theirs: torch.Tensor, made: torch.Tensor) -> 
     assert distance <= TOLERANCE, name
 
 
-def direct(beside: Beside) -> None:
+def direct(trainers: Trainers) -> None:
     for loss_type, config in FORMS.items():
         options = {"loss_type": [loss_type], "beta": BETA, "label_smoothing": config.label_smoothing}
-        trainer = beside.trainer(DPOTrainer, DPOConfig, **options)
+        trainer = trainers.make(DPOTrainer, DPOConfig, **options)
         model, batch = trainer.model, next(iter(trainer.get_train_dataloader()))
         with torch.no_grad():
             known = logprobs_of(trainer.ref_model.float(), batch)
@@ -134,22 +131,22 @@ def halves(trainer: Any, batch: Batch) -> Batch:
     }
 
 
-def contrastive(beside: Beside) -> None:
+def contrastive(trainers: Trainers) -> None:
     """CPO without its likelihood, which TRL averages over the tokens of a batch and the paper sums over an answer; and SimPO."""
     cases: dict[str, Callable[[LossTokens], LossOutput]] = {
         "sigmoid": lambda tokens: plugin.cpo(tokens, CpoConfig(beta=BETA, alpha=0.0)),
         "simpo": lambda tokens: plugin.simpo(tokens, SimpoConfig(beta=BETA, gamma=0.5)),
     }
     for loss_type, loss in cases.items():
-        trainer = beside.trainer(CPOTrainer, CPOConfig, loss_type=loss_type, beta=BETA, cpo_alpha=0.0, simpo_gamma=0.5)
+        trainer = trainers.make(CPOTrainer, CPOConfig, loss_type=loss_type, beta=BETA, cpo_alpha=0.0, simpo_gamma=0.5)
         batch = next(iter(trainer.get_train_dataloader()))
         theirs = trainer.compute_loss(trainer.model, dict(batch))
         compare(f"cpo {loss_type}", trainer.model, theirs, ours(loss, trainer.model, halves(trainer, batch)))
 
 
-def odds_ratio(beside: Beside) -> None:
+def odds_ratio(trainers: Trainers) -> None:
     """ORPO with the paper's likelihood of the answer in the place of TRL's, which holds the prompt's tokens too."""
-    trainer = beside.trainer(ORPOTrainer, ORPOConfig, beta=BETA)
+    trainer = trainers.make(ORPOTrainer, ORPOConfig, beta=BETA)
     batch = next(iter(trainer.get_train_dataloader()))
     chosen, rejected = trainer.concatenated_forward(trainer.model, batch)[:2]
     theirs = -chosen.mean() - trainer.odds_ratio_loss(chosen, rejected)[0].mean()
@@ -157,10 +154,10 @@ def odds_ratio(beside: Beside) -> None:
     compare("orpo", trainer.model, theirs, made)
 
 
-def judged(beside: Beside) -> None:
+def judged(trainers: Trainers) -> None:
     """KTO in one micro-batch, with the baseline of TRL's own mismatched rows; noise on the reference makes it positive."""
     weights = {"desirable_weight": 1.5, "undesirable_weight": 0.75}
-    trainer = beside.trainer(KTOTrainer, KTOConfig, JUDGED, moved="ref_model", beta=BETA, **weights)
+    trainer = trainers.make(KTOTrainer, KTOConfig, JUDGED, moved="ref_model", beta=BETA, **weights)
     model, batch = trainer.model, next(iter(trainer.get_train_dataloader()))
     reference = trainer.ref_model.float()
     with torch.no_grad():
@@ -175,9 +172,9 @@ def judged(beside: Beside) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        beside = Beside(folder)
+        trainers = Trainers(folder)
         for comparison in (direct, contrastive, odds_ratio, judged):
-            comparison(beside)
+            comparison(trainers)
 
 
 if __name__ == "__main__":
