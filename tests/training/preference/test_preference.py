@@ -162,24 +162,37 @@ RUNNER = """
 import json, os, signal, sys
 from skyrl_engine import hookimpl
 from skyrl_engine.config import from_dict, resolve
+from skyrl_engine.training.preference import references
 from skyrl_engine.training.preference.trainer import run_preference
+settings, killed_in = json.loads(sys.argv[1]), sys.argv[2]
+references._SECONDS_BETWEEN_WRITES = 0.0
+def kill(place):
+    if place == killed_in:
+        os.kill(os.getpid(), signal.SIGKILL)
 class Kill:
     @hookimpl
     def skyrl_engine_step_finished(self, event):
-        if event.step == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-run_preference(resolve(from_dict(json.loads(sys.argv[1]), "test")), observers=[Kill()])
+        kill(f"step {event.step}")
+def progress(what, done, total):
+    kill(f"{what}, {done} of {total}")
+run_preference(resolve(from_dict(settings, "test")), observers=[Kill()], progress=progress, resume=True)
 """
 
 
 @pytest.mark.nightly
-def test_a_killed_run_resumes_to_the_same_bits(configure: Configure) -> None:
-    settings: dict[str, Any] = {"checkpoint": {"every": 2}, "training": {"steps": 4}}
+@pytest.mark.parametrize(
+    "places",
+    [("step 3",), ("scoring with the reference, 16 of 20", "scoring with the reference, 8 of 12", "step 3")],
+    ids=["live", "kept"],
+)
+def test_a_killed_run_resumes_to_the_same_bits(configure: Configure, tmp_path: Path, places: tuple[str, ...]) -> None:
+    settings: dict[str, Any] = {"checkpoint": {"every": 2}, "training": {"steps": 4}, "reference": {"precompute": len(places) > 1}}
     whole = run_preference(configure("whole", **settings)).directory
-    resolved = configure("killed", **settings)
+    resolved = configure("killed", **settings, data={"cache": str(tmp_path / "cache")})
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run([sys.executable, "-c", RUNNER, json.dumps(resolved.as_dict())], env=environment, check=False)
-    assert ended.returncode == -signal.SIGKILL
+    for place in places:
+        command = [sys.executable, "-c", RUNNER, json.dumps(resolved.as_dict()), place]
+        assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL, place
     assert weights(run_preference(resolved, resume=True).directory) == weights(whole)
 
 
