@@ -26,6 +26,9 @@ COMMANDS = {
     "preference": LazyCommand(
         "skyrl_engine.cli.preference:preference", "Train a model on chosen and rejected answers (also: dpo)."
     ),
+    "reward-model": LazyCommand(
+        "skyrl_engine.cli.reward_model:reward_model", "Train a model to value answers, on chosen and rejected ones."
+    ),
     "rl": LazyCommand("skyrl_engine.cli.rl:rl", "Train a model by reinforcement, on tasks and rewards of your own."),
     "prove": LazyCommand(
         "skyrl_engine.cli.prove:prove", "Prove on this machine that gradients do not depend on how a batch is cut."

@@ -51,6 +51,7 @@ def preview(
     from skyrl_engine.data.dataset import Split, load_columns
     from skyrl_engine.data.images.processor import load_vision
     from skyrl_engine.data.preview import preview as look_at
+    from skyrl_engine.data.sources.formats import Reading
     from skyrl_engine.engine.capability import vision_of
     from skyrl_engine.engine.model_files import ModelFiles
     from skyrl_engine.training.preference.preparation import GIVEN
@@ -64,8 +65,8 @@ def preview(
     limited = limited_to_model(config.data, files.facts)
     part: Split = "eval" if split == "eval" else "train"
     with render.show_progress(quiet=current_settings().quiet) as display:
-        preferences = config.trainer == "preference"
-        given = GIVEN if preferences else frozenset()
+        readings: dict[str, Reading] = {"preference": "preferences", "reward_model": "rewards"}
+        given = GIVEN if config.trainer == "preference" else frozenset()
         needed = {need: asker for need, asker in columns_to_read(resolved, tokenizer).items() if need not in given}
         vision = vision_of(files.facts, load_vision(files.facts, limited))
         columns = load_columns(
@@ -76,7 +77,7 @@ def preview(
             needed=needed,
             vision=vision,
             progress=display.data,
-            preferences=preferences,
+            reading=readings.get(config.trainer, "samples"),
         )
     rows = config.training.micro_batch_rows or config.training.batch_size
     seen = look_at(columns, tokenizer, samples=samples, batch_size=rows)

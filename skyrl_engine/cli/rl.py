@@ -21,6 +21,7 @@ from skyrl_engine.cli.run import start_printed
 _KEYS = {
     **RUN_KEYS,
     "rollouts": "rl.rollouts",
+    "reward_model": "reward_model.path",
     "preset": "rl.preset",
     "steps": "rl.steps",
     "groups": "rl.groups",
@@ -41,6 +42,7 @@ _KEYS = {
     help="Where tasks and rewards come from: an environment plugin, such as reasoning_gym:spell_backward. Give it again for a mixture.",
 )
 @click.option("--reward", multiple=True, metavar="FUNCTION", help="A reward function, ./file.py:name; several are added up.")
+@click.option("--reward-model", metavar="MODEL", help="A sequence classifier whose value of an attempt is added to its reward.")
 @click.option(
     "--data",
     multiple=True,

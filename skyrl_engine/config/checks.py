@@ -8,6 +8,7 @@ from skyrl_engine.config.schema import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
+    ModelConfig,
     OptimizerConfig,
     PluginsConfig,
     RunConfig,
@@ -26,6 +27,9 @@ def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
     found: list[tuple[str, str, str]] = []
     if run is not None:
         found += _run(run)
+    model = given.get(ModelConfig)
+    if model is not None and model.classifier and not model.value_head:
+        found.append(("model.classifier", "needs model.value_head = true", "Set it, or remove model.classifier"))
     if data is not None and data.eval is not None and data.eval_fraction > 0:
         found.append(("data.eval_fraction", "data.eval is set too", "Give one of data.eval and data.eval_fraction"))
     if training is not None:

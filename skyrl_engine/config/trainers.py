@@ -42,8 +42,15 @@ _ROWS = (
         plan="skyrl_engine.training.preference.trainer:plan_preference",
     ),
     Trainer(
+        "reward_model",
+        tables=("data", "training", "reward_model", "evaluation", "checkpoint"),
+        kinds=("collator", "loss", "correction", "reducer", "backend", "merger"),
+        run="skyrl_engine.training.reward_model.trainer:run_reward_model",
+        plan="skyrl_engine.training.reward_model.trainer:plan_reward_model",
+    ),
+    Trainer(
         "rl",
-        tables=("rl", "rollouts", "reference", "evaluation", "checkpoint"),
+        tables=("rl", "rollouts", "reference", "reward_model", "evaluation", "checkpoint"),
         kinds=(
             *("collator", "loss", "correction", "reducer", "backend", "merger"),
             *("generator", "environment", "advantage", "group_filter"),

@@ -16,7 +16,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.data.images.processor import NoVision, Vision, VisionInputs
 from skyrl_engine.data.images.store import IMAGES, ImageStore, files_of, image_names
 from skyrl_engine.data.images.tokens import digest_of_states, state_of_file
-from skyrl_engine.data.sources.formats import KnownFormat
+from skyrl_engine.data.sources.formats import KnownFormat, Reading
 from skyrl_engine.data.sources.locate import open_source
 from skyrl_engine.data.sources.rows import BoolArray, Source
 from skyrl_engine.data.table.cache import TokenCache, cache_key
@@ -103,14 +103,15 @@ def load_columns(
     needed: Mapping[str, str] = MappingProxyType({}),
     vision: Vision = _NO_VISION,
     progress: Progress | None = None,
-    preferences: bool = False,
+    reading: Reading = "samples",
 ) -> TokenizedDataset:
     """Load the training or the evaluation samples of a configuration.
 
     Evaluation samples come from `data.eval`, or else are the part `data.eval_fraction` of `data.train` chosen by `seed`, which training then
     leaves out; rows that share a group or a unit stay on one side. `data.max_samples` keeps the first rows of a source, before that.
     Of further columns those in `data.columns` are read and those in `needed`, which says of each who asks for it ("loss ppo needs").
-    `preferences` reads rows as preferences: a pair is two samples of a unit, and every sample has a role.
+    `reading` "preferences" makes of a pair two samples of a unit, every sample with a role; "rewards" also puts a token behind each, the
+    only one that carries loss, before which a model has read all of the text.
     `vision` looks at images, which are named here and read by `TokenizedDataset.batch`. `progress(label, done, total)` is called with rows.
     Raises DataError, naming the sample and its file and line, ModelError where the tokenizer has no chat template, and UnsupportedError for
     images that `vision` does not take.
@@ -120,12 +121,12 @@ def load_columns(
     wanted = _wanted_rows(data, source, split, seed)
     cache = TokenCache.of(data.cache)
     images = _image_settings(vision, source)
-    key = cache_key(source.digest, np.packbits(wanted).tobytes(), tokenizer, data, reader.needed, images, preferences=preferences)
+    key = cache_key(source.digest, np.packbits(wanted).tobytes(), tokenizer, data, reader.needed, images, reading=reading)
     label = f"tokenizing {'training' if split == 'train' else 'evaluation'} data"
     table = cache.read(key, lambda table: _images_unchanged(table, source))
     cached = table is not None
     if table is None:
-        table = cache.write(key, TableFilling(source, wanted, data, reader, tokenizer, vision, label, progress, preferences))
+        table = cache.write(key, TableFilling(source, wanted, data, reader, tokenizer, vision, label, progress, reading))
     counts = evolve(DataCounts(**table.info["counts"]), from_cache=cached)
     if not counts.samples:
         raise DataError(

@@ -20,6 +20,7 @@ from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT
 from skyrl_engine.contracts.kinds.reducer import PerSequence, TokenWeights
 from skyrl_engine.contracts.values.buffers import ReusableJoin
 from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
 from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan
 from skyrl_engine.engine.accumulation import Accumulation, MiniBatchGradient
@@ -92,7 +93,7 @@ class Engine:
         self._spans = Spans()
         self._join = ReusableJoin()
         self._gradient = Accumulation(assembly)
-        self._frozen: set[str] = set()
+        self._frozen: dict[str, FrozenModel] = {}
         self._sampler: Sampler | None = None
         if optimizer is not None and optimizer.schedule != "constant" and total_steps is None:
             raise UnsupportedError(
@@ -180,7 +181,7 @@ class Engine:
             raise UnsupportedError(
                 f"there is no frozen model {model!r}", remedy="Add it first: engine.add_frozen(FrozenModel(name, model))"
             )
-        self._refuse_scores(wanted)
+        self._refuse_scores(wanted, None if model is None else self._frozen[model].model)
         with _refused_in_words("score"):
             work = Pass("score", self.step, temperature=temperature, scores=wanted, tokens=tokens, model=model)
         return self._forward(plan, work, needs=()).then(lambda outputs: self._merged(outputs, plan.cut))
@@ -323,7 +324,7 @@ class Engine:
         Raises ModelError.
         """
         self.group.add_frozen(frozen.name, frozen.model)
-        self._frozen.add(frozen.name)
+        self._frozen[frozen.name] = frozen
 
     @property
     def sampler(self) -> Sampler:
@@ -459,11 +460,12 @@ class Engine:
         if fixed is not None and self._files is not None:
             refuse_longer_rows(self._files.facts.model.path, fixed, int(np.diff(columns.token_offsets).max(initial=0)))
 
-    def _refuse_scores(self, scores: frozenset[str]) -> None:
-        """Refuse scores that nobody computes, before a rank meets them."""
+    def _refuse_scores(self, scores: frozenset[str], frozen: ModelConfig | None) -> None:
+        """Refuse scores that the model, the trained or a frozen one, does not compute, before a rank meets them."""
         # per-token outputs are one number per token, so candidates are for losses alone
         has = {"logprobs", "entropy"} | ({*OPTIONAL_SCORES} & self.assembly.description.capabilities) - {LOGPROBS_AT}
-        if self._files is None or self._files.facts.model.value_head:
+        model = frozen or (None if self._files is None else self._files.facts.model)
+        if model is None or model.value_head:
             has |= {"values"}
         if not scores or not scores <= has:
             raise UnsupportedError(

@@ -30,8 +30,11 @@ class FrozenModel:
         path: str | None = None,
         revision: str | None = None,
         adapters_off: bool | None = None,
+        classifier: bool = False,
     ) -> "FrozenModel":
         """Choose what stands for the model of configuration table `table`: `path`, or the trained model as it was before training.
+
+        `classifier` says that it is a reward model, whose score is "values".
 
         `adapters_off` None takes the trained model without adapters where that is the same model and the backend can. Raises UnsupportedError
         for what the backend does not declare, and for switches that contradict each other.
@@ -61,7 +64,8 @@ class FrozenModel:
                 path=trained.path if path is None else path,
                 revision=trained.revision if own else revision,
                 lora=lora,
-                value_head=False,
+                value_head=classifier,
+                classifier=classifier,
                 activation_checkpointing=False,
             ),
         )

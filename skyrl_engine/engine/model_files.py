@@ -1,12 +1,13 @@
 """The files of a model beside its weights, and an export of all of them."""
 
 import shutil
+import tempfile
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from skyrl_engine.config.schema import ModelConfig
 from skyrl_engine.data.images.processor import NoVision, Vision
@@ -69,7 +70,8 @@ class ModelFiles:
     def write(self, write_weights: Callable[[Path], None], output: Path) -> None:
         """Export weights, the tokenizer, and the processors of a model that sees, to `output`, which appears only when it is whole.
 
-        `write_weights` fills a directory, such as `WorkerGroup.export`. Raises ModelError when `output` is not empty or cannot be written.
+        `write_weights` fills a directory, such as `WorkerGroup.export`. A reward model becomes a sequence classifier, its adapters merged.
+        Raises ModelError when `output` is not empty or cannot be written.
         """
         refuse_occupied(output)
         aside = output.with_name(f".{output.name}.partial")
@@ -77,7 +79,7 @@ class ModelFiles:
             if aside.exists():
                 shutil.rmtree(aside)
             aside.mkdir(parents=True)
-            write_weights(aside)
+            self._write_weights(write_weights, aside)
             self._write_text_and_images(aside)
             sync_tree(aside)
             aside.replace(output)  # onto nothing, or onto an empty directory
@@ -92,6 +94,22 @@ class ModelFiles:
                 else "Free space there or make it writable; a run's checkpoints are whole, so `skyrl-engine export` can write it again",
                 details=error.details if isinstance(error, EngineError) else (),
             ) from error
+
+    def _write_weights(self, write_weights: Callable[[Path], None], directory: Path) -> None:
+        model = self.facts.model
+        if not model.classifier:
+            write_weights(directory)
+            return
+        from skyrl_engine.modeling.classifier import become_classifier
+        from skyrl_engine.modeling.exporting import write_merged
+
+        if model.lora is None:
+            write_weights(directory)
+        else:
+            with tempfile.TemporaryDirectory(prefix="skyrl-engine-export-") as adapters:
+                write_weights(Path(adapters))
+                write_merged(evolve(model, lora=evolve(model.lora, path=adapters)), directory, model.dtype)
+        become_classifier(directory, model, self.pad_token_id)
 
 
 def refuse_occupied(output: Path) -> None:

@@ -73,6 +73,13 @@ def split_causal_lm(model: Any) -> CausalLanguageModelParts:
     return CausalLanguageModelParts(decoder, head, LogitRule.of(model.config))
 
 
+def output_names(model: Any) -> set[str]:
+    """Return the names of the parameters of the model's language-model head."""
+    head = model.get_output_embeddings()
+    places = [name for name, module in model.named_modules() if module is head]
+    return {f"{place}.{name}" for place in places for name, _ in head.named_parameters()}
+
+
 def all_layers(decoder: nn.Module) -> list[nn.Module]:
     """Return the decoder's layers, and those of its vision tower if it has one."""
     return [*transformer_layers(language_part(decoder)), *tower_layers(decoder)]

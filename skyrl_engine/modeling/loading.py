@@ -14,7 +14,7 @@ from skyrl_engine.errors import ModelError
 from skyrl_engine.model_facts.configuration import load_config, source_of
 from skyrl_engine.model_facts.vision_language import takes_images
 from skyrl_engine.model_facts.weight_files import holder_of, weight_files
-from skyrl_engine.modeling.causal_lm import split_causal_lm
+from skyrl_engine.modeling.causal_lm import output_names, split_causal_lm
 from skyrl_engine.modeling.lora import add_adapters, freeze_in, load_adapters
 from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.precision import compute_buffers_in, computing_in
@@ -89,7 +89,7 @@ def _scorer(spec: ModelConfig, model: Any, seed: int) -> Scorer:
         add_adapters(model, language_part(parts.decoder), spec, seed)
     value_head: ValueHead | None = None
     if spec.value_head:
-        value_head = add_value_head(model, parts.head.in_features, name=spec.path)
+        value_head = add_value_head(model, parts.head.in_features, name=spec.path, bias=not spec.classifier)
     scorer = Scorer(parts, logits_per_chunk=spec.logits_per_chunk, value_head=value_head)
     scorer.rotary_length = fix_rotary_frequencies(model, spec.rotary_length)
     if spec.dtype == "bfloat16":
@@ -154,7 +154,8 @@ def load_causal_lm(spec: ModelConfig, *, images: bool = False) -> Any:
             remedy=TO_SAFETENSORS if is_refused(error) else "Check that the directory or hub id holds a complete model",
         ) from error
     refuse_other_shapes(spec, files, report["mismatched_keys"])
-    missing = sorted(report["missing_keys"])
+    # a classifier's files hold no language-model head, and its values do without
+    missing = sorted(set(report["missing_keys"]) - (output_names(model) if spec.classifier else set()))
     if missing:
         raise ModelError(
             f"{spec.path} lacks {len(missing)} of its weights, {missing[0]} first",

@@ -16,14 +16,16 @@ NAME = "score"
 
 
 class ValueHead(nn.Linear):
-    """A linear head from hidden states [n, h] to values, float32[n], or float64[n] for a float64 model.
+    """A linear head from hidden states [n, h] to values, float32[n], or float64[n] for a float64 model; a reward model's has no bias.
 
     The product is computed in float32 even if weights are gathered in bfloat16: it costs little (n x h), and rounding a value to 8 bits would
     exceed a critic's usual error.
     """
 
-    def __init__(self, features: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
-        super().__init__(features, 1, device=device, dtype=dtype)
+    def __init__(
+        self, features: int, *, bias: bool = True, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(features, 1, bias=bias, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Set weight and bias to zero, so that the first values are 0 and no random number enters advantages.
@@ -31,14 +33,16 @@ class ValueHead(nn.Linear):
         The weight still learns, because its gradient is a multiple of the hidden state; layers below get one from the second step on.
         """
         nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, hidden_NH: Tensor) -> Tensor:
         precision = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
-        return nn.functional.linear(hidden_NH.to(precision), self.weight.to(precision), self.bias.to(precision))[:, 0]
+        bias = None if self.bias is None else self.bias.to(precision)
+        return nn.functional.linear(hidden_NH.to(precision), self.weight.to(precision), bias)[:, 0]
 
 
-def add_value_head(model: Any, features: int, *, name: str) -> ValueHead:
+def add_value_head(model: Any, features: int, *, name: str, bias: bool = True) -> ValueHead:
     """Add a head of zeros over `features` hidden numbers to `model`, with the device and dtype of its weights. Raises ModelError."""
     if hasattr(model, NAME):
         raise ModelError(
@@ -46,7 +50,7 @@ def add_value_head(model: Any, features: int, *, name: str) -> ValueHead:
             remedy="Set model.value_head = false, or use another model",
         )
     parameter = next(model.parameters())
-    head = ValueHead(features, device=parameter.device, dtype=parameter.dtype)
+    head = ValueHead(features, bias=bias, device=parameter.device, dtype=parameter.dtype)
     model.add_module(NAME, head)
     return head
 
@@ -55,12 +59,17 @@ def add_value_head(model: Any, features: int, *, name: str) -> ValueHead:
 def load_value_head(head: ValueHead, spec: ModelConfig, source: str) -> bool:
     """Fill the head from the checkpoint; return False if it holds none. A head without bias, such as a reward model's, gets the bias 0.
 
-    Raises ModelError for a head that does not give one value per token.
+    Raises ModelError for a head that does not give one value per token, and for a critic's bias where the model is a classifier.
     """
     found = _stored(spec, source)
     weight = found.get("weight")
     if weight is None:
         return False
+    if spec.classifier and found.get("bias", weight.new_zeros(1)).any():
+        raise ModelError(
+            f"the head {NAME} of {spec.path} has a bias, and a reward model's has none",
+            remedy="Use a model without a critic's head; the reward model's then starts at zero",
+        )
     for kind, own in head.named_parameters():
         if kind not in found:
             continue

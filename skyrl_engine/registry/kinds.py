@@ -156,6 +156,7 @@ _ROWS = (
                 "cpo",
                 "orpo",
                 "kto",
+                "bradley_terry",
             )
         },
     ),

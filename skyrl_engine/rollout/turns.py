@@ -101,6 +101,20 @@ class TurnRenderer:
         """Return the special token with which the template ends a turn that these messages follow; None where it has none."""
         return self._ending(self._suffix(messages, tools, name))
 
+    def closing(self) -> tuple[int, Ids] | None:
+        """Return the special token with which the template ends a dialogue's last turn, and int32 what it writes behind; None without one."""
+        mark = _mark("")
+        said = {"role": "assistant", "content": mark}
+        text = self._attempt([_QUESTION, said], ()) if self.tokenizer.chat_template else None
+        if text is None or text.count(mark) != 1:
+            return None
+        suffix = text.partition(mark)[2]
+        ending = self._ending(suffix)
+        if ending is None:
+            return None
+        ids: Ids = self._encoded(suffix)
+        return ending, ids[int(np.argmax(ids == ending)) + 1 :]
+
     def action(self, completion: Completion, turn: int, tools: Tools = ()) -> Action:
         """Return a sampled turn as an environment sees it; where the task has tools, calls are read as its template writes them."""
         ids = completion.token_ids.tolist()

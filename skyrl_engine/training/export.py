@@ -91,7 +91,8 @@ def export_checkpoint(
         raise checkpoint.damaged("model/config.json is missing")
     recorded = _Recorded.of(checkpoint)
     model = _base(recorded, choices)
-    merges = choices.merge and model.lora is not None
+    # a classifier has no place for adapters beside it
+    merges = (choices.merge or model.classifier) and model.lora is not None
     if merges:
         refuse_other_base(attrs.asdict(recorded.model), recorded.base, base_of(_whole(model)))
     backend = _backend(recorded.backend, choices.backend).on_one_rank()

@@ -39,7 +39,7 @@ def test_sft_trains_unless_something_else_is_said() -> None:
 def test_an_unknown_trainer_is_refused_with_what_may_have_been_meant() -> None:
     assert problems("trainer=stf", *NEEDED) == ['command line: trainer: there is no trainer "stf". Did you mean "sft"?']
     assert problems("trainer=pretraining") == [
-        'command line: trainer: there is no trainer "pretraining". Choose one of "sft", "preference", "rl"'
+        'command line: trainer: there is no trainer "pretraining". Choose one of "sft", "preference", "reward_model", "rl"'
     ], "tables that an unknown trainer may need are not asked for"
     assert problems("trainer=3") == ["command line: trainer: must be text, is 3. Put it in quotes"]
     assert problems("trainer={use = 'sft'}") == ["command line: trainer: must be text, is a table. Put it in quotes"]
@@ -55,7 +55,7 @@ def test_a_table_of_another_trainer_is_refused_by_name() -> None:
     ]
     assert problems("trainer=scoring", *NEEDED) == [
         (
-            "command line: data: [data] is a table of the trainers sft and preference, and this run's trainer is scoring. "
+            "command line: data: [data] is a table of the trainers sft, preference and reward_model, and this run's trainer is scoring. "
             'Remove it, or set trainer = "sft"'
         )
     ]
@@ -69,7 +69,8 @@ def test_a_table_of_several_other_trainers_names_them_all(monkeypatch: pytest.Mo
         monkeypatch.setattr(f"skyrl_engine.config.{module}.TRAINERS", planted)
     assert problems("trainer=bare", "model.path=m", "checkpoint.keep=3") == [
         (
-            "command line: checkpoint: [checkpoint] is a table of the trainers sft, preference, rl and scoring, and this run's trainer is "
+            "command line: checkpoint: [checkpoint] is a table of the trainers sft, preference, reward_model, rl and scoring, "
+            "and this run's trainer is "
             'bare. Remove it, or set trainer = "sft"'
         )
     ]

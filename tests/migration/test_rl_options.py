@@ -136,4 +136,7 @@ def test_words_inside_a_table_of_another_engine_are_all_told() -> None:
     told = str(refused.value)
     assert "actor_rollout_ref.rollout.n: is a key of another engine. Set rl.group_size" in told
     assert "Set evaluation.samples" in told
-    assert "[training] is a table of the trainers sft and preference, and this run's trainer is rl. Set rl.groups" in told
+    assert (
+        "[training] is a table of the trainers sft, preference and reward_model, and this run's trainer is rl. Set rl.groups"
+        in told
+    )

@@ -48,7 +48,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
 def test_every_loss_has_an_oracle() -> None:
     """Those of preferences have theirs in test_preference_losses.py."""
-    assert {case.name for case in CASES} | {"cpo", "dpo", "kto", "orpo", "simpo"} == {
+    assert {case.name for case in CASES} | {"bradley_terry", "cpo", "dpo", "kto", "orpo", "simpo"} == {
         name for name in plugin.__all__ if hasattr(getattr(plugin, name), "skyrl_engine_make_loss")
     }
 

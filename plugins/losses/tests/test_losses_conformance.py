@@ -13,6 +13,7 @@ BY_NIGHT = {"simpo", "cpo", "orpo"}
 KINDS: dict[str, type[Conformance]] = {"loss": LossConformance, "correction": CorrectionConformance}
 
 OTHER_OPTIONS: dict[str, dict[str, Any]] = {
+    "bradley_terry": {"margins": True, "center_coefficient": 0.01},
     "cispo": {"anchor": "rollout", "clip_low": 0.5},
     "dppo": {"anchor": "rollout", "kind": "kl", "delta_low": 0.01, "delta_high": 0.02},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},

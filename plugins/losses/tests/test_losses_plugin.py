@@ -46,8 +46,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "cpo": ("logprobs", "sample:role"),
     "orpo": ("logprobs", "sample:role"),
     "kto": ("logprobs", "ref_logprobs", "kl_baseline", "sample:role"),
+    "bradley_terry": ("values", "sample:role"),
 }
-PREFERENCES = {"dpo", "simpo", "cpo", "orpo", "kto"}
+PREFERENCES = {"dpo", "simpo", "cpo", "orpo", "kto", "bradley_terry"}
 NOT_HOMOGENEOUS = PREFERENCES | {
     *("cross_entropy", "clip_cov", "kl_cov", "dro", "value_clip", "kl", "entropy", "label_smoothing", "z_loss"),
 }

@@ -15,12 +15,16 @@ from skyrl_engine.contracts import LossTokens, Pairs, Sequences, as_loss_output
 from skyrl_engine.errors import DataError
 from skyrl_engine_losses import plugin
 from skyrl_engine_losses.preference import FORMS, CpoConfig, DpoConfig, KtoConfig, OrpoConfig, SimpoConfig
+from skyrl_engine_losses.reward_model import BradleyTerryConfig
 
 LENGTHS = (2, 5, 0, 1, 3, 4, 1)
 UNITS = (7, 3, 90, 7, 3, 1, 1)
 ROLES = (1, 0, 0, 0, 1, 0, 1)
 PAIRS = ((1, 4), (3, 0), (5, 6))
 """Samples of the pairs, chosen first."""
+
+MARGINS = torch.tensor([0.5, 1.5, 0.0, 0.25, 1.5, 2.0, 2.0], dtype=torch.float64)
+"""Of each sample: the halves of two pairs have the same, and those of the pair (3, 0) differ, so that it shows whose is read."""
 
 Answers = list[list[Tensor]]
 """Of each sample, a number per token."""
@@ -38,6 +42,8 @@ def batch(seed: int, dtype: torch.dtype = torch.float64) -> LossTokens:
         "logprobs": logprobs.to(dtype).requires_grad_(),
         "ref_logprobs": reference.to(dtype),
         "kl_baseline": torch.full((count,), 0.3, dtype=dtype),
+        "values": torch.randn(count, generator=draw, dtype=torch.float64).to(dtype).requires_grad_(),
+        "margin": MARGINS.to(dtype)[index],
     }
     return LossTokens(needs, sequences, torch.Generator, Pairs.of(sequences))
 
@@ -115,13 +121,16 @@ def run(name: str, config: Any, tokens: LossTokens) -> Any:
     return as_loss_output(name, getattr(plugin, name).skyrl_engine_make_loss(config)(tokens), len(tokens.sequences.index))
 
 
-def require_same(tokens: LossTokens, made: Tensor, of_sample: dict[int, Tensor]) -> None:
-    """Each token has its sample's value; the weights of sequence_mean make one number of it, whose gradient is the formula's."""
+def require_same(tokens: LossTokens, made: Tensor, of_sample: dict[int, Tensor], scores: Tensor | None = None) -> None:
+    """Each token has its sample's value; the weights of sequence_mean make one number of it, whose gradient in `scores` (None: the
+    log-probabilities) is the formula's.
+    """
+    scores = tokens.logprobs if scores is None else scores
     for token, sample in enumerate(tokens.sequences.index.tolist()):
         assert made[token].item() == pytest.approx(of_sample[sample].item(), rel=1e-10, abs=1e-10)
     weights = 1.0 / tokens.sequences.counts.double()[tokens.sequences.index] / len(of_sample)
-    (got,) = torch.autograd.grad((weights * made).sum(), tokens.logprobs, retain_graph=True)
-    (due,) = torch.autograd.grad(mean(list(of_sample.values())), tokens.logprobs)
+    (got,) = torch.autograd.grad((weights * made).sum(), scores, retain_graph=True)
+    (due,) = torch.autograd.grad(mean(list(of_sample.values())), scores)
     assert due.any()
     torch.testing.assert_close(got, due, rtol=1e-10, atol=1e-10)
 
@@ -132,6 +141,47 @@ def test_pairs_have_the_published_value_and_gradient(name: str, config: Any, for
     lp, ref = answers(tokens.logprobs), answers(tokens.ref_logprobs)
     of_pair = {w: formula(lp, ref, w, r, config) for w, r in PAIRS}
     require_same(tokens, run(name, config, tokens).token_loss, of_pair | {r: of_pair[w] for w, r in PAIRS})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [BradleyTerryConfig(), BradleyTerryConfig(margins=True), BradleyTerryConfig(margins=True, center_coefficient=0.3)],
+    ids=str,
+)
+def test_bradley_terry_has_the_published_value_and_gradient(config: BradleyTerryConfig) -> None:
+    """Llama 2, equation 2, and the mean of (r_w + r_l)^2; the margin is the chosen answer's row's."""
+    tokens = batch(7)
+    values = answers(tokens.values)
+    of_pair = {}
+    for w, r in PAIRS:
+        reward_w, reward_l = mean(values[w]), mean(values[r])
+        margin = MARGINS[w] if config.margins else 0.0
+        of_pair[w] = -torch.log(sigmoid(reward_w - reward_l - margin)) + config.center_coefficient * (reward_w + reward_l) ** 2
+    made = run("bradley_terry", config, tokens)
+    require_same(tokens, made.token_loss, of_pair | {r: of_pair[w] for w, r in PAIRS}, tokens.values)
+    found = {name: metric.result for name, metric in made.metrics.items()}
+    pairs = [[mean(values[y]).item() for y in pair] for pair in PAIRS]
+    assert found == pytest.approx(
+        {
+            "rewards/chosen": sum(w for w, _ in pairs) / 3,
+            "rewards/rejected": sum(r for _, r in pairs) / 3,
+            "rewards/margins": sum(w - r for w, r in pairs) / 3,
+            "rewards/accuracies": sum(w > r for w, r in pairs) / 3,
+            "rewards/mean": sum(w + r for w, r in pairs) / 6,
+            "rewards/min": min(map(min, pairs)),
+            "rewards/max": max(map(max, pairs)),
+        }
+    )
+
+
+def test_a_shift_of_all_rewards_changes_nothing_but_the_centering() -> None:
+    tokens = batch(8)
+    plain, centered = (run("bradley_terry", BradleyTerryConfig(center_coefficient=c), tokens).token_loss for c in (0.0, 0.1))
+    with torch.no_grad():
+        tokens.values.add_(3.0)
+    torch.testing.assert_close(run("bradley_terry", BradleyTerryConfig(), tokens).token_loss, plain, rtol=1e-12, atol=1e-12)
+    moved = run("bradley_terry", BradleyTerryConfig(center_coefficient=0.1), tokens).token_loss
+    assert (moved - centered).abs().min() > 0.1
 
 
 @pytest.mark.parametrize("config", [KtoConfig(), KtoConfig(beta=0.7, desirable_weight=1.5, undesirable_weight=0.25)], ids=str)

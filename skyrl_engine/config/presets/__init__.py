@@ -1,5 +1,5 @@
 """Published recipes as data: a TOML file each, over which every key of a configuration wins. Those of reinforcement learning lie here, those of
-preferences in the folder `preference`.
+other trainers in folders of their names.
 
 A value "@rl.key" is that key of the configuration.
 """
@@ -15,7 +15,7 @@ from attrs import evolve
 
 from skyrl_engine.config.reading.origins import Origin, dotted, leaves, nearest
 from skyrl_engine.config.reading.sources import RawConfig
-from skyrl_engine.config.schema import PreferenceConfig, RlConfig
+from skyrl_engine.config.schema import PreferenceConfig, RewardModelConfig, RlConfig
 from skyrl_engine.config.trainers import DEFAULT_TRAINER
 from skyrl_engine.config.wording import choices, did_you_mean, shown
 from skyrl_engine.errors import Problem
@@ -29,8 +29,11 @@ SEQUENCES, ATTEMPTS = "sequence_mean", "trajectory_mean"
 _KEY = "@rl."
 
 
-_FOLDERS: Mapping[str, str] = {"rl": "", "preference": "preference"}
+_FOLDERS: Mapping[str, str] = {"rl": "", "preference": "preference", "reward_model": "reward_model"}
 """Trainers with presets, and where these lie."""
+
+_TABLES: Mapping[str, Any] = {"rl": RlConfig, "preference": PreferenceConfig, "reward_model": RewardModelConfig}
+"""Their tables, whose key `preset` chooses one."""
 
 
 def _folder(trainer: str) -> Traversable:
@@ -49,7 +52,7 @@ def preset(name: str, trainer: str = "rl") -> dict[str, Any]:
 
 
 def with_preset(raw: RawConfig) -> RawConfig:
-    """Lay a configuration over the preset of its trainer, `rl.preset` or `preference.preset`; those of others are returned as they are.
+    """Lay a configuration over the preset of its trainer, such as `rl.preset` or `preference.preset`; those of others are returned as they are.
 
     A plugin table that names another plugin than the preset's does not get the preset's options for it. Where histories are rendered anew, a
     preset's mean over sequences becomes the one over attempts.
@@ -59,7 +62,7 @@ def with_preset(raw: RawConfig) -> RawConfig:
         return raw
     given = raw.table.get(trainer, {})
     own: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
-    name = own.get("preset", (RlConfig if trainer == "rl" else PreferenceConfig)().preset)
+    name = own.get("preset", _TABLES[trainer]().preset)
     if name == NO_PRESET:
         return raw
     if name not in (names := preset_names(trainer)):

@@ -13,6 +13,7 @@ from skyrl_engine.config.schema.metadata import KIND
 from skyrl_engine.config.schema.optimizer import OptimizerConfig
 from skyrl_engine.config.schema.plugins import PluginsConfig
 from skyrl_engine.config.schema.preference import PreferenceConfig
+from skyrl_engine.config.schema.reward_model import RewardModelConfig
 from skyrl_engine.config.schema.rl import (
     EnvironmentTable,
     OverlongConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "PreferenceConfig",
     "ReferenceConfig",
     "RewardKlConfig",
+    "RewardModelConfig",
     "RlConfig",
     "RolloutsConfig",
     "RunConfig",

@@ -13,6 +13,7 @@ from skyrl_engine.config.schema.metadata import KIND
 from skyrl_engine.config.schema.optimizer import OptimizerConfig
 from skyrl_engine.config.schema.plugins import PluginsConfig
 from skyrl_engine.config.schema.preference import PreferenceConfig
+from skyrl_engine.config.schema.reward_model import RewardModelConfig
 from skyrl_engine.config.schema.rl import EnvironmentTable, ReferenceConfig, RlConfig, RolloutsConfig
 from skyrl_engine.config.schema.run import RunConfig
 from skyrl_engine.config.schema.tables import PluginTable
@@ -41,6 +42,7 @@ class EngineConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig(epochs=1.0)
     preference: PreferenceConfig = PreferenceConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
     rl: RlConfig = RlConfig()
     environments: tuple[EnvironmentTable, ...] = field(default=(), metadata={KIND: "environment"})
     group_filters: tuple[PluginTable, ...] = field(default=(), metadata={KIND: "group_filter"})

@@ -72,6 +72,10 @@ class ModelConfig:
     value_head: bool = False
     """Add a value head beside the language-model head: it gives every token a value, which losses of critics read."""
 
+    classifier: bool = False
+    """Take the model for a reward model: its value head is alone and without bias, and files are those of a sequence classifier with one label,
+    when they are read and when they are exported. Needs `value_head`."""
+
     chat_template: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
     """File with a Jinja chat template; none: the tokenizer's own."""
 

@@ -12,6 +12,7 @@ from typing import Any
 from attrs import frozen
 
 from skyrl_engine.config.schema import DataConfig
+from skyrl_engine.data.sources.formats import Reading
 from skyrl_engine.data.table.token_table import PARTIAL_SUFFIX, TokenTable, TokenTableWriter, open_table
 from skyrl_engine.errors import DataError
 
@@ -30,14 +31,14 @@ def cache_key(
     columns: Iterable[str] = (),
     images: Sequence[str] = (),
     *,
-    preferences: bool = False,
+    reading: Reading = "samples",
 ) -> str:
     """Return sha256 over everything that the file depends on: content, chosen rows, tokenizer, chat template, settings, the names of
-    the columns that are read beside the tokens, what decides the tokens of `images`, if `preferences` are read, and the code itself.
+    the columns that are read beside the tokens, what decides the tokens of `images`, how rows are read, and the code itself.
     """
     digest = hashlib.sha256()
     read = [data.format, sorted(data.map.items()), data.loss_on, data.max_length, data.overlong, sorted(columns), data.bad_images]
-    settings = json.dumps([*read, *images, *(["preferences"] if preferences else [])])
+    settings = json.dumps([*read, *images, *([] if reading == "samples" else [reading])])
     for piece in (content.encode(), rows, _tokenizer_identity(tokenizer).encode(), settings.encode(), code_identity().encode()):
         digest.update(len(piece).to_bytes(8, "little") + piece)
     return digest.hexdigest()

@@ -15,12 +15,13 @@ from skyrl_engine.contracts.kinds.needs import ROLE_NEED
 from skyrl_engine.contracts.values.roles import ROLE
 from skyrl_engine.data.images.processor import Vision
 from skyrl_engine.data.images.tokens import ImageInspection, digest_of_states
-from skyrl_engine.data.sources.formats import PREFERENCES, Example, KnownFormat, detect, to_examples
+from skyrl_engine.data.sources.formats import PREFERENCES, Example, KnownFormat, Reading, detect, to_examples
 from skyrl_engine.data.sources.preferences import HALVES
 from skyrl_engine.data.sources.rows import BoolArray, Row, Source
 from skyrl_engine.data.table.sample_columns import GROUP, UNIT, Carried, ColumnReader, IdReader, weighed
 from skyrl_engine.data.table.token_table import TokenTableWriter
 from skyrl_engine.data.text.messages import Conversation
+from skyrl_engine.data.text.reward_token import rewarded
 from skyrl_engine.data.text.tokenization import SampleTokenizer, TokenizedSample
 from skyrl_engine.errors import DataError
 
@@ -41,7 +42,7 @@ class TableFilling:
     vision: Vision
     label: str
     progress: Progress | None
-    preferences: bool = False
+    reading: Reading = "samples"
 
     def __call__(self, table: TokenTableWriter) -> dict[str, Any]:
         """Write the kept samples to `table`; return counts, format, a digest of the image files, and the image files of dropped samples."""
@@ -49,14 +50,14 @@ class TableFilling:
         counts: Counter[str] = Counter()
         kind: KnownFormat | None = None
         ids: IdReader | None = None
-        reader = self.reader
+        reader, rewards = self.reader, self.reading == "rewards"
         encode = SampleTokenizer(self.tokenizer, all_turns=self.data.loss_on == "all")
         images = ImageInspection(self.vision, self.data.bad_images)
         units = _Units()
         reachable: set[int] = set()
         for batch in _batches(self.source.rows(self.wanted)):
             if kind is None:
-                kind = detect(self.data.format, batch[0], preferences=self.preferences)
+                kind = detect(self.data.format, batch[0], preferences=self.reading != "samples")
                 reader = self._reader(kind)
             ids = ids or IdReader(batch[0])
             for row, members in self._samples(batch, kind, encode, images):
@@ -72,7 +73,7 @@ class TableFilling:
                         units.lose(named)
                         continue
                     counts["removed_reasoning"] += whole.removed_reasoning
-                    sample, reason = _fitted(self.data, whole)
+                    sample, reason = _fitted(self.data, whole, behind=int(rewards))
                     if sample is None:
                         counts[reason] += 1
                         units.lose(named)
@@ -83,8 +84,12 @@ class TableFilling:
                             self.source.row(row.number)  # refuses now what no batch could read
                             reachable.add(part)
                     own = {} if role is None else {ROLE: role}
-                    table.append(sample, Carried(reader(row, whole, sample), named, {**reader.values(row), **own}))
-                    units.take(named, _Taken(_counted(sample, len(whole.loss)), _files(example)))
+                    cut = len(sample.loss) < len(whole.loss)
+                    if rewards:
+                        sample = rewarded(sample, self.tokenizer.pad_token_id)
+                    read = reader(row, sample if rewards else whole, sample)
+                    table.append(sample, Carried(read, named, {**reader.values(row), **own}))
+                    units.take(named, _Taken(_counted(sample, cut=cut), _files(example)))
             counts["rows"] += len(batch)
             if self.progress is not None:
                 self.progress(self.label, counts["rows"], total)
@@ -186,19 +191,20 @@ class _Units:
         return self._files.union(*(sample.files for unit, sample in self._members if unit not in self._lost))
 
 
-def _fitted(data: DataConfig, sample: TokenizedSample) -> tuple[TokenizedSample | None, str]:
+def _fitted(data: DataConfig, sample: TokenizedSample, *, behind: int = 0) -> tuple[TokenizedSample | None, str]:
     """Cut the sample to `data.max_length`, or return None and the name of what counts it where it is dropped; the first token, which has no
-    predecessor, loses its loss.
+    predecessor, loses its loss. `behind` tokens more will stand behind it.
     """
     loss = sample.loss.copy()
     loss[:1] = False
     if not loss.any():
         return None, "dropped_without_loss"
-    limit = data.max_length
+    limit = None if data.max_length is None else data.max_length - behind
     if limit is not None and len(loss) > limit:
         if data.overlong == "error":
+            more = " and one for the reward" if behind else ""
             raise DataError(
-                f"{sample.name} has {len(loss)} tokens, more than data.max_length = {limit}",
+                f"{sample.name} has {len(loss)} tokens{more}, more than data.max_length = {data.max_length}",
                 remedy="Raise data.max_length, or set data.overlong to drop or truncate",
             )
         loss = loss[:limit]
@@ -208,11 +214,11 @@ def _fitted(data: DataConfig, sample: TokenizedSample) -> tuple[TokenizedSample 
     return evolve(sample, input_ids=sample.input_ids[: len(loss)], loss=loss, weights=weights), ""
 
 
-def _counted(sample: TokenizedSample, tokens: int) -> dict[str, int]:
-    """Return what a kept sample, which had so many tokens, adds to the counts."""
+def _counted(sample: TokenizedSample, *, cut: bool) -> dict[str, int]:
+    """Return what a kept sample, cut or not, adds to the counts."""
     return {
         "samples": 1,
-        "truncated": int(len(sample.loss) < tokens),
+        "truncated": int(cut),
         "tokens": len(sample.loss),
         "loss_tokens": int(np.count_nonzero(sample.loss)),
         "boundary_tokens": sample.boundary_tokens,

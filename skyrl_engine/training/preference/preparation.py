@@ -62,7 +62,7 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
                 )
             ]
         )
-    run = prepare_data(resolved, progress, preferences=True, given=GIVEN)
+    run = prepare_data(resolved, progress, reading="preferences", given=GIVEN)
     objective = run.assembly.objective
     _refuse_no_preference(objective)
     baseline = BASELINE in objective.columns

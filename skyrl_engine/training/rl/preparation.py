@@ -30,6 +30,7 @@ from skyrl_engine.training.reference import planned_reference, refuse_dropout
 from skyrl_engine.training.rl.evaluation import tasks_of
 from skyrl_engine.training.rl.prompts import OF_TABLES, PromptLimits, check_prompts, most_of
 from skyrl_engine.training.rl.recipe import Recipe, Recorded, recipe
+from skyrl_engine.training.rl.reward_model import RewardModel
 from skyrl_engine.training.rl.tasks import TaskOrder
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class PreparedRl:
     rollouts: "Sampled | Recording"
     recipe: Recipe
     reference: FrozenModel | None
+    reward_model: RewardModel | None = None
 
     @property
     def sampling(self) -> Sampling:
@@ -142,6 +144,7 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
         rollouts=rollouts,
         recipe=chosen,
         reference=planned_reference(resolved, assembly, files) if chosen.reference else None,
+        reward_model=RewardModel.planned(resolved, assembly, files),
     )
 
 

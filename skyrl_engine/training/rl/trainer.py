@@ -33,7 +33,7 @@ from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.ledger import RolloutLedger
 from skyrl_engine.rollout.recorded import RecordedSource, Recording
 from skyrl_engine.rollout.runner import Bounds, RolloutRunner
-from skyrl_engine.rollout.source import GroupSource, RolloutSource
+from skyrl_engine.rollout.source import GroupSource, RolloutSource, Taken
 from skyrl_engine.run.durable import write_durably
 from skyrl_engine.run.session import RunSession, open_session
 from skyrl_engine.spans import Phases
@@ -134,6 +134,8 @@ def _trainer(
             # by its name: the run directory may have moved since
             reference = reference.exported_to(session.directory.reference / Path(state.reference).name)
         engine.add_frozen(reference)
+    if prepared.reward_model is not None:
+        engine.add_frozen(prepared.reward_model.frozen)
     penalty = None if settings.kl is None else KlPenalty.start(settings.kl)
     rollouts = prepared.rollouts
     phases = Phases()
@@ -301,6 +303,8 @@ class RlTrainer:
         self.phases.cpu.drain()
         with self.phases("prepare"):
             taken = self.source.take(number)
+        with self.phases("score"):
+            taken, valued = self._valued(taken)
         self.told(RolloutsFinished(number, taken.groups, tuple(each for each in taken.ended if each.dropped is not None)))
         with self.phases("prepare"):
             columns = self._columns(taken.groups, number)
@@ -334,6 +338,7 @@ class RlTrainer:
                 truncated=config.rl.truncated,
                 overlong=self.prepared.overlong,
             ),
+            **valued,
         }
         self._finish(reported, taken.groups, began)
         # with the sampler's own log-probabilities as the old ones, later optimizer steps move away from them
@@ -363,6 +368,8 @@ class RlTrainer:
             sampling=self.prepared.sampling,
             seed=config.run.seed,
         )
+        if self.prepared.reward_model is not None:
+            groups = list(self.prepared.reward_model.rewarded(self.engine, groups)[0])
         return evaluation_metrics(groups, self.prepared.names, seed=config.run.seed)
 
     def state(self) -> Mapping[str, Any]:
@@ -377,6 +384,14 @@ class RlTrainer:
             environment_versions(self.prepared),
             None if self.live is None else self.live.run,
         ).document()
+
+    def _valued(self, taken: Taken) -> tuple[Taken, dict[str, float]]:
+        """Return the groups of a step with what the reward model makes of them, where there is one, and metrics of its values."""
+        if self.prepared.reward_model is None:
+            return taken, {}
+        groups, metrics = self.prepared.reward_model.rewarded(self.engine, taken.groups)
+        known = {group.ticket: group for group in groups}
+        return Taken(groups, tuple(known.get(group.ticket, group) for group in taken.ended)), metrics
 
     def _columns(self, groups: Sequence[Group], number: int) -> SampleColumns:
         config = self.prepared.resolved.config.rl

@@ -19,7 +19,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.data.dataset import TokenizedDataset, load_columns
 from skyrl_engine.data.images.processor import load_vision
-from skyrl_engine.data.sources.formats import PREFERENCES
+from skyrl_engine.data.sources.formats import PREFERENCES, Reading
 from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.capability import check_pairs, needed_columns, needs_of_reducer, vision_of
 from skyrl_engine.engine.model_files import ModelFiles
@@ -59,12 +59,12 @@ def prepare(
     resolved: ResolvedConfig,
     progress: DataProgress | None = None,
     *,
-    preferences: bool = False,
+    reading: Reading = "samples",
     given: AbstractSet[str] = frozenset(),
 ) -> PreparedRun:
     """Load the data, make the controller's plugins, and refuse what cannot work. Starts nothing and writes nothing but the token cache.
 
-    `preferences` reads rows as preferences. `given` are columns that the trainer computes, so that the data need not have them.
+    `reading` says how rows are read. `given` are columns that the trainer computes, so that the data need not have them.
     """
     config = resolved.config
     files = ModelFiles.of(config.model)
@@ -79,12 +79,12 @@ def prepare(
         needed={need: asker for need, asker in needed_columns(assembly.needs).items() if need not in given},
         vision=files.vision,
         progress=progress,
-        preferences=preferences,
+        reading=reading,
     )
     train = load(split="train")
     evaluation = load(split="eval") if _holds_out(data) else None
     _refuse_nothing_to_learn(train.columns)
-    if not preferences and train.format in PREFERENCES:
+    if reading == "samples" and train.format in PREFERENCES:
         raise DataError(
             f"{train.name} holds preferences, a chosen and a rejected answer to a prompt, and trainer sft learns from single answers",
             remedy='Set trainer = "preference", or learn from the chosen ones: data.map.completion = "chosen"',

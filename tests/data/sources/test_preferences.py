@@ -29,7 +29,7 @@ def load(make_tokenizer: Callable[..., Any], tmp_path: Path) -> Load:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         tokenizer = make_tokenizer(template)
         data = DataConfig(train=str(path), cache=str(tmp_path / "cache"), **settings)
-        return load_columns(data, tokenizer, split="train", preferences=True), tokenizer
+        return load_columns(data, tokenizer, split="train", reading="preferences"), tokenizer
 
     return loaded
 

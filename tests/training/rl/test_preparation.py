@@ -136,10 +136,10 @@ def test_what_is_next_to_it_is_planned(rl: Rl, overrides: list[str]) -> None:
 
 def test_a_table_of_another_trainer_is_refused_by_name(rl: Rl) -> None:
     with pytest.raises(
-        ConfigError, match=r"\[training\] is a table of the trainers sft and preference, and this run's trainer is rl"
+        ConfigError, match=r"\[training\] is a table of the trainers sft, preference and reward_model, and this run's trainer is rl"
     ):
         rl("run", "training.steps=3")
-    with pytest.raises(ConfigError, match=r"\[data\] is a table of the trainers sft and preference"):
+    with pytest.raises(ConfigError, match=r"\[data\] is a table of the trainers sft, preference and reward_model"):
         rl("run", "data.train=d")
     with pytest.raises(ConfigError, match=r"\[rl\] is a table of trainer rl, and this run's trainer is sft"):
         resolve(load(None, ["model.path=m", "data.train=d", "rl.steps=3"]))

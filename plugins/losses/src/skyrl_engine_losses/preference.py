@@ -113,9 +113,9 @@ def _of_margin(config: DpoConfig, chosen: "torch.Tensor", rejected: "torch.Tenso
     margin, wrong = chosen - rejected, config.label_smoothing
     match config.form:
         case "sigmoid":
-            return (1 - wrong) * _softplus(-margin) + wrong * _softplus(margin)
+            return (1 - wrong) * softplus(-margin) + wrong * softplus(margin)
         case "robust":
-            return ((1 - wrong) * _softplus(-margin) - wrong * _softplus(margin)) / (1 - 2 * wrong)
+            return ((1 - wrong) * softplus(-margin) - wrong * softplus(margin)) / (1 - 2 * wrong)
         case "ipo":
             return ((margin - 0.5) / config.beta).square()
         case "hinge":
@@ -133,7 +133,7 @@ def simpo(tokens: LossTokens, config: SimpoConfig) -> LossOutput:
     Simple preference optimization, Meng et al. 2024, arXiv:2405.14734, equation 6. It needs no reference.
     """
     chosen, rejected = (config.beta * half.mean(tokens.logprobs) for half in (tokens.pairs.chosen, tokens.pairs.rejected))
-    values = _softplus(config.gamma - (chosen - rejected))
+    values = softplus(config.gamma - (chosen - rejected))
     return LossOutput(tokens.pairs.broadcast(values), _watched(tokens, chosen, rejected))
 
 
@@ -146,7 +146,7 @@ def cpo(tokens: LossTokens, config: CpoConfig) -> LossOutput:
     pairs = tokens.pairs
     likelihood = pairs.chosen.sum(tokens.logprobs)
     chosen, rejected = config.beta * likelihood, config.beta * pairs.rejected.sum(tokens.logprobs)
-    values = _softplus(-(chosen - rejected)) - config.alpha * likelihood
+    values = softplus(-(chosen - rejected)) - config.alpha * likelihood
     return LossOutput(pairs.broadcast(values), _watched(tokens, chosen, rejected))
 
 
@@ -158,7 +158,7 @@ def orpo(tokens: LossTokens, config: OrpoConfig) -> LossOutput:
     """
     chosen, rejected = (half.mean(tokens.logprobs) for half in (tokens.pairs.chosen, tokens.pairs.rejected))
     ratio = _log_odds(chosen) - _log_odds(rejected)
-    values = -chosen + config.lam * _softplus(-ratio)
+    values = -chosen + config.lam * softplus(-ratio)
     return LossOutput(tokens.pairs.broadcast(values), _watched(tokens, config.lam * chosen, config.lam * rejected))
 
 
@@ -205,7 +205,7 @@ def _means(half: "PairHalf", values: "torch.Tensor") -> "torch.Tensor":
     return half.mean(values)
 
 
-def _softplus(values: "torch.Tensor") -> "torch.Tensor":
+def softplus(values: "torch.Tensor") -> "torch.Tensor":
     """log(1 + exp(x)) = -log sigmoid(-x), without overflow on either side and with the slope 1/2 at 0, where a run begins."""
     return values.logaddexp(values.new_zeros(()))
 

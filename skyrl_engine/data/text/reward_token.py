@@ -1,0 +1,35 @@
+"""The token at which a reward model is asked for the value of a text: one that stands behind it.
+
+The value of a token is that of the state before it, so the one behind a text has the state at the text's last token: what transformers'
+sequence classifiers read. Which token it is makes no difference, as nothing before it sees it.
+"""
+
+import numpy as np
+from attrs import evolve
+
+from skyrl_engine.contracts.values.ragged import AnyArray
+from skyrl_engine.data.text.tokenization import TokenizedSample
+
+
+def read_at_end(token_ids: AnyArray, pad_token_id: int) -> AnyArray:
+    """int32[T + 1]: the tokens of a text and one behind them.
+
+    Padding tokens at its end are left out first: transformers reads the score at the last token that is none, also where a text ends with one,
+    as those do whose end-of-text token pads. One token stays in any case.
+    """
+    real = np.flatnonzero(token_ids != pad_token_id)
+    length = int(real[-1]) + 1 if len(real) else 1
+    return np.append(token_ids[:length], np.int32(pad_token_id)).astype(np.int32)
+
+
+def rewarded(sample: TokenizedSample, pad_token_id: int) -> TokenizedSample:
+    """Return the sample with a token behind its text as the only one that carries loss, of the weight of the last one that did."""
+    ids = read_at_end(sample.input_ids, pad_token_id)
+    loss = np.zeros(len(ids), dtype=np.bool_)
+    loss[-1] = True
+    made = evolve(sample, input_ids=ids, loss=loss, weights=None, response=None if sample.response is None else 1)
+    if sample.weights is None:
+        return made
+    weights = np.zeros(len(ids), dtype=np.float32)
+    weights[-1] = sample.weights[np.flatnonzero(sample.weights)[-1]]
+    return made.weighed(weights)

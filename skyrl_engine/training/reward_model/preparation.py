@@ -1,0 +1,69 @@
+"""Everything of a reward model's run that can be decided before a rank starts: that of a run over preferences, and what the export needs."""
+
+import logging
+
+from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.contracts.kinds.needs import ROLE_NEED, model_score
+from skyrl_engine.engine.model_files import ModelFiles
+from skyrl_engine.errors import ConfigError, Problem, UnsupportedError
+from skyrl_engine.objective.parts import ObjectiveParts
+from skyrl_engine.training.sft.data import DataProgress, PreparedRun
+from skyrl_engine.training.sft.data import prepare as prepare_data
+
+logger = logging.getLogger(__name__)
+
+
+def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> PreparedRun:
+    """Load the preferences, make the controller's plugins, and refuse what cannot work. Starts nothing.
+
+    Raises what preparing a run over a dataset raises; ConfigError for a model without a reward model's head, and UnsupportedError for a loss of
+    something else than rewards, and for a model that transformers has no sequence classifier for.
+    """
+    from skyrl_engine.modeling.classifier import classifier_class
+
+    model, table = resolved.config.model, resolved.config.reward_model
+    if table.path is not None or table.revision is not None or table.weight != 1.0:
+        raise ConfigError(
+            [Problem("reward_model.path", "is of trainer rl, as are revision and weight", "Name the model to train in model.path")]
+        )
+    if not model.classifier:
+        raise ConfigError(
+            [
+                Problem(
+                    "model.classifier",
+                    "is false, and a reward model is a classifier with one label",
+                    'Set model.value_head = true and model.classifier = true, or reward_model.preset = "bradley_terry"',
+                )
+            ]
+        )
+    classifier_class(model)
+    _warn_of_padding(ModelFiles.of(model))
+    run = prepare_data(resolved, progress, reading="rewards")
+    _refuse_no_rewards(run.assembly.objective)
+    return run
+
+
+def _refuse_no_rewards(objective: ObjectiveParts) -> None:
+    """Refuse parts that read anything of the model but values: the one token that carries loss says nothing."""
+    for label, needs in objective.needs.items():
+        other = next((need for need in needs if model_score(need) not in (None, "values")), None)
+        if other is not None:
+            raise UnsupportedError(
+                f"{label} reads {other!r} of the model, and a reward model has nothing but values",
+                remedy='Set loss.use = "bradley_terry", or train on answers: trainer = "preference"',
+            )
+    if not any(ROLE_NEED in part.product.needs or part.on is not None for part in objective.losses):
+        raise UnsupportedError(
+            f"{objective.main.label} does not tell chosen from rejected answers, so it would value both alike",
+            remedy='Set loss.use = "bradley_terry"',
+        )
+
+
+def _warn_of_padding(files: ModelFiles) -> None:
+    tokenizer = files.tokenizer
+    if tokenizer.pad_token_id == tokenizer.eos_token_id:
+        logger.warning(
+            "the tokenizer pads with its end-of-text token %r, which transformers leaves out at the end of a text: rewards are read at the "
+            "token before it. Give the tokenizer a pad_token of its own to read them at the end",
+            tokenizer.eos_token,
+        )

@@ -1,0 +1,43 @@
+"""Training a reward model: the steps of fine-tuning, over pairs whose texts are given one value each."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar, Literal
+
+from attrs import define
+
+from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.training.loop import RunResult
+from skyrl_engine.training.reward_model.preparation import prepare
+from skyrl_engine.training.sft.data import DataProgress
+from skyrl_engine.training.sft.plan import RunPlan
+from skyrl_engine.training.sft.trainer import SftTrainer, Start, plan_on_data, train_on_data
+
+
+def plan_reward_model(resolved: ResolvedConfig, *, progress: DataProgress | None = None) -> RunPlan:
+    """Do everything up to starting ranks, and say what the run would do. Writes no run directory."""
+    return plan_on_data(resolved, prepare(resolved, progress))
+
+
+def run_reward_model(
+    resolved: ResolvedConfig,
+    *,
+    observers: Sequence[object] = (),
+    resume: bool | None = None,
+    progress: DataProgress | None = None,
+) -> RunResult:
+    """Train to the configured end, or until a signal asks to stop; arguments and failures as those of `run_sft`."""
+
+    def start() -> Start:
+        prepared = prepare(resolved, progress)
+        return Start(prepared, partial(RewardModelTrainer, prepared))
+
+    return train_on_data(resolved, start, observers=observers, resume=resume)
+
+
+@define(eq=False)
+class RewardModelTrainer(SftTrainer):
+    """The steps of a reward model's run."""
+
+    name: ClassVar[str] = "reward_model"
+    mean_over: ClassVar[Literal["tokens", "sequences"]] = "sequences"

@@ -1,0 +1,171 @@
+"""The reward model of a run: a frozen classifier on the ranks, whose value at the end of an attempt is a part of its reward."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from attrs import evolve, frozen
+
+from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.ragged import AnyArray, offsets_of
+from skyrl_engine.contracts.values.rollout import PROMPT, Group, Trajectory
+from skyrl_engine.data.text.reward_token import read_at_end
+from skyrl_engine.engine.assembly import Assembly
+from skyrl_engine.engine.engine import Engine
+from skyrl_engine.engine.frozen_model import FrozenModel
+from skyrl_engine.engine.model_files import ModelFiles
+from skyrl_engine.errors import ConfigError, ModelError, Problem, UnsupportedError
+from skyrl_engine.model_facts.configuration import load_config
+from skyrl_engine.rollout.turns import TurnRenderer
+
+REWARD_MODEL: Final = "reward_model"
+"""The frozen model's name on the ranks, and that of its part of the reward."""
+
+_ANOTHER: Final = "Set reward_model.path to a sequence classifier with the tokenizer of the trained model"
+
+
+@frozen(eq=False)
+class RewardModel:
+    """The reward model that `[reward_model]` asks for. Its values times `weight` are added to rewards.
+
+    `closing` is the token that ends a turn, and those that the chat template writes behind it at the end of a dialogue, which no model samples.
+    """
+
+    frozen: FrozenModel
+    weight: float
+    pad_token_id: int
+    closing: tuple[int, AnyArray] | None
+    micro_batch_tokens: int | None
+
+    @classmethod
+    def planned(cls, resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles) -> "RewardModel | None":
+        """Choose the reward model; None where no path is given.
+
+        Raises UnsupportedError for what the backend, the trained model or the run does not allow, ModelError for a model that cannot be used.
+        """
+        table = resolved.config.reward_model
+        if table.preset != type(table)().preset:
+            raise ConfigError([Problem("reward_model.preset", "is of trainer reward_model", "Remove it")])
+        if table.path is None:
+            return None
+        if resolved.config.group_filters:
+            raise UnsupportedError(
+                "group_filters look at rewards before the reward model has given its own",
+                remedy="Remove group_filters, or reward_model.path",
+            )
+        if "value_head" not in assembly.description.capabilities:
+            raise UnsupportedError(
+                "a reward model is asked for, and the backend does not declare 'value_head'",
+                remedy="Remove reward_model.path, or choose a backend that has it, such as fsdp",
+            )
+        frozen = FrozenModel.planned(
+            REWARD_MODEL,
+            resolved.config.model,
+            assembly.description,
+            table="reward_model",
+            path=table.path,
+            revision=table.revision,
+            classifier=True,
+        )
+        assert frozen.model is not None, "a path names a model of its own"
+        frozen.model = evolve(frozen.model, tokenizer=None, chat_template=None)
+        own = ModelFiles.of(frozen.model)
+        pad = _pad_of_classifier(own)
+        _refuse_other_tokens(table.path, own, files)
+        closing = TurnRenderer(files.tokenizer).closing()
+        longest = (
+            resolved.config.rl.max_prompt_tokens + resolved.config.rl.max_tokens + 1 + (0 if closing is None else len(closing[1]))
+        )
+        for facts in (own.facts, files.facts):
+            positions = facts.extended_length
+            if positions is not None and longest > positions:
+                raise UnsupportedError(
+                    f"the reward model reads attempts of up to {longest:,} tokens, with what stands behind, and {facts.model.path} has "
+                    f"{positions:,} positions",
+                    remedy="Lower rl.max_prompt_tokens or rl.max_tokens",
+                )
+        return cls(frozen, table.weight, pad, closing, resolved.config.rl.micro_batch_tokens)
+
+    def rewarded(self, engine: Engine, groups: Sequence[Group]) -> tuple[tuple[Group, ...], dict[str, float]]:
+        """Return the groups with the model's part in the rewards of attempts that did not fail, and metrics of its values."""
+        attempts = [each for group in groups for each in group.finished]
+        if not attempts:
+            return tuple(groups), {}
+        values = self._values(engine, attempts)
+        shares = dict(zip(map(id, attempts), (self.weight * values).tolist(), strict=True))
+        made = tuple(
+            evolve(
+                group,
+                trajectories=tuple(_with(each, shares[id(each)]) if id(each) in shares else each for each in group.trajectories),
+            )
+            for group in groups
+        )
+        return made, {
+            "reward/model_mean": float(values.mean()),
+            "reward/model_std": float(values.std()),
+            "reward/model_min": float(values.min()),
+            "reward/model_max": float(values.max()),
+        }
+
+    def _values(self, engine: Engine, attempts: Sequence[Trajectory]) -> AnyArray:
+        """float64[N]: the value at the end of every attempt, over a plan of its own: its rows have one token more than those trained on."""
+        texts = [read_at_end(self._text(each), self.pad_token_id) for each in attempts]
+        lengths = [len(text) for text in texts]
+        columns = SampleColumns.create(
+            input_ids=np.concatenate(texts),
+            token_offsets=offsets_of(lengths),
+            action_offsets=np.arange(len(texts) + 1, dtype=np.int64),
+            loss_weight=np.ones(len(texts), dtype=np.uint8),
+        )
+        bound = self.micro_batch_tokens
+        plan = engine.plan(columns, micro_batch_tokens=None if bound is None else max(bound, *lengths))
+        output = engine.score(plan, scores=("values",), tokens="loss", model=REWARD_MODEL).result()
+        return output.on_actions("values").values.astype(np.float64)
+
+    def _text(self, attempt: Trajectory) -> AnyArray:
+        """int32: what stood before the model at the end of an attempt, and what it sampled last, closed as the chat template closes it."""
+        start = int(attempt.segment_offsets[:-1][attempt.kinds == PROMPT][-1])
+        ids = attempt.token_ids[start:]
+        if self.closing is None or not len(ids) or ids[-1] != self.closing[0]:
+            return ids
+        return np.concatenate([ids, self.closing[1]])
+
+
+def _with(attempt: Trajectory, share: float) -> Trajectory:
+    """Return an attempt with a further part of its reward, which stands at its last token."""
+    return evolve(attempt, unplaced_reward=attempt.unplaced_reward + share, parts={**attempt.parts, REWARD_MODEL: share})
+
+
+def _pad_of_classifier(own: ModelFiles) -> int:
+    """Return the padding token of a classifier. Raises ModelError for what is none."""
+    model = own.facts.model
+    try:
+        config: Any = load_config(model)
+    except ModelError as error:
+        raise ModelError(
+            f"the reward model cannot be used: {error.cause}", remedy="Correct reward_model.path or reward_model.revision"
+        ) from error
+    if not any("ForSequenceClassification" in name for name in config.architectures or ()):
+        raise ModelError(
+            f"the reward model {model.path} is no sequence classifier, by the architectures in its config.json: it would value all texts alike",
+            remedy="Set reward_model.path to one, such as trainer reward_model writes",
+        )
+    pad = config.get_text_config().pad_token_id
+    return own.pad_token_id if pad is None else int(pad)
+
+
+def _refuse_other_tokens(path: str, own: ModelFiles, files: ModelFiles) -> None:
+    theirs = own.tokenizer.get_vocab()
+    other = next((token for token, number in files.tokenizer.get_vocab().items() if theirs.get(token) != number), None)
+    if other is not None:
+        raise UnsupportedError(
+            f"the reward model {path} has another tokenizer than the trained model: the token {other!r} is number "
+            f"{files.tokenizer.get_vocab()[other]} of the one and {theirs.get(other, 'none')} of the other",
+            remedy=_ANOTHER,
+        )
+    known, trained = own.facts.vocabulary_size, files.facts.vocabulary_size
+    if known is not None and trained is not None and known < trained:
+        raise UnsupportedError(
+            f"the reward model {path} knows {known:,} tokens, and the trained model {trained:,}", remedy=_ANOTHER
+        )
