@@ -171,6 +171,20 @@ def test_a_run_that_was_ended_resumes_to_the_same_bits(configure: Configure) -> 
     assert {name: each.tobytes() for name, each in saved[0].items()} == {name: each.tobytes() for name, each in saved[1].items()}
 
 
+@pytest.mark.proof
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+@pytest.mark.usefixtures("without_ray")
+def test_two_ranks_learn_as_one(configure: Configure, backend: str) -> None:
+    """Losses and gradient norms of three steps are those of one rank, up to float32 sums in another order; so is what is exported."""
+    one = configure("one", training={"steps": 3})
+    two = configure("two", training={"steps": 3}, backend={"use": backend}, run={"launch": "ray", "ranks": 2})
+    alone, both = (run_reward_model(each).directory for each in (one, two))
+    for name in ("loss", "grad_norm", "rewards/margins"):
+        np.testing.assert_allclose([each[name] for each in steps(both)], [each[name] for each in steps(alone)], rtol=1e-3, atol=1e-6)
+    scores = [scores_of(RunDirectory(each).model, one)[0] for each in (alone, both)]
+    torch.testing.assert_close(scores[1], scores[0], rtol=1e-3, atol=1e-4)
+
+
 def test_what_cannot_work_is_refused_while_planning(configure: Configure, pairs: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.classifier"):
         plan_reward_model(configure(reward_model={"preset": "none"}))
