@@ -125,7 +125,7 @@ def try_environment(
         each for _, result in turns for each in ((result.reward,) if result.token_rewards is None else result.token_rewards)
     )
     if success is None:
-        success = reward >= environment.claims.pass_threshold
+        success = environment.claims.succeeds(reward)
     if as_json:
         told = {
             "task": attrs.asdict(task),
@@ -159,7 +159,7 @@ def try_environment(
             }
         )
     show_heading("Attempt")
-    show_facts({"reward": f"{reward:g}", "success": "yes" if success else "no"})
+    show_facts({"reward": f"{reward:g}", "success": "nobody judges" if success is None else "yes" if success else "no"})
 
 
 def _made(name: str, settings: tuple[str, ...]) -> "tuple[SelectedPlugin, Environment]":

@@ -31,8 +31,8 @@ class WeightedReward:
 class FunctionEnvironment:
     """Scores an attempt with functions, when the model stops calling tools.
 
-    The reward is the sum of `rewards` times their weights; with several, `parts` shows each summand. A reward function returns a number, or,
-    where it is alone, a `StepResult`.
+    The reward is the sum of `rewards` times their weights, 0 without any; with several, `parts` shows each summand. A reward function returns a
+    number, or, where it is alone, a `StepResult`.
     """
 
     options: TableOptions
@@ -89,7 +89,7 @@ class FunctionEpisode:
         # None is TRL's word for a reward that does not apply to a task
         given = [(each, value) for each, value in zip(rewards, made, strict=True) if value is not None or len(rewards) == 1]
         parts = {each.name: each.weight * number_of(each.name, value) for each, value in given}
-        return StepResult(sum(parts.values()), parts=parts if len(rewards) > 1 else {})
+        return StepResult(sum(parts.values(), start=0.0), parts=parts if len(rewards) > 1 else {})
 
 
 async def _waited(value: Any) -> Any:

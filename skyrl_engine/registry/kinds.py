@@ -157,6 +157,8 @@ _ROWS = (
                 "orpo",
                 "kto",
                 "bradley_terry",
+                "top_k_divergence",
+                "teacher_kl",
             )
         },
     ),
@@ -245,7 +247,7 @@ _ROWS = (
         values="skyrl_engine.registry.values:of_environment",
         suite="skyrl_engine.testing.environments.promises:ENVIRONMENT_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:ENVIRONMENT",
-        first_party={"skyrl-engine-environments": ("function", "reasoning_gym", "gymnasium")},
+        first_party={"skyrl-engine-environments": ("function", "prompts", "reasoning_gym", "gymnasium")},
     ),
     Kind(
         "group_filter",

@@ -356,7 +356,7 @@ class RolloutRunner:
         )
         if success is None and status != "failed":
             # of the rewards as they were given: those of tokens are rounded to float32, in which almost 1 is 1
-            success = math.fsum(attempt.earned) >= self.claims[attempt.environment].pass_threshold
+            success = self.claims[attempt.environment].succeeds(math.fsum(attempt.earned))
         self._count(cause, f"task {attempt.task.key!r}")
         running = self._running[attempt.ticket]
         running.ended[attempt.member] = evolve(made, success=success)

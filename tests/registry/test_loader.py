@@ -342,6 +342,7 @@ def test_every_installed_plugin_survives_its_lock(record: PluginRecord) -> None:
 
 NEEDED = {
     "function": {"reward": "operator:eq", "data": "tasks.jsonl"},
+    "prompts": {"data": "tasks.jsonl"},
     "reasoning_gym": {"task": "spell_backward"},
     "gymnasium": {"id": "Any-v0"},
     "reward_range": {"low": 0.0, "high": 1.0},

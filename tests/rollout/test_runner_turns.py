@@ -92,6 +92,7 @@ def attempt(
     room: int = 400,
     prompts: int = 1000,
     phases: Phases | None = None,
+    threshold: float | None = 1.0,
 ) -> tuple[Trajectory, Model, Answers]:
     tokenizer = TEMPLATES[template].tokenizer()
     if template == "chatml":
@@ -107,7 +108,7 @@ def attempt(
         episodes=answers,
         turns=renderer,
         names=["sums"],
-        claims=[EnvironmentClaims(max_turns=5)],
+        claims=[EnvironmentClaims(max_turns=5, pass_threshold=threshold)],
         sampling=Sampling(max_tokens=room),
         bounds=Bounds(group_size=1, max_prompt_tokens=prompts, max_tokens=room, keeps_history=history == "append"),
         seed=0,
@@ -136,6 +137,11 @@ def test_an_attempt_that_earned_enough_succeeded(rewards: Sequence[float], succe
     results = [*(evolve(GO_ON, reward=reward) for reward in rewards[:-1]), StepResult(rewards[-1])]
     made, _, _ = attempt(["one<|im_end|>"] * len(rewards), results)
     assert made.success is success
+
+
+def test_where_nobody_judges_an_attempt_is_neither_success_nor_failure() -> None:
+    made = attempt(["two"], [StepResult(5.0)], threshold=None)[0]
+    assert (made.status, made.success) == ("finished", None)
 
 
 def test_one_mistake_at_many_tasks_is_one_cause() -> None:

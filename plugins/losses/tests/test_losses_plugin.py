@@ -47,10 +47,13 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "orpo": ("logprobs", "sample:role"),
     "kto": ("logprobs", "ref_logprobs", "kl_baseline", "sample:role"),
     "bradley_terry": ("values", "sample:role"),
+    "top_k_divergence": ("logprobs_at:teacher_ids", "teacher_logprobs[k]"),
+    "teacher_kl": ("logprobs", "teacher_logprobs"),
 }
 PREFERENCES = {"dpo", "simpo", "cpo", "orpo", "kto", "bradley_terry"}
 NOT_HOMOGENEOUS = PREFERENCES | {
     *("cross_entropy", "clip_cov", "kl_cov", "dro", "value_clip", "kl", "entropy", "label_smoothing", "z_loss"),
+    *("top_k_divergence", "teacher_kl"),
 }
 
 
@@ -133,6 +136,10 @@ REFUSED = [
     ("dro", {"beta": -1.0}, "at least 0"),
     ("value_clip", {"clip": 0.0}, "more than 0"),
     ("kl", {"estimator": "k4"}, "one of"),
+    ("teacher_kl", {"estimator": "k4"}, "one of"),
+    ("top_k_divergence", {"divergence": "total"}, "one of"),
+    ("top_k_divergence", {"rest": "two"}, "one of"),
+    ("top_k_divergence", {"beta": 1.0}, "less than 1"),
     ("outlier_sequence", {"low": 101.0}, "at least low = 101.0, is 100.0"),
     ("token_mask", {"high": 0.1}, "at least low = 0.5, is 0.1"),
     ("tis", {"high": 0.0}, "more than 0"),

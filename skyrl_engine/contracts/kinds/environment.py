@@ -101,14 +101,19 @@ class EnvironmentClaims:
     """The facts that an environment declares about itself, which planning reads and the kit holds it to.
 
     `max_turns` bounds an episode. A `random` environment may answer the same turns of the same seed differently, and resumes are not exact with
-    it. `shared_tasks` says that train and eval share tasks.
+    it. `shared_tasks` says that train and eval share tasks. `pass_threshold` None says that nobody judges attempts: none is a success, none a
+    failure.
     """
 
     max_turns: int = field(default=1)
     random: bool = False
     shared_tasks: bool = False
-    pass_threshold: float = 1.0
+    pass_threshold: float | None = 1.0
     version: str = ""
+
+    def succeeds(self, reward: float) -> bool | None:
+        """Say if an attempt of this reward is a success; None where nobody judges."""
+        return None if self.pass_threshold is None else reward >= self.pass_threshold
 
 
 class Environment(Protocol):

@@ -318,4 +318,4 @@ def worth(subject: Subject[Any], environment: Any, script: Script) -> tuple[floa
     results = played(subject, environment, script, turns=MOST_TURNS)[1:]
     reward = sum(map(reward_of, results))
     said = next((each["success"] for each in reversed(results) if each["success"] is not None), None)
-    return reward, reward >= environment.claims.pass_threshold if said is None else bool(said)
+    return reward, bool(environment.claims.succeeds(reward) if said is None else said)

@@ -533,7 +533,7 @@ def solution(subject: Subject[Any], case: Script) -> None:
     if not success:
         raise Broken(
             f"the solution of task {task.key!r:.80}, {' / '.join(known)!r:.120}, has the reward {reward:g}, which is no success "
-            f"(pass_threshold is {environment.claims.pass_threshold:g})",
+            f"(pass_threshold is {environment.claims.pass_threshold})",
             "Correct the scoring, the solution or pass_threshold",
         )
 

@@ -65,6 +65,11 @@ class FunctionOptions(TableOptions):
 
 
 @frozen
+class PromptsOptions(TableOptions):
+    """Options of `prompts`."""
+
+
+@frozen
 class ReasoningGymOptions(PromptOptions):
     """Options of `reasoning_gym`. A task's own options stand beside these, under `config`."""
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from skyrl_engine import hookimpl
 from skyrl_engine.contracts import Environment
-from skyrl_engine_environments.options import FunctionOptions, GymnasiumOptions, ReasoningGymOptions
+from skyrl_engine_environments.options import FunctionOptions, GymnasiumOptions, PromptsOptions, ReasoningGymOptions
 
 
 class FunctionEnvironmentPlugin:
@@ -17,6 +17,20 @@ class FunctionEnvironmentPlugin:
     @hookimpl
     def skyrl_engine_make_environment(self, config: FunctionOptions) -> Environment:
         from skyrl_engine_environments.function import make
+
+        return make(config)
+
+
+class PromptsPlugin:
+    """Hook implementations of `prompts`."""
+
+    @hookimpl
+    def skyrl_engine_config_schema(self) -> type[Any]:
+        return PromptsOptions
+
+    @hookimpl
+    def skyrl_engine_make_environment(self, config: PromptsOptions) -> Environment:
+        from skyrl_engine_environments.prompts import make
 
         return make(config)
 
@@ -50,5 +64,6 @@ class GymnasiumPlugin:
 
 
 function = FunctionEnvironmentPlugin()
+prompts = PromptsPlugin()
 reasoning_gym = ReasoningGymPlugin()
 gymnasium = GymnasiumPlugin()

@@ -5,6 +5,7 @@ from skyrl_engine_losses.corrections import outlier_sequence, sequence_mask, tis
 from skyrl_engine_losses.covariance import clip_cov, kl_cov
 from skyrl_engine_losses.critic import value_clip
 from skyrl_engine_losses.cross_entropy import cross_entropy, label_smoothing
+from skyrl_engine_losses.distillation import teacher_kl, top_k_divergence
 from skyrl_engine_losses.off_policy import dro, importance_sampling
 from skyrl_engine_losses.policy_gradient import cispo, reinforce, rollout_is
 from skyrl_engine_losses.preference import cpo, dpo, kto, orpo, simpo
@@ -39,8 +40,10 @@ __all__ = [
     "sapo",
     "sequence_mask",
     "simpo",
+    "teacher_kl",
     "tis",
     "token_mask",
+    "top_k_divergence",
     "value_clip",
     "z_loss",
 ]

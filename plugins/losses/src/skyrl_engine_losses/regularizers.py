@@ -1,25 +1,19 @@
 """Terms to add to a loss: closeness to a reference model, entropy, and small normalisers."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import get_args
 
 from attrs import field, frozen
 from attrs.validators import in_
 
 from skyrl_engine import LossOutput, LossTokens, Metric, loss
-from skyrl_engine_losses.ratio import LOG_RATIO_LIMIT
-
-if TYPE_CHECKING:
-    import torch
-
-_LIMIT = 10.0
-"""Limit of the estimator k3 in nats, on either side."""
+from skyrl_engine_losses.estimators import ESTIMATORS, Estimator
 
 
 @frozen
 class KlConfig:
     """The estimator of the divergence at one token."""
 
-    estimator: Literal["k1", "abs", "k2", "k3"] = field(default="k3", validator=in_(("k1", "abs", "k2", "k3")))
+    estimator: Estimator = field(default="k3", validator=in_(get_args(Estimator)))
     """With d = log p - log ref: `k1` is d, `abs` |d|, `k2` d^2 / 2 and `k3` exp(-d) + d - 1, which is never negative."""
 
 
@@ -29,28 +23,8 @@ def kl(tokens: LossTokens, config: KlConfig) -> LossOutput:
 
     `k3` clamps its exponent to +-20 and its value to +-10; beyond these limits its gradient is 0.
     """
-    estimate = _ESTIMATORS[config.estimator](tokens.logprobs - tokens.ref_logprobs)
+    estimate = ESTIMATORS[config.estimator](tokens.logprobs - tokens.ref_logprobs)
     return LossOutput(estimate, {"reference_kl": Metric.mean(estimate.detach().sum().item(), len(estimate))})
-
-
-def _k1(difference: "torch.Tensor") -> "torch.Tensor":
-    return difference
-
-
-def _abs(difference: "torch.Tensor") -> "torch.Tensor":
-    return difference.abs()
-
-
-def _k2(difference: "torch.Tensor") -> "torch.Tensor":
-    return difference.square() / 2
-
-
-def _k3(difference: "torch.Tensor") -> "torch.Tensor":
-    inverse_ratio = (-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return (inverse_ratio + difference - 1).clamp(-_LIMIT, _LIMIT)
-
-
-_ESTIMATORS = {"k1": _k1, "abs": _abs, "k2": _k2, "k3": _k3}
 
 
 @loss(needs=("entropy",))
