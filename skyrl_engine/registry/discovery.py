@@ -1,6 +1,7 @@
 """Find plugins by reading the metadata of installed distributions. Nothing is imported, and nothing unreadable stops the search."""
 
 import re
+from collections.abc import Iterator
 from importlib import metadata
 
 from attrs import frozen
@@ -10,6 +11,8 @@ from skyrl_engine.registry.record import PluginRecord
 
 ENGINE = "skyrl-engine"
 ENTRY_POINTS = "entry_points.txt"
+COMMAND_GROUP = "skyrl_engine.command"
+"""Entry points of click commands. They are no kind of plugin: nothing but the command line sees them."""
 _GROUPS = {kind.group: kind.name for kind in KINDS.values()}
 
 _PLAIN_RANGE = re.compile(r"[\w.-]+?((?:(?:[<>]=?|[=!]=)\d+(?:\.\d+)*(?:,(?!$)|$))+)", re.ASCII)
@@ -22,6 +25,10 @@ class UnreadableDistribution:
 
     where: str
     cause: str
+
+    @classmethod
+    def of(cls, where: str, error: Exception) -> "UnreadableDistribution":
+        return cls(where, f"{type(error).__name__}: {error}")
 
     def __str__(self) -> str:
         return f"the metadata of {self.where} cannot be read ({self.cause}), so its plugins are unknown"
@@ -48,24 +55,67 @@ def discover() -> Discovery:
     """
     records: list[PluginRecord] = []
     unreadable: list[UnreadableDistribution] = []
+    for name, distribution in _offering("skyrl_engine.", unreadable):
+        try:
+            records += _records(name, distribution)
+        except Exception as error:  # noqa: BLE001 - one damaged installation, of whatever sort, must not hide all others
+            unreadable.append(UnreadableDistribution.of(name, error))
+    order = list(KINDS)
+    records.sort(key=lambda record: (order.index(record.kind), record.name, record.reference))
+    return Discovery(tuple(records), tuple(unreadable))
+
+
+def discover_commands() -> tuple[PluginRecord, ...]:
+    """Read which commands installed distributions add to `skyrl-engine`, sorted by name and distribution.
+
+    A distribution whose metadata cannot be read offers none: its commands are missing from the list, and nothing else is.
+    """
+    records: list[PluginRecord] = []
+    unreadable: list[UnreadableDistribution] = []
+    for name, distribution in _offering(COMMAND_GROUP, unreadable):
+        try:
+            records += _commands(name, distribution)
+        except Exception as error:  # noqa: BLE001 - as above
+            unreadable.append(UnreadableDistribution.of(name, error))
+    return tuple(sorted(records, key=lambda record: (record.name, record.reference)))
+
+
+def _offering(text: str, unreadable: list[UnreadableDistribution]) -> Iterator[tuple[str, metadata.Distribution]]:
+    """Yield name and metadata of every distribution whose entry points mention `text`; what cannot be read is added to `unreadable`."""
     seen: set[str] = set()
     for candidate in metadata.distributions():
         where = "a distribution"
         try:
             where = f"the distribution in {candidate.locate_file('')}"
-            if "skyrl_engine." not in (candidate.read_text(ENTRY_POINTS) or ""):
+            if text not in (candidate.read_text(ENTRY_POINTS) or ""):
                 continue
             name = normalise(candidate.metadata["Name"])
             if name in seen:
                 continue
             seen.add(name)
             where = name
-            records += _records(name, metadata.distribution(name))
+            distribution = metadata.distribution(name)
         except Exception as error:  # noqa: BLE001 - one damaged installation, of whatever sort, must not hide all others
-            unreadable.append(UnreadableDistribution(where, f"{type(error).__name__}: {error}"))
-    order = list(KINDS)
-    records.sort(key=lambda record: (order.index(record.kind), record.name, record.reference))
-    return Discovery(tuple(records), tuple(unreadable))
+            unreadable.append(UnreadableDistribution.of(where, error))
+            continue
+        yield name, distribution
+
+
+def _commands(name: str, distribution: metadata.Distribution) -> list[PluginRecord]:
+    offered = [point for point in distribution.entry_points if point.group == COMMAND_GROUP]
+    version, requirement = distribution.version, engine_requirement(distribution)
+    return [
+        PluginRecord("command", point.name, point.value, distribution=name, version=version, engine_requirement=requirement)
+        for point in offered
+    ]
+
+
+def summary_of(record: PluginRecord) -> str:
+    """Return the line by which the distribution of a record describes itself; empty where it has none or it cannot be read."""
+    try:
+        return str(metadata.distribution(str(record.distribution)).metadata["Summary"] or "")
+    except Exception:  # noqa: BLE001 - a list of commands is shown whatever is damaged
+        return ""
 
 
 def _records(name: str, distribution: metadata.Distribution) -> list[PluginRecord]:

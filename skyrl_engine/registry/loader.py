@@ -9,6 +9,7 @@ import attrs
 from skyrl_engine.errors import ContractError, PluginBrokenError, PluginNotFoundError
 from skyrl_engine.hooks import decorators
 from skyrl_engine.registry.compat import check_requirements, installed_distribution
+from skyrl_engine.registry.discovery import COMMAND_GROUP
 from skyrl_engine.registry.host import Owner, PluginHost, blaming
 from skyrl_engine.registry.kinds import CONFIG_SCHEMA_HOOK, KINDS
 from skyrl_engine.registry.known import install_command
@@ -34,6 +35,12 @@ def load(record: PluginRecord) -> LoadedPlugin:
     return LoadedPlugin(record, _schema(record, host), plugin, host)
 
 
+def load_command(record: PluginRecord) -> object:
+    """Import what the entry point of a command names. Raises PluginIncompatibleError, or PluginBrokenError where it fails."""
+    check_requirements(record, metadata.distribution(str(record.distribution)))
+    return _imported_point(record, COMMAND_GROUP, Owner(str(record), "Uninstall it"))
+
+
 def kinds_made(record: PluginRecord) -> list[str]:
     """The kinds whose factory hooks the plugin of a record implements, whatever kind the record names. Raises as `load` does."""
     _, hooks = _registered(record, PluginHost())
@@ -50,7 +57,11 @@ def _registered(record: PluginRecord, host: PluginHost) -> tuple[object, frozens
 def _from_distribution(record: PluginRecord, owner: Owner) -> Any:
     distribution = installed_distribution(record)
     check_requirements(record, distribution)
-    point = metadata.EntryPoint(record.name, record.target, KINDS[record.kind].group)
+    return _imported_point(record, KINDS[record.kind].group, owner)
+
+
+def _imported_point(record: PluginRecord, group: str, owner: Owner) -> Any:
+    point = metadata.EntryPoint(record.name, record.target, group)
     with blaming(attrs.evolve(owner, remedy=f"Upgrade it: {install_command('--upgrade', str(record.distribution))}"), "its import"):
         return point.load()
 

@@ -180,7 +180,9 @@ def test_two_ranks_learn_as_one(configure: Configure, backend: str) -> None:
     two = configure("two", training={"steps": 3}, backend={"use": backend}, run={"launch": "ray", "ranks": 2})
     alone, both = (run_reward_model(each).directory for each in (one, two))
     for name in ("loss", "grad_norm", "rewards/margins"):
-        np.testing.assert_allclose([each[name] for each in steps(both)], [each[name] for each in steps(alone)], rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(
+            [each[name] for each in steps(both)], [each[name] for each in steps(alone)], rtol=1e-3, atol=1e-6
+        )
     scores = [scores_of(RunDirectory(each).model, one)[0] for each in (alone, both)]
     torch.testing.assert_close(scores[1], scores[0], rtol=1e-3, atol=1e-4)
 

@@ -1,0 +1,1 @@
+"""Serve a model to clients of the Tinker API."""

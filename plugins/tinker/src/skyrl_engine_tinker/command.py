@@ -1,0 +1,32 @@
+"""`skyrl-engine serve`."""
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path), metavar="CONFIG")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; the default takes calls of this machine alone."
+)
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="Port to listen on.")
+@click.option("--api-key-file", type=click.Path(path_type=Path), metavar="FILE", help="File with the key that clients must send.")
+def serve(config: Path, host: str, port: int, api_key_file: Path | None) -> None:
+    """Serve the models of CONFIG to clients of the Tinker API, until interrupted.
+
+    CONFIG is a TOML file with the table [serve], and the tables that a run has, without a model, a loss and a reducer.
+    """
+    import uvicorn
+
+    from skyrl_engine_tinker.app import application
+    from skyrl_engine_tinker.settings import Settings
+
+    settings = Settings.read(config)
+    try:
+        key = None if api_key_file is None else api_key_file.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise click.ClickException(f"{api_key_file} cannot be read: {error.strerror}") from error
+    if key == "":
+        raise click.ClickException(f"{api_key_file} holds no key")
+    uvicorn.run(application(settings, key), host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)

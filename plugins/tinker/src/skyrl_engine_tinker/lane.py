@@ -1,0 +1,141 @@
+"""One lane per model: a thread that owns its engine and does its requests one after the other, in the order of their numbers.
+
+    POST (event loop)  ->  submit(seq, work)  ->  heap by seq  ->  thread: work()  ->  promise  ->  retrieve_future (event loop)
+
+Clients number a model's requests from 1 and may send them out of order, or twice. Samples have no place in that order: they are taken between
+requests, and go on while nothing else is to be done.
+"""
+
+import asyncio
+import heapq
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from skyrl_engine import CheckpointError, ConfigError, DataError, EngineError, UnsupportedError
+from skyrl_engine_tinker.errors import RequestError
+
+Answer = bytes | dict[str, Any]
+"""An encoded protobuf message, or what becomes JSON."""
+
+
+class PendingAnswer:
+    """An answer that comes later; it is set once, from any thread, and waited for on the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._ready = loop, asyncio.Event()
+        self.answer: Answer = {}
+        self.finished_at: float | None = None
+
+    def set(self, answer: Answer) -> None:
+        if self.finished_at is None:
+            self.answer, self.finished_at = answer, time.monotonic()
+            self._loop.call_soon_threadsafe(self._ready.set)
+
+    def fail(self, error: BaseException) -> None:
+        self.set(failure(error))
+
+    async def wait(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._ready.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """Say what went wrong, and whose mistake it was."""
+    users = (RequestError, DataError, UnsupportedError, ConfigError, CheckpointError)
+    told = error.summary if isinstance(error, EngineError) else str(error) or type(error).__name__
+    return {"error": told, "category": "user" if isinstance(error, users) else "server"}
+
+
+class Lane:
+    """The thread of one model. `pump` is called where no request waits; it returns True while it has something to do."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, *, hole_seconds: float, pump: Callable[[], bool], end: Callable[[], None]
+    ) -> None:
+        self._loop, self._hole_seconds, self._pump, self._end = loop, hole_seconds, pump, end
+        self._wake = threading.Condition()
+        self._waiting: list[tuple[int, Callable[[], Answer], PendingAnswer]] = []
+        self._promises: dict[int, PendingAnswer] = {}
+        self._beside: deque[Callable[[], None]] = deque()
+        self._next, self._hole_since = 1, 0.0
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, daemon=True, name="tinker-lane")
+        self._thread.start()
+
+    def submit(self, number: int, work: Callable[[], Answer]) -> PendingAnswer:
+        """Do `work` in its turn. A number that was submitted before has the promise that it had then, and is done once."""
+        with self._wake:
+            if (known := self._promises.get(number)) is not None:
+                return known
+            promise = self._promises[number] = PendingAnswer(self._loop)
+            if self._closing:
+                promise.fail(RequestError("the model is closed"))
+            elif 0 < number < self._next:
+                promise.fail(
+                    RequestError(f"request {number} comes after those behind it were done, {self._hole_seconds:g} s were waited")
+                )
+            else:
+                heapq.heappush(self._waiting, (number, work, promise))
+                self._hole_since = time.monotonic()
+                self._wake.notify()
+            return promise
+
+    def beside(self, work: Callable[[], None]) -> None:
+        """Do `work` on the thread as soon as nothing else runs, whatever requests wait."""
+        with self._wake:
+            self._beside.append(work)
+            self._wake.notify()
+
+    def close(self) -> None:
+        """End the thread behind the request that it is at, and wait for it. Requests that wait are answered with a refusal."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        busy = False
+        try:
+            while True:
+                with self._wake:
+                    work = self._taken()
+                    if work is None and self._closing:
+                        break
+                    if work is None and not busy:
+                        self._wake.wait(1.0 if self._waiting else None)
+                        work = self._taken()
+                if work is not None:
+                    work()
+                busy = self._pump()
+        finally:
+            self._end()
+            for _, _, promise in self._waiting:
+                promise.fail(RequestError("the model was closed before this request's turn"))
+
+    def _taken(self) -> Callable[[], None] | None:
+        """Take what is to be done next; a missing number is waited for, `hole_seconds` at most."""
+        if self._closing:
+            return None
+        if self._beside:
+            return self._beside.popleft()
+        if not self._waiting:
+            return None
+        number = self._waiting[0][0]
+        if number > self._next and time.monotonic() - self._hole_since < self._hole_seconds:
+            return None
+        number, work, promise = heapq.heappop(self._waiting)
+        self._next = max(self._next, number + 1)
+
+        def done() -> None:
+            try:
+                promise.set(work())
+            except BaseException as error:  # noqa: BLE001 - whatever a request meets is its answer, and the lane goes on
+                promise.fail(error)
+
+        return done

@@ -1,0 +1,107 @@
+"""The table `[serve]`, and the engine's configuration of a model that a client asks for."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+from attrs import field, frozen
+
+from skyrl_engine import UnsupportedError
+from skyrl_engine_tinker import losses
+from skyrl_engine_tinker.errors import RequestError
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+MODEL_ID = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}")
+
+
+@frozen(kw_only=True)
+class ServeTable:
+    """What is served, where checkpoints lie, and limits. `models` are directories or hub ids by the names that clients may ask for."""
+
+    models: Mapping[str, str]
+    directory: str = "served"
+    longest: int = 32_768
+    """Tokens of a datum, and of a prompt with what is sampled behind it."""
+    body_bytes: int = 64 * 2**20
+    """Bytes of a request, also when it is decompressed."""
+    samples: int = 1_024
+    """Samples under way at once."""
+    weight_sets: int = 2
+    """Copies of weights that samplers of earlier steps keep."""
+    hole_seconds: float = field(default=60.0)
+    """How long requests wait for one with a smaller number."""
+    session_seconds: float = 300.0
+    """How long a session lives without a heartbeat."""
+
+
+@frozen
+class Settings:
+    """A configuration file as the server reads it: the table `[serve]`, and the tables that every model's engine is opened with."""
+
+    serve: ServeTable
+    tables: Mapping[str, Any]
+    directory: Path
+
+    @classmethod
+    def read(cls, path: Path) -> "Settings":
+        """Read a TOML file. Raises UnsupportedError for one that cannot be served from."""
+        try:
+            tables = tomllib.loads(path.read_text(encoding="utf-8"))
+            serve = dict(tables.pop("serve", {}))
+        except (OSError, ValueError, TypeError) as error:
+            raise UnsupportedError(f"{path} cannot be read: {error}", remedy="Give a TOML file with the table [serve]") from error
+        known = {each.name for each in attrs.fields(ServeTable)}
+        if unknown := sorted(serve.keys() - known):
+            raise UnsupportedError(f"{path}: serve has no key {unknown[0]!r}", remedy=f"Use {', '.join(sorted(known))}")
+        if not isinstance(serve.get("models"), dict) or not serve["models"]:
+            raise UnsupportedError(
+                f"{path}: serve.models names no model", remedy='Write [serve.models] with lines "NAME" = "DIRECTORY"'
+            )
+        if taken := sorted({"loss", "reducer", "corrections"} & tables.keys()):
+            raise UnsupportedError(f"{path}: [{taken[0]}] is the client's to choose", remedy="Remove it")
+        if "path" in tables.get("model", {}) or "lora" in tables.get("model", {}):
+            raise UnsupportedError(
+                f"{path}: model.path and model.lora are the client's to choose", remedy="Name models in [serve.models]"
+            )
+        base = path.resolve().parent
+        found = {name: str(base / where) if (base / where).exists() else where for name, where in serve["models"].items()}
+        table = ServeTable(**{**serve, "models": found})
+        return cls(table, tables, base / table.directory)
+
+    def engine(self, base_model: str, rank: int, seed: int | None, start: Path | None) -> dict[str, Any]:
+        """Return the configuration of an engine. `start` are exported weights in the place of the base model's. Raises RequestError."""
+        if base_model not in self.serve.models:
+            raise RequestError(f"there is no model {base_model!r} here; there are {', '.join(self.serve.models)}")
+        model = {**self.tables.get("model", {}), "path": self.serve.models[base_model]}
+        if rank > 0:
+            model["lora"] = {"rank": rank, "alpha": 32} if start is None else {"path": str(start)}
+        elif start is not None:
+            model["path"] = str(start)
+        run = {**self.tables.get("run", {}), **({} if seed is None else {"seed": seed})}
+        return {
+            "generator": {"use": "hf"},
+            **self.tables,
+            "model": model,
+            "run": run,
+            "loss": {"use": f"{losses.__file__}:tinker"},
+            "reducer": {"use": "sum"},
+        }
+
+    def checkpoint(self, model_id: str, kind: str, name: str) -> Path:
+        """Return a checkpoint's folder. Raises RequestError for names that are none: they come from the wire and become paths."""
+        if not MODEL_ID.fullmatch(model_id) or not NAME.fullmatch(name) or set(name) == {"."}:
+            raise RequestError(f"{name!r} is no name of a checkpoint: letters, digits, dots, hyphens and underlines")
+        return self.directory / model_id.replace(":", "-") / kind / name
+
+    def addressed(self, path: str) -> Path:
+        """Return the folder of `tinker://MODEL/weights/NAME`. Raises RequestError for another path, and for one that is not there."""
+        parts = path.removeprefix("tinker://").split("/")
+        if not path.startswith("tinker://") or len(parts) != 3 or parts[1] != "weights":
+            raise RequestError(f"{path!r} is no checkpoint: write tinker://MODEL/weights/NAME")
+        folder = self.checkpoint(parts[0], "weights", parts[2])
+        if not (folder / "tinker.json").is_file():
+            raise RequestError(f"there is no checkpoint {path!r}")
+        return folder

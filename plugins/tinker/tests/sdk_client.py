@@ -1,0 +1,105 @@
+"""A client of the real SDK, run in a process of its own: ADDRESS RANK."""
+
+import sys
+import urllib.request
+from typing import Any
+
+import numpy as np
+import tinker
+import torch
+from tinker import types
+
+
+def settled(made: Any) -> Any:
+    """Newer SDKs return a future of a client, older ones the client."""
+    return made.result() if hasattr(made, "result") else made
+
+
+def finish(client: Any) -> None:
+    """End a client's session, as `close` of newer SDKs does."""
+    session = client.holder._session_id
+    request = urllib.request.Request(f"{address}/api/v1/sessions/{session}/finish", b"{}", {"X-API-Key": KEY}, method="POST")
+    urllib.request.urlopen(request, timeout=60).close()
+
+
+KEY = "tml-test"
+address, rank = sys.argv[1], int(sys.argv[2])
+service = tinker.ServiceClient(base_url=address)
+training = settled(service.create_lora_training_client(base_model="tiny", rank=rank, seed=1))
+ids = [5, 6, 7, 8, 9, 10, 11]
+target = np.array(ids[1:])
+
+
+def datum(loss: str, logprobs: np.ndarray | None = None) -> types.Datum:
+    inputs = {"target_tokens": target}
+    if loss == "cross_entropy":
+        inputs["weights"] = np.ones(6, np.float32)
+    else:
+        inputs |= {"logprobs": np.asarray(logprobs, np.float32), "advantages": np.ones(6, np.float32)}
+    tensors = {name: types.TensorData.from_numpy(value) for name, value in inputs.items()}
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=tensors)
+
+
+def step(loss: str, data: list[types.Datum], rate: float = 1e-2) -> float:
+    first = training.forward_backward(data, loss)
+    second = training.optim_step(types.AdamParams(learning_rate=rate, grad_clip_norm=1.0))
+    second.result()
+    return first.result().metrics["loss:sum"]
+
+
+curve = [step("cross_entropy", [datum("cross_entropy")] * 3) for _ in range(6)]
+assert curve[-1] < curve[0], curve
+output = training.forward([datum("cross_entropy")], "cross_entropy").result()
+logprobs = np.array(output.loss_fn_outputs[0]["logprobs"].tolist())
+assert abs(output.metrics["loss:sum"] + logprobs.sum()) < 1e-4
+for loss in ("importance_sampling", "ppo", "cispo", "dro"):
+    before = training.forward_backward([datum(loss, logprobs)], loss).result()
+    assert np.isfinite(before.metrics["loss:sum"]), loss
+training.optim_step(types.AdamParams(learning_rate=0.0)).result()
+try:
+    told = ""
+    training.forward_backward([datum("cross_entropy")], "stable_reinforce").result()
+except tinker.RequestFailedError as error:
+    told = str(error)
+assert "there is no loss 'stable_reinforce' here" in told, told
+
+
+def custom(data: list[types.Datum], found: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    """The formula of importance_sampling, differentiated by the client."""
+    return -(found[0] - torch.tensor(logprobs)).exp().sum(), {}
+
+
+built_in = training.forward_backward([datum("importance_sampling", logprobs)], "importance_sampling").result().metrics["loss:sum"]
+norm = training.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"]
+own_loss = training.forward_backward_custom([datum("cross_entropy")], custom).result()
+own_norm = training.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"]
+assert abs(norm / own_norm - 1) < 1e-4, (norm, own_norm)
+# SDKs before this metric report the surrogate's sum as the loss
+if "surrogate_loss:sum" in own_loss.metrics:
+    assert abs(own_loss.metrics["loss:sum"] - built_in) < 1e-4, (own_loss.metrics, built_in)
+
+sampler = settled(training.save_weights_and_get_sampling_client())
+prompt = types.ModelInput.from_ints([5, 6, 7])
+params = types.SamplingParams(max_tokens=5, seed=7, temperature=1.0)
+first = sampler.sample(prompt, 2, params).result().sequences
+again = sampler.sample(prompt, 2, params).result().sequences
+assert [each.tokens for each in first] == [each.tokens for each in again]
+own = np.array(sampler.compute_logprobs(types.ModelInput.from_ints(ids)).result()[1:])
+assert np.abs(own - logprobs).max() < 1e-4, (own, logprobs)
+step("cross_entropy", [datum("cross_entropy")])
+later = np.array(sampler.compute_logprobs(types.ModelInput.from_ints(ids)).result()[1:])
+assert np.abs(later - own).max() < 1e-6, "a sampler keeps its weights"
+
+path = training.save_state("first").result().path
+expected = training.forward([datum("cross_entropy")], "cross_entropy").result().metrics["loss:sum"]
+step("cross_entropy", [datum("cross_entropy")])
+after = training.forward([datum("cross_entropy")], "cross_entropy").result().metrics["loss:sum"]
+finish(service)
+service = tinker.ServiceClient(base_url=address)
+training = settled(service.create_training_client_from_state_with_optimizer(path))
+resumed = training.forward([datum("cross_entropy")], "cross_entropy").result().metrics["loss:sum"]
+assert resumed == expected, (resumed, expected)
+step("cross_entropy", [datum("cross_entropy")])
+assert training.forward([datum("cross_entropy")], "cross_entropy").result().metrics["loss:sum"] == after
+finish(service)
+print("done")

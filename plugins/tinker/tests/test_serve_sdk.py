@@ -1,0 +1,24 @@
+"""The real SDK against a real server: create, forward_backward, optim_step, sample, save, resume."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SDK = os.environ.get("TINKER_SDK")
+"""A folder with another SDK than the installed one (`pip install --target`); `nox -s tinker` makes one."""
+
+CLIENT = Path(__file__).with_name("sdk_client.py")
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["full weights", "adapters"])
+def test_a_client_trains_samples_saves_and_resumes(address, rank):
+    environment = {**os.environ, "TINKER_TELEMETRY": "0", "TINKER_API_KEY": "tml-test"}
+    if SDK is not None:
+        environment["PYTHONPATH"] = SDK
+    command = [sys.executable, str(CLIENT), address, str(rank)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "done" in done.stdout
