@@ -29,6 +29,9 @@ COMMANDS = {
     "reward-model": LazyCommand(
         "skyrl_engine.cli.reward_model:reward_model", "Train a model to value answers, on chosen and rejected ones."
     ),
+    "distill": LazyCommand(
+        "skyrl_engine.cli.distill:distill", "Teach a model what a larger one knows, on its own samples or on rows."
+    ),
     "rl": LazyCommand("skyrl_engine.cli.rl:rl", "Train a model by reinforcement, on tasks and rewards of your own."),
     "prove": LazyCommand(
         "skyrl_engine.cli.prove:prove", "Prove on this machine that gradients do not depend on how a batch is cut."

@@ -56,7 +56,9 @@ _KEYS = {
 )
 @click.option("--tool", multiple=True, metavar="FUNCTION", help="A function that the model may call, ./file.py:name.")
 @click.option(
-    "--preset", metavar="NAME", help="A published recipe: grpo (the default), dapo, dr_grpo, gspo, cispo, rloo, reinforce_pp, ppo."
+    "--preset",
+    metavar="NAME",
+    help="A published recipe: grpo (the default), dapo, dr_grpo, gspo, cispo, rloo, reinforce_pp, ppo, on_policy_distill.",
 )
 @click.option("--steps", type=int, metavar="STEPS", help="Batches of rollouts to train on.")
 @click.option("--groups", type=int, metavar="TASKS", help="Tasks per step.")

@@ -237,7 +237,9 @@ _ROWS = (
         suite="skyrl_engine.testing.advantages.promises:ADVANTAGE_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:ADVANTAGE",
         first_party={
-            "skyrl-engine-advantages": ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae")
+            "skyrl-engine-advantages": (
+                *("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae", "reverse_kl"),
+            )
         },
     ),
     Kind(

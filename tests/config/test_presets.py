@@ -17,6 +17,7 @@ CHOSEN = {
     "dr_grpo": ("ppo", "sequence_mean_token_sum_norm", "dr_grpo", []),
     "grpo": ("ppo", "sequence_mean", "grpo", []),
     "gspo": ("gspo", "sequence_mean", "grpo", []),
+    "on_policy_distill": ("importance_sampling", "token_mean", "reverse_kl", []),
     "ppo": ("ppo", "token_mean", "gae", []),
     "reinforce_pp": ("ppo", "token_mean", "reinforce_pp", []),
     "rloo": ("reinforce", "sequence_mean_token_sum_norm", "rloo", []),

@@ -10,9 +10,9 @@ from skyrl_engine.contracts import AdvantageOutput
 from skyrl_engine.testing import AdvantageConformance
 from skyrl_engine.testing.advantages.batches import AWKWARD, REWARDS, DrawnRows, DrawnSample, Token, rows
 from skyrl_engine_advantages import reference, vectorized
-from skyrl_engine_advantages.options import GaeOptions, GroupOptions, TokenOptions
+from skyrl_engine_advantages.options import GaeOptions, GroupOptions, ReverseKlOptions, TokenOptions
 
-ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae")
+ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae", "reverse_kl")
 
 
 def _suite(name, options, examples):
@@ -39,11 +39,15 @@ CASES = [
         for gamma, lam in ((1.0, 0.95), (0.9, 0.5))
         for each in ("none", "batch")
     ),
+    *(
+        ("reverse_kl", ReverseKlOptions(gamma=gamma, reward_coef=coef, normalize=each))
+        for gamma, coef, each in ((0.0, 0.0, "none"), (0.9, 0.5, "batch"), (1.0, 0.0, "none"))
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value)[:90])
-@given(batch=rows(("old_values",), rewards=(*REWARDS, *AWKWARD), turns=3))
+@given(batch=rows(("old_values", "old_logprobs", "teacher_logprobs"), rewards=(*REWARDS, *AWKWARD), turns=3))
 def test_array_operations_give_the_bytes_of_the_loops(name, options, batch):
     due, got = (_output(getattr(module, name)(batch.batch(), options)) for module in (reference, vectorized))
     assert got.advantages.tobytes() == due.advantages.tobytes()

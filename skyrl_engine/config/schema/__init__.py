@@ -21,6 +21,7 @@ from skyrl_engine.config.schema.rl import (
     RewardKlConfig,
     RlConfig,
     RolloutsConfig,
+    TeacherConfig,
 )
 from skyrl_engine.config.schema.run import RunConfig
 from skyrl_engine.config.schema.tables import LossTable, PluginTable, TermTable
@@ -51,6 +52,7 @@ __all__ = [
     "RlConfig",
     "RolloutsConfig",
     "RunConfig",
+    "TeacherConfig",
     "TermTable",
     "TrainingConfig",
 ]

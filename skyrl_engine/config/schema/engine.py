@@ -14,7 +14,7 @@ from skyrl_engine.config.schema.optimizer import OptimizerConfig
 from skyrl_engine.config.schema.plugins import PluginsConfig
 from skyrl_engine.config.schema.preference import PreferenceConfig
 from skyrl_engine.config.schema.reward_model import RewardModelConfig
-from skyrl_engine.config.schema.rl import EnvironmentTable, ReferenceConfig, RlConfig, RolloutsConfig
+from skyrl_engine.config.schema.rl import EnvironmentTable, ReferenceConfig, RlConfig, RolloutsConfig, TeacherConfig
 from skyrl_engine.config.schema.run import RunConfig
 from skyrl_engine.config.schema.tables import PluginTable
 from skyrl_engine.config.schema.training import TrainingConfig
@@ -48,6 +48,7 @@ class EngineConfig:
     group_filters: tuple[PluginTable, ...] = field(default=(), metadata={KIND: "group_filter"})
     rollouts: RolloutsConfig = RolloutsConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    teacher: TeacherConfig = TeacherConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

@@ -1,4 +1,4 @@
-"""`[rl]`, `[rollouts]`, `[reference]` and `[[environments]]`: the tables of training by reinforcement."""
+"""`[rl]`, `[rollouts]`, `[reference]`, `[teacher]` and `[[environments]]`: the tables of training by reinforcement."""
 
 from typing import Literal, cast
 
@@ -166,6 +166,17 @@ class ReferenceConfig:
 
     refresh_every: int | None = field(default=None, validator=optional(ge(1)))
     """Steps after which the reference becomes a copy of the trained model, of trainer rl; none: never."""
+
+
+@frozen
+class TeacherConfig:
+    """The frozen model that a student is distilled from: it scores what the student samples, and gives the column `teacher_logprobs`."""
+
+    path: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
+    """A Hugging Face directory or hub id, with the tokenizer of the trained model; none: there is no teacher."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub."""
 
 
 @frozen

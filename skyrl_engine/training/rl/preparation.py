@@ -32,6 +32,7 @@ from skyrl_engine.training.rl.prompts import OF_TABLES, PromptLimits, check_prom
 from skyrl_engine.training.rl.recipe import Recipe, Recorded, recipe
 from skyrl_engine.training.rl.reward_model import RewardModel
 from skyrl_engine.training.rl.tasks import TaskOrder
+from skyrl_engine.training.rl.teacher import planned_teacher
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ class PreparedRl:
     rollouts: "Sampled | Recording"
     recipe: Recipe
     reference: FrozenModel | None
-    reward_model: RewardModel | None = None
+    teacher: FrozenModel | None
+    reward_model: RewardModel | None
 
     @property
     def sampling(self) -> Sampling:
@@ -144,6 +146,7 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
         rollouts=rollouts,
         recipe=chosen,
         reference=planned_reference(resolved, assembly, files) if chosen.reference else None,
+        teacher=planned_teacher(resolved, assembly, files, read=chosen.teacher),
         reward_model=RewardModel.planned(resolved, assembly, files),
     )
 

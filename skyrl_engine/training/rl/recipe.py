@@ -15,12 +15,13 @@ from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.policy_metrics import OLD, SAMPLED, Watched
 from skyrl_engine.registry.part import Part
 from skyrl_engine.training.reference import REFERENCE
+from skyrl_engine.training.rl.teacher import TEACHER
 
 VALUES: Final = "old_values"
 BOUND: Final[Mapping[str, str]] = {OLD: "logprobs"}
 """The policy as its own old one."""
 
-_GIVEN: Final = ("rewards", "rollout_logprobs", "advantages", "returns", OLD, REFERENCE, VALUES)
+_GIVEN: Final = ("rewards", "rollout_logprobs", "advantages", "returns", OLD, REFERENCE, TEACHER, VALUES)
 """Columns that the trainer can provide; `returns` where the advantage gives them."""
 
 
@@ -37,12 +38,13 @@ class Recipe:
     """The passes of a step.
 
     `old` says where the old policy's log-probabilities come from, None where nobody reads them. `scores` are scores of the trained model before
-    the first update, by the column that they become; `reference` says that the reference is scored.
+    the first update, by the column that they become; `reference` and `teacher` say that these are scored.
     """
 
     old: Literal["current", "score", "rollout"] | None
     scores: Mapping[str, str]
     reference: bool
+    teacher: bool
 
     @property
     def watch(self) -> frozenset[Watched]:
@@ -77,7 +79,7 @@ def recipe(
     read = {*objective.columns, *early}
     old = _old(config, read=OLD in read or config.kl is not None, early=OLD in early, recorded=recorded)
     scores = {**({OLD: "logprobs"} if old == "score" else {}), **({VALUES: "values"} if VALUES in read else {})}
-    return Recipe(old, scores, REFERENCE in read)
+    return Recipe(old, scores, REFERENCE in read, TEACHER in read)
 
 
 def _old(config: RlConfig, *, read: bool, early: bool, recorded: Recorded | None) -> Literal["current", "score", "rollout"] | None:

@@ -18,11 +18,10 @@ from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ConfigError, ModelError, Problem, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.rollout.turns import TurnRenderer
+from skyrl_engine.training.same_tokens import refuse_other_tokens
 
 REWARD_MODEL: Final = "reward_model"
 """The frozen model's name on the ranks, and that of its part of the reward."""
-
-_ANOTHER: Final = "Set reward_model.path to a sequence classifier with the tokenizer of the trained model"
 
 
 @frozen(eq=False)
@@ -72,7 +71,7 @@ class RewardModel:
         frozen.model = evolve(frozen.model, tokenizer=None, chat_template=None)
         own = ModelFiles.of(frozen.model)
         pad = _pad_of_classifier(own)
-        _refuse_other_tokens(table.path, own, files)
+        refuse_other_tokens("the reward model", "reward_model", own, files)
         closing = TurnRenderer(files.tokenizer).closing()
         longest = (
             resolved.config.rl.max_prompt_tokens + resolved.config.rl.max_tokens + 1 + (0 if closing is None else len(closing[1]))
@@ -153,19 +152,3 @@ def _pad_of_classifier(own: ModelFiles) -> int:
         )
     pad = config.get_text_config().pad_token_id
     return own.pad_token_id if pad is None else int(pad)
-
-
-def _refuse_other_tokens(path: str, own: ModelFiles, files: ModelFiles) -> None:
-    theirs = own.tokenizer.get_vocab()
-    other = next((token for token, number in files.tokenizer.get_vocab().items() if theirs.get(token) != number), None)
-    if other is not None:
-        raise UnsupportedError(
-            f"the reward model {path} has another tokenizer than the trained model: the token {other!r} is number "
-            f"{files.tokenizer.get_vocab()[other]} of the one and {theirs.get(other, 'none')} of the other",
-            remedy=_ANOTHER,
-        )
-    known, trained = own.facts.vocabulary_size, files.facts.vocabulary_size
-    if known is not None and trained is not None and known < trained:
-        raise UnsupportedError(
-            f"the reward model {path} knows {known:,} tokens, and the trained model {trained:,}", remedy=_ANOTHER
-        )

@@ -45,6 +45,7 @@ from skyrl_engine.training.rl.metrics import rollout_metrics
 from skyrl_engine.training.rl.preparation import PreparedRl, Progress, Sampled, prepare
 from skyrl_engine.training.rl.rewards import KlPenalty
 from skyrl_engine.training.rl.state import RlState, state_in
+from skyrl_engine.training.rl.teacher import TEACHER, TEACHER_MODEL, teacher_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +135,8 @@ def _trainer(
             # by its name: the run directory may have moved since
             reference = reference.exported_to(session.directory.reference / Path(state.reference).name)
         engine.add_frozen(reference)
+    if prepared.teacher is not None:
+        engine.add_frozen(prepared.teacher)
     if prepared.reward_model is not None:
         engine.add_frozen(prepared.reward_model.frozen)
     penalty = None if settings.kl is None else KlPenalty.start(settings.kl)
@@ -311,10 +314,11 @@ class RlTrainer:
             plan = self.engine.plan(columns, mini_batch_size=mini_batch_size(group_sizes(columns), config.rl.mini_batches))
         with self.phases("score"):
             plan = self._scored(plan)
-        metrics: dict[str, Metric] = {}
+        metrics = teacher_metrics(plan.columns)
         with self.phases("advantage"):
             if self.penalty is not None:
-                shaped, metrics = self.penalty.shaped(plan.columns)
+                shaped, of_penalty = self.penalty.shaped(plan.columns)
+                metrics |= of_penalty
                 plan = attrs.evolve(plan, columns=shaped)
             made = self._advantages(plan.columns)
             gives = {} if made.returns is None else {"returns": made.returns}
@@ -409,7 +413,7 @@ class RlTrainer:
         return columns
 
     def _scored(self, plan: Plan) -> Plan:
-        """Add what the model and the reference say of the batch before it is learned from."""
+        """Add what the model, the reference and the teacher say of the batch before it is learned from."""
         recipe, temperature = self.prepared.recipe, self.prepared.resolved.config.rl.temperature
         found: dict[str, Any] = {}
         if recipe.scores:
@@ -420,6 +424,9 @@ class RlTrainer:
         if recipe.reference:
             output = self.engine.score(plan, temperature=temperature, model=REFERENCE_MODEL).result()
             found[REFERENCE] = output.on_actions("logprobs")
+        if recipe.teacher:
+            output = self.engine.score(plan, temperature=temperature, model=TEACHER_MODEL).result()
+            found[TEACHER] = output.on_actions("logprobs")
         return plan.with_columns(found)
 
     def _advantages(self, columns: SampleColumns) -> AdvantageOutput:

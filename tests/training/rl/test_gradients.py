@@ -103,6 +103,14 @@ def gae(groups: Sequence[Sequence[Attempt]]) -> list[list[float]]:
     return normalized([estimated(attempt) for group in groups for attempt in group])
 
 
+def reverse_kl(groups: Sequence[Sequence[Attempt]]) -> list[list[float]]:
+    """The teacher stands in the reference's place."""
+    return [
+        [theirs - own for theirs, own in zip(each.reference, each.old, strict=True)]
+        for each in (attempt for group in groups for attempt in group)
+    ]
+
+
 def clipped(logprobs: torch.Tensor, old: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
     ratio = (logprobs - old).exp()
     return -torch.minimum(ratio * worth, ratio.clamp(1 - CLIP, 1 + CLIP) * worth)
@@ -110,6 +118,10 @@ def clipped(logprobs: torch.Tensor, old: torch.Tensor, worth: torch.Tensor) -> t
 
 def reinforce(logprobs: torch.Tensor, _old: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
     return -worth * logprobs
+
+
+def importance(logprobs: torch.Tensor, old: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
+    return -(logprobs - old).exp() * worth
 
 
 Mean = Callable[[list[torch.Tensor]], torch.Tensor]
@@ -141,6 +153,7 @@ RECIPES = {
     "rloo": Recipe(rloo, reinforce, sums_over(1)),
     "reinforce_pp": Recipe(reinforce_pp, clipped, token_mean),
     "ppo": Recipe(gae, clipped, token_mean, critic=True),
+    "on_policy_distill": Recipe(reverse_kl, importance, token_mean),
 }
 
 
@@ -205,8 +218,10 @@ BREADTH = [
     ("padded", "ppo"),
     ("packed", "dr_grpo"),
     ("padded", "rloo"),
+    ("packed", "on_policy_distill"),
+    ("padded", "on_policy_distill"),
 ]
-QUICK = {("padded", "grpo"), ("packed", "ppo")}
+QUICK = {("padded", "grpo"), ("packed", "ppo"), ("packed", "on_policy_distill")}
 
 
 @pytest.mark.parametrize(
@@ -217,8 +232,8 @@ def test_gradients_are_those_of_the_definitions(rl: Rl, seen: Seen, world: Path,
     check(rl, seen, world, other, name, PACKED if collator == "packed" else ("rl.micro_batch_rows=4",))
 
 
-NEITHER_REFERENCE_NOR_VALUES = {"reinforce_pp", "ppo"}
-"""Recipes that read one of them."""
+SECOND_MODEL_OR_VALUES = {"reinforce_pp", "ppo", "on_policy_distill"}
+"""Recipes that need one of them."""
 
 
 @pytest.mark.usefixtures("without_ray")
@@ -230,7 +245,7 @@ NEITHER_REFERENCE_NOR_VALUES = {"reinforce_pp", "ppo"}
 def test_gradients_on_two_ranks_are_those_of_the_definitions(
     rl: Rl, seen: Seen, world: Path, other: Path, backend: str, name: str
 ) -> None:
-    if backend == "megatron" and name in NEITHER_REFERENCE_NOR_VALUES:
+    if backend == "megatron" and name in SECOND_MODEL_OR_VALUES:
         pytest.skip("megatron has no second model and no value head, which planning says")
     tables = ("run.ranks=2", "run.launch=ray", f"backend.use={backend}")
     # DeepSpeed sums gradients in float32 at most
@@ -264,6 +279,8 @@ def check(
     settings += tables
     if name == "reinforce_pp":
         settings += [f"rl.kl.coef={COEF}", f"reference.path={other / 'model'}"]
+    if name == "on_policy_distill":
+        settings += [f"teacher.path={other / 'model'}"]
     if name == "ppo":
         settings += ["rl.group_size=3"]
     with pytest.raises(StopHereError):

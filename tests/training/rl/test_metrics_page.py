@@ -43,6 +43,8 @@ def test_the_page_lists_exactly_what_runs_write(tables_of: Callable[..., dict[st
     written |= set(rollout_metrics([parts], [parts], ["spell"]))
     # of runs with [reward_model], which test_reward_model.py holds
     written |= {f"reward/model_{name}" for name in ("mean", "std", "min", "max")}
+    # of runs with [teacher], which test_teacher.py holds
+    written.add("teacher/divergence")
     assert [record["kind"] for record in records].count("evaluation") == 2
     undefined = {name for name in written - OF_LOSSES if not any(matches(row, name) for row in ROWS)}
     assert undefined == set(), "docs/reference/rl-metrics.md lacks these"

@@ -66,7 +66,7 @@ def test_passes_follow_from_needs(needs, settings, old, scores, reference) -> No
         (PPO, {"old": "current", "epochs": 2}, "later optimizer steps of the batch"),
         (PPO, {"old": "current", "reads": ("old_logprobs",)}, "the advantage reads them before that pass"),
         (KL, {"kl": RewardKlConfig(0.1)}, "off the rewards, and kl adds it to the loss"),
-        ({"mine": ("logprobs", "teacher_logprobs")}, {}, "mine needs the column 'teacher_logprobs'"),
+        ({"mine": ("logprobs", "judge_logprobs")}, {}, "mine needs the column 'judge_logprobs'"),
         (PPO, {"reads": ("lengths",)}, "estimator needs the column 'lengths'"),
         (CRITIC, {}, "value_clip needs returns, and estimator gives none"),
     ],

@@ -56,6 +56,20 @@ class TokenOptions(SharedOptions):
 
 
 @frozen(kw_only=True)
+class ReverseKlOptions(TokenOptions):
+    """Options of `reverse_kl`."""
+
+    gamma: float = field(default=0.0, validator=and_(ge(0.0), le(1.0)))
+    """Discount of later tokens' differences and rewards: 0 credits a token with its own alone."""
+
+    normalize: Literal["none", "batch"] = field(default="none", validator=in_(("none", "batch")))
+    """Normalization over all scored tokens of the `batch`, to mean 0 and standard deviation 1, or `none`."""
+
+    reward_coef: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
+    """Factor of the rewards, which are added to the differences."""
+
+
+@frozen(kw_only=True)
 class GaeOptions(TokenOptions):
     """Options of `gae`."""
 

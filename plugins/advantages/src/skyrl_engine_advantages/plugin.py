@@ -12,7 +12,7 @@ from attrs import evolve
 from skyrl_engine import advantage
 from skyrl_engine.contracts import AdvantageBatch, AdvantageClaims, AdvantageOutput, FloatArray
 from skyrl_engine_advantages import vectorized
-from skyrl_engine_advantages.options import BaselineOptions, GaeOptions, GroupOptions, GrpoOptions, TokenOptions
+from skyrl_engine_advantages.options import BaselineOptions, GaeOptions, GroupOptions, GrpoOptions, ReverseKlOptions, TokenOptions
 
 _BASELINE = AdvantageClaims(groups="needed", shift=True, scale="linear", zero_sum=True, outcome=True)
 
@@ -92,3 +92,17 @@ def gae(batch: AdvantageBatch, options: GaeOptions) -> AdvantageOutput:
     Returns are the estimates, not normalised, plus the values that the model had before the step.
     """
     return vectorized.gae(batch, options)
+
+
+def _of_teacher(options: ReverseKlOptions) -> AdvantageClaims:
+    return AdvantageClaims(groups="ignored", whole_batch=options.normalize == "batch")
+
+
+@advantage(needs=("old_logprobs", "teacher_logprobs"), config=ReverseKlOptions, claims=_of_teacher)
+def reverse_kl(batch: AdvantageBatch, options: ReverseKlOptions) -> FloatArray:
+    """The teacher's log-probability of a token minus the student's, plus `reward_coef` times its reward, discounted over later ones.
+
+    Its mean is minus the reverse divergence, KL(student, teacher), per token, of which `gamma` 0 follows the gradient at each token given those
+    before it: on-policy distillation (Lu et al. 2025, "On-Policy Distillation", Thinking Machines Lab; Agarwal et al. 2024, arXiv:2306.13649).
+    """
+    return vectorized.reverse_kl(batch, options)

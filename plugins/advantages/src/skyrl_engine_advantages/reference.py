@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from skyrl_engine.contracts import AdvantageBatch, AdvantageOutput, FloatArray
-from skyrl_engine_advantages.options import GaeOptions, GroupOptions, SharedOptions, TokenOptions
+from skyrl_engine_advantages.options import GaeOptions, GroupOptions, ReverseKlOptions, SharedOptions, TokenOptions
 
 
 def grpo(batch: AdvantageBatch, options: GroupOptions) -> FloatArray:
@@ -34,6 +34,19 @@ def reinforce_pp(batch: AdvantageBatch, options: TokenOptions) -> AdvantageOutpu
             following = float(batch.rewards[token]) + options.gamma * following
             returns[token] = following
     return AdvantageOutput(_finish(batch, returns, options, options.normalize == "batch"), returns)
+
+
+def reverse_kl(batch: AdvantageBatch, options: ReverseKlOptions) -> FloatArray:
+    """Compute discounted sums of the teacher's log-probability minus the student's, plus scaled rewards, over scored tokens."""
+    teacher, student = batch.columns["teacher_logprobs"], batch.columns["old_logprobs"]
+    sums = np.zeros(len(batch.rewards))
+    for tokens in _scored_tokens(batch).values():
+        following = 0.0
+        for token in reversed(tokens):
+            own = options.reward_coef * float(batch.rewards[token]) + float(teacher[token]) - float(student[token])
+            following = own + options.gamma * following
+            sums[token] = following
+    return _finish(batch, sums, options, options.normalize == "batch")
 
 
 def gae(batch: AdvantageBatch, options: GaeOptions) -> AdvantageOutput:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from skyrl_engine.contracts import AdvantageBatch, AdvantageOutput, AnyArray, FloatArray, IntArray
-from skyrl_engine_advantages.options import GaeOptions, GroupOptions, SharedOptions, TokenOptions
+from skyrl_engine_advantages.options import GaeOptions, GroupOptions, ReverseKlOptions, SharedOptions, TokenOptions
 
 
 def grpo(batch: AdvantageBatch, options: GroupOptions) -> FloatArray:
@@ -40,6 +40,17 @@ def reinforce_pp(batch: AdvantageBatch, options: TokenOptions) -> AdvantageOutpu
 
     returns = _backwards(batch, backward, batch.rewards)
     return AdvantageOutput(_finished(batch, returns, options), returns)
+
+
+def reverse_kl(batch: AdvantageBatch, options: ReverseKlOptions) -> FloatArray:
+    """Compute discounted sums of the teacher's log-probability minus the student's, plus scaled rewards, over scored tokens; [A]."""
+    teacher, student = (batch.columns[name].astype(np.float64) for name in ("teacher_logprobs", "old_logprobs"))
+    own = options.reward_coef * batch.rewards.astype(np.float64) + teacher - student
+
+    def backward(each: FloatArray, following: FloatArray) -> FloatArray:
+        return each + options.gamma * following
+
+    return _finished(batch, _backwards(batch, backward, own), options)
 
 
 def gae(batch: AdvantageBatch, options: GaeOptions) -> AdvantageOutput:

@@ -1,0 +1,92 @@
+"""`skyrl-engine distill`: learn from a teacher without a configuration file; the one it makes is printed."""
+
+from typing import Any
+
+import click
+
+from skyrl_engine.cli.command import EngineCommand
+from skyrl_engine.cli.options import (
+    RUN_KEYS,
+    flags_of,
+    load_config,
+    model_option,
+    one_or_several,
+    overrides_argument,
+    plugin_options,
+    run_options,
+    values_by_key,
+)
+from skyrl_engine.cli.rl import environment_table
+from skyrl_engine.cli.run import start_printed
+
+_ON_ROWS = {
+    **RUN_KEYS,
+    "data": "data.train",
+    "batch_size": "training.batch_size",
+    "steps": "training.steps",
+    "micro_batch_rows": "training.micro_batch_rows",
+}
+_ON_SAMPLES = {
+    **RUN_KEYS,
+    "teacher": "teacher.path",
+    "groups": "rl.groups",
+    "group_size": "rl.group_size",
+    "max_tokens": "rl.max_tokens",
+    "steps": "rl.steps",
+    "micro_batch_rows": "rl.micro_batch_rows",
+}
+
+
+@click.command(cls=EngineCommand)
+@overrides_argument
+@model_option
+@click.option("--teacher", metavar="MODEL", help="The model that scores what the student samples; it has the student's tokenizer.")
+@click.option(
+    "--prompts", multiple=True, callback=one_or_several, metavar="DATA", help="What to sample at: a file, a folder or a hub id."
+)
+@click.option("--env", metavar="ENVIRONMENT", help="An environment plugin to sample in, instead of --prompts.")
+@click.option("--groups", type=int, metavar="PROMPTS", help="Prompts per step.")
+@click.option("--group-size", type=int, metavar="ATTEMPTS", help="Samples per prompt.")
+@click.option("--max-tokens", type=int, metavar="TOKENS", help="Longest sample.")
+@click.option(
+    "--data",
+    multiple=True,
+    callback=one_or_several,
+    metavar="DATA",
+    help="Rows that hold a teacher's likeliest tokens, instead of --teacher.",
+)
+@click.option("--batch-size", type=int, metavar="SAMPLES", help="Rows of one optimizer step, over all ranks.")
+@click.option("--steps", type=int, metavar="STEPS", help="Optimizer steps.")
+@run_options
+@plugin_options("rl")
+@click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
+def distill(overrides: tuple[str, ...], *, prompts: str | list[str] | None, env: str | None, dry_run: bool, **given: Any) -> int:
+    """Teach MODEL what a teacher knows: on MODEL's own samples, which the teacher scores, or on rows that hold its likeliest tokens.
+
+    Samples are trainer rl's, with the preset on_policy_distill; rows are trainer sft's, with the loss top_k_divergence. The configuration that
+    the options make is printed, as TOML: `skyrl-engine distill ... > my.toml` keeps it for `skyrl-engine run my.toml`. All else goes to stderr.
+    """
+    from skyrl_engine.config import Option
+
+    if (given["teacher"] is None) == (given["data"] is None):
+        raise click.UsageError("Give one of --teacher, to learn on samples, and --data, to learn on rows.")
+    keys, others = (_ON_ROWS, _ON_SAMPLES) if given["teacher"] is None else (_ON_SAMPLES, _ON_ROWS)
+    alien = next((name for name in others if name not in keys and given[name] is not None), None)
+    if alien is not None:
+        raise click.UsageError(
+            f"--{alien.replace('_', '-')} goes with {'--teacher' if keys is _ON_ROWS else '--data'}. Leave it out."
+        )
+    flags: dict[str, Any] = {**values_by_key(keys, given), **flags_of(given)}
+    if keys is _ON_ROWS:
+        if prompts is not None or env is not None:
+            raise click.UsageError("--prompts and --env go with --teacher. Leave them out.")
+        flags = {"trainer": "sft", "loss.use": "top_k_divergence", **flags}
+    else:
+        if (prompts is None) == (env is None):
+            raise click.UsageError(
+                "--teacher needs something to sample at. Give one of --prompts FILE, whose rows have a prompt, and --env."
+            )
+        table = {"use": "prompts", "data": prompts} if env is None else environment_table(env)
+        environments = Option("--prompts" if env is None else "--env", [table])
+        flags = {"trainer": "rl", "rl.preset": "on_policy_distill", "environments": environments, **flags}
+    return start_printed(load_config(None, overrides, flags), dry_run=dry_run)

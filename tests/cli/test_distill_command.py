@@ -1,0 +1,56 @@
+"""`distill`: what its options make of a configuration, and which of them do not go together."""
+
+from typing import Any
+
+import pytest
+
+from skyrl_engine.cli import app
+
+ON_SAMPLES = ["--teacher", "t", "--prompts", "p.jsonl"]
+ON_ROWS = ["--data", "rows.jsonl"]
+
+
+def made(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> dict[str, Any]:
+    """The tables that options make; nothing is resolved and nothing started."""
+    found: dict[str, Any] = {}
+
+    def keep(raw: Any, *, dry_run: bool) -> int:
+        found.update(raw.table, dry_run=dry_run)
+        return 0
+
+    monkeypatch.setattr("skyrl_engine.cli.distill.start_printed", keep)
+    assert app.main(["distill", "--model", "m", *given]) == 0
+    return found
+
+
+def test_a_teacher_makes_a_run_on_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = made(monkeypatch, [*ON_SAMPLES, "--groups", "3", "--dry-run", "rl.temperature=0.7"])
+    assert (found["trainer"], found["teacher"], found["dry_run"]) == ("rl", {"path": "t"}, True)
+    assert found["environments"] == [{"use": "prompts", "data": "p.jsonl"}]
+    assert (found["rl"]["preset"], found["rl"]["groups"], found["rl"]["temperature"]) == ("on_policy_distill", 3, 0.7)
+    other = made(monkeypatch, ["--teacher", "t", "--env", "reasoning_gym:spell_backward", "--loss", "teacher_kl"])
+    assert other["environments"] == [{"use": "reasoning_gym", "task": "spell_backward"}]
+    assert other["loss"] == {"use": "teacher_kl"}
+
+
+def test_rows_make_a_run_of_fine_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = made(monkeypatch, [*ON_ROWS, "--batch-size", "4", "loss.divergence=reverse"])
+    assert (found["trainer"], found["data"], found["training"]) == ("sft", {"train": "rows.jsonl"}, {"batch_size": 4})
+    assert found["loss"] == {"use": "top_k_divergence", "divergence": "reverse"}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "Give one of --teacher"),
+        ([*ON_SAMPLES, *ON_ROWS], "Give one of --teacher"),
+        (["--teacher", "t"], "Give one of --prompts FILE"),
+        ([*ON_SAMPLES, "--env", "e"], "Give one of --prompts FILE"),
+        ([*ON_SAMPLES, "--batch-size", "4"], "--batch-size goes with --data"),
+        ([*ON_ROWS, "--group-size", "4"], "--group-size goes with --teacher"),
+        ([*ON_ROWS, "--prompts", "p.jsonl"], "go with --teacher"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(given: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.main(["distill", "--model", "m", *given]) == 2
+    assert words in capsys.readouterr().err

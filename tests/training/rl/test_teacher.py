@@ -1,0 +1,82 @@
+"""`[teacher]`: a frozen model that scores what the student samples, and what is learned from its scores."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rl_runs import Rl, Seen, write_world
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
+
+from skyrl_engine.errors import ModelError, UnsupportedError
+from skyrl_engine.modeling.tiny import write_model, write_tokenizer
+from skyrl_engine.run.metrics import read_metrics
+from skyrl_engine.training.rl.preparation import prepare
+from skyrl_engine.training.rl.trainer import run_rl
+
+PRESET = "on_policy_distill"
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model with the tokenizer of the trained one."""
+    return write_world(tmp_path_factory.mktemp("teacher"), intermediate_size=48) / "model"
+
+
+def test_the_teacher_scores_the_students_own_tokens(rl: Rl, seen: Seen, teacher: Path) -> None:
+    """Advantages are the differences of the two models' log-probabilities, the teacher's as transformers computes them; metric and all."""
+    (metrics,) = (
+        record["metrics"]
+        for record in read_metrics(
+            run_rl(rl("run", "rl.steps=1", f"teacher.path={teacher}", preset=PRESET)).directory / "metrics.jsonl"
+        )
+        if record["kind"] == "step"
+    )
+    columns = seen.plans[1].columns
+    model = AutoModelForCausalLM.from_pretrained(teacher).eval()
+    due = []
+    for start, end, first, last in zip(
+        columns.token_offsets[:-1], columns.token_offsets[1:], columns.action_offsets[:-1], columns.action_offsets[1:], strict=True
+    ):
+        ids = torch.from_numpy(columns.input_ids[start:end].astype("int64"))
+        with torch.no_grad():
+            logprobs = model(ids[None]).logits[0].log_softmax(-1)
+        actions = int(last - first)
+        due += [float(logprobs[place - 1, ids[place]]) for place in range(len(ids) - actions, len(ids))]
+    given = columns.columns
+    scored = columns.loss_weight != 0
+    np.testing.assert_allclose(given["teacher_logprobs"][scored], np.asarray(due)[scored], atol=1e-4)
+    differences = given["teacher_logprobs"][scored].astype(np.float64) - given["old_logprobs"][scored].astype(np.float64)
+    np.testing.assert_allclose(given["advantages"][scored], differences, rtol=1e-6)
+    assert metrics["teacher/divergence"] == pytest.approx(-differences.mean(), rel=1e-6)
+    assert metrics["policy/ratio_max"] == 1.0
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(rl: Rl, seen: Seen, world: Path) -> None:
+    run_rl(rl("run", "rl.steps=1", f"teacher.path={world / 'model'}", preset=PRESET))
+    assert not seen.plans[1].columns.columns["advantages"].any()
+
+
+def test_a_resumed_run_has_the_same_bits(rl: Rl, teacher: Path) -> None:
+    keys = (f"teacher.path={teacher}", "loss.use=teacher_kl")
+    whole = run_rl(rl("whole", *keys, preset=PRESET)).directory
+    run_rl(rl("cut", "rl.steps=1", *keys, preset=PRESET))
+    cut = run_rl(rl("cut", *keys, preset=PRESET), resume=True).directory
+    saved = [load_file(each / "model" / "model.safetensors") for each in (whole, cut)]
+    assert {name: each.tobytes() for name, each in saved[0].items()} == {name: each.tobytes() for name, each in saved[1].items()}
+
+
+def test_what_cannot_work_is_refused_while_planning(rl: Rl, teacher: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="there is no teacher"):
+        prepare(rl("run", preset=PRESET))
+    with pytest.raises(UnsupportedError, match="nothing would be learned from the teacher"):
+        prepare(rl("run", f"teacher.path={teacher}"))
+    with pytest.raises(ModelError, match="the teacher cannot be used"):
+        prepare(rl("run", f"teacher.path={tmp_path / 'nowhere'}", preset=PRESET))
+    tokenizer = write_tokenizer(tmp_path / "other", ["other words than those"])
+    write_model(tmp_path / "other", tokenizer=tokenizer)
+    with pytest.raises(UnsupportedError, match=r"the teacher .* has another tokenizer than the trained model: the token"):
+        prepare(rl("run", f"teacher.path={tmp_path / 'other'}", preset=PRESET))
+    with pytest.raises(UnsupportedError, match="second_model"):
+        prepare(rl("run", f"teacher.path={teacher}", "backend.use=megatron", preset=PRESET))
