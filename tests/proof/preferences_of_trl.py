@@ -1,4 +1,4 @@
-"""Losses of preferences beside TRL's own trainers on one model and batch: loss and gradient of every parameter. Part of `nox -s peers`.
+"""Losses of preferences and of reward models beside TRL's own trainers on one model and batch: loss and gradient of every parameter. Part of `nox -s peers`.
 
 TRL computes a whole step by itself, from its collator's batch to its loss; ours is given log-probabilities of the same tokens. Either the
 policy or its reference has noise on every weight, so that no ratio is 0. Both compute in float32: 1e-5 of the largest gradient is a few dozen
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -22,6 +22,7 @@ from skyrl_engine.contracts import LossOutput, LossTokens, Pairs, Sequences
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine_losses import plugin
 from skyrl_engine_losses.preference import CpoConfig, DpoConfig, KtoConfig, OrpoConfig, SimpoConfig
+from skyrl_engine_losses.reward_model import BradleyTerryConfig
 
 BETA, SMOOTHING, TOLERANCE = 0.3, 0.2, 1e-5
 FORMS: dict[str, DpoConfig] = {
@@ -65,7 +66,10 @@ class Trainers:
             disable_tqdm=True,
             **options,
         )
-        model = AutoModelForCausalLM.from_pretrained(self.path)
+        if kind is RewardTrainer:
+            model = AutoModelForSequenceClassification.from_pretrained(self.path, num_labels=1)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(self.path)
         made = kind(model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=self.tokenizer)
         torch.manual_seed(1)
         with torch.no_grad():
@@ -170,10 +174,27 @@ def judged(trainers: Trainers) -> None:
     compare("kto", model, trainer.compute_loss(model, dict(batch)), made)
 
 
+def rewards(trainers: Trainers) -> None:
+    """Margins and centring, on values that transformers' classifier gives the last tokens; chosen halves come first."""
+    rows = [{**row, "margin": 0.25 * place} for place, row in enumerate(ROWS)]
+    for name, options in {"plain": {}, "centred": {"center_rewards_coefficient": 0.1}}.items():
+        trainer = trainers.make(RewardTrainer, RewardConfig, rows, max_length=None, **options)
+        model, batch = trainer.model, next(iter(trainer.get_train_dataloader()))
+        model.config.pad_token_id = trainer.processing_class.pad_token_id
+        config = BradleyTerryConfig(margins=True, center_coefficient=options.get("center_rewards_coefficient", 0.0))
+        values = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
+        samples = torch.arange(len(values))
+        pairs = samples % len(rows)
+        sequences = Sequences(samples, torch.ones_like(samples), pairs, pairs, (samples >= len(rows)).long())
+        needs = {"values": values, "margin": batch["margin"].repeat(2)}
+        output = plugin.bradley_terry(LossTokens(needs, sequences, torch.Generator, Pairs.of(sequences)), config)
+        compare(f"bradley_terry {name}", model, trainer.compute_loss(model, dict(batch)), output.token_loss.mean())
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainers = Trainers(folder)
-        for comparison in (direct, contrastive, odds_ratio, judged):
+        for comparison in (direct, contrastive, odds_ratio, judged, rewards):
             comparison(trainers)
 
 
