@@ -1,4 +1,5 @@
-"""Losses of preferences and of reward models beside TRL's own trainers on one model and batch: loss and gradient of every parameter. Part of `nox -s peers`.
+"""Losses of preferences and reward models beside TRL's own trainers on one model and batch: loss and gradient of every parameter, in
+`nox -s peers`.
 
 TRL computes a whole step by itself, from its collator's batch to its loss; ours is given log-probabilities of the same tokens. Either the
 policy or its reference has noise on every weight, so that no ratio is 0. Both compute in float32: 1e-5 of the largest gradient is a few dozen
