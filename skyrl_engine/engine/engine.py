@@ -332,6 +332,11 @@ class Engine:
         assert self._sampler is not None, "start_sampler or generate comes first"
         return self._sampler
 
+    @property
+    def has_sampler(self) -> bool:
+        """Say whether a generator was started, so that `sampler` can be used."""
+        return self._sampler is not None
+
     def start_sampler(self, generator: SelectedPlugin) -> Sampler:
         """Start a generator on every data-parallel rank, with the weights as they are; it ends one that was started before.
 

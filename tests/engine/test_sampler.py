@@ -146,7 +146,9 @@ def test_completions_stream_and_lists_are_waited_for(opened: Any) -> None:
 
 def test_a_generator_by_hand_and_its_versions(opened: Any) -> None:
     engine = opened(generator={"use": "hf", "slots": 2})
+    assert not engine.has_sampler
     sampler = engine.start_sampler(engine.assembly.plugins["generator"])
+    assert engine.has_sampler
     assert sampler is engine.sampler
     assert sampler.description.concurrency == 2
     sampler.update(5)

@@ -1,34 +1,82 @@
-"""A server with a tiny model, on a port of its own."""
+"""Servers with a tiny model, each on a port of its own, and a client without an SDK."""
 
+import contextlib
+import json
 import socket
+import string
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
+import attrs
+import numpy as np
 import pytest
 import uvicorn
 
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine_tinker.app import application
 from skyrl_engine_tinker.settings import Settings
+from skyrl_engine_tinker.wire import CLASSES
 
 KEY = "tml-test"
 
 
-@pytest.fixture(scope="session")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    """A configuration file with one tiny model, `tiny`."""
-    folder = tmp_path_factory.mktemp("served")
-    write_model(folder / "model")
-    write_tokenizer(folder / "model", ["a few words"])
-    (folder / "serve.toml").write_text(
-        '[serve]\nhole_seconds = 0.5\nlongest = 160\nbody_bytes = 1000000\n\n[serve.models]\ntiny = "model"\n'
-    )
-    return Settings.read(folder / "serve.toml")
+@attrs.frozen
+class Client:
+    """Send requests to the server at `address` as they stand, right or wrong."""
+
+    address: str
+
+    def post(self, call: str, body: object, *, key: str = KEY, method: str = "POST", **headers: str) -> tuple[int, Any]:
+        """Return the status, and what the server answered: JSON, or the bytes of a message."""
+        data = None if method == "GET" else body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.address}/api/v1/{call}", data, {"X-API-Key": key, **headers}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                found = answer.read()
+                return answer.status, found if "protobuf" in answer.headers.get("Content-Type", "") else json.loads(found or b"{}")
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def done(self, call: str, body: object) -> Any:
+        """Send a request and wait for what it promises."""
+        return self.post("retrieve_future", self.post(call, body)[1])[1]
+
+    def opened(self, rank: int = 0) -> str:
+        """Open the tiny model in a session of its own, and return its id."""
+        session = self.post("create_session", {})[1]["session_id"]
+        asked = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": rank}}
+        assert "model_id" in self.done("create_model", asked)
+        return f"{session}:train:0"
+
+    def finish(self, session: str) -> None:
+        """End a session, given by its id or by that of its model."""
+        assert self.post(f"sessions/{session.split(':', maxsplit=1)[0]}/finish", {})[0] == 204
+
+    def sampler(self, model: str, number: int) -> str:
+        """Make a sampler of the model's present weights, by its request `number`."""
+        return self.done("save_weights_for_sampler", {"model_id": model, "seq_id": number})["sampling_session_id"]
 
 
-@pytest.fixture(scope="session")
-def address(settings: Settings) -> Iterator[str]:
+def forward_backward(model: str, number: int, **changes: Any) -> bytes:
+    """A forward_backward of one datum, of the tokens 5, 6, 7 with the target 8 behind them unless told otherwise."""
+    request = CLASSES["ForwardBackwardRequest"](model_id=model, seq_id=number, loss_fn=str(changes.get("loss", "cross_entropy")))
+    request.forward_only = changes.get("forward_only", False)
+    for _ in range(changes.get("count", 1)):
+        datum = request.data.add()
+        tokens = np.asarray(changes.get("tokens", [5, 6, 7]))
+        datum.model_input.add().encoded_text.tokens = tokens.astype("<i4").tobytes()
+        targets = datum.loss_fn_inputs["target_tokens"]
+        targets.dense, targets.dtype = np.asarray(changes.get("targets", [*tokens[1:], 8]), "<i8").tobytes(), 2
+    return request.SerializeToString()
+
+
+@contextlib.contextmanager
+def serving(settings: Settings) -> Iterator[Client]:
+    """A server of its own in a thread, from its start to its end."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -37,6 +85,42 @@ def address(settings: Settings) -> Iterator[str]:
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    yield f"http://127.0.0.1:{port}"
+    yield Client(f"http://127.0.0.1:{port}")
     server.should_exit = True
     thread.join(30)
+
+
+@pytest.fixture(scope="session")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """A configuration file with one tiny model, `tiny`."""
+    folder = tmp_path_factory.mktemp("served")
+    write_model(folder / "model")
+    write_tokenizer(folder / "model", [string.printable], size=128)
+    (folder / "serve.toml").write_text(
+        '[serve]\nhole_seconds = 0.5\nlongest = 160\nbody_bytes = 1000000\n\n[serve.models]\ntiny = "model"\n'
+    )
+    return Settings.read(folder / "serve.toml")
+
+
+@pytest.fixture(scope="session")
+def client(settings: Settings) -> Iterator[Client]:
+    with serving(settings) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def address(client: Client) -> str:
+    return client.address
+
+
+@pytest.fixture
+def other_client(settings: Settings, request: pytest.FixtureRequest) -> Iterator[Client]:
+    """A server whose `[serve]` has the test's parameters in the place of the usual ones."""
+    with serving(attrs.evolve(settings, serve=attrs.evolve(settings.serve, **request.param))) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def message() -> Any:
+    """`forward_backward`, for tests cannot import what stands beside them."""
+    return forward_backward

@@ -102,4 +102,37 @@ assert resumed == expected, (resumed, expected)
 step("cross_entropy", [datum("cross_entropy")])
 assert training.forward([datum("cross_entropy")], "cross_entropy").result().metrics["loss:sum"] == after
 finish(service)
+
+service = tinker.ServiceClient(base_url=address)
+training = settled(service.create_training_client_from_state(path))
+only_weights = training.forward([datum("cross_entropy")], "cross_entropy").result().metrics["loss:sum"]
+assert abs(only_weights - expected) < 1e-4, (only_weights, expected)
+# Adam's first step has the size of the learning rate, whatever was trained before: the optimizer is a new one
+step("cross_entropy", [datum("cross_entropy")])
+fresh = training.forward([datum("cross_entropy")], "cross_entropy").result().metrics["loss:sum"]
+assert fresh != expected
+assert abs(fresh - after) > 1e-4, (fresh, after)
+
+image = types.ModelInput(
+    chunks=[types.EncodedTextChunk(tokens=ids[:-1]), types.ImageChunk(data=b"no", format="png", expected_tokens=1)]
+)
+inputs = {"target_tokens": types.TensorData.from_numpy(np.array(ids))}
+for refused in (
+    lambda: training.forward_backward([types.Datum(model_input=image, loss_fn_inputs=inputs)], "cross_entropy").result(),
+    lambda: settled(training.save_weights_and_get_sampling_client()).sample(image, 1, params).result(),
+):
+    try:
+        told = ""
+        refused()
+    except tinker.RequestFailedError as error:
+        told = str(error)
+    assert "a chunk that is no text" in told, told
+
+rest, run = service.create_rest_client(), path.split("/")[2]
+training.save_state("second").result()
+assert [each.tinker_path for each in rest.list_checkpoints(run).result().checkpoints] == [path]
+rest.delete_checkpoint_from_tinker_path(path).result()
+assert not rest.list_checkpoints(run).result().checkpoints
+assert path not in [each.tinker_path for each in rest.list_user_checkpoints().result().checkpoints]
+finish(service)
 print("done")

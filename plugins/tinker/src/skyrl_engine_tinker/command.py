@@ -1,5 +1,7 @@
 """`skyrl-engine serve`."""
 
+import signal
+import sys
 from pathlib import Path
 
 import click
@@ -29,4 +31,12 @@ def serve(config: Path, host: str, port: int, api_key_file: Path | None) -> None
         raise click.ClickException(f"{api_key_file} cannot be read: {error.strerror}") from error
     if key == "":
         raise click.ClickException(f"{api_key_file} holds no key")
-    uvicorn.run(application(settings, key), host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+    # uvicorn ends in order, then raises the signal that it caught once more: the end that was asked for is no failure
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
+    served = uvicorn.Config(application(settings, key), host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+    listening = served.bind_socket()
+    # calls wait from here on, so the line below is true when it is read
+    listening.listen(served.backlog)
+    click.echo(f"Serving {', '.join(settings.serve.models)} on http://{host}:{listening.getsockname()[1]}")
+    uvicorn.Server(served).run(sockets=[listening])

@@ -62,7 +62,7 @@ class Lane:
         self._wake = threading.Condition()
         self._waiting: list[tuple[int, Callable[[], Answer], PendingAnswer]] = []
         self._promises: dict[int, PendingAnswer] = {}
-        self._beside: deque[Callable[[], None]] = deque()
+        self._beside: deque[tuple[Callable[[], None], PendingAnswer]] = deque()
         self._next, self._hole_since = 1, 0.0
         self._closing = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="tinker-lane")
@@ -86,10 +86,12 @@ class Lane:
                 self._wake.notify()
             return promise
 
-    def beside(self, work: Callable[[], None]) -> None:
-        """Do `work` on the thread as soon as nothing else runs, whatever requests wait."""
+    def beside(self, work: Callable[[], None], promise: PendingAnswer) -> None:
+        """Do `work`, which keeps `promise`, on the thread as soon as nothing else runs, whatever requests wait."""
         with self._wake:
-            self._beside.append(work)
+            if self._closing:
+                promise.fail(RequestError("the model is closed"))
+            self._beside.append((work, promise))
             self._wake.notify()
 
     def close(self) -> None:
@@ -115,7 +117,7 @@ class Lane:
                 busy = self._pump()
         finally:
             self._end()
-            for _, _, promise in self._waiting:
+            for promise in [*(promise for _, _, promise in self._waiting), *(promise for _, promise in self._beside)]:
                 promise.fail(RequestError("the model was closed before this request's turn"))
 
     def _taken(self) -> Callable[[], None] | None:
@@ -123,7 +125,7 @@ class Lane:
         if self._closing:
             return None
         if self._beside:
-            return self._beside.popleft()
+            return self._beside.popleft()[0]
         if not self._waiting:
             return None
         number = self._waiting[0][0]

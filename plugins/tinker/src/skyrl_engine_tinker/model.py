@@ -7,29 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import define, frozen
+from attrs import define
 
 from skyrl_engine import Engine, EngineError
-from skyrl_engine.contracts import POLICY, Completion, GenerationRequest, Sampling
-from skyrl_engine_tinker.codecs import Array, columns_of, encoded_outputs, encoded_samples
+from skyrl_engine.contracts import POLICY, Completion, GenerationRequest
+from skyrl_engine_tinker.codecs import columns_of, encoded_outputs, encoded_samples
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.lane import PendingAnswer
-from skyrl_engine_tinker.settings import Settings
+from skyrl_engine_tinker.sampling import SampleCall
+from skyrl_engine_tinker.settings import FACTS, PARTIAL, Settings
 
 POLL_SECONDS = 0.02
 """How long the ranks sample before requests are looked at again."""
-
-
-@frozen
-class SampleCall:
-    """A request for samples, read from the wire."""
-
-    prompt: Array
-    sampling: Sampling
-    count: int
-    seed: int | None
-    prompt_logprobs: bool
-    top_logprobs: int
 
 
 @define(eq=False)
@@ -49,6 +38,8 @@ class ServedModel:
     def __init__(self, settings: Settings, model_id: str) -> None:
         self.settings, self.model_id = settings, model_id
         self.base_model, self.rank = "", 0
+        self.failed = False
+        """Whether the first request failed, so that there is nothing to close."""
         self._engine: Engine | None = None
         self._spoiled = False
         self._waiting: list[_Waiting] = []
@@ -71,7 +62,8 @@ class ServedModel:
     def load(self, path: str, optimizer: bool, *, create: bool) -> dict[str, Any]:
         """Go on from a checkpoint: with `create` as a model's first request, otherwise in the engine that is there."""
         folder = self.settings.addressed(path)
-        facts = json.loads((folder / "tinker.json").read_text(encoding="utf-8"))
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        self._spoiled = False
         if create or not optimizer:
             self.close()
             self.open(facts["base_model"], facts["lora_rank"], start=None if optimizer else folder / "model")
@@ -121,12 +113,12 @@ class ServedModel:
         folder = self.settings.checkpoint(self.model_id, "weights", name)
         if folder.exists() and not overwrite:
             raise RequestError(f"there is a checkpoint {name!r} already; give another name, or overwrite")
-        aside = folder.with_name(f"{name}.partial")
+        aside = folder.with_name(f"{name}{PARTIAL}")
         shutil.rmtree(aside, ignore_errors=True)
         self.engine.save(aside / "state")
         self.engine.export(aside / "model")
         facts = {"base_model": self.base_model, "lora_rank": self.rank, "step": self.engine.step}
-        (aside / "tinker.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        (aside / FACTS).write_text(json.dumps(facts) + "\n", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
         return {"type": "save_weights", "path": f"tinker://{self.model_id}/weights/{name}"}
@@ -210,7 +202,7 @@ class ServedModel:
 
     def _start_generator(self) -> None:
         """Start the generator where it is not there: only then can a step's weights be copied before the next one changes them."""
-        if self.engine._sampler is None:  # noqa: SLF001 - the engine tells no other way whether its generator runs
+        if not self.engine.has_sampler:
             self.engine.start_sampler(self.engine.assembly.plugins["generator"])
 
     def _keep_pinned(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 from attrs import field, frozen
+from attrs.validators import ge, gt, instance_of
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine_tinker import losses
@@ -15,6 +16,10 @@ from skyrl_engine_tinker.errors import RequestError
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MODEL_ID = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}")
+FACTS = "tinker.json"
+"""The file of a checkpoint that says what its model is; it is written last."""
+PARTIAL = ".partial"
+"""The end of the name of a checkpoint that is being written."""
 
 
 @frozen(kw_only=True)
@@ -22,18 +27,18 @@ class ServeTable:
     """What is served, where checkpoints lie, and limits. `models` are directories or hub ids by the names that clients may ask for."""
 
     models: Mapping[str, str]
-    directory: str = "served"
-    longest: int = 32_768
+    directory: str = field(default="served", validator=instance_of(str))
+    longest: int = field(default=32_768, validator=[instance_of(int), ge(1)])
     """Tokens of a datum, and of a prompt with what is sampled behind it."""
-    body_bytes: int = 64 * 2**20
+    body_bytes: int = field(default=64 * 2**20, validator=[instance_of(int), ge(1)])
     """Bytes of a request, also when it is decompressed."""
-    samples: int = 1_024
+    samples: int = field(default=1_024, validator=[instance_of(int), ge(1)])
     """Samples under way at once."""
-    weight_sets: int = 2
+    weight_sets: int = field(default=2, validator=[instance_of(int), ge(0)])
     """Copies of weights that samplers of earlier steps keep."""
-    hole_seconds: float = field(default=60.0)
+    hole_seconds: float = field(default=60.0, validator=[instance_of((int, float)), ge(0)])
     """How long requests wait for one with a smaller number."""
-    session_seconds: float = 300.0
+    session_seconds: float = field(default=300.0, validator=[instance_of((int, float)), gt(0)])
     """How long a session lives without a heartbeat."""
 
 
@@ -67,8 +72,13 @@ class Settings:
                 f"{path}: model.path and model.lora are the client's to choose", remedy="Name models in [serve.models]"
             )
         base = path.resolve().parent
+        if wrong := next((name for name, where in serve["models"].items() if not isinstance(where, str)), None):
+            raise UnsupportedError(f"{path}: serve.models.{wrong} is no text", remedy="Write a directory or a hub id")
         found = {name: str(base / where) if (base / where).exists() else where for name, where in serve["models"].items()}
-        table = ServeTable(**{**serve, "models": found})
+        try:
+            table = ServeTable(**{**serve, "models": found})
+        except (TypeError, ValueError) as error:
+            raise UnsupportedError(f"{path}: serve: {error.args[0]}", remedy="Give a value of this type and range") from error
         return cls(table, tables, base / table.directory)
 
     def engine(self, base_model: str, rank: int, seed: int | None, start: Path | None) -> dict[str, Any]:
@@ -92,8 +102,10 @@ class Settings:
 
     def checkpoint(self, model_id: str, kind: str, name: str) -> Path:
         """Return a checkpoint's folder. Raises RequestError for names that are none: they come from the wire and become paths."""
-        if not MODEL_ID.fullmatch(model_id) or not NAME.fullmatch(name) or set(name) == {"."}:
-            raise RequestError(f"{name!r} is no name of a checkpoint: letters, digits, dots, hyphens and underlines")
+        if not MODEL_ID.fullmatch(model_id) or not NAME.fullmatch(name) or set(name) == {"."} or name.endswith(PARTIAL):
+            raise RequestError(
+                f"{name!r} is no name of a checkpoint: letters, digits, dots, hyphens and underlines, not {PARTIAL} at its end"
+            )
         return self.directory / model_id.replace(":", "-") / kind / name
 
     def addressed(self, path: str) -> Path:
@@ -102,6 +114,6 @@ class Settings:
         if not path.startswith("tinker://") or len(parts) != 3 or parts[1] != "weights":
             raise RequestError(f"{path!r} is no checkpoint: write tinker://MODEL/weights/NAME")
         folder = self.checkpoint(parts[0], "weights", parts[2])
-        if not (folder / "tinker.json").is_file():
+        if not (folder / FACTS).is_file():
             raise RequestError(f"there is no checkpoint {path!r}")
         return folder

@@ -1,0 +1,63 @@
+"""A request for samples as it comes from the wire: read, and held against what the server takes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+
+from skyrl_engine.contracts import Sampling
+from skyrl_engine_tinker.codecs import Array
+from skyrl_engine_tinker.errors import RequestError
+from skyrl_engine_tinker.settings import ServeTable
+
+_REFUSED = (
+    "topk_prompt_logprobs",
+    "target_prompt_logprobs",
+    "prompt_alt_tokens_k",
+    "prompt_logprobs_last_n",
+    "record_stability_info",
+)
+"""Fields that change an answer in a way that this server has not."""
+
+
+@frozen
+class SampleCall:
+    """Ask for `count` samples behind one prompt, int32[P], P >= 1."""
+
+    prompt: Array
+    sampling: Sampling
+    count: int
+    seed: int | None
+    prompt_logprobs: bool
+    top_logprobs: int
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], limits: ServeTable) -> "SampleCall":
+        """Read the body of `asample`. Raises RequestError, and KeyError, TypeError and ValueError for fields that are none."""
+        params, chunks = given["sampling_params"], given["prompt"]["chunks"]
+        if any(chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
+            raise RequestError("the prompt has a chunk that is no text; this server samples on tokens alone")
+        if asked := [name for name in _REFUSED if given.get(name)]:
+            raise RequestError(f"this server has no {asked[0]}")
+        prompt = np.array([token for chunk in chunks for token in chunk["tokens"]], dtype=np.int32)
+        room, count = limits.longest - len(prompt), int(given.get("num_samples", 1))
+        most = int(params.get("max_tokens") or room)
+        if not 1 <= count <= limits.samples or not 1 <= most <= room or not len(prompt):
+            raise RequestError(
+                f"{count} samples of {most} tokens behind {len(prompt)} do not fit: this server takes {limits.samples:,} samples "
+                f"(serve.samples), and {limits.longest:,} tokens with the prompt (serve.longest)"
+            )
+        stop = params.get("stop")
+        stops = [stop] if isinstance(stop, str) else list(stop or [])
+        sampling = Sampling(
+            max_tokens=most,
+            temperature=float(params.get("temperature", 1.0)),
+            top_p=float(params.get("top_p", 1.0)),
+            top_k=max(int(params.get("top_k", -1)), 0),
+            stop_token_ids=tuple(each for each in stops if isinstance(each, int)),
+            stop_strings=tuple(each for each in stops if isinstance(each, str)),
+            ignore_eos=stop is not None and not stops,
+        )
+        top = int(given.get("topk_sample_logprobs") or 0)
+        return cls(prompt, sampling, count, params.get("seed"), bool(given.get("prompt_logprobs")), top)

@@ -1,0 +1,157 @@
+"""Samples as the wire asks for them: stops, top-k, the limit, and log-probabilities against transformers."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from skyrl_engine_tinker.model import ServedModel
+from skyrl_engine_tinker.wire import CLASSES, LENGTH, STOP
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def model(client):
+    """A model that no test trains; its request 1 made the sampler of `sample`."""
+    model = client.opened()
+    yield model
+    client.finish(model)
+
+
+@pytest.fixture(scope="module")
+def sample(client, model):
+    """Sample behind PROMPT with the parameters and fields given."""
+    sampler, numbers = client.sampler(model, 1), iter(range(1000))
+
+    def sampled(params=None, **fields):
+        body = {
+            "sampling_session_id": sampler,
+            "seq_id": next(numbers),
+            "prompt": text(PROMPT),
+            "sampling_params": {"max_tokens": 12, "seed": 3, "stop": [], **(params or {})},
+            **fields,
+        }
+        answer = client.done("asample", body)
+        return CLASSES["SampleResponse"].FromString(answer) if isinstance(answer, bytes) else answer["error"]
+
+    return sampled
+
+
+def text(tokens):
+    return {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+
+
+def tokens_of(response) -> list[int]:
+    return np.frombuffer(response.sequences[0].tokens, "<i4").tolist()
+
+
+def test_a_stop_token_ends_a_sample_behind_it(sample):
+    free = sample()
+    assert free.sequences[0].stop_reason == LENGTH
+    assert len(tokens_of(free)) == 12
+    stop = tokens_of(free)[4]
+    expected = tokens_of(free)[: tokens_of(free).index(stop) + 1]
+    stopped = sample({"stop": [stop]})
+    assert tokens_of(stopped) == expected
+    assert stopped.sequences[0].stop_reason == STOP
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_stop_string_ends_a_sample_behind_the_token_that_completes_it(sample, settings, as_list):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(settings.serve.models["tiny"])
+    free = tokens_of(sample())
+    # the text of two neighbours: it ends within the second one
+    pairs = (tokenizer.decode(free[place : place + 2], skip_special_tokens=True) for place in range(1, 11))
+    wanted = next(pair for pair in pairs if len(pair) >= 2)
+    expected = next(end for end in range(1, 13) if wanted in tokenizer.decode(free[:end], skip_special_tokens=True))
+    assert 1 < expected < 12
+    stopped = sample({"stop": [wanted] if as_list else wanted})
+    assert tokens_of(stopped) == free[:expected]
+    assert stopped.sequences[0].stop_reason == STOP
+
+
+def test_top_k_of_samples_holds_the_k_most_likely_tokens(sample, settings):
+    import torch
+
+    response = sample(topk_sample_logprobs=3)
+    top, tokens = response.sequences[0].topk_sampled_logprobs, tokens_of(response)
+    assert (top.k, top.length) == (3, 12)
+    expected = own_logprobs(settings, [*PROMPT, *tokens])[len(PROMPT) - 1 : -1].topk(3)
+    assert np.array_equal(np.frombuffer(top.token_ids, "<i4").reshape(12, 3), expected.indices.numpy())
+    found = torch.from_numpy(np.frombuffer(top.logprobs, "<f4").copy()).view(12, 3)
+    assert torch.allclose(found, expected.values, rtol=0, atol=1e-4)
+
+
+def test_logprobs_are_those_of_transformers(client, model, sample, settings, message):
+    """The same model through transformers alone gives those of training, of prompts and of samples at temperature 1, within 1e-4."""
+    row = [5, 6, 7, 8, 9, 10, 11, 20, 30, 40]
+    expected = own_logprobs(settings, row)[:-1].gather(1, column(row[1:]))[:, 0].numpy()
+    body = message(model, 2, tokens=row[:-1], targets=row[1:], forward_only=True)
+    output = CLASSES["ForwardBackwardOutput"].FromString(client.done("forward_backward", body))
+    trained = np.frombuffer(output.loss_fn_outputs[0].fields["logprobs"].data, "<f4")
+    assert np.abs(trained - expected).max() < 1e-4
+    response = sample(prompt=text(row), prompt_logprobs=True)
+    assert np.abs(np.frombuffer(response.prompt_logprobs, "<f4")[1:] - expected).max() < 1e-4
+    tokens, own = tokens_of(response), np.frombuffer(response.sequences[0].logprobs, "<f4")
+    sampled = own_logprobs(settings, row + tokens)[len(row) - 1 : -1].gather(1, column(tokens))[:, 0].numpy()
+    assert np.abs(own - sampled).max() < 1e-4
+
+
+def own_logprobs(settings, row):
+    """float32[T, V]: what follows each token, by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(settings.serve.models["tiny"], dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.tensor([row])).logits[0].log_softmax(-1)
+
+
+def column(tokens):
+    import torch
+
+    return torch.tensor(tokens)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"num_samples": 0}, "do not fit"),
+        ({"num_samples": 10**9}, "do not fit"),
+        ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}, "no text"),
+        ({"topk_prompt_logprobs": 2}, "has no topk_prompt_logprobs"),
+        ({"sampling_params": {"max_tokens": 1000}}, "do not fit"),
+        ({"sampling_params": {"temperature": -1}}, "temperature"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused_in_words(sample, fields, told):
+    assert told in sample(**fields)
+
+
+@pytest.mark.parametrize("other_client", [{"samples": 2}], indirect=True, ids=[""])
+def test_the_limit_counts_samples_under_way_and_nothing_else(other_client, message, monkeypatch):
+    go, real = threading.Event(), ServedModel.optim_step
+    monkeypatch.setattr(ServedModel, "optim_step", lambda *given: go.wait(30) and real(*given))
+    model = other_client.opened()
+    sampler = other_client.sampler(model, 1)
+    asked = [other_client.post("forward_backward", message(model, 2))[1]]
+    asked.append(other_client.post("optim_step", {"model_id": model, "seq_id": 3, "adam_params": {}})[1])
+    # five requests of training are under way, and the model is held at its step
+    asked += [other_client.post("forward_backward", message(model, number))[1] for number in (4, 5, 6)]
+    body = {
+        "sampling_session_id": sampler,
+        "prompt": text(PROMPT),
+        "sampling_params": {"max_tokens": 2},
+    }
+    status, first = other_client.post("asample", {**body, "seq_id": 0, "num_samples": 2})
+    assert status == 200
+    status, refused = other_client.post("asample", {**body, "seq_id": 1})
+    assert status == 429
+    assert "2 samples are under way" in refused["detail"]
+    go.set()
+    assert isinstance(other_client.post("retrieve_future", first)[1], bytes)
+    assert other_client.post("asample", {**body, "seq_id": 1})[0] == 200
+    assert all("error" not in other_client.post("retrieve_future", each)[1] for each in asked[1:2])

@@ -1,0 +1,213 @@
+"""The server over time: heartbeats under load, sessions that fall silent, another process on the same directory, the command itself."""
+
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from skyrl_engine_tinker import app, calls
+from skyrl_engine_tinker.model import ServedModel
+from skyrl_engine_tinker.wire import CLASSES
+
+STEP = {"adam_params": {"learning_rate": 1e-2}}
+
+
+@pytest.mark.parametrize("held", ["decompression", "parsing", "step"])
+@pytest.mark.parametrize("other_client", [{}], indirect=True, ids=[""])
+def test_heartbeats_are_answered_whatever_else_goes_on(other_client, message, monkeypatch, held):
+    """The real work is held until a heartbeat was answered: on the event loop it would hold that for ever."""
+    begun, beat = threading.Event(), threading.Event()
+    where, name = {
+        "decompression": (app, "decompressed"),
+        "parsing": (calls, "parsed"),
+        "step": (ServedModel, "forward_backward"),
+    }[held]
+    real = getattr(where, name)
+
+    def late(*given):
+        begun.set()
+        assert beat.wait(20), "no heartbeat was answered meanwhile"
+        return real(*given)
+
+    model = other_client.opened()
+    monkeypatch.setattr(where, name, late)
+    body = zstandard.ZstdCompressor().compress(message(model, 1, count=50))
+    answers = []
+    asking = threading.Thread(
+        target=lambda: answers.append(other_client.post("forward_backward", body, **{"Content-Encoding": "zstd"}))
+    )
+    asking.start()
+    assert begun.wait(20)
+    assert other_client.post("session_heartbeat", {"session_id": model.split(":")[0]})[0] == 200
+    beat.set()
+    asking.join()
+    assert isinstance(other_client.post("retrieve_future", answers[0][1])[1], bytes)
+
+
+@pytest.mark.parametrize("other_client", [{"session_seconds": 2.0}], indirect=True, ids=[""])
+def test_a_session_without_heartbeats_ends_and_frees_its_model(other_client, message):
+    session, silent = other_client.post("create_session", {})[1]["session_id"], threading.Event()
+    beats = []
+
+    def beat() -> None:
+        while not silent.wait(0.2):
+            beats.append(other_client.post("session_heartbeat", {"session_id": session})[0])
+
+    beating, began = threading.Thread(target=beat), time.monotonic()
+    beating.start()
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 0}}
+    model = other_client.done("create_model", asked)["model_id"]
+    sampler = other_client.sampler(model, 1)
+    while time.monotonic() < began + 2.5:
+        time.sleep(0.1)
+    assert isinstance(other_client.done("forward_backward", message(model, 2)), bytes), "heartbeats keep it"
+    silent.set()
+    beating.join()
+    assert set(beats) == {200}
+    deadline = time.monotonic() + 60
+    while other_client.post("forward_backward", message(model, 3))[0] == 200 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert other_client.post("forward_backward", message(model, 3))[0] == 404
+    assert other_client.post("session_heartbeat", {"session_id": session})[0] == 410
+    assert other_client.post("asample", {"sampling_session_id": sampler, "seq_id": 0})[0] == 404
+    other_client.opened()
+
+
+@pytest.mark.parametrize("other_client", [{}], indirect=True, ids=[""])
+def test_a_model_that_could_not_be_opened_is_in_nobodys_way(other_client):
+    session = other_client.post("create_session", {})[1]["session_id"]
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": "tine", "lora_config": {"rank": 0}}
+    assert "there are tiny" in other_client.done("create_model", asked)["error"]
+    assert "model_id" in other_client.done("create_model", {**asked, "model_seq_id": 1, "base_model": "tiny"})
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["full weights", "adapters"])
+@pytest.mark.parametrize("other_client", [{}], indirect=True, ids=[""])
+def test_a_model_goes_back_to_its_checkpoint_in_place(other_client, message, rank):
+    model, numbers = other_client.opened(rank), iter(range(1, 100))
+
+    def loss_now() -> float:
+        return loss(other_client.done("forward_backward", message(model, next(numbers), forward_only=True)))
+
+    def step() -> None:
+        other_client.post("forward_backward", message(model, next(numbers)))
+        assert "metrics" in other_client.done("optim_step", {"model_id": model, "seq_id": next(numbers), **STEP})
+
+    step()
+    sampler, saved = other_client.sampler(model, next(numbers)), loss_now()
+    path = other_client.done("save_weights", {"model_id": model, "seq_id": next(numbers), "path": "one"})["path"]
+    taken = other_client.done("save_weights", {"model_id": model, "seq_id": next(numbers), "path": "one"})
+    assert "there is a checkpoint 'one' already" in taken["error"]
+    for optimizer in (True, False):
+        step()
+        assert loss_now() != saved
+        asked = {"model_id": model, "seq_id": next(numbers), "path": path, "optimizer": optimizer}
+        assert other_client.done("load_weights", asked) == {"type": "load_weights", "path": path}
+        assert abs(loss_now() - saved) < (1e-12 if optimizer else 1e-4)
+    prompt = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {"max_tokens": 2}}
+    refused = other_client.done("asample", {"sampling_session_id": sampler, "seq_id": 0, **prompt})
+    assert "no longer kept" in refused["error"] or "closed" in refused["error"]
+    again = other_client.sampler(model, next(numbers))
+    assert isinstance(other_client.done("asample", {"sampling_session_id": again, "seq_id": 0, **prompt}), bytes)
+
+
+@pytest.fixture
+def started(settings, tmp_path):
+    """Start `skyrl-engine serve` in a process of its own, on the same directory each time; the client, and the process."""
+    (tmp_path / "serve.toml").write_text(f'[serve]\n[serve.models]\ntiny = "{settings.serve.models["tiny"]}"\n')
+    (tmp_path / "key.txt").write_text("tml-test\n")
+    made = []
+
+    def start(like):
+        command = [
+            str(Path(sys.executable).with_name("skyrl-engine")),
+            "serve",
+            "serve.toml",
+            "--port",
+            "0",
+            "--api-key-file",
+            "key.txt",
+        ]
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        made.append(process)
+        line = process.stdout.readline()
+        assert line.startswith("Serving tiny on http://127.0.0.1:"), line
+        return type(like)(line.split()[-1]), process
+
+    yield start
+    for process in made:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_process_ends_behind_its_step_and_the_next_one_has_its_checkpoints(client, message, started):
+    first, process = started(client)
+    assert first.post("get_server_capabilities", {}, key="wrong", method="GET")[0] == 401
+    model = first.opened()
+    assert isinstance(first.done("forward_backward", message(model, 1)), bytes)
+    assert first.done("optim_step", {"model_id": model, "seq_id": 2, **STEP})["metrics"]["grad_norm"] > 0
+    path = first.done("save_weights", {"model_id": model, "seq_id": 3, "path": "one"})["path"]
+    saved = loss(first.done("forward_backward", message(model, 4, forward_only=True)))
+    # much to do is under way when the end is asked for: the step is finished, and its answer still comes
+    asked = first.post("forward_backward", message(model, 5, count=100, tokens=list(range(5, 60)), targets=[*range(6, 60), 8]))[1]
+    polling = http.client.HTTPConnection(first.address.removeprefix("http://"), timeout=60)
+    polling.request("POST", "/api/v1/retrieve_future", json.dumps(asked), {"X-API-Key": "tml-test"})
+    # a call behind the poll is answered, so the server has the poll
+    assert first.post("session_heartbeat", {"session_id": model.split(":")[0]})[0] == 200
+    process.send_signal(signal.SIGTERM)
+    assert loss(polling.getresponse().read()) > 0
+    polling.close()
+    assert process.wait(60) == 0
+
+    second, process = started(client)
+    (found,) = second.post("checkpoints", None, method="GET")[1]["checkpoints"]
+    assert found["tinker_path"] == path
+    assert found["size_bytes"] > 1000
+    session = second.post("create_session", {})[1]["session_id"]
+    asked = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+    assert second.done("load_weights", asked) == {"type": "load_weights", "path": path}
+    assert loss(second.done("forward_backward", message(f"{session}:train:0", 1, forward_only=True))) == saved
+    checkpoints = f"training_runs/{model}/checkpoints"
+    assert second.post(f"{checkpoints}/weights/one", None, method="DELETE")[0] == 204
+    assert second.post(f"{checkpoints}/weights/one", None, method="DELETE")[0] == 404
+    assert second.post(f"{checkpoints}/weights/..", None, method="DELETE")[0] == 404
+    assert second.post(checkpoints, None, method="GET")[1] == {"checkpoints": []}
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+
+
+def loss(answer: bytes) -> float:
+    return CLASSES["ForwardBackwardOutput"].FromString(answer).metrics["loss:sum"]
+
+
+def test_a_lane_that_closes_answers_samples_that_wait():
+    import asyncio
+
+    from skyrl_engine_tinker.lane import Lane, PendingAnswer
+
+    async def run() -> list[dict]:
+        loop, begun, held = asyncio.get_running_loop(), threading.Event(), threading.Event()
+        lane = Lane(loop, hole_seconds=1, pump=lambda: False, end=lambda: None)
+        lane.submit(1, lambda: begun.set() or (held.wait(20) and {}))
+        assert await asyncio.to_thread(begun.wait, 20)
+        waiting, late = PendingAnswer(loop), PendingAnswer(loop)
+        lane.beside(lambda: waiting.set({}), waiting)
+        closing = asyncio.create_task(asyncio.to_thread(lane.close))
+        await asyncio.sleep(0.1)
+        # `close` has been called, and waits for the request
+        held.set()
+        await closing
+        lane.beside(lambda: late.set({}), late)
+        assert await waiting.wait(20)
+        assert await late.wait(20)
+        return [waiting.answer, late.answer]
+
+    assert ["closed" in json.dumps(each) for each in asyncio.run(run())] == [True, True]
