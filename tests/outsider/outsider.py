@@ -37,6 +37,9 @@ KIND_OF = {
     "merger": "skyrl-engine-mergers",
 }
 
+COMMANDS = {"skyrl-engine-tinker": "serve"}
+"""Distributions that add a command and no plugin."""
+
 
 class Environment:
     """A virtual environment of its own, whose commands see neither this repository nor the caller's Python settings."""
@@ -110,8 +113,12 @@ def engine_alone(folder: Path, wheels: Mapping[str, Path]) -> None:
     for name, wheel in wheels.items():
         if name != ENGINE:
             environment.install(str(wheel))
-            both = {ENGINE: version_of(wheels[ENGINE]), name: version_of(wheel)}
+            added = {} if name in COMMANDS else {name: version_of(wheel)}
+            both = {ENGINE: version_of(wheels[ENGINE]), **added}
             expect(f"plugins with {name} beside the engine", environment.plugins(), wanted=both)
+            if command := COMMANDS.get(name):
+                usage = run([environment.engine, command, "--help"], cwd=folder)
+                expect(f"{command} --help shows the usage", "Usage:" in usage, wanted=True)
             environment.remove(name)
     expect("torch, after every plugin was there once", environment.has("torch"), wanted=False)
 
@@ -122,7 +129,7 @@ def everything(folder: Path, wheels: Mapping[str, Path]) -> None:
     environment.install(*TORCH)
     others = [str(wheel) for name, wheel in wheels.items() if name != ENGINE]
     environment.install(f"{wheels[ENGINE]}[train]", *others)
-    versions = {name: version_of(wheel) for name, wheel in wheels.items()}
+    versions = {name: version_of(wheel) for name, wheel in wheels.items() if name not in COMMANDS}
     expect("plugins, all from wheels", environment.plugins(), wanted=versions)
     run([environment.python, str(Path(__file__).with_name("tiny_model.py")), str(folder)], cwd=folder)
     (folder / "train.toml").write_text(configuration(folder))
