@@ -18,7 +18,7 @@ from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ConfigError, ModelError, Problem, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.rollout.turns import TurnRenderer
-from skyrl_engine.training.same_tokens import refuse_other_tokens
+from skyrl_engine.training.model_beside import planned_beside
 
 REWARD_MODEL: Final = "reward_model"
 """The frozen model's name on the ranks, and that of its part of the reward."""
@@ -58,20 +58,10 @@ class RewardModel:
                 "a reward model is asked for, and the backend does not declare 'value_head'",
                 remedy="Remove reward_model.path, or choose a backend that has it, such as fsdp",
             )
-        frozen = FrozenModel.planned(
-            REWARD_MODEL,
-            resolved.config.model,
-            assembly.description,
-            table="reward_model",
-            path=table.path,
-            revision=table.revision,
-            classifier=True,
+        frozen, own = planned_beside(
+            "the reward model", REWARD_MODEL, resolved, assembly, files, path=table.path, revision=table.revision, classifier=True
         )
-        assert frozen.model is not None, "a path names a model of its own"
-        frozen.model = evolve(frozen.model, tokenizer=None, chat_template=None)
-        own = ModelFiles.of(frozen.model)
         pad = _pad_of_classifier(own)
-        refuse_other_tokens("the reward model", "reward_model", own, files)
         closing = TurnRenderer(files.tokenizer).closing()
         longest = (
             resolved.config.rl.max_prompt_tokens + resolved.config.rl.max_tokens + 1 + (0 if closing is None else len(closing[1]))
@@ -139,12 +129,7 @@ def _with(attempt: Trajectory, share: float) -> Trajectory:
 def _pad_of_classifier(own: ModelFiles) -> int:
     """Return the padding token of a classifier. Raises ModelError for what is none."""
     model = own.facts.model
-    try:
-        config: Any = load_config(model)
-    except ModelError as error:
-        raise ModelError(
-            f"the reward model cannot be used: {error.cause}", remedy="Correct reward_model.path or reward_model.revision"
-        ) from error
+    config: Any = load_config(model)
     if not any("ForSequenceClassification" in name for name in config.architectures or ()):
         raise ModelError(
             f"the reward model {model.path} is no sequence classifier, by the architectures in its config.json: it would value all texts alike",

@@ -3,7 +3,6 @@
 from typing import Final
 
 import numpy as np
-from attrs import evolve
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.values.columns import SampleColumns
@@ -11,13 +10,12 @@ from skyrl_engine.contracts.values.outputs import Metric
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
-from skyrl_engine.errors import ModelError, UnsupportedError
-from skyrl_engine.model_facts.configuration import load_config
+from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.objective.policy_metrics import OLD, SAMPLED
-from skyrl_engine.training.same_tokens import refuse_other_tokens
+from skyrl_engine.training.model_beside import planned_beside
 
 TEACHER_MODEL: Final = "teacher"
-"""The frozen model's name on the ranks."""
+"""The frozen model's name on the ranks, and its table in the configuration."""
 
 TEACHER: Final = "teacher_logprobs"
 """The column of its log-probabilities of the sampled tokens."""
@@ -42,23 +40,7 @@ def planned_teacher(resolved: ResolvedConfig, assembly: Assembly, files: ModelFi
             f"teacher.path is set, and no part of the run reads {TEACHER}: nothing would be learned from the teacher",
             remedy='Set rl.preset = "on_policy_distill", add the loss term teacher_kl, or remove teacher.path',
         )
-    planned = FrozenModel.planned(
-        TEACHER_MODEL,
-        resolved.config.model,
-        assembly.description,
-        table="teacher",
-        path=table.path,
-        revision=table.revision,
-        adapters_off=False,
-    )
-    assert planned.model is not None, "a path names a model of its own"
-    planned.model = evolve(planned.model, tokenizer=None, chat_template=None)
-    try:
-        load_config(planned.model)
-    except ModelError as error:
-        raise ModelError(f"the teacher cannot be used: {error.cause}", remedy="Correct teacher.path or teacher.revision") from error
-    own = ModelFiles.of(planned.model)
-    refuse_other_tokens("the teacher", "teacher", own, files)
+    planned, own = planned_beside("the teacher", TEACHER_MODEL, resolved, assembly, files, path=table.path, revision=table.revision)
     longest, positions = resolved.config.rl.max_prompt_tokens + resolved.config.rl.max_tokens, own.facts.extended_length
     if positions is not None and longest > positions:
         raise UnsupportedError(

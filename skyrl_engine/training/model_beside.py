@@ -1,0 +1,66 @@
+"""A frozen model of its own beside the trained one, such as a teacher: both must mean the same tokens by the same numbers."""
+
+from attrs import evolve
+
+from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.engine.assembly import Assembly
+from skyrl_engine.engine.frozen_model import FrozenModel
+from skyrl_engine.engine.model_files import ModelFiles
+from skyrl_engine.errors import ModelError, UnsupportedError
+from skyrl_engine.model_facts.configuration import load_config
+
+
+def planned_beside(
+    what: str,
+    table: str,
+    resolved: ResolvedConfig,
+    assembly: Assembly,
+    trained: ModelFiles,
+    *,
+    path: str,
+    revision: str | None,
+    classifier: bool = False,
+) -> tuple[FrozenModel, ModelFiles]:
+    """Choose the frozen model at `path`, which configuration table `table` names, and read its files; `what` names it in errors.
+
+    Raises UnsupportedError for what the backend does not declare and for another tokenizer, ModelError for a model that cannot be used.
+    """
+    frozen = FrozenModel.planned(
+        table,
+        resolved.config.model,
+        assembly.description,
+        table=table,
+        path=path,
+        revision=revision,
+        adapters_off=False,
+        classifier=classifier,
+    )
+    assert frozen.model is not None, "a path names a model of its own"
+    model = evolve(frozen.model, tokenizer=None, chat_template=None)
+    try:
+        load_config(model)
+    except ModelError as error:
+        raise ModelError(f"{what} cannot be used: {error.cause}", remedy=f"Correct {table}.path or {table}.revision") from error
+    own = ModelFiles.of(model)
+    _refuse_other_tokens(what, table, own, trained)
+    return evolve(frozen, model=model), own
+
+
+def _refuse_other_tokens(what: str, table: str, own: ModelFiles, trained: ModelFiles) -> None:
+    """Refuse a tokenizer in which a token of the trained model has another number, or none.
+
+    Rows of an embedding behind the tokenizer's last token are padding, and may differ.
+    """
+    path, theirs = own.facts.model.path, own.tokenizer.get_vocab()
+    ours = trained.tokenizer.get_vocab()
+    other = min((token for token, number in ours.items() if theirs.get(token) != number), key=ours.__getitem__, default=None)
+    remedy = f"Set {table}.path to a model with the tokenizer of the trained one"
+    if other is not None:
+        raise UnsupportedError(
+            f"{what} {path} has another tokenizer than the trained model: the token {other!r} is number {ours[other]} of the one and "
+            f"{theirs.get(other, 'none')} of the other",
+            remedy=remedy,
+        )
+    known, needed = own.facts.vocabulary_size, trained.facts.vocabulary_size
+    if known is not None and needed is not None and known < needed:
+        raise UnsupportedError(f"{what} {path} knows {known:,} tokens, and the trained model {needed:,}", remedy=remedy)
