@@ -6,17 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from pair_runs import Configure, EndedError, Ending
 from safetensors.numpy import load_file
 
-from skyrl_engine import hookimpl
-from skyrl_engine.config import ResolvedConfig
-from skyrl_engine.contracts.kinds.observer import StepFinished
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.engine.engine import Engine
@@ -26,8 +23,6 @@ from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.training.preference.baseline import mismatched
 from skyrl_engine.training.preference.trainer import plan_preference, run_preference
 from skyrl_engine.training.sft.trainer import run_sft
-
-Configure = Callable[..., ResolvedConfig]
 
 
 def steps(directory: Path, kind: str = "step") -> list[dict[str, float]]:
@@ -76,17 +71,6 @@ def test_adapters_off_are_the_reference(configure: Configure) -> None:
     first, second = steps(run_preference(resolved).directory)
     assert first["rewards/margins"] == first["implicit_kl"] == 0.0
     assert second["rewards/margins"] != 0.0
-
-
-class EndedError(Exception):
-    """Ends a run in the middle."""
-
-
-class Ending:
-    @hookimpl
-    def skyrl_engine_step_finished(self, event: StepFinished) -> None:
-        if event.step == 3:
-            raise EndedError
 
 
 @pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=pytest.mark.nightly)])

@@ -1,19 +1,17 @@
 """Runs of reward models from configuration to run directory: what carries loss, held-out pairs, exports for transformers, exact resumes."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pair_runs import Configure, Ending
 from safetensors.numpy import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from skyrl_engine import hookimpl
 from skyrl_engine.config import ResolvedConfig
-from skyrl_engine.contracts.kinds.observer import StepFinished
 from skyrl_engine.errors import ConfigError, DataError, PluginBrokenError, UnsupportedError
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine.run.directory import RunDirectory
@@ -22,7 +20,6 @@ from skyrl_engine.training.export import export_checkpoint
 from skyrl_engine.training.reward_model.preparation import prepare
 from skyrl_engine.training.reward_model.trainer import plan_reward_model, run_reward_model
 
-Configure = Callable[..., ResolvedConfig]
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 NO_RUN = {"training": {"steps": 1}}
 
@@ -148,17 +145,6 @@ def test_margins_are_read_from_the_rows(configure: Configure, tmp_path: Path, pa
     assert only["loss"] == pytest.approx(np.mean([math.log1p(math.exp(number / 2)) for number in range(4)]), abs=1e-6)
     with pytest.raises(DataError, match="has no column 'margin', which loss 'bradley_terry'"):
         plan_reward_model(configure(loss={"margins": True}, **NO_RUN))
-
-
-class EndedError(Exception):
-    """Ends a run in the middle."""
-
-
-class Ending:
-    @hookimpl
-    def skyrl_engine_step_finished(self, event: StepFinished) -> None:
-        if event.step == 3:
-            raise EndedError
 
 
 def test_a_run_that_was_ended_resumes_to_the_same_bits(configure: Configure) -> None:
