@@ -135,5 +135,10 @@ def _pad_of_classifier(own: ModelFiles) -> int:
             f"the reward model {model.path} is no sequence classifier, by the architectures in its config.json: it would value all texts alike",
             remedy="Set reward_model.path to one, such as trainer reward_model writes",
         )
+    if config.num_labels != 1:
+        raise ModelError(
+            f"the reward model {model.path} is a sequence classifier with {config.num_labels} labels, and a reward is one number",
+            remedy="Set reward_model.path to one with a single label, such as trainer reward_model writes",
+        )
     pad = config.get_text_config().pad_token_id
     return own.pad_token_id if pad is None else int(pad)

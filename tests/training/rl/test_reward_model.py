@@ -1,5 +1,7 @@
 """`[reward_model]`: a frozen classifier whose value at the end of an attempt is a part of its reward."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,11 @@ def test_what_cannot_work_is_refused_while_planning(rl: Rl, world: Path, judge: 
         prepare(rl("run", f"reward_model.path={judge}", 'group_filters=[{use="zero_variance"}]'))
     with pytest.raises(ConfigError, match=r"reward_model\.preset"):
         prepare(rl("run", "reward_model.preset=none"))
+    several = shutil.copytree(judge, tmp_path / "several")
+    stated = json.loads((several / "config.json").read_text())
+    (several / "config.json").write_text(json.dumps({**stated, "id2label": {"0": "no", "1": "yes"}}))
+    with pytest.raises(ModelError, match="with 2 labels, and a reward is one number"):
+        prepare(rl("run", f"reward_model.path={several}"))
     other = tmp_path / "other"
     tokenizer = write_tokenizer(other, ["another text"])
     write_model(other, value_head=True, tokenizer=tokenizer)
