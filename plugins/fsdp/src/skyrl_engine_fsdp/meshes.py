@@ -1,6 +1,9 @@
 """The ranks as device meshes: replicas outermost, then shards, then tensor-parallel ranks, as `contracts.topology` numbers them."""
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -21,7 +24,21 @@ class Meshes:
 
     @classmethod
     def of(cls, topology: Topology, *, replicate: int, device: torch.device) -> "Meshes":
-        """Make the meshes and their process groups; every rank must call it."""
+        """Return the meshes of this layout, made with their process groups when this process first asks; every rank must call it.
+
+        Models of one layout share them: a policy and its reference would else hold a communicator each, and every model that a
+        process ever opened would leave its groups' threads behind.
+        """
+        key = (topology, replicate, device.type)
+        if _world[:] != [dist.group.WORLD]:
+            _made.clear()
+            _world[:] = [dist.group.WORLD]
+        if key not in _made:
+            _made[key] = cls._new(topology, replicate=replicate, device=device)
+        return _made[key]
+
+    @classmethod
+    def _new(cls, topology: Topology, *, replicate: int, device: torch.device) -> "Meshes":
         data = {"replicate": replicate} if replicate > 1 else {}
         data["shard"] = topology.dp // replicate
         sizes = {**data, "tensor": topology.tp} if topology.tp > 1 else data
@@ -29,3 +46,8 @@ class Meshes:
         if topology.tp == 1:
             return cls(topology, replicate, world, None)
         return cls(topology, replicate, world[tuple(data)], world["tensor"])
+
+
+_made: dict[tuple[Topology, int, str], Meshes] = {}
+_world: list[Any] = []
+"""The default process group that `_made` belongs to; an embedding program may replace it."""

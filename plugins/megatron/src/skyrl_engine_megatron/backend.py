@@ -1,5 +1,6 @@
 """The Megatron backend: a Hugging Face model's weights in megatron-core's GPTModel, over tensor-, pipeline- and data-parallel ranks."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ from skyrl_engine_megatron.groups import groups
 from skyrl_engine_megatron.library import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    RotaryEmbedding,
     own_deprecations_ignored,
     parallel_random,
 )
@@ -223,6 +225,9 @@ class MegatronBackend:
         for name in ("_models", "_pipeline", "_state", "_source"):
             self.__dict__.pop(name, None)
         if self._holds_groups:
+            # Its modules are held by each other and by a cache of embeddings, and hold the threads and sockets of their groups.
+            RotaryEmbedding.forward.cache_clear()
+            gc.collect()
             groups.give_back()
             self._holds_groups = False
         if self.__dict__.get("_device", torch.device("cpu")).type == "cuda":

@@ -8,6 +8,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -32,6 +33,7 @@ __all__ = [
     "GPTModel",
     "MegatronModule",
     "PackedSeqParams",
+    "RotaryEmbedding",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",
