@@ -12,7 +12,7 @@ SLICE_SECONDS = 0.25
 """The longest that several ranks sample without a word: a rank that is done earlier waits for the others so long."""
 
 PATIENCE_SECONDS = 60.0
-"""How long `generate` lets one rank sample without a word."""
+"""Seconds that `generate` lets one rank sample without a word."""
 
 
 def refuse_elsewhere(label: str, description: GeneratorDescription) -> None:

@@ -1,4 +1,4 @@
-"""What environments are made of: tasks out of tables, functions as rewards, functions as tools. For authors of environments; no torch.
+"""The building blocks of environments: tasks out of tables, functions as rewards, functions as tools. For authors of environments; no torch.
 
 Authors import from here; the files behind may move between minor versions.
 """

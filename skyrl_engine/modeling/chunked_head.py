@@ -21,7 +21,7 @@ CHUNKS_KEPT = 2
 
 @frozen(eq=False)
 class AskedScores:
-    """What needs ask of a head at n positions: scores by name, and the token ids to score.
+    """Scores asked of a head at n positions: scores by name, and the token ids to score.
 
     `tokens` int64[n, 1 + k] holds the label of each position, and behind it the candidates of every need `logprobs_at:COLUMN`, of which
     `widths` says how many there are. `scores` has "logprobs" always, and "logprobs_at" where there is such a need.
@@ -90,7 +90,7 @@ class ChunkedHead(nn.Module):
 
 @frozen(eq=False)
 class Sums:
-    """What the scores of n positions are made of, with y and p as in `Score`.
+    """The numbers from which scores of n positions are made, with y and p as in `Score`.
 
     `total` [n] is log Z, `picked` [n, k] y of the tokens that were asked about; `expected` [n] is the mean of y under p, and `mean` [n] that
     over the vocabulary, each 0 unless it was asked for.

@@ -101,7 +101,7 @@ class LossObjective:
 
 
 def _evaluated(term: Part[Loss], tokens: MicroBatchTokens, part: int) -> LossOutput:
-    """What a part gives for the tokens, those of one role where it is on that role alone; others have the value 0."""
+    """Values of a part for the tokens: where it is on one role alone, tokens of the other have the value 0."""
     given = tokens.needed(term.label, term.product.needs, part, pairs=compares_pairs(term.product), on=term.on)
     count = len(given.sequences.index)
     with blaming(term.owner, "its call"):

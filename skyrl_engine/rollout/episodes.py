@@ -62,7 +62,7 @@ class EpisodeReply:
 
 @define(eq=False)
 class _Episode:
-    """What an episode was given and has answered, so that it can be rebuilt."""
+    """Calls and answers of an episode so far, from which it can be rebuilt."""
 
     number: int
     environment: int

@@ -208,7 +208,7 @@ class Journal:
     run: str
     keep: int | None
     index: JournalIndex
-    """What was in it when it was opened; groups of this session are not added."""
+    """Groups that were in it when it was opened; those of this session are not added."""
     _lock: io.TextIOWrapper = field(repr=False)
     _clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     _file: Any = field(default=None, init=False, repr=False)

@@ -1,4 +1,4 @@
-"""How often one of k attempts at a task succeeds, how often most of them do, and how sure that is.
+"""Estimate how often one of k attempts at a task succeeds, how often most of them do, and how sure that is.
 
 With c of n attempts right, pass@k = 1 - C(n - c, k) / C(n, k): the share of all sets of k of the n attempts that hold a right one, which
 estimates the chance without bias (Chen et al. 2021, arXiv:2107.03374, eq. 1). avg@k is the share of right attempts, which is pass@1.

@@ -28,7 +28,7 @@ FAILED: Final = "failed"
 _TOLD_EVERY: Final = 256
 
 _ROUNDING: Final = 1e-3
-"""What a log-probability may be above 0 in nats: other programs round."""
+"""Largest log-probability that is taken, in nats: other programs round above 0."""
 
 Told = Callable[[int], None]
 """Told how many groups were read."""
@@ -36,7 +36,7 @@ Told = Callable[[int], None]
 
 @frozen
 class RecordingLimits:
-    """What recorded attempts must keep to.
+    """Conditions that recorded attempts must meet.
 
     `vocabulary` counts the model's tokens and `positions` those of a sequence (None: unknown), `min_group_size` is the fewest attempts of a
     group that must not have failed.

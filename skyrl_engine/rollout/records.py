@@ -44,7 +44,7 @@ _DOCUMENT: Final = ("status", "cause", "success", "stops", "parts", "metrics", "
 
 @frozen(eq=False)
 class Learned:
-    """What a step learned from the sampled tokens of an attempt, each float32[sampled]: advantages, and log-probabilities under its weights."""
+    """Numbers by sampled token that a step computed, each float32[sampled]: advantages, and log-probabilities under its weights."""
 
     ticket: int
     member: int

@@ -32,7 +32,7 @@ _A_TASK: Final = "\0"
 
 
 class CompletionSource(Protocol):
-    """Where requests go and completions come from."""
+    """Takes requests and gives completions."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None: ...
 
@@ -42,7 +42,7 @@ class CompletionSource(Protocol):
 
 
 class Episodes(Protocol):
-    """Where environments run; `EpisodePool` is one."""
+    """Runs environments; `EpisodePool` is one."""
 
     @property
     def pending(self) -> int: ...
@@ -57,7 +57,7 @@ class Episodes(Protocol):
 
 
 class Turns(Protocol):
-    """How messages become tokens and tokens a turn."""
+    """Renders messages as tokens, and reads a turn from tokens."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Ids: ...
 

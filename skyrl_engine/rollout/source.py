@@ -29,7 +29,7 @@ class Taken:
 
 
 class GroupSource(Protocol):
-    """Where a trainer has its groups from: sampled now, or recorded before."""
+    """A source of groups for a trainer: sampled now, or recorded before."""
 
     @property
     def step(self) -> int:

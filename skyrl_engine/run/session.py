@@ -84,7 +84,7 @@ class RunSession:
 
     @property
     def began(self) -> bool:
-        """Whether a start was recorded, of this session or of one before it."""
+        """Return True if a start was recorded, of this session or of one before it."""
         return self._manifest is not None
 
     def announce_start(self, total_steps: int) -> None:

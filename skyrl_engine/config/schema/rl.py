@@ -82,7 +82,7 @@ class RlConfig:
     only; `auto` takes `current` where a batch is one optimizer step and `[rl.kl]` is not set, else `score`."""
 
     history: Literal["append", "template"] = field(default="append", validator=in_(("append", "template")))
-    """What precedes a later turn: `append` all tokens as they were, `template` the messages rendered anew; a preset's mean over sequences
+    """Tokens in front of a later turn: `append` all tokens as they were, `template` the messages rendered anew; a preset's mean over sequences
     is then `trajectory_mean`, which counts an attempt once."""
 
     truncated: Truncated = field(default="keep", validator=in_(("keep", "mask", "zero_reward")))
@@ -93,7 +93,7 @@ class RlConfig:
     bfloat16."""
 
     on_gap: Literal["stop", "warn"] = field(default="stop", validator=in_(("stop", "warn")))
-    """What two steps in a row above `max_gap` do: a sampler that does not hold the weights it was given trains another model."""
+    """Answer to two steps in a row above `max_gap`: a sampler that does not hold the weights it was given trains another model."""
 
     repeat_tasks: bool = True
     """Begin again, in another order, when every task was attempted; otherwise too few tasks are refused."""

@@ -180,7 +180,7 @@ class OptimStep:
 
 
 class SwitchesAdapters(Protocol):
-    """What a backend has besides, that declares the capability `reference_by_adapters`."""
+    """The further method of a backend that declares the capability `reference_by_adapters`."""
 
     def without_adapters(self) -> "AbstractContextManager[None]":
         """Score with the base model alone, until the context is left; only `forward` is called in it."""

@@ -93,7 +93,7 @@ class TopLogprobs:
 
 @frozen(eq=False)
 class Completion:
-    """What came of a request.
+    """The result of a request.
 
     `token_ids` int32[n], 0 <= n <= max_tokens, include the token that stopped sampling, and nothing is cut off behind it. `logprobs` float32[n]
     are in nats, of softmax(logits / temperature) that was sampled from (temperature 0: of softmax(logits)); where the distribution was cut off,
@@ -127,7 +127,7 @@ class WeightSource(Protocol):
 
 @frozen
 class GeneratorStart:
-    """What a generator is told when it starts: the model, the device of its process, and the end tokens of the model's generation config."""
+    """Facts for a generator that starts: the model, the device of its process, and the end tokens of the model's generation config."""
 
     model: ModelConfig
     device: str

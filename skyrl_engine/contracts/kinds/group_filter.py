@@ -19,7 +19,7 @@ LONGEST_REASON: Final = 60
 
 @frozen(eq=False)
 class GroupView:
-    """What a filter sees of a group of G attempts that did not fail: no tokens.
+    """A group of G attempts that did not fail, as a filter sees it: no tokens.
 
     `rewards` float64[G]; `success` bool[G], False where nobody says; `lengths` int64[G] sampled tokens; `truncated` bool[G]; `staleness` the
     steps between the weights that started the group and those it would train.

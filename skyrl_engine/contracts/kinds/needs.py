@@ -27,7 +27,7 @@ LOGPROBS_AT = "logprobs_at"
 """`logprobs_at:COLUMN` is log softmax(y), [n, k], at the k token ids that the column of integers [A, k] holds for each token."""
 
 ColumnForm = Literal["number", "numbers", "token ids"]
-"""What a column holds per response token: one number, k numbers (`COLUMN[k]`), or k token ids (`logprobs_at:COLUMN`)."""
+"""The entry of a column per response token: one number, k numbers (`COLUMN[k]`), or k token ids (`logprobs_at:COLUMN`)."""
 
 ROLE_NEED = f"sample:{ROLE}"
 """Asks for the role of every sample: 0 chosen, 1 rejected."""

@@ -35,7 +35,7 @@ class Bundles:
 
     @property
     def single(self) -> bool:
-        """Whether every sample is on its own."""
+        """True if every sample is on its own."""
         return len(self) == len(self.members.values)
 
     def sums(self, values: IntArray) -> IntArray:

@@ -18,7 +18,7 @@ from skyrl_engine.errors import DataError
 Example = Conversation | PlainText | Tokens
 KnownFormat = Literal["tokens", "rollouts", "messages", "prompt_completion", "alpaca", "text", "preference", "unpaired_preference"]
 Reading = Literal["samples", "preferences", "rewards"]
-"""How rows are read: as samples, as preferences, or as preferences whose whole texts a reward model gives one number each."""
+"""A way to read rows: as samples, as preferences, or as preferences whose whole texts a reward model gives one number each."""
 
 PREFERENCES: tuple[KnownFormat, ...] = ("preference", "unpaired_preference")
 """Formats whose samples have roles."""

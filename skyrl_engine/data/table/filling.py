@@ -147,7 +147,7 @@ def _batches(rows: Iterator[Row]) -> Iterator[Sequence[Row]]:
 
 @frozen(eq=False)
 class _Taken:
-    """What a sample adds to counts, and its image files."""
+    """Counts that a sample adds, and its image files."""
 
     counts: Mapping[str, int]
     files: AbstractSet[str]

@@ -302,7 +302,7 @@ def mean_logprob(subject: BackendSubject, case: BackendCase) -> None:
     "Log-probabilities at the token ids of a column, and the gradient through them, are right", exempt=_undeclared("logprobs_at")
 )
 def logprobs_at(subject: BackendSubject, case: BackendCase) -> None:
-    """Of one column and of two; ids may occur twice, and the label may be among them."""
+    """Ask for one column and for two; ids may occur twice, and the label may be among them."""
     remedy = (
         "Score micro_batch.candidates[column] at the positions of the labels, in their order, and add up gradients of equal ids"
     )

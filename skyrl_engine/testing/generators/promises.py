@@ -321,7 +321,7 @@ def filters(subject: Subject[Any], _case: None) -> None:
 
 
 def _left(probabilities: Any, sampling: Sampling) -> dict[int, float]:
-    """What is left of a distribution, by token, normalised; a token at the very edge of `top_p` or `min_p` is left too."""
+    """Return what is left of a distribution, by token, normalised; a token at the very edge of `top_p` or `min_p` is left too."""
     order = np.argsort(-probabilities, kind="stable")[: sampling.top_k or None]
     kept = probabilities[order] / probabilities[order].sum()
     before = np.cumsum(kept) - kept

@@ -11,7 +11,7 @@ REWARDS = (0.0, 0.25, 0.5, 1.0, -1.0, 2.0, 0.1, 3.3)
 
 @frozen
 class Attempt:
-    """What a filter sees of one attempt."""
+    """The part of an attempt that a filter sees."""
 
     reward: float
     success: bool

@@ -32,7 +32,7 @@ from skyrl_engine.training.sft.state import fingerprint
 
 _SECONDS_BETWEEN_WRITES: Final = 1.0
 _PLACES: Final = ("path", "revision", "tokenizer", "chat_template", "value_head", "activation_checkpointing", "lora")
-"""What of a model's table does not decide the scores of a frozen one beside its weights."""
+"""Keys of a model's table that do not decide the scores of a frozen one beside its weights."""
 
 
 @frozen

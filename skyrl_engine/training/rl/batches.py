@@ -1,4 +1,4 @@
-"""How a batch of rollouts is cut into optimizer steps, and ordered in later epochs."""
+"""Cut a batch of rollouts into optimizer steps, and order them in later epochs."""
 
 from collections.abc import Sequence
 

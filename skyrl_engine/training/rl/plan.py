@@ -14,7 +14,7 @@ from skyrl_engine.training.rl.preparation import PreparedRl, Progress, Sampled, 
 
 @frozen
 class RlPlan:
-    """What a run would do. `plugins` describe each selected plugin by its place in the configuration.
+    """The plan of a run, for `--dry-run`. `plugins` describe each selected plugin by its place in the configuration.
 
     `rollouts` describes a recording that is trained on, None where attempts are sampled. `passes` names the passes over a batch in their order.
     `prompt` is the first prompt of every environment as pieces of text, a token each; `suffix` is what stands between a turn and the next one,

@@ -25,7 +25,7 @@ OF_PROCEDURES: Final = 200
 
 @frozen
 class PromptLimits:
-    """What a prompt may be: at most `tokens` long, of ids below `vocabulary` (None: nobody knows).
+    """Limits of a prompt: at most `tokens` long, of ids below `vocabulary` (None: nobody knows).
 
     Of a procedure's tasks, a share of `failures` may be too long: these attempts fail.
     """

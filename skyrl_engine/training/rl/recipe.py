@@ -26,11 +26,11 @@ _GIVEN: Final = ("rewards", "rollout_logprobs", "advantages", "returns", OLD, RE
 
 
 _VALUES_OF_SAMPLES: Final = ("sample:environment", "sample:staleness", "sample:truncated", "sample:turn")
-"""What reducers may read of samples: the number of their environment, the age of their policy in steps, whether their attempt was cut off, and
+"""Sample values for reducers: the number of their environment, the age of their policy in steps, whether their attempt was cut off, and
 which of its samples they are."""
 
 Recorded = Literal["with_logprobs", "without_logprobs"]
-"""Whether rollouts that were recorded before hold the sampler's log-probabilities."""
+"""True where rollouts that were recorded before hold the sampler's log-probabilities."""
 
 
 @frozen

@@ -257,7 +257,7 @@ def _identity(session: RunSession, known: str | None) -> str:
 
 @frozen(eq=False)
 class Live:
-    """What samples while a run goes on: tasks, the sampler, processes of environments, and the guard over the sampler's weights.
+    """The sampling side of a run: tasks, the sampler, processes of environments, and the guard over the sampler's weights.
 
     `run` names the run in its journal.
     """

@@ -1,4 +1,4 @@
-"""What a trainer that goes through a dataset writes into a checkpoint: where in the run it stands. The configuration says the rest."""
+"""The state that a trainer over a dataset writes into a checkpoint: its place in the run. The configuration says the rest."""
 
 import hashlib
 from typing import Any

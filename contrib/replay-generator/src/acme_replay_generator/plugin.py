@@ -14,7 +14,7 @@ class ReplayOptions:
     """Options of `replay`."""
 
     rollouts: str = field(validator=min_len(1), metadata={PLACE: "path"})
-    """What is given again: a run directory, or a file that `skyrl-engine rollouts export` wrote."""
+    """The recording to give again: a run directory, or a file that `skyrl-engine rollouts export` wrote."""
 
 
 class ReplayPlugin:

@@ -1,4 +1,4 @@
-"""What was sampled, found by what stood in front of the model."""
+"""Recorded completions, found by the tokens that stood in front of the model."""
 
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b

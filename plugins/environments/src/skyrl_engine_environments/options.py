@@ -51,7 +51,7 @@ class FunctionOptions(TableOptions):
     """Rewards with weights: `[[environments.rewards]]` with `use` and `weight`."""
 
     form: Literal["auto", "skyrl_engine", "batch", "trl", "verl"] = field(default="auto", kw_only=True)
-    """What rewards take: ours (text, task), lists of them (texts, tasks), TRL's (prompts, completions, **columns) or verl's (data_source,
+    """Arguments of rewards: ours (text, task), lists of them (texts, tasks), TRL's (prompts, completions, **columns) or verl's (data_source,
     solution_str, ...); `auto` tells by the names of their parameters."""
 
     tools: tuple[str, ...] = field(default=(), kw_only=True, metadata={PLACE: "reference"})

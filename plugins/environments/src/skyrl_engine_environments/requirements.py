@@ -1,4 +1,4 @@
-"""What an environment needs beside the engine."""
+"""Check the packages that an environment needs beside the engine."""
 
 import importlib.util
 

@@ -19,7 +19,7 @@ def cross_entropy(tokens: LossTokens, _config: None) -> "torch.Tensor":
 
 @frozen
 class LabelSmoothingConfig:
-    """How far the target is from certain."""
+    """Share of the target that goes to the whole vocabulary."""
 
     smoothing: float = field(default=0.1, validator=[ge(0), lt(1)])
     """Probability that the target spreads evenly over the whole vocabulary."""

@@ -29,7 +29,7 @@ class DpoConfig:
     """The form of the loss, and the strength of the reference."""
 
     form: Form = field(default="sigmoid", validator=in_(FORMS))
-    """What is made of the margin: `sigmoid`, `robust`, `ipo`, `hinge`, `apo_zero` or `apo_down`."""
+    """Function of the margin: `sigmoid`, `robust`, `ipo`, `hinge`, `apo_zero` or `apo_down`."""
 
     beta: float = field(default=0.1, validator=gt(0.0))
     """Strength with which the reference holds the model; a reward is `beta` times the log-ratio to the reference."""

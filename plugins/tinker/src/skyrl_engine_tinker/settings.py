@@ -37,9 +37,9 @@ class ServeTable:
     weight_sets: int = field(default=2, validator=[instance_of(int), ge(0)])
     """Copies of weights that samplers of earlier steps keep."""
     hole_seconds: float = field(default=60.0, validator=[instance_of((int, float)), ge(0)])
-    """How long requests wait for one with a smaller number."""
+    """Seconds that requests wait for one with a smaller number."""
     session_seconds: float = field(default=300.0, validator=[instance_of((int, float)), gt(0)])
-    """How long a session lives without a heartbeat."""
+    """Seconds that a session lives without a heartbeat."""
 
 
 @frozen

@@ -26,7 +26,7 @@ class _Prepared:
 
 @define(eq=False)
 class Ahead:
-    """What was prepared last, and the plan by which the next call shows that the caller follows the order. A copy begins with nothing."""
+    """Micro-batches prepared last, and the plan by which the next call shows that the caller follows the order. A copy begins with nothing."""
 
     _prepared: _Prepared | None = None
     _expected: ref[MicroBatchPlan] | None = None
