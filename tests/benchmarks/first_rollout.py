@@ -89,7 +89,19 @@ def main() -> None:
 def first_rollouts(program: str, directory: Path, number: int) -> float:
     """CPU seconds of all processes of a run until its first rollouts are there."""
     spent, output = directory / f"spent-{number}", directory / f"run-{number}"
-    step = ["--env", "reasoning_gym:spell_backward", "--steps", "1", "--groups", "1", "--group-size", "2", "--max-tokens", "16"]
+    step = [
+        "--env",
+        "reasoning_gym:spell_backward",
+        "--steps",
+        "1",
+        "--groups",
+        "1",
+        "--group-size",
+        "2",
+        "--max-tokens",
+        "16",
+        "rl.max_prompt_tokens=256",
+    ]
     observer = [f'run.observers=["{directory}/observer.py:clock"]', f"observers.clock.into={spent}"]
     rest = ["run.device=cpu", "checkpoint.at_end=false", "evaluation.at_end=false", *observer]
     cpu_seconds([program, "rl", "--quiet", "--model", str(directory / "model"), "--output", str(output), *step, *rest], directory)
