@@ -13,6 +13,7 @@ from attrs import frozen
 
 from skyrl_engine.contracts.values.ragged import AnyArray, offsets_of
 from skyrl_engine.contracts.values.rollout import Group, Trajectory, VersionSpans
+from skyrl_engine.data.table import arrow_arrays
 from skyrl_engine.errors import ContractError
 
 if TYPE_CHECKING:
@@ -67,9 +68,7 @@ def schema(metadata: tuple[tuple[str, str], ...] = ()) -> "pa.Schema":
 @cache
 def no_rows() -> "pa.RecordBatch":
     """Return a batch without attempts."""
-    import pyarrow as pa
-
-    return pa.RecordBatch.from_pylist([], schema=schema())
+    return _batch({name: np.zeros(0, dtype=dtype) for name, dtype in _NUMBERS.items()}, {}, [])[0]
 
 
 def batch_of(group: Group) -> "tuple[pa.RecordBatch, int]":
@@ -105,9 +104,10 @@ def _batch(
         own = pieces.get(name, [np.zeros(0, dtype=dtype)] * len(documents))
         offsets = offsets_of([len(piece) for piece in own]).astype(np.int32)
         ragged[name] = np.concatenate(own) if own else np.zeros(0, dtype=dtype), offsets
-    arrays = [pa.array(values) for values in numbers.values()]
-    arrays += [pa.ListArray.from_arrays(pa.array(offsets), pa.array(values)) for values, offsets in ragged.values()]
-    arrays.append(pa.array(documents, type=pa.string()))
+    arrays = [arrow_arrays.numbers(values) for values in numbers.values()]
+    for values, offsets in ragged.values():
+        arrays.append(pa.ListArray.from_arrays(arrow_arrays.numbers(offsets), arrow_arrays.numbers(values)))
+    arrays.append(arrow_arrays.texts(documents))
     batch = pa.RecordBatch.from_arrays(arrays, schema=schema())
     crc = 0
     if documents:

@@ -15,6 +15,7 @@ from attrs import frozen
 
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, offsets_of
 from skyrl_engine.data.images.processor import MeasuredImage
+from skyrl_engine.data.table import arrow_arrays
 from skyrl_engine.data.table.sample_columns import Carried
 from skyrl_engine.data.text.tokenization import TokenizedSample
 from skyrl_engine.errors import DataError
@@ -164,9 +165,9 @@ class TokenTableWriter:
             columns = {
                 "input_ids": _lists(_contents(self._tokens), pa.int32(), self._lengths),
                 "loss_mask": _weights(_contents(self._mask), self._actions, fractional=self._fractional),
-                "num_actions": pa.array(self._actions, type=pa.int64()),
-                "row": pa.array(self._rows, type=pa.int64()),
-                **{name: pa.array(ids, type=pa.int64()) for name, ids in self._ids.items()},
+                "num_actions": arrow_arrays.numbers(np.asarray(self._actions, dtype=np.int64)),
+                "row": arrow_arrays.numbers(np.asarray(self._rows, dtype=np.int64)),
+                **{name: arrow_arrays.numbers(np.asarray(ids, dtype=np.int64)) for name, ids in self._ids.items()},
                 **{name: _column(_contents(file), self._forms[name], self._actions) for name, file in self._columns.items()},
             }
             columns |= {f"{_VALUE}{name}": pa.array(values) for name, values in self._values.items()}
@@ -194,7 +195,7 @@ def _lists(values: "pa.Buffer", kind: "pa.DataType", lengths: Sequence[int]) -> 
 
     offsets = offsets_of(np.asarray(lengths, dtype=np.int64))
     flat = pa.Array.from_buffers(kind, int(offsets[-1]), [None, values])
-    return pa.LargeListArray.from_arrays(pa.array(offsets), flat)
+    return pa.LargeListArray.from_arrays(arrow_arrays.numbers(offsets), flat)
 
 
 def _weights(weights: "pa.Buffer", lengths: Sequence[int], *, fractional: bool) -> "pa.LargeListArray":
@@ -216,7 +217,7 @@ def _column(values: "pa.Buffer", form: AnyArray, lengths: Sequence[int]) -> "pa.
         return _lists(values, kind, lengths)
     offsets, width = offsets_of(np.asarray(lengths, dtype=np.int64)), form.shape[1]
     flat = pa.Array.from_buffers(kind, int(offsets[-1]) * width, [None, values])
-    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.FixedSizeListArray.from_arrays(flat, width))
+    return pa.LargeListArray.from_arrays(arrow_arrays.numbers(offsets), pa.FixedSizeListArray.from_arrays(flat, width))
 
 
 def _image_columns(samples: Sequence[Sequence[MeasuredImage]]) -> dict[str, "pa.LargeListArray"]:
@@ -227,7 +228,7 @@ def _image_columns(samples: Sequence[Sequence[MeasuredImage]]) -> dict[str, "pa.
     counts = [len(own) for own in samples]
     written = pa.array([image.written for image in images], type=pa.large_string())
     return {
-        "images": pa.LargeListArray.from_arrays(pa.array(offsets_of(counts)), written),
+        "images": pa.LargeListArray.from_arrays(arrow_arrays.numbers(offsets_of(counts)), written),
         "image_facts": _lists(pa.py_buffer(facts.tobytes()), pa.int64(), [4 * count for count in counts]),
     }
 
