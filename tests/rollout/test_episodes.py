@@ -179,7 +179,7 @@ def test_a_hanging_beginning_times_out():
 
 def test_what_an_environment_prints_keeps_nobody_waiting(shared, caplog):
     """50 MB, of which the log has the beginning."""
-    with caplog.at_level(logging.INFO, logger="skyrl_engine.rollout.episodes"):
+    with caplog.at_level(logging.INFO, logger="skyrl_engine.rollout"):
         assert stepped(shared, **{"step 1": "chat"}).result.reward == 1.0
         until = time.monotonic() + PATIENCE_S
         while "the rest is left out" not in caplog.text and time.monotonic() < until:
@@ -261,7 +261,7 @@ def test_an_episode_that_loses_its_process_by_the_end_of_another_is_rebuilt(capl
         made.step(held, action())
         assert reply_of(made, held).result.reward == 1.0
         number, _ = opened(made, close=does)
-        with caplog.at_level(logging.WARNING, logger="skyrl_engine.rollout.episodes"):
+        with caplog.at_level(logging.WARNING, logger="skyrl_engine.rollout"):
             made.close(number)
             made.step(held, action(1))
             assert reply_of(made, held).result.reward == 2.0
@@ -289,7 +289,7 @@ def test_an_end_that_hangs_keeps_nobody_waiting():
 
 
 def test_an_end_that_hangs_is_given_up(caplog):
-    with pool(timeout_s=TIMEOUT_S) as made, caplog.at_level(logging.WARNING, logger="skyrl_engine.rollout.episodes"):
+    with pool(timeout_s=TIMEOUT_S) as made, caplog.at_level(logging.WARNING, logger="skyrl_engine.rollout"):
         number, _ = opened(made, close="hang")
         made.close(number)
         until = time.monotonic() + PATIENCE_S
@@ -300,7 +300,7 @@ def test_an_end_that_hangs_is_given_up(caplog):
 
 
 def test_what_fails_in_the_end_is_logged(caplog):
-    with pool() as made, caplog.at_level(logging.INFO, logger="skyrl_engine.rollout.episodes"):
+    with pool() as made, caplog.at_level(logging.INFO, logger="skyrl_engine.rollout"):
         number, _ = opened(made, close="fail")
         made.close(number)
         until = time.monotonic() + PATIENCE_S

@@ -319,3 +319,8 @@ def worth(subject: Subject[Any], environment: Any, script: Script) -> tuple[floa
     reward = sum(map(reward_of, results))
     said = next((each["success"] for each in reversed(results) if each["success"] is not None), None)
     return reward, bool(environment.claims.succeeds(reward) if said is None else said)
+
+
+def cut(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 160 else f"{text[:160]}..."

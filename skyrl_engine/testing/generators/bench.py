@@ -1,7 +1,7 @@
 """A tiny model to sample from, what is due for it, and a generator set to work on it."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from skyrl_engine.contracts.kinds.generator import (
     Completion,
     GenerationRequest,
     Generator,
+    GeneratorCapability,
     GeneratorDescription,
     GeneratorStart,
     Sampling,
@@ -30,11 +31,14 @@ from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.loading import load_causal_lm
 from skyrl_engine.modeling.tiny import VOCABULARY, make_parts_differ, write_model, write_tokenizer
 from skyrl_engine.registry.host import Owner, blaming
-from skyrl_engine.testing.promise import Broken, Undecidable
+from skyrl_engine.testing.promise import Broken, Undecidable, any_of
 from skyrl_engine.testing.subject import Subject
 
 PATIENCE_SECONDS = 60.0
 """A generator that has answered nothing for so long has lost a request: the model is tiny."""
+
+TOLERANCE = 1e-4
+"""Nats, in float32: sums over other shapes are rounded in another order."""
 
 AT_ONCE_SECONDS, AT_ONCE_TIMES = 0.05, 200
 
@@ -219,3 +223,36 @@ def largest_chi_square(degrees: int) -> float:
     """The chi-square that a right sampler exceeds once in 10,000 (Wilson and Hilferty 1931)."""
     part = 2 / (9 * degrees)
     return float(degrees * (1 - part + 3.719 * math.sqrt(part)) ** 3)
+
+
+def lacks(*capabilities: GeneratorCapability) -> Callable[[Subject[Any]], str | None]:
+    """Exempt generators that lack one of these capabilities."""
+
+    def exempt(subject: Subject[Any]) -> str | None:
+        missing = [each for each in capabilities if each not in description_of(subject).capabilities]
+        return f"the generator does not declare the capability {missing[0]!r}" if missing else None
+
+    return exempt
+
+
+def claims(*capabilities: GeneratorCapability) -> Callable[[Subject[Any]], str | None]:
+    """Exempt generators that lack one of these capabilities, or cannot be given the kit's model."""
+    return any_of(no_weights, lacks(*capabilities))
+
+
+def named(request: GenerationRequest) -> str:
+    """Name a request in a sentence."""
+    return f"request {request.request_id} ({len(request.prompt_ids)} prompt tokens, {request.sampling})"
+
+
+def require_logprobs(at_work: Running, request: GenerationRequest, done: Completion, remedy: str, since: int = 0) -> None:
+    """Raise Broken unless the log-probabilities from token `since` on are the model's."""
+    due = due_logprobs(at_work.weights, request, done)[np.arange(len(done.token_ids)), done.token_ids]
+    gap = np.abs(due - done.logprobs)[since:]
+    if not gap.size or gap.max() <= TOLERANCE:
+        return
+    place = since + int(np.argmax(gap > TOLERANCE))
+    raise Broken(
+        f"gives token {place} of {named(request)} the log-probability {done.logprobs[place]:.4f}, where the model gives {due[place]:.4f}",
+        remedy,
+    )

@@ -1,0 +1,206 @@
+"""Promises about the tasks of every environment."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import attrs
+
+from skyrl_engine.contracts.kinds.environment import Task
+from skyrl_engine.rollout.episode_process import ROLES, task_of
+from skyrl_engine.testing.environments.bench import (
+    LOOKED_AT,
+    SPLITS,
+    Script,
+    Turn,
+    cut,
+    plain,
+    played,
+    said_in,
+    some_of,
+    tasks_of,
+    told,
+)
+from skyrl_engine.testing.promise import Broken, Undecidable, promise
+from skyrl_engine.testing.subject import Subject
+
+PROMPT_BYTES = 4 * 1024
+"""A prompt of more bytes is likely longer than 1,024 tokens, the default of `rl.max_prompt_tokens`."""
+
+
+@promise("Every task is a prompt of plain JSON values: messages, of which the model's is next, or tokens")
+def well_formed(subject: Subject[Any], _case: None) -> None:
+    environment = subject.make()
+    for split in SPLITS:
+        try:
+            tasks = environment.tasks(split)
+            count = len(tasks)
+            looked = some_of(tasks)
+        except Exception as error:
+            raise Broken(f"its tasks cannot be read: {told(error)}", "Correct it, or its options") from error
+        if split == "train" and not count:
+            raise Broken("has no task to train on", "Check its options")
+        for number, task in looked:
+            wrong = _wrong_task(task)
+            if wrong is not None:
+                raise Broken(f"task {number} of {split} {wrong}", "Give every task a key, and messages or tokens, of JSON values")
+        _warn_of_long_prompts(split, [len(said_in(task).encode()) for _, task in looked])
+
+
+def _wrong_task(task: Any) -> str | None:
+    if not isinstance(task, Task):
+        return f"is {task!r:.80}, which is no Task"
+    if not isinstance(task.key, str) or not task.key:
+        return f"has the key {task.key!r:.80}, which is no text"
+    if bool(task.messages) == bool(task.prompt_ids):
+        return f"({task.key}) has {'both' if task.messages else 'neither'} messages {'and' if task.messages else 'nor'} prompt_ids"
+    for message in task.messages:
+        if not isinstance(message.get("content"), str) or message.get("role") not in (*ROLES, "assistant"):
+            return f"({task.key}) has the message {message!r:.120}, whose role or content is none"
+    if task.messages and task.messages[-1]["role"] == "assistant":
+        return f"({task.key}) ends with a message of the assistant"
+    if task.images:
+        return f"({task.key}) has images, which are not supported yet"
+    try:
+        again = task_of(json.loads(json.dumps(attrs.asdict(task), allow_nan=False)))
+    except (TypeError, ValueError) as error:
+        return f"({task.key}) is not of JSON values: {told(error)}"
+    if plain(again) != plain(task):
+        return f"({task.key}) is another one after it went through JSON"
+    return None
+
+
+def _warn_of_long_prompts(split: str, sizes: list[int]) -> None:
+    long = sum(size > PROMPT_BYTES for size in sizes)
+    if long > len(sizes) / 100:
+        warnings.warn(
+            f"{long} of {len(sizes)} tasks of {split} have a prompt of more than {PROMPT_BYTES:,} bytes (the longest has {max(sizes):,}), "
+            "about 1,024 tokens: raise rl.max_prompt_tokens, or leave such tasks out",
+            stacklevel=2,
+        )
+
+
+@promise("A task is a function of its number: the same again, in any order, in another object, after pickling and as JSON")
+def same_tasks(subject: Subject[Any], _case: None) -> None:
+    one, other = subject.make(), subject.make()
+    for split in SPLITS:
+        forth, back = tasks_of(one, split), tasks_of(other, split)
+        if len(forth) != len(back):
+            raise Broken(
+                f"has {len(forth):,} tasks of {split}, and {len(back):,} when it is made again", "Take nothing but options"
+            )
+        first = {number: plain(task) for number, task in some_of(forth, 40)}
+        for number in reversed(first):
+            again = {"in another object": back[number], "when it is asked for again": forth[number]}
+            again["after pickling"] = pickle.loads(pickle.dumps(again["in another object"]))  # noqa: S301 -- our own
+            for when, task in again.items():
+                if plain(task) != first[number]:
+                    raise Broken(
+                        f"task {number} of {split} is {cut(plain(task))} {when}, and was {cut(first[number])}",
+                        "Draw each task from a seed of its own, such as (seed, number), and not from one stream",
+                    )
+
+
+@promise("Another process has the same tasks, and answers turns in the same way")
+def same_in_another_process(subject: Subject[Any], _case: None) -> None:
+    environment = subject.make()
+    script = Script("train", 0, 7, (Turn("text", "4"), Turn("text", "yes"), Turn("prompt")))
+    here = {split: [plain(task) for _, task in some_of(tasks_of(environment, split), 8)] for split in SPLITS}
+    answers = [] if environment.claims.random else played(subject.make(), subject.make(), script)
+    there = _elsewhere(subject, environment)
+    for split in SPLITS:
+        for mine, theirs in zip(here[split], there["tasks"][split], strict=True):
+            if mine != theirs:
+                raise Broken(
+                    f"a task of {split} is {cut(theirs)} in another process, and {cut(mine)} here",
+                    "Let tasks depend on options alone: not on hash(), the time, sets, or the order of a folder",
+                )
+    if answers and there["answers"] != json.loads(json.dumps(answers)):
+        raise Broken(
+            f"an episode answers {cut(there['answers'])} in another process, and {cut(answers)} here",
+            "Let answers depend on task, seed and turns alone: not on hash(), the time or sets",
+        )
+
+
+_PROGRAM = """
+import json, os, pickle, sys
+from skyrl_engine.testing.environments.task_promises import told_by
+stream = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+print(json.dumps(told_by(pickle.loads(sys.stdin.buffer.read()))), file=stream)
+"""
+
+
+def told_by(setup: tuple[dict[str, Any] | None, Any]) -> dict[str, Any]:
+    """Return tasks and answers of an environment, given as the lock of its plugin or itself, in the process that asks for it."""
+    from skyrl_engine.config import SelectedPlugin
+
+    lock, environment = setup
+    subject: Subject[Any] = (
+        Subject("elsewhere", lambda: environment) if lock is None else Subject.of_plugin(SelectedPlugin.from_lock(lock))
+    )
+    environment = subject.make()
+    tasks = {split: [plain(task) for _, task in some_of(tasks_of(environment, split), 8)] for split in SPLITS}
+    script = Script("train", 0, 7, (Turn("text", "4"), Turn("text", "yes"), Turn("prompt")))
+    return {"tasks": tasks, "answers": [] if environment.claims.random else played(subject, subject.make(), script)}
+
+
+def _elsewhere(subject: Subject[Any], environment: Any) -> dict[str, Any]:
+    try:
+        data = pickle.dumps((None, environment) if subject.plugin is None else (subject.plugin.lock(), None))
+    except Exception as error:
+        raise Undecidable(f"the environment cannot be pickled: {told(error)}") from error
+    paths = os.pathsep.join(path for path in sys.path if path)
+    ran = subprocess.run(  # noqa: S603 -- this interpreter, with a text of our own
+        [sys.executable, "-P", "-c", _PROGRAM],
+        input=data,
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "1"},
+    )
+    if ran.returncode:
+        last = ran.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or ["no message"]
+        raise Broken(f"cannot be made and played in a fresh process: {last[0]}", "Import what it needs in its own module")
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+@promise("Keys are unique, and no key or prompt to train on is held out, unless it claims shared_tasks")
+def keys(subject: Subject[Any], _case: None) -> None:
+    environment = subject.make()
+    seen: dict[str, dict[str, int]] = {}
+    for split in SPLITS:
+        seen[split] = {}
+        for number, task in some_of(tasks_of(environment, split), 20 * LOOKED_AT):
+            if task.key in seen[split]:
+                raise Broken(
+                    f"tasks {seen[split][task.key]} and {number} of {split} both have the key {task.key!r:.80}",
+                    "Give every task a key of its own: results are compared and resumed by it",
+                )
+            seen[split][task.key] = number
+    if environment.claims.shared_tasks or not seen["eval"]:
+        return
+    both = [key for key in seen["train"] if key in seen["eval"]]
+    if both:
+        raise Broken(
+            f"{len(both)} keys are among the tasks to train on and among those held out, such as {both[0]!r:.80}",
+            "Hold other tasks out, or claim shared_tasks",
+        )
+    prompts = {split: {_prompt(task) for _, task in some_of(tasks_of(environment, split))} for split in SPLITS}
+    shared = prompts["train"] & prompts["eval"] if len(prompts["eval"]) > 1 else set()
+    # a procedure meets the same question twice now and then; a copy does it all the time
+    if 2 * len(shared) > len(prompts["eval"]):
+        raise Broken(
+            f"{len(shared)} of {len(prompts['eval'])} held-out prompts are prompts to train on",
+            "Hold other tasks out, or claim shared_tasks",
+        )
+
+
+def _prompt(task: Task) -> str:
+    """Return what makes tasks the same: prompt and data, without numbers that only name the task."""
+    data = {name: value for name, value in task.data.items() if name not in ("split", "number", "key", "id")}
+    return json.dumps([plain(task)["messages"], list(task.prompt_ids), data], sort_keys=True, default=str)

@@ -1,0 +1,221 @@
+"""Promises about requests and weights that change on the way, refusals and the end, as far as capabilities go."""
+
+import os
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from skyrl_engine.contracts.kinds.generator import GenerationRequest, Sampling
+from skyrl_engine.errors import ContractError, EngineError
+from skyrl_engine.modeling.tiny import SIZES, VOCABULARY
+from skyrl_engine.testing.generators.bench import (
+    TOLERANCE,
+    answered,
+    claims,
+    decided,
+    description_of,
+    due_logprobs,
+    no_weights,
+    requests_of,
+    require_logprobs,
+    running,
+)
+from skyrl_engine.testing.process_settings import settings_left_alone
+from skyrl_engine.testing.promise import Broken, promise
+from skyrl_engine.testing.random_state import global_random_state, restored_random_state
+from skyrl_engine.testing.subject import Subject
+
+# --- what happens on the way -------------------------------------------------------------------------------------------------------
+
+
+@promise("An aborted request returns what was sampled of it, a beginning of what would have come", exempt=claims("abort"))
+def aborts(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        requests = requests_of(6, max_tokens=60)
+        whole = at_work.sampled(requests)
+        at_work.submit(requests)
+        early = [each for _ in range(5) for each in at_work.poll(0.0)]
+        at_work.abort([requests[0].request_id, requests[1].request_id])
+        at_work.abort()
+        done = {each.request_id: each for each in early}
+        left = [request for request in requests if request.request_id not in done]
+        done |= {each.request_id: each for each in at_work.collected(left)}
+    seeded_too = "seeded" in description_of(subject).capabilities
+    some = 0
+    for request, full in zip(requests, whole, strict=True):
+        each = done[request.request_id]
+        count = len(each.token_ids)
+        some += count
+        if len(each.logprobs) != count or (each.finish != "abort" and count < len(full.token_ids)):
+            raise Broken(
+                f"ends an aborted request as {each.finish!r} with {count} tokens", 'Return what was sampled, with finish "abort"'
+            )
+        if seeded_too and each.token_ids.tolist() != full.token_ids[:count].tolist():
+            raise Broken(
+                "returns other tokens for an aborted request than it would have sampled", "Return the tokens as they were sampled"
+            )
+    if not some:
+        raise Broken(
+            "returns no token of six requests that were sampled for five polls", "Keep what was sampled when a request is aborted"
+        )
+
+
+@promise(
+    "Aborting some requests leaves the others as they are, unknown ids are passed over, and what is aborted at once does not go on",
+    exempt=claims("abort"),
+)
+def aborts_apart(subject: Subject[Any], _case: None) -> None:
+    with answered(), running(subject) as at_work:
+        requests = requests_of(6, max_tokens=30)
+        at_work.submit(requests)
+        done = {each.request_id: each for each in at_work.poll(0.0)}
+        at_work.abort([requests[4].request_id, 12_345])
+        left = [request for request in requests if request.request_id not in done]
+        done |= {each.request_id: each for each in at_work.collected(left)}
+        long = requests_of(6, first=20, max_tokens=60)
+        at_work.submit(long)
+        at_work.abort()
+        ended = at_work.collected(long)
+    for request in requests:
+        if request is not requests[4] and done[request.request_id].finish == "abort":
+            raise Broken(
+                f"ends request {request.request_id} where request {requests[4].request_id} was aborted",
+                "End the named requests alone",
+            )
+    if all(each.finish != "abort" for each in ended):
+        raise Broken(
+            "samples requests to their end that were aborted as soon as they were sent", "End requests when they are aborted"
+        )
+
+
+@promise("After an update, new tokens have the log-probabilities of the new weights and their version", exempt=claims("logprobs"))
+def updates(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        requests = requests_of(8)
+        at_work.sampled(requests)
+        at_work.update(1.4, 1)
+        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+            require_logprobs(at_work, request, done, "Sample from the weights of the last update")
+            if done.versions.versions.tolist() != [1]:
+                raise Broken(
+                    f"says that tokens sampled after the update are of version {done.versions.versions.tolist()}",
+                    "Take the update's version",
+                )
+
+
+@promise(
+    "Requests under way at an update go on with the new weights; older tokens keep the older version",
+    exempt=claims("logprobs", "update_while_generating"),
+)
+def updates_on_the_way(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        requests = requests_of(3, max_tokens=40)
+        at_work.submit(requests)
+        early = [each for _ in range(8) for each in at_work.poll(0.0)]
+        at_work.update(1.4, 1)
+        left = [request for request in requests if all(each.request_id != request.request_id for each in early)]
+        for request, done in zip(left, at_work.collected(left), strict=True):
+            versions = done.versions.per_token(len(done.token_ids))
+            since = int(np.searchsorted(versions, 1))
+            due = due_logprobs(at_work.weights, request, done)[np.arange(len(versions)), done.token_ids]
+            older = np.abs(due - done.logprobs) > TOLERANCE
+            remedy = "Write down the version of every token when it is sampled"
+            if since == len(versions):
+                raise Broken(f"says that all {since} tokens of a request are older than the update that it went on behind", remedy)
+            if since == 0 and older[0]:
+                raise Broken("says that tokens of the old weights are of the new version", remedy)
+            require_logprobs(at_work, request, done, "Compute keys and values anew after an update", since)
+            if since and not older[:since].any():
+                raise Broken("says that tokens of the new weights are of the old version", remedy)
+
+
+@promise("What was computed of a prompt does not outlive an update", exempt=claims("logprobs"))
+def no_stale_prefix(subject: Subject[Any], _case: None) -> None:
+    prompt = np.arange(20, 40, dtype=np.int32)
+    with decided(), running(subject) as at_work:
+        for version in (0, 1):
+            asked = Sampling(max_tokens=6, ignore_eos=True)
+            requests = [GenerationRequest(10 * version + n, prompt, asked, n, session=1, prefix_group=0) for n in range(6)]
+            for request, done in zip(requests, at_work.sampled(requests), strict=True):
+                require_logprobs(at_work, request, done, "Empty prefix caches when weights change")
+            at_work.update(1.4, version + 1)
+
+
+# --- what is refused, and what is left alone ---------------------------------------------------------------------------------------
+
+
+@promise("A prompt that leaves no room for max_tokens fails alone, naming its length and the limit", exempt=no_weights)
+def no_room(subject: Subject[Any], _case: None) -> None:
+    limit = int(SIZES["max_position_embeddings"])
+    with decided(), running(subject) as at_work:
+        fits = requests_of(2, first=1)
+        long = GenerationRequest(0, np.zeros(limit - 2, dtype=np.int32), Sampling(max_tokens=3, ignore_eos=True), 0)
+        just = GenerationRequest(9, np.zeros(limit - 3, dtype=np.int32), Sampling(max_tokens=3, ignore_eos=True), 0)
+        failed, *others = at_work.sampled([long, *fits, just])
+    if any(done.finish == "error" for done in others):
+        raise Broken("fails requests that fit, one of them just so, beside one whose prompt is too long", "Fail that request alone")
+    words = failed.error or ""
+    if failed.finish != "error" or str(limit) not in words or str(limit - 2) not in words:
+        raise Broken(
+            f"ends a prompt of {limit - 2} tokens with 3 to come as {failed.finish!r} ({failed.error}), where the model takes {limit}",
+            "Fail it with an error that names both numbers; do not cut max_tokens down",
+        )
+
+
+@promise("Prompts that are empty or hold ids outside of the vocabulary are refused, before any request is taken", exempt=no_weights)
+def vocabulary(subject: Subject[Any], _case: None) -> None:
+    for prompt in ([VOCABULARY], [3, -1], []):
+        with running(subject) as at_work:
+            wrong = GenerationRequest(0, np.array(prompt, dtype=np.int32), Sampling(max_tokens=2), 0)
+            try:
+                at_work.submit([*requests_of(1, first=1), wrong])
+            except ContractError:
+                pass
+            except EngineError as error:
+                raise Broken(f"fails for the prompt {prompt}: {error.cause}", "Raise ContractError that names the token") from error
+            else:
+                raise Broken(
+                    f"takes the prompt {prompt} of a vocabulary of {VOCABULARY}", "Raise ContractError that names the token"
+                )
+            if at_work.poll(0.5):
+                raise Broken("takes the requests before the one that it refuses", "Look at all of them before taking one")
+
+
+@promise("Global random states and torch's settings stay as they are", exempt=no_weights)
+def process_state(subject: Subject[Any], _case: None) -> None:
+    with restored_random_state(), settings_left_alone():
+        with decided(), running(subject) as warm:
+            warm.sampled(requests_of(2))
+        before = global_random_state()
+        with decided(), running(subject) as at_work:
+            after_start = global_random_state()
+            at_work.sampled(requests_of(4))
+            at_work.update(1.1, 1)
+            at_work.sampled(requests_of(2))
+        if before != after_start or global_random_state() != before:
+            raise Broken("draws from a global random state", "Draw from generators of the requests' seeds")
+
+
+@promise("Closing with requests under way takes less than 10 seconds and leaves no process", exempt=no_weights)
+def closes(subject: Subject[Any], _case: None) -> None:
+    before = _children()
+    with decided():
+        with running(subject) as at_work:
+            at_work.submit(requests_of(20, max_tokens=100))
+            at_work.poll(0.0)
+            since = monotonic()
+        taken = monotonic() - since
+    if taken > 10:
+        raise Broken(f"takes {taken:.0f} seconds to close", "End what is under way")
+    if left := _children() - before:
+        raise Broken(f"leaves the process {min(left)}", "End processes when it is closed")
+
+
+def _children() -> set[int]:
+    """Processes that this one started, where the system says so."""
+    tasks = Path(f"/proc/{os.getpid()}/task")
+    if not tasks.is_dir():
+        return set()
+    return {int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()}

@@ -1,0 +1,330 @@
+"""Promises about what a generator samples and says of it, as far as its capabilities go."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from attrs import evolve
+
+from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
+from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.model_facts.tokenizer import load_tokenizer
+from skyrl_engine.modeling.tiny import VOCABULARY
+from skyrl_engine.testing.generators.bench import (
+    TOLERANCE,
+    answered,
+    claims,
+    decided,
+    due_logprobs,
+    largest_chi_square,
+    model_folder,
+    named,
+    no_weights,
+    requests_of,
+    require_logprobs,
+    running,
+)
+from skyrl_engine.testing.promise import Broken, Undecidable, promise
+from skyrl_engine.testing.subject import Subject
+
+ENDS = (5, 17, 40, 41, 42, 80, 81, 99, 101, 120)
+"""End tokens of the model, so many that most requests meet one."""
+
+DRAWS = 4000
+
+
+# --- what comes back ---------------------------------------------------------------------------------------------------------------
+
+
+@promise("Every request comes back exactly once under its own id, also where several finish at once", exempt=no_weights)
+def exactly_once(subject: Subject[Any], _case: None) -> None:
+    with answered(), running(subject) as at_work:
+        equal = [evolve(request, sampling=Sampling(max_tokens=3, ignore_eos=True)) for request in requests_of(9, first=40)]
+        at_work.sampled(requests_of(11))
+        at_work.sampled(equal)
+        if late := at_work.poll(0.0):
+            raise Broken(f"answers request {late[0].request_id} again", "Forget a request when its completion was returned")
+
+
+@promise("No more than max_tokens come, and finish is length exactly where so many came without a stop", exempt=no_weights)
+def length(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject, ends=ENDS) as at_work:
+        requests = requests_of(24, ignore_eos=False)
+        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+            most, count = request.sampling.max_tokens, len(done.token_ids)
+            if count > most:
+                raise Broken(f"samples {count} tokens for {named(request)}", "Count the token that stops among max_tokens")
+            if (done.finish == "length") != (count == most and done.token_ids[-1] not in ENDS):
+                raise Broken(
+                    f"ends {named(request)} as {done.finish!r} behind {count} tokens, the last of them {done.token_ids[-1:]}",
+                    'Say "length" where max_tokens came and none of them stopped it',
+                )
+
+
+@promise("At least one token comes, with its log-probability, unless the request was aborted or failed", exempt=no_weights)
+def something(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject, ends=tuple(range(VOCABULARY))) as at_work:
+        requests = requests_of(6, ignore_eos=False)
+        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+            if not len(done.token_ids) or len(done.logprobs) != len(done.token_ids):
+                raise Broken(
+                    f"returns {len(done.token_ids)} tokens and {len(done.logprobs)} log-probabilities for {named(request)}",
+                    "Keep the token that stops: it was sampled",
+                )
+
+
+@promise("A request stops behind the first end or stop token, which is kept, from min_tokens on", exempt=no_weights)
+def stop_tokens(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject, ends=ENDS) as at_work:
+        own = (3, 8, 30, 77, 78)
+        asked = {
+            "end tokens": (requests_of(16, max_tokens=30, ignore_eos=False), ENDS),
+            "stop tokens": (requests_of(16, first=20, max_tokens=30, stop_token_ids=own), own),
+            "both": (requests_of(16, first=40, max_tokens=30, ignore_eos=False, stop_token_ids=own), (*ENDS, *own)),
+            "ignore_eos": (requests_of(4, first=60, max_tokens=30), ()),
+            "min_tokens": (requests_of(16, first=80, max_tokens=30, ignore_eos=False, min_tokens=6), ENDS),
+            "min_tokens of stop tokens": (requests_of(16, first=100, max_tokens=30, min_tokens=6, stop_token_ids=ENDS), ENDS),
+        }
+        for what, (requests, stops) in asked.items():
+            for request, done in zip(requests, at_work.sampled(requests), strict=True):
+                _require_stop(request, done, set(stops), what)
+
+
+def _require_stop(request: GenerationRequest, done: Completion, stops: set[int], what: str) -> None:
+    least = request.sampling.min_tokens
+    places = [place for place, token in enumerate(done.token_ids.tolist()) if token in stops and place + 1 >= least]
+    last = len(done.token_ids) - 1
+    if places and places[0] != last:
+        raise Broken(
+            f"goes on behind the token {done.token_ids[places[0]]}, which stops it ({what})", "Stop behind every end token"
+        )
+    if (done.finish == "stop") != bool(places):
+        raise Broken(
+            f"ends a request as {done.finish!r} behind the tokens {done.token_ids.tolist()} ({what}: {sorted(stops)})",
+            'Say "stop" where the last token stops it, and keep that token',
+        )
+    if places and done.stop != done.token_ids[last]:
+        raise Broken(
+            f"names {done.stop!r} as the stop, where the token {done.token_ids[last]} stopped it", "Name the token in `stop`"
+        )
+
+
+@promise(
+    "A request stops behind the token that completes a stop string, and no sooner",
+    exempt=claims("stop_strings"),
+)
+def stop_strings(subject: Subject[Any], _case: None) -> None:
+    tokenizer = load_tokenizer(ModelConfig(str(model_folder())))
+
+    def text(ids: Any) -> str:
+        said = tokenizer.decode([int(each) for each in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(said, str)
+        return said
+
+    with decided(), running(subject) as at_work:
+        free = at_work.sampled(requests_of(10, max_tokens=24))
+        requests, due = [], []
+        for request, done in zip(requests_of(10, first=20, max_tokens=24), free, strict=True):
+            said = text(done.token_ids)
+            string = said[len(said) // 2 : len(said) // 2 + 2 + request.request_id % 2]
+            if string.strip("\ufffd") != string or not string:
+                continue
+            upto = next(count for count in range(1, len(done.token_ids) + 1) if string in text(done.token_ids[:count]))
+            requests.append(evolve(request, sampling=evolve(request.sampling, stop_strings=("never said at all", string))))
+            due.append((string, upto, done.token_ids[:upto].tolist()))
+        for (string, upto, tokens), done in zip(due, at_work.sampled(requests), strict=True):
+            if done.token_ids.tolist() == tokens and (done.finish, done.stop) == ("stop", string):
+                continue
+            raise Broken(
+                f"ends as {done.finish!r}, {done.stop!r} with {len(done.token_ids)} tokens, where {string!r} is complete with token {upto}",
+                "Look for stop strings in the text of all tokens, and keep the token that completes one",
+            )
+
+
+@promise("Spans of versions cover the tokens and rise", exempt=no_weights)
+def spans(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject, version=3) as at_work:
+        for done in at_work.sampled(requests_of(6)):
+            starts, versions = done.versions.starts.tolist(), done.versions.versions.tolist()
+            rising = all(one < two for each in (starts, versions) for one, two in pairwise(each))
+            if not starts or starts[0] != 0 or starts[-1] >= len(done.token_ids) or not rising or versions != [3]:
+                raise Broken(
+                    f"says that tokens from {starts} on are of versions {versions}, of {len(done.token_ids)} tokens that version 3 made",
+                    "Start a span at 0 and wherever the version changed",
+                )
+
+
+# --- what is sampled ---------------------------------------------------------------------------------------------------------------
+
+
+@promise(
+    "Log-probabilities are those of the distribution that was sampled from, at temperatures 0.5, 1 and 2",
+    exempt=claims("logprobs"),
+)
+def log_probabilities(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        for place, temperature in enumerate((1.0, 0.5, 2.0)):
+            requests = requests_of(12, first=20 * place, seed=place, temperature=temperature)
+            for request, done in zip(requests, at_work.sampled(requests), strict=True):
+                remedy = "Report log_softmax(logits / temperature) at the sampled token, of the whole vocabulary"
+                require_logprobs(at_work, request, done, remedy)
+
+
+@promise("The same seeds give the same tokens: once more, in another order, one at a time", exempt=claims("seeded"))
+def seeded(subject: Subject[Any], _case: None) -> None:
+    requests = requests_of(12, seed=3)
+    with decided(), running(subject) as at_work:
+        first = at_work.sampled(requests)
+        ways = {
+            "once more": at_work.sampled(requests),
+            "in another order": at_work.sampled(requests[::-1])[::-1],
+            "one at a time": [at_work.sampled([request])[0] for request in requests],
+        }
+    for way, again in ways.items():
+        for request, one, other in zip(requests, first, again, strict=True):
+            if one.token_ids.tolist() != other.token_ids.tolist():
+                raise Broken(
+                    f"samples {one.token_ids.tolist()} and then, {way}, {other.token_ids.tolist()} for {named(request)}",
+                    "Draw from a generator of each request's own seed",
+                )
+
+
+@promise("Seeds are of 64 bits, and all of them count", exempt=claims("seeded"))
+def whole_seeds(subject: Subject[Any], _case: None) -> None:
+    prompt, low = np.array([11, 22, 33], dtype=np.int32), 5
+    with decided(), running(subject) as at_work:
+        for bits in (16, 32, 63):
+            asked = Sampling(max_tokens=12, ignore_eos=True, temperature=2.0)
+            seeds = (low, low + 2**bits, 2**64 - 1)
+            requests = [GenerationRequest(10 * bits + n, prompt, asked, seed, session=n) for n, seed in enumerate(seeds)]
+            one, other, _ = at_work.sampled(requests)
+            if one.token_ids.tolist() == other.token_ids.tolist():
+                raise Broken(
+                    f"draws the same {len(one.token_ids)} tokens from the seeds {low} and {low} + 2**{bits}",
+                    "Hand the whole seed on to the generator that draws",
+                )
+
+
+@promise("Draws of different seeds follow the model's distribution, and attempts at one task differ", exempt=no_weights)
+def distribution(subject: Subject[Any], _case: None) -> None:
+    prompt = np.array([11, 22, 33], dtype=np.int32)
+    with decided(), running(subject) as at_work:
+        twice = Sampling(max_tokens=2, ignore_eos=True, temperature=2.0)
+        requests = [GenerationRequest(seed, prompt, twice, seed, session=seed, prefix_group=seed // 8) for seed in range(DRAWS)]
+        drawn = [done.token_ids for done in at_work.sampled(requests)]
+        if any(len(tokens) != twice.max_tokens for tokens in drawn):
+            raise Undecidable("it does not sample as many tokens as it is asked for")
+        first, second = np.array(drawn).T
+        groups = [len(set(group.tolist())) for group in first.reshape(-1, 8)]
+        if max(groups) == 1:
+            raise Broken("gives all attempts of a group the same token", "Draw from the request's own seed, not from the group's")
+        _require_distribution(first, np.exp(at_work.weights.logprobs(prompt.tolist(), 2.0)[-1]), "")
+        frequent = int(np.bincount(first).argmax())
+        after = np.exp(at_work.weights.logprobs([*prompt.tolist(), frequent], 2.0)[-1])
+        _require_distribution(second[first == frequent], after, f" behind the first token {frequent}")
+
+
+def _require_distribution(tokens: Any, probabilities: Any, where: str) -> None:
+    """Raise Broken where so many draws follow the probabilities less than once in 10,000."""
+    draws, due = len(tokens), probabilities * len(tokens)
+    counts = np.bincount(tokens, minlength=VOCABULARY)
+    # neighbours count together until five of them are due
+    bins, last, held = np.zeros(VOCABULARY, dtype=np.int64), 0, 0.0
+    for token, each in enumerate(due):
+        bins[token], held = last, held + each
+        if held >= 5:
+            last, held = last + 1, 0.0
+    bins = np.minimum(bins, max(last - 1, 0))
+    counts, due = np.bincount(bins, weights=counts), np.bincount(bins, weights=due)
+    if len(due) < 2:
+        return
+    squares = float(((counts - due) ** 2 / due).sum())
+    if squares > (bound := largest_chi_square(len(due) - 1)):
+        worst = int(np.argmax((counts - due) ** 2 / due))
+        raise Broken(
+            f"draws tokens {counts[worst]:.0f} times in {draws}{where} that are due {due[worst]:.0f} times; chi-square {squares:.0f}, at "
+            f"most {bound:.0f}",
+            "Sample from softmax(logits / temperature) of the whole vocabulary, with numbers of its own for every token",
+        )
+
+
+@promise("Temperature 0 takes the most likely token", exempt=no_weights)
+def greedy(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        requests = requests_of(8, temperature=0.0)
+        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+            due = due_logprobs(at_work.weights, request, done)
+            if (due.max(-1) - due[np.arange(len(done.token_ids)), done.token_ids]).max() > TOLERANCE:
+                raise Broken(
+                    f"takes another token than the most likely one for {named(request)}", "Take the argmax at temperature 0"
+                )
+            require_logprobs(at_work, request, done, "Report log_softmax(logits) at temperature 0")
+
+
+@promise(
+    "top_k, top_p and min_p cut off what they say, and log-probabilities are of what is left", exempt=claims("filters", "logprobs")
+)
+def filters(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        cuts: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.6, "min_p": 0.1}]
+        for place, cut in enumerate(cuts):
+            requests = requests_of(8, first=20 * place, seed=place, temperature=2.0, **cut)
+            for request, done in zip(requests, at_work.sampled(requests), strict=True):
+                for token, logprob, scores in zip(
+                    done.token_ids.tolist(), done.logprobs.tolist(), due_logprobs(at_work.weights, request, done), strict=True
+                ):
+                    left = _left(np.exp(scores), request.sampling)
+                    if token not in left:
+                        raise Broken(f"samples a token that {cut} cuts off", "Cut by top_k, then by top_p, then by min_p")
+                    if abs(np.log(left[token]) - logprob) > 10 * TOLERANCE:
+                        raise Broken(
+                            f"gives a token the log-probability {logprob:.4f} under {cut}, and {np.log(left[token]):.4f} is due",
+                            "Divide by the mass that is left",
+                        )
+
+
+def _left(probabilities: Any, sampling: Sampling) -> dict[int, float]:
+    """Return what is left of a distribution, by token, normalised; a token at the very edge of `top_p` or `min_p` is left too."""
+    order = np.argsort(-probabilities, kind="stable")[: sampling.top_k or None]
+    kept = probabilities[order] / probabilities[order].sum()
+    before = np.cumsum(kept) - kept
+    stays = (before < sampling.top_p) & (kept >= sampling.min_p * kept[0])
+    order, kept = order[stays], kept[stays]
+    return dict(zip(order.tolist(), (kept / kept.sum()).tolist(), strict=True))
+
+
+@promise("Log-probabilities of prompts are the model's, and NaN at their first token", exempt=claims("prompt_logprobs"))
+def prompt_scores(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        requests = [evolve(request, prompt_logprobs=True) for request in requests_of(6, temperature=0.5)]
+        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+            ids = request.prompt_ids.tolist()
+            due = at_work.weights.logprobs(ids, 0.5)[np.arange(len(ids) - 1), ids[1:]]
+            given = done.prompt_logprobs
+            if (
+                given is None
+                or len(given) != len(ids)
+                or not np.isnan(given[0])
+                or np.abs(given[1:] - due).max(initial=0) > TOLERANCE
+            ):
+                raise Broken(
+                    f"gives a prompt of {len(ids)} tokens the log-probabilities {given}",
+                    "Give one per token, behind all tokens before it, at the request's temperature, and NaN for the first",
+                )
+
+
+@promise("The most likely tokens at every place are the model's, the most likely first", exempt=claims("top_logprobs"))
+def top_scores(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        requests = [evolve(request, top_logprobs=4) for request in requests_of(6)]
+        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+            due = due_logprobs(at_work.weights, request, done)
+            top = done.top_logprobs
+            if top is None or top.token_ids.shape != (len(done.token_ids), 4) or top.logprobs.shape != top.token_ids.shape:
+                raise Broken("gives no 4 most likely tokens per sampled token", "Fill Completion.top_logprobs, [n, k]")
+            best = -np.sort(-due, axis=-1)[:, :4]
+            own = np.take_along_axis(due, top.token_ids.astype(np.int64), axis=-1)
+            if max(np.abs(best - top.logprobs).max(), np.abs(own - top.logprobs).max()) > TOLERANCE:
+                raise Broken(
+                    "gives other tokens or log-probabilities than the model's most likely ones", "Take the largest of log_softmax"
+                )
