@@ -42,7 +42,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 OF_THE_READER = ("./my_", "acme-losses")
-"""What an example may name although it is not there: the reader's own file or distribution."""
+"""An example may name the reader's own file or distribution, although it is not there."""
 
 
 def check_toml(example: Example) -> None:

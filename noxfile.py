@@ -79,7 +79,7 @@ def proofs(session: nox.Session) -> None:
 
 @nox.session
 def nightly(session: nox.Session) -> None:
-    """What `.ci/run` leaves out: whole matrices, all cases of the kit, docs/examples, `meta`, mutation testing; hours, before a release."""
+    """Run what `.ci/run` omits: whole matrices, all cases of the kit, docs/examples, `meta`, mutation testing; hours, before a release."""
     install(session)
     cases = ("-m", "(nightly or conformance or hypothesis) and not of_sources")
     pytest(session, *cases, "--timeout", "1800", *IN_PARALLEL, *session.posargs, HYPOTHESIS_PROFILE="nightly")
@@ -149,7 +149,7 @@ def outsider(session: nox.Session) -> None:
 
 @nox.session
 def startup(session: nox.Session) -> None:
-    """What `--help` and `plugins list --json` cost and import."""
+    """Cost and imports of `--help` and `plugins list --json`."""
     install(session)
     python(session, "tests/startup/startup.py")
 
@@ -250,7 +250,7 @@ class Environment:
         return state.hexdigest()
 
     def of_other_python(self) -> bool:
-        """Whether it is there and is of another Python version, or broken."""
+        """True if it is there and is of another Python version, or broken."""
         if not self.folder.exists():
             return False
         show = "import sys; print(*sys.version_info[:2])"

@@ -1,4 +1,4 @@
-"""What tests of several folders share: a tiny vision-language model and rows with images, made in this process."""
+"""Tests of several folders share a tiny vision-language model and rows with images, made in this process."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What must stay light: no torch in contracts, hooks, registry and config; no NumPy or pluggy where plugins are only found and named."""
+"""Imports stay light: no torch in contracts, hooks, registry and config; no NumPy or pluggy where plugins are only found and named."""
 
 import subprocess
 import sys

@@ -113,7 +113,7 @@ megatron-core's came out alike; what is summed twice, or not over all ranks, is 
 
 @frozen
 class Measured:
-    """What a backend took and how far it is from float32, or the sentence it is refused with. Seconds of the fastest step; peak in bytes."""
+    """A backend's cost and distance from float32, or the sentence it is refused with. Seconds of the fastest step; peak in bytes."""
 
     backend: str
     refused: str = ""
@@ -124,7 +124,7 @@ class Measured:
 
 @frozen
 class Setting:
-    """What is the same for all backends."""
+    """Settings that all backends share."""
 
     device: Device
     dtype: ComputeDtype
@@ -198,7 +198,7 @@ class Subject:
         return self.engine.forward_backward(self.engine.plan(self._columns)).result().output
 
     def parity(self, due: BatchOutput, gradients: Path) -> Parity:
-        """How far this is from what another subject scored, and whose gradients are in that file."""
+        """Distance from another subject, which scored `due` and whose gradients are in that file."""
         output = self.scored()
         squares = self._world.run(on_rank.gradient_differences, gradients)[0]
         got, wanted = (each.fields["logprobs"].values.astype(np.float64) for each in (output, due))

@@ -35,7 +35,7 @@ CASES = (
 )
 HEADLINE = (("trajectory", 1024, "short", 0), ("padded", 1024, "short", 0), ("packed", 1024, "short", 2048))
 BARS = {"trajectory": 3.0, "padded": 4.0, "packed": 5.0}
-"""Of the headline: plugins/collators/README.md."""
+"""Headline bars: plugins/collators/README.md."""
 ROUNDS = {1024: 9, 16384: 5}
 EIGHT_RANKS = Layout(dp=8)
 

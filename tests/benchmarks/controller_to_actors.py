@@ -35,7 +35,7 @@ CASE = ("trajectory", 1024, "long")
 RANKS, ROUNDS, FIRST_STEPS = 2, 7, 20
 STORE_BYTES = 200_000_000
 BAR = 20.0
-"""How many times less than the peer: plugins/collators/README.md."""
+"""CPU time of the peer over ours: plugins/collators/README.md."""
 MICRO_BATCH_TOKENS = 65_536
 
 

@@ -1,4 +1,4 @@
-"""How many times more CPU merging takes than concatenating the same arrays: 1,024 simulated ranks of 64 samples, in the worst order.
+"""CPU time of merging over that of concatenating the same arrays: 1,024 simulated ranks of 64 samples, in the worst order.
 
 The samples are dealt to the ranks at random, so that every one is read or written out of order, and memory decides. Rounds are interleaved
 in one process; the figure is the ratio of the least CPU times. Run with `nox -s bench`.
@@ -20,7 +20,7 @@ from skyrl_engine_mergers.ordered import OrderedMerger
 RANKS, SAMPLES, ROUNDS = 1024, 64, 7
 TOKENS = (0, 16, 256, 1024)
 MOST = 5.0
-"""How many times what concatenating costs: plugins/mergers/tests/test_merging_cost.py."""
+"""Multiple of what concatenating costs: plugins/mergers/tests/test_merging_cost.py."""
 MERGERS = {"ordered": OrderedMerger(), "list": ListMerger()}
 
 

@@ -1,4 +1,4 @@
-"""How many times less CPU per-token outputs take as columns than as a list of dicts of Python floats: 1,024 responses of 2,048 tokens.
+"""CPU time of per-token outputs as a list of dicts of Python floats over that as columns: 1,024 responses of 2,048 tokens.
 
 Two fields (log-probabilities and token losses) leave the micro-batches of one rank as tensors. Either they are collected as the engine does,
 or every sample becomes a dict with `.tolist()` of its row. Three figures: what the rank does; the same and the batch put back into the caller's
@@ -27,20 +27,20 @@ SAMPLES, TOKENS, ROWS = 1024, 2048, 8
 ROUNDS = 7
 BARS = {"on the rank": 20.0}
 ELSEWHERE = 4.0
-"""How many times less columns cost than dicts: plugins/mergers/README.md, tests/objective/test_outputs_cost.py."""
+"""Cost of dicts over that of columns: plugins/mergers/README.md, tests/objective/test_outputs_cost.py."""
 Dicts = list[dict[str, Any]]
 
 
 @frozen(eq=False)
 class Outputs:
-    """What one rank has computed: micro-batches of `ROWS` samples in an order of its own, their tensors float32[ROWS * TOKENS] by field."""
+    """Results of one rank: micro-batches of `ROWS` samples in an order of its own, their tensors float32[ROWS * TOKENS] by field."""
 
     plan: BatchPlan
     samples: list[ScoredSamples]
     tensors: list[dict[str, torch.Tensor]]
 
     def as_columns(self) -> RankOutput:
-        """What the engine's rank returns."""
+        """The engine's rank returns this."""
         parts = zip(self.samples, self.tensors, strict=True)
         return RankOutput.concat([collect(samples, tensors, {}, per_token_outputs=True) for samples, tensors in parts])
 

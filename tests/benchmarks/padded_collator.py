@@ -1,4 +1,4 @@
-"""How many times less CPU the padded collator takes than the loops that define it. Both start from the same columns.
+"""CPU time of the loops that define the padded collator over its own. Both start from the same columns.
 
 Rounds are interleaved in one process, so that a busy or throttled machine slows both alike; the figure is the ratio of the least CPU times.
 Run with `nox -s bench`.

@@ -63,7 +63,7 @@ SHORTEST, LONGEST = 12, 24
 
 LEARNING_RATE, MAX_NORM = 1e-5, 1.0
 EPSILON = 1e-4
-"""What GRPOTrainer adds to the deviation of a group's rewards."""
+"""GRPOTrainer adds this to the deviation of a group's rewards."""
 
 AGREEMENT = 1e-4
 """Gradient norms over the same rollouts."""

@@ -11,7 +11,7 @@ from skyrl_engine.cli import app
 
 @frozen
 class Outcome:
-    """What one command line left behind."""
+    """Result of one command line."""
 
     code: int
     out: str

@@ -1,4 +1,4 @@
-"""How command lines are read and how they end."""
+"""Reading of command lines, and how they end."""
 
 import os
 import subprocess

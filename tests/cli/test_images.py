@@ -10,7 +10,7 @@ from PIL import Image
 
 @pytest.fixture
 def arguments(seeing):
-    """Of every command line here: the tiny model, and where tokens are kept."""
+    """Arguments of each command: the tiny model, and where tokens are kept."""
     return ("--model", seeing / "model", "data.cache=./cache", "run.device=cpu")
 
 

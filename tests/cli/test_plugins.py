@@ -12,7 +12,7 @@ from skyrl_engine import loss
 @define
 class Options:
     gamma: float = 2.0
-    """How fast sure tokens fade."""
+    """Speed at which sure tokens fade."""
 
 
 @loss(needs=("logprobs",), config=Options)
@@ -42,7 +42,7 @@ def test_show_tells_the_options_of_a_local_file(command, tmp_path):
     assert shown["source"] == "file"
     assert len(shown["sha256"]) == 64
     (option,) = shown["options"]
-    assert (option["name"], option["default"], option["meaning"]) == ("gamma", "2.0", "How fast sure tokens fade.")
+    assert (option["name"], option["default"], option["meaning"]) == ("gamma", "2.0", "Speed at which sure tokens fade.")
     assert "gamma" in command("plugins", "show", "loss:./my_loss.py:mine").out
 
 

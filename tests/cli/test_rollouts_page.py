@@ -27,7 +27,7 @@ def blocks() -> Iterator[tuple[str, str]]:
 
 @pytest.fixture
 def material(tmp_path):
-    """What the page's first command reads: `model`, `r.py`, `tasks.jsonl`."""
+    """Input of the page's first command: `model`, `r.py`, `tasks.jsonl`."""
     tokenizer = TEMPLATES["chatml"].tokenizer()
     write_model(tmp_path / "model", tokenizer=tokenizer, hidden_size=16, intermediate_size=32, head_dim=8)
     tokenizer.save_pretrained(tmp_path / "model")

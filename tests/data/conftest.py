@@ -205,7 +205,7 @@ def chat_fixture() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def make_vision() -> Callable[..., VisionInputs]:
-    """What a model makes of images whose tokens are those of `tokenizer`: patches of 16 x 16 pixels, 2 x 2 of them one token."""
+    """A model's inputs from images whose tokens are those of `tokenizer`: patches of 16 x 16 pixels, 2 x 2 of them one token."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     def make(tokenizer: Any, *, longest_edge: int = 256 * 256, max_pixels: int = 2**20) -> VisionInputs:

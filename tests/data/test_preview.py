@@ -1,4 +1,4 @@
-"""What a preview shows."""
+"""A preview's contents."""
 
 import numpy as np
 import pytest

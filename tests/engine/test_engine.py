@@ -88,7 +88,7 @@ def test_a_loop_by_hand_is_train(opened: Any, columns: SampleColumns) -> None:
 
 
 def test_every_pass_over_a_plan_sees_the_same_bits(opened: Any, columns: SampleColumns) -> None:
-    """What a score pass says, and what training says before its step, are equal: the first importance ratio is exactly 1."""
+    """A score pass and training before its step give equal scores: the first importance ratio is exactly 1."""
     engine = opened(loss={"use": "ppo"})
     for temperature in (1.0, 0.5):
         plan = engine.plan(columns, mini_batch_size=6)

@@ -1,4 +1,4 @@
-"""What stands for a frozen model follows from what is trained and what the backend declares; contradictions are refused by table."""
+"""The choice of a frozen model follows from what is trained and what the backend declares; contradictions are refused by table."""
 
 from typing import Any
 

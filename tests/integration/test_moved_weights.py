@@ -45,7 +45,7 @@ def scores(backend: Backend) -> Scores:
 
 
 def apart(one: Scores, other: Scores) -> float:
-    """Of documents without a scored token nothing is due."""
+    """Documents without a scored token owe nothing."""
     assert {number for number, values in one.items() if len(values)} == {number for number, values in other.items() if len(values)}
     return max(float(np.abs(values - other[number]).max()) for number, values in one.items() if len(values))
 

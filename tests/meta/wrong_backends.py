@@ -439,7 +439,7 @@ def _black(micro_batch: Any) -> Any:
 
 
 def _text_in_the_place_of_images(micro_batch: Any) -> Any:
-    """Where nothing is known of images, image tokens are words."""
+    """Image tokens are words where nothing is known of images."""
     from skyrl_engine.modeling.tiny import IMAGE_TOKEN
 
     ids = micro_batch.inputs["input_ids"]

@@ -43,7 +43,7 @@ class HoldsATable(wrong_losses.Plain):
 
 
 class CallsACollective(wrong_losses.Plain):
-    """Where there is a group; alone it does nothing."""
+    """Does so in a group; alone it does nothing."""
 
     def __call__(self, tokens):
         count = tokens.logprobs.new_tensor(1.0)

@@ -219,7 +219,7 @@ class IgnoresTheFieldsAskedFor(Delegating):
 
 
 class PadsRoutesWithZeros(Delegating):
-    """Where topk is 1, zeros are right."""
+    """Zeros are right where topk is 1."""
 
     def build(self, columns, micro_batch, *, fields=None):
         batch = super().build(columns, micro_batch, fields=fields)

@@ -139,7 +139,7 @@ class Plain:
 
 
 class LogprobsAtOne(Plain):
-    """Of softmax(logits), whatever the temperature, as servers return raw log-probabilities."""
+    """Scores by softmax(logits) at any temperature, as servers return raw log-probabilities."""
 
     def score(self, row, scaled, token):
         return float(row.log_softmax(-1)[token])

@@ -37,7 +37,7 @@ class NeedsTwo:
 
 
 class ReadsTokens(Plain):
-    """What a filter is not shown."""
+    """No filter is shown them."""
 
     def __call__(self, group):
         return "empty" if any(len(each) == 0 for each in group.token_ids) else super().__call__(group)

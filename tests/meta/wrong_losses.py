@@ -240,7 +240,7 @@ class BoundByDtype(Plain):
 
 
 class ShiftsAndBack(Plain):
-    """Where a large number comes and goes, the digits of float32 go with it."""
+    """A large number comes and goes, and the digits of float32 go with it."""
 
     def __call__(self, tokens):
         return -((tokens.logprobs + 1e5) - 1e5) * tokens.advantages

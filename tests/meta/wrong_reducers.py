@@ -42,7 +42,7 @@ class Strided(Plain):
 
 
 class IgnoresTheLastSequence(Plain):
-    """Of a batch of two or more; an offset that is one too short."""
+    """An offset is one too short, in a batch of two or more."""
 
     def of(self, structure, weight):
         last = len(structure) - 1

@@ -72,7 +72,7 @@ def test_a_broken_configuration_of_the_model_is_not_blamed_on_the_tokenizer(save
 
 
 def test_a_model_without_a_tokenizer_gets_no_empty_one(tmp_path):
-    """Of the architecture transformers makes a tokenizer that knows no word, and every sample would be without a token."""
+    """Transformers makes a tokenizer without words from the architecture, and every sample would be without a token."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(ModelError, match=r"holds no tokenizer: none of .*tokenizer\.json.* is there") as caught:
         load_tokenizer(ModelConfig(path=str(tmp_path)))

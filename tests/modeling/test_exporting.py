@@ -1,4 +1,4 @@
-"""What is written loads in transformers as it was given, whatever the model that writes it computes with."""
+"""An export loads in transformers as it was given, whatever the model that writes it computes with."""
 
 import builtins
 import json

@@ -150,7 +150,7 @@ def test_weights_of_another_shape(saved: Path) -> None:
 
 @pytest.mark.parametrize("shards", [True, False])
 def test_the_file_of_a_tensor_of_another_shape_is_named(saved: Path, shards: bool) -> None:
-    """Of several files it is the one that holds the tensor; a pickled file does not say what it holds."""
+    """It is the one of several files that holds the tensor; a pickled file does not say what it holds."""
     weights = load_file(saved / "model.safetensors")
     weights["model.norm.weight"] = torch.zeros(17)
     (saved / "model.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""What shows without weights is refused without them, in the words of loading."""
+"""A rehearsal refuses faults seen without weights, in the words of loading."""
 
 import json
 import os

@@ -42,7 +42,7 @@ def storage(model: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def logits(model: Any) -> Tensor:
-    """Of the model's own attention: the engine's takes rows by their documents alone."""
+    """Use the model's own attention: the engine's takes rows by their documents alone."""
     model.set_attn_implementation("sdpa")
     given: Tensor = model.eval()(input_ids=torch.arange(20)[None], use_cache=False).logits
     return given

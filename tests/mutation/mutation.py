@@ -37,7 +37,7 @@ LEFT_OUT = ("test_kernel_mutants.py",)
 FIRST_TRY = {"MUTATION_SHARE": "4"}
 """A quarter of the examples for every mutant, and all of them only for those that survive: nearly every change shows in the first few."""
 KILLED = ("killed", "timeout", "segfault", "suspicious")
-"""What mutmut calls a mutant that a test noticed. A mutant that loops for ever or crashes the interpreter is noticed, too."""
+"""Mutmut's words for mutants that a test noticed. A mutant that loops for ever or crashes the interpreter is noticed, too."""
 LEAST_KILLED = 95
 """Percent of all mutants; so that reasons cannot take the place of tests."""
 UNTESTED = ("not checked", "check was interrupted by user")
@@ -148,7 +148,7 @@ class Rule:
 
 @frozen
 class Explained:
-    """What survivors.toml says: one by one, or by rules."""
+    """Reasons in survivors.toml, one by one or by rules."""
 
     single: dict[Mutant, str]
     rules: tuple[Rule, ...]
@@ -329,7 +329,7 @@ from mutmut.__main__ import find_mutant, get_diff_for_mutant
 names = sys.stdin.read().split()
 json.dump({name: get_diff_for_mutant(name, path=find_mutant(name).path) for name in names}, sys.stdout)
 """
-"""What `mutmut show` prints, of many mutants in one process."""
+"""Prints `mutmut show` for many mutants in one process."""
 
 
 def described(name: str, difference: str) -> Mutant:

@@ -86,7 +86,7 @@ def test_the_effective_share_of_weights() -> None:
 
 
 def test_the_gap_of_the_present_policy_is_measured_on_request() -> None:
-    """Where the sampler's own log-probabilities are the old ones, their distance from themselves says nothing."""
+    """The old log-probabilities may be the sampler's own: their distance from themselves says nothing."""
     given = tokens("old_logprobs", "rollout_logprobs")
     gaps = [abs(own - sampled) for own, sampled in zip(PRESENT, SAMPLED, strict=True)]
     assert results_of(policy_metrics(given, {"policy", "present_gap"}))["policy/gap_mean"] == pytest.approx(sum(gaps) / 3)

@@ -1,4 +1,4 @@
-"""What a stranger does, end to end, with nothing of this repository but built wheels. Run with `nox -s outsider`.
+"""A stranger's work end to end, with nothing of this repository but built wheels. Run with `nox -s outsider`.
 
 1. The engine alone: `--help` and `plugins list` work without torch; each plugin can be added and removed by itself.
 2. Engine, plugins and a third party's loss in a clean environment: fine-tuning with `--loss focal`.

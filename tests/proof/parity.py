@@ -62,7 +62,7 @@ Key = tuple[str, str]
 EVERY: Sequence[Key] = [(loss, collator) for loss in LOSSES for collator in COLLATORS]
 
 CLIPPED: Key = ("cross_entropy", "packed")
-"""What the clipped step is taken of."""
+"""Key of the clipped step."""
 
 CLIPPED_RATE = 2e7
 """A hundred times the rate of SGD, so that a clipped step is large beside the rounding of weights."""
@@ -77,7 +77,7 @@ A step of AdamW as it is used would say nothing: it divides gradients by their o
 """
 
 GRADIENT, LOGPROBS, WEIGHTS = 1e-5, 2e-5, 1e-4
-"""What float32 leaves room for: relative by parameter, in nats, and relative to how far a parameter moved in two steps."""
+"""Tolerances for float32: relative by parameter, in nats, and relative to how far a parameter moved in two steps."""
 
 
 @frozen

@@ -24,7 +24,7 @@ from skyrl_engine.testing.templates import TEMPLATES
 
 DIALOGUES = 20
 MARKS = re.compile(r"<[|｜][^|｜<>{}']+[|｜]>|</?[a-z_]+_of_turn>|<turn\|>|<\|turn>|\[/?[A-Z_]{3,}\]")
-"""What templates write as one token."""
+"""Templates write each as one token."""
 
 
 def main(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""What two backends' numbers are said to mean: a common factor and its name, or the layer where the difference enters."""
+"""Verdict on two backends' numbers: a common factor and its name, or the layer where the difference enters."""
 
 from collections.abc import Callable
 

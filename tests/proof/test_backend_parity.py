@@ -21,7 +21,7 @@ RUNS = {
     **{f"deepspeed z{stage}": ("dp1", "dp2") for stage in range(4)},
     "megatron": LAYOUTS,
 }
-"""What must run; everything else must be refused. A layout that becomes possible moves in here."""
+"""Layouts that must run; others must be refused. A layout that becomes possible moves in here."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def matrix() -> Iterator[Matrix]:
 
 @pytest.fixture(scope="module")
 def entries(pytestconfig: pytest.Config) -> Iterator[list[Entry]]:
-    """What was measured, printed as a table in the end."""
+    """Measured entries, printed as a table in the end."""
     measured: list[Entry] = []
     yield measured
     reporter = pytestconfig.pluginmanager.get_plugin("terminalreporter")
@@ -47,7 +47,7 @@ BY_DAY = {
     **{f"deepspeed z{stage}": ("dp2",) for stage in (2, 3)},
     "megatron": ("dp2", "tp2", "pp2", "cp2", "tp2xpp2"),
 }
-"""What runs with every change: every way to divide once. What is refused is quick, and is asked each time."""
+"""Layouts to run with every change: every way to divide once. Refusals are quick, and asked each time."""
 
 
 def by_day(backend: str, layout: str) -> bool:

@@ -1,4 +1,4 @@
-"""How far passes are apart, where numbers are missing, not finite or of another shape: never as if they were equal."""
+"""Distance of passes where numbers are missing, not finite or of another shape: never as if they were equal."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is decided from metadata alone, before a plugin is imported: requirements, the engine's version, locks."""
+"""Decisions from metadata alone, before a plugin is imported: requirements, the engine's version, locks."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What was exported comes back as the same groups, and is what SFT reads as data."""
+"""Exported groups come back as they were, and are what SFT reads as data."""
 
 import json
 

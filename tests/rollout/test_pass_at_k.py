@@ -67,7 +67,7 @@ def test_intervals_are_those_of_the_seed():
 
 
 def test_intervals_hold_the_truth():
-    """Of 200 samples of 60 tasks; a share of 95 % has the standard deviation of 1.5 %."""
+    """200 samples of 60 tasks; a share of 95 % has the standard deviation of 1.5 %."""
     generator = np.random.Generator(np.random.PCG64(0))
     held = 0
     for seed in range(200):

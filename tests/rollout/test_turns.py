@@ -253,7 +253,7 @@ def test_a_marked_call_is_read_although_its_mark_is_no_text() -> None:
 
 @pytest.mark.parametrize("name", [name for name, case in TEMPLATES.items() if case.family])
 def test_a_rewritten_history_holds_calls_as_the_template_writes_them(name: str) -> None:
-    """What the template writes of a call is read back as the same call, and stands there once."""
+    """A call as the template writes it is read back as the same call, and stands there once."""
     renderer = renderer_of(name, history="template")
     assert renderer.family([LOOKUP]) == TEMPLATES[name].family
     turn = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "lookup", "arguments": {"word": "tree"}}}]}

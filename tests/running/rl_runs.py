@@ -128,7 +128,7 @@ class StopHereError(Exception):
 
 @define
 class Seen:
-    """What `_learn` was given, step by step; `also(trainer, plan, number)` is called before it."""
+    """Batches for `_learn`, step by step; `also(trainer, plan, number)` is called before it."""
 
     plans: dict[int, Plan] = field(factory=dict)
     groups: dict[int, tuple[Group, ...]] = field(factory=dict)
@@ -196,4 +196,4 @@ MOMENTS: dict[str, tuple[Any, str, str]] = {
     "saving": (Engine, "save", "behind"),
     "a checkpoint's state": (RlTrainer, "state", "behind"),
 }
-"""What a run is killed at: before a call, behind it, or with half of what it writes on the disk."""
+"""Moments to kill a run: before a call, behind it, or with half of what it writes on the disk."""

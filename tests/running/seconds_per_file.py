@@ -21,7 +21,7 @@ LARGEST = 25
 
 
 def processor_seconds(root: int) -> float:
-    """Of the process `root`, and of all below it."""
+    """Total of `root` and all processes below it."""
     found = dict(processes())
     below: dict[int, list[int]] = defaultdict(list)
     for number, (parent, _) in found.items():

@@ -1,4 +1,4 @@
-"""What checks are run with: tests of tests that rest while their sources do, and seconds by file."""
+"""Plugins of the checks: tests of tests that rest while their sources do, and seconds by file."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""What `skyrl-engine --help` and `plugins list --json` cost in CPU seconds, compiled once, and what they import. Fails above the budget.
+"""CPU seconds of `skyrl-engine --help` and `plugins list --json`, compiled once, and what they import. Fails above the budget.
 
 Run with `nox -s startup`.
 """

@@ -1,4 +1,4 @@
-"""What a promise makes of its cases: explicit ones come first, and cases that decide nothing keep nothing."""
+"""A promise judges explicit cases first, and cases that decide nothing keep nothing."""
 
 from hypothesis import strategies as st
 

@@ -55,7 +55,7 @@ class Wrong(LossConformance):
 
 
 class Metafunc:
-    """What pytest hands to `pytest_generate_tests`."""
+    """Pytest's argument to `pytest_generate_tests`."""
 
     def parametrize(self, name, values, ids):
         self.ids = ids

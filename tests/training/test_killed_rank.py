@@ -27,7 +27,7 @@ BACKENDS = [
     for record in discover().records
     if record.kind == "backend"
 ]
-"""How a rank dies is Ray's and the engine's matter; that a backend resumes to the bit is also promised by its suite."""
+"""A rank's death is Ray's and the engine's matter; that a backend resumes to the bit is also promised by its suite."""
 
 SOON = 30.0
 """Seconds from the death of a rank to the end of the run."""

@@ -29,7 +29,7 @@ Configure = Callable[..., ResolvedConfig]
 
 
 def curve(directory: Path) -> list[tuple[int, float, float, float]]:
-    """Of every step: number, loss, gradient norm, learning rate."""
+    """Number, loss, gradient norm and learning rate by step."""
     steps = [record for record in read_metrics(directory / "metrics.jsonl") if record["kind"] == "step"]
     return [(each["step"], *(each["metrics"][name] for name in ("loss", "grad_norm", "learning_rate"))) for each in steps]
 

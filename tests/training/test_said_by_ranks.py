@@ -1,4 +1,4 @@
-"""What ranks under Ray print, log and warn reaches run.log with its place; the terminal shows a warning once; a lost node is named."""
+"""Ranks under Ray print, log and warn into run.log, with their place; the terminal shows a warning once; a lost node is named."""
 
 import re
 import socket

@@ -53,7 +53,7 @@ class Code:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """What planted code leaves when it runs."""
+    """Planted code leaves this when it runs."""
     return tmp_path / "code-has-run"
 
 

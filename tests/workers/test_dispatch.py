@@ -1,4 +1,4 @@
-"""What a rank is sent and builds: the right tokens, labels and weights, whatever the plan."""
+"""A rank is sent and builds the right tokens, labels and weights, whatever the plan."""
 
 import pickle
 import weakref

@@ -1,4 +1,4 @@
-"""What Ray's store is given: few buffers, none that Ray starts threads for without need, and the same bytes at the other end."""
+"""Ray's store gets few buffers, none that Ray starts threads for without need, and gives the same bytes at the other end."""
 
 import pickle
 import subprocess

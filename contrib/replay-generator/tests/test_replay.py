@@ -205,7 +205,7 @@ def requests_of(groups: list[Group], **sampling: Any) -> list[tuple[GenerationRe
 
 
 def test_every_request_gets_its_own_turn_in_any_order(recorded: Path) -> None:
-    """What stands behind a prompt depends on the prompt and the session, so a run that went on gets what it would have got."""
+    """A prompt's continuation depends on the prompt and the session, so a run that went on gets what it would have got."""
     due = requests_of(groups_of(recorded))
     assert len(due) > len(groups_of(recorded)) * 3, "some attempts have two turns"
     assert len({request.prompt_ids.tobytes() for request, _ in due}) < len(due), "prompts are shared"

@@ -152,7 +152,7 @@ def verl_reinforce_plus_plus(batch: Sequence[Attempt]) -> list[list[float]]:
 
 
 def earlier_verl_reinforce_plus_plus(batch: Sequence[Attempt]) -> list[list[float]]:
-    """Of January 2026 (b178a3cd5): an observation sets the return to 0, so that no turn hears of a later one. SkyRL's words, verl's mask."""
+    """January 2026 (b178a3cd5): an observation sets the return to 0, so that no turn hears of a later one. SkyRL's words, verl's mask."""
     return reset_returns(batch, sampled(batch))
 
 

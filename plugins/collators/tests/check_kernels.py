@@ -1,4 +1,4 @@
-"""What a compiled kernel module owes, checked in a process of its own: `check_kernels.py MODULE`.
+"""Check a compiled kernel module in a process of its own: `check_kernels.py MODULE`.
 
 Prints the first thing that is wrong and ends with 1. Everything is compared with plain loops over Python numbers. Memory is bytearrays of
 exactly the size that is needed, so that a sanitizer sees each overrun; a bytearray cannot grow while it is borrowed, which shows whether it

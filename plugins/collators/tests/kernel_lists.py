@@ -13,7 +13,7 @@ class Whole(int):
 
 
 def lists_equal_python(module):
-    """What Python says of the numbers decides what must have been read, or that nothing may be."""
+    """Python's verdict on the numbers decides what must have been read, or that nothing may be."""
     generator = random.Random(2)
     ordinary = [[generator.randrange(2) for _ in range(count)] for count in (0, 63, 0, 1, 64, 65, 130, 0)]
     batches = [

@@ -1,4 +1,4 @@
-"""What `padded` prepares ahead: the same bytes in any order of calls, memory of its own for every call, and little of it."""
+"""`padded` prepares ahead: the same bytes in any order of calls, memory of its own for every call, and little of it."""
 
 import copy
 import pickle

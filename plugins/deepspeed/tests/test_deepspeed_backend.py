@@ -1,4 +1,4 @@
-"""What the backend says of itself, what it refuses, and what it keeps to itself."""
+"""The backend's description, its refusals, and what it keeps to itself."""
 
 import logging
 import os

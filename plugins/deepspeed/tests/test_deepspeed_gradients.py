@@ -1,4 +1,4 @@
-"""What the conformance suite does not vary: precision, recomputation, architectures, parameters that are reached late, a forgotten factor.
+"""Cases beyond the conformance suite: precision, recomputation, architectures, parameters that are reached late, a forgotten factor.
 
 Compared with the plain definition (one process, one unpadded document at a time, whole logits), per parameter, as ||g - g'|| / ||g'||.
 float32 sums in another order differ by about 1e-7 per operation, so 1e-5 leaves no room for a wrong scale, which would show as 0.5 or 1;

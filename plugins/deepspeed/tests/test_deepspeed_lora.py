@@ -75,7 +75,7 @@ def test_bfloat16_stays_within_its_precision(
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_value_head_learns_beside_the_adapters(pair: World, models: dict[str, str], adapters: dict[str, str], stage: int) -> None:
-    """Where no loss reads the values its gradient is zero."""
+    """Its gradient is zero where no loss reads the values."""
     lora = LoraConfig(path=adapters["critic"])
     plain = definition(models["critic"], documents(VOCABULARY), adapter=adapters["critic"]).gradients
     for ranks in pair.run(gradients_of, models["critic"], stage, sizes=(2,), value_head=True, lora=lora):

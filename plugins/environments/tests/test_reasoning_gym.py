@@ -34,7 +34,7 @@ class TestSpellBackward(EnvironmentConformance):
 
 @pytest.mark.nightly
 class TestMixture(EnvironmentConformance):
-    """Of sets that draw from global random states, and of one whose options are its own."""
+    """Mixes sets that draw from global random states with one whose options are its own."""
 
     plugin = PLUGIN
     options = {  # noqa: RUF012 the suite reads it, nothing changes it

@@ -1,4 +1,4 @@
-"""What ranks run in the tests of adapters and of images: importable by name, because ranks are spawned."""
+"""Tasks of ranks in the tests of adapters and of images: importable by name, because ranks are spawned."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -56,7 +56,7 @@ def train_loss(backend: Any) -> float:
 
 @pytest.mark.usefixtures("alone")
 def test_scoring_alone_takes_the_weights_of_any_number_of_ranks(pair: World, models: dict[str, str], tmp_path: Path) -> None:
-    """What an export on one rank needs. The two ranks took one AdamW step, which moves no weight by much more than the learning rate, 1e-5."""
+    """An export on one rank needs this. The two ranks took one AdamW step, which moves no weight by much more than the learning rate, 1e-5."""
     pair.run(save_only, models["qwen3-tied"], tmp_path)
     backend = FsdpBackend(FsdpConfig())
     backend.setup(ModelConfig(models["qwen3-tied"]), None, RankEnvironment(0, 1, "cpu", 0))

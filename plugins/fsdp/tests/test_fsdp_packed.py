@@ -134,7 +134,7 @@ def test_a_model_that_mixes_documents_is_refused_when_packing_is_announced(pair:
 
 
 def refuse_packed_rows(directory: str, make: Callable[..., MicroBatch]) -> str:
-    """How the first packed row ends on a rank that nobody had told."""
+    """Error of the first packed row on a rank that nobody had told."""
     backend = start(directory)
     backend.forward(padded(documents(), 8), WeightedObjective())
     with pytest.raises(UnsupportedError) as caught:

@@ -113,7 +113,7 @@ def test_other_architectures_are_cut_alike(pair: World, models: dict[str, str], 
 @pytest.mark.proof
 @pytest.mark.parametrize(("family", "options"), [("qwen2", {}), ("starcoder2", {"use_bias": True}), ("phi", {})])
 def test_biases_are_cut_or_counted_once(pair: World, tmp_path: Path, family: str, options: dict[str, bool]) -> None:
-    """Of queries and keys; of projections back, which no rank owns; of the head. Biases start at zero: they are given values.
+    """Biases of queries and keys; of projections back, which no rank owns; of the head. They start at zero and get values.
 
     In float64: a key's bias hardly moves the softmax, and the norm of its gradient is no measure for what float32 rounds.
     """

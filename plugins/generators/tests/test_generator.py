@@ -91,7 +91,7 @@ def distance(model, asked, done, temperature=1.0):
     "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in ARCHITECTURES]
 )
 def test_log_probabilities_are_the_models_own(family, tmp_path, caplog):
-    """Where keys and values are not all that a model keeps, rows are read anew, with a warning that names it."""
+    """Rows are read anew where a model keeps more than keys and values, with a warning that names it."""
     write(tmp_path, family, **ARCHITECTURES[family])
     model = load_causal_lm(ModelConfig(str(tmp_path))).eval()
     with caplog.at_level(logging.WARNING):

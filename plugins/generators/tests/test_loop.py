@@ -1,4 +1,4 @@
-"""Where requests end, what they carry, and that nothing is lost while slots are filled, emptied and moved: on rows that follow a script."""
+"""Ends and contents of requests, and that nothing is lost while slots are filled, emptied and moved: on rows that follow a script."""
 
 import numpy as np
 import pytest

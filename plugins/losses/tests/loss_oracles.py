@@ -100,7 +100,7 @@ def sequences_of(lengths: Sequence[int]) -> Sequences:
 
 
 def tokens_of(batch: Batch, needs: Sequence[str], dtype: torch.dtype = torch.float64, seed: int = 0) -> LossTokens:
-    """What a loss is given; model scores are leaves to differentiate."""
+    """Input of a loss; model scores are leaves to differentiate."""
     tensors = {name: torch.tensor(list(getattr(batch, name)), dtype=dtype) for name in needs}
     for name in set(needs) & set(SCORES):
         tensors[name].requires_grad_()

@@ -35,7 +35,7 @@ def made(config: Any) -> FunctionCorrection:
 
 
 def factors(config: Any, *samples: Sample, dtype: torch.dtype = torch.float64) -> list[float]:
-    """What one correction gives all tokens; the rollout policy's log-probabilities are 0, so the old one's are the log-ratios."""
+    """Factors of one correction by token; the rollout policy's log-probabilities are 0, so the old one's are the log-ratios."""
     old = torch.tensor([value for sample in samples for value in sample], dtype=dtype)
     tokens = LossTokens(
         {"old_logprobs": old, "rollout_logprobs": torch.zeros_like(old)},

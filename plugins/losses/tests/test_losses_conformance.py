@@ -24,7 +24,7 @@ OTHER_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def suite(name: str, options: dict[str, Any]) -> type[Conformance]:
-    """What an outsider writes as a class of three lines."""
+    """An outsider writes this as a class of three lines."""
     (base,) = (base for kind, base in KINDS.items() if hasattr(getattr(plugin, name), f"skyrl_engine_make_{kind}"))
     return type(base.__name__, (base,), {"plugin": f"skyrl-engine-losses:{name}", "options": options, "examples": 8})
 

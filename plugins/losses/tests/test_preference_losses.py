@@ -24,10 +24,10 @@ PAIRS = ((1, 4), (3, 0), (5, 6))
 """Samples of the pairs, chosen first."""
 
 MARGINS = torch.tensor([0.5, 1.5, 0.0, 0.25, 1.5, 2.0, 2.0], dtype=torch.float64)
-"""Of each sample: the halves of two pairs have the same, and those of the pair (3, 0) differ, so that it shows whose is read."""
+"""One per sample: the halves of two pairs have the same, and those of the pair (3, 0) differ, so that it shows whose is read."""
 
 Answers = list[list[Tensor]]
-"""Of each sample, a number per token."""
+"""A number per token of each sample."""
 
 
 def batch(seed: int, dtype: torch.dtype = torch.float64) -> LossTokens:

@@ -141,7 +141,7 @@ def passed_by_kernels(directory: str, options: MegatronConfig, cases: Sequence[C
 
 
 def refused(directory: str, options: MegatronConfig, base: type) -> str:
-    """What a run that asks for these kernels ends with."""
+    """Error, if any, of asking for these kernels."""
     try:
         with installed(base, asked=True):
             start(directory, options=options).close()

@@ -52,7 +52,7 @@ def truth_of(directory: str, chosen: Sequence[Document], *, balance: float, z: f
 
 @frozen(eq=False)
 class Routed:
-    """What a rank has of one case: the gradient summed over ranks, its metrics, and those of an evaluation."""
+    """A rank's result of one case: the gradient summed over ranks, its metrics, and those of an evaluation."""
 
     gradients: Arrays
     metrics: Mapping[str, Metric]

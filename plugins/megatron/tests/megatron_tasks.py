@@ -1,4 +1,4 @@
-"""What ranks run in the tests: importable by name, because ranks are spawned."""
+"""Tasks of ranks in the tests: importable by name, because ranks are spawned."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
@@ -70,7 +70,7 @@ def arrays(pairs: Iterator[tuple[str, torch.Tensor]]) -> Arrays:
 
 @frozen(eq=False)
 class Case:
-    """How the documents are cut: into rows, micro-batches of `size` rows, and `calls`, which share the documents."""
+    """Cut of the documents: into rows, micro-batches of `size` rows, and `calls`, which share the documents."""
 
     rows: str = "padded"
     size: int = 2
@@ -82,7 +82,7 @@ class Case:
 
 @frozen(eq=False)
 class Passed:
-    """What a rank has of one case: outputs of every call, the gradient summed over ranks, outputs of an evaluation of the whole."""
+    """A rank's result of one case: outputs of every call, the gradient summed over ranks, outputs of an evaluation of the whole."""
 
     outputs: list[RankOutput]
     gradients: Arrays
@@ -146,7 +146,7 @@ class NotFinite(WeightedObjective):
 
 
 def not_finite(directory: str, options: MegatronConfig) -> tuple[str, bool, list[tuple[float, float, float]], Any]:
-    """How a step with an infinite gradient ends; whether it changed weights; and what two steps after it, and without it, give."""
+    """End of a step with an infinite gradient; whether it left weights alone; what two steps after it, and without it, give."""
     with closing(start(directory, options=options)) as backend:
         before = arrays(backend.weights())
         backend.forward_backward(padded(own(documents(VOCABULARY), backend), 2), NotFinite())
@@ -245,7 +245,7 @@ def exported(directory: str, options: MegatronConfig, target: Path) -> tuple[Arr
 
 
 def weights_of(directory: str, checkpoint: Path, **model: Any) -> Arrays:
-    """What scoring alone loads from a checkpoint."""
+    """Weights of a checkpoint for scoring alone."""
     with closing(start(directory, learns=False, **model)) as backend:
         backend.load(checkpoint)
         return arrays(backend.weights())

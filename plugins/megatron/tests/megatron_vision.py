@@ -1,4 +1,4 @@
-"""What ranks run in the tests of models that see; importable by name, because ranks are spawned."""
+"""Tasks of ranks in the tests of models that see; importable by name, because ranks are spawned."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -35,7 +35,7 @@ def pictures(kind: str, variant: Variant = "own") -> list[Document]:
 
 @frozen(eq=False)
 class Seen:
-    """What a rank has of one case: outputs of learning and of evaluation, and the gradient summed over ranks."""
+    """A rank's result of one case: outputs of learning and of evaluation, and the gradient summed over ranks."""
 
     learned: RankOutput
     evaluated: RankOutput

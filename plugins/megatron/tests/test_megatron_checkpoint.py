@@ -92,7 +92,7 @@ def close(expected: list[Any], ranks: list[Any]) -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("dtype", now(["float32", "bfloat16"], "bfloat16"))
 def test_scoring_alone_takes_the_weights_of_any_layout(pair: World, models: dict[str, str], tmp_path: Path, dtype: str) -> None:
-    """What an export on one rank needs: the weights as they are kept, whatever precision computes."""
+    """An export on one rank needs the weights as they are kept, whatever precision computes."""
     weights: Arrays
     ((_, weights), _) = pair.run(saved, models["llama-untied"], LAYOUTS["tp2"], OPTIMIZER, tmp_path, before=2, after=0)
     loaded = weights_of(models["llama-untied"], tmp_path, dtype=dtype)

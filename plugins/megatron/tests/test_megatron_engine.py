@@ -89,7 +89,7 @@ def test_one_rank_learns_as_fsdp_does(material: Path, tmp_path: Path, expected: 
 
 
 def test_losses_of_routers_do_not_depend_on_the_cut(material: Path, tmp_path: Path) -> None:
-    """What the engine tells the backend of a step, and what it reports of the routers, seen in the first step of two cuts."""
+    """The first step of two cuts shows what the engine tells the backend of a step, and what it reports of the routers."""
     backend = {"use": "megatron", "router_balance_coefficient": 10.0, "router_z_coefficient": 1.0}
     changes = {"model": {"path": str(material / "mixture")}, "optimizer": {"warmup_steps": 0}}
     found = []

@@ -148,7 +148,7 @@ def test_other_precisions(
 
 
 def test_a_wrong_scale_is_caught(pair: World, models: dict[str, str], truth: dict[str, DefinedResult]) -> None:
-    """What these tests would see if a rank's average were left in."""
+    """These tests would see a rank's average that was left in."""
     for (case,) in pair.run(passed, models["qwen3-tied"], PAIRS["dp2"], [Case(scale=0.5)]):
         assert worst(case.gradients, truth["qwen3-tied"].gradients) == pytest.approx(0.5, rel=1e-3)
 

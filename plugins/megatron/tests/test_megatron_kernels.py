@@ -74,7 +74,7 @@ def test_wrong_kernels_that_happen_to_be_there_are_not_used(models: dict[str, st
 
 
 class Precision:
-    """What `chosen` reads of megatron-core's configuration."""
+    """Megatron-core's configuration, as `chosen` reads it."""
 
     def __init__(self, *, bf16: bool) -> None:
         self.bf16 = bf16

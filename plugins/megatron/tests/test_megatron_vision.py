@@ -65,7 +65,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def truth(seeing: dict[str, str]) -> Callable[[str, str], DefinedResult]:
-    """What transformers says of a kind of batch, computed when it is first asked for."""
+    """Transformers' result for a kind of batch, computed when it is first asked for."""
     known: dict[tuple[str, str], DefinedResult] = {}
 
     def ask(name: str, kind: str) -> DefinedResult:
@@ -124,7 +124,7 @@ def test_four_ranks(quad: World, seeing: dict[str, str], truth: Callable[[str, s
 def test_recomputed_activations_change_nothing(
     pair: World, seeing: dict[str, str], truth: Callable[[str, str], DefinedResult], layout: str
 ) -> None:
-    """What later layers add must be there when they are computed again."""
+    """Features that later layers add must be there at recomputation."""
     ranks = pair.run(seen, seeing["untied"], PAIRS[layout], MIXED, activation_checkpointing=True)
     agree(ranks, MIXED, lambda kind: truth("untied", kind))
 
@@ -154,7 +154,7 @@ def in_blocks(self: InterleavedRotary, position_ids: torch.Tensor, mrope_section
 def test_another_way_to_see_is_another_model(
     seeing: dict[str, str], monkeypatch: pytest.MonkeyPatch, owner: type, wrong: Callable[..., Any]
 ) -> None:
-    """What loading would say: its proof has an image in it."""
+    """Loading would say so: its proof has an image in it."""
     monkeypatch.setattr(owner, "forward", wrong)
     with pytest.raises(ModelError, match=r"computes log-probabilities of .* that differ from transformers'"):
         seen(seeing["tied"], ONE, [])

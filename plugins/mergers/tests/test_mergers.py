@@ -79,7 +79,7 @@ def padding(actions: int, *, per_token_outputs: bool = True) -> RankOutput:
 
 
 def split(case: Case) -> list[RankOutput]:
-    """What the ranks of this world would return, mini-batch by mini-batch: replicas, empty stages and padding samples included."""
+    """Outputs of the ranks of this world, mini-batch by mini-batch: replicas, empty stages and padding samples included."""
     generator = np.random.default_rng(case.seed)
     whole = RankOutput(case.whole.sample_ids, case.whole.action_lengths, case.whole.scored, case.whole.fields)
     outputs = []

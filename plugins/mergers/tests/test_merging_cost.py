@@ -1,4 +1,4 @@
-"""What merging costs, by the benchmark's own work: at most five times what concatenating the same arrays does, where nothing else runs."""
+"""Cost of merging, by the benchmark's own work: at most five times that of concatenating the same arrays, where nothing else runs."""
 
 import numpy as np
 import pytest

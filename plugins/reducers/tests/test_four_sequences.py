@@ -129,7 +129,7 @@ def test_group_mean(empty: str, groups: list[int], expected: list[float]) -> Non
 
 
 def test_a_filler_gives_no_number_to_any_sequence() -> None:
-    """What `token_mean_legacy` counts: the numbers that occur. A filler's number does not."""
+    """`token_mean_legacy` counts the numbers that occur. A filler's number does not."""
     fillers = MiniBatchPlan(
         tuple(
             tuple(one_sample_per_row(np.array(each, dtype=np.int64), 16, 16) for each in rank)

@@ -178,7 +178,7 @@ def test_a_uniform_weight_changes_nothing_in_a_mean(name: str, structure: BatchS
 @empties
 @given(structures())
 def test_whole_attempts_are_sequences(empty: str, structure: BatchStructure) -> None:
-    """Where no history was rewritten, the two means are the same to the bit."""
+    """The two means are the same to the bit where no history was rewritten."""
     alone = evolve(structure, trajectory_ids=np.arange(len(structure), dtype=np.int64)[::-1] * 3)
     wanted = made("sequence_mean", empty).weights(structure)
     assert made("trajectory_mean", empty).weights(alone).tobytes() == wanted.tobytes()

@@ -1,4 +1,4 @@
-"""What a figure is held against where a page or a test makes a claim of it; a benchmark prints both and never fails."""
+"""The bar for a figure of which a page or a test makes a claim; a benchmark prints both and never fails."""
 
 
 def beside(measured: float, *, at_least: float | None = None, at_most: float | None = None) -> str:

@@ -29,7 +29,7 @@ def peer_module() -> Any:
 
 
 def columns_of(kind: str, batch: Any) -> SampleColumns:
-    """What the peer's `make_batch` gave, as columns, by the public constructors as they are."""
+    """Columns of the peer's `make_batch`, by the public constructors as they are."""
     if kind == "trajectory":
         return SampleColumns.from_rollouts(**batch)
     return SampleColumns.from_lists(

@@ -1,4 +1,4 @@
-"""What workers on the ranks of a world cost: time of every call, peak memory, and how far their gradients are from others.
+"""Cost of workers on the ranks of a world: time of every call, peak memory, and how far their gradients are from others.
 
 Functions here without a world in their arguments run on a rank.
 """
@@ -63,7 +63,7 @@ def _finish() -> None:
 
 
 def device_name() -> str:
-    """Of this rank's CUDA device; empty on CPU."""
+    """This rank's CUDA device; empty on CPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
 
 

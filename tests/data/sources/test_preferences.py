@@ -35,7 +35,7 @@ def load(make_tokenizer: Callable[..., Any], tmp_path: Path) -> Load:
 
 
 def shown(dataset: TokenizedDataset, tokenizer: Any) -> list[tuple[str | None, str, str]]:
-    """Of every sample: its role, the text without loss, the text with loss."""
+    """Role, text without loss and text with loss of every sample."""
     return [
         (
             sample.role,

@@ -92,7 +92,7 @@ def test_values_of_samples_are_texts_or_numbers(read):
 
 
 def test_a_unit_is_dropped_whole(read):
-    """Of four pairs, one has an over-long half, one a half without loss; their other halves say nothing alone."""
+    """One of four pairs has an over-long half, one a half without loss; their other halves say nothing alone."""
     long = {**ROLLOUT, "response_ids": [7] * 9, "loss_mask": [1] * 9}
     silent = {**ROLLOUT, "loss_mask": [0, 0, 0]}
     halves = [ROLLOUT, long, silent, ROLLOUT, ROLLOUT, ROLLOUT, ROLLOUT, ROLLOUT]

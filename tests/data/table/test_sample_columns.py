@@ -1,4 +1,4 @@
-"""What rows carry beside their tokens: laid on the action axis, cut with the tokens, and every mistake named with its place."""
+"""Columns of rows beside their tokens: laid on the action axis, cut with the tokens, and every mistake named with its place."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a conversation holds and the chat template leaves out is refused, by sample, message and field."""
+"""Parts that the chat template leaves out of a conversation are refused, by sample, message and field."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What a message says about its own loss: `weight` as OpenAI stores it, and the booleans of other trainers."""
+"""Keys of a message about its own loss: `weight` as OpenAI stores it, and the booleans of other trainers."""
 
 import numpy as np
 import pytest

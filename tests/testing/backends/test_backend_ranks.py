@@ -1,4 +1,4 @@
-"""What the backend kit gives to a rank is what the engine gives it."""
+"""The backend kit gives a rank what the engine gives it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What planning refuses of a run by reinforcement, before a rank or an environment starts; each message names the key and the remedy."""
+"""Refusals while planning a run by reinforcement, before a rank or an environment starts; each message names the key and the remedy."""
 
 import json
 import shutil

@@ -56,7 +56,7 @@ def test_a_controller_that_dies_takes_its_ranks_along_and_a_resume_repeats_it(
 
 
 class Memory:
-    """What controller and ranks hold after every step, in bytes."""
+    """Bytes that controller and ranks hold after every step."""
 
     def __init__(self) -> None:
         self.held: list[dict[str, int]] = []

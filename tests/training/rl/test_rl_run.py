@@ -1,4 +1,4 @@
-"""What a run by reinforcement promises: ratios of 1, an old policy from either pass, a frozen reference, times that add up, exact resumes."""
+"""Promises of a run by reinforcement: ratios of 1, an old policy from either pass, a frozen reference, times that add up, exact resumes."""
 
 import json
 import logging
@@ -87,7 +87,7 @@ def test_histories_that_are_rendered_anew_train_every_turn_in_its_place(rl: Rl, 
 
 @pytest.mark.usefixtures("without_ray")
 def test_ratios_on_two_ranks_are_1_and_advantages_are_those_of_one_rank(rl: Rl, seen: Seen) -> None:
-    """Of the first step: what is sampled does not depend on the ranks."""
+    """Compares step 1: what it samples does not depend on the ranks."""
     made = {}
     for name, ranks in (("one", ()), ("two", TWO)):
         result = run_rl(rl(name, "rl.old=score", "rl.groups=4", "rl.mini_batches=2", "rl.steps=1", *ranks))

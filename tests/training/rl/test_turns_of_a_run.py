@@ -1,4 +1,4 @@
-"""What planning refuses of the turns of a run's environments."""
+"""Turns of a run's environments that planning refuses."""
 
 from types import SimpleNamespace
 from typing import Any

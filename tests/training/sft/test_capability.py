@@ -1,4 +1,4 @@
-"""What cannot work is refused while planning, in a sentence that says what is missing and what to change."""
+"""Planning refuses what cannot work, in a sentence that says what is missing and what to change."""
 
 import json
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def test_a_missing_capability_is_named_with_what_to_change() -> None:
 
 
 def test_vision_language_models_are_refused_before_a_rank_starts(tmp_path: Path) -> None:
-    """Where the backend in its layout does not declare 'vision' (deepspeed; tensor parallelism on fsdp), and with experts anywhere."""
+    """A backend's layout must declare 'vision' (deepspeed, and fsdp with tensor parallelism, do not); experts are refused anywhere."""
 
     def facts(kind: str) -> ModelFacts:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
@@ -204,7 +204,7 @@ def test_models_that_a_backend_cannot_train_are_refused_while_planning(
     options: dict[str, object],
     what: str,
 ) -> None:
-    """Of each model nothing but its configuration exists: what loads weights would fail in another way."""
+    """Nothing of each model but its configuration exists: what loads weights would fail in another way."""
     pytest.importorskip(f"skyrl_engine_{backend}", reason=f"NOT PROVED HERE: this needs skyrl-engine-{backend}")
     name, changes = (family, {}) if isinstance(family, str) else family
     dtype = {"dtype": changes["dtype"]} if "dtype" in changes else {}

@@ -53,7 +53,7 @@ class Failure:
 
 
 def curve(directory: Path) -> list[Any]:
-    """Of every step its number, loss and gradient norm."""
+    """Number, loss and gradient norm of every step."""
     steps = [record for record in read_metrics(directory / "metrics.jsonl") if record["kind"] == "step"]
     return [(each["step"], each["metrics"]["loss"], each["metrics"]["grad_norm"]) for each in steps]
 
@@ -82,7 +82,7 @@ NESTED = "processor_config.json"
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_an_export_holds_the_processors(configure_images: Configure, seeing: Path, tmp_path: Path, nested: bool) -> None:
-    """Of a model as the hub has it, and of one that recent transformers saved: images are shrunk as in training, and nothing is left out."""
+    """The model is as the hub has it, or as recent transformers saved it: images are shrunk as in training, and nothing is left out."""
     model = shutil.copytree(seeing / "model", tmp_path / "model")
     images = {**json.loads((model / "preprocessor_config.json").read_text()), "processor_class": "Qwen3VLProcessor"}
     (model / "preprocessor_config.json").write_text(json.dumps(images))
