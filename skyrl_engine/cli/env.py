@@ -71,7 +71,7 @@ def show_environment(name: str, settings: tuple[str, ...], *, as_json: bool) -> 
         return
     from skyrl_engine.cli.render import show_facts, show_heading
 
-    show_facts({label.replace("_", " "): value for label, value in facts.items()})
+    show_facts({label.replace("_", " "): _yes_or_no(value) for label, value in facts.items()})
     if first is not None:
         show_heading("First task")
         _show_task(first)
@@ -96,8 +96,9 @@ def try_environment(
 ) -> None:
     """Answer one task of an environment by hand, and show what it pays.
 
-    NAME is as for `rl --env`. The last TEXT is said again where an attempt takes more turns than there are. A TEXT may call a tool of the
-    task: `<tool_call>{"name": "look_up", "arguments": {"word": "x"}}</tool_call>`.
+    NAME is as for `rl --env`; `skyrl-engine evaluate --model M --env NAME` lets a model answer. The last TEXT is said again where an attempt
+    takes more turns than there are. A TEXT may call a tool of the task:
+    `<tool_call>{"name": "look_up", "arguments": {"word": "x"}}</tool_call>`.
     """
     import attrs
 
@@ -159,19 +160,22 @@ def try_environment(
             }
         )
     show_heading("Attempt")
-    show_facts({"reward": f"{reward:g}", "success": "nobody judges" if success is None else "yes" if success else "no"})
+    show_facts({"reward": f"{reward:g}", "success": "nobody judges" if success is None else _yes_or_no(success)})
+
+
+def _yes_or_no(value: Any) -> Any:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
 
 
 def _made(name: str, settings: tuple[str, ...]) -> "tuple[SelectedPlugin, Environment]":
+    from skyrl_engine.cli.plugin_options import parsed_options, selected_plugin
     from skyrl_engine.cli.rl import environment_table
-    from skyrl_engine.cli.verify import parsed_options
-    from skyrl_engine.config import SelectedPlugin
     from skyrl_engine.contracts import FactoryContext
     from skyrl_engine.registry.resolve import Registry
 
     table = environment_table(name)
     record = Registry.discover().resolve("environment", table.pop("use"), base=Path.cwd())
-    plugin = SelectedPlugin.of(record, {**table, **parsed_options(settings)}, "command line")
+    plugin = selected_plugin(record, {**table, **parsed_options(settings)})
     return plugin, plugin.make(FactoryContext())
 
 

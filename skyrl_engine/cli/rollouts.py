@@ -152,6 +152,10 @@ def show(
     index = _index_of(run)
     if step is None and not (choice or truncated or failed or grep):
         step = max(_step_of(index).values(), default=None)
+    steps = set(_step_of(index).values())
+    if step is not None and step not in steps:
+        there = f"steps {min(steps)} to {max(steps)}" if steps else "no step"
+        raise click.UsageError(f"There is no step {step} in the journal: it has {there}.")
     decode = _decoder(run)
     found = [
         _ShownAttempt(own, group, each)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from skyrl_engine.cli.command import EngineCommand, did_you_mean
-from skyrl_engine.errors import ConfigError, PluginAmbiguousError, PluginBrokenError, PluginError, PluginNotFoundError, Problem
+from skyrl_engine.errors import PluginAmbiguousError, PluginBrokenError, PluginError, PluginNotFoundError
 
 if TYPE_CHECKING:
     from skyrl_engine.registry.record import PluginRecord
@@ -46,7 +46,7 @@ def verify(
     PLUGIN is KIND:NAME, DISTRIBUTION:NAME or ./file.py:name; for a name in a file that is a plugin of several kinds, KIND:./file.py:name.
     The exit code is 3 where a promise is broken.
     """
-    from skyrl_engine.config import SelectedPlugin
+    from skyrl_engine.cli.plugin_options import parsed_options, selected_plugin
     from skyrl_engine.registry.resolve import Registry
     from skyrl_engine.testing.kit import promises_of
     from skyrl_engine.testing.kit import verify as held
@@ -55,7 +55,7 @@ def verify(
     promises_of(record.kind)
     _check_layouts(record.kind, layouts)
     given = parsed_options((*options, *settings))
-    selected = SelectedPlugin.of(record, given, "command line")
+    selected = selected_plugin(record, given)
     verdict = held(selected, examples=examples, layouts=layouts, given=given)
     if as_json:
         click.echo(json.dumps(_facts(record, selected.table, verdict), indent=2))
@@ -124,26 +124,6 @@ def _kind_in_file(registry: "Registry", text: str) -> str:
     raise PluginBrokenError(
         f"{text} implements no factory of a plugin", remedy="Mark the function with skyrl_engine.loss, correction or reducer"
     )
-
-
-def parsed_options(texts: tuple[str, ...]) -> dict[str, Any]:
-    """Return the options of the plugin as a table. Raises ConfigError with every text that is no option."""
-    from skyrl_engine.config.reading.overrides import parse_override
-
-    table: dict[str, Any] = {}
-    parsed = [parse_override(text) for text in texts]
-    problems = [each for each in parsed if isinstance(each, Problem)]
-    if problems:
-        raise ConfigError(problems)
-    for each in parsed:
-        assert not isinstance(each, Problem), "problems were raised above"
-        path, value = each
-        *parents, key = map(str, path)
-        place = table
-        for name in parents:
-            place = place.setdefault(name, {})
-        place[key] = value
-    return table
 
 
 def _facts(record: "PluginRecord", options: Any, verdict: "Verdict") -> dict[str, Any]:

@@ -21,6 +21,7 @@ from skyrl_engine.errors import DataError
 _SPLIT_STREAM = 0x7461736B
 """Keeps this use of a seed apart from others."""
 
+_ROLES = ("system", "user", "assistant", "tool")
 _IMAGES = ("images", "image")
 
 
@@ -135,6 +136,9 @@ def _prompt(row: Row, column: str, given: Any) -> str | list[Message]:
         or not all(isinstance(each, dict) and "role" in each and "content" in each for each in given)
     ):
         raise row.wrong(column, "a text or a list of {role, content} objects is needed", "Store one of them")
+    unknown = next((each["role"] for each in given if each["role"] not in _ROLES), None)
+    if unknown is not None:
+        raise row.wrong(column, f"a message has the role {unknown!r}", f"Give it one of {', '.join(_ROLES)}")
     if given[-1]["role"] == "assistant":
         raise row.wrong(column, "its last message is the assistant's, and the model is to speak next", "Remove that message")
     if any(not isinstance(each["content"], str) for each in given):

@@ -19,7 +19,7 @@ from attrs import frozen
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.environment import Action, Message, StepResult, Task
 from skyrl_engine.errors import RolloutError
-from skyrl_engine.rollout.process_handle import Drain, HostedEpisode, EpisodeProcess, answer_of, json_line
+from skyrl_engine.rollout.process_handle import Drain, EpisodeProcess, HostedEpisode, answer_of, json_line
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 FAILURES_OF: Final = 200
 """Attempts among which failures are counted."""
 
+_ALL_OF: Final = 8
+"""So many attempts, none of which has succeeded in ending, are enough to stop a run that begins; or a whole group, where that is larger."""
+
+_KINDS_WARNED_OF: Final = 5
 _IDLE_S: Final = 0.5
 _SOON_S: Final = 0.02
 _QUICK_S: Final = 0.005
@@ -147,6 +151,7 @@ class RolloutRunner:
     _to_send: list[GenerationRequest] = field(factory=list, init=False)
     _numbers: int = field(init=False)
     _request_ids: int = field(init=False)
+    _warned_of: set[str] = field(factory=set, init=False)
     _failed: deque[tuple[str, str] | None] = field(factory=lambda: deque(maxlen=FAILURES_OF), init=False)
 
     @_numbers.default
@@ -369,22 +374,32 @@ class RolloutRunner:
         return [evolve(group, dropped="failed") if few else group]
 
     def _count(self, cause: str | None, task: str) -> None:
-        """Count failures. Raises RolloutError, with the commonest causes, where too many of the last attempts failed."""
-        if cause is not None:
-            logger.info("an attempt failed: %s", cause)
+        """Count failures, and warn of the first of a kind. Raises RolloutError, with the commonest causes, where too many of the last failed,
+        or where all did since the run began.
+        """
         # one mistake fails attempts at many tasks: it is one cause
-        self._failed.append(None if cause is None else (cause.replace(task, _A_TASK), task))
+        kind = None if cause is None else cause.replace(task, _A_TASK)
+        self._failed.append(None if kind is None else (kind, task))
+        if kind is None:
+            return
+        first = kind not in self._warned_of and len(self._warned_of) < _KINDS_WARNED_OF
+        self._warned_of |= {kind} if first else set()
+        logger.log(logging.WARNING if first else logging.INFO, "an attempt failed: %s", cause)
         failures = [each for each in self._failed if each is not None]
-        if cause is None or len(failures) <= self.bounds.max_failure_share * FAILURES_OF:
+        share = self.bounds.max_failure_share
+        every = share < 1 and len(failures) == len(self._failed) >= max(_ALL_OF, self.bounds.group_size)
+        if not every and len(failures) <= share * FAILURES_OF:
             return
         tasks: dict[str, dict[str, None]] = {}
         for said, name in failures:
             tasks.setdefault(said, {})[name] = None
         common = Counter(said for said, _ in failures).most_common(_COMMON)
         names = {said: next(iter(own)) + (" and others" if len(own) > 1 else "") for said, own in tasks.items()}
+        allowed = f"rollouts.max_failure_share is {share:g} of {FAILURES_OF}"
         raise RolloutError(
-            f"{len(failures)} of the last {len(self._failed)} attempts failed, and rollouts.max_failure_share is "
-            f"{self.bounds.max_failure_share:g} of {FAILURES_OF}",
+            f"all of the first {len(failures)} attempts failed"
+            if every
+            else f"{len(failures)} of the last {len(self._failed)} attempts failed, and {allowed}",
             remedy="Correct the environment, or raise rollouts.timeout_s or rollouts.max_failure_share",
             details=[f"{count} x {said.replace(_A_TASK, names[said])}" for said, count in common],
         )

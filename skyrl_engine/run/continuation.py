@@ -118,6 +118,9 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
+        elif _is_list(value) and value and all(isinstance(each, Mapping) for each in value):
+            for number, each in enumerate(value):
+                yield from _leaves(each, f"{prefix}{key}[{number}].")
         else:
             yield f"{prefix}{key}", list(value) if _is_list(value) else value
 

@@ -41,15 +41,22 @@ def import_ray() -> Any:
 def connect(ray: Any, address: str | None, ranks: int) -> bool:
     """Join the cluster at `address`, or start one on this machine with a CPU for each rank. Returns whether this call did so.
 
-    A cluster that the embedding program has joined is used as it is. Raises EngineError when nothing answers at the address.
+    A cluster that the embedding program has joined is used as it is. Raises EngineError when nothing answers at the address, or
+    Ray does not start here.
     """
     if ray.is_initialized():
         return False
     if address is None:
         # "local", not None: None would join whatever cluster the environment names
         cpus = max(ranks, os.cpu_count() or 1)
-        with _own_signal_handlers():
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level="error", log_to_driver=False)
+        try:
+            with _own_signal_handlers():
+                ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level="error", log_to_driver=False)
+        except Exception as error:  # Ray raises a plain Exception where its processes are too slow
+            raise EngineError(
+                f"Ray did not start on this machine ({_first_line(error)})",
+                remedy='Try again when the machine is less busy, join a cluster by run.ray_address, or use one rank with run.launch = "inline"',
+            ) from error
         return True
     try:
         _knock(address)
@@ -57,10 +64,14 @@ def connect(ray: Any, address: str | None, ranks: int) -> bool:
             ray.init(address=address, logging_level="error", log_to_driver=False)
     except (OSError, RuntimeError, ValueError) as error:
         raise EngineError(
-            f"no Ray cluster can be joined at {address} ({str(error).splitlines()[0] if str(error) else type(error).__name__})",
+            f"no Ray cluster can be joined at {address} ({_first_line(error)})",
             remedy="Check run.ray_address and that `ray status` answers there, or remove it to start Ray on this machine",
         ) from error
     return True
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 @contextmanager

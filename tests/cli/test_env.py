@@ -159,6 +159,7 @@ def test_a_task_of_reasoning_gym_by_its_short_name(command):
         ),
         (("try", *SUMS, "reward=./r.py:leaving", "--answer", "4"), 4, "in leaving\nerror: function, task '0': SystemExit: 3. "),
         (("try", *SUMS, "reward=./r.py:missing", "--answer", "4"), 4, "has no function 'missing'"),
+        (("show", "function", "--set", "reward=./r.py:score"), 2, "Give --set data=VALUE"),
         (("show", "function", "--set", "data"), 2, "is not an override"),
         (("show", "function", "--set", "dat=tasks.jsonl"), 2, "dat"),
     ],

@@ -139,6 +139,8 @@ def test_what_a_filter_dropped_is_told(command, told):
 def test_more_attempts_than_are_shown_are_counted(command, told):
     assert command("rollouts", "show", told[0], "--worst", "--limit", "1").out.endswith("5 more; --limit shows them\n")
     assert "No attempt is of that kind." in command("rollouts", "show", told[0], "--grep", "nothing of it").out
+    late = command("rollouts", "show", told[0], "--step", "99")
+    assert (late.code, "There is no step 99 in the journal: it has steps 1 to " in late.err) == (2, True)
 
 
 def test_tokens_have_their_log_probabilities_versions_and_rewards(command, told):

@@ -144,7 +144,7 @@ def test_where_nobody_judges_an_attempt_is_neither_success_nor_failure() -> None
     assert (made.status, made.success) == ("finished", None)
 
 
-def test_one_mistake_at_many_tasks_is_one_cause() -> None:
+def test_one_mistake_at_many_tasks_is_one_cause(caplog: pytest.LogCaptureFixture) -> None:
     renderer = TurnRenderer(TEMPLATES["chatml"].tokenizer())
 
     class Failing(Answers):
@@ -164,12 +164,34 @@ def test_one_mistake_at_many_tasks_is_one_cause() -> None:
     )
     for ticket in range(4):
         runner.start(ticket, 0, Task(str(ticket), messages=(QUESTION,)), 0)
-    with pytest.raises(RolloutError, match="8 of the last 8 attempts failed") as caught:
+    with caplog.at_level("INFO"), pytest.raises(RolloutError, match="all of the first 8 attempts failed") as caught:
         runner.advance(1.0)
     assert caught.value.details == (
         "6 x environment sums, task '0' and others, step 1: the reward score returned None",
         "2 x environment sums, task '3', step 1: timed out after 1 s",
     )
+    assert [each.levelname for each in caplog.records] == ["WARNING", *["INFO"] * 5, "WARNING", "INFO"], (
+        "the first of a kind is a warning"
+    )
+
+
+def test_failures_below_the_share_stop_a_run_only_where_nothing_else_happens() -> None:
+    renderer = TurnRenderer(TEMPLATES["chatml"].tokenizer())
+    runner = RolloutRunner(
+        sampler=Model(renderer, []),
+        episodes=Answers([]),
+        turns=renderer,
+        names=["sums"],
+        claims=[EnvironmentClaims()],
+        sampling=Sampling(max_tokens=9),
+        bounds=Bounds(group_size=2, max_prompt_tokens=99, max_tokens=9, max_failure_share=0.1),
+        seed=0,
+    )
+    runner._count(None, "task '0'")
+    for number in range(20):
+        runner._count(f"timed out at task '{number}'", f"task '{number}'")
+    with pytest.raises(RolloutError, match="21 of the last 22 attempts failed, and"):
+        runner._count("timed out at task '20'", "task '20'")
 
 
 def test_seconds_are_those_of_whom_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,15 +61,21 @@ def test_changed_configuration_is_listed_and_what_changes_no_number_is_not() -> 
         "optimizer": {"learning_rate": 1e-3, "betas": [0.9, 0.99]},
         "checkpoint": {"keep": 2},
         "loss": {"use": "focal"},
+        "environments": [{"use": "function", "reward": "a.py:f"}, {"use": "gymnasium"}],
     }
     after = {
         "run": {"seed": 1, "directory": "b"},
         "optimizer": {"learning_rate": 1e-3, "betas": (0.9, 0.99)},
         "checkpoint": {"keep": None},
         "loss": {"use": "focal", "gamma": 2.0},
+        "environments": [{"use": "function", "reward": "b.py:f"}, {"use": "gymnasium"}],
     }
-    assert [str(change) for change in changed_config(before, after)] == ["run.seed: 0 -> 1", "loss.gamma: None -> 2.0"]
-    assert [change.key for change in changed_config(after, before)] == ["run.seed", "loss.gamma"]
+    assert [str(change) for change in changed_config(before, after)] == [
+        "run.seed: 0 -> 1",
+        "loss.gamma: None -> 2.0",
+        "environments[0].reward: 'a.py:f' -> 'b.py:f'",
+    ]
+    assert [change.key for change in changed_config(after, before)] == ["run.seed", "environments[0].reward", "loss.gamma"]
 
 
 def test_another_trainer_cannot_go_on() -> None:

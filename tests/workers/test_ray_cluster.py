@@ -73,6 +73,21 @@ def test_an_address_where_nothing_answers_is_refused_at_once():
             connect(import_ray(), address, 1)
 
 
+def test_a_ray_that_does_not_come_up_is_an_error_with_a_remedy(monkeypatch):
+    """Ray raises a plain Exception where its own processes are late."""
+
+    def late(**_options):
+        raise Exception("The current node timed out during startup.\nSee the logs.")  # noqa: TRY002 - as Ray does
+
+    ray = import_ray()
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", late)
+    with pytest.raises(EngineError, match="Ray did not start on this machine") as caught:
+        connect(ray, None, 2)
+    assert caught.value.cause.endswith("(The current node timed out during startup.)")
+    assert "Try again when the machine is less busy" in caught.value.remedy
+
+
 def test_the_signal_handlers_of_the_process_stay():
     """Ray's handler for SIGTERM would end a run at once, without its last step and checkpoint."""
 

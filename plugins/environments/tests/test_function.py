@@ -149,6 +149,7 @@ def test_the_keys_of_two_files_are_kept_apart(tmp_path):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
+        ({"messages": [{"role": "alien", "content": "x"}]}, "a message has the role 'alien'"),
         ({"question": "x"}, r"sample 1 .*2\) has neither prompt nor messages; it has 'question'"),
         ({"prompt": "", "answer": "4"}, "has neither prompt nor messages"),
         ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "has both prompt and messages"),

@@ -221,7 +221,14 @@ BREADTH = [
     ("packed", "on_policy_distill"),
     ("padded", "on_policy_distill"),
 ]
-QUICK = {("padded", "grpo"), ("packed", "ppo"), ("packed", "on_policy_distill")}
+QUICK = {
+    ("padded", "grpo"),
+    ("packed", "ppo"),
+    ("packed", "dr_grpo"),
+    ("padded", "rloo"),
+    ("packed", "reinforce_pp"),
+    ("packed", "on_policy_distill"),
+}
 
 
 @pytest.mark.parametrize(
