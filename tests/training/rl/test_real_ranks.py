@@ -9,6 +9,8 @@ from real_ranks import Kill, own_ranks, resident
 from rl_runs import Rl, killed, numbers_of, steps_of, weights_of
 
 from skyrl_engine import hookimpl
+from skyrl_engine.cli.demo.recipe import Exchange
+from skyrl_engine.cli.demo.tiny import make_model
 from skyrl_engine.contracts.kinds.observer import StepFinished
 from skyrl_engine.errors import WorkerError
 from skyrl_engine.training.rl.trainer import run_rl
@@ -70,12 +72,16 @@ class Memory:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("_cluster")
-def test_400_steps_hold_no_more_memory_than_100(rl: Rl) -> None:
-    """A second model, a penalty that follows the divergence, filters, evaluations, checkpoints and pruned rollouts all the while."""
+def test_400_steps_hold_no_more_memory_than_100(rl: Rl, tmp_path: Path) -> None:
+    """The demo's model, and all the while a second one, a penalty that follows the divergence, filters, evaluations, checkpoints and pruned
+    rollouts.
+    """
+    make_model(tmp_path / "demo", [Exchange("go on", "on go")])
     memory = Memory()
     tables = ("rl.steps=400", "checkpoint.every=20", "checkpoint.keep=2", "rollouts.keep=20", "rl.kl={coef=0.1, target=0.1}")
     more = ("evaluation={every=50, samples=2, temperature=1.0, tasks=2}", "group_filters=[{use='zero_variance'}]")
-    result = run_rl(rl("run", *TWO[:3], "optimizer.learning_rate=1e-4", *tables, *more), observers=[memory])
+    model = f"model.path={tmp_path / 'demo'}"
+    result = run_rl(rl("run", *TWO[:3], model, "optimizer.learning_rate=1e-4", *tables, *more), observers=[memory])
     assert len(steps_of(result.directory)) == 400
     assert len(memory.held[99]) == 3
     print(
