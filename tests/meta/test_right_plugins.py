@@ -7,6 +7,7 @@ of this repository, with more examples, which is why this one waits for the nigh
 import pytest
 
 from skyrl_engine.config import SelectedPlugin
+from skyrl_engine.errors import ConfigError
 from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.testing import Subject, promises_of
@@ -21,7 +22,11 @@ TOGETHER = ("light_import",)
 @pytest.mark.nightly
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: f"{record.kind}-{record.name}")
 def test_an_installed_plugin_keeps_its_promises(record):
-    subject = Subject.of_plugin(SelectedPlugin.of(record, {}, "test"))
+    try:
+        subject = Subject.of_plugin(SelectedPlugin.of(record, {}, "test"))
+    except ConfigError as error:
+        assert all(problem.cause.startswith("is required") for problem in error.problems), error
+        pytest.skip(f"needs options, with which its own distribution holds it: {error}")
     promises = [each for each in promises_of(record.kind) if each.name not in TOGETHER]
     findings = [each.hold(subject, examples=FEW) for each in promises]
     wrong = [line for each in findings if each.status in ("broken", "undecided") for line in (each.promise, *each.lines)]
