@@ -55,7 +55,7 @@ def prove(
         return 0
     chosen = None if plant is None else _plant(plant)
     resolved = dict(_by_collator(load_config(file, overrides, flags_of(given))))
-    terms = [place for place in next(iter(resolved.values())).plugins if place.startswith("loss.terms")]
+    terms = [each for each in next(iter(resolved.values())).plugins.values() if each.coefficient is not None]
     if chosen is not None and chosen.needs_terms and not terms:
         raise click.UsageError(
             f"--plant {plant} changes terms, and the objective has none; leave out --loss, or add [[loss.terms]]."

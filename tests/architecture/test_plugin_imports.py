@@ -1,5 +1,6 @@
 """Plugins stand on the public ground of the engine and on nothing of each other."""
 
+import re
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,3 +78,20 @@ def test_a_first_party_plugin_is_named_after_its_folder(project: Path) -> None:
     metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
     assert metadata["name"] == f"skyrl-engine-{project.name}"
     assert PACKAGES[project] == f"skyrl_engine_{project.name.replace('-', '_')}"
+
+
+PAGES = sorted((ROOT / "docs" / "how-to").glob("write-a*.md"))
+TEMPLATES = sorted((ROOT / "skyrl_engine" / "cli" / "scaffold" / "templates").rglob("*.py.in"))
+
+
+@pytest.mark.parametrize("file", [*PAGES, *TEMPLATES], ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_pages_and_scaffolds_show_what_is_public(imports: Imports, file: Path) -> None:
+    """Examples also hold plugins to the kit, `skyrl_engine.testing`, whose names are those that it offers."""
+    text = file.read_text()
+    if file.suffix == ".md":
+        text = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    statements = re.findall(
+        r"^\s*(from skyrl_engine(?:\.[\w.]+)? import (?:\([^)]*\)|[\w, ]+)|import skyrl_engine\.[\w.]+)", text, re.MULTILINE
+    )
+    found = {name for each in statements for name in trespasses(imports(each), "", (*PUBLIC, "testing"))}
+    assert found == set()

@@ -21,6 +21,7 @@ from skyrl_engine.contracts import (
     RankOutput,
 )
 from skyrl_engine.modeling.exporting import exported, write_pretrained
+from skyrl_engine.modeling.host_threads import share_cores
 from skyrl_engine.modeling.lora import adapters_off, merged_weights
 from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, score
 from skyrl_engine.modeling.optimizer import use_settings
@@ -53,6 +54,8 @@ class DeepSpeedBackend:
         refuse_unsupported(self._config, model.dtype, self._device, learns=optimizer is not None)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+            if self._config.offload_optimizer and optimizer is not None:
+                share_cores()
         self._settings = optimizer
         self._dtype, self._seed = model.dtype, environment.seed
         self._in_bfloat16: Scorer | None = None

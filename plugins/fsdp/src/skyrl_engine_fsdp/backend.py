@@ -23,13 +23,13 @@ from skyrl_engine.contracts import (
 )
 from skyrl_engine.modeling import random_states
 from skyrl_engine.modeling.exporting import exported, write_pretrained
+from skyrl_engine.modeling.host_threads import share_cores
 from skyrl_engine.modeling.lora import adapters_off, has_adapters, merged_weights
 from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, score
 from skyrl_engine.modeling.optimizer import build_adamw, use_settings
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine_fsdp.checkpoint import ShardedTrainingState
 from skyrl_engine_fsdp.gradients import clip_gradients, full, non_finite
-from skyrl_engine_fsdp.host_threads import share_cores
 from skyrl_engine_fsdp.meshes import Meshes
 from skyrl_engine_fsdp.options import FsdpConfig
 from skyrl_engine_fsdp.placement import load_sharded

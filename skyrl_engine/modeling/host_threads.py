@@ -1,4 +1,4 @@
-"""Threads of the optimizer under `cpu_offload`, which steps on the CPU."""
+"""Threads of an optimizer that is offloaded to host memory and steps there."""
 
 import os
 import socket

@@ -1,11 +1,11 @@
-"""The optimizer's threads under `cpu_offload`: a rank's share of its machine's cores, which two ranks here can see without a GPU."""
+"""The threads of an offloaded optimizer: a rank's share of its machine's cores, which two ranks here can see without a GPU."""
 
 import os
 
 import torch
 
+from skyrl_engine.modeling.host_threads import share_cores
 from skyrl_engine.testing.ranks.world import World
-from skyrl_engine_fsdp.host_threads import share_cores
 
 
 def threads(before: int) -> int:
