@@ -81,3 +81,9 @@ def test_tables_are_kinds() -> None:
 def test_the_default_of_a_kind_is_one_of_ours() -> None:
     for kind in TABLES.values():
         assert any(kind.default in names for names in kind.first_party.values())
+
+
+def test_the_architecture_page_names_every_kind() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "explanation" / "architecture.md").read_text()
+    (sentence,) = (part for part in page.split("\n\n") if part.startswith("A kind is [one row]"))
+    assert [name for name in KINDS if f"`{name}`" not in sentence] == []
