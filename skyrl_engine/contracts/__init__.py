@@ -83,7 +83,7 @@ if TYPE_CHECKING:
         as_loss_output,
     )
     from skyrl_engine.contracts.kinds.merger import Merger
-    from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, MODEL_SCORES, model_score
+    from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, MODEL_SCORES, ColumnForm, column_forms, model_score
     from skyrl_engine.contracts.kinds.observer import (
         CheckpointSaved,
         EvaluationFinished,
@@ -168,6 +168,7 @@ __all__ = [
     "Carried",
     "CheckpointSaved",
     "Collator",
+    "ColumnForm",
     "Completion",
     "ComputeDtype",
     "Correction",
@@ -249,6 +250,7 @@ __all__ = [
     "as_loss_output",
     "carried_by",
     "collate",
+    "column_forms",
     "combine_metrics",
     "inseparable",
     "model_score",
@@ -379,6 +381,8 @@ _HOMES = {
     "collate": "kinds.collator",
     "combine_metrics": "values.outputs",
     "inseparable": "values.bundles",
+    "ColumnForm": "kinds.needs",
+    "column_forms": "kinds.needs",
     "model_score": "kinds.needs",
     "offsets_of": "values.ragged",
     "one_sample_per_row": "values.plan",

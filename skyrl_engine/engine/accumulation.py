@@ -12,11 +12,12 @@ from skyrl_engine.workers.future import Future
 
 @define(eq=False)
 class MiniBatchGradient:
-    """A mini-batch whose gradient is being added up: its shards on the ranks, its micro-batches that are done, and their passes."""
+    """A mini-batch whose gradient is being added up: its shards on the ranks, its labels, its micro-batches that are done, their passes."""
 
     plan: Plan
     mini_batch: int
     placed: list[PlacedShard]
+    labels: str | None = None
     done: set[int] = field(factory=set)
     passes: list[Future[PassResult]] = field(factory=list)
 
@@ -41,13 +42,21 @@ class Accumulation:
         """The part of this mini-batch of this plan, if it was begun."""
         return next((part for part in self.parts if part.plan is plan and part.mini_batch == mini_batch), None)
 
-    def to_run(self, plan: Plan, mini_batch: int, micro_batches: tuple[int, int] | None) -> tuple[int, int]:
+    def to_run(
+        self, plan: Plan, mini_batch: int, micro_batches: tuple[int, int] | None, labels: str | None = None
+    ) -> tuple[int, int]:
         """Return the micro-batches to run now, as the first and the one behind the last; None asks for all that are left.
 
-        Raises UnsupportedError for another mini-batch than may be added, and for micro-batches that were run already or do not exist.
+        Raises UnsupportedError for another mini-batch than may be added, for other labels than its first micro-batches had, and for
+        micro-batches that were run already or do not exist.
         """
         self._refuse_mixing(plan, mini_batch)
         part = self.of(plan, mini_batch)
+        if part is not None and part.labels != labels:
+            raise UnsupportedError(
+                f"mini-batch {mini_batch} was begun with labels = {part.labels!r}, and goes on with {labels!r}",
+                remedy="Give the labels of its first micro-batches",
+            )
         left = list(range(plan.micro_batches(mini_batch))) if part is None else part.missing
         if not left:
             raise UnsupportedError(f"mini-batch {mini_batch} was run already", remedy="Call optim_step, or drop it with discard")
@@ -63,6 +72,10 @@ class Accumulation:
         """Raise UnsupportedError where a step would be one of nothing, or of a part of a mini-batch."""
         if not self.parts:
             raise UnsupportedError("no gradient was accumulated since the last step", remedy="Call forward_backward first")
+        self.refuse_parts()
+
+    def refuse_parts(self) -> None:
+        """Raise UnsupportedError where a mini-batch was run in part."""
         for part in self.parts:
             if part.missing:
                 raise UnsupportedError(

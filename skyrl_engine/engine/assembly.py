@@ -1,8 +1,9 @@
 """The parts of a run that know no data: plugins made, capabilities checked, ranks laid out."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, BackendDescription, Capability
@@ -85,12 +86,22 @@ class Assembly:
             micro_batch_tokens=micro_batch_tokens,
         )
 
+    def with_loss(self, loss: SelectedPlugin) -> "Assembly":
+        """The same parts with another main loss; `check` says whether it goes with them. Raises what the plugin raises."""
+        plugins = {**self.plugins, "loss": loss}
+        return evolve(self, plugins=plugins, objective=ObjectiveParts.made(plugins, self.context))
+
+    @property
+    def locks(self) -> dict[str, dict[str, Any]]:
+        """All plugins by their place, as another process makes the same of them."""
+        return {place: selected.lock() for place, selected in self.plugins.items()}
+
     def worker_spec(
         self, model: ModelConfig, optimizer: AdamWSettings | None, *, device: Device = "auto", shown: frozenset[str] = frozenset()
     ) -> WorkerSpec:
         """Tell every rank what it needs at its start; `shown` as in `WorkerSpec`."""
         return WorkerSpec(
-            plugins={place: selected.lock() for place, selected in self.plugins.items()},
+            plugins=self.locks,
             context=self.context,
             model=model,
             optimizer=optimizer,

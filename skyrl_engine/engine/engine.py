@@ -32,14 +32,16 @@ from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import PassResult, counts_of, means_over, refuse_not_finite
 from skyrl_engine.engine.sampler import Sampler
 from skyrl_engine.engine.schedule import learning_rate as scheduled_rate
-from skyrl_engine.errors import CheckpointError, ConfigError, Problem, UnsupportedError
+from skyrl_engine.errors import CheckpointError, ConfigError, DataError, Problem, UnsupportedError
 from skyrl_engine.model_facts.end_tokens import end_tokens
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.objective.policy_metrics import OLD, SAMPLED, Watched
+from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.dispatch import PlacedShard, batch_structure, compact_weights, cut, merged, planned
 from skyrl_engine.workers.future import Future
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
+from skyrl_engine.workers.scored_tokens import Selection
 from skyrl_engine.workers.worker import Pass, RankReply, StepReply
 
 logger = logging.getLogger(__name__)
@@ -77,11 +79,13 @@ class Engine:
         optimizer: OptimizerConfig | None = None,
         total_steps: int | None = None,
         files: ModelFiles | None = None,
+        registry: Registry | None = None,
     ) -> None:
         """Work on ranks that were started already; `Engine.open` starts them.
 
         `layout` is the default cut of `plan`, `optimizer` with `total_steps` the numbers of steps (None: no step is taken), `files` what an
-        export holds beside weights. Raises UnsupportedError for a schedule that ends, without `total_steps`.
+        export holds beside weights, `registry` the plugins that `use_loss` finds. Raises UnsupportedError for a schedule that ends, without
+        `total_steps`.
         """
         self.assembly = assembly
         self.group = group
@@ -90,6 +94,7 @@ class Engine:
         self._optimizer = optimizer
         self._total_steps = total_steps
         self._files = files
+        self._registry = registry
         self._spans = Spans()
         self._join = ReusableJoin()
         self._gradient = Accumulation(assembly)
@@ -133,10 +138,23 @@ class Engine:
             logger.warning("%s", shared)
         group = launch_workers(spec, launch=config.run.launch, ray_address=config.run.ray_address)
         try:
-            return cls(assembly, group, layout=layout, optimizer=config.optimizer, total_steps=total_steps, files=files)
+            return cls(
+                assembly,
+                group,
+                layout=layout,
+                optimizer=config.optimizer,
+                total_steps=total_steps,
+                files=files,
+                registry=resolved.registry,
+            )
         except BaseException:
             group.close()
             raise
+
+    @property
+    def vocabulary_size(self) -> int | None:
+        """The number of token ids that the model knows; None where its configuration does not say."""
+        return None if self._files is None else self._files.facts.vocabulary_size
 
     def plan(
         self,
@@ -164,17 +182,20 @@ class Engine:
         plan: Plan,
         *,
         scores: Iterable[str] = ("logprobs",),
-        tokens: Literal["actions", "loss"] = "actions",
+        tokens: Selection = "actions",
+        labels: str | None = None,
         temperature: float = 1.0,
         model: str | None = None,
     ) -> Future[BatchOutput]:
         """Score a batch with the model as it is, without a loss and without gradients.
 
         `scores` are names of model scores: "logprobs" and "entropy" (nats), "values" of a model with a value head, and "logits",
-        "logsumexp" and "mean_logprob" where the backend declares them. `tokens` are all response tokens, or those that carry loss.
+        "logsumexp" and "mean_logprob" where the backend declares them. `tokens` are all response tokens, or those that carry loss, and
+        `labels` names the column of token ids int64[A, 1] that are scored in their place; None: themselves.
         `temperature` divides the logits. `model` names a frozen model that was added. The output has one field per score, float32.
 
-        Raises UnsupportedError for a score that the model does not have, and for a model that was not added.
+        Raises UnsupportedError for a score that the model does not have, and for a model that was not added; DataError for labels that are
+        no column of one token id per token.
         """
         wanted = frozenset(scores)
         if model is not None and model not in self._frozen:
@@ -183,8 +204,10 @@ class Engine:
             )
         self._refuse_scores(wanted, None if model is None else self._frozen[model].model)
         with _refused_in_words("score"):
-            work = Pass("score", self.step, temperature=temperature, scores=wanted, tokens=tokens, model=model)
-        return self._forward(plan, work, needs=()).then(lambda outputs: self._merged(outputs, plan.cut))
+            work = Pass("score", self.step, temperature=temperature, scores=wanted, tokens=tokens, model=model, labels=labels)
+        return self._forward(plan, work, needs=_labels_in(plan.columns, labels)).then(
+            lambda outputs: self._merged(outputs, plan.cut)
+        )
 
     def evaluate(
         self,
@@ -193,20 +216,23 @@ class Engine:
         temperature: float = 1.0,
         per_token_outputs: bool = True,
         over: Literal["tokens", "sequences"] = "tokens",
+        tokens: Selection = "loss",
+        labels: str | None = None,
     ) -> Future[PassResult]:
         """Compute the objective of a batch without gradients.
 
         `loss`, and each part's contribution to it, is the mean over loss weights, whatever reducer the training uses: the sum of each term
         times its loss weight, over the sum of the loss weights, divided once however many passes are combined. `over` "sequences" takes that
-        mean within each sequence, and then the mean of all sequences that carry loss.
+        mean within each sequence, and then the mean of all sequences that carry loss. `tokens` and `labels` as in `forward_backward`.
         """
         with _refused_in_words("evaluate"):
-            work = Pass("evaluate", self.step, per_token_outputs, temperature)
+            work = Pass("evaluate", self.step, per_token_outputs, temperature, tokens=tokens, labels=labels)
         divisors, total = None, float(plan.columns.loss_weight.sum(dtype=np.float64))
         if over == "sequences":
             sums = _weight_per_sample(plan.columns)
             divisors, total = np.where(sums == 0, 1.0, sums), float(np.count_nonzero(sums))
-        outputs = self._forward(plan, work, needs=self.assembly.objective.columns, divisors=divisors)
+        needs = (*self.assembly.objective.columns, *_labels_in(plan.columns, labels))
+        outputs = self._forward(plan, work, needs=needs, divisors=divisors)
         return outputs.then(lambda each: self._evaluated(each, plan, total))
 
     def forward_backward(
@@ -217,6 +243,8 @@ class Engine:
         micro_batches: tuple[int, int] | None = None,
         temperature: float = 1.0,
         per_token_outputs: bool = True,
+        tokens: Selection = "loss",
+        labels: str | None = None,
         bound: Mapping[str, str] = NOTHING_BOUND,
         watch: Iterable[Watched] = (),
     ) -> Future[PassResult]:
@@ -225,19 +253,26 @@ class Engine:
         `micro_batches` are the first and the one behind the last of those that every rank runs now, out of `plan.micro_batches(mini_batch)`;
         None: all that are not done. However a mini-batch is cut into calls, the gradient is the same.
 
+        Per-token outputs hold the model's scores, "logprobs" always, of the loss-carrying tokens, or with `tokens` "actions" of every response
+        token; the objective is the same. `labels` names a column of token ids int64[A, 1] that the model is scored on in the place of the
+        samples' own tokens, which stay its input: `logprobs` and `logits` are those of the labels then.
+
         `bound` names columns that this pass's own scores stand for, detached: `{"old_logprobs": "logprobs"}` makes the policy its own old one,
         so that every ratio is exactly 1. `watch` adds metrics: "policy" distances from the old and the sampling policy, "entropy" the model's.
 
-        Raises UnsupportedError for a micro-batch that was run already, and for another mini-batch than the one that is being accumulated:
-        weights of tokens count within their mini-batch, so gradients of two of them do not add up to anything. The exception is an additive
-        reducer, such as `sum`, on a backend without terms that are means over a step.
+        Raises DataError for labels that are no column of one token id per token; UnsupportedError for a micro-batch that was run already or
+        begun with other labels, and for another mini-batch than the one that is being accumulated: weights of tokens count within their
+        mini-batch, so gradients of two of them do not add up to anything. The exception is an additive reducer, such as `sum`, on a backend
+        without terms that are means over a step.
         """
         with _refused_in_words("forward_backward"):
             work = self._learning_pass(per_token_outputs, temperature, bound, watch)
-        first, last = self._gradient.to_run(plan, mini_batch, micro_batches)
+        work = evolve(work, tokens=tokens, labels=labels)
+        first, last = self._gradient.to_run(plan, mini_batch, micro_batches, labels)
         current = self._gradient.of(plan, mini_batch)
         if current is None:
-            current = MiniBatchGradient(plan, mini_batch, self._weighed(plan, mini_batch, self._columns_of(work)))
+            columns = (*self._columns_of(work), *_labels_in(plan.columns, labels))
+            current = MiniBatchGradient(plan, mini_batch, self._weighed(plan, mini_batch, columns), labels)
             self._gradient.parts.append(current)
         current.done |= set(range(first, last))
         work = evolve(work, micro_batches=(first, last))
@@ -318,6 +353,23 @@ class Engine:
         metrics = {**means_over(output.metrics, count), **reported, **counts_of(plan.columns, plan.cut)}
         return PassResult(metrics, output, self._spans.drain())
 
+    def use_loss(self, table: Mapping[str, Any]) -> None:
+        """Put another main loss in force, for the passes from now on. Terms and corrections stay, and so does the accumulated gradient.
+
+        `table` is what `[loss]` of a configuration would be: `use`, and the loss's options. Raises ConfigError naming the option, PluginError
+        for a loss that is not there, and UnsupportedError for one that the reducer, the model or the backend does not go with, and while a
+        mini-batch is accumulated in part.
+        """
+        assert self._registry is not None, "an engine that was made by hand knows no plugins"
+        assert self._files is not None, "and no model"
+        self._gradient.refuse_parts()
+        options = {name: value for name, value in table.items() if name != "use"}
+        loss = SelectedPlugin.of(self._registry.resolve("loss", table["use"]), options, "use_loss")
+        assembly = self.assembly.with_loss(loss)
+        assembly.check(self._files.facts)
+        self.group.use(assembly.locks)
+        self.assembly = assembly
+
     def add_frozen(self, frozen: FrozenModel) -> None:
         """Load a model onto every rank that scores beside the trained one and that no step changes, in the place of one of its name.
 
@@ -344,7 +396,7 @@ class Engine:
         """
         assert self._files is not None, "an engine that was made by hand knows no end tokens"
         ends = end_tokens(self._files.facts.model, self._files.tokenizer)
-        self._sampler = Sampler(self.group, generator, ends, self.step, self._files.facts.vocabulary_size)
+        self._sampler = Sampler(self.group, generator, ends, self.step, self.vocabulary_size)
         return self._sampler
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:
@@ -552,6 +604,24 @@ def _weight_per_sample(columns: SampleColumns) -> npt.NDArray[np.float64]:
     """float64[N]: the sum of every sample's loss weights."""
     running = np.concatenate([[0.0], np.cumsum(columns.loss_weight, dtype=np.float64)])[columns.action_offsets]
     return np.diff(running)
+
+
+def _labels_in(columns: SampleColumns, labels: str | None) -> tuple[str, ...]:
+    """The column of labels, if there is one. Raises DataError where it holds other than one token id per token."""
+    if labels is None:
+        return ()
+    values = columns.columns.get(labels)
+    if values is None or values.dtype != np.int64 or values.shape[1:] != (1,):
+        found = (
+            "there is no such column"
+            if values is None
+            else f"the column is {values.dtype}[A{''.join(f', {k}' for k in values.shape[1:])}]"
+        )
+        raise DataError(
+            f"labels = {labels!r} names no column of one token id per token: {found}",
+            remedy="Give a column int64[A, 1] of token ids",
+        )
+    return (labels,)
 
 
 @contextmanager

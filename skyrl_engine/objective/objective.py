@@ -12,7 +12,7 @@ from skyrl_engine.contracts.kinds.loss import Loss, LossOutput, as_loss_output, 
 from skyrl_engine.contracts.values.outputs import Metric, RankOutput
 from skyrl_engine.errors import ContractError
 from skyrl_engine.objective.corrections import correct
-from skyrl_engine.objective.outputs import collect
+from skyrl_engine.objective.outputs import collect, numbers_per_token
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.policy_metrics import Watched, policy_metrics, scores_for
 from skyrl_engine.objective.samples import ScoredSamples
@@ -26,8 +26,9 @@ from skyrl_engine.spans import Spans
 class LossObjective:
     """Weighs the per-token values of the main loss and its terms and sums them; collects per-token outputs when asked.
 
-    Stateless between calls. `seed` and `step` seed the generators of losses together with the micro-batch's sample ids. `shown` are model
-    scores that per-token outputs hold beside those that the parts read. `bound` are columns that this pass's own scores stand for, detached:
+    Stateless between calls. `seed` and `step` seed the generators of losses together with the micro-batch's sample ids. Of a pass that scores
+    tokens without loss too, the parts are given those with loss alone, and outputs hold the scores of all. `shown` are model scores that
+    per-token outputs hold beside those that the parts read. `bound` are columns that this pass's own scores stand for, detached:
     `{"old_logprobs": "logprobs"}` makes the policy its own old one. `watch` adds metrics of the policy (`objective/policy_metrics.py`).
     """
 
@@ -55,14 +56,15 @@ class LossObjective:
         return read if read and not self.per_token_outputs else read | self.shown | {"logprobs"}
 
     def __call__(self, scores: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> tuple[torch.Tensor, RankOutput]:
-        """Sum of weight times value over the micro-batch's n scored tokens (a scalar to differentiate), and the outputs.
+        """Sum of weight times value over the n scored tokens that carry loss (a scalar to differentiate), and the outputs of all.
 
-        The value of a token is factor * main + sum of coefficient * term. Raises PluginBrokenError when a loss fails, ContractError when it
-        returns other than one value per token that depends on the model.
+        The value of a token is factor * main + sum of coefficient * term; in the outputs it is 0 of a token without loss.
+        Raises PluginBrokenError when a loss fails, ContractError when it returns other than one value per token that depends on the model.
         """
         with self.spans("objective"):
-            samples: ScoredSamples = micro_batch.samples
-            tokens = MicroBatchTokens(scores, samples, self.seed, self.step, self.bound)
+            scored: ScoredSamples = micro_batch.samples
+            samples = scored.of_loss
+            tokens = MicroBatchTokens(_of_loss(scores, scored), samples, self.seed, self.step, self.bound)
             metrics: dict[str, Metric] = {}
             values = list(self._values(tokens, metrics))
             token_loss = reduce(add, values)
@@ -70,13 +72,12 @@ class LossObjective:
             total = (weights * token_loss).sum()
             if not len(weights):
                 # Take part in the backward pass, and in the collectives of its ranks, through all that others take part through.
-                total = sum((scores[name].sum() for name in sorted(self.parts.scores)), start=total)
+                total = sum((tokens.scores[name].sum() for name in sorted(self.parts.scores)), start=total)
             metrics |= self._sums(weights, total, values)
             if self.watch:
                 metrics |= policy_metrics(tokens, self.watch)
-            # outputs are one number per token
-            shown = {name: score for name, score in scores.items() if score.ndim == 1}
-            return total, collect(samples, {**shown, "token_loss": token_loss}, metrics, per_token_outputs=self.per_token_outputs)
+            shown = {**numbers_per_token(scores), "token_loss": _on_scored(token_loss, scored)}
+            return total, collect(scored, shown, metrics, per_token_outputs=self.per_token_outputs)
 
     def _values(self, tokens: MicroBatchTokens, metrics: dict[str, Metric]) -> Iterator[torch.Tensor]:
         """[n] per part, in their order, coefficient and factor included; what the parts measured goes into `metrics`."""
@@ -116,6 +117,22 @@ def _evaluated(term: Part[Loss], tokens: MicroBatchTokens, part: int) -> LossOut
         return output
     value = output.token_loss.new_zeros(len(tokens.like)).masked_scatter(tokens.in_role(term.label, term.on), output.token_loss)
     return LossOutput(value, output.metrics)
+
+
+def _of_loss(scores: Mapping[str, torch.Tensor], scored: ScoredSamples) -> Mapping[str, torch.Tensor]:
+    """The scores of those tokens that carry loss, by name."""
+    if scored.carrying is None:
+        return scores
+    carrying = torch.from_numpy(scored.carrying)
+    return {name: score[carrying.to(score.device)] for name, score in scores.items()}
+
+
+def _on_scored(values: torch.Tensor, scored: ScoredSamples) -> torch.Tensor:
+    """[n]: `values` of the tokens that carry loss, and 0 for each other token."""
+    if scored.carrying is None:
+        return values
+    carrying = torch.from_numpy(scored.carrying).to(values.device)
+    return values.new_zeros(len(carrying)).masked_scatter(carrying, values.detach())
 
 
 def _learning(scores: Mapping[str, torch.Tensor]) -> bool:

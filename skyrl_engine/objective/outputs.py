@@ -13,6 +13,14 @@ if TYPE_CHECKING:
     import torch
 
 
+def numbers_per_token(scores: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """Return the scores as outputs are, one number per token: one of k numbers, [n, k], is the k outputs NAME[0] to NAME[k - 1]."""
+    found: dict[str, torch.Tensor] = {}
+    for name, score in scores.items():
+        found |= {name: score} if score.ndim == 1 else {f"{name}[{place}]": each for place, each in enumerate(score.unbind(1))}
+    return found
+
+
 def collect(
     samples: ScoredSamples,
     values: "Mapping[str, torch.Tensor]",

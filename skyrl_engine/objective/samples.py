@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
-from attrs import frozen
+from attrs import evolve, frozen
 
-from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Ragged
+from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Ragged, offsets_of
 
 
 @frozen(eq=False)
@@ -15,7 +15,8 @@ class ScoredSamples:
 
     `scored` int32 [n] with offsets [S+1] is each token's place on its sample's action axis, `action_lengths` int64[S] that axis' length;
     `columns` by name, float32[n], or [n, k] of float32 or integers; `weights` float64[n] the reducer's; `sample_ids`, `group_ids`, `unit_ids`
-    int64[S]. `roles` int64[S] say which half of a preference a sample is; None where samples have no roles.
+    int64[S]. `roles` int64[S] say which half of a preference a sample is; None where samples have no roles. `carrying` bool[n] says which
+    tokens carry loss; None where all of them do.
     """
 
     sample_ids: IntArray
@@ -26,8 +27,23 @@ class ScoredSamples:
     columns: Mapping[str, AnyArray]
     weights: npt.NDArray[np.float64]
     roles: IntArray | None = None
+    carrying: npt.NDArray[np.bool_] | None = None
 
     @property
     def sequence_index(self) -> IntArray:
         """int64[n]: the sample of every scored token."""
         return np.repeat(np.arange(len(self.sample_ids), dtype=np.int64), self.scored.lengths)
+
+    @property
+    def of_loss(self) -> "ScoredSamples":
+        """The same samples with the tokens that carry loss alone."""
+        if self.carrying is None:
+            return self
+        counts = np.bincount(self.sequence_index[self.carrying], minlength=len(self.sample_ids))
+        return evolve(
+            self,
+            scored=Ragged(self.scored.values[self.carrying], offsets_of(counts)),
+            columns={name: values[self.carrying] for name, values in self.columns.items()},
+            weights=self.weights[self.carrying],
+            carrying=None,
+        )

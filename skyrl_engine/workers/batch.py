@@ -22,7 +22,7 @@ from skyrl_engine.workers.scored_tokens import ScoredTokens, Selection, scored_t
 class ShardBatch:
     """The `RankBatch` of one shard, or of its micro-batches from `first` up to `last` (None: all that follow).
 
-    `selection` scores the loss-carrying tokens, or every action token.
+    `selection` scores the loss-carrying tokens, or every action token. `labels` as in `scored_tokens`.
     """
 
     shard: Shard
@@ -31,12 +31,13 @@ class ShardBatch:
     spans: Spans
     first: int = 0
     last: int | None = None
+    labels: str | None = None
 
     def __len__(self) -> int:
         return len(self._plans)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        tokens = scored_tokens(self.shard, self.first, self.last, self.selection)
+        tokens = scored_tokens(self.shard, self.first, self.last, self.selection, self.labels)
         for plan in self._plans:
             with self.spans("build"):
                 micro_batch = self._build(plan, next(tokens))

@@ -64,7 +64,7 @@ class WorkerGroup:
         return self._call("run", [(work, shards[place.dp].at(place.pp)) for place in places])
 
     def use(self, plugins: Mapping[str, Mapping[str, Any]]) -> None:
-        """Use the collator and the objective of these locks from now on; the model stays loaded. For proofs and comparisons."""
+        """Use the collator and the objective of these locks from now on; the model stays loaded."""
         self._everywhere("use", plugins)
 
     def add_frozen(self, name: str, model: ModelConfig | None) -> None:

@@ -35,10 +35,13 @@ class ScoredTokens:
     samples: ScoredSamples
 
 
-def scored_tokens(shard: Shard, first: int, last: int | None, selection: Selection) -> Iterator[ScoredTokens]:
+def scored_tokens(
+    shard: Shard, first: int, last: int | None, selection: Selection, labels: str | None = None
+) -> Iterator[ScoredTokens]:
     """Yield the tokens of each micro-batch from `first` up to `last` (None: all that follow).
 
-    They are slices of arrays that are computed for a window of micro-batches at once.
+    They are slices of arrays that are computed for a window of micro-batches at once. `labels` names a column of token ids [A, 1] that are
+    scored in the place of the samples' own.
     """
     samples_of_batch = offsets_of([len(each.samples) for each in shard.micro_batches])[first : None if last is None else last + 1]
     actions_of_batch = shard.columns.action_offsets[samples_of_batch]
@@ -46,11 +49,11 @@ def scored_tokens(shard: Shard, first: int, last: int | None, selection: Selecti
     while begin < count:
         end = int(np.searchsorted(actions_of_batch, actions_of_batch[begin] + WINDOW, side="right")) - 1
         end = min(max(end, begin + 1), count)
-        yield from _of_window(shard, samples_of_batch[begin : end + 1], selection)
+        yield from _of_window(shard, samples_of_batch[begin : end + 1], selection, labels)
         begin = end
 
 
-def _of_window(shard: Shard, samples_of_batch: IntArray, selection: Selection) -> Iterator[ScoredTokens]:
+def _of_window(shard: Shard, samples_of_batch: IntArray, selection: Selection, labels_column: str | None) -> Iterator[ScoredTokens]:
     """Compute on the window's own axes: S samples, A response tokens, E of them with a predecessor, n of them scored.
 
     A name `x_of_y` is int64[Y + 1]: where the x of each y begin in the window, and where the last one's end; `samples_of_batch` counts in the
@@ -70,10 +73,10 @@ def _of_window(shard: Shard, samples_of_batch: IntArray, selection: Selection) -
     predicted = np.ones(actions_of_sample[-1], dtype=np.bool_)
     predicted[actions_of_sample[:-1][unpredicted]] = False
     entries = np.flatnonzero(predicted)
-    chosen = predicted
+    chosen, carrying = predicted, columns.loss_weight[action_offsets[0] : action_offsets[-1]] != 0
+    assert not (carrying & ~predicted).any(), "SampleColumns.create clears the weight of first tokens"
     if selection == "loss":
-        chosen = columns.loss_weight[action_offsets[0] : action_offsets[-1]] != 0
-        assert not (chosen & ~predicted).any(), "SampleColumns.create clears the weight of first tokens"
+        chosen = carrying
     scored, kept = np.flatnonzero(chosen), np.flatnonzero(chosen[predicted])
     entries_of_batch = np.searchsorted(entries, actions_of_batch)
     scored_of_sample = np.searchsorted(scored, actions_of_sample)
@@ -81,9 +84,13 @@ def _of_window(shard: Shard, samples_of_batch: IntArray, selection: Selection) -
 
     lengths = scored_of_sample[1:] - scored_of_sample[:-1]
     in_shard = scored + action_offsets[0]
-    labels = columns.input_ids[scored + np.repeat(responses - actions_of_sample[:-1], lengths)].astype(np.int64, copy=False)
+    if labels_column is None:
+        labels = columns.input_ids[scored + np.repeat(responses - actions_of_sample[:-1], lengths)].astype(np.int64, copy=False)
+    else:
+        labels = columns.columns[labels_column][in_shard, 0].astype(np.int64, copy=False)
     values = {name: each[in_shard] for name, each in columns.columns.items()}
     candidates = {name: each.astype(np.int64) for name, each in values.items() if each.dtype.kind == "i"}
+    loss_tokens = None if selection == "loss" or carrying[chosen].all() else carrying[chosen]
     weights = shard.weights_of(in_shard, np.repeat(np.arange(own.start, own.stop, dtype=np.int64), lengths))
     place = (scored - np.repeat(actions_of_sample[:-1], lengths)).astype(np.int32)
     kept -= np.repeat(entries_of_batch[:-1], np.diff(scored_of_batch))
@@ -108,5 +115,6 @@ def _of_window(shard: Shard, samples_of_batch: IntArray, selection: Selection) -
                 columns={name: each[first:end] for name, each in values.items()},
                 weights=weights[first:end],
                 roles=None if roles is None else roles[sample:samples_end],
+                carrying=None if loss_tokens is None else loss_tokens[first:end],
             ),
         )

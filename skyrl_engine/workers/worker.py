@@ -42,8 +42,9 @@ class Pass:
 
     `forward_backward` differentiates the objective, `evaluate` computes it without gradients, `score` gives the model's `scores` alone, of the
     loss-carrying tokens or of all action tokens. `step` counts optimizer steps and seeds losses that draw random numbers. `micro_batches` are
-    the first and the one behind the last of those that every rank runs; None: all. `model` names the
-    frozen model that scores; None: the one that is trained. `bound` and `watch` as in `LossObjective`.
+    the first and the one behind the last of those that every rank runs; None: all. `model` names the frozen model that scores; None: the one
+    that is trained. `labels` names a column of token ids that are scored in the place of the samples' own tokens. `bound` and `watch` as in
+    `LossObjective`.
     """
 
     mode: Mode
@@ -54,6 +55,7 @@ class Pass:
     tokens: Selection = "loss"
     micro_batches: tuple[int, int] | None = None
     model: str | None = None
+    labels: str | None = None
     bound: Mapping[str, str] = Factory(dict)
     watch: frozenset[Watched] = frozenset()
 
@@ -138,7 +140,7 @@ class Worker:
     def run(self, work: Pass, shard: Shard) -> RankReply:
         """One pass over the shard."""
         first, last = work.micro_batches or (0, None)
-        batch = ShardBatch(shard, self._collator, work.tokens, self._spans, first, last)
+        batch = ShardBatch(shard, self._collator, work.tokens, self._spans, first, last, work.labels)
         objective = self._objective(work)
         with self._spans("model"):
             if work.mode == "forward_backward":

@@ -313,6 +313,19 @@ def _misgiving(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Wrong:
 
 
 logits_are_logprobs = _misgiving(lambda scores: {"logits": scores["logprobs"]} if "logits" in scores else {})
+
+
+def _labels_of_inputs(_self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    """A pass that reads labels out of the rows, where the tokens that follow are."""
+
+    def relabelled(micro_batch: Any) -> Any:
+        ids = micro_batch.inputs["input_ids"].flatten()
+        return attrs.evolve(micro_batch, labels=ids[(micro_batch.positions + 1).clamp(max=len(ids) - 1)])
+
+    return original([relabelled(each) for each in batch], objective)
+
+
+labels_of_inputs = Wrong(overriding(forward=_labels_of_inputs, forward_backward=_labels_of_inputs))
 normalisers_without_a_tenth = _misgiving(
     lambda scores: {name: score * 0.9 for name, score in scores.items() if name == "logsumexp"}
 )

@@ -101,7 +101,7 @@ def test_order_duplicates_and_mistakes_of_a_model(client, message):
     assert client.post("create_model", asked)[1] == client.post("create_model", asked)[1]
     step = {"model_id": model, "seq_id": 4, "adam_params": {"learning_rate": 0.0}}
     later = client.post("optim_step", step)[1]
-    mistakes = {3: {"targets": [6, 9, 8]}, 2: {"loss": "stable_reinforce"}}
+    mistakes = {3: {"targets": [6, 900, 8]}, 2: {"loss": "stable_reinforce"}}
     answers = {number: client.post("forward_backward", message(model, number, **wrong))[1] for number, wrong in mistakes.items()}
     first = client.post("forward_backward", message(model, 1))[1]
     assert client.post("forward_backward", message(model, 1))[1] == first
@@ -109,7 +109,7 @@ def test_order_duplicates_and_mistakes_of_a_model(client, message):
     done = client.post("retrieve_future", later)[1]
     assert done["metrics"]["grad_norm"] > 0, "request 4 came before request 1, and was done behind it"
     assert "stable_reinforce" in client.post("retrieve_future", answers[2])[1]["error"]
-    assert "target 1 of datum 0 is the token 9" in client.post("retrieve_future", answers[3])[1]["error"]
+    assert "target 1 of datum 0 is 900; the model knows" in client.post("retrieve_future", answers[3])[1]["error"]
     # a number that never comes is waited for, not for ever
     behind = client.post("optim_step", {**step, "seq_id": 7})[1]
     assert "error" in client.post("retrieve_future", behind)[1]

@@ -10,15 +10,24 @@ import pytest
 SDK = os.environ.get("TINKER_SDK")
 """A folder with another SDK than the installed one (`pip install --target`); `nox -s tinker` makes one."""
 
-CLIENT = Path(__file__).with_name("sdk_client.py")
+HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["full weights", "adapters"])
 def test_a_client_trains_samples_saves_and_resumes(address, rank):
+    run("sdk_client.py", address, str(rank))
+
+
+def test_a_client_trains_on_every_loss_as_its_formula_says(address, settings):
+    """Log-probabilities are those of local transformers within 1e-4, and a built-in loss is the custom one of its formula."""
+    run("sdk_losses.py", address, settings.serve.models["tiny"])
+
+
+def run(script, *arguments):
     environment = {**os.environ, "TINKER_TELEMETRY": "0", "TINKER_API_KEY": "tml-test"}
     if SDK is not None:
         environment["PYTHONPATH"] = SDK
-    command = [sys.executable, str(CLIENT), address, str(rank)]
+    command = [sys.executable, str(HERE / script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "done" in done.stdout

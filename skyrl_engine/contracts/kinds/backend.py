@@ -123,12 +123,12 @@ class MicroBatch:
     """The work of one pass: model inputs, and n positions to score against their labels.
 
     `inputs` are CPU tensors for the model ([rows, width], ...); `positions` int64[n] are flat places row * width + column in them, each one
-    before the token it scores; `labels` int64[n] the token ids scored there; `sequence_lengths` the true lengths per row. Scores come back in
-    the order of `positions`. `samples` is the engine's own, opaque to a backend. `cu_seqlens` bounds the samples inside packed rows, as in
-    `DenseBatch`; None where a row holds one sample. `ragged_offsets`, as in `DenseBatch`, say which sample owns what of `pixel_values`
-    and `image_grid_thw`; `pixel_values` are sent to the first stage of a pipeline alone. `sample_ids` int64[samples] are for messages.
-    `step` counts the optimizer step that this is a part of; None where whoever built the micro-batch does not know. `candidates` int64[n, k]
-    by column are the token ids that the score `logprobs_at:COLUMN` is asked at; k may be another for each column.
+    before the token it scores; `labels` int64[n] the token ids scored there, those that follow or others; `sequence_lengths` the true lengths
+    per row. Scores come back in the order of `positions`. `samples` is the engine's own, opaque to a backend. `cu_seqlens` bounds the samples
+    inside packed rows, as in `DenseBatch`; None where a row holds one sample. `ragged_offsets`, as in `DenseBatch`, say which sample owns
+    what of `pixel_values` and `image_grid_thw`; `pixel_values` are sent to the first stage of a pipeline alone. `sample_ids` int64[samples]
+    are for messages. `step` counts the optimizer step that this is a part of; None where whoever built the micro-batch does not know.
+    `candidates` int64[n, k] by column are the token ids that the score `logprobs_at:COLUMN` is asked at; k may be another for each column.
     """
 
     inputs: Mapping[str, "torch.Tensor"]

@@ -161,10 +161,13 @@ def _micro_batch(
 
 
 def candidates(labels: Tensor) -> dict[str, Tensor]:
-    """Return token ids to score beside labels int64[n], [n, k] by column: the label and another id twice, and two ids far from the label."""
+    """Return token ids to score beside labels int64[n], [n, k] by column: the label and another id twice, two ids far from the label, and
+    the one that stands for it in passes with other labels.
+    """
     other = (labels * 7 + 3) % VOCABULARY
     return {
         "near": torch.stack([labels, other, other], 1),
+        "other": other[:, None],
         "far": torch.stack([(VOCABULARY - 1 - labels) % VOCABULARY, (labels + VOCABULARY // 2) % VOCABULARY], 1),
     }
 
@@ -224,6 +227,7 @@ TERMS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "mean_logprob": lambda mean: -0.2 * mean,
     # unlike weights, so that the order of candidates counts
     f"{LOGPROBS_AT}:near": lambda logprobs: -(torch.tensor([0.5, 0.3, 0.2]).to(logprobs) * logprobs).sum(-1),
+    f"{LOGPROBS_AT}:other": lambda logprobs: -logprobs[:, 0],
     f"{LOGPROBS_AT}:far": lambda logprobs: 0.1 * logprobs[:, 0] * logprobs[:, 1],
 }
 """A score contributes so much per token."""

@@ -47,7 +47,8 @@ class Opening:
 class PassOrder:
     """One call of forward or forward_backward. Documents in `unscored` carry no loss; `pictures` are theirs, None for text.
 
-    With `many` the documents are those of `many_documents`.
+    With `many` the documents are those of `many_documents`. With `other_labels` other ids than the tokens that follow are scored, those of the
+    candidates `other`.
 
     The other fields are those of WeightedObjective.
     """
@@ -61,6 +62,7 @@ class PassOrder:
     per_token_outputs: bool = True
     pictures: Literal["own", "negated", "swapped", "missing"] | None = None
     many: bool = False
+    other_labels: bool = False
 
 
 @frozen
@@ -175,6 +177,8 @@ class HeldBackend:
         rows = padded if work.rows == "padded" else packed
         groups = [[known[number] for number in numbers or (PADDING_SAMPLE,)] for numbers in work.cut[self._coords.dp]]
         batch = [rows(group, len(known))[0] for group in groups]
+        if work.other_labels:
+            batch = [evolve(each, labels=each.candidates["other"][:, 0]) for each in batch]
         if self._coords.pp > 0:
             batch = [without_pixels(each) for each in batch]
         seen: set[str] = set()

@@ -269,6 +269,19 @@ def values(subject: BackendSubject, case: BackendCase) -> None:
             )
 
 
+@backend_promise("A label is scored as it is given, whatever token follows")
+def labels(subject: BackendSubject, case: BackendCase) -> None:
+    with subject.opened(case) as ranks:
+        _require_definition(
+            ranks,
+            case,
+            subject.bench.definition(case.model, NUMBERS, needs=(f"{LOGPROBS_AT}:other",)),
+            ("logprobs",),
+            "Score micro_batch.labels, not the tokens of micro_batch.inputs",
+            other_labels=True,
+        )
+
+
 @backend_promise("Logits, and the gradient through them, are those of the labels", exempt=_undeclared("logits"))
 def logits(subject: BackendSubject, case: BackendCase) -> None:
     for asked in (("logits", "logprobs"), ("entropy", "logits", "logprobs")):
@@ -356,6 +369,7 @@ SCORE_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
     temperature,
     packed_rows,
     undeclared_packed_rows,
+    labels,
     values,
     logits,
     logsumexp,

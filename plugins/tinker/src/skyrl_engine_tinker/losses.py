@@ -1,9 +1,9 @@
-"""The losses of the Tinker API by its own definitions, as one loss whose kind stands in a column.
+"""The losses of the Tinker API by its own definitions.
 
 p is the model's log-probability of a target, q the sampler's (`logprobs` of the request), A the advantage, w the weight, r = exp(p - q), and
 `low` and `high` bounds of the ratio itself, not distances from 1. Nothing is divided: the reducer is `sum`.
 
-    cross_entropy        -w p
+    cross_entropy        -w p, of several targets the sum over them
     importance_sampling  -r A
     ppo                  -min(r A, clip(r, low, high) A)
     cispo                -sg(clip(r, low, high)) p A
@@ -13,10 +13,11 @@ p is the model's log-probability of a target, q the sampler's (`logprobs` of the
 
 Source: tinker-docs and the page docs/losses.mdx of tinker-cookbook 0.6.1.
 
-The engine is opened with one objective, and requests of one step may ask for several losses. So what a request asks for travels with its
-tokens, as everything else that a loss reads. This file is loaded by its path, and no name of it is a plugin that others could choose.
+Inputs of a request and its options are columns of the batch under their own names, but for `logprobs`, which is a score of the model's here:
+bounds and weights may differ from token to token. This file is loaded by its path, and no name of it is a plugin that others could choose.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from skyrl_engine import LossTokens, loss
@@ -24,73 +25,83 @@ from skyrl_engine import LossTokens, loss
 if TYPE_CHECKING:
     import torch
 
-KINDS = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
-"""Names of the API; a place in this tuple is what the column `loss_kind` holds."""
+Inputs = Mapping[str, float | None]
 
-COLUMNS = ("loss_kind", "weights", "sampler_logprobs", "advantages", "ratio_low", "ratio_high", "beta", "ratio_mask")
-"""Columns that the loss reads, one number per token each."""
+_POLICY: Inputs = {"logprobs": None, "advantages": None}
+_BOUNDS: Inputs = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+INPUTS: Mapping[str, Inputs] = {
+    "cross_entropy": {"weights": 1.0},
+    "importance_sampling": _POLICY,
+    "ppo": {**_POLICY, **_BOUNDS},
+    "cispo": {**_POLICY, **_BOUNDS},
+    "dro": {**_POLICY, "beta": 0.05},
+    "gspo": {**_POLICY, **_BOUNDS, "sequence_ratio_mask": None},
+}
+"""Inputs of every loss beside `target_tokens`, with the number that stands for one that is not given; None: it must be given.
+
+Defaults of ppo are documented by the API; those of the others stand in its examples."""
+
+OPTIONS = ("clip_low_threshold", "clip_high_threshold", "beta")
+"""Inputs that may be given for all tokens at once, in `loss_fn_config`."""
+
+COLUMNS = {"logprobs": "sampler_logprobs"}
+"""Columns of inputs that have another name there."""
+
+SEVERAL = "cross_entropy_of_several"
+"""`cross_entropy` of targets (N, K)."""
 
 LARGEST_LOG_RATIO = 80.0
 """A ratio beyond exp(80) would overflow float32, and an infinite ratio times an advantage of 0 is NaN."""
 
-
-@loss(needs=("logprobs", *COLUMNS), reducers=("sum",))
-def tinker(tokens: LossTokens, _config: None) -> "torch.Tensor":
-    """Return each token's loss, [n], by the formula that `loss_kind` names."""
-    total = tokens.logprobs * 0.0
-    for code, name in enumerate(KINDS):
-        (places,) = (tokens.loss_kind == code).nonzero(as_tuple=True)
-        if len(places):
-            total = total.index_add(0, places, _FORMULAS[name](tokens, places))
-    return total
+_SAMPLED = ("logprobs", "sampler_logprobs", "advantages")
+_CLIPPED = (*_SAMPLED, "clip_low_threshold", "clip_high_threshold")
 
 
-def _cross_entropy(tokens: LossTokens, at: "torch.Tensor") -> "torch.Tensor":
-    return -tokens.weights[at] * tokens.logprobs[at]
+@loss(needs=("logprobs", "weights"), reducers=("sum",))
+def cross_entropy(tokens: LossTokens, _config: None) -> "torch.Tensor":
+    return -tokens.weights * tokens.logprobs
 
 
-def _importance_sampling(tokens: LossTokens, at: "torch.Tensor") -> "torch.Tensor":
-    return -_ratio(tokens, at) * tokens.advantages[at]
+@loss(needs=("logprobs_at:target_tokens", "weights[k]"), reducers=("sum",))
+def cross_entropy_of_several(tokens: LossTokens, _config: None) -> "torch.Tensor":
+    return -(tokens.weights * tokens.logprobs_at("target_tokens")).sum(1)
 
 
-def _ppo(tokens: LossTokens, at: "torch.Tensor") -> "torch.Tensor":
-    return _clipped(_ratio(tokens, at), tokens, at)
+@loss(needs=_SAMPLED, reducers=("sum",))
+def importance_sampling(tokens: LossTokens, _config: None) -> "torch.Tensor":
+    return -_ratio(tokens) * tokens.advantages
 
 
-def _cispo(tokens: LossTokens, at: "torch.Tensor") -> "torch.Tensor":
-    ratio = _ratio(tokens, at).detach().clamp(tokens.ratio_low[at], tokens.ratio_high[at])
-    return -ratio * tokens.logprobs[at] * tokens.advantages[at]
+@loss(needs=_CLIPPED, reducers=("sum",))
+def ppo(tokens: LossTokens, _config: None) -> "torch.Tensor":
+    return _clipped(_ratio(tokens), tokens)
 
 
-def _dro(tokens: LossTokens, at: "torch.Tensor") -> "torch.Tensor":
-    distance = tokens.logprobs[at] - tokens.sampler_logprobs[at]
-    return -(tokens.logprobs[at] * tokens.advantages[at] - tokens.beta[at] / 2 * distance.square())
+@loss(needs=_CLIPPED, reducers=("sum",))
+def cispo(tokens: LossTokens, _config: None) -> "torch.Tensor":
+    ratio = _ratio(tokens).detach().clamp(tokens.clip_low_threshold, tokens.clip_high_threshold)
+    return -ratio * tokens.logprobs * tokens.advantages
 
 
-def _gspo(tokens: LossTokens, at: "torch.Tensor") -> "torch.Tensor":
-    # sequences are whole: a request has one loss, and a sequence is of one request
-    mask, own = tokens.ratio_mask, tokens.logprobs[at]
-    distance = (tokens.logprobs.detach() - tokens.sampler_logprobs) * mask
-    counts = tokens.sequences.sum(mask).clamp(min=1)
-    mean = tokens.sequences.broadcast(tokens.sequences.sum(distance) / counts)[at]
-    ratio = mean.clamp(max=LARGEST_LOG_RATIO).exp() * (own - own.detach()).exp()
-    return _clipped(ratio, tokens, at)
+@loss(needs=(*_SAMPLED, "beta"), reducers=("sum",))
+def dro(tokens: LossTokens, _config: None) -> "torch.Tensor":
+    distance = tokens.logprobs - tokens.sampler_logprobs
+    return -(tokens.logprobs * tokens.advantages - tokens.beta / 2 * distance.square())
 
 
-def _ratio(tokens: LossTokens, at: "torch.Tensor") -> "torch.Tensor":
-    return (tokens.logprobs[at] - tokens.sampler_logprobs[at]).clamp(max=LARGEST_LOG_RATIO).exp()
+@loss(needs=(*_CLIPPED, "sequence_ratio_mask"), reducers=("sum",))
+def gspo(tokens: LossTokens, _config: None) -> "torch.Tensor":
+    mask, own, sequences = tokens.sequence_ratio_mask, tokens.logprobs, tokens.sequences
+    distance = (own.detach() - tokens.sampler_logprobs) * mask
+    mean = sequences.sum(distance) / sequences.sum(mask).clamp(min=1)
+    ratio = sequences.broadcast(mean).clamp(max=LARGEST_LOG_RATIO).exp() * (own - own.detach()).exp()
+    return _clipped(ratio, tokens)
 
 
-def _clipped(ratio: "torch.Tensor", tokens: LossTokens, at: "torch.Tensor") -> "torch.Tensor":
-    advantages = tokens.advantages[at]
-    return -(ratio * advantages).minimum(ratio.clamp(tokens.ratio_low[at], tokens.ratio_high[at]) * advantages)
+def _ratio(tokens: LossTokens) -> "torch.Tensor":
+    return (tokens.logprobs - tokens.sampler_logprobs).clamp(max=LARGEST_LOG_RATIO).exp()
 
 
-_FORMULAS = {
-    "cross_entropy": _cross_entropy,
-    "importance_sampling": _importance_sampling,
-    "ppo": _ppo,
-    "cispo": _cispo,
-    "dro": _dro,
-    "gspo": _gspo,
-}
+def _clipped(ratio: "torch.Tensor", tokens: LossTokens) -> "torch.Tensor":
+    bounded = ratio.clamp(tokens.clip_low_threshold, tokens.clip_high_threshold)
+    return -(ratio * tokens.advantages).minimum(bounded * tokens.advantages)

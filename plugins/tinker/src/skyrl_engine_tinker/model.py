@@ -11,7 +11,9 @@ from attrs import define
 
 from skyrl_engine import Engine, EngineError
 from skyrl_engine.contracts import POLICY, Completion, GenerationRequest
-from skyrl_engine_tinker.codecs import columns_of, encoded_outputs, encoded_samples
+from skyrl_engine_tinker.asked import AskedLoss, LossInForce
+from skyrl_engine_tinker.codecs import encoded_outputs, encoded_samples
+from skyrl_engine_tinker.datums import DatumBatch, DatumLimits, wire_metrics
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.lane import PendingAnswer
 from skyrl_engine_tinker.sampling import SampleCall
@@ -41,6 +43,7 @@ class ServedModel:
         self.failed = False
         """Whether the first request failed, so that there is nothing to close."""
         self._engine: Engine | None = None
+        self._loss: LossInForce | None = None
         self._spoiled = False
         self._waiting: list[_Waiting] = []
         self._number = 0
@@ -56,7 +59,14 @@ class ServedModel:
     def open(self, base_model: str, rank: int, seed: int | None = None, start: Path | None = None) -> dict[str, Any]:
         """Start the ranks. Answers `create_model`."""
         self.base_model, self.rank = base_model, rank
-        self._engine = Engine.open(self.settings.engine(base_model, rank, seed, start))
+        engine = self._engine = Engine.open(self.settings.engine(base_model, rank, seed, start))
+        if engine.assembly.description.means_over_step:
+            self.close()
+            raise RequestError(
+                "the backend adds losses of routers, which are means over an optimizer step, and a step's requests are added up one by one; "
+                "the server's configuration must set router_balance_coefficient and router_z_coefficient to 0"
+            )
+        self._loss = LossInForce(engine)
         return {"type": "create_model", "model_id": self.model_id}
 
     def load(self, path: str, optimizer: bool, *, create: bool) -> dict[str, Any]:
@@ -78,18 +88,21 @@ class ServedModel:
 
     def forward_backward(self, request: Any) -> bytes:
         """Answer a ForwardBackwardRequest: log-probabilities and the summed loss; the gradient is added up, but for `forward_only`."""
-        columns = columns_of(request, longest=self.settings.serve.longest)
-        engine = self.engine
-        plan = engine.plan(columns)
+        engine, serve = self.engine, self.settings.serve
+        asked = AskedLoss.of(request, serve.losses)
+        assert self._loss is not None, "an engine has a loss in force"
+        reads = self._loss.put(asked)
+        batch = DatumBatch.of(request, asked, reads, DatumLimits(serve.longest, serve.body_bytes // 4, engine.vocabulary_size))
+        plan = engine.plan(batch.columns)
         if request.forward_only:
-            result = engine.evaluate(plan).result()
-            return encoded_outputs(result.output, result.metrics["loss"].value)
-        try:
-            result = engine.forward_backward(plan).result()
-        except EngineError:
-            self._spoiled = True
-            raise
-        return encoded_outputs(result.output, result.metrics["loss"].result)
+            result = engine.evaluate(plan, tokens="actions", labels=batch.labels).result()
+        else:
+            try:
+                result = engine.forward_backward(plan, tokens="actions", labels=batch.labels).result()
+            except EngineError:
+                self._spoiled = True
+                raise
+        return encoded_outputs(batch.logprobs(result.output), wire_metrics(result.output.metrics))
 
     def optim_step(self, adam: dict[str, Any]) -> dict[str, Any]:
         """Take one AdamW step with the request's numbers; samplers of the step before keep its weights."""

@@ -3,12 +3,13 @@
 import re
 import tomllib
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import attrs
 from attrs import field, frozen
-from attrs.validators import ge, gt, instance_of
+from attrs.validators import and_, deep_iterable, ge, gt, instance_of
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine_tinker import losses
@@ -22,11 +23,25 @@ PARTIAL = ".partial"
 """The end of the name of a checkpoint that is being written."""
 
 
+def _several(given: object) -> tuple[object, ...]:
+    """One text is a list of one, and not of its letters."""
+    return tuple(given) if isinstance(given, list | tuple) else (given,)
+
+
+def _installed(_table: object, _field: object, reference: str) -> None:
+    """Refuse what is no `distribution:name` of an installed loss: a client's loss never comes out of a file."""
+    found = {f"{each.dist.name}:{each.name}" for each in entry_points(group="skyrl_engine.loss") if each.dist is not None}
+    if reference not in found:
+        raise ValueError(f"losses has {reference!r}, and the losses that are installed are {', '.join(sorted(found))}")
+
+
 @frozen(kw_only=True)
 class ServeTable:
     """What is served, where checkpoints lie, and limits. `models` are directories or hub ids by the names that clients may ask for."""
 
     models: Mapping[str, str]
+    losses: tuple[str, ...] = field(default=(), converter=_several, validator=deep_iterable(and_(instance_of(str), _installed)))
+    """Losses of installed plugins that clients may ask for, as `distribution:name`."""
     directory: str = field(default="served", validator=instance_of(str))
     longest: int = field(default=32_768, validator=[instance_of(int), ge(1)])
     """Tokens of a datum, and of a prompt with what is sampled behind it."""
@@ -96,7 +111,7 @@ class Settings:
             **self.tables,
             "model": model,
             "run": run,
-            "loss": {"use": f"{losses.__file__}:tinker"},
+            "loss": {"use": f"{losses.__file__}:cross_entropy"},
             "reducer": {"use": "sum"},
         }
 
