@@ -21,6 +21,7 @@ from skyrl_engine.cli.run import start_printed
 
 _ON_ROWS = {
     **RUN_KEYS,
+    "teacher": "teacher.path",
     "data": "data.train",
     "batch_size": "training.batch_size",
     "steps": "training.steps",
@@ -40,7 +41,7 @@ _ON_SAMPLES = {
 @click.command(cls=EngineCommand)
 @overrides_argument
 @model_option
-@click.option("--teacher", metavar="MODEL", help="The model that scores what the student samples; it has the student's tokenizer.")
+@click.option("--teacher", metavar="MODEL", help="The model to learn from, on the same ranks; it has the student's tokenizer.")
 @click.option(
     "--prompts", multiple=True, callback=one_or_several, metavar="DATA", help="What to sample at: a file, a folder or a hub id."
 )
@@ -53,7 +54,7 @@ _ON_SAMPLES = {
     multiple=True,
     callback=one_or_several,
     metavar="DATA",
-    help="Rows that hold a teacher's likeliest tokens, instead of --teacher.",
+    help="Rows of prompts and answers to learn on; without --teacher they hold a teacher's likeliest tokens.",
 )
 @click.option("--batch-size", type=int, metavar="SAMPLES", help="Rows of one optimizer step, over all ranks.")
 @click.option("--steps", type=int, metavar="STEPS", help="Optimizer steps.")
@@ -61,30 +62,36 @@ _ON_SAMPLES = {
 @plugin_options("rl")
 @click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
 def distill(overrides: tuple[str, ...], *, prompts: str | list[str] | None, env: str | None, dry_run: bool, **given: Any) -> int:
-    """Teach MODEL what a teacher knows: on MODEL's own samples, which the teacher scores, or on rows that hold its likeliest tokens.
+    """Teach MODEL what a teacher knows: on MODEL's own samples, which the teacher scores, or on rows of data.
 
-    Samples are trainer rl's, with the preset on_policy_distill; rows are trainer sft's, with the loss top_k_divergence. The configuration that
-    the options make is printed, as TOML: `skyrl-engine distill ... > my.toml` keeps it for `skyrl-engine run my.toml`. All else goes to stderr.
+    Samples are trainer rl's, with the preset on_policy_distill. Rows are trainer sft's: with --teacher by the loss divergence, over the whole
+    vocabulary, and without by the loss top_k_divergence, of rows that hold a teacher's likeliest tokens. The configuration that the options
+    make is printed, as TOML: `skyrl-engine distill ... > my.toml` keeps it for `skyrl-engine run my.toml`. All else goes to stderr.
     """
     from skyrl_engine.config import Option
 
-    if (given["teacher"] is None) == (given["data"] is None):
-        raise click.UsageError("Give one of --teacher, to learn on samples, and --data, to learn on rows.")
-    keys, others = (_ON_ROWS, _ON_SAMPLES) if given["teacher"] is None else (_ON_SAMPLES, _ON_ROWS)
+    sampled = prompts is not None or env is not None
+    if given["data"] is None and not sampled:
+        raise click.UsageError(
+            "there is nothing to learn on. Give --data, rows of prompts and answers, or --teacher with one of --prompts and --env."
+        )
+    if given["data"] is not None and sampled:
+        raise click.UsageError("--prompts and --env are for the student to sample at, instead of --data. Leave them out.")
+    if sampled and given["teacher"] is None:
+        raise click.UsageError("samples are scored by a teacher. Give --teacher.")
+    keys, others = (_ON_SAMPLES, _ON_ROWS) if sampled else (_ON_ROWS, _ON_SAMPLES)
     alien = next((name for name in others if name not in keys and given[name] is not None), None)
     if alien is not None:
         raise click.UsageError(
-            f"--{alien.replace('_', '-')} goes with {'--teacher' if keys is _ON_ROWS else '--data'}. Leave it out."
+            f"--{alien.replace('_', '-')} goes with {'--prompts or --env' if keys is _ON_ROWS else '--data'}. Leave it out."
         )
     flags: dict[str, Any] = {**values_by_key(keys, given), **flags_of(given)}
     if keys is _ON_ROWS:
-        if prompts is not None or env is not None:
-            raise click.UsageError("--prompts and --env go with --teacher. Leave them out.")
-        flags = {"trainer": "sft", "loss.use": "top_k_divergence", **flags}
+        flags = {"trainer": "sft", "loss.use": "top_k_divergence" if given["teacher"] is None else "divergence", **flags}
     else:
-        if (prompts is None) == (env is None):
+        if prompts is not None and env is not None:
             raise click.UsageError(
-                "--teacher needs something to sample at. Give one of --prompts FILE, whose rows have a prompt, and --env."
+                "there are two places to sample at. Give one of --prompts FILE, whose rows have a prompt, and --env."
             )
         table = {"use": "prompts", "data": prompts} if env is None else environment_table(env)
         environments = Option("--prompts" if env is None else "--env", [table])

@@ -118,21 +118,29 @@ def with_default_loss(raw: "RawConfig") -> "RawConfig":
 def _rows(resolved: "Mapping[str, ResolvedConfig]", plant: "Plant | None", ranks: int, family: str) -> "Iterator[CaseResult]":
     import tempfile
 
+    from skyrl_engine.contracts.kinds.needs import asks_a_teacher
     from skyrl_engine.contracts.values.model import ModelConfig
-    from skyrl_engine.modeling.tiny import write_model
+    from skyrl_engine.modeling.tiny import make_parts_differ, write_model
     from skyrl_engine.objective.parts import ObjectiveParts
     from skyrl_engine.proof.cases import cases
     from skyrl_engine.proof.prover import Prover
     from skyrl_engine.proof.ranks import CONTEXT, RankPool
 
     plugins = next(iter(resolved.values())).plugins
-    value_head = "values" in ObjectiveParts.made(plugins, CONTEXT).scores
+    scores = ObjectiveParts.made(plugins, CONTEXT).scores
+    value_head = "values" in scores
     layouts = {name: config.plugins["collator"].make(CONTEXT).rows for name, config in resolved.items()}
     padding, packing = ([name for name, rows in layouts.items() if rows == wanted] for wanted in ("padded", "packed"))
     with tempfile.TemporaryDirectory(prefix="skyrl-engine-prove-") as directory:
         write_model(Path(directory), "llama" if family == "llama" else "qwen3", value_head=value_head)
         model = ModelConfig(directory, value_head=value_head)
-        with RankPool(model, plugins, alone=plugins["backend"].on_one_rank(), reference=_backend("fsdp")) as pool:
+        teacher = None
+        if asks_a_teacher(scores):
+            teacher = ModelConfig(f"{directory}/teacher")
+            write_model(Path(teacher.path), "qwen3" if family == "llama" else "llama")
+            make_parts_differ(Path(teacher.path))
+        alone = plugins["backend"].on_one_rank()
+        with RankPool(model, plugins, alone=alone, reference=_backend("fsdp"), teacher=teacher) as pool:
             yield from Prover(resolved, pool, plant).rows(list(cases(padding, packing, ranks)))
 
 

@@ -212,7 +212,7 @@ def show_plan(plan: "RunPlan | RlPlan") -> None:
 
 def _described(data: Mapping[str, Any]) -> str:
     bad = data["dropped_bad_images"]
-    dropped = data["dropped_overlong"] + data["dropped_without_loss"] + bad + data["dropped_with_unit"]
+    dropped = data["dropped_overlong"] + data["dropped_without_loss"] + bad + data["dropped_with_unit"] + data["dropped_ties"]
     return (
         f"{data['name']} ({data['format']}): {_kept(data['format'], data['samples'], data['rows'])}, {dropped:,} dropped"
         + (f" ({bad:,} with bad images), " if bad else ", ")
@@ -224,7 +224,7 @@ def _described(data: Mapping[str, Any]) -> str:
 
 def _kept(kind: str, samples: int, rows: int) -> str:
     """Count samples and the rows that they were made of; a row of preferences is a pair."""
-    return f"{samples // 2:,} pairs of {rows:,} rows" if kind == "preference" else f"{samples:,} of {rows:,} rows"
+    return f"{samples // 2:,} pairs of {rows:,} rows" if kind in ("preference", "ratings") else f"{samples:,} of {rows:,} rows"
 
 
 def show_preview(seen: "Preview") -> None:
@@ -252,7 +252,8 @@ def show_preview(seen: "Preview") -> None:
             "samples": _kept(seen.format, counts.samples, counts.rows),
             "dropped": f"{counts.dropped_overlong:,} over-long, {counts.dropped_without_loss:,} without a token that carries loss"
             + (f", {counts.dropped_bad_images:,} with bad images" if counts.dropped_bad_images else "")
-            + (f", {counts.dropped_with_unit:,} with another of their unit" if counts.dropped_with_unit else ""),
+            + (f", {counts.dropped_with_unit:,} with another of their unit" if counts.dropped_with_unit else "")
+            + (f", {counts.dropped_ties:,} with answers that are all rated alike" if counts.dropped_ties else ""),
             "truncated": f"{counts.truncated:,}",
             **({"left out": f"{counts.excluded_turns:,} assistant turns, by their own weight"} if counts.excluded_turns else {}),
             "tokens": f"{counts.tokens:,}, of which {counts.loss_tokens:,} carry loss ({counts.loss_tokens / max(counts.tokens, 1):.1%})",

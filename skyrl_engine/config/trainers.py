@@ -29,7 +29,7 @@ class Trainer:
 _ROWS = (
     Trainer(
         DEFAULT_TRAINER,
-        tables=("data", "training", "evaluation", "checkpoint"),
+        tables=("data", "training", "teacher", "evaluation", "checkpoint"),
         kinds=("collator", "loss", "correction", "reducer", "backend", "merger"),
         run="skyrl_engine.training.sft.trainer:run_sft",
         plan="skyrl_engine.training.sft.trainer:plan_sft",

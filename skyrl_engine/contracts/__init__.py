@@ -83,7 +83,16 @@ if TYPE_CHECKING:
         as_loss_output,
     )
     from skyrl_engine.contracts.kinds.merger import Merger
-    from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, MODEL_SCORES, ColumnForm, column_forms, model_score
+    from skyrl_engine.contracts.kinds.needs import (
+        LOGPROBS_AT,
+        MODEL_SCORES,
+        TOP_1_AGREEMENT,
+        ColumnForm,
+        Divergence,
+        DivergenceKind,
+        column_forms,
+        model_score,
+    )
     from skyrl_engine.contracts.kinds.observer import (
         CheckpointSaved,
         EvaluationFinished,
@@ -150,6 +159,7 @@ __all__ = [
     "ROUTER_PADDING_MASK",
     "SAMPLED",
     "TOKEN_TYPES",
+    "TOP_1_AGREEMENT",
     "Action",
     "AdamWSettings",
     "Advantage",
@@ -173,6 +183,8 @@ __all__ = [
     "ComputeDtype",
     "Correction",
     "DenseBatch",
+    "Divergence",
+    "DivergenceKind",
     "EmptyModelConfig",
     "EmptySequence",
     "Environment",
@@ -284,6 +296,8 @@ _HOMES = {
     "ComputeDtype": "values.model",
     "Correction": "kinds.correction",
     "DenseBatch": "kinds.collator",
+    "Divergence": "kinds.needs",
+    "DivergenceKind": "kinds.needs",
     "ENGINE_METRICS": "values.outputs",
     "EXPERT_ROUTES": "values.extras",
     "EmptyModelConfig": "values.model",
@@ -365,6 +379,7 @@ _HOMES = {
     "StepFinished": "kinds.observer",
     "StepResult": "kinds.environment",
     "TOKEN_TYPES": "values.extras",
+    "TOP_1_AGREEMENT": "kinds.needs",
     "Task": "kinds.environment",
     "Tasks": "kinds.environment",
     "ToolCall": "kinds.environment",

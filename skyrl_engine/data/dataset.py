@@ -38,15 +38,15 @@ _EVAL_STREAM = 0x6576616C  # keeps this use of the run's seed apart from its oth
 
 @frozen
 class DataCounts:
-    """Counts of rows and samples. `rows` were read; `samples` of them are kept, the others dropped for one of four reasons. A row that holds a
+    """Counts of rows and samples. `rows` were read; `samples` of them are kept, the others dropped for one of five reasons. A row that holds a
     preference pair is two samples.
 
     `dropped_overlong` were longer than max_length, or lost every loss-carrying token when cut; `dropped_without_loss` had none from the start;
-    `dropped_bad_images` had an image that cannot be used; `dropped_with_unit` are of a unit of which another sample was dropped.
-    `truncated` were cut and kept. `tokens` and `loss_tokens` are those of the kept samples, as are `boundary_tokens` (tokens across the
-    start of a response), `images`, and `image_tokens`, which `tokens` counts too. `excluded_turns` are assistant turns of all rows whose
-    own `weight` or `train` says that they carry no loss. `removed_reasoning` are rows whose chat template left out the reasoning of earlier
-    turns. `from_cache` says that nothing had to be tokenized.
+    `dropped_bad_images` had an image that cannot be used; `dropped_with_unit` are of a unit of which another sample was dropped;
+    `dropped_ties` are rows whose answers are all rated alike. `truncated` were cut and kept. `tokens` and `loss_tokens` are those of the
+    kept samples, as are `boundary_tokens` (tokens across the start of a response), `images`, and `image_tokens`, which `tokens` counts too.
+    `excluded_turns` are assistant turns of all rows whose own `weight` or `train` says that they carry no loss. `removed_reasoning` are rows
+    whose chat template left out the reasoning of earlier turns. `from_cache` says that nothing had to be tokenized.
     """
 
     rows: int = 0
@@ -55,6 +55,7 @@ class DataCounts:
     dropped_without_loss: int = 0
     dropped_bad_images: int = 0
     dropped_with_unit: int = 0
+    dropped_ties: int = 0
     truncated: int = 0
     tokens: int = 0
     loss_tokens: int = 0
@@ -67,7 +68,9 @@ class DataCounts:
 
     @property
     def dropped(self) -> int:
-        return self.dropped_overlong + self.dropped_without_loss + self.dropped_bad_images + self.dropped_with_unit
+        return (
+            self.dropped_overlong + self.dropped_without_loss + self.dropped_bad_images + self.dropped_with_unit + self.dropped_ties
+        )
 
 
 @frozen(eq=False)
@@ -133,7 +136,8 @@ def load_columns(
             f"no sample of {source.name} is left: of {counts.rows} rows {counts.dropped_overlong} were over-long and "
             f"{counts.dropped_without_loss} had no token that carries loss"
             + (f", {counts.dropped_bad_images} had bad images" if counts.dropped_bad_images else "")
-            + (f", {counts.dropped_with_unit} lost another of their unit" if counts.dropped_with_unit else ""),
+            + (f", {counts.dropped_with_unit} lost another of their unit" if counts.dropped_with_unit else "")
+            + (f", {counts.dropped_ties} have answers that are all rated alike" if counts.dropped_ties else ""),
             remedy="Raise data.max_length, or correct the dataset",
         )
     if counts.removed_reasoning:

@@ -10,6 +10,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.pairs import roles_in
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray
 from skyrl_engine.data.dataset import DataCounts, TokenizedDataset
+from skyrl_engine.data.sources.formats import PAIRS
 from skyrl_engine.data.sources.preferences import HALVES
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def preview(
     dataset: TokenizedDataset, tokenizer: "PreTrainedTokenizerBase", *, samples: int = 3, batch_size: int = 32, bins: int = 10
 ) -> Preview:
     """Show the first `samples` samples token by token, of pairs both halves, and lengths and counts of all of them."""
-    if dataset.format == "preference":
+    if dataset.format in PAIRS:
         samples *= 2
     lengths = np.diff(dataset.columns.token_offsets)
     return Preview(

@@ -8,7 +8,7 @@ import numpy as np
 from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES, BackendDescription, Capability
 from skyrl_engine.contracts.kinds.collator import CARRIED_EXTRAS, Carried, Collator, carried_by
 from skyrl_engine.contracts.kinds.loss import Loss, compares_pairs
-from skyrl_engine.contracts.kinds.needs import ROLE_NEED, column_forms, model_score
+from skyrl_engine.contracts.kinds.needs import DIVERGENCE, ROLE_NEED, TOP_1_AGREEMENT, column_forms, model_score
 from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.pairs import pair_places, roles_in
@@ -30,7 +30,7 @@ _ACTION: dict[Capability, str] = {
     "context_parallel": "Set the backend's context-parallel size to 1, or choose another backend",
     "vision": "Remove the images from the data, or choose a backend and a layout that train vision-language models, such as megatron, or "
     "fsdp without tensor parallelism",
-    **dict.fromkeys(OPTIONAL_SCORES, "Choose another backend"),
+    **dict.fromkeys((*OPTIONAL_SCORES, "divergence"), "Choose another backend"),
     "value_head": "Set model.value_head = false, or choose another backend",
     "lora": "Remove model.lora, or choose a backend and a layout that train adapters, such as fsdp without tensor parallelism",
     "router_replay": "Leave the expert routes out of the samples, or choose another backend",
@@ -165,6 +165,12 @@ def check_scores(
         )
     for need in needs:
         score = model_score(need)
+        if declared is not None and score in (DIVERGENCE, TOP_1_AGREEMENT) and "divergence" not in declared:
+            raise UnsupportedError(
+                f"{label} compares the model with a teacher over the whole vocabulary, and backend {backend}, in this layout, does not declare "
+                "the capability 'divergence'",
+                remedy="Choose a backend that does, with whole heads on every rank: fsdp with tensor_parallel = 1, or deepspeed",
+            )
         if declared is not None and score in OPTIONAL_SCORES and score not in declared:
             raise UnsupportedError(
                 f"{label} needs the model's score {need!r}, and backend {backend} does not declare the capability {score!r}",

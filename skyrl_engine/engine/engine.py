@@ -16,7 +16,7 @@ from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.schema import OptimizerConfig
 from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES, AdamWSettings, OptimStep
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
-from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, TEACHER_MODEL, asks_a_teacher
 from skyrl_engine.contracts.kinds.reducer import PerSequence, TokenWeights
 from skyrl_engine.contracts.values.buffers import ReusableJoin
 from skyrl_engine.contracts.values.columns import SampleColumns
@@ -225,6 +225,7 @@ class Engine:
         times its loss weight, over the sum of the loss weights, divided once however many passes are combined. `over` "sequences" takes that
         mean within each sequence, and then the mean of all sequences that carry loss. `tokens` and `labels` as in `forward_backward`.
         """
+        self._refuse_no_teacher()
         with _refused_in_words("evaluate"):
             work = Pass("evaluate", self.step, per_token_outputs, temperature, tokens=tokens, labels=labels)
         divisors, total = None, float(plan.columns.loss_weight.sum(dtype=np.float64))
@@ -530,9 +531,18 @@ class Engine:
                 remedy=f"Ask for some of {', '.join(sorted(has))}; values need model.value_head = true",
             )
 
+    def _refuse_no_teacher(self) -> None:
+        """Refuse a loss that compares with a teacher, where no such frozen model was added."""
+        if asks_a_teacher(self.assembly.objective.scores) and TEACHER_MODEL not in self.group.frozen:
+            raise UnsupportedError(
+                "a part of the loss compares the model with a teacher on the ranks, and there is none",
+                remedy=f'Add it first: engine.add_frozen(FrozenModel("{TEACHER_MODEL}", model))',
+            )
+
     def _learning_pass(
         self, per_token_outputs: bool, temperature: float, bound: Mapping[str, str], watch: Iterable[Watched]
     ) -> Pass:
+        self._refuse_no_teacher()
         return Pass(
             "forward_backward",
             self.step + 1,

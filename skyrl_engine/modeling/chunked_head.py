@@ -1,15 +1,18 @@
 """The language-model head and log-softmax in chunks of positions, so that the logits of few positions are held at a time."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from attrs import frozen
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, candidate_columns
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, asks_a_teacher, candidate_columns
 from skyrl_engine.modeling.causal_lm import LogitRule
+
+if TYPE_CHECKING:
+    from skyrl_engine.modeling.teaching import TeacherStates
 
 VOCABULARY_SCORES = ("logprobs", "entropy", "logits", "logsumexp", "mean_logprob")
 """The scores [n] that a head computes from a position's logits, in this order; `contracts.MODEL_SCORES` defines them."""
@@ -24,7 +27,7 @@ class AskedScores:
     """Scores asked of a head at n positions: scores by name, and the token ids to score.
 
     `tokens` int64[n, 1 + k] holds the label of each position, and behind it the candidates of every need `logprobs_at:COLUMN`, of which
-    `widths` says how many there are. `scores` has "logprobs" always, and "logprobs_at" where there is such a need.
+    `widths` says how many there are. `scores` has "logprobs" always, "logprobs_at" where there is such a need, and the needs of a teacher.
     """
 
     scores: tuple[str, ...]
@@ -36,6 +39,7 @@ class AskedScores:
         """Collect what `needs` ask at these labels int64[n]; `candidates` int64[n, k] by column. Needs of no head are left out."""
         names = set(needs)
         scores = tuple(name for name in VOCABULARY_SCORES if name == "logprobs" or name in names)
+        scores += tuple(sorted(name for name in names if asks_a_teacher((name,))))
         wide = {need: candidates[column] for need, column in candidate_columns(sorted(names)).items()}
         return cls(
             (*scores, LOGPROBS_AT) if wide else scores,
@@ -61,15 +65,17 @@ class AskedScores:
 def asks_a_head(needs: Iterable[str]) -> bool:
     """Return True where some need is of the vocabulary, and not of a value head alone."""
     names = set(needs)
-    return not names.isdisjoint(VOCABULARY_SCORES) or bool(candidate_columns(names))
+    return not names.isdisjoint(VOCABULARY_SCORES) or bool(candidate_columns(names)) or asks_a_teacher(names)
 
 
 class ChunkedHead(nn.Module):
     """A linear head that computes logits chunk by chunk and, beyond a few, computes them again in backward instead of keeping them.
 
     One module contains the whole loop, so that a framework that gathers weights per module call gathers the head once. Its forward must run
-    inside the forward of the sharded root, where the head's weight is whole.
+    inside the forward of the sharded root, where the head's weight is whole. `compares` says that it has the scores of a teacher.
     """
+
+    compares = True
 
     def __init__(self, linear: nn.Linear, rule: LogitRule, logits_per_chunk: int) -> None:
         super().__init__()
@@ -77,12 +83,24 @@ class ChunkedHead(nn.Module):
         self.rule = rule
         self.positions_per_chunk = max(1, logits_per_chunk // linear.out_features)
 
-    def forward(self, hidden_NH: Tensor, tokens_NK: Tensor, temperature: float, asked: tuple[str, ...]) -> tuple[Tensor, ...]:
+    def forward(
+        self,
+        hidden_NH: Tensor,
+        tokens_NK: Tensor,
+        temperature: float,
+        asked: tuple[str, ...],
+        teacher: "TeacherStates | None" = None,
+    ) -> tuple[Tensor, ...]:
         """Return the scores of `AskedScores`, each [n] (`logprobs_at`: [n, k]), in nats; float32, or float64 for a float64 model.
 
-        They are a tuple, not a list, because DeepSpeed ZeRO-3 follows tensors through tuples only.
+        `teacher` has the states at these positions, for scores that compare with one. The scores are a tuple, not a list, because DeepSpeed
+        ZeRO-3 follows tensors through tuples only.
         """
-        score = Score(self.rule, temperature, asked)
+        score = (
+            Score(self.rule, temperature, asked)
+            if teacher is None
+            else teacher.score(self.rule, temperature, asked, self.linear.out_features)
+        )
         # some models keep a residual in float32 whatever precision computes (Mamba), and cast it to the head's own, as here
         hidden_NH = hidden_NH.to(self.linear.weight.dtype)
         return chunked_scores(hidden_NH, self.linear.weight, self.linear.bias, tokens_NK, score, self.positions_per_chunk)
@@ -116,10 +134,31 @@ class Score:
     asked: tuple[str, ...]
 
     def __call__(self, raw_NV: Tensor, tokens_NK: Tensor) -> tuple[Tensor, ...]:
-        logits_NV = self._logits(raw_NV)
+        named = self._named(self._logits(raw_NV), tokens_NK)
+        return tuple(named[name] for name in self.asked)
+
+    def positions_per_chunk(self, limit: int, count: int) -> int:  # noqa: ARG002 - others divide few positions too
+        """Return how many of `count` positions are scored at a time, where the logits of `limit` positions may be held."""
+        return limit
+
+    @property
+    def chunks_kept(self) -> int:
+        """The number of chunks up to which logits are kept for backward."""
+        return CHUNKS_KEPT
+
+    def at(self, chosen: slice) -> Self:  # noqa: ARG002 - others know something of each position
+        """Return the score of the chunk of these positions."""
+        return self
+
+    def differentiable(self, name: str) -> bool:  # noqa: ARG002 - others have scores that count
+        """Say whether a score depends on the logits differentiably."""
+        return True
+
+    def _named(self, logits_NV: Tensor, tokens_NK: Tensor) -> dict[str, Tensor]:
+        """Return scores by name, those that are asked for and perhaps others."""
         sums = self._sums(logits_NV, tokens_NK, expected="entropy" in self.asked, mean="mean_logprob" in self.asked)
         label_N, others_NK = sums.picked[:, 0], sums.picked[:, 1:]
-        scores = {
+        return {
             "logprobs": label_N - sums.total,
             "entropy": sums.total - sums.expected,
             "logits": label_N,
@@ -127,14 +166,11 @@ class Score:
             "mean_logprob": sums.mean - sums.total,
             LOGPROBS_AT: others_NK - sums.total[:, None],
         }
-        return tuple(scores[name] for name in self.asked)
 
     def gradient(self, raw_NV: Tensor, tokens_NK: Tensor, upstream: Sequence[Tensor | None]) -> Tensor:
         """Return the gradient of the scores, weighted by `upstream`, with respect to the raw logits, in their dtype.
 
-        With respect to y, and for upstream u, it is u (one_hot(token) - p) of a log-probability, -u p (y - E) of an entropy,
-        u one_hot(label) of the label's logit, u p of log Z, and u (1 / V - p) of the mean log-probability over V tokens; None stands for a
-        score that nothing was computed from. A rule without a soft cap is a factor.
+        None stands for a score that nothing was computed from. A rule without a soft cap is a factor.
         """
         factor = 1.0 if self.rule.softcap is not None else self.rule.scale / self.temperature
         of = {name: each * factor for name, each in zip(self.asked, upstream, strict=True) if each is not None}
@@ -142,7 +178,17 @@ class Score:
             raw_NV = raw_NV.detach().requires_grad_()
         with torch.set_grad_enabled(self.rule.softcap is not None):
             logits_NV = self._logits(raw_NV)
-        values_NV = logits_NV.detach()
+        gradient_NV = self._gradient(logits_NV.detach(), tokens_NK, of)
+        if self.rule.softcap is not None:
+            return torch.autograd.grad(logits_NV, raw_NV, gradient_NV)[0]
+        return gradient_NV.to(raw_NV.dtype)
+
+    def _gradient(self, values_NV: Tensor, tokens_NK: Tensor, of: Mapping[str, Tensor]) -> Tensor:
+        """Return the gradient with respect to y = `values_NV`, for the upstream gradients `of` scores by name.
+
+        For upstream u, it is u (one_hot(token) - p) of a log-probability, -u p (y - E) of an entropy, u one_hot(label) of the label's logit,
+        u p of log Z, and u (1 / V - p) of the mean log-probability over V tokens.
+        """
         probabilities_NV, expected_N = self._softmax(values_NV, expected="entropy" in of)
         zeros_N = values_NV.new_zeros(len(tokens_NK))
         at_NK = values_NV.new_zeros(tokens_NK.shape)
@@ -162,9 +208,7 @@ class Score:
         if "mean_logprob" in of:
             gradient_NV += (of["mean_logprob"] / self._vocabulary(values_NV))[:, None]
         self._add_at_tokens(gradient_NV, tokens_NK, at_NK)
-        if self.rule.softcap is not None:
-            return torch.autograd.grad(logits_NV, raw_NV, gradient_NV)[0]
-        return gradient_NV.to(raw_NV.dtype)
+        return gradient_NV
 
     def _logits(self, raw_NV: Tensor) -> Tensor:
         """Return the logits that softmax is taken of: by the rule and the temperature, in float32 or float64."""
@@ -199,8 +243,9 @@ def chunked_scores(
 ) -> tuple[Tensor, ...]:
     """Return the scores of `hidden_NH @ weight_VH.T + bias_V` at the tokens [n, 1 + k] of `AskedScores`, chunk by chunk.
 
-    Backward computes the logits of each chunk again, unless they were kept (`CHUNKS_KEPT`).
+    Backward computes the logits of each chunk again, unless they were kept (`Score.chunks_kept`).
     """
+    positions_per_chunk = score.positions_per_chunk(positions_per_chunk, len(tokens_NK))
     # torch leaves `apply` and its result untyped
     return _ChunkedScores.apply(hidden_NH, weight_VH, bias_V, tokens_NK, score, positions_per_chunk)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -219,15 +264,22 @@ class _ChunkedScores(torch.autograd.Function):
         # a score that nothing was computed from has None for its gradient, not zeros that cost as much as any other
         ctx.set_materialize_grads(False)
         ctx.score, ctx.size = score, size
-        keeps = len(tokens_NK) <= CHUNKS_KEPT * size
+        keeps = len(tokens_NK) <= score.chunks_kept * size
         kept, parts = [], []
-        for hidden, tokens in zip(torch.split(hidden_NH, size), torch.split(tokens_NK, size), strict=True):
-            raw_NV = nn.functional.linear(hidden, weight_VH, bias_V)
-            parts.append(score(raw_NV, tokens))
+        for start in range(0, len(tokens_NK), size):
+            chosen = slice(start, start + size)
+            raw_NV = nn.functional.linear(hidden_NH[chosen], weight_VH, bias_V)
+            parts.append(score.at(chosen)(raw_NV, tokens_NK[chosen]))
             if keeps:
                 kept.append(raw_NV)
+            # the next chunk's logits are made when these are gone
+            del raw_NV
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_NK, *kept)
-        return tuple(torch.cat(values) for values in zip(*parts, strict=True))
+        scores = tuple(torch.cat(values) for values in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(
+            *(each for name, each in zip(score.asked, scores, strict=True) if not score.differentiable(name))
+        )
+        return scores
 
     @staticmethod
     @once_differentiable
@@ -242,7 +294,7 @@ class _ChunkedScores(torch.autograd.Function):
             chosen = slice(start, start + ctx.size)
             hidden = hidden_NH[chosen]
             raw_NV = kept[number] if kept else nn.functional.linear(hidden, weight_VH, bias_V)
-            gradient_NV = ctx.score.gradient(
+            gradient_NV = ctx.score.at(chosen).gradient(
                 raw_NV, tokens_NK[chosen], [None if each is None else each[chosen] for each in upstream]
             )
             del raw_NV

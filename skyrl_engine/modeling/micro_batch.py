@@ -1,15 +1,17 @@
 """Score one micro-batch and prepare its backward pass, for every backend over Hugging Face models."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch, Objective
-from skyrl_engine.contracts.kinds.needs import model_score
+from skyrl_engine.contracts.kinds.needs import asks_a_teacher, model_score
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.modeling.images import ImageTokens
 from skyrl_engine.modeling.model_inputs import check_tokens, model_inputs
+from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine.modeling.teaching import HIDDEN_STATES
 
 
 def score(
@@ -34,7 +36,45 @@ def score(
             f"the loss needs {', '.join(sorted(unknown))}, which the model on the {backend} backend does not compute",
             remedy="Set model.value_head = true" if unknown == {"values"} else "Choose another loss or backend",
         )
+    if micro_batch.teacher is None and asks_a_teacher(objective.needs):
+        raise UnsupportedError(
+            "the loss compares the model with a teacher, and the micro-batch comes without what a teacher knows of it",
+            remedy="Add a frozen model of the name teacher, or choose another loss",
+        )
     check_tokens(micro_batch, vocabulary)
+    return _called(call, micro_batch, needs=objective.needs, temperature=objective.temperature, device=device, images=images)
+
+
+def hidden_states(
+    call: Callable[..., dict[str, Tensor]],
+    scorer: Scorer,
+    micro_batch: MicroBatch,
+    *,
+    vocabulary: int,
+    device: torch.device,
+    images: ImageTokens | None = None,
+) -> Tensor:
+    """Return a frozen model's hidden states [n, h] at a micro-batch's positions, without gradients and in evaluation mode.
+
+    Arguments are those of `score`; `scorer` is what `call` is or wraps. Raises DataError for tokens outside of the vocabulary.
+    """
+    check_tokens(micro_batch, vocabulary)
+    scorer.eval()
+    with torch.no_grad():
+        scores = _called(call, micro_batch, needs=(HIDDEN_STATES,), temperature=1.0, device=device, images=images)
+    return scores[HIDDEN_STATES]
+
+
+def _called(
+    call: Callable[..., dict[str, Tensor]],
+    micro_batch: MicroBatch,
+    *,
+    needs: Collection[str],
+    temperature: float,
+    device: torch.device,
+    images: ImageTokens | None,
+) -> dict[str, Tensor]:
+    """Call a scorer on a micro-batch's inputs, on `device`."""
     arguments = model_inputs(micro_batch, images=images)
     mask = arguments.inputs.get("attention_mask")
 
@@ -45,11 +85,12 @@ def score(
         {name: moved(tensor) for name, tensor in arguments.inputs.items()},
         moved(arguments.positions),
         moved(micro_batch.labels),
-        temperature=objective.temperature,
-        needs=objective.needs,
+        temperature=temperature,
+        needs=needs,
         segments=arguments.segments,
         padded=None if mask is None else not mask.all(),  # read here, on the CPU, and not on the device
         candidates={column: moved(ids) for column, ids in micro_batch.candidates.items()},
+        **({} if micro_batch.teacher is None else {"teacher": micro_batch.teacher}),
     )
 
 

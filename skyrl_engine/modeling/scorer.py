@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from torch import Tensor, nn
 
-from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT
+from skyrl_engine.contracts.kinds.needs import DIVERGENCE, LOGPROBS_AT, TOP_1_AGREEMENT, asks_a_teacher
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.modeling.causal_lm import CausalLanguageModelParts
@@ -13,6 +13,7 @@ from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, AskedScores, C
 from skyrl_engine.modeling.images import ImageTokens
 from skyrl_engine.modeling.segment_attention import known_documents, known_rows
 from skyrl_engine.modeling.segments import REMEDY, WHOLE_ROWS, Segments, SegmentSupport
+from skyrl_engine.modeling.teaching import HIDDEN_STATES, TeacherStates
 from skyrl_engine.modeling.value_head import ValueHead
 from skyrl_engine.modeling.vision import ImageDecoder
 
@@ -49,8 +50,9 @@ class Scorer(nn.Module):
 
     @property
     def computes(self) -> frozenset[str]:
-        """The model scores that this scorer can be asked for, `logprobs_at` without its column."""
-        return frozenset((*VOCABULARY_SCORES, LOGPROBS_AT, *(() if self.value_head is None else ("values",))))
+        """The model scores that this scorer can be asked for, `logprobs_at` without its column and `divergence` without its kind."""
+        compared = (DIVERGENCE, TOP_1_AGREEMENT) if self.head.compares else ()
+        return frozenset((*VOCABULARY_SCORES, LOGPROBS_AT, *compared, *(() if self.value_head is None else ("values",))))
 
     def forward(
         self,
@@ -63,12 +65,14 @@ class Scorer(nn.Module):
         segments: Segments | None = None,
         padded: bool | None = None,
         candidates: Mapping[str, Tensor] = NO_CANDIDATES,
+        teacher: TeacherStates | None = None,
     ) -> dict[str, Tensor]:
         """Score `labels` int64[n] at flat `positions` int64[n] (row * width + column) of `inputs` (input_ids [rows, width], ...).
 
         Returns the scores that `needs` names, each [n] in the order of `positions`: those of `contracts.MODEL_SCORES`, of
         softmax(logits / temperature), and [n, k] of "logprobs_at:COLUMN" at the `candidates` int64[n, k] of that column. If only values are
-        needed, no logits are computed. With n = 0 the heads still run, on position 0, so that every rank takes part in the same collectives.
+        needed, no logits are computed. `teacher` has its states at these positions, for scores that compare with one; `HIDDEN_STATES` are
+        this model's own, [n, h]. With n = 0 the heads still run, on position 0, so that every rank takes part in the same collectives.
 
         `padded` tells whether the attention mask hides a token (None: nobody has looked), so that no mask is read from the device.
 
@@ -82,9 +86,15 @@ class Scorer(nn.Module):
             candidates = {column: ids_NK.new_zeros(1, ids_NK.shape[1]) for column, ids_NK in candidates.items()}
         chosen_NH = hidden_NH.index_select(0, positions)
         scores: dict[str, Tensor] = {}
+        if HIDDEN_STATES in needs:
+            scores[HIDDEN_STATES] = chosen_NH
         if asks_a_head(needs):
             asked = AskedScores.of(needs, labels, candidates)
-            scores.update(asked.named(self.head(chosen_NH, asked.tokens, temperature, asked.scores)))
+            compared = {}
+            if asks_a_teacher(needs):
+                assert teacher is not None, "a comparison is asked of a model that nobody teaches"
+                compared = {"teacher": teacher.filled()}
+            scores.update(asked.named(self.head(chosen_NH, asked.tokens, temperature, asked.scores, **compared)))
         if "values" in needs:
             assert self.value_head is not None, "values are asked of a model without a value head"
             scores["values"] = self.value_head(chosen_NH)

@@ -8,7 +8,7 @@ import torch
 from attrs import Factory, frozen
 
 from skyrl_engine.contracts.kinds.loss import LossTokens, Pairs, Sequences
-from skyrl_engine.contracts.kinds.needs import ROLE_NEED, column_of, model_score
+from skyrl_engine.contracts.kinds.needs import DIVERGENCE, ROLE_NEED, column_of, model_score
 from skyrl_engine.contracts.values.pairs import pair_places
 from skyrl_engine.contracts.values.roles import ROLE, ROLES, Role
 from skyrl_engine.errors import DataError
@@ -116,5 +116,8 @@ class MicroBatchTokens:
 
 
 def _key(need: str) -> str:
-    """The name under which a loss finds a need: its own, or that of the column."""
-    return need if model_score(need) else column_of(need)
+    """The name under which a loss finds a need: its own, `divergence`, or that of the column."""
+    score = model_score(need)
+    if score == DIVERGENCE:
+        return DIVERGENCE
+    return need if score else column_of(need)

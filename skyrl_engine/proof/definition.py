@@ -57,8 +57,9 @@ class BatchDefinition:
         longest: int | None,
         seed: int,
         step: int,
+        teacher: PlainModel | None = None,
     ) -> Self:
-        """`longest` is the maximum length that reducers are told, `seed` and `step` what random losses are told."""
+        """`longest` is the maximum length that reducers are told, `seed` and `step` what random losses are told; `teacher` is compared with."""
         sequence: list[int] = []
         place: list[int] = []
         at: list[int] = []
@@ -74,7 +75,12 @@ class BatchDefinition:
                 for name, values in columns.columns.items()
                 if values.dtype.kind == "i"
             }
-            said = model.scores(torch.from_numpy(columns.input_ids[first:last].astype(np.int64)), candidates=candidates)
+            said = model.scores(
+                torch.from_numpy(columns.input_ids[first:last].astype(np.int64)),
+                candidates=candidates,
+                teacher=teacher,
+                needs=parts.scores,
+            )
             for action in range(stop - start):
                 if columns.loss_weight[start + action] == 0:
                     continue

@@ -3,7 +3,7 @@
 Nothing of the engine runs in here. What passes through the engine are compared with, in proofs and in the conformance kit, is made of it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,7 +11,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT
+from skyrl_engine.contracts.kinds.needs import DIVERGENCE, LOGPROBS_AT, TOP_1_AGREEMENT, Divergence, model_score
 from skyrl_engine.modeling.loading import quiet_progress
 
 HEAD = ("score.weight", "score.bias")
@@ -61,12 +61,19 @@ class PlainModel:
         return cls(model, (weight, bias), parameters | dict(zip(HEAD, (weight, bias), strict=True)))
 
     def scores(
-        self, input_ids: Tensor, *, temperature: float = 1.0, candidates: Mapping[str, Tensor] | None = None, **images: Tensor
+        self,
+        input_ids: Tensor,
+        *,
+        temperature: float = 1.0,
+        candidates: Mapping[str, Tensor] | None = None,
+        teacher: "PlainModel | None" = None,
+        needs: Iterable[str] = (),
+        **images: Tensor,
     ) -> Mapping[str, Tensor]:
         """The scores of one sequence int64[T], [T - 1] each: about every token after the first, which the model gives at the token before.
 
-        `candidates` int64[T - 1, k] by column are token ids for `logprobs_at:COLUMN`. `images` are what the model takes of pictures beside
-        token ids.
+        `candidates` int64[T - 1, k] by column are token ids for `logprobs_at:COLUMN`. A `teacher` gives the divergences that `needs` name, and
+        where both find the same token the likeliest. `images` are what the model takes of pictures beside token ids.
         """
         output = self.model(input_ids=input_ids[None], output_hidden_states=True, use_cache=False, **images)
         logits = output.logits[0, :-1] / temperature
@@ -80,7 +87,28 @@ class PlainModel:
             "mean_logprob": logprobs.mean(-1),
             **{f"{LOGPROBS_AT}:{column}": logprobs.gather(-1, ids) for column, ids in (candidates or {}).items()},
         }
+        if teacher is not None:
+            with torch.no_grad():
+                other = teacher.model(input_ids=input_ids[None], use_cache=False).logits[0, :-1] / temperature
+            scores[TOP_1_AGREEMENT] = (logits.argmax(-1) == other.argmax(-1)).to(logits.dtype)
+            compared = [need for need in needs if model_score(need) == DIVERGENCE]
+            scores |= {need: divergence(Divergence.of(need), logits, other) for need in compared}
         if self.head is not None:
             weight, bias = self.head
             scores["values"] = output.hidden_states[-1][0, :-1] @ weight[0] + bias
         return scores
+
+
+def divergence(asked: Divergence, student: Tensor, teacher: Tensor) -> Tensor:
+    """The divergence [n] between the distributions of whole logits [n, v], as its definition is written."""
+    p, q = (torch.softmax(each / asked.temperature, -1) for each in (teacher, student))
+    if asked.kind == "forward":
+        return _kl(p, q)
+    if asked.kind == "reverse":
+        return _kl(q, p)
+    mixture = asked.beta * p + (1 - asked.beta) * q
+    return asked.beta * _kl(p, mixture) + (1 - asked.beta) * _kl(q, mixture)
+
+
+def _kl(first: Tensor, second: Tensor) -> Tensor:
+    return (first * (first.log() - second.log())).sum(-1)

@@ -7,7 +7,7 @@ import numpy as np
 from attrs import define, frozen
 
 from skyrl_engine.config import ResolvedConfig
-from skyrl_engine.contracts.kinds.needs import ROLE_NEED
+from skyrl_engine.contracts.kinds.needs import ROLE_NEED, asks_a_teacher
 from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import ComputeDtype
@@ -60,7 +60,13 @@ class Prover:
         reducer: Reducer = first.plugins["reducer"].make(CONTEXT)
         columns = recorded_rollouts((*parts.reads, *getattr(reducer, "needs", ())))
         model = PlainModel.load(self.ranks.model.path, value_head=self.ranks.model.value_head)
-        definition = BatchDefinition.of(model, columns, parts, reducer, longest=LONGEST, seed=CONTEXT.seed, step=STEP)
+        teacher = None
+        if asks_a_teacher(parts.scores):
+            assert self.ranks.teacher is not None, "whoever makes the ranks gives them a teacher"
+            teacher = PlainModel.load(self.ranks.teacher.path)
+        definition = BatchDefinition.of(
+            model, columns, parts, reducer, longest=LONGEST, seed=CONTEXT.seed, step=STEP, teacher=teacher
+        )
         reference = definition.measured
         if not any(gradient.any() for gradient in reference.gradients.values()):
             raise UnsupportedError(
@@ -107,7 +113,7 @@ class Prover:
                 reducer=attrs.evolve(honest, product=PlantedReducer(honest.product, plant, collator)),
                 merger=attrs.evolve(assembly.merger, product=PlantedMerger(assembly.merger.product, plant)),
             )
-        group = self.ranks.group(case.ranks, dtype)
+        group = self.ranks.group(case.ranks, dtype, taught=asks_a_teacher(assembly.objective.scores))
         group.use(self._locks(case, columns, plant, dtype))
         return measure(group, assembly, chosen, self._layout(case, dtype), honest)
 

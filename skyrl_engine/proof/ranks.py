@@ -11,6 +11,7 @@ from attrs import define
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.backend import AdamWSettings
 from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL
 from skyrl_engine.contracts.values.model import ComputeDtype, ModelConfig
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.modeling.tiny import PAD_TOKEN_ID
@@ -26,7 +27,8 @@ class RankPool:
     """Groups of ranks with one model. `plugins` are those of any run: every pass chooses its own collator and objective.
 
     `alone` is the backend for a single rank where the one in `plugins` divides the world, `reference` the one of float64 passes; None: the
-    backend in `plugins`. `packed_rows` as in `RankEnvironment`; `shown` are model scores that outputs hold beside those that the losses read.
+    backend in `plugins`. `teacher` is the frozen model that losses compare with, None where none does. `packed_rows` as in `RankEnvironment`;
+    `shown` are model scores that outputs hold beside those that the losses read.
     """
 
     model: ModelConfig
@@ -36,6 +38,7 @@ class RankPool:
     context: FactoryContext = CONTEXT
     packed_rows: bool = True
     shown: frozenset[str] = frozenset()
+    teacher: ModelConfig | None = None
     _stack: ExitStack = attrs.field(factory=ExitStack, init=False)
     _groups: dict[tuple[int, str], WorkerGroup] = attrs.field(factory=dict, init=False)
 
@@ -56,8 +59,8 @@ class RankPool:
         backend = self.backend(ranks, dtype)
         return backend.loaded.describe_backend(backend.options, ranks).topology
 
-    def group(self, ranks: int, dtype: ComputeDtype) -> WorkerGroup:
-        """One rank in this process, several by Ray. Raises what starting them raises."""
+    def group(self, ranks: int, dtype: ComputeDtype, *, taught: bool = False) -> WorkerGroup:
+        """One rank in this process, several by Ray; `taught` has the teacher on them. Raises what starting them raises."""
         if (ranks, dtype) not in self._groups:
             plugins = {**self.plugins, "backend": self.backend(ranks, dtype)}
             locks: dict[str, dict[str, Any]] = {place: selected.lock() for place, selected in plugins.items()}
@@ -67,4 +70,8 @@ class RankPool:
             )
             group = launch_workers(spec, launch="inline" if ranks == 1 else "ray")
             self._groups[ranks, dtype] = self._stack.enter_context(group)
-        return self._groups[ranks, dtype]
+        group = self._groups[ranks, dtype]
+        if taught and TEACHER_MODEL not in group.frozen:
+            assert self.teacher is not None, "whoever makes the ranks gives them a teacher"
+            group.add_frozen(TEACHER_MODEL, attrs.evolve(self.teacher, dtype=dtype))
+        return group

@@ -157,6 +157,7 @@ _ROWS = (
                 "orpo",
                 "kto",
                 "bradley_terry",
+                "divergence",
                 "top_k_divergence",
                 "teacher_kl",
             )

@@ -40,12 +40,13 @@ class Transport(Protocol):
 
 
 class WorkerGroup:
-    """All ranks of a run. A context manager; leaving it ends them."""
+    """All ranks of a run, and the names of the frozen models on them. A context manager; leaving it ends them."""
 
     def __init__(self, transport: Transport, topology: Topology) -> None:
         self._transport = transport
         self._calls = Calls()
         self.topology = topology
+        self.frozen: set[str] = set()
 
     def put(self, shards: Iterable[Shard]) -> list[PlacedShard]:
         """References to shards, one per data-parallel rank. Pixels are in none that goes to a pipeline stage behind the first."""
@@ -70,6 +71,7 @@ class WorkerGroup:
     def add_frozen(self, name: str, model: ModelConfig | None) -> None:
         """Load a further model that scores and never learns; None: the trained one without its adapters. Raises ModelError."""
         self._everywhere("add_frozen", name, model)
+        self.frozen.add(name)
 
     def optim_step(self, settings: AdamWSettings | None = None) -> Future[list[StepReply]]:
         """Apply the accumulated gradients with these numbers (None: those the ranks were started with); replies by rank."""

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -11,9 +11,10 @@ from attrs import Factory, field, frozen
 from attrs.validators import gt, lt
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, Objective, OptimStep, RankEnvironment
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, Objective, OptimStep, RankBatch, RankEnvironment, Teaches
 from skyrl_engine.contracts.kinds.collator import Collator
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
+from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL, asks_a_teacher
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.outputs import RankOutput
 from skyrl_engine.errors import ContractError
@@ -29,6 +30,7 @@ from skyrl_engine.workers.process_group import Rendezvous, join, leave, pick_dev
 from skyrl_engine.workers.scored_tokens import Selection
 from skyrl_engine.workers.scoring import ScoringModel, WithoutAdapters
 from skyrl_engine.workers.spec import WorkerSpec
+from skyrl_engine.workers.teaching import TaughtBatch
 
 if TYPE_CHECKING:
     from skyrl_engine.workers.generation import RankGenerator
@@ -140,8 +142,10 @@ class Worker:
     def run(self, work: Pass, shard: Shard) -> RankReply:
         """One pass over the shard."""
         first, last = work.micro_batches or (0, None)
-        batch = ShardBatch(shard, self._collator, work.tokens, self._spans, first, last, work.labels)
+        batch: RankBatch = ShardBatch(shard, self._collator, work.tokens, self._spans, first, last, work.labels)
         objective = self._objective(work)
+        if asks_a_teacher(objective.needs):
+            batch = TaughtBatch(batch, cast("Teaches", self._frozen[TEACHER_MODEL]))
         with self._spans("model"):
             if work.mode == "forward_backward":
                 output = self._backend.forward_backward(batch, objective)

@@ -39,16 +39,24 @@ def test_rows_make_a_run_of_fine_tuning(monkeypatch: pytest.MonkeyPatch) -> None
     assert found["loss"] == {"use": "top_k_divergence", "divergence": "reverse"}
 
 
+def test_a_teacher_beside_rows_is_compared_over_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = made(monkeypatch, [*ON_ROWS, "--teacher", "t", "--steps", "3"])
+    assert (found["trainer"], found["teacher"], found["data"]) == ("sft", {"path": "t"}, {"train": "rows.jsonl"})
+    assert found["loss"] == {"use": "divergence"}
+    assert made(monkeypatch, [*ON_ROWS, "--teacher", "t", "--loss", "teacher_kl"])["loss"] == {"use": "teacher_kl"}
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([], "Give one of --teacher"),
-        ([*ON_SAMPLES, *ON_ROWS], "Give one of --teacher"),
-        (["--teacher", "t"], "Give one of --prompts FILE"),
+        ([], "there is nothing to learn on"),
+        ([*ON_SAMPLES, *ON_ROWS], "instead of --data"),
+        (["--teacher", "t"], "there is nothing to learn on"),
+        (["--prompts", "p.jsonl"], "Give --teacher"),
         ([*ON_SAMPLES, "--env", "e"], "Give one of --prompts FILE"),
         ([*ON_SAMPLES, "--batch-size", "4"], "--batch-size goes with --data"),
-        ([*ON_ROWS, "--group-size", "4"], "--group-size goes with --teacher"),
-        ([*ON_ROWS, "--prompts", "p.jsonl"], "go with --teacher"),
+        ([*ON_ROWS, "--group-size", "4"], "--group-size goes with --prompts or --env"),
+        ([*ON_ROWS, "--prompts", "p.jsonl"], "instead of --data"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(given: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

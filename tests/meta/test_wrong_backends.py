@@ -56,6 +56,11 @@ ON_ONE_RANK = [
     ("normalisers_without_a_tenth", {"logsumexp"}, "an objective of logprobs and logsumexp is"),
     ("means_over_half_the_vocabulary", {"mean_logprob"}, "an objective of logprobs and mean_logprob is"),
     ("candidates_from_behind", {"logprobs_at"}, "an objective of logprobs and logprobs_at:near is"),
+    (
+        "divergences_beyond_a_tenth",
+        {"divergence"},
+        "an objective of divergence:reverse:0.5:2.0 and divergence:jensen_shannon:0.3:1.0 is",
+    ),
     ("values_undeclared", {"undeclared_value_head"}, "gives values although it does not declare 'value_head'"),
     (
         "sees_no_pixels",

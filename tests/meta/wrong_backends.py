@@ -335,6 +335,9 @@ means_over_half_the_vocabulary = _misgiving(
 candidates_from_behind = _misgiving(
     lambda scores: {name: score.flip(-1) for name, score in scores.items() if name.startswith("logprobs_at")}
 )
+divergences_beyond_a_tenth = _misgiving(
+    lambda scores: {name: score * 1.1 for name, score in scores.items() if name.startswith("divergence:jensen_shannon")}
+)
 values_undeclared = Wrong(overriding(), fewer=frozenset({"value_head"}))
 
 

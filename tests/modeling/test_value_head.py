@@ -58,8 +58,9 @@ def test_a_head_that_the_checkpoint_lacks_is_zero_and_said(saved: Path, caplog: 
         _, scorer = load_scorer(ModelConfig(str(saved), value_head=True))
     assert scores(scorer, "values")["values"].tolist() == [0, 0, 0]
     assert "holds no value head; it starts at zero" in caplog.text
-    assert scorer.computes == {*VOCABULARY_SCORES, "logprobs_at", "values"}
-    assert load_scorer(ModelConfig(str(saved)))[1].computes == {*VOCABULARY_SCORES, "logprobs_at"}
+    of_a_head = {*VOCABULARY_SCORES, "logprobs_at", "divergence", "top_1_agreement"}
+    assert scorer.computes == {*of_a_head, "values"}
+    assert load_scorer(ModelConfig(str(saved)))[1].computes == of_a_head
 
 
 @pytest.mark.parametrize("bias", [torch.tensor([0.5]), None], ids=["critic", "reward model"])

@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_engine.config import ResolvedConfig, from_dict, resolve
 from skyrl_engine.contracts.values.model import ModelConfig
-from skyrl_engine.modeling.tiny import Family, write_model
+from skyrl_engine.modeling.tiny import Family, make_parts_differ, write_model
 from skyrl_engine.proof.ranks import RankPool
 
 Configure = Callable[..., dict[str, ResolvedConfig]]
@@ -23,12 +23,16 @@ def configured(**tables: dict[str, object]) -> dict[str, ResolvedConfig]:
 
 @pytest.fixture(scope="module")
 def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RankPool]]:
-    """Ranks over a Qwen3 and over a Llama, with value heads, started when asked for."""
+    """Ranks over a Qwen3 and over a Llama, with value heads and a teacher, started when asked for."""
     directory = tmp_path_factory.mktemp("models")
     made = {}
+    write_model(directory / "teacher", "llama", hidden_size=48)
+    make_parts_differ(directory / "teacher")
+    teacher = ModelConfig(str(directory / "teacher"))
     for family in FAMILIES:
         write_model(directory / family, family, value_head=True)
-        made[family] = RankPool(ModelConfig(str(directory / family), value_head=True), configured()["padded"].plugins)
+        model = ModelConfig(str(directory / family), value_head=True)
+        made[family] = RankPool(model, configured()["padded"].plugins, teacher=teacher)
     with made["qwen3"], made["llama"]:
         yield made
 

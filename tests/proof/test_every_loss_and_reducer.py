@@ -37,8 +37,9 @@ CUTS = [
 SIZES = [Case("padded", micro_batch_rows=rows, shuffled=rows % 2 == 0) for rows in range(1, SAMPLES + 1)]
 SIZED = ("cross_entropy", "gspo", "clip_cov", "value_clip")
 """A loss of each nature: of tokens, of sequences, of a whole micro-batch, of values."""
-BY_DAY = (*SIZED, "ppo", "dpo", "kto")
-"""And of pairs, and of judged answers. The objective holds every pair of a loss and a reducer by day, without a model: test_every_pair.py."""
+BY_DAY = (*SIZED, "ppo", "dpo", "kto", "divergence")
+"""And of pairs, of judged answers, and of a teacher beside. The objective holds every pair of a loss and a reducer by day, without a model:
+test_every_pair.py."""
 TWO_RANKS = [Case("padded", 2, micro_batch_rows=3), Case("packed", 2, micro_batch_tokens=80, shuffled=True)]
 
 
@@ -86,7 +87,7 @@ def test_every_micro_batch_size_in_every_order(pools: Any, configure: Configure,
     prove(pools, configure, "qwen3", loss, "sequence_mean", SIZES[::3], "float64")
 
 
-@pytest.mark.parametrize("loss", now(LOSSES, *SIZED))
+@pytest.mark.parametrize("loss", now(LOSSES, *SIZED, "divergence"))
 def test_two_ranks(pools: Any, configure: Configure, loss: str) -> None:
     """Real processes, gloo between them."""
     prove(pools, configure, "qwen3", loss, its_reducer(loss, turn=1), TWO_RANKS, "float32")

@@ -1,7 +1,7 @@
 """Peak memory of a training step does not grow with tokens x vocabulary.
 
-Counted in the profiler's allocation events, which see every tensor; resident memory would show the allocator's habits instead. What lives
-between steps (weights, moments) is added to the highest point inside one step (gradients, activations, one chunk).
+Counted in the profiler's allocation events. What lives between steps (weights, moments) is added to the highest point inside one step
+(gradients, activations, one chunk).
 
 Claim: from vocabulary 32,000 to 152,064 the peak grows by less than what the tables that have a row per token own (weight, gradient and two
 moments each) plus one chunk of logits. With tied weights there is one such table, the head; without, the input embedding is another. Without
@@ -9,13 +9,13 @@ chunks, 1,024 positions would add 1,024 x 120,064 x 4 bytes = 469 MiB for one co
 covered: with tied weights of a wide model, autograd makes the input embedding's own dense gradient before adding it to the head's.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from fsdp_tasks import start
+from measuring.allocations import highest
 
 from skyrl_engine.contracts import MicroBatch, Ragged
 from skyrl_engine.modeling.tiny import write_model
@@ -47,15 +47,9 @@ def peak_bytes(directory: Path, vocabulary: int, *, tied: bool) -> int:
 
     step()
     kept = [*backend._scorer.parameters(), *(value for state in backend._optimizer.state.values() for value in state.values())]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    trace = directory / "trace.json"
-    profile.export_chrome_trace(str(trace))
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"]
-    assert events, "the profiler recorded no allocation"
-    changes = torch.tensor([event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])])
+    peak = highest(step, directory / "trace.json")
     backend.close()
-    return sum(tensor.nbytes for tensor in kept) + int(changes.cumsum(0).max())
+    return sum(tensor.nbytes for tensor in kept) + peak
 
 
 @pytest.mark.proof

@@ -12,9 +12,12 @@ from loss_oracles import sequences_of
 from test_preference_losses import total
 from torch import Tensor
 
-from skyrl_engine.contracts import LossOutput, LossTokens, as_loss_output
+from skyrl_engine.contracts import TOP_1_AGREEMENT, LossOutput, LossTokens, as_loss_output
+from skyrl_engine.modeling.causal_lm import LogitRule
+from skyrl_engine.modeling.chunked_head import AskedScores, ChunkedHead
+from skyrl_engine.modeling.teaching import TeacherStates
 from skyrl_engine_losses import plugin
-from skyrl_engine_losses.distillation import TeacherKlConfig, TopKDivergenceConfig
+from skyrl_engine_losses.distillation import DivergenceConfig, TeacherKlConfig, TopKDivergenceConfig
 
 VOCABULARY, TOKENS = 7, 5
 
@@ -199,7 +202,39 @@ def test_estimates_of_one_token(estimator: Any, due: float) -> None:
     assert output.metrics["divergence"].result == 0.5
 
 
+def whole(student: Tensor, config: DivergenceConfig, temperature: float = 1.0) -> LossOutput:
+    """The loss `divergence` of a student's logits [n, V], which are its hidden states before a head that changes nothing."""
+    eye = torch.nn.Linear(VOCABULARY, VOCABULARY, bias=False, dtype=student.dtype)
+    with torch.no_grad():
+        eye.weight.copy_(torch.eye(VOCABULARY))
+    made = plugin.divergence.skyrl_engine_make_loss(config)
+    asked = AskedScores.of(made.needs, torch.zeros(TOKENS, dtype=torch.int64), {})
+    known = TeacherStates(logits(1, student.dtype), eye.weight.detach(), None, LogitRule())
+    scores = asked.named(ChunkedHead(eye, LogitRule(), 4 * VOCABULARY)(student, asked.tokens, temperature, asked.scores, known))
+    needs = {"divergence": scores[config.score.need], TOP_1_AGREEMENT: scores[TOP_1_AGREEMENT]}
+    return as_loss_output("divergence", made(LossTokens(needs, sequences_of([2, 0, 3]), torch.Generator)), TOKENS)
+
+
+@pytest.mark.parametrize("form", ["forward", "reverse", "jensen_shannon"])
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_the_whole_vocabulary_has_the_published_value_and_gradient(form: Any, temperature: float) -> None:
+    student = logits(2).requires_grad_()
+    config = DivergenceConfig(form, 0.3, temperature)
+    output = whole(student, config)
+    p, q = ((each / temperature).softmax(-1) for each in (logits(1), student))
+    due = [oracle(list(p[t]), list(q[t]), TopKDivergenceConfig(form, 0.3)) for t in range(TOKENS)]
+    assert output.token_loss.tolist() == pytest.approx([each.item() for each in due], rel=1e-10, abs=1e-10)
+    weights = torch.linspace(0.2, 1.0, TOKENS, dtype=torch.float64)
+    (got,) = torch.autograd.grad((weights * output.token_loss).sum(), student)
+    (expected,) = torch.autograd.grad(total([w * each for w, each in zip(weights, due, strict=True)]), student)
+    assert expected.any()
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    assert output.metrics["divergence"].result == pytest.approx(sum(each.item() for each in due) / TOKENS)
+    assert output.metrics["top_1_agreement"].value == int((p.argmax(-1) == q.argmax(-1)).sum())
+
+
 METRICS = {
+    "divergence": lambda: whole(logits(2), DivergenceConfig()).metrics,
     "top_k_divergence": lambda: divergence(logits(2), 3, TopKDivergenceConfig())[0].metrics,
     "teacher_kl": lambda: estimated("k2", -1.0, -1.5).metrics,
 }

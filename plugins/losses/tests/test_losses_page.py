@@ -53,7 +53,7 @@ def declared(name: str) -> Any:
 def test_every_declaration_stands_there(name: str) -> None:
     made, section = declared(name), SECTIONS[name]
     (needs,) = re.findall(r"^- Needs (.+?)\. Homogeneous", section, re.MULTILINE | re.DOTALL)
-    assert tuple(re.findall(r"`([\w:\[\]]+)`", re.sub(r"\(with .+?\)", "", needs))) == made.needs
+    assert tuple(re.findall(r"`([\w:.\[\]]+)`", re.sub(r"\(with .+?\)", "", needs))) == made.needs
     assert ("Homogeneous: yes" in section) is made.homogeneous
     assert ("Homogeneous: no" in section) is not made.homogeneous
     assert ("Local to the batch: yes" in section) is made.batch_local

@@ -49,11 +49,12 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "bradley_terry": ("values", "sample:role"),
     "top_k_divergence": ("logprobs_at:teacher_ids", "teacher_logprobs[k]"),
     "teacher_kl": ("logprobs", "teacher_logprobs"),
+    "divergence": ("divergence:forward:0.5:1.0", "top_1_agreement"),
 }
 PREFERENCES = {"dpo", "simpo", "cpo", "orpo", "kto", "bradley_terry"}
 NOT_HOMOGENEOUS = PREFERENCES | {
     *("cross_entropy", "clip_cov", "kl_cov", "dro", "value_clip", "kl", "entropy", "label_smoothing", "z_loss"),
-    *("top_k_divergence", "teacher_kl"),
+    *("top_k_divergence", "teacher_kl", "divergence"),
 }
 
 
@@ -140,6 +141,9 @@ REFUSED = [
     ("top_k_divergence", {"divergence": "total"}, "one of"),
     ("top_k_divergence", {"rest": "two"}, "one of"),
     ("top_k_divergence", {"beta": 1.0}, "less than 1"),
+    ("divergence", {"divergence": "total"}, "one of"),
+    ("divergence", {"beta": 0.0}, "more than 0"),
+    ("divergence", {"temperature": 0.0}, "more than 0"),
     ("outlier_sequence", {"low": 101.0}, "at least low = 101.0, is 100.0"),
     ("token_mask", {"high": 0.1}, "at least low = 0.5, is 0.1"),
     ("tis", {"high": 0.0}, "more than 0"),

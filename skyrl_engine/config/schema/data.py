@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from attrs import Attribute
 
 DataFormat = Literal[
-    "auto", "tokens", "rollouts", "messages", "prompt_completion", "alpaca", "text", "preference", "unpaired_preference"
+    "auto", "tokens", "rollouts", "messages", "prompt_completion", "alpaca", "text", "preference", "unpaired_preference", "ratings"
 ]
 
 
@@ -50,6 +50,9 @@ class DataConfig:
 
     map: Mapping[str, str] = field(factory=dict, validator=deep_mapping(min_len(1), min_len(1)))
     """The data's own names of columns: `map.prompt = "question"` reads its column `question` as `prompt`. Holds for `train` and `eval`."""
+
+    rating: str = field(default="overall_score", validator=min_len(1))
+    """The number of every answer by which rows of several rated answers (format `ratings`) become pairs: the highest against the lowest."""
 
     columns: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)))
     """Further columns to read, besides those that the loss, its terms and corrections need: one number per response token or sample."""

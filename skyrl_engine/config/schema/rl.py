@@ -170,7 +170,9 @@ class ReferenceConfig:
 
 @frozen
 class TeacherConfig:
-    """The frozen model that a student is distilled from: it scores what the student samples, and gives the column `teacher_logprobs`."""
+    """The frozen model that a student is distilled from: it scores the student's rows, which gives the column `teacher_logprobs`, or a loss
+    such as `divergence` compares the student with it.
+    """
 
     path: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
     """A Hugging Face directory or hub id, with the tokenizer of the trained model; none: there is no teacher."""

@@ -34,6 +34,7 @@ Capability = Literal[
     "logsumexp",
     "mean_logprob",
     "logprobs_at",
+    "divergence",
     "second_model",
     "reference_by_adapters",
 ]
@@ -65,7 +66,8 @@ class BackendDescription:
     environment sets keep its values.
 
     The capability `second_model` says that a further product of the plugin can be set up on the same ranks, with `optimizer=None`, and that
-    neither changes what the other computes; `reference_by_adapters` that products are `SwitchesAdapters`.
+    neither changes what the other computes; `reference_by_adapters` that products are `SwitchesAdapters`; `divergence` that products are
+    `Teaches`, and that another one scores `top_1_agreement` and the needs of `contracts.kinds.needs.Divergence` with what they give.
     """
 
     topology: Topology
@@ -129,6 +131,8 @@ class MicroBatch:
     what of `pixel_values` and `image_grid_thw`; `pixel_values` are sent to the first stage of a pipeline alone. `sample_ids` int64[samples]
     are for messages. `step` counts the optimizer step that this is a part of; None where whoever built the micro-batch does not know.
     `candidates` int64[n, k] by column are the token ids that the score `logprobs_at:COLUMN` is asked at; k may be another for each column.
+    `teacher` is what `Teaches.teaching` of another product of the same plugin gave for this micro-batch, where the objective compares with a
+    teacher.
     """
 
     inputs: Mapping[str, "torch.Tensor"]
@@ -141,6 +145,7 @@ class MicroBatch:
     sample_ids: IntArray | None = None
     step: StepCounts | None = None
     candidates: Mapping[str, "torch.Tensor"] = Factory(dict)
+    teacher: Any = None
 
 
 class RankBatch(Protocol):
@@ -155,7 +160,8 @@ class Objective(Protocol):
     """Engine code that turns scores into the scalar to differentiate, and collects outputs. `needs` names the model scores it reads.
 
     They are "logprobs" and "entropy", in nats; "values" of a model with a value head; and, of a backend that declares the capability of that
-    name, "logits", "logsumexp", "mean_logprob" and "logprobs_at:COLUMN" (`MODEL_SCORES` defines them).
+    name, "logits", "logsumexp", "mean_logprob" and "logprobs_at:COLUMN" (`MODEL_SCORES` defines them); with the capability `divergence`,
+    those that compare with `micro_batch.teacher`.
     """
 
     @property
@@ -184,6 +190,17 @@ class SwitchesAdapters(Protocol):
 
     def without_adapters(self) -> "AbstractContextManager[None]":
         """Score with the base model alone, until the context is left; only `forward` is called in it."""
+
+
+class Teaches(Protocol):
+    """What a backend has besides, that declares the capability `divergence`."""
+
+    def teaching(self, micro_batch: MicroBatch) -> "AbstractContextManager[Any]":
+        """Give what this model, set up for scoring alone, makes of the positions of a micro-batch: `MicroBatch.teacher` for another product.
+
+        It is kept while the context is open, which is until the next micro-batch is asked for: whoever uses it takes one at a time. No tensor
+        in it may be as large as positions times vocabulary.
+        """
 
 
 class Backend(Protocol):

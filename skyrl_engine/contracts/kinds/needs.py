@@ -3,7 +3,8 @@
     needs=("logprobs", "advantages")                        a score and a column, one number per token each
     needs=("logprobs_at:teacher_ids", "teacher_logprobs[k]")  k numbers per token: a score at the ids of a column, and a column
 
-The second loss reads `tokens.logprobs_at("teacher_ids")` and `tokens.teacher_logprobs`, both [n, k]. A reducer may read columns, and values
+The second loss reads `tokens.logprobs_at("teacher_ids")` and `tokens.teacher_logprobs`, both [n, k]. `Divergence(...).need` asks for a
+divergence from a frozen teacher over the whole vocabulary: `tokens.divergence`. A reducer may read columns, and values
 of which every sample has one:
 
     needs=("advantages", "sample:domain")                   `structure.columns["advantages"]`, `structure.sample_values["domain"]`
@@ -12,16 +13,56 @@ Of values of samples a loss may need `sample:role`, which half of a preference a
 """
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Final, Literal, Self, cast, get_args
+
+from attrs import field, frozen
+from attrs.validators import gt, in_, lt
 
 from skyrl_engine.contracts.values.roles import ROLE
 
-MODEL_SCORES = ("logprobs", "entropy", "values", "logits", "logsumexp", "mean_logprob")
-"""A backend computes these per token, and `logprobs_at:COLUMN`; every other need is a column of the data.
+TOP_1_AGREEMENT: Final = "top_1_agreement"
+"""1 where the frozen teacher's likeliest token is the model's, else 0: without a gradient."""
+
+MODEL_SCORES = ("logprobs", "entropy", "values", "logits", "logsumexp", "mean_logprob", TOP_1_AGREEMENT)
+"""A backend computes these per token, and `logprobs_at:COLUMN` and `divergence:...`; every other need is a column of the data.
 
 With y the logits of a position divided by the temperature: `logits` is y of the label, `logsumexp` that of all y, `logprobs` their difference,
 `mean_logprob` the mean of log softmax(y) over the vocabulary.
 """
+
+DIVERGENCE: Final = "divergence"
+"""What the need of a `Divergence` begins with, the name that a loss finds the score under, and the capability of backends."""
+
+TEACHER_MODEL: Final = "teacher"
+"""The name on the ranks of the frozen model that `divergence` and `top_1_agreement` compare the trained one with."""
+
+DivergenceKind = Literal["forward", "reverse", "jensen_shannon"]
+
+
+@frozen
+class Divergence:
+    """A divergence [n], in nats, between p of a teacher and q of the trained model at each position, over the whole vocabulary.
+
+    With y the logits divided by the pass's temperature, p and q are softmax(y / `temperature`) of teacher and model. `forward` is
+    KL(p || q), `reverse` KL(q || p), `jensen_shannon` beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q (Agarwal et al.
+    2023, arXiv:2306.13649, equation 1). Nothing is multiplied by a square of the temperature.
+    """
+
+    kind: DivergenceKind = field(default="forward", validator=in_(get_args(DivergenceKind)))
+    beta: float = field(default=0.5, validator=[gt(0.0), lt(1.0)])
+    temperature: float = field(default=1.0, validator=[gt(0.0), lt(float("inf"))])
+
+    @property
+    def need(self) -> str:
+        """The need that asks for it: `divergence:KIND:BETA:TEMPERATURE`."""
+        return f"{DIVERGENCE}:{self.kind}:{self.beta!r}:{self.temperature!r}"
+
+    @classmethod
+    def of(cls, need: str) -> Self:
+        """Read a need that `need` made."""
+        _, kind, beta, temperature = need.split(":")
+        return cls(cast("DivergenceKind", kind), float(beta), float(temperature))
+
 
 LOGPROBS_AT = "logprobs_at"
 """`logprobs_at:COLUMN` is log softmax(y), [n, k], at the k token ids that the column of integers [A, k] holds for each token."""
@@ -40,7 +81,12 @@ def model_score(need: str) -> str | None:
     """Return the name of the model score that `need` asks for, without a column; None where it asks for a column of the data."""
     if need in MODEL_SCORES:
         return need
-    return LOGPROBS_AT if need.startswith(f"{LOGPROBS_AT}:") else None
+    return next((name for name in (LOGPROBS_AT, DIVERGENCE) if need.startswith(f"{name}:")), None)
+
+
+def asks_a_teacher(needs: Iterable[str]) -> bool:
+    """Return True where a need compares the model with a frozen teacher, on the ranks."""
+    return any(model_score(need) in (DIVERGENCE, TOP_1_AGREEMENT) for need in needs)
 
 
 def candidate_columns(needs: Iterable[str]) -> dict[str, str]:

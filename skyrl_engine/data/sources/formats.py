@@ -9,6 +9,7 @@ from typing import Literal
 from skyrl_engine.config.schema import DataFormat
 from skyrl_engine.contracts.values.roles import CHOSEN, REJECTED, ROLE
 from skyrl_engine.data.sources.preferences import LABEL, judged, pair_of
+from skyrl_engine.data.sources.ratings import ASKED, COMPLETIONS, rated_pair
 from skyrl_engine.data.sources.ready_tokens import PROMPT_COLUMNS, RESPONSE_COLUMNS, Tokens, rollout_of, tokens_of
 from skyrl_engine.data.sources.rows import Row, kind_of, listed
 from skyrl_engine.data.text.messages import Conversation, conversation_of, image_columns, messages_of
@@ -16,11 +17,16 @@ from skyrl_engine.data.text.plain import PlainText
 from skyrl_engine.errors import DataError
 
 Example = Conversation | PlainText | Tokens
-KnownFormat = Literal["tokens", "rollouts", "messages", "prompt_completion", "alpaca", "text", "preference", "unpaired_preference"]
+KnownFormat = Literal[
+    "tokens", "rollouts", "messages", "prompt_completion", "alpaca", "text", "preference", "unpaired_preference", "ratings"
+]
 Reading = Literal["samples", "preferences", "rewards"]
 """A way to read rows: as samples, as preferences, or as preferences whose whole texts a reward model gives one number each."""
 
-PREFERENCES: tuple[KnownFormat, ...] = ("preference", "unpaired_preference")
+PAIRS: tuple[KnownFormat, ...] = ("preference", "ratings")
+"""Formats whose rows are two samples each."""
+
+PREFERENCES: tuple[KnownFormat, ...] = (*PAIRS, "unpaired_preference")
 """Formats whose samples have roles."""
 
 # In the order in which they are tried. Each needs one column of every group.
@@ -33,6 +39,7 @@ _NEEDED: Mapping[KnownFormat, tuple[tuple[str, ...], ...]] = {
     "text": (("text",),),
     "preference": (("chosen",), ("rejected",)),
     "unpaired_preference": (("prompt",), ("completion", "response"), (LABEL,)),
+    "ratings": (ASKED, (COMPLETIONS,)),
 }
 # Tried where none of those fits, so that a row which one of them describes keeps its meaning.
 _ALSO: Mapping[KnownFormat, tuple[tuple[str, ...], ...]] = {"prompt_completion": (("prompt",), ("response",))}
@@ -86,10 +93,10 @@ def to_example(row: Row, kind: KnownFormat, *, has_template: bool) -> Example:
     return example
 
 
-def to_examples(row: Row, kind: KnownFormat, *, has_template: bool) -> list[tuple[Example, int | None]]:
+def to_examples(row: Row, kind: KnownFormat, *, has_template: bool, rating: str) -> list[tuple[Example, int | None]]:
     """Return the examples of a row: one without a role, or of a preference each with its role (0 chosen, 1 rejected).
 
-    Raises DataError as `to_example` does.
+    `rating` names the number by which answers are rated; there is no example where all are rated alike. Raises DataError as `to_example` does.
     """
     if kind not in PREFERENCES:
         return [(to_example(row, kind, has_template=has_template), None)]
@@ -97,8 +104,11 @@ def to_examples(row: Row, kind: KnownFormat, *, has_template: bool) -> list[tupl
         raise _missing(kind, row)
     if columns := image_columns(row):
         raise row.wrong(next(iter(columns)), "it holds images, and preferences over images are not trained", "Remove the column")
-    if kind == "preference":
-        return [(half, role) for role, half in enumerate(pair_of(row, has_template=has_template))]
+    if kind in PAIRS:
+        pair = (
+            pair_of(row, has_template=has_template) if kind == "preference" else rated_pair(row, rating, has_template=has_template)
+        )
+        return [(half, role) for role, half in enumerate(pair or ())]
     answer, wanted = judged(row, _prompt_completion(row))
     return [(answer, CHOSEN if wanted else REJECTED)]
 

@@ -37,7 +37,16 @@ def cache_key(
     the columns that are read beside the tokens, what decides the tokens of `images`, how rows are read, and the code itself.
     """
     digest = hashlib.sha256()
-    read = [data.format, sorted(data.map.items()), data.loss_on, data.max_length, data.overlong, sorted(columns), data.bad_images]
+    read = [
+        data.format,
+        sorted(data.map.items()),
+        data.loss_on,
+        data.max_length,
+        data.overlong,
+        sorted(columns),
+        data.bad_images,
+        data.rating,
+    ]
     settings = json.dumps([*read, *images, *([] if reading == "samples" else [reading])])
     for piece in (content.encode(), rows, _tokenizer_identity(tokenizer).encode(), settings.encode(), code_identity().encode()):
         digest.update(len(piece).to_bytes(8, "little") + piece)

@@ -15,7 +15,7 @@ from skyrl_engine.contracts.kinds.needs import ROLE_NEED
 from skyrl_engine.contracts.values.roles import ROLE
 from skyrl_engine.data.images.processor import Vision
 from skyrl_engine.data.images.tokens import ImageInspection, digest_of_states
-from skyrl_engine.data.sources.formats import PREFERENCES, Example, KnownFormat, Reading, detect, to_examples
+from skyrl_engine.data.sources.formats import PAIRS, PREFERENCES, Example, KnownFormat, Reading, detect, to_examples
 from skyrl_engine.data.sources.preferences import HALVES
 from skyrl_engine.data.sources.rows import BoolArray, Row, Source
 from skyrl_engine.data.table.sample_columns import GROUP, UNIT, Carried, ColumnReader, IdReader, weighed
@@ -65,7 +65,9 @@ class TableFilling:
                 if kind in PREFERENCES:
                     # a row's two samples are a unit; sample ids of rows would be doubled
                     named = {name: value for name, value in named.items() if name == GROUP}
-                    named |= {UNIT: row.number} if kind == "preference" else {}
+                    named |= {UNIT: row.number} if kind in PAIRS else {}
+                if not members:
+                    counts["dropped_ties"] += 1
                 for example, role, whole in members:
                     if isinstance(example, Conversation):
                         counts["excluded_turns"] += example.excluded
@@ -116,10 +118,11 @@ class TableFilling:
         self, batch: Sequence[Row], kind: KnownFormat, encode: SampleTokenizer, images: ImageInspection
     ) -> Iterator[tuple[Row, list[tuple[Example | None, int | None, TokenizedSample | None]]]]:
         """Yield the rows with their samples, each with its role and its image tokens; without example or without sample where images cannot be
-        used and such rows are dropped.
+        used and such rows are dropped. A row whose answers are all rated alike has none.
         """
         has_template = bool(self.tokenizer.chat_template)
-        read = [(row, images.attempt(partial(to_examples, row, kind, has_template=has_template))) for row in batch]
+        made = partial(to_examples, kind=kind, has_template=has_template, rating=self.data.rating)
+        read = [(row, images.attempt(partial(made, row))) for row in batch]
         flat = [(row, example, role) for row, examples in read for example, role in examples or ()]
         encoded = iter(encode((row.number, _name(row, kind, role), example) for row, example, role in flat))
         laying = iter(images.look([example for _, example, _ in flat]))
@@ -128,11 +131,11 @@ class TableFilling:
             for example, role in examples or ():
                 laid = images.attempt(partial(next(laying), next(encoded)))
                 members.append((example, role, None if laid is None else weighed(row, laid)))
-            yield row, members or [(None, None, None)]
+            yield row, members if examples is not None else [(None, None, None)]
 
 
 def _name(row: Row, kind: KnownFormat, role: int | None) -> str:
-    return row.name if kind != "preference" or role is None else f"{row.name}, {HALVES[role]}"
+    return row.name if kind not in PAIRS or role is None else f"{row.name}, {HALVES[role]}"
 
 
 def _files(example: Example | None) -> set[str]:

@@ -11,6 +11,7 @@ from skyrl_engine.contracts.kinds.needs import MODEL_SCORES, column_forms, sampl
 from skyrl_engine.contracts.values.columns import RESERVED_NAMES
 from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.data.sources.rows import Row, kind_of, listed
+from skyrl_engine.data.table.teacher_rows import TEACHER_IDS, TEACHER_LOGPROBS, check_teacher
 from skyrl_engine.data.text.tokenization import TokenizedSample
 from skyrl_engine.errors import DataError
 
@@ -112,6 +113,8 @@ class ColumnReader:
                     "Store finite numbers, or give that token no loss",
                 )
             columns[name] = values
+        if columns.keys() >= {TEACHER_IDS, TEACHER_LOGPROBS} and columns[TEACHER_LOGPROBS].ndim == columns[TEACHER_IDS].ndim == 2:
+            check_teacher(row, columns[TEACHER_IDS], columns[TEACHER_LOGPROBS], kept.loss[start:], start)
         return columns
 
     def _wide(self, row: Row, column: str, value: Any, whole: TokenizedSample, *, ids: bool) -> AnyArray:
@@ -126,7 +129,7 @@ class ColumnReader:
                 raise row.wrong(
                     column,
                     f"entry {place} has {len(entry)} numbers where others have {width}",
-                    "Give every token equally many: repeat a token id, with a log-probability of -100 or less",
+                    "Give every token equally many: fill up with ids that it has not, at a log-probability of -100 or less",
                 )
         array = np.asarray([[gap] * width if entry is None else entry for entry in entries])
         if array.size == 0:

@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch
-from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, TOP_1_AGREEMENT, Divergence
 from skyrl_engine.contracts.values.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
 from skyrl_engine.contracts.values.outputs import Metric, RankOutput
 from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
@@ -218,6 +218,9 @@ class WeightedObjective:
         return total, output
 
 
+DIVERGENCES = (Divergence("forward"), Divergence("reverse", temperature=2.0), Divergence("jensen_shannon", beta=0.3))
+"""What is asked of backends that compare with a teacher."""
+
 TERMS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "logprobs": lambda logprobs: -logprobs,
     "entropy": lambda entropy: -0.1 * entropy,
@@ -229,6 +232,8 @@ TERMS: Mapping[str, Callable[[Tensor], Tensor]] = {
     f"{LOGPROBS_AT}:near": lambda logprobs: -(torch.tensor([0.5, 0.3, 0.2]).to(logprobs) * logprobs).sum(-1),
     f"{LOGPROBS_AT}:other": lambda logprobs: -logprobs[:, 0],
     f"{LOGPROBS_AT}:far": lambda logprobs: 0.1 * logprobs[:, 0] * logprobs[:, 1],
+    **{each.need: lambda divergence: divergence + divergence**2 for each in DIVERGENCES},
+    TOP_1_AGREEMENT: lambda agreement: 0.3 * agreement,
 }
 """A score contributes so much per token."""
 
@@ -258,8 +263,9 @@ def definition(
     temperature: float = 1.0,
     needs: Iterable[str] = ("logprobs", "entropy"),
     adapter: str | None = None,
+    teacher: str | None = None,
 ) -> DefinedResult:
-    """Compute `WeightedObjective` with the plain model, one document at a time.
+    """Compute `WeightedObjective` with the plain model, one document at a time. `teacher` is the directory of a model that is compared with.
 
     `adapter` is a PEFT directory: PEFT puts its adapters into the model, and only they and a value head get gradients.
     """
@@ -270,14 +276,20 @@ def definition(
         images=chosen[0].pictures is not None,
         adapt=None if adapter is None else partial(with_adapter, adapter=adapter),
     )
-    total, kept = plain_objective(model, chosen, temperature=temperature, needs=needs)
+    beside = None if teacher is None else PlainModel.load(teacher, dtype=dtype)
+    total, kept = plain_objective(model, chosen, temperature=temperature, needs=needs, teacher=beside)
     torch.autograd.backward(total)
     gradients = {name: parameter.grad.numpy() for name, parameter in model.parameters.items() if parameter.grad is not None}
     return DefinedResult(total.item(), gradients, kept)
 
 
 def plain_objective(
-    model: PlainModel, chosen: Sequence[Document], *, temperature: float = 1.0, needs: Iterable[str] = ("logprobs", "entropy")
+    model: PlainModel,
+    chosen: Sequence[Document],
+    *,
+    temperature: float = 1.0,
+    needs: Iterable[str] = ("logprobs", "entropy"),
+    teacher: PlainModel | None = None,
 ) -> tuple[Tensor, dict[str, dict[int, npt.NDArray[Any]]]]:
     """Compute the objective of `WeightedObjective` one document at a time, and the scores of scored tokens by name and document."""
     total = torch.zeros(())
@@ -285,7 +297,14 @@ def plain_objective(
     for document in chosen:
         if len(document.ids) < 2:
             continue
-        scores = model.scores(document.ids, temperature=temperature, candidates=candidates(document.ids[1:]), **_pictures(document))
+        scores = model.scores(
+            document.ids,
+            temperature=temperature,
+            candidates=candidates(document.ids[1:]),
+            teacher=teacher,
+            needs=needs,
+            **_pictures(document),
+        )
         for need in needs:
             total = total + (document.weights[1:].to(scores[need]) * TERMS[need](scores[need])).sum()
             kept[need][document.number] = scores[need].detach().numpy()[document.weights[1:].numpy() != 0]

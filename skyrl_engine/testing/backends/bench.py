@@ -80,17 +80,26 @@ class Bench:
         pictures: Variant | None = None,
         adapted: bool = False,
         many: bool = False,
+        teacher: Model | None = None,
     ) -> DefinedResult:
         """Return loss, gradients and scores of these documents in float64, computed one at a time in this process.
 
-        With `adapted` the model has the adapters of `adapter`; with `many` the documents are those of `many_documents`.
+        With `adapted` the model has the adapters of `adapter`; with `many` the documents are those of `many_documents`; scores may compare with
+        a `teacher`.
         """
-        key = (model, tuple(numbers), temperature, needs, pictures, adapted, many)
+        key = (model, tuple(numbers), temperature, needs, pictures, adapted, many, teacher)
         if key not in self._definitions:
             known = many_documents() if many else documents() if pictures is None else picture_documents(VOCABULARY, pictures)
             chosen = [each for each in known if each.number in key[1]]
             adapter = self.adapter(model) if adapted else None
-            self._definitions[key] = definition(self.model(model), chosen, temperature=temperature, needs=needs, adapter=adapter)
+            self._definitions[key] = definition(
+                self.model(model),
+                chosen,
+                temperature=temperature,
+                needs=needs,
+                adapter=adapter,
+                teacher=None if teacher is None else self.model(teacher),
+            )
         return self._definitions[key]
 
     def adapter(self, model: Model) -> str:

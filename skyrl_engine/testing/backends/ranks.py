@@ -33,7 +33,9 @@ SEED = CONTEXT.seed
 
 @frozen
 class Opening:
-    """The arguments of a backend's setup. `lock` is the plugin's, so that another process loads the same plugin."""
+    """The arguments of a backend's setup. `lock` is the plugin's, so that another process loads the same plugin; `teacher` is a second model
+    that the same plugin loads, for scores that compare with one.
+    """
 
     lock: Mapping[str, Any]
     topology: Topology
@@ -41,6 +43,7 @@ class Opening:
     optimizer: AdamWSettings | None
     device: str
     packed_rows: bool = False
+    teacher: ModelConfig | None = None
 
 
 @frozen
@@ -104,11 +107,15 @@ class HeldBackend:
         self._coords = opening.topology.coords(rank)
         self._backend: Backend | None = None
         self._shown: Mapping[str, Any] | None = None
+        self._teacher: Any = None
+        environment = RankEnvironment(rank, size, opening.device, SEED, opening.packed_rows)
         try:
-            self._backend = SelectedPlugin.from_lock(opening.lock).make(CONTEXT)
-            self._backend.setup(
-                opening.model, opening.optimizer, RankEnvironment(rank, size, opening.device, SEED, opening.packed_rows)
-            )
+            plugin = SelectedPlugin.from_lock(opening.lock)
+            self._backend = plugin.make(CONTEXT)
+            self._backend.setup(opening.model, opening.optimizer, environment)
+            if opening.teacher is not None:
+                self._teacher = plugin.make(CONTEXT)
+                self._teacher.setup(opening.teacher, None, environment)
         except BaseException:
             self.close()
             raise
@@ -167,6 +174,7 @@ class HeldBackend:
             picture_documents,
             without_pixels,
         )
+        from skyrl_engine.workers.teaching import TaughtBatch
 
         variant, unscored = work.pictures, work.unscored
         made = documents(VOCABULARY, unscored=unscored) if variant is None else picture_documents(VOCABULARY, variant)
@@ -176,11 +184,13 @@ class HeldBackend:
         known[PADDING_SAMPLE] = evolve(known[EMPTY], number=PADDING_SAMPLE)
         rows = padded if work.rows == "padded" else packed
         groups = [[known[number] for number in numbers or (PADDING_SAMPLE,)] for numbers in work.cut[self._coords.dp]]
-        batch = [rows(group, len(known))[0] for group in groups]
+        batch: Any = [rows(group, len(known))[0] for group in groups]
         if work.other_labels:
             batch = [evolve(each, labels=each.candidates["other"][:, 0]) for each in batch]
         if self._coords.pp > 0:
             batch = [without_pixels(each) for each in batch]
+        if self._teacher is not None:
+            batch = TaughtBatch(batch, self._teacher)
         seen: set[str] = set()
 
         class Objective(WeightedObjective):
@@ -226,6 +236,9 @@ class HeldBackend:
     def close(self) -> None:
         from skyrl_engine.workers.process_group import leave
 
+        if self._teacher is not None:
+            self._teacher.close()
+            self._teacher = None
         if self._backend is not None:
             self._backend.close()
             self._backend = None

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from skyrl_engine.contracts.kinds.backend import Capability
-from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, TOP_1_AGREEMENT
 from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
 from skyrl_engine.errors import EngineError
-from skyrl_engine.testing.backends.batches import DefinedResult
+from skyrl_engine.testing.backends.batches import DIVERGENCES, DefinedResult
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
 from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks, PassOrder
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, require_words, right_loss
@@ -323,6 +323,24 @@ def logprobs_at(subject: BackendSubject, case: BackendCase) -> None:
     _require_scores(subject, case, f"{LOGPROBS_AT}:near", remedy, (f"{LOGPROBS_AT}:far",))
 
 
+@backend_promise("Divergences from a teacher beside, and the gradient through them, are right", exempt=_undeclared("divergence"))
+def divergence(subject: BackendSubject, case: BackendCase) -> None:
+    """Of a teacher of another architecture, over padded and packed rows, in one micro-batch and in three, on layouts that declare it."""
+    if "divergence" not in subject.described(case.sizes.options, case.sizes.ranks).capabilities:
+        return
+    remedy = "Compare with micro_batch.teacher at every position, both heads over the whole vocabulary, and differentiate the student's alone"
+    forward, reverse, jensen_shannon = (each.need for each in DIVERGENCES)
+    of_rows = ("padded", "packed") if subject.declares("packed") else ("padded",)
+    for rows, asked, temperature, micro_batches in (
+        (of_rows[0], ("logprobs", TOP_1_AGREEMENT, forward), 1.0, 1),
+        (of_rows[-1], (reverse, jensen_shannon), 0.5, 3),
+    ):
+        due = subject.bench.definition(case.model, NUMBERS, needs=asked, temperature=temperature, teacher="llama")
+        with subject.opened(case, teacher="llama", packed_rows=rows == "packed") as ranks:
+            cut = case.cut(micro_batches=micro_batches)
+            _require_definition(ranks, case, due, asked, remedy, cut=cut, temperature=temperature, rows=rows)
+
+
 def _require_scores(subject: BackendSubject, case: BackendCase, score: str, remedy: str, others: tuple[str, ...] = ()) -> None:
     """Require the score and its gradient beside log-probabilities, and among all scores of the vocabulary under a temperature."""
     for asked, temperature in ((("logprobs", score, *others), 1.0), (("entropy", "logprobs", score, *others), 0.5)):
@@ -335,7 +353,7 @@ def _require_definition(
     ranks: BackendRanks, case: BackendCase, due: DefinedResult, asked: Sequence[str], remedy: str, **options: Any
 ) -> None:
     """Require the defined objective for these scores, and the defined gradient where a single rank sums it."""
-    got = ranks.loss(ranks.forward_backward(case.whole(needs=asked, **options)))
+    got = ranks.loss(ranks.forward_backward(PassOrder(**{"cut": case.cut(), "needs": tuple(asked), **options})))
     what = " and ".join(asked)
     if abs(got - due.loss) > 1e-5 * abs(due.loss):
         raise Broken(f"an objective of {what} is {got:.6g}, where the model's own weights give {due.loss:.6g}", remedy)
@@ -375,5 +393,6 @@ SCORE_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
     logsumexp,
     mean_logprob,
     logprobs_at,
+    divergence,
     undeclared_value_head,
 )

@@ -67,13 +67,15 @@ class BackendSubject:
         *,
         optimizer: AdamWSettings | None = UNTOUCHED,
         packed_rows: bool = False,
+        teacher: Model | None = None,
         **options: Any,
     ) -> BackendRanks:
-        """Set the backend up on the ranks of the case; `options` are those of the model."""
+        """Set the backend up on the ranks of the case, beside a `teacher` where there is one; `options` are those of the model."""
         sizes = case.sizes
         spec = ModelConfig(self.bench.model(model or case.model), **options)
+        beside = None if teacher is None else ModelConfig(self.bench.model(teacher))
         lock = self.with_options(sizes.options).lock()
-        return self.bench.ranks(Opening(lock, sizes.topology, spec, optimizer, self.device, packed_rows))
+        return self.bench.ranks(Opening(lock, sizes.topology, spec, optimizer, self.device, packed_rows, beside))
 
     def on_another_device(self, case: "BackendCase") -> BackendRanks:
         """Set the backend up on ranks whose device is one that is not the CPU, for `BackendRanks.elsewhere`."""

@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from skyrl_engine.contracts.kinds.loss import as_loss_output
-from skyrl_engine.contracts.kinds.needs import MODEL_SCORES, candidate_columns
+from skyrl_engine.contracts.kinds.needs import DIVERGENCE, MODEL_SCORES, candidate_columns, model_score
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.registry.host import blaming
@@ -61,7 +61,8 @@ def evaluate(
 def leaves_of(batch: TokenBatch, loss: Any, dtype: torch.dtype, *, gradients: bool = True) -> dict[str, torch.Tensor]:
     """Return the model's scores that the loss reads, and always log-probabilities, as tensors to differentiate by."""
     wide = candidate_columns(loss.needs)
-    names = [*(name for name in MODEL_SCORES if name == "logprobs" or name in loss.needs), *wide]
+    compared = [need for need in loss.needs if model_score(need) == DIVERGENCE]
+    names = [*(name for name in MODEL_SCORES if name == "logprobs" or name in loss.needs), *compared, *wide]
     return {name: torch.from_numpy(batch.values[name].copy()).to(dtype).requires_grad_(gradients) for name in names}
 
 

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch
-from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, MODEL_SCORES, ROLE_NEED, column_forms, model_score
+from skyrl_engine.contracts.kinds.needs import DIVERGENCE, LOGPROBS_AT, ROLE_NEED, TOP_1_AGREEMENT, column_forms, model_score
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Ragged, offsets_of, segment_indices
 from skyrl_engine.objective.samples import ScoredSamples
 
@@ -261,6 +261,10 @@ def _values(draw: st.DrawFn, needs: Iterable[str], count: int, range_: Range) ->
             values[name] = column(_NUMBERS) + jitter
         elif name == "mean_logprob":
             values[name] = -np.abs(column(_NUMBERS)) - jitter - 1
+        elif model_score(name) == DIVERGENCE:
+            values[name] = np.abs(column(_NUMBERS)) + jitter
+        elif name == TOP_1_AGREEMENT:
+            values[name] = (column(_NUMBERS) > 0).astype(np.float32)
         else:
             values[name] = column(_NUMBERS)
     return values
@@ -268,7 +272,8 @@ def _values(draw: st.DrawFn, needs: Iterable[str], count: int, range_: Range) ->
 
 def is_wide(need: str) -> bool:
     """Return True for a need of k numbers per token: `COLUMN[k]`, and `logprobs_at:COLUMN`, which needs the column of ids too."""
-    return "number" not in column_forms((need,)).values() and need not in MODEL_SCORES
+    score = model_score(need)
+    return score == LOGPROBS_AT if score else "number" not in column_forms((need,)).values()
 
 
 def _wide_values(draw: st.DrawFn, needs: Iterable[str], count: int, range_: Range) -> dict[str, AnyArray]:

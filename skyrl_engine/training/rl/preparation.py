@@ -32,7 +32,7 @@ from skyrl_engine.training.rl.prompts import OF_TABLES, PromptLimits, check_prom
 from skyrl_engine.training.rl.recipe import Recipe, Recorded, recipe
 from skyrl_engine.training.rl.reward_model import RewardModel
 from skyrl_engine.training.rl.tasks import TaskOrder
-from skyrl_engine.training.rl.teacher import planned_teacher
+from skyrl_engine.training.teacher import planned_teacher
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,14 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
         rollouts=rollouts,
         recipe=chosen,
         reference=planned_reference(resolved, assembly, files) if chosen.reference else None,
-        teacher=planned_teacher(resolved, assembly, files, read=chosen.teacher),
+        teacher=planned_teacher(
+            resolved,
+            assembly,
+            files,
+            read=chosen.teacher,
+            longest=settings.max_prompt_tokens + settings.max_tokens,
+            shorter="Lower rl.max_prompt_tokens or rl.max_tokens",
+        ),
         reward_model=RewardModel.planned(resolved, assembly, files),
     )
 

@@ -7,7 +7,7 @@ from attrs import frozen
 
 from skyrl_engine.config.schema import RlConfig
 from skyrl_engine.contracts.kinds.advantage import Advantage
-from skyrl_engine.contracts.kinds.needs import MODEL_SCORES
+from skyrl_engine.contracts.kinds.needs import DIVERGENCE, MODEL_SCORES, model_score
 from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.engine.capability import needs_of_reducer
 from skyrl_engine.errors import UnsupportedError
@@ -15,7 +15,7 @@ from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.policy_metrics import OLD, SAMPLED, Watched
 from skyrl_engine.registry.part import Part
 from skyrl_engine.training.reference import REFERENCE
-from skyrl_engine.training.rl.teacher import TEACHER
+from skyrl_engine.training.teacher import TEACHER
 
 VALUES: Final = "old_values"
 BOUND: Final[Mapping[str, str]] = {OLD: "logprobs"}
@@ -127,7 +127,7 @@ def _refuse_unknown(asked: Mapping[str, tuple[str, ...]], advantage: Part[Advant
     known = {*_GIVEN, *MODEL_SCORES, *_VALUES_OF_SAMPLES}
     for label, needs in asked.items():
         for name in needs:
-            if name not in known:
+            if name not in known and model_score(name) != DIVERGENCE:
                 raise UnsupportedError(
                     f"{label} needs the column {name!r}, which no rollout has",
                     remedy=f"Choose a part that reads some of {', '.join(_GIVEN)}",

@@ -15,6 +15,7 @@ from attrs import define, field, frozen
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.kinds.advantage import AdvantageBatch, AdvantageOutput, as_advantage_output
+from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL
 from skyrl_engine.contracts.kinds.observer import RolloutsFinished
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import Metric, combine_metrics, results_of
@@ -45,7 +46,7 @@ from skyrl_engine.training.rl.metrics import rollout_metrics
 from skyrl_engine.training.rl.preparation import PreparedRl, Progress, Sampled, prepare
 from skyrl_engine.training.rl.rewards import KlPenalty
 from skyrl_engine.training.rl.state import RlState, state_in
-from skyrl_engine.training.rl.teacher import TEACHER, TEACHER_MODEL, teacher_metrics
+from skyrl_engine.training.teacher import TEACHER, teacher_metrics
 
 logger = logging.getLogger(__name__)
 

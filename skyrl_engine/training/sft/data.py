@@ -22,6 +22,7 @@ from skyrl_engine.data.images.processor import load_vision
 from skyrl_engine.data.sources.formats import PREFERENCES, Reading
 from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.capability import check_pairs, needed_columns, needs_of_reducer, vision_of
+from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import DataError
 from skyrl_engine.model_facts.facts import ModelFacts
@@ -29,6 +30,7 @@ from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.registry.part import Part
 from skyrl_engine.training.sft.order import SampleOrder
+from skyrl_engine.training.teacher import TEACHER, planned_teacher
 from skyrl_engine.workers.dispatch import batch_structure, planned, token_weights
 
 if TYPE_CHECKING:
@@ -42,7 +44,9 @@ DataProgress = Callable[[str, int, int], None]
 
 @frozen(eq=False)
 class PreparedRun:
-    """A run that is ready to start its ranks. `first_batch` is the plan of the run's first mini-batch, for --dry-run to show."""
+    """A run that is ready to start its ranks. `first_batch` is the plan of the run's first mini-batch, for --dry-run to show; `teacher` the
+    frozen model beside the trained one, None where there is none.
+    """
 
     resolved: ResolvedConfig
     files: ModelFiles
@@ -52,6 +56,7 @@ class PreparedRun:
     required: frozenset[Capability]
     order: SampleOrder
     total_steps: int
+    teacher: FrozenModel | None
     first_batch: BatchPlan = field(repr=False)
 
 
@@ -69,6 +74,9 @@ def prepare(
     config = resolved.config
     files = ModelFiles.of(config.model)
     assembly = assemble(resolved, files, max_sequence_length=config.data.max_length)
+    taught = config.has("teacher") and config.teacher.path is not None
+    if taught:
+        given = {*given, TEACHER}
     data = limited_to_model(config.data, files.facts)
     files.vision = vision_of(files.facts, load_vision(files.facts, data))
     load = partial(
@@ -113,6 +121,7 @@ def prepare(
     for columns in datasets:
         check_pairs(assembly.objective.losses, columns)
     resolved = _with_rotary_length(resolved, files, datasets)
+    longest = max(int(np.diff(columns.token_offsets).max(initial=1)) for columns in datasets)
     return PreparedRun(
         resolved=resolved,
         files=files,
@@ -121,6 +130,14 @@ def prepare(
         evaluation=evaluation,
         order=order,
         total_steps=config.training.steps or order.steps_in(config.training.epochs or 1.0),
+        teacher=planned_teacher(
+            resolved,
+            assembly,
+            files,
+            read=taught and TEACHER in assembly.objective.columns,
+            longest=longest,
+            shorter="Set data.max_length",
+        ),
         first_batch=_first_batch(resolved, assembly, train, order),
         required=assembly.check_data(files.facts, datasets),
     )
@@ -204,6 +221,27 @@ def _refuse_unknown_tokens(facts: ModelFacts, datasets: Sequence[SampleColumns])
             f"the data holds token id {largest}, and the vocabulary of {facts.model.path} has {size} tokens",
             remedy="Use the tokenizer that belongs to the model: correct model.tokenizer, or make ready tokens again",
         )
+    if size is None:
+        return
+    for columns in datasets:
+        _refuse_unknown_candidates(facts, size, columns)
+
+
+def _refuse_unknown_candidates(facts: ModelFacts, size: int, columns: SampleColumns) -> None:
+    """Refuse an id beyond the vocabulary in a column of ids, at a response token that carries loss, naming sample and token."""
+    for name, ids in columns.columns.items():
+        if ids.ndim != 2 or ids.dtype.kind != "i":
+            continue
+        wrong = (ids >= size).any(1) & (columns.loss_weight != 0)
+        if wrong.any():
+            action = int(np.argmax(wrong))
+            sample = int(np.searchsorted(columns.action_offsets, action, side="right")) - 1
+            raise DataError(
+                f"the column {name!r} holds the token id {int(ids[action].max())} at response token "
+                f"{action - int(columns.action_offsets[sample])} of sample {int(columns.sample_ids[sample])}, and the vocabulary of "
+                f"{facts.model.path} has {size} tokens",
+                remedy="Write the column with the tokenizer of the model that is trained",
+            )
 
 
 def _refuse_nothing_to_learn(columns: SampleColumns) -> None:

@@ -8,6 +8,7 @@ import attrs
 from attrs import define, field, frozen
 
 from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import results_of
 from skyrl_engine.engine.engine import Engine
@@ -20,6 +21,7 @@ from skyrl_engine.training.sft.evaluation import evaluate
 from skyrl_engine.training.sft.order import Position
 from skyrl_engine.training.sft.plan import RunPlan, describe_plan
 from skyrl_engine.training.sft.state import SftState, fingerprint, position_in
+from skyrl_engine.training.teacher import TEACHER
 
 
 def plan_sft(resolved: ResolvedConfig, *, progress: DataProgress | None = None) -> RunPlan:
@@ -53,9 +55,15 @@ def run_sft(
 
     def start() -> Start:
         prepared = prepare(resolved, progress)
-        return Start(prepared, partial(SftTrainer, prepared))
+        return Start(prepared, partial(_trainer, prepared))
 
     return train_on_data(resolved, start, observers=observers, resume=resume)
+
+
+def _trainer(prepared: PreparedRun, engine: Engine, position: Position, data: str) -> "SftTrainer":
+    if prepared.teacher is not None:
+        engine.add_frozen(prepared.teacher)
+    return SftTrainer(prepared, engine, position, data)
 
 
 @frozen(eq=False)
@@ -123,8 +131,12 @@ class SftTrainer:
     _spans: Spans = field(factory=Spans, init=False)
 
     def planned(self, columns: SampleColumns) -> Plan:
-        """Return the plan of a mini-batch, with every column that the objective reads."""
-        return self.engine.plan(columns)
+        """Return the plan of a mini-batch, with every column that the objective reads: the teacher's, where there is one, over this plan."""
+        plan = self.engine.plan(columns)
+        if self.prepared.teacher is None or TEACHER not in self.prepared.assembly.objective.columns:
+            return plan
+        scores = self.engine.score(plan, tokens="loss", model=TEACHER_MODEL).result()
+        return plan.with_columns({TEACHER: scores.on_actions("logprobs")})
 
     def step(self, number: int) -> StepDone:
         """One optimizer step on the next mini-batch."""

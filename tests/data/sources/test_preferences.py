@@ -87,6 +87,56 @@ def test_a_row_becomes_two_samples_of_one_unit(load: Load, name: str) -> None:
         assert after == answer + end
 
 
+def rated(*scores: Any, **others: Any) -> dict[str, Any]:
+    """A raw row of UltraFeedback: `scores` are the answers' overall_score, finer ones the other way round."""
+    answers = [
+        {
+            "model": f"m{place}",
+            "response": f"answer {place}",
+            "overall_score": score,
+            "fine-grained_score": 9 - place,
+            "annotations": {},
+        }
+        for place, score in enumerate(scores)
+    ]
+    return {"instruction": "hi", "completions": answers, "source": "x", **others}
+
+
+def test_of_rated_answers_the_best_stands_against_the_worst(load: Load) -> None:
+    """Of several best or worst the first; rows without a difference are left out and counted; a row is a unit, named by its number."""
+    rows = [rated(5.0, 8, 2, 8), rated(6, 6, 6, 6), rated(1, 1, 7.5, 3, instruction=None, prompt="hi")]
+    dataset, tokenizer = load(*rows)
+    assert dataset.format == "ratings"
+    seen = shown(dataset, tokenizer)
+    assert [role for role, *_ in seen] == ["chosen", "rejected"] * 2
+    assert all(before.rstrip("\n").endswith(CHAT.rstrip("\n")) for _, before, _ in seen)
+    assert [after for *_, after in seen] == [f"answer {place}<|im_end|>" for place in (1, 2, 2, 0)]
+    assert dataset.columns.unit_ids.tolist() == [0, 0, 2, 2]
+    assert (dataset.counts.rows, dataset.counts.dropped_ties, dataset.counts.dropped) == (3, 1, 1)
+    finer, _ = load(*rows, rating="fine-grained_score")
+    assert [after for *_, after in shown(finer, tokenizer)[:2]] == ["answer 0<|im_end|>", "answer 3<|im_end|>"]
+    plain, tokenizer = load(rows[0], template=None)
+    assert all(before.rstrip("\n").endswith("hi") for _, before, _ in shown(plain, tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("row", "cause"),
+    [
+        (rated(5), "two rated answers or more are needed"),
+        (rated(5, "N/A"), "answer 1 has no number 'overall_score': 'N/A' stands there"),
+        (rated(5, None), "answer 1 has no number 'overall_score'; it has 'model', 'response'"),
+        (rated(5, 3, instruction=["hi"]), "column 'prompt': a string is needed"),
+        (
+            rated(5, 3) | {"completions": [{"response": " ", "overall_score": 1}, {"response": "b", "overall_score": 2}]},
+            "answer 0 has no text",
+        ),
+    ],
+)
+def test_rated_answers_that_say_nothing_are_refused(load: Load, row: dict[str, Any], cause: str) -> None:
+    with pytest.raises(DataError, match=cause):
+        load(row)
+
+
 def test_single_answers_have_a_role_and_no_partner(load: Load) -> None:
     dataset, _ = load(
         {"prompt": "2 + 2 =", "completion": " 4", "label": True},

@@ -57,6 +57,44 @@ def test_mistakes_are_named_with_their_place(read, row, cause):
         read([{**ROLLOUT, **row}], "logprobs_at:ids")
 
 
+TEACHER = {"teacher_ids": [[1, 2], [3, 4], [5, 6]], "teacher_logprobs": [[-1, -2], [0, -9], [-0.7, -0.69]]}
+
+
+@pytest.mark.parametrize(
+    ("column", "place", "entry", "cause"),
+    [
+        (
+            "teacher_logprobs",
+            2,
+            [0.4, -2],
+            "column 'teacher_logprobs': 0.4 stands at token 4, and no logarithm of a probability is above 0",
+        ),
+        (
+            "teacher_logprobs",
+            0,
+            [-0.5, -0.6],
+            "column 'teacher_logprobs': the probabilities at token 2 add up to 1.155, more than 1",
+        ),
+        ("teacher_ids", 2, [5, 5], "column 'teacher_ids': token id 5 is named twice at token 4"),
+    ],
+)
+def test_what_no_teacher_can_have_said_is_refused_with_its_token(read, column, place, entry, cause):
+    """Where there is no loss nobody looks: token 3 of these rows."""
+    needs = ("logprobs_at:teacher_ids", "teacher_logprobs[k]")
+    read([{**ROLLOUT, **TEACHER}], *needs)
+    wrong = [*TEACHER[column][:place], entry, *TEACHER[column][place + 1 :]]
+    with pytest.raises(DataError, match=cause):
+        read([{**ROLLOUT, **TEACHER}, {**ROLLOUT, **TEACHER, column: wrong}], *needs)
+    unread = [TEACHER[column][0], entry, TEACHER[column][2]]
+    read([{**ROLLOUT, **TEACHER, column: unread}], *needs)
+
+
+def test_a_teacher_names_as_many_tokens_as_it_rates(read):
+    row = {**ROLLOUT, **TEACHER, "teacher_logprobs": [[-1], [-1], [-1]]}
+    with pytest.raises(DataError, match="it has 1 numbers per token, and teacher_ids has 2"):
+        read([row], "logprobs_at:teacher_ids", "teacher_logprobs[k]")
+
+
 def test_weights_of_tokens_and_of_samples_multiply_what_carries_loss(read):
     rows = [
         {**ROLLOUT, "loss_weight": [0.5, 9, 2]},

@@ -58,6 +58,26 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(rl: Rl, seen: Seen, 
     assert not seen.plans[1].columns.columns["advantages"].any()
 
 
+def test_whole_distributions_are_compared_at_the_students_own_tokens(rl: Rl, seen: Seen, world: Path, teacher: Path) -> None:
+    """The loss `divergence` on sampled rows, at the run's temperature, is KL by definition on transformers' logits; nothing else is read."""
+    keys = ("rl.steps=1", f"teacher.path={teacher}", "loss.use=divergence", "loss.divergence=reverse", "rl.temperature=0.8")
+    directory = run_rl(rl("run", *keys, preset=PRESET)).directory
+    (metrics,) = (each["metrics"] for each in read_metrics(directory / "metrics.jsonl") if each["kind"] == "step")
+    columns = seen.plans[1].columns
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval() for path in (world / "model", teacher)]
+    total, count = 0.0, 0
+    for sample in range(len(columns)):
+        ids = torch.from_numpy(columns.input_ids[slice(*columns.token_offsets[sample : sample + 2])].astype("int64"))
+        carries = torch.from_numpy(columns.loss_weight[slice(*columns.action_offsets[sample : sample + 2])] != 0)
+        with torch.no_grad():
+            q, p = (model(ids[None]).logits[0, -len(carries) - 1 : -1].div(0.8).log_softmax(-1) for model in models)
+        total += float((q.exp() * (q - p)).sum(-1)[carries].sum())
+        count += int(carries.sum())
+    assert metrics["divergence"] == pytest.approx(total / count, rel=1e-4)
+    assert metrics["loss"] == pytest.approx(total / count, rel=1e-4)
+    assert 0 <= metrics["top_1_agreement"] <= 1
+
+
 def test_a_resumed_run_has_the_same_bits(rl: Rl, teacher: Path) -> None:
     keys = (f"teacher.path={teacher}", "loss.use=teacher_kl")
     whole = run_rl(rl("whole", *keys, preset=PRESET)).directory
@@ -70,7 +90,7 @@ def test_a_resumed_run_has_the_same_bits(rl: Rl, teacher: Path) -> None:
 def test_what_cannot_work_is_refused_while_planning(rl: Rl, teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="there is no teacher"):
         prepare(rl("run", preset=PRESET))
-    with pytest.raises(UnsupportedError, match="nothing would be learned from the teacher"):
+    with pytest.raises(UnsupportedError, match="nothing would be learned from it"):
         prepare(rl("run", f"teacher.path={teacher}"))
     with pytest.raises(ModelError, match="the teacher cannot be used"):
         prepare(rl("run", f"teacher.path={tmp_path / 'nowhere'}", preset=PRESET))

@@ -111,4 +111,5 @@ def test_a_candidate_outside_of_the_vocabulary_is_refused(capsys: pytest.Capture
     text = Path("rows.jsonl").read_text()
     Path("rows.jsonl").write_text(re.sub(r'"teacher_ids": \[\[\d+', '"teacher_ids": [[99999', text))
     assert app.main(arguments("--loss", "./my_loss.py:top_k_kl")) != 0
-    assert "the column 'teacher_ids' holds the token id 99999" in capsys.readouterr().err
+    assert "the column 'teacher_ids' holds the token id 99999 at response token 0 of sample 0" in capsys.readouterr().err
+    assert not Path("run").exists(), "refused before anything starts"

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ from skyrl_engine.contracts import (
 from skyrl_engine.modeling.exporting import exported, write_pretrained
 from skyrl_engine.modeling.host_threads import share_cores
 from skyrl_engine.modeling.lora import adapters_off, merged_weights
-from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, score
+from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, hidden_states, score
 from skyrl_engine.modeling.optimizer import use_settings
 from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine.modeling.teaching import TeacherStates
 from skyrl_engine_deepspeed.checkpoint import ZeroState
 from skyrl_engine_deepspeed.gradients import AccumulatedGradients
 from skyrl_engine_deepspeed.loading import Loaded, load
@@ -75,6 +76,16 @@ class DeepSpeedBackend:
     def without_adapters(self) -> AbstractContextManager[None]:
         """Score with the base model alone."""
         return adapters_off(self._loaded.model)
+
+    @contextmanager
+    def teaching(self, micro_batch: MicroBatch) -> Iterator[TeacherStates]:
+        """Give this model's hidden states at the positions of a micro-batch, and its head, whole until the context is left."""
+        scorer = self._loaded.scorer if self._loaded.engine else self._plain_scorer()
+        call = self._loaded.engine or scorer
+        hidden_NH = hidden_states(call, scorer, micro_batch, vocabulary=self._loaded.vocabulary, device=self._device)
+        # gathered behind the forward pass, which lets go of a weight that it shares with the embedding
+        with self._whole_head(scorer):
+            yield TeacherStates.of(scorer.head, hidden_NH)
 
     def forward_backward(self, batch: RankBatch, objective: Objective) -> RankOutput:
         """Score, differentiate and accumulate gradients on this rank; `optim_step` and `gradients` sum them over ranks."""
@@ -184,6 +195,15 @@ class DeepSpeedBackend:
             for parameter in self._in_bfloat16.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
         return self._in_bfloat16
+
+    def _whole_head(self, scorer: Scorer) -> AbstractContextManager[Any]:
+        """Gather the head's weights on every rank, where stage 3 divides them, until the context is left."""
+        if self._loaded.engine is None:
+            return nullcontext()
+        import deepspeed
+
+        gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(scorer.head.linear.parameters()))
+        return gathered
 
     def _whole(self, parameter: nn.Parameter) -> Tensor:
         """Return the whole weight on every rank: the float32 copy of a trained parameter, else the weight in the compute precision."""

@@ -20,7 +20,9 @@ class DeepSpeedPlugin:
         options.refuse_contradictions()
         return BackendDescription(
             Topology(dp=world_size),
-            frozenset({"padded", "packed", "value_head", "lora", *OPTIONAL_SCORES, "second_model", "reference_by_adapters"}),
+            frozenset(
+                {"padded", "packed", "value_head", "lora", *OPTIONAL_SCORES, "divergence", "second_model", "reference_by_adapters"}
+            ),
             lambda _, model: options.refuse_precision(model.dtype, learns=True),
             _rehearse,
         )

@@ -1,7 +1,7 @@
 """The FSDP2 backend: a Hugging Face causal language model sharded over data-parallel ranks that scores, learns and saves."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from skyrl_engine.modeling import random_states
 from skyrl_engine.modeling.exporting import exported, write_pretrained
 from skyrl_engine.modeling.host_threads import share_cores
 from skyrl_engine.modeling.lora import adapters_off, has_adapters, merged_weights
-from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, score
+from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, hidden_states, score
 from skyrl_engine.modeling.optimizer import build_adamw, use_settings
 from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine.modeling.teaching import TeacherStates
 from skyrl_engine_fsdp.checkpoint import ShardedTrainingState
 from skyrl_engine_fsdp.gradients import clip_gradients, full, non_finite
 from skyrl_engine_fsdp.meshes import Meshes
@@ -94,6 +95,21 @@ class FsdpBackend:
     def without_adapters(self) -> AbstractContextManager[None]:
         """Score with the base model alone."""
         return adapters_off(self._model)
+
+    @contextmanager
+    def teaching(self, micro_batch: MicroBatch) -> Iterator[TeacherStates]:
+        """Give this model's hidden states at the positions of a micro-batch, and its head, whole until the context is left."""
+        hidden_NH = hidden_states(
+            self._scorer,
+            self._scorer,
+            micro_batch,
+            vocabulary=self._vocabulary,
+            device=self._device,
+            images=self._scorer.images,
+        )
+        # the head is of the root's unit, which stays gathered behind a forward pass without backward
+        yield TeacherStates.of(self._scorer.head, hidden_NH)
+        reshard(self._scorer)
 
     def forward_backward(self, batch: RankBatch, objective: Objective) -> RankOutput:
         """Score, differentiate and accumulate gradients; each micro-batch's gradient is summed over ranks in its backward pass."""

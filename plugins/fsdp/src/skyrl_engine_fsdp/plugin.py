@@ -22,10 +22,11 @@ class FsdpPlugin:
         capabilities: frozenset[Capability] = frozenset(
             {"padded", "packed", "value_head", "tensor_parallel", *OPTIONAL_SCORES, "second_model"}
         )
-        # transformers' tensor-parallel plans cut the linear layers of a text decoder; they say nothing about adapters and vision towers
+        # transformers' tensor-parallel plans cut the linear layers of a text decoder; they say nothing about adapters and vision towers,
+        # and a head that is divided compares with no teacher's
         if topology.tp == 1:
-            adapters: frozenset[Capability] = frozenset({"lora", "reference_by_adapters", "vision"})
-            return BackendDescription(topology, capabilities | adapters, rehearse=partial(_rehearse, images=True))
+            undivided: frozenset[Capability] = frozenset({"lora", "reference_by_adapters", "vision", "divergence"})
+            return BackendDescription(topology, capabilities | undivided, rehearse=partial(_rehearse, images=True))
         return BackendDescription(topology, capabilities, partial(refuse_model, topology.tp), partial(_rehearse, images=False))
 
     @hookimpl

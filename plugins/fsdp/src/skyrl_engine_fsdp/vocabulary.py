@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from skyrl_engine.modeling.chunked_head import ChunkedHead, chunked_scores
 from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine.modeling.teaching import TeacherStates
 from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
 from skyrl_engine_fsdp.parameter_views import view_parameters
 from skyrl_engine_fsdp.rank_sums import sum_backward, sum_forward
@@ -60,7 +61,12 @@ def _look_up_own_tokens(embedding: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class VocabularyParallelHead(ChunkedHead):
-    """The chunked head over this rank's part of the vocabulary; its chunks have as many logits per rank as those of a whole head."""
+    """The chunked head over this rank's part of the vocabulary; its chunks have as many logits per rank as those of a whole head.
+
+    It compares with no teacher, whose head would have to be divided alike.
+    """
+
+    compares = False
 
     def __init__(self, whole: ChunkedHead, mesh: DeviceMesh) -> None:
         nn.Module.__init__(self)
@@ -70,8 +76,16 @@ class VocabularyParallelHead(ChunkedHead):
         self.vocabulary = whole.linear.out_features
         self.first = mesh.get_local_rank() * (self.vocabulary // mesh.size())
 
-    def forward(self, hidden_NH: Tensor, tokens_NK: Tensor, temperature: float, asked: tuple[str, ...]) -> tuple[Tensor, ...]:
+    def forward(
+        self,
+        hidden_NH: Tensor,
+        tokens_NK: Tensor,
+        temperature: float,
+        asked: tuple[str, ...],
+        teacher: TeacherStates | None = None,
+    ) -> tuple[Tensor, ...]:
         """Return what `ChunkedHead.forward` returns; scores and the gradient of `hidden_NH` are equal on all tensor-parallel ranks."""
+        assert teacher is None, "planning refuses it"
         score = VocabularyParallelScore(self.rule, temperature, asked, self.group, self.first, self.vocabulary)
         # every part of the vocabulary contributes to the gradient of the hidden states
         hidden_NH = sum_backward(hidden_NH, self.group)

@@ -6,12 +6,12 @@ from attrs import field, frozen
 from attrs.validators import gt, in_, lt
 
 from skyrl_engine import LossOutput, LossTokens, Metric, loss
+from skyrl_engine.contracts import TOP_1_AGREEMENT, Divergence, DivergenceKind
 from skyrl_engine_losses.estimators import ESTIMATORS, Estimator
 
 if TYPE_CHECKING:
     import torch
 
-Divergence = Literal["forward", "reverse", "jensen_shannon"]
 Rest = Literal["one", "none", "normalize"]
 
 _LEAST_REST = 1e-6
@@ -23,7 +23,7 @@ gradient."""
 class TopKDivergenceConfig:
     """The divergence between two distributions, and what becomes of the tokens that the teacher's k do not name."""
 
-    divergence: Divergence = field(default="forward", validator=in_(get_args(Divergence)))
+    divergence: DivergenceKind = field(default="forward", validator=in_(get_args(DivergenceKind)))
     """`forward` KL(p || q), `reverse` KL(q || p), or `jensen_shannon`, the generalised one of GKD by `beta`."""
 
     beta: float = field(default=0.5, validator=[gt(0.0), lt(1.0)])
@@ -82,6 +82,46 @@ def _between(config: TopKDivergenceConfig, teacher: "torch.Tensor", student: "to
 
 def _kl(first: "torch.Tensor", second: "torch.Tensor") -> "torch.Tensor":
     return (first.exp() * (first - second)).sum(-1)
+
+
+@frozen
+class DivergenceConfig:
+    """The divergence between two distributions over the whole vocabulary."""
+
+    divergence: DivergenceKind = field(default="forward", validator=in_(get_args(DivergenceKind)))
+    """`forward` KL(p || q), `reverse` KL(q || p), or `jensen_shannon`, the generalised one of GKD by `beta`."""
+
+    beta: float = field(default=0.5, validator=[gt(0.0), lt(1.0)])
+    """Share of the teacher in the mixture of `jensen_shannon`: near 0 its gradient points as `forward`'s, near 1 as `reverse`'s."""
+
+    temperature: float = field(default=1.0, validator=[gt(0.0), lt(float("inf"))])
+    """Divides the logits of both, which the run's own temperature has divided already. Nothing is multiplied by its square."""
+
+    @property
+    def score(self) -> Divergence:
+        """The score of the model that it is."""
+        return Divergence(self.divergence, self.beta, self.temperature)
+
+
+def _needs(config: DivergenceConfig) -> tuple[str, ...]:
+    return (config.score.need, TOP_1_AGREEMENT)
+
+
+@loss(needs=_needs, config=DivergenceConfig)
+def divergence(tokens: LossTokens, _config: DivergenceConfig) -> LossOutput:
+    """A divergence between teacher and student over the whole vocabulary, [n] in nats, of a frozen teacher on the same ranks.
+
+    `forward`: sum p log(p / q), Hinton et al. 2015, arXiv:1503.02531. `reverse`: sum q log(q / p), Gu et al. 2023, arXiv:2306.08543.
+    `jensen_shannon`: beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, Agarwal et al. 2023, arXiv:2306.13649, equation 1.
+    """
+    values = tokens.divergence
+    return LossOutput(
+        values,
+        {
+            "divergence": Metric.mean(values.detach().sum().item(), len(values)),
+            "top_1_agreement": Metric.mean(tokens.top_1_agreement.sum().item(), len(values)),
+        },
+    )
 
 
 @frozen

@@ -5,7 +5,7 @@ from skyrl_engine_losses.corrections import outlier_sequence, sequence_mask, tis
 from skyrl_engine_losses.covariance import clip_cov, kl_cov
 from skyrl_engine_losses.critic import value_clip
 from skyrl_engine_losses.cross_entropy import cross_entropy, label_smoothing
-from skyrl_engine_losses.distillation import teacher_kl, top_k_divergence
+from skyrl_engine_losses.distillation import divergence, teacher_kl, top_k_divergence
 from skyrl_engine_losses.off_policy import dro, importance_sampling
 from skyrl_engine_losses.policy_gradient import cispo, reinforce, rollout_is
 from skyrl_engine_losses.preference import cpo, dpo, kto, orpo, simpo
@@ -20,6 +20,7 @@ __all__ = [
     "clip_cov",
     "cpo",
     "cross_entropy",
+    "divergence",
     "dpo",
     "dppo",
     "dro",

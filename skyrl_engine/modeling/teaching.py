@@ -1,0 +1,117 @@
+"""What a frozen teacher knows of a micro-batch, and scores that compare a student with it, chunk by chunk.
+
+The teacher's hidden states are kept, [n, h], and its head runs where the student's does: on the positions of one chunk, in forward and again
+in backward. Logits of all positions never exist, of neither model.
+"""
+
+from collections.abc import Mapping
+from typing import Self
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor, nn
+
+from skyrl_engine.contracts.kinds.needs import DIVERGENCE, TOP_1_AGREEMENT, Divergence, model_score
+from skyrl_engine.errors import ModelError
+from skyrl_engine.modeling.causal_lm import LogitRule
+from skyrl_engine.modeling.chunked_head import ChunkedHead, Score
+from skyrl_engine.modeling.divergence import divergence, divergence_gradient
+
+HIDDEN_STATES = "hidden_states"
+"""What a scorer is asked for to get the decoder's states [n, h] at the positions; no loss can need it."""
+
+
+@frozen(eq=False)
+class TeacherStates:
+    """Hidden states [n, h] of a teacher at the positions of a micro-batch, and the head that makes logits of them: weight [v, h], bias [v].
+
+    Nothing of it is differentiated. Head and states are of the teacher's precision; the head must stay whole until the backward pass is over.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    rule: LogitRule
+
+    @classmethod
+    def of(cls, head: ChunkedHead, hidden_NH: Tensor) -> Self:
+        """Take states, and the head as its weights are now."""
+        weight_VH, bias_V = head.linear.weight.detach(), head.linear.bias
+        return cls(hidden_NH.detach().to(weight_VH.dtype), weight_VH, None if bias_V is None else bias_V.detach(), head.rule)
+
+    def at(self, chosen: slice) -> Self:
+        """Return it for some of the positions."""
+        return evolve(self, hidden=self.hidden[chosen])
+
+    def filled(self) -> Self:
+        """Return it with one position where it has none, as a scorer scores one then."""
+        return self if len(self.hidden) else evolve(self, hidden=self.hidden.new_zeros(1, self.hidden.shape[1]))
+
+    def score(self, rule: LogitRule, temperature: float, asked: tuple[str, ...], vocabulary: int) -> "TaughtScore":
+        """Return the score of a student's head with this `rule` over so many tokens. Raises ModelError for another vocabulary."""
+        if vocabulary != len(self.weight):
+            raise ModelError(
+                f"the teacher has {len(self.weight):,} logits at a position, and the trained model {vocabulary:,}",
+                remedy="Choose a teacher with the trained model's vocabulary",
+            )
+        return TaughtScore(rule, temperature, asked, self)
+
+    def logits(self, temperature: float) -> Tensor:
+        """Return the teacher's logits [n, v] that softmax is taken of, in float32 or float64."""
+        raw_NV = nn.functional.linear(self.hidden, self.weight, self.bias)
+        logits_NV = self.rule(raw_NV if raw_NV.dtype == torch.float64 else raw_NV.float())
+        return logits_NV if temperature == 1.0 else logits_NV / temperature
+
+
+@frozen(eq=False)
+class TaughtScore(Score):
+    """The scores of `Score`, and those that compare with `teacher`, whose states are those of the chunk."""
+
+    teacher: TeacherStates
+
+    def positions_per_chunk(self, limit: int, count: int) -> int:
+        """Return half of what one model's logits would be given, since those of two are held."""
+        return max(1, min(limit, count) // 2)
+
+    @property
+    def chunks_kept(self) -> int:
+        """Keep no logits for backward: there would be those of two models."""
+        return 0
+
+    def at(self, chosen: slice) -> Self:
+        return evolve(self, teacher=self.teacher.at(chosen))
+
+    def differentiable(self, name: str) -> bool:
+        return name != TOP_1_AGREEMENT
+
+    def _named(self, logits_NV: Tensor, tokens_NK: Tensor) -> dict[str, Tensor]:
+        named = super()._named(logits_NV, tokens_NK)
+        if TOP_1_AGREEMENT in self.asked:
+            # argmax before anything is overwritten, of logits that no temperature changes the order of
+            named[TOP_1_AGREEMENT] = (logits_NV.argmax(-1) == self.teacher.logits(1.0).argmax(-1)).to(logits_NV.dtype)
+        for need in self._divergences():
+            asked = Divergence.of(need)
+            named[need] = divergence(asked, *self._logprobs(logits_NV, asked))
+        return named
+
+    def _gradient(self, logits_NV: Tensor, tokens_NK: Tensor, upstream: Mapping[str, Tensor]) -> Tensor:
+        asked = {need: upstream[need] for need in self._divergences() if need in upstream}
+        others = {name: each for name, each in upstream.items() if name not in asked}
+        total_NV = super()._gradient(logits_NV, tokens_NK, others) if others or not asked else None
+        for need, upstream_N in asked.items():
+            wanted = Divergence.of(need)
+            part_NV = divergence_gradient(wanted, *self._logprobs(logits_NV, wanted)).mul_(upstream_N[:, None] / wanted.temperature)
+            total_NV = part_NV if total_NV is None else total_NV.add_(part_NV)
+        assert total_NV is not None, "one of the two was computed"
+        return total_NV
+
+    def _divergences(self) -> list[str]:
+        return [name for name in self.asked if model_score(name) == DIVERGENCE]
+
+    def _logprobs(self, logits_NV: Tensor, asked: Divergence) -> tuple[Tensor, Tensor]:
+        """Return log q and log p, [n, v] each, tensors of their own."""
+        teacher_NV = self.teacher.logits(self.temperature)
+        return tuple(  # type: ignore[return-value] # two of them
+            torch.log_softmax(each if asked.temperature == 1.0 else each / asked.temperature, -1)
+            for each in (logits_NV, teacher_NV)
+        )

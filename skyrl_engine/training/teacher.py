@@ -1,0 +1,81 @@
+"""The teacher of a run: a frozen model on the ranks that scores the student's rows, or that a loss compares the student with."""
+
+from typing import Final
+
+import numpy as np
+
+from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL, asks_a_teacher
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.outputs import Metric
+from skyrl_engine.engine.assembly import Assembly
+from skyrl_engine.engine.frozen_model import FrozenModel
+from skyrl_engine.engine.model_files import ModelFiles
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.objective.policy_metrics import OLD, SAMPLED
+from skyrl_engine.training.model_beside import planned_beside
+
+TEACHER: Final = "teacher_logprobs"
+"""The column of its log-probabilities of the tokens that the student is trained on."""
+
+
+def planned_teacher(
+    resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles, *, read: bool, longest: int, shorter: str
+) -> FrozenModel | None:
+    """Choose the frozen model that `[teacher]` names; None where there is none, and in trainers that have no such table.
+
+    `read` says that a part of the run reads its column; `longest` counts the tokens of the longest row, and `shorter` says how to make rows
+    shorter. Raises UnsupportedError for a teacher that nobody reads or that nobody named, for another vocabulary, and for what the backend does
+    not allow; ModelError for a model that cannot be used.
+    """
+    table = resolved.config.teacher if resolved.config.has("teacher") else None
+    compared = asks_a_teacher(assembly.objective.scores)
+    if table is None or table.path is None:
+        if read or compared:
+            what = "compares the model with a teacher" if compared else f"reads {TEACHER}"
+            raise UnsupportedError(
+                f"a part of the run {what}, and there is no teacher",
+                remedy="Choose parts that do without" if table is None else "Set teacher.path, or choose parts that do without",
+            )
+        return None
+    if not read and not compared:
+        raise UnsupportedError(
+            f"teacher.path is set, and no part of the run reads {TEACHER} or compares the model with the teacher: nothing would be learned "
+            "from it",
+            remedy='Set loss.use = "divergence", add the loss term teacher_kl, set rl.preset = "on_policy_distill" in trainer rl, or remove '
+            "teacher.path",
+        )
+    planned, own = planned_beside("the teacher", TEACHER_MODEL, resolved, assembly, files, path=table.path, revision=table.revision)
+    positions = own.facts.extended_length
+    if positions is not None and longest > positions:
+        raise UnsupportedError(
+            f"rows may have up to {longest:,} tokens, and the teacher {table.path} has {positions:,} positions", remedy=shorter
+        )
+    if compared:
+        _refuse_other_width(own, files)
+    return planned
+
+
+def _refuse_other_width(own: ModelFiles, trained: ModelFiles) -> None:
+    """Refuse a teacher with logits for more tokens, or fewer, than the trained model: a divergence is over the same tokens."""
+    theirs, ours = own.facts.vocabulary_size, trained.facts.vocabulary_size
+    if theirs != ours and theirs is not None and ours is not None:
+        raise UnsupportedError(
+            f"the teacher {own.facts.model.path} has logits for {theirs:,} tokens, and the trained model for {ours:,}: the first token that "
+            f"only one of them knows is number {min(theirs, ours)}",
+            remedy="Set teacher.path to a model with as many, or read one token's log-probability alone, by the loss teacher_kl",
+        )
+
+
+def teacher_metrics(columns: SampleColumns) -> dict[str, Metric]:
+    """Return `teacher/divergence`: the mean of log p - log q over the tokens that carry loss, p the policy that sampled and q the teacher.
+
+    It estimates the reverse divergence, KL(p, q), in nats per token. Where neither the old policy nor the sampler is known there is none.
+    """
+    given = columns.columns
+    policy = given.get(OLD, given.get(SAMPLED))
+    if policy is None or TEACHER not in given:
+        return {}
+    scored = columns.loss_weight != 0
+    differences = policy[scored].astype(np.float64) - given[TEACHER][scored].astype(np.float64)
+    return {"teacher/divergence": Metric.mean(float(differences.sum()), len(differences))}
