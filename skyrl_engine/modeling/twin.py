@@ -4,7 +4,7 @@ Samplers compute with it: it has no value head, no adapters and none of the engi
 those of the run.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import ModelError
 from skyrl_engine.model_facts.configuration import load_config
+from skyrl_engine.modeling.causal_lm import split_causal_lm
 from skyrl_engine.modeling.loading import build_causal_lm, load_causal_lm
+from skyrl_engine.modeling.lora import add_adapters, load_adapters, merged_weights
 from skyrl_engine.modeling.placement import keeps_loose_tensors
 from skyrl_engine.modeling.precision import compute_buffers_in
 from skyrl_engine.modeling.rotary_frequencies import fix_rotary_frequencies
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
+from skyrl_engine.modeling.vision import language_part
 
 
 def model_over(spec: ModelConfig, storage: Mapping[str, Tensor]) -> Any:
@@ -54,6 +57,16 @@ def copied_model(spec: ModelConfig, device: str) -> Any:
             parameter.data = parameter.data.to(torch.bfloat16)
         compute_buffers_in(model, torch.bfloat16)
     return model.requires_grad_(requires_grad=False).eval().to(device)
+
+
+@torch.no_grad()
+def stored_weights(spec: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Read a model's full weights from its files, on the CPU, with those of an existing adapter merged. Raises ModelError."""
+    model = load_causal_lm(_plain(spec), images=True)
+    if spec.lora is not None:
+        add_adapters(model, language_part(split_causal_lm(model).decoder), spec, seed=0)
+        load_adapters(model, spec)
+    yield from merged_weights(model, lambda parameter: parameter.detach())
 
 
 @torch.no_grad()

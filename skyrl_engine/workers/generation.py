@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.backend import Backend, SharesStorage
@@ -59,6 +59,25 @@ class OfferedWeights:
         if self.form == "tensors":
             for _ in self._stream or self.tensors():
                 pass
+
+
+@frozen
+class StoredWeights:
+    """The `WeightSource` of weights that lie in files; every rank that samples reads them by itself."""
+
+    model: ModelConfig
+
+    @property
+    def forms(self) -> frozenset[WeightForm]:
+        return frozenset({"tensors"})
+
+    def storage(self) -> "Mapping[str, torch.Tensor]":
+        raise AssertionError("the memory of weights was asked for that lie in files")
+
+    def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        from skyrl_engine.modeling.twin import stored_weights
+
+        return stored_weights(self.model)
 
 
 def shown_storage(backend: Backend) -> "Mapping[str, torch.Tensor] | None":
@@ -160,6 +179,13 @@ class RankGenerator:
                     self._part.product.update(weights, version, target)
         finally:
             weights.finish()
+
+    def load(self, model: ModelConfig, version: int, target: str) -> None:
+        """Give weights that lie in files to `target`. Raises UnsupportedError for a generator that takes none, ModelError for the files."""
+        form_for(self._description, self._backend, self._label, target)
+        if self._part is not None:
+            with blaming(self._part.owner, "update"):
+                self._part.product.update(StoredWeights(model), version, target)
 
     def release(self, target: str) -> None:
         if self._part is not None:

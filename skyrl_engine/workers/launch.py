@@ -116,6 +116,10 @@ class WorkerGroup:
         """Give the generators the present weights, as those of `target`."""
         self._everywhere("update_generator", version, target)
 
+    def load_target(self, model: ModelConfig, version: int, target: str) -> None:
+        """Give the generators weights that lie in files, as those of `target`."""
+        self._everywhere("load_target", model, version, target)
+
     def release_target(self, target: str) -> None:
         """Drop a weight set of the generators."""
         self._everywhere("release_target", target)

@@ -221,6 +221,11 @@ class Worker:
         with self._spans("publish"):
             self._sampler.update(version, target)
 
+    def load_target(self, model: ModelConfig, version: int, target: str) -> None:
+        """Give the generators weights that lie in files."""
+        with self._spans("publish"):
+            self._sampler.load(model, version, target)
+
     def release_target(self, target: str) -> None:
         self._sampler.release(target)
 

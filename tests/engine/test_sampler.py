@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from skyrl_engine import ContractError, Engine, UnsupportedError
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
 from skyrl_engine.contracts.values.columns import SampleColumns
-from skyrl_engine.errors import ConfigError
+from skyrl_engine.errors import ConfigError, ModelError
 from skyrl_engine.modeling.tiny import make_parts_differ, write_model, write_tokenizer
 
 TEMPERATURES = (0.5, 1.0, 2.0)
@@ -121,6 +122,40 @@ def test_a_step_changes_what_is_sampled_and_loading_takes_it_back(opened: Any, t
     again = engine.generate(requests).result()
     assert [each.token_ids.tolist() for each in again] == [each.token_ids.tolist() for each in before]
     assert [each.logprobs.tolist() for each in again] == [each.logprobs.tolist() for each in before]
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full weights", "adapters"])
+def test_weights_in_files_are_sampled_from_beside_those_that_are_trained(
+    opened: Any, model: Path, tmp_path: Path, adapters: bool
+) -> None:
+    """The model's own files give what it sampled before a step, an export what it sampled behind it, whatever was trained since."""
+    engine = opened(loss={"use": "reinforce"}, model={"lora": {"rank": 2}} if adapters else {})
+    requests = asked(6)
+    before = engine.generate(requests).result()
+    engine.train(engine.plan(as_columns(requests, before)))
+    engine.export(tmp_path / "export")
+    after = engine.generate(requests).result()
+    engine.train(engine.plan(as_columns(requests, after)))
+    engine.add_weights("base", model)
+    if adapters:
+        engine.add_weights("exported", model, tmp_path / "export")
+    else:
+        engine.add_weights("exported", tmp_path / "export")
+    for target, expected in (("base", before), ("exported", after)):
+        found = engine.generate([evolve(each, target=target) for each in requests]).result()
+        assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in expected]
+        # merged in another order of operations
+        assert all(np.allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5) for one, other in zip(found, expected, strict=True))
+    present = engine.generate(requests).result()
+    assert [each.logprobs.tolist() for each in present] != [each.logprobs.tolist() for each in after]
+    engine.sampler.release("base")
+
+
+def test_weights_of_another_model_are_refused(opened: Any, tmp_path: Path) -> None:
+    engine = opened()
+    engine.generate(asked(1)).result()
+    with pytest.raises(ModelError, match="no place, or one of another shape"):
+        engine.add_weights("other", written(tmp_path, hidden_size=16))
 
 
 def test_completions_stream_and_lists_are_waited_for(opened: Any) -> None:

@@ -121,7 +121,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", KINDS[:3], ids=str)
 def test_no_tensor_holds_the_vocabulary_at_every_position(kind: Divergence) -> None:
-    """Of 512 positions and 40 tokens: the largest tensor is half a chunk's, in forward and backward."""
+    """Take 512 positions and 40 tokens: the largest tensor is half a chunk's, in forward and backward."""
     draw = torch.Generator().manual_seed(0)
     student, teacher = head(draw), head(draw)
     hidden = torch.randn(512, WIDTH, generator=draw, dtype=torch.float64, requires_grad=True)

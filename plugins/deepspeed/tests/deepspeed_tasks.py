@@ -1,4 +1,4 @@
-"""What ranks run in the tests: importable by name, because ranks are spawned."""
+"""Tasks of ranks in the tests: importable by name, because ranks are spawned."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -178,7 +178,7 @@ def precision(directory: str, stage: int) -> tuple[Arrays, Arrays]:
 
 
 def scored(directory: str, checkpoint: Path | None = None, **model: Any) -> tuple[float, Arrays]:
-    """What a backend that only scores gives: this rank's part of the objective, and weights."""
+    """Return what a backend that only scores gives: this rank's part of the objective, and weights."""
     backend = start(directory, 3, None, **model)
     if checkpoint is not None:
         backend.load(checkpoint)

@@ -1,4 +1,4 @@
-"""What ranks run in the tests: importable by name, because ranks are spawned."""
+"""Tasks of ranks in the tests: importable by name, because ranks are spawned."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -239,7 +239,7 @@ def accumulated(
 
 
 def spoiled(directory: str, options: FsdpConfig, *, by: str) -> tuple[str, bool, list[str]]:
-    """How an optimizer step ends here, whether it left the weights alone, and the details, when rank 1 alone has a gradient that is no number.
+    """Return how an optimizer step ends, whether it left the weights alone, and the details, when rank 1 alone has a NaN gradient.
 
     `by` "objective": its data-parallel rank computes it; else the name of a parameter of which rank 1 spoils its piece.
     """
@@ -260,7 +260,7 @@ def spoiled(directory: str, options: FsdpConfig, *, by: str) -> tuple[str, bool,
 
 
 def outcome_with(directory: str, options: FsdpConfig, *, forgotten: str = "", **model: Any) -> str:
-    """How setting up ends; `forgotten`: parts whose name ends so are missing in the plan of the layers."""
+    """Return how setting up ends; `forgotten`: parts whose name ends so are missing in the plan of the layers."""
     from skyrl_engine_fsdp.tensor_parallel import LayerPlan
 
     whole = LayerPlan.of
@@ -335,7 +335,7 @@ def losses_after(directory: str, checkpoint: Path, options: FsdpConfig, times: i
 
 
 def placed(directory: str, *, loose: bool) -> tuple[bool, list[str], Arrays, Arrays]:
-    """Whether this rank read weights, names of tensors left without values, weights, and buffers; `loose` adds an unfillable tensor."""
+    """Say if this rank read weights, names of tensors left without values, weights, and buffers; `loose` adds an unfillable tensor."""
     from skyrl_engine.modeling import placement
 
     read: list[str] = []
@@ -359,7 +359,7 @@ def placed(directory: str, *, loose: bool) -> tuple[bool, list[str], Arrays, Arr
 
 
 def outcome(directory: str) -> str:
-    """How setting up ends on this rank."""
+    """Return how setting up ends on this rank."""
     try:
         start(directory)
     except EngineError as error:

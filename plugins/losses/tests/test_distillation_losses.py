@@ -125,7 +125,7 @@ def test_a_student_equal_to_its_teacher_learns_nothing() -> None:
 
 
 def test_without_the_rest_the_reverse_divergence_drives_probability_away_from_the_k() -> None:
-    """What the page warns of: at q = p the gradient of sum q log(q / p) is that of the k tokens' mass, which descent lowers."""
+    """The page warns of this: at q = p the gradient of sum q log(q / p) is that of the k tokens' mass, which descent lowers."""
     student = logits(1).requires_grad_()
     output, ids, _ = divergence(student, 3, TopKDivergenceConfig("reverse", rest="none"))
     (gradient,) = torch.autograd.grad(output.token_loss.sum(), student)
@@ -238,4 +238,4 @@ METRICS = {
     "top_k_divergence": lambda: divergence(logits(2), 3, TopKDivergenceConfig())[0].metrics,
     "teacher_kl": lambda: estimated("k2", -1.0, -1.5).metrics,
 }
-"""What each reports."""
+"""Metrics that each reports."""

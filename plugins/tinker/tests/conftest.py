@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -43,7 +44,10 @@ class Client:
 
     def done(self, call: str, body: object) -> Any:
         """Send a request and wait for what it promises."""
-        return self.post("retrieve_future", self.post(call, body)[1])[1]
+        asked = self.post(call, body)[1]
+        while isinstance(answer := self.post("retrieve_future", asked)[1], dict) and answer.get("type") == "try_again":
+            pass
+        return answer
 
     def opened(self, rank: int = 0) -> str:
         """Open the tiny model in a session of its own, and return its id."""
@@ -75,12 +79,12 @@ def forward_backward(model: str, number: int, **changes: Any) -> bytes:
 
 
 @contextlib.contextmanager
-def serving(settings: Settings) -> Iterator[Client]:
-    """A server of its own in a thread, from its start to its end."""
+def serving(settings: Settings, **options: Any) -> Iterator[Client]:
+    """A server of its own in a thread, from its start to its end; `options` are those of `application`."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(application(settings, KEY), port=port, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(application(settings, KEY, **options), port=port, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -114,11 +118,29 @@ def address(client: Client) -> str:
     return client.address
 
 
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("other")
+    write_model(folder, initializer_range=0.2)
+    write_tokenizer(folder, [string.printable], size=128)
+    return folder
+
+
 @pytest.fixture
-def other_client(settings: Settings, request: pytest.FixtureRequest) -> Iterator[Client]:
+def other_client(settings: Settings, other_model: Path, request: pytest.FixtureRequest) -> Iterator[Client]:
     """A server whose `[serve]` has the test's parameters in the place of the usual ones."""
-    with serving(attrs.evolve(settings, serve=attrs.evolve(settings.serve, **request.param))) as made:
+    changes = dict(request.param)
+    if changes.get("models") == "two":
+        # another model of the same architecture
+        changes["models"] = {**settings.serve.models, "other": str(other_model)}
+    with serving(attrs.evolve(settings, serve=attrs.evolve(settings.serve, **changes))) as made:
         yield made
+
+
+@pytest.fixture
+def started(settings: Settings) -> Any:
+    """`serving` over the usual configuration: a context manager with options of `application`."""
+    return lambda **options: serving(settings, **options)
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ sparse = [torch.zeros(each.shape).index_fill(0, torch.tensor([2]), 0.5) for each
 
 
 def expected(targets: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What transformers' own model says of the targets, in their shape."""
+    """Return the log-probabilities that transformers' own model gives the targets, in their shape."""
     tables = [model(each[None]).logits[0].log_softmax(-1) for each in tokens]
     wide = [each if each.ndim > 1 else each[:, None] for each in targets]
     return [table.gather(1, ids).reshape(each.shape).detach() for table, ids, each in zip(tables, wide, targets, strict=True)]

@@ -7,6 +7,7 @@ import pytest
 import zstandard
 
 from skyrl_engine import UnsupportedError
+from skyrl_engine_tinker.checkpoints import Address
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.lane import Lane
 from skyrl_engine_tinker.settings import Settings
@@ -31,18 +32,18 @@ def test_only_listed_models_are_opened(client, model):
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "../../x", "/tmp/x", "a\0b", "", "x" * 200, "a b", "é", "x.partial"])
-def test_names_of_checkpoints_never_leave_their_folder(settings, name):
+def test_names_of_checkpoints_never_leave_their_folder(name):
     with pytest.raises(RequestError, match="no name of a checkpoint"):
-        settings.checkpoint(f"{SESSION}:train:0", "weights", name)
+        Address(f"{SESSION}:train:0", "weights", name)
 
 
 @pytest.mark.parametrize(
     "path",
     [f"tinker://{SESSION}:train:0/weights/../x", "tinker://../weights/x", "/etc/passwd", "tinker://a/b/c", "file:///etc/weights/x"],
 )
-def test_paths_of_checkpoints_are_addresses(settings, path):
+def test_paths_of_checkpoints_are_addresses(path):
     with pytest.raises(RequestError):
-        settings.addressed(path)
+        Address.read(path)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +89,26 @@ def test_a_second_model_is_refused_with_the_reason(client):
     asked = {"model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 0}}
     client.post("create_model", {"session_id": first, **asked})
     refused = client.post("create_model", {"session_id": second, **asked})[1]
+    assert client.post("create_model", {"session_id": second, **asked})[1] == refused
+    # it waits for a sign of life of the first
+    client.post("session_heartbeat", {"session_id": first})
     answer = client.post("retrieve_future", refused)[1]
     assert answer["category"] == "user"
     assert "one model at a time" in answer["error"]
+    # the second model of one session is refused at once
+    answer = client.done("create_model", {"session_id": first, **asked, "model_seq_id": 1})
+    assert "one model at a time" in answer["error"]
     client.finish(first)
+
+
+def test_a_model_is_opened_when_the_one_before_ends(client):
+    first, second = (client.post("create_session", {})[1]["session_id"] for _ in range(2))
+    asked = {"model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 0}}
+    client.done("create_model", {"session_id": first, **asked})
+    waiting = client.post("create_model", {"session_id": second, **asked})[1]
+    client.finish(first)
+    assert client.post("retrieve_future", waiting)[1]["model_id"] == f"{second}:train:0"
+    client.finish(second)
 
 
 def test_order_duplicates_and_mistakes_of_a_model(client, message):

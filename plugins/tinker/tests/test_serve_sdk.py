@@ -13,9 +13,13 @@ SDK = os.environ.get("TINKER_SDK")
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("rank", [0, 4], ids=["full weights", "adapters"])
-def test_a_client_trains_samples_saves_and_resumes(address, rank):
-    run("sdk_client.py", address, str(rank))
+@pytest.mark.parametrize(
+    "script",
+    [("sdk_client.py", "0"), ("sdk_client.py", "4"), ("sdk_samplers.py",)],
+    ids=["full weights", "adapters", "samplers and checkpoints"],
+)
+def test_a_client_gets_what_the_api_promises(address, script):
+    run(script[0], address, *script[1:])
 
 
 def test_a_client_trains_on_every_loss_as_its_formula_says(address, settings):

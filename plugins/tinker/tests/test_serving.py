@@ -72,7 +72,7 @@ def test_a_session_without_heartbeats_ends_and_frees_its_model(other_client, mes
     beating.join()
     assert set(beats) == {200}
     deadline = time.monotonic() + 60
-    while other_client.post("forward_backward", message(model, 3))[0] == 200 and time.monotonic() < deadline:
+    while other_client.post(f"sessions/{session}", None, method="GET")[0] == 200 and time.monotonic() < deadline:
         time.sleep(0.2)
     assert other_client.post("forward_backward", message(model, 3))[0] == 404
     assert other_client.post("session_heartbeat", {"session_id": session})[0] == 410
@@ -119,7 +119,7 @@ def test_a_model_goes_back_to_its_checkpoint_in_place(other_client, message, ran
 
 
 @pytest.fixture
-def started(settings, tmp_path):
+def process(settings, tmp_path):
     """Start `skyrl-engine serve` in a process of its own, on the same directory each time; the client, and the process."""
     (tmp_path / "serve.toml").write_text(f'[serve]\n[serve.models]\ntiny = "{settings.serve.models["tiny"]}"\n')
     (tmp_path / "key.txt").write_text("tml-test\n")
@@ -148,8 +148,8 @@ def started(settings, tmp_path):
         process.stdout.close()
 
 
-def test_a_process_ends_behind_its_step_and_the_next_one_has_its_checkpoints(client, message, started):
-    first, process = started(client)
+def test_a_process_ends_behind_its_step_and_the_next_one_has_its_checkpoints(client, message, process):
+    first, running = process(client)
     assert first.post("get_server_capabilities", {}, key="wrong", method="GET")[0] == 401
     model = first.opened()
     assert isinstance(first.done("forward_backward", message(model, 1)), bytes)
@@ -162,12 +162,12 @@ def test_a_process_ends_behind_its_step_and_the_next_one_has_its_checkpoints(cli
     polling.request("POST", "/api/v1/retrieve_future", json.dumps(asked), {"X-API-Key": "tml-test"})
     # a call behind the poll is answered, so the server has the poll
     assert first.post("session_heartbeat", {"session_id": model.split(":")[0]})[0] == 200
-    process.send_signal(signal.SIGTERM)
+    running.send_signal(signal.SIGTERM)
     assert loss(polling.getresponse().read()) > 0
     polling.close()
-    assert process.wait(60) == 0
+    assert running.wait(60) == 0
 
-    second, process = started(client)
+    second, running = process(client)
     (found,) = second.post("checkpoints", None, method="GET")[1]["checkpoints"]
     assert found["tinker_path"] == path
     assert found["size_bytes"] > 1000
@@ -180,8 +180,8 @@ def test_a_process_ends_behind_its_step_and_the_next_one_has_its_checkpoints(cli
     assert second.post(f"{checkpoints}/weights/one", None, method="DELETE")[0] == 404
     assert second.post(f"{checkpoints}/weights/..", None, method="DELETE")[0] == 404
     assert second.post(checkpoints, None, method="GET")[1] == {"checkpoints": []}
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
+    running.send_signal(signal.SIGINT)
+    assert running.wait(60) == 0
 
 
 def loss(answer: bytes) -> float:

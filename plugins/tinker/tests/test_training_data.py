@@ -1,4 +1,4 @@
-"""What is trained on: any target, several targets, losses of plugins. Against transformers' own model in float64, and autograd."""
+"""Requests train on any target, several targets, losses of plugins. Against transformers' own model in float64, and autograd."""
 
 import re
 from itertools import pairwise
@@ -206,7 +206,7 @@ def test_other_targets_leave_the_input_as_it_is(model, theirs):
 
 @pytest.mark.parametrize("kind", ["several", "others", "plugin"])
 def test_one_call_is_one_call_per_datum(any_model, kind):
-    """Of a mixture of experts too, whose routers have no losses of their own here."""
+    """This holds for a mixture of experts too, whose routers have no losses of their own here."""
     name, inputs = {
         "several": ("cross_entropy", [{"target_tokens": each} for each in SEVERAL]),
         "others": ("importance_sampling", policy(OTHERS)),

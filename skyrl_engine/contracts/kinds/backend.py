@@ -193,7 +193,7 @@ class SwitchesAdapters(Protocol):
 
 
 class Teaches(Protocol):
-    """What a backend has besides, that declares the capability `divergence`."""
+    """The further method of a backend that declares the capability `divergence`."""
 
     def teaching(self, micro_batch: MicroBatch) -> "AbstractContextManager[Any]":
         """Give what this model, set up for scoring alone, makes of the positions of a micro-batch: `MicroBatch.teacher` for another product.

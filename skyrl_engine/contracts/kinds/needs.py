@@ -31,7 +31,7 @@ With y the logits of a position divided by the temperature: `logits` is y of the
 """
 
 DIVERGENCE: Final = "divergence"
-"""What the need of a `Divergence` begins with, the name that a loss finds the score under, and the capability of backends."""
+"""Beginning of the need of a `Divergence`, the name that a loss finds the score under, and the capability of backends."""
 
 TEACHER_MODEL: Final = "teacher"
 """The name on the ranks of the frozen model that `divergence` and `top_1_agreement` compare the trained one with."""

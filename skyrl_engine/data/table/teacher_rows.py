@@ -1,4 +1,4 @@
-"""What a teacher said in a row: its k likeliest tokens and their log-probabilities, refused where they are no part of a distribution."""
+"""Check a teacher's columns of a row: its k likeliest tokens and their log-probabilities, refused where they are no part of a distribution."""
 
 import numpy as np
 

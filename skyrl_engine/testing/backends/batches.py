@@ -219,7 +219,7 @@ class WeightedObjective:
 
 
 DIVERGENCES = (Divergence("forward"), Divergence("reverse", temperature=2.0), Divergence("jensen_shannon", beta=0.3))
-"""What is asked of backends that compare with a teacher."""
+"""Needs of an objective that compares with a teacher."""
 
 TERMS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "logprobs": lambda logprobs: -logprobs,

@@ -325,7 +325,7 @@ def logprobs_at(subject: BackendSubject, case: BackendCase) -> None:
 
 @backend_promise("Divergences from a teacher beside, and the gradient through them, are right", exempt=_undeclared("divergence"))
 def divergence(subject: BackendSubject, case: BackendCase) -> None:
-    """Of a teacher of another architecture, over padded and packed rows, in one micro-batch and in three, on layouts that declare it."""
+    """Take a teacher of another architecture, over padded and packed rows, in one micro-batch and in three, on layouts that declare it."""
     if "divergence" not in subject.described(case.sizes.options, case.sizes.ranks).capabilities:
         return
     remedy = "Compare with micro_batch.teacher at every position, both heads over the whole vocabulary, and differentiate the student's alone"

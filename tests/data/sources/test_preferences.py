@@ -103,7 +103,7 @@ def rated(*scores: Any, **others: Any) -> dict[str, Any]:
 
 
 def test_of_rated_answers_the_best_stands_against_the_worst(load: Load) -> None:
-    """Of several best or worst the first; rows without a difference are left out and counted; a row is a unit, named by its number."""
+    """The first of several best or worst counts; rows without a difference are left out and counted; a row is a unit, named by its number."""
     rows = [rated(5.0, 8, 2, 8), rated(6, 6, 6, 6), rated(1, 1, 7.5, 3, instruction=None, prompt="hi")]
     dataset, tokenizer = load(*rows)
     assert dataset.format == "ratings"

@@ -79,7 +79,7 @@ TEACHER = {"teacher_ids": [[1, 2], [3, 4], [5, 6]], "teacher_logprobs": [[-1, -2
     ],
 )
 def test_what_no_teacher_can_have_said_is_refused_with_its_token(read, column, place, entry, cause):
-    """Where there is no loss nobody looks: token 3 of these rows."""
+    """Nobody looks at tokens without loss: token 3 of these rows."""
     needs = ("logprobs_at:teacher_ids", "teacher_logprobs[k]")
     read([{**ROLLOUT, **TEACHER}], *needs)
     wrong = [*TEACHER[column][:place], entry, *TEACHER[column][place + 1 :]]

@@ -2,24 +2,32 @@
 
 import asyncio
 import contextlib
+import functools
 import hmac
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TextIO
 
 import zstandard
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
 from skyrl_engine_tinker.calls import CALLS
-from skyrl_engine_tinker.checkpoints import delete, listed
+from skyrl_engine_tinker.counted import Counted
 from skyrl_engine_tinker.errors import RequestError
+from skyrl_engine_tinker.rest import downloads, rest
 from skyrl_engine_tinker.server import Server
 from skyrl_engine_tinker.settings import Settings
 
 
-def application(settings: Settings, api_key: str | None = None) -> FastAPI:
-    """Return the server as an ASGI application. With `api_key` every request must bring it in X-API-Key."""
+def application(settings: Settings, api_key: str | None = None, request_log: TextIO | None = None) -> FastAPI:
+    """Return the server as an ASGI application.
+
+    With `api_key` every request must bring it in X-API-Key, or as a bearer token. `request_log` gets a line of JSON per request.
+    """
     server = Server(settings)
+    server.counters.log = request_log
+    for name, about, value in server.gauges():
+        server.counters.gauge(name, about, value)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -50,54 +58,27 @@ def application(settings: Settings, api_key: str | None = None) -> FastAPI:
         _authorize(request, api_key)
         return {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": True}
 
-    @app.get("/api/v1/samplers/{sampler:path}")
-    async def sampler_info(sampler: str, request: Request) -> Any:
-        _authorize(request, api_key)
-        if sampler not in server.samplers or server.model is None:
-            raise HTTPException(404, "there is no such sampler")
-        path = sampler if sampler.startswith("tinker://") else None
-        return {"sampler_id": sampler, "base_model": server.model.base_model, "model_path": path}
-
     @app.post("/api/v1/sessions/{session}/finish")
     async def finish(session: str, request: Request) -> Response:
         _authorize(request, api_key)
         await server.end(session)
         return Response(status_code=204)
 
-    @app.get("/api/v1/checkpoints")
-    async def all_checkpoints(request: Request, limit: int = 100, offset: int = 0) -> Any:
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
         _authorize(request, api_key)
-        found = await asyncio.to_thread(listed, settings)
-        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-        return {"checkpoints": found[max(offset, 0) :][: max(limit, 0)], "cursor": cursor}
+        return Response(server.counters.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/api/v1/training_runs/{model_id}/checkpoints")
-    async def checkpoints_of_a_model(model_id: str, request: Request) -> Any:
-        _authorize(request, api_key)
-        return {"checkpoints": await asyncio.to_thread(listed, settings, model_id)}
-
-    @app.delete("/api/v1/training_runs/{model_id}/checkpoints/{checkpoint:path}")
-    async def delete_checkpoint(model_id: str, checkpoint: str, request: Request) -> Response:
-        _authorize(request, api_key)
-        try:
-            await asyncio.to_thread(delete, settings, f"tinker://{model_id}/{checkpoint}")
-        except RequestError as error:
-            raise HTTPException(404, str(error)) from error
-        return Response(status_code=204)
-
-    @app.get("/api/v1/get_server_capabilities")
-    async def capabilities(request: Request) -> Any:
-        _authorize(request, api_key)
-        facts = {"max_context_length": settings.serve.longest, "trainable": True, "sampleable": True}
-        return {"supported_models": [{"model_name": name, **facts} for name in settings.serve.models]}
-
+    app.include_router(rest(server, functools.partial(_authorize, api_key=api_key)))
+    app.include_router(downloads(server))
+    app.add_middleware(Counted, counters=server.counters, calls=CALLS.keys())
     return app
 
 
 def _authorize(request: Request, api_key: str | None) -> None:
-    given = request.headers.get("x-api-key", "")
+    given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
     if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
-        raise HTTPException(401, "the key in X-API-Key is not this server's")
+        raise HTTPException(401, "the key in X-API-Key, or behind Authorization: Bearer, is not this server's")
 
 
 async def _body(request: Request, limit: int) -> bytes:

@@ -9,16 +9,16 @@ from typing import Any
 
 from fastapi import HTTPException
 
+from skyrl_engine_tinker.checkpoints import Address, Facts
 from skyrl_engine_tinker.codecs import parsed
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.lane import Answer, PendingAnswer
 from skyrl_engine_tinker.model import ServedModel
 from skyrl_engine_tinker.sampling import SampleCall
-from skyrl_engine_tinker.server import Server
-from skyrl_engine_tinker.settings import FACTS
+from skyrl_engine_tinker.server import SamplingSession, Server
 
 HELD_SECONDS = 25.0
-"""How long a poll is held; the SDK gives up after 45."""
+"""Seconds that a poll is held; the SDK gives up after 45."""
 
 
 def _json(body: bytes) -> dict[str, Any]:
@@ -47,7 +47,12 @@ async def _create_model(server: Server, body: bytes) -> Answer:
     given = _json(body)
     session, lora = server.heard_of(given["session_id"]), given.get("lora_config") or {}
     rank, seed, base = int(lora.get("rank", 0)), lora.get("seed"), str(given["base_model"])
-    return server.opened(session, int(given["model_seq_id"]), lambda model: model.open(base, rank, seed))
+
+    def opened(model: ServedModel) -> Answer:
+        model.metadata = given.get("user_metadata")
+        return model.open(base, rank, seed)
+
+    return server.opened(session, int(given["model_seq_id"]), opened)
 
 
 async def _get_info(server: Server, body: bytes) -> Answer:
@@ -74,8 +79,24 @@ async def _optim_step(server: Server, body: bytes) -> Answer:
 
 async def _save_weights(server: Server, body: bytes) -> Answer:
     given = _json(body)
-    name, overwrite = given.get("path") or f"step-{given['seq_id']}", bool(given.get("overwrite"))
-    return _in_turn(server, given["model_id"], given["seq_id"], lambda model: model.save(name, overwrite=overwrite))
+    return _in_turn(server, given["model_id"], given["seq_id"], lambda model: _saved(model, given, "weights"))
+
+
+async def _save_external(server: Server, body: bytes) -> Answer:
+    given = _json(body)
+
+    def saved(model: ServedModel) -> Answer:
+        if given.get("age_encryption_recipients"):
+            raise RequestError("this server encrypts nothing; leave age_encryption_recipients out")
+        return _saved(model, given, "external_weights")
+
+    return _in_turn(server, given["model_id"], given["seq_id"], saved)
+
+
+def _saved(model: ServedModel, given: Mapping[str, Any], kind: str) -> Answer:
+    address = Address(model.model_id, kind, given.get("path") or f"step-{given['seq_id']}")
+    overwrite, ttl = bool(given.get("overwrite")), given.get("ttl_seconds")
+    return model.save(address, overwrite=overwrite, ttl=ttl, metadata=given.get("user_metadata"))
 
 
 async def _load_weights(server: Server, body: bytes) -> Answer:
@@ -88,46 +109,47 @@ async def _load_weights(server: Server, body: bytes) -> Answer:
 
 
 async def _weights_info(server: Server, body: bytes) -> Answer:
-    folder = server.settings.addressed(str(_json(body)["tinker_path"]))
-    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    return {"base_model": facts["base_model"], "is_lora": facts["lora_rank"] > 0, "lora_rank": facts["lora_rank"]}
+    facts = Facts.of(server.settings.directory, Address.read(str(_json(body)["tinker_path"])))
+    return {"base_model": facts.base_model, "is_lora": facts.lora_rank > 0, "lora_rank": facts.lora_rank}
 
 
 async def _save_for_sampler(server: Server, body: bytes) -> Answer:
     given = _json(body)
-    if given.get("kind", "snapshot") != "snapshot":
-        raise RequestError("samplers of this server stay with their weights (kind snapshot)")
-    name = given.get("path")
-    sampler = f"tinker://{given['model_id']}/sampler_weights/{name}" if name else secrets.token_hex(16)
-    loop = asyncio.get_running_loop()
+    kind, name = given.get("kind", "snapshot"), given.get("path")
+    sampler, loop = secrets.token_hex(16), asyncio.get_running_loop()
 
-    def pinned(model: ServedModel) -> Answer:
+    def made(model: ServedModel) -> Answer:
+        if kind not in ("snapshot", "inflight"):
+            raise RequestError(f"there is no sampler of the kind {kind!r}; there are snapshot and inflight")
+        if name and kind == "inflight":
+            raise RequestError("weights that later ones replace have no name; leave the path out")
         if name:
-            server.settings.checkpoint(model.model_id, "sampler_weights", name)
-        model.pin(sampler)
+            return _saved(model, given, "sampler_weights")
+        (model.samplers.pin if kind == "snapshot" else model.samplers.publish)(sampler)
+        facts = SamplingSession(model.session, model.base_model, model_id=model.model_id)
         # ahead of the answer, on the same loop
-        loop.call_soon_threadsafe(server.samplers.__setitem__, sampler, model.model_id)
-        return {"type": "save_weights_for_sampler", "path" if name else "sampling_session_id": sampler}
+        loop.call_soon_threadsafe(server.samplers.__setitem__, sampler, facts)
+        return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
 
-    return _in_turn(server, given["model_id"], given["seq_id"], pinned)
+    return _in_turn(server, given["model_id"], given["seq_id"], made)
 
 
 async def _create_sampling_session(server: Server, body: bytes) -> Answer:
-    path = _json(body).get("model_path")
-    if path is None:
-        raise RequestError("this server samples from models that are being trained: make a sampler with save_weights_for_sampler")
-    if path not in server.samplers:
-        raise RequestError(f"there are no sampler weights {path!r} in this process")
-    return {"type": "create_sampling_session", "sampling_session_id": path}
+    given, directory = _json(body), server.settings.directory
+    session, path = server.heard_of(given["session_id"]), given.get("model_path")
+    address = None if path is None else Address.read(str(path), ("weights", "sampler_weights"))
+    base = str(given["base_model"]) if address is None else Facts.of(directory, address).base_model
+    sampler = secrets.token_hex(16)
+    server.samplers[sampler] = SamplingSession(session, base, stored=server.settings.stored(base, address))
+    return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
 
 async def _sample(server: Server, body: bytes) -> Answer:
     given = _json(body)
-    sampler, limits = str(given.get("sampling_session_id")), server.settings.serve
-    if (model_id := server.samplers.get(sampler)) is None:
+    name, limits = str(given.get("sampling_session_id")), server.settings.serve
+    if (sampler := server.samplers.get(name)) is None:
         raise HTTPException(404, "there is no such sampling session")
-    lane, model = server.lane_of(model_id)
-    request_id = f"{sampler}:{given['seq_id']}"
+    request_id = f"{name}:{given['seq_id']}"
     # a request that is refused for its number has ids all the same: the client asks for them before it asks what went wrong
     count = min(max(int(given.get("num_samples", 1)), 0), limits.samples)
     answer = {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{place}" for place in range(count)]}
@@ -136,6 +158,7 @@ async def _sample(server: Server, body: bytes) -> Answer:
     promise = PendingAnswer(asyncio.get_running_loop())
     try:
         call = SampleCall.read(given, limits)
+        lane, model = server.sampled_by(sampler)
     except (RequestError, KeyError, TypeError, ValueError) as error:
         promise.fail(
             error if isinstance(error, RequestError) else RequestError(f"asample was sent with {type(error).__name__}: {error}")
@@ -144,8 +167,17 @@ async def _sample(server: Server, body: bytes) -> Answer:
         return answer
     server.admit(promise, call.count)
     server.promised(request_id, promise)
-    lane.beside(lambda: model.sample(sampler, call, promise), promise)
+    lane.beside(lambda: _begun(model, name, sampler, call, promise), promise)
     return answer
+
+
+def _begun(model: ServedModel, name: str, sampler: SamplingSession, call: SampleCall, promise: PendingAnswer) -> None:
+    try:
+        if model.base_model != sampler.base_model:
+            raise RequestError(f"this server has one base model at a time, and {model.base_model} is there; close its client first")
+        model.samplers.sample(name, sampler.stored, call, promise)
+    except RequestError as error:
+        promise.fail(error)
 
 
 async def _retrieve(server: Server, body: bytes) -> Answer:
@@ -174,6 +206,7 @@ CALLS: Mapping[str, Callable[[Server, bytes], Awaitable[Answer]]] = {
     "forward_backward": _forward_backward,
     "optim_step": _optim_step,
     "save_weights": _save_weights,
+    "save_weights_external": _save_external,
     "load_weights": _load_weights,
     "weights_info": _weights_info,
     "save_weights_for_sampler": _save_for_sampler,
@@ -181,4 +214,4 @@ CALLS: Mapping[str, Callable[[Server, bytes], Awaitable[Answer]]] = {
     "asample": _sample,
     "retrieve_future": _retrieve,
 }
-"""What is posted to `/api/v1/NAME`."""
+"""Calls that are posted to `/api/v1/NAME`."""

@@ -1,35 +1,214 @@
-"""Checkpoints that lie in the server's directory, whichever process wrote them."""
+"""Checkpoints that lie in the server's directory, whichever process wrote them.
 
+MODEL/weights/NAME/            state/  model/  tinker.json     training goes on from here
+MODEL/sampler_weights/NAME/            model/  tinker.json     a sampler's weights
+MODEL/external_weights/NAME/           model/  tinker.json     to be downloaded
+"""
+
+import contextlib
+import json
+import re
 import shutil
+import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from skyrl_engine_tinker.settings import FACTS, PARTIAL, Settings
+import attrs
+from attrs import frozen
+
+from skyrl_engine_tinker.errors import RequestError
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+MODEL_ID = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}")
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+"""The second part of an address, and what the API calls such a checkpoint."""
+FACTS = "tinker.json"
+"""The file of a checkpoint that says what its model is; it is written last."""
+PARTIAL = ".partial"
+"""The end of the name of a checkpoint that is being written."""
+SHORTEST_TTL, LONGEST_TTL = 3_600, 10 * 366 * 24 * 3_600
+"""Bounds of the API, in seconds."""
 
 
-def listed(settings: Settings, model_id: str | None = None) -> list[dict[str, Any]]:
+@frozen
+class Address:
+    """The place of a checkpoint: `tinker://MODEL/KIND/NAME`. Its parts come from the wire and become paths."""
+
+    model_id: str
+    kind: str
+    name: str
+
+    def __attrs_post_init__(self) -> None:
+        wrong = set(self.name) == {"."} or self.name.endswith(PARTIAL)
+        if not MODEL_ID.fullmatch(self.model_id) or not NAME.fullmatch(self.name) or wrong:
+            raise RequestError(
+                f"{self.name!r} is no name of a checkpoint: letters, digits, dots, hyphens and underlines, not {PARTIAL} at its end"
+            )
+
+    @classmethod
+    def read(cls, path: str, kinds: tuple[str, ...] = (*KINDS,)) -> "Address":
+        """Read an address of one of these kinds. Raises RequestError."""
+        parts = path.removeprefix("tinker://").split("/")
+        if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in kinds:
+            raise RequestError(f"{path!r} is no checkpoint: write tinker://MODEL/{'|'.join(kinds)}/NAME")
+        return cls(*parts)
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
+
+    def folder(self, directory: Path) -> Path:
+        return directory / self.model_id.replace(":", "-") / self.kind / self.name
+
+
+@frozen
+class Stored:
+    """Weights on the disk: a model, as a directory or hub id, and a PEFT directory for its adapter. `path` is their address, of a base None."""
+
+    model: str
+    adapter: Path | None = None
+    path: str | None = None
+
+
+@frozen
+class Facts:
+    """The description that a checkpoint carries. Times are seconds since 1970; `expires_at` None: never."""
+
+    base_model: str
+    lora_rank: int
+    step: int
+    time: float
+    expires_at: float | None = None
+    user_metadata: dict[str, str] | None = None
+    run_metadata: dict[str, str] | None = None
+    """The client's own words about the model, from when it was made."""
+
+    @classmethod
+    def of(cls, directory: Path, address: Address) -> "Facts":
+        """Read those of a checkpoint. Raises RequestError where it is not there, or its time is over."""
+        file = address.folder(directory) / FACTS
+        try:
+            given = json.loads(file.read_text(encoding="utf-8"))
+            facts = cls(**{"time": file.stat().st_mtime, **given})
+        except FileNotFoundError as error:
+            raise RequestError(f"there is no checkpoint {address.path!r}") from error
+        if facts.expires_at is not None and facts.expires_at <= time.time():
+            raise RequestError(f"there is no checkpoint {address.path!r} any more: its time is over")
+        return facts
+
+    def write(self, folder: Path) -> None:
+        aside = folder / f"{FACTS}{PARTIAL}"
+        aside.write_text(json.dumps(attrs.asdict(self)) + "\n", encoding="utf-8")
+        aside.rename(folder / FACTS)
+
+
+def expiry(ttl: float | None) -> float | None:
+    """Return when a checkpoint of this time to live ends. Raises RequestError for seconds beyond the API's bounds."""
+    if ttl is None:
+        return None
+    if not SHORTEST_TTL <= ttl <= LONGEST_TTL:
+        raise RequestError(f"ttl_seconds is {ttl}; it must be {SHORTEST_TTL:,} to {LONGEST_TTL:,}")
+    return time.time() + ttl
+
+
+@contextlib.contextmanager
+def written(directory: Path, address: Address, facts: Facts, *, overwrite: bool) -> Iterator[Path]:
+    """Write a checkpoint into the folder that this gives; it is there when all of it is, or not at all. Raises RequestError."""
+    folder = address.folder(directory)
+    if (folder / FACTS).exists() and not overwrite:
+        raise RequestError(f"there is a checkpoint {address.name!r} already; give another name, or overwrite")
+    aside = folder.with_name(f"{address.name}{PARTIAL}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    yield aside
+    facts.write(aside)
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.rename(folder)
+
+
+def listed(directory: Path, model_id: str | None = None) -> list[dict[str, Any]]:
     """List checkpoints of one model or of all, the newest first. A model that saved none has an empty list."""
-    folders = (where.parent for where in settings.directory.glob(f"*/weights/*/{FACTS}"))
-    found = [_described(folder) for folder in folders if folder.suffix != PARTIAL]
-    own = [each for each in found if model_id is None or each["tinker_path"].split("/")[2] == model_id]
-    return sorted(own, key=lambda each: str(each["time"]), reverse=True)
+    found = [each for each in _addresses(directory) if model_id is None or each.model_id == model_id]
+    described = [each for each in (_described(directory, address) for address in found) if each is not None]
+    return sorted(described, key=lambda each: str(each["time"]), reverse=True)
 
 
-def delete(settings: Settings, path: str) -> None:
-    """Delete a checkpoint. Raises RequestError for a path that is none, and for one that is not there."""
-    folder = settings.addressed(path)
-    # without its facts it is no checkpoint any more, even when the rest of this is cut off
-    (folder / FACTS).unlink()
-    shutil.rmtree(folder)
+def delete(directory: Path, address: Address) -> None:
+    """Delete a checkpoint. Raises RequestError for one that is not there."""
+    Facts.of(directory, address)
+    _removed(address.folder(directory))
 
 
-def _described(folder: Path) -> dict[str, Any]:
-    model_id = folder.parent.parent.name.replace("-", ":")
+def set_ttl(directory: Path, address: Address, ttl: float | None) -> None:
+    """Let a checkpoint live so many seconds from now on; None: for ever. Raises RequestError."""
+    attrs.evolve(Facts.of(directory, address), expires_at=expiry(ttl)).write(address.folder(directory))
+
+
+def sweep(directory: Path) -> None:
+    """Delete checkpoints whose time is over."""
+    for address in _addresses(directory):
+        try:
+            Facts.of(directory, address)
+        except RequestError:
+            _removed(address.folder(directory))
+
+
+def runs(directory: Path) -> list[dict[str, Any]]:
+    """List models that saved something, as the API's training runs, the one that saved last first."""
+    by_model: dict[str, list[dict[str, Any]]] = {}
+    for each in listed(directory):
+        by_model.setdefault(each["tinker_path"].split("/")[2], []).append(each)
+    return [_run(directory, model_id, checkpoints) for model_id, checkpoints in by_model.items()]
+
+
+def _run(directory: Path, model_id: str, checkpoints: list[dict[str, Any]]) -> dict[str, Any]:
+    facts = Facts.of(directory, Address.read(checkpoints[0]["tinker_path"]))
+    last = {kind: next((each for each in checkpoints if each["checkpoint_type"] == kind), None) for kind in KINDS.values()}
     return {
-        "checkpoint_id": f"weights/{folder.name}",
-        "checkpoint_type": "training",
-        "time": datetime.fromtimestamp((folder / FACTS).stat().st_mtime, UTC).isoformat(),
-        "tinker_path": f"tinker://{model_id}/weights/{folder.name}",
-        "size_bytes": sum(each.stat().st_size for each in folder.rglob("*") if each.is_file()),
+        "training_run_id": model_id,
+        "base_model": facts.base_model,
+        "model_owner": "",
+        "is_lora": facts.lora_rank > 0,
+        "lora_rank": facts.lora_rank or None,
+        "last_request_time": checkpoints[0]["time"],
+        "last_checkpoint": last["training"],
+        "last_sampler_checkpoint": last["sampler"],
+        "user_metadata": facts.run_metadata,
     }
+
+
+def _addresses(directory: Path) -> list[Address]:
+    found = []
+    for file in directory.glob(f"*/*/*/{FACTS}"):
+        model, kind, name = file.parts[-4:-1]
+        if kind in KINDS and not name.endswith(PARTIAL):
+            with contextlib.suppress(RequestError):
+                found.append(Address(model.replace("-", ":"), kind, name))
+    return found
+
+
+def _described(directory: Path, address: Address) -> dict[str, Any] | None:
+    try:
+        facts = Facts.of(directory, address)
+        size = sum(each.stat().st_size for each in address.folder(directory).rglob("*") if each.is_file())
+    except (RequestError, FileNotFoundError):
+        # it ended meanwhile
+        return None
+    ends = None if facts.expires_at is None else datetime.fromtimestamp(facts.expires_at, UTC).isoformat()
+    return {
+        "checkpoint_id": f"{address.kind}/{address.name}",
+        "checkpoint_type": KINDS[address.kind],
+        "time": datetime.fromtimestamp(facts.time, UTC).isoformat(),
+        "tinker_path": address.path,
+        "size_bytes": size,
+        "user_metadata": facts.user_metadata,
+        "expires_at": ends,
+    }
+
+
+def _removed(folder: Path) -> None:
+    # without its facts it is no checkpoint any more, even when the rest of this is cut off
+    (folder / FACTS).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 import signal
 import sys
 from pathlib import Path
+from typing import TextIO
 
 import click
 
@@ -14,7 +15,10 @@ import click
 )
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="Port to listen on.")
 @click.option("--api-key-file", type=click.Path(path_type=Path), metavar="FILE", help="File with the key that clients must send.")
-def serve(config: Path, host: str, port: int, api_key_file: Path | None) -> None:
+@click.option(
+    "--request-log", type=click.File("a", lazy=False), metavar="FILE", help="Write a line of JSON per request; - for the output."
+)
+def serve(config: Path, host: str, port: int, api_key_file: Path | None, request_log: TextIO | None) -> None:
     """Serve the models of CONFIG to clients of the Tinker API, until interrupted.
 
     CONFIG is a TOML file with the table [serve], and the tables that a run has, without a model, a loss and a reducer.
@@ -34,7 +38,9 @@ def serve(config: Path, host: str, port: int, api_key_file: Path | None) -> None
     # uvicorn ends in order, then raises the signal that it caught once more: the end that was asked for is no failure
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
-    served = uvicorn.Config(application(settings, key), host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+    served = uvicorn.Config(
+        application(settings, key, request_log), host=host, port=port, log_level="warning", timeout_graceful_shutdown=5
+    )
     listening = served.bind_socket()
     # calls wait from here on, so the line below is true when it is read
     listening.listen(served.backlog)

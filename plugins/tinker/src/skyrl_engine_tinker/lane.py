@@ -56,8 +56,16 @@ class Lane:
     """The thread of one model. `pump` is called where no request waits; it returns True while it has something to do."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, *, hole_seconds: float, pump: Callable[[], bool], end: Callable[[], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        hole_seconds: float,
+        pump: Callable[[], bool],
+        end: Callable[[], None],
+        drains: bool = False,
     ) -> None:
+        """Start the thread. One that `drains` takes all samples that wait before it ends."""
+        self._drains = drains
         self._loop, self._hole_seconds, self._pump, self._end = loop, hole_seconds, pump, end
         self._wake = threading.Condition()
         self._waiting: list[tuple[int, Callable[[], Answer], PendingAnswer]] = []
@@ -68,12 +76,14 @@ class Lane:
         self._thread = threading.Thread(target=self._run, daemon=True, name="tinker-lane")
         self._thread.start()
 
-    def submit(self, number: int, work: Callable[[], Answer]) -> PendingAnswer:
-        """Do `work` in its turn. A number that was submitted before has the promise that it had then, and is done once."""
+    def submit(self, number: int, work: Callable[[], Answer], promise: PendingAnswer | None = None) -> PendingAnswer:
+        """Do `work` in its turn, and keep `promise` (None: a new one). A number that was submitted before has the promise that it had then,
+        and is done once.
+        """
         with self._wake:
             if (known := self._promises.get(number)) is not None:
                 return known
-            promise = self._promises[number] = PendingAnswer(self._loop)
+            promise = self._promises[number] = promise or PendingAnswer(self._loop)
             if self._closing:
                 promise.fail(RequestError("the model is closed"))
             elif 0 < number < self._next:
@@ -91,8 +101,14 @@ class Lane:
         with self._wake:
             if self._closing:
                 promise.fail(RequestError("the model is closed"))
+                return
             self._beside.append((work, promise))
             self._wake.notify()
+
+    @property
+    def waiting(self) -> int:
+        """Count requests that wait for their turn."""
+        return len(self._waiting)
 
     def close(self) -> None:
         """End the thread behind the request that it is at, and wait for it. Requests that wait are answered with a refusal."""
@@ -107,7 +123,7 @@ class Lane:
             while True:
                 with self._wake:
                     work = self._taken()
-                    if work is None and self._closing:
+                    if work is None and self._closing and not (busy and self._drains):
                         break
                     if work is None and not busy:
                         self._wake.wait(1.0 if self._waiting else None)
@@ -122,9 +138,10 @@ class Lane:
 
     def _taken(self) -> Callable[[], None] | None:
         """Take what is to be done next; a missing number is waited for, `hole_seconds` at most."""
-        if self._closing:
+        if self._closing and not (self._drains and self._beside):
             return None
-        if self._beside:
+        # the model is opened before anything is sampled from it
+        if self._beside and not (self._waiting and self._waiting[0][0] == 0):
             return self._beside.popleft()[0]
         if not self._waiting:
             return None

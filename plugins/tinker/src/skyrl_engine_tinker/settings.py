@@ -1,6 +1,5 @@
 """The table `[serve]`, and the engine's configuration of a model that a client asks for."""
 
-import re
 import tomllib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -13,14 +12,8 @@ from attrs.validators import and_, deep_iterable, ge, gt, instance_of
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine_tinker import losses
+from skyrl_engine_tinker.checkpoints import Address, Facts, Stored
 from skyrl_engine_tinker.errors import RequestError
-
-NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-MODEL_ID = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}")
-FACTS = "tinker.json"
-"""The file of a checkpoint that says what its model is; it is written last."""
-PARTIAL = ".partial"
-"""The end of the name of a checkpoint that is being written."""
 
 
 def _several(given: object) -> tuple[object, ...]:
@@ -37,7 +30,7 @@ def _installed(_table: object, _field: object, reference: str) -> None:
 
 @frozen(kw_only=True)
 class ServeTable:
-    """What is served, where checkpoints lie, and limits. `models` are directories or hub ids by the names that clients may ask for."""
+    """The table `[serve]`. `models` are directories or hub ids by the names that clients may ask for."""
 
     models: Mapping[str, str]
     losses: tuple[str, ...] = field(default=(), converter=_several, validator=deep_iterable(and_(instance_of(str), _installed)))
@@ -50,11 +43,11 @@ class ServeTable:
     samples: int = field(default=1_024, validator=[instance_of(int), ge(1)])
     """Samples under way at once."""
     weight_sets: int = field(default=2, validator=[instance_of(int), ge(0)])
-    """Copies of weights that samplers of earlier steps keep."""
+    """Copies of weights that samplers of earlier steps, of base models and of checkpoints keep; in-flight samplers have one more."""
     hole_seconds: float = field(default=60.0, validator=[instance_of((int, float)), ge(0)])
     """Seconds that requests wait for one with a smaller number."""
-    session_seconds: float = field(default=300.0, validator=[instance_of((int, float)), gt(0)])
-    """Seconds that a session lives without a heartbeat."""
+    session_seconds: float = field(default=120.0, validator=[instance_of((int, float)), gt(0)])
+    """Seconds that a session lives without a sign of life; clients send a heartbeat every 10."""
 
 
 @frozen
@@ -115,20 +108,12 @@ class Settings:
             "reducer": {"use": "sum"},
         }
 
-    def checkpoint(self, model_id: str, kind: str, name: str) -> Path:
-        """Return a checkpoint's folder. Raises RequestError for names that are none: they come from the wire and become paths."""
-        if not MODEL_ID.fullmatch(model_id) or not NAME.fullmatch(name) or set(name) == {"."} or name.endswith(PARTIAL):
-            raise RequestError(
-                f"{name!r} is no name of a checkpoint: letters, digits, dots, hyphens and underlines, not {PARTIAL} at its end"
-            )
-        return self.directory / model_id.replace(":", "-") / kind / name
-
-    def addressed(self, path: str) -> Path:
-        """Return the folder of `tinker://MODEL/weights/NAME`. Raises RequestError for another path, and for one that is not there."""
-        parts = path.removeprefix("tinker://").split("/")
-        if not path.startswith("tinker://") or len(parts) != 3 or parts[1] != "weights":
-            raise RequestError(f"{path!r} is no checkpoint: write tinker://MODEL/weights/NAME")
-        folder = self.checkpoint(parts[0], "weights", parts[2])
-        if not (folder / FACTS).is_file():
-            raise RequestError(f"there is no checkpoint {path!r}")
-        return folder
+    def stored(self, base_model: str, address: Address | None = None) -> Stored:
+        """Return a base model's weights as they lie on the disk, or those of a checkpoint. Raises RequestError."""
+        if base_model not in self.serve.models:
+            raise RequestError(f"there is no model {base_model!r} here; there are {', '.join(self.serve.models)}")
+        base = self.serve.models[base_model]
+        if address is None:
+            return Stored(base)
+        facts, folder = Facts.of(self.directory, address), address.folder(self.directory) / "model"
+        return Stored(base, folder, address.path) if facts.lora_rank else Stored(str(folder), None, address.path)

@@ -1,0 +1,155 @@
+"""Routes that read and manage what is there: checkpoints, training runs, sessions, samplers, downloads."""
+
+import asyncio
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Depends, HTTPException, Request, Response
+from fastapi.responses import FileResponse, StreamingResponse
+
+from skyrl_engine_tinker import checkpoints
+from skyrl_engine_tinker.checkpoints import Address, Facts
+from skyrl_engine_tinker.downloads import expires, tar
+from skyrl_engine_tinker.errors import RequestError
+from skyrl_engine_tinker.server import Server
+
+
+def downloads(server: Server) -> APIRouter:
+    """Make the route of downloads, which asks for no key: an address is a secret."""
+    router = APIRouter()
+
+    @router.get("/api/v1/downloads/{secret}")
+    async def download(secret: str) -> Response:
+        path = server.downloads.find(secret)
+        if path is None or not await asyncio.to_thread(path.exists):
+            raise HTTPException(404, "there is no such download, or its time is over")
+        if await asyncio.to_thread(path.is_file):
+            return FileResponse(path, filename=path.name)
+        named = {"Content-Disposition": f'attachment; filename="{path.parent.name}.tar"'}
+        return StreamingResponse(tar(path), media_type="application/x-tar", headers=named)
+
+    return router
+
+
+def rest(server: Server, authorize: Callable[[Request], None]) -> APIRouter:
+    """Make the routes; `authorize` is called before each."""
+    router, directory = APIRouter(prefix="/api/v1", dependencies=[Depends(authorize)]), server.settings.directory
+
+    @router.get("/get_server_capabilities")
+    async def capabilities() -> Any:
+        facts = {"max_context_length": server.settings.serve.longest, "trainable": True, "sampleable": True}
+        return {"supported_models": [{"model_name": name, **facts} for name in server.settings.serve.models]}
+
+    @router.get("/samplers/{name}")
+    async def sampler(name: str) -> Any:
+        if (found := server.samplers.get(name)) is None:
+            raise HTTPException(404, "there is no such sampler")
+        path = None if found.stored is None else found.stored.path
+        return {"sampler_id": name, "base_model": found.base_model, "model_path": path}
+
+    @router.get("/sessions")
+    async def sessions(limit: int = 20, offset: int = 0) -> Any:
+        return {"sessions": _page([*server.sessions][::-1], limit, offset)[0]}
+
+    @router.get("/sessions/{session}")
+    async def one_session(session: str) -> Any:
+        if session not in server.sessions:
+            raise HTTPException(404, "there is no such session, or it ended")
+        model = server.model
+        own = [model.model_id] if model is not None and model.trained and model.session == session else []
+        return {"training_run_ids": own, "sampler_ids": [name for name, each in server.samplers.items() if each.session == session]}
+
+    @router.get("/training_runs")
+    async def training_runs(limit: int = 20, offset: int = 0) -> Any:
+        page, cursor = _page(await _runs(server), limit, offset)
+        return {"training_runs": page, "cursor": cursor}
+
+    @router.get("/training_runs/{model_id}")
+    async def training_run(model_id: str) -> Any:
+        for run in await _runs(server):
+            if run["training_run_id"] == model_id:
+                return run
+        raise HTTPException(404, f"there is no training run {model_id!r}, or it saved nothing and ended")
+
+    @router.get("/checkpoints")
+    async def all_checkpoints(limit: int = 100, offset: int = 0) -> Any:
+        page, cursor = _page(await asyncio.to_thread(checkpoints.listed, directory), limit, offset)
+        return {"checkpoints": page, "cursor": cursor}
+
+    @router.get("/training_runs/{model_id}/checkpoints")
+    async def checkpoints_of_a_model(model_id: str) -> Any:
+        return {"checkpoints": await asyncio.to_thread(checkpoints.listed, directory, model_id)}
+
+    @router.delete("/training_runs/{model_id}/checkpoints/{kind}/{name}")
+    async def delete(model_id: str, kind: str, name: str) -> Response:
+        await _told(lambda: checkpoints.delete(directory, _address(model_id, kind, name)))
+        return Response(status_code=204)
+
+    @router.put("/training_runs/{model_id}/checkpoints/{kind}/{name}/ttl")
+    async def ttl(model_id: str, kind: str, name: str, body: dict[str, Any]) -> Response:
+        seconds, address = body.get("ttl_seconds"), await _told(lambda: _existing(server, model_id, kind, name))
+        try:
+            await asyncio.to_thread(checkpoints.set_ttl, directory, address, seconds)
+        except (RequestError, TypeError) as error:
+            raise HTTPException(400, str(error)) from error
+        return Response(status_code=204)
+
+    @router.get("/training_runs/{model_id}/checkpoints/{kind}/{name}/archive")
+    async def archive(model_id: str, kind: str, name: str, request: Request) -> Any:
+        address = await _told(lambda: _existing(server, model_id, kind, name))
+        secret = server.downloads.offer(address.folder(directory) / "model")
+        return {"url": str(request.url_for("download", secret=secret)), "expires": expires()}
+
+    @router.get("/training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls")
+    async def external_weights_urls(model_id: str, kind: str, name: str, request: Request) -> Any:
+        address = await _told(lambda: _existing(server, model_id, kind, name))
+        folder = address.folder(directory) / "model"
+        files = await asyncio.to_thread(lambda: sorted(each for each in folder.rglob("*") if each.is_file()))
+        offered = {file.relative_to(folder).as_posix(): server.downloads.offer(file) for file in files}
+        urls = {file: str(request.url_for("download", secret=secret)) for file, secret in offered.items()}
+        return {"urls": urls, "expires": expires()}
+
+    return router
+
+
+def _page(found: list[Any], limit: int, offset: int) -> tuple[list[Any], dict[str, int]]:
+    cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+    return found[max(offset, 0) :][: max(limit, 0)], cursor
+
+
+async def _runs(server: Server) -> list[dict[str, Any]]:
+    """List models that saved something, behind the one that is trained now."""
+    found = await asyncio.to_thread(checkpoints.runs, server.settings.directory)
+    model = server.model
+    if model is None or not model.trained or model.failure is not None:
+        return found
+    saved: dict[str, Any] = next((run for run in found if run["training_run_id"] == model.model_id), {})
+    present = {
+        "training_run_id": model.model_id,
+        "base_model": model.base_model,
+        "model_owner": "",
+        "is_lora": model.rank > 0,
+        "lora_rank": model.rank or None,
+        "user_metadata": model.metadata,
+    }
+    now = datetime.now(UTC).isoformat()
+    return [{**saved, **present, "last_request_time": now}, *(run for run in found if run is not saved)]
+
+
+def _address(model_id: str, kind: str, name: str) -> Address:
+    return Address.read(f"tinker://{model_id}/{kind}/{name}")
+
+
+def _existing(server: Server, model_id: str, kind: str, name: str) -> Address:
+    address = _address(model_id, kind, name)
+    Facts.of(server.settings.directory, address)
+    return address
+
+
+async def _told(work: Callable[[], Any]) -> Any:
+    """Do `work` off the event loop; what it refuses is not there."""
+    try:
+        return await asyncio.to_thread(work)
+    except RequestError as error:
+        raise HTTPException(404, str(error)) from error

@@ -1,0 +1,203 @@
+"""Samplers of a model: the weights that each samples from, and calls under way. On the thread of the model's lane.
+
+A generator reads the memory that is trained, so a sampler has its weights from one of these:
+
+    POLICY      the present weights, as long as no step was taken since the sampler was made
+    a set       a copy: of a step that an unnamed sampler is pinned to, or of weights that were read from the disk
+    INFLIGHT    the one copy that all in-flight samplers of the model share; publishing writes it over
+
+`serve.weight_sets` copies are kept, in-flight weights aside. The one that nobody asked for longest gives way; what lies on the disk is read
+again.
+"""
+
+import secrets
+
+import numpy as np
+from attrs import define
+
+from skyrl_engine import Engine
+from skyrl_engine.contracts import POLICY, Completion, GenerationRequest
+from skyrl_engine_tinker.checkpoints import Stored
+from skyrl_engine_tinker.codecs import encoded_samples
+from skyrl_engine_tinker.errors import RequestError
+from skyrl_engine_tinker.lane import PendingAnswer
+from skyrl_engine_tinker.sampling import SampleCall
+
+POLL_SECONDS = 0.02
+"""Seconds that the ranks sample before requests are looked at again."""
+
+INFLIGHT = "in flight"
+
+
+@define(eq=False)
+class _Waiting:
+    """A call whose samples are under way."""
+
+    call: SampleCall
+    promise: PendingAnswer
+    numbers: list[int]
+    target: str
+    found: dict[int, Completion]
+
+
+class Samplers:
+    """Samplers over the generator of one engine. `base` are the weights that a fresh model begins with; None where it was not fresh."""
+
+    def __init__(self, engine: Engine, weight_sets: int, base: Stored | None) -> None:
+        self._engine, self._kept, self._base = engine, weight_sets, base
+        self._waiting: list[_Waiting] = []
+        self._number = 0
+        self._pinned: dict[str, int] = {}
+        self._inflight: set[str] = set()
+        self._saved: dict[str, int] = {}
+        # the one that was asked for last is the last
+        self._sets: dict[int | Stored, str] = {}
+
+    def pin(self, sampler: str) -> None:
+        """Have a sampler stay with the weights of this moment."""
+        self._start_generator()
+        self._pinned[sampler] = self._engine.step
+
+    def publish(self, sampler: str) -> None:
+        """Have all in-flight samplers, this one too, go on with the weights of this moment."""
+        self._start_generator()
+        self._engine.sampler.update(self._engine.step, INFLIGHT)
+        self._inflight.add(sampler)
+
+    def saved(self, path: str) -> None:
+        """Note that the weights of this moment lie under `path`, so that nobody reads them while they are present."""
+        self._saved[path] = self._engine.step
+
+    def sample(self, sampler: str, stored: Stored | None, call: SampleCall, promise: PendingAnswer) -> None:
+        """Send the samples of a call to the ranks; `pump` answers them."""
+        try:
+            target = self._target(sampler, stored)
+            first, self._number = self._number, self._number + call.count
+            numbers = list(range(first, self._number))
+            seed = secrets.randbits(63) if call.seed is None else call.seed
+            seeds = np.random.SeedSequence([abs(seed), int(seed < 0)]).generate_state(call.count, np.uint64)
+            requests = [
+                GenerationRequest(
+                    number,
+                    call.prompt,
+                    call.sampling,
+                    int(own),
+                    session=number,
+                    prefix_group=first,
+                    target=target,
+                    prompt_logprobs=call.prompt_logprobs and number == first,
+                    top_logprobs=call.top_logprobs,
+                )
+                for number, own in zip(numbers, seeds, strict=True)
+            ]
+            self._engine.sampler.submit(requests)
+            self._waiting.append(_Waiting(call, promise, numbers, target, {}))
+        except BaseException as error:  # noqa: BLE001 - whatever a request meets is its answer
+            promise.fail(error)
+
+    def pump(self) -> bool:
+        """Sample for a moment and answer the calls that are complete. Returns True while some are under way."""
+        if not self._waiting:
+            return False
+        try:
+            found = {each.request_id: each for each in self._engine.sampler.poll(POLL_SECONDS)}
+        except BaseException as error:  # noqa: BLE001 - the ranks failed: every call under way is answered so
+            for waiting in self._waiting:
+                waiting.promise.fail(error)
+            self._waiting.clear()
+            return False
+        for waiting in self._waiting:
+            waiting.found |= {number: found[number] for number in waiting.numbers if number in found}
+            if len(waiting.found) == len(waiting.numbers):
+                _answer(waiting)
+        self._waiting = [each for each in self._waiting if each.promise.finished_at is None]
+        return bool(self._waiting)
+
+    def before_step(self) -> None:
+        """Finish samples of the present weights, and copy these for their samplers, before a step changes them in place."""
+        self._finish(POLICY)
+        engine = self._engine
+        if engine.step in self._pinned.values() and (target := self._room()) is not None:
+            engine.sampler.update(engine.step, target)
+            self._sets[engine.step] = target
+
+    def before_load(self) -> None:
+        """Finish all samples and forget steps: they count from another place behind a load."""
+        for target in {each.target for each in self._waiting}:
+            self._finish(target)
+        self._pinned.clear()
+        self._saved.clear()
+        self._sets.clear()
+        self._base = None
+
+    def close(self) -> None:
+        """Answer calls under way with a refusal."""
+        for waiting in self._waiting:
+            waiting.promise.fail(RequestError("the model was closed"))
+        self._waiting.clear()
+
+    def _target(self, sampler: str, stored: Stored | None) -> str:
+        """Return the weight set of a sampler, and start the generator where it is not there."""
+        self._start_generator()
+        engine = self._engine
+        if sampler in self._inflight:
+            return INFLIGHT
+        step = self._pinned.get(sampler)
+        if stored is not None:
+            step = 0 if stored == self._base else self._saved.get(stored.path or "")
+        if step is not None and step == engine.step:
+            if engine.sampler.version != step:
+                engine.sampler.update(step)
+            return POLICY
+        if stored is not None:
+            return self._read(stored)
+        if step is None:
+            raise RequestError("this sampler's model was closed")
+        if step not in self._sets:
+            raise RequestError(
+                f"the weights of step {step} are no longer kept; make a sampler of present weights, give it a name, or raise serve.weight_sets "
+                f"({self._kept})"
+            )
+        return self._used(step)
+
+    def _read(self, stored: Stored) -> str:
+        """Return a set with weights of the disk, which are read where they are not there."""
+        if stored not in self._sets:
+            if (target := self._room()) is None:
+                raise RequestError("a sampler of other weights than those that are trained needs serve.weight_sets of 1 or more")
+            self._engine.add_weights(target, stored.model, stored.adapter)
+            self._sets[stored] = target
+        return self._used(stored)
+
+    def _used(self, key: int | Stored) -> str:
+        target = self._sets[key] = self._sets.pop(key)
+        return target
+
+    def _room(self) -> str | None:
+        """Return the name of a set to write over: nobody samples from it, and nobody asked for it longest. None where no set is kept."""
+        if len(self._sets) < self._kept:
+            taken = set(self._sets.values())
+            return next(name for name in (f"set {number}" for number in range(self._kept)) if name not in taken)
+        if not self._sets:
+            return None
+        target = self._sets.pop(next(iter(self._sets)))
+        self._finish(target)
+        return target
+
+    def _finish(self, target: str) -> None:
+        while any(each.target == target for each in self._waiting):
+            self.pump()
+
+    def _start_generator(self) -> None:
+        """Start the generator where it is not there: only then can a step's weights be copied before the next one changes them."""
+        if not self._engine.has_sampler:
+            self._engine.start_sampler(self._engine.assembly.plugins["generator"])
+
+
+def _answer(waiting: _Waiting) -> None:
+    completions = [waiting.found[number] for number in waiting.numbers]
+    wrong = next((each for each in completions if each.finish == "error"), None)
+    if wrong is not None:
+        waiting.promise.fail(RequestError(wrong.error or "the generator could not sample"))
+        return
+    waiting.promise.set(encoded_samples(completions, prompt_logprobs=waiting.call.prompt_logprobs))

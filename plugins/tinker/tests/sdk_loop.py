@@ -1,0 +1,70 @@
+"""A training and sampling loop of the real SDK, run in a process of its own: ADDRESS... It prints what each address answered, as JSON lines."""
+
+import json
+import sys
+import urllib.request
+from typing import Any
+
+import numpy as np
+import tinker
+from tinker import types
+
+KEY = "tml-test"
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+
+
+def settled(made: Any) -> Any:
+    """Newer SDKs return a future of a client, older ones the client."""
+    return made.result() if hasattr(made, "result") else made
+
+
+def datum(prompt: list[int], tokens: list[int], logprobs: list[float], advantage: float) -> types.Datum:
+    row = [*prompt, *tokens]
+    before = [0.0] * (len(prompt) - 1)
+    inputs = {
+        "target_tokens": np.array(row[1:]),
+        "logprobs": np.array([*before, *logprobs], np.float32),
+        "advantages": np.array([*before, *([advantage] * len(tokens))], np.float32),
+    }
+    tensors = {name: types.TensorData.from_numpy(value) for name, value in inputs.items()}
+    return types.Datum(model_input=types.ModelInput.from_ints(row[:-1]), loss_fn_inputs=tensors)
+
+
+def loop(address: str) -> tuple[str, list[Any]]:
+    """Return the path of the last checkpoint, and what the server answered at each step."""
+    service = tinker.ServiceClient(base_url=address)
+    training = settled(service.create_lora_training_client(base_model="tiny", rank=4, seed=1))
+    told: list[Any] = []
+    for step in range(5):
+        sampler = settled(training.save_weights_and_get_sampling_client())
+        asked = [
+            sampler.sample(types.ModelInput.from_ints(prompt), 2, types.SamplingParams(max_tokens=5, seed=100 * step + place))
+            for place, prompt in enumerate(PROMPTS)
+        ]
+        sequences = [(prompt, each) for prompt, one in zip(PROMPTS, asked, strict=True) for each in one.result().sequences]
+        # a reward that anybody can check: how many tokens are even
+        data = [
+            datum(prompt, list(each.tokens), list(each.logprobs), sum(token % 2 == 0 for token in each.tokens) - 2.5)
+            for prompt, each in sequences
+        ]
+        learned = [training.forward_backward(part, "importance_sampling") for part in (data[:3], data[3:])]
+        taken = training.optim_step(types.AdamParams(learning_rate=1e-2, grad_clip_norm=1.0)).result()
+        outputs = [each.result() for each in learned]
+        told.append(
+            {
+                "samples": [[list(each.tokens), list(each.logprobs)] for _, each in sequences],
+                "logprobs": [out["logprobs"].tolist() for each in outputs for out in each.loss_fn_outputs],
+                "loss": [each.metrics["loss:sum"] for each in outputs],
+                "grad_norm": taken.metrics["grad_norm"],
+            }
+        )
+    path = training.save_state("end").result().path
+    session = service.holder._session_id
+    request = urllib.request.Request(f"{address}/api/v1/sessions/{session}/finish", b"{}", {"X-API-Key": KEY}, method="POST")
+    urllib.request.urlopen(request, timeout=60).close()
+    return path, told
+
+
+if __name__ == "__main__":
+    for server in sys.argv[1:]:
+        print(json.dumps(loop(server)), flush=True)

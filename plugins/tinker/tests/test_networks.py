@@ -1,0 +1,161 @@
+"""A network that loses replies and repeats requests, four hundred samples at once, and clients that vanish: nothing is done twice or lost."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_engine_tinker.checkpoints import Address
+from skyrl_engine_tinker.samplers import Samplers
+
+SDK = os.environ.get("TINKER_SDK")
+LOST, TWICE = 10, 3
+"""Every tenth of all replies is lost, and every third request of a call is sent twice."""
+
+
+def of_the_sdk(script: str, *arguments: str) -> subprocess.Popen[str]:
+    """A script of the SDK in a process of its own."""
+    environment = {**os.environ, "TINKER_TELEMETRY": "0", "TINKER_API_KEY": "tml-test", **({"PYTHONPATH": SDK} if SDK else {})}
+    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@contextlib.contextmanager
+def lossy(address: str) -> Iterator[tuple[str, dict[str, Counter[str]]]]:
+    """A proxy before `address`: its own address, and what it lost and sent twice, counted by call."""
+    upstream, lock = address.removeprefix("http://"), threading.Lock()
+    seen: Counter[str] = Counter()
+    done: dict[str, Counter[str]] = {"lost": Counter(), "twice": Counter()}
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def passed_on(self, body: bytes) -> tuple[int, str, bytes]:
+            connection = http.client.HTTPConnection(upstream, timeout=120)
+            headers = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")}
+            connection.request(self.command, self.path, body, headers)
+            answer = connection.getresponse()
+            found = answer.status, answer.headers.get("Content-Type", ""), answer.read()
+            connection.close()
+            return found
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            call = self.path.rsplit("/", maxsplit=1)[-1]
+            with lock:
+                seen[call] += 1
+                twice, lost = seen[call] % TWICE == 0, seen.total() % LOST == 0
+                done["twice"][call] += twice
+                done["lost"][call] += lost
+            status, kind, answer = self.passed_on(body)
+            if twice:
+                status, kind, answer = self.passed_on(body)
+            if lost:
+                self.close_connection = True
+                return
+            self.send_response(status)
+            if kind:
+                self.send_header("Content-Type", kind)
+            if status != 204:
+                self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing: what happened is counted."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", done
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_loop_behind_a_lossy_network_gives_the_same_bits(address, settings):
+    """Samples, log-probabilities, losses, gradient norms and trained weights equal those of the same loop without the proxy."""
+    with lossy(address) as (proxy, done):
+        process = of_the_sdk("sdk_loop.py", address, proxy)
+        output, errors = process.communicate(timeout=280)
+    assert process.returncode == 0, output + errors
+    (plain_path, plain), (lossy_path, behind) = (json.loads(line) for line in output.splitlines())
+    assert plain_path != lossy_path
+
+    def folder(path: str) -> Path:
+        return Address.read(path).folder(settings.directory)
+
+    assert behind == plain
+    one, other = (sorted((folder(path) / "model").glob("*.safetensors")) for path in (plain_path, lossy_path))
+    assert one
+    assert [each.read_bytes() for each in one] == [each.read_bytes() for each in other]
+    assert done["lost"].total() >= 5, done
+    assert {"forward_backward", "optim_step", "asample", "save_weights_for_sampler"} <= (+done["twice"]).keys(), done
+
+
+@pytest.mark.parametrize("other_client", [{}], indirect=True, ids=[""])
+def test_four_hundred_samples_at_once_and_a_heartbeat_meanwhile(other_client, monkeypatch):
+    """All samples wait until a heartbeat was answered; then each is the one that its seed draws when it is alone."""
+    real, all_there, beat = Samplers.pump, threading.Event(), threading.Event()
+
+    def held(samplers: Samplers) -> bool:
+        if samplers._waiting and not all_there.is_set():
+            if len(samplers._waiting) < 400:
+                # the lane takes the next one between two calls of this
+                time.sleep(0.001)
+                return True
+            all_there.set()
+            assert beat.wait(60), "no heartbeat was answered while 400 samples waited"
+        return real(samplers)
+
+    monkeypatch.setattr(Samplers, "pump", held)
+    session = other_client.post("create_session", {})[1]["session_id"]
+    process = of_the_sdk("sdk_storm.py", other_client.address)
+    try:
+        assert all_there.wait(200), "400 samples never came"
+        assert other_client.post("session_heartbeat", {"session_id": session})[0] == 200
+    finally:
+        all_there.set()
+        beat.set()
+        output, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, output + errors
+    assert "done" in output
+
+
+@pytest.mark.parametrize("other_client", [{"session_seconds": 12.0}], indirect=True, ids=[""])
+def test_the_session_of_a_killed_client_ends_and_the_next_one_is_served(other_client, message):
+    process = of_the_sdk("sdk_storm.py", other_client.address, "vanish")
+    line = process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    _, errors = process.communicate()
+    assert line == "under way\n", errors
+    session, done = other_client.post("create_session", {})[1]["session_id"], threading.Event()
+
+    def beat() -> None:
+        while not done.wait(1.0):
+            other_client.post("session_heartbeat", {"session_id": session})
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 0}}
+    request = other_client.post("create_model", asked)[1]
+    # this waits until the silent session is ended
+    while "try_again" in (made := other_client.post("retrieve_future", request)[1]).values():
+        pass
+    model = made["model_id"]
+    assert isinstance(other_client.done("forward_backward", message(model, 1)), bytes)
+    assert other_client.done("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})["metrics"]["grad_norm"] > 0
+    done.set()
+    beating.join()

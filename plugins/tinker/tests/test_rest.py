@@ -1,0 +1,156 @@
+"""Checkpoints on the disk, samplers across servers, downloads, metrics and the request log, without an SDK."""
+
+import io
+import json
+import tarfile
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+
+from skyrl_engine_tinker import checkpoints
+from skyrl_engine_tinker.checkpoints import FACTS, Address
+from skyrl_engine_tinker.wire import CLASSES
+
+PROMPT = {"prompt": {"chunks": [{"tokens": [5, 6, 7]}]}, "sampling_params": {"max_tokens": 4, "seed": 3}, "num_samples": 1}
+
+
+@pytest.fixture(scope="module")
+def saved(client, message):
+    """Addresses of a state and of a sampler's weights behind one step, the model's id, and what a sampler of that step drew."""
+    model = client.opened(rank=4)
+    client.post("forward_backward", message(model, 1))
+    client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 1e-1}})
+    state = client.done("save_weights", {"model_id": model, "seq_id": 3, "path": "one"})["path"]
+    named = client.done("save_weights_for_sampler", {"model_id": model, "seq_id": 4, "path": "one"})["path"]
+    sampler = client.sampler(model, 5)
+    drawn = client.done("asample", {"sampling_session_id": sampler, "seq_id": 0, **PROMPT})
+    client.finish(model)
+    return state, named, model, drawn
+
+
+def sampled(client, **asked) -> bytes | dict:
+    session = client.post("create_session", {})[1]["session_id"]
+    made = client.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, **asked})[1]
+    try:
+        return client.done("asample", {"sampling_session_id": made["sampling_session_id"], "seq_id": 0, **PROMPT})
+    finally:
+        client.finish(session)
+
+
+def logprobs(answer: bytes) -> np.ndarray:
+    return np.frombuffer(CLASSES["SampleResponse"].FromString(answer).sequences[0].logprobs, "<f4")
+
+
+def tokens(answer: bytes) -> bytes:
+    return CLASSES["SampleResponse"].FromString(answer).sequences[0].tokens
+
+
+def test_another_server_samples_from_what_lies_on_the_disk(client, saved, started):
+    """By either address, and without a training model; a base model gives something else."""
+    state, named, _, drawn = saved
+    with started() as other:
+        for path in (state, named):
+            assert tokens(found := sampled(other, model_path=path)) == tokens(drawn)
+            # adapters are merged in another order of operations
+            assert np.allclose(logprobs(found), logprobs(drawn), rtol=0, atol=1e-5)
+        assert not np.allclose(logprobs(sampled(other, base_model="tiny")), logprobs(drawn), rtol=0, atol=1e-2)
+
+
+def test_two_samplers_of_one_path_number_their_requests_each(client, saved):
+    session = client.post("create_session", {})[1]["session_id"]
+    asked = {"session_id": session, "sampling_session_seq_id": 0, "model_path": saved[1]}
+    one, other = (client.post("create_sampling_session", asked)[1]["sampling_session_id"] for _ in range(2))
+    assert one != other
+    first = client.done("asample", {"sampling_session_id": one, "seq_id": 0, **PROMPT})
+    longer = {**PROMPT, "sampling_params": {"max_tokens": 9, "seed": 4, "stop": []}}
+    second = client.done("asample", {"sampling_session_id": other, "seq_id": 0, **longer})
+    assert len(tokens(second)) == 36 != len(tokens(first))
+    client.finish(session)
+
+
+@pytest.mark.parametrize("other_client", [{"models": "two"}], indirect=True, ids=[""])
+def test_samplers_of_another_base_model_wait_for_their_turn_or_are_refused(other_client):
+    """Bases are sampled from one after the other; beside a model in training there is one."""
+    answers = [sampled(other_client, base_model=name) for name in ("tiny", "other", "tiny")]
+    assert answers[0] == answers[2] != answers[1]
+    model = other_client.opened()
+    assert "one base model at a time" in sampled(other_client, base_model="other")["error"]
+    assert isinstance(sampled(other_client, base_model="tiny"), bytes)
+    other_client.finish(model)
+
+
+@pytest.mark.parametrize("other_client", [{"weight_sets": 0}], indirect=True, ids=[""])
+def test_without_weight_sets_other_weights_are_refused(other_client, saved):
+    assert "needs serve.weight_sets of 1" in sampled(other_client, model_path=saved[1])["error"]
+    assert isinstance(sampled(other_client, base_model="tiny"), bytes)
+
+
+def test_a_checkpoint_whose_time_is_over_is_gone_and_then_deleted(client, message, settings):
+    model = client.opened()
+    path = client.done("save_weights", {"model_id": model, "seq_id": 1, "path": "short", "ttl_seconds": 3600})["path"]
+    refused = client.done("save_weights", {"model_id": model, "seq_id": 2, "path": "shorter", "ttl_seconds": 1})
+    assert "ttl_seconds is 1; it must be 3,600 to" in refused["error"]
+    client.finish(model)
+    folder = Address.read(path).folder(settings.directory)
+    facts = json.loads((folder / FACTS).read_text())
+    assert 3590 < facts["expires_at"] - facts["time"] < 3610
+    (folder / FACTS).write_text(json.dumps({**facts, "expires_at": facts["time"] - 1}))
+    listed = client.post("checkpoints?limit=1000", None, method="GET")[1]["checkpoints"]
+    assert path not in [each["tinker_path"] for each in listed]
+    assert client.post("weights_info", {"tinker_path": path})[0] == 422
+    assert client.post(f"training_runs/{model}/checkpoints/weights/short", None, method="DELETE")[0] == 404
+    assert folder.exists()
+    checkpoints.sweep(settings.directory)
+    assert not folder.exists()
+    assert listed
+
+
+def test_a_download_is_a_tar_file_of_the_model_and_its_address_a_secret(client, saved, settings):
+    state, _, model, _ = saved
+    status, answer = client.post(f"training_runs/{model}/checkpoints/weights/one/archive", None, method="GET")
+    assert status == 200
+    with urllib.request.urlopen(answer["url"], timeout=60) as found:
+        downloaded = io.BytesIO(found.read())
+    folder = Address.read(state).folder(settings.directory) / "model"
+    expected = {each.relative_to(folder).as_posix(): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+    with tarfile.open(fileobj=downloaded) as archive:
+        assert {name: archive.extractfile(name).read() for name in archive.getnames()} == expected
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(answer["url"][:-1], timeout=60)
+    for wrong in ("weights/two/archive", "weights/../archive", "etc/passwd/archive"):
+        assert client.post(f"training_runs/{model}/checkpoints/{wrong}", None, method="GET")[0] == 404
+    assert client.post(f"training_runs/{model}/checkpoints/weights/one/archive", None, method="GET", key="wrong")[0] == 401
+
+
+def test_metrics_and_the_log_count_requests_and_hold_nothing_of_them(started, message):
+    log = io.StringIO()
+    with started(request_log=log) as client:
+        model = client.opened()
+        client.done("forward_backward", message(model, 1))
+        client.done("forward_backward", message(model, 2, loss="no-such-loss"))
+        client.post("made-up-call", {})
+        client.post("create_session", {}, key="tml-wrong")
+        request = urllib.request.Request(f"{client.address}/metrics", headers={"Authorization": "Bearer tml-test"})
+        with urllib.request.urlopen(request, timeout=60) as found:
+            text = found.read().decode()
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"{client.address}/metrics", timeout=60)
+    for line in (
+        'skyrl_engine_tinker_requests_total{call="forward_backward",status="200"} 2.0',
+        'skyrl_engine_tinker_requests_total{call="unknown",status="404"} 1.0',
+        'skyrl_engine_tinker_requests_total{call="create_session",status="401"} 1.0',
+        "skyrl_engine_tinker_sessions 1.0",
+        "skyrl_engine_tinker_models 1.0",
+        "skyrl_engine_tinker_samples_under_way 0.0",
+    ):
+        assert line in text, text
+    lines = [json.loads(line) for line in log.getvalue().splitlines()]
+    assert all(line.keys() == {"time", "call", "status", "seconds", "received", "sent"} for line in lines)
+    assert [line["call"] for line in lines][:2] == ["create_session", "create_model"]
+    assert sum(line["received"] for line in lines if line["call"] == "forward_backward") == sum(
+        len(message(model, number, **more)) for number, more in ((1, {}), (2, {"loss": "no-such-loss"}))
+    )
+    for secret in (model, "made-up-call", "tml-", "no-such-loss"):
+        assert secret not in log.getvalue() + text
