@@ -139,6 +139,15 @@ def allowed_values(validator: Any) -> tuple[Any, ...]:
     return next((found for each in inner if each is not None and (found := allowed_values(each))), ())
 
 
+def allowed_members(validator: Any) -> tuple[Any, ...]:
+    """Return the values that attrs' `deep_iterable(in_(...))` allows as members, alone, combined or inside `optional`; none without one."""
+    member = getattr(validator, "member_validator", None)
+    if member is not None:
+        return allowed_values(member)
+    inner = (*getattr(validator, "_validators", ()), getattr(validator, "validator", None))
+    return next((found for each in inner if each is not None and (found := allowed_members(each))), ())
+
+
 def bounds_in_words(validator: Any) -> str:
     """For instance "at least 0.0 and less than 1.0"; empty without bounds."""
     return " and ".join(f"{_COMPARED[sign]} {bound}" for sign, bound in bounds(validator))

@@ -1,5 +1,6 @@
 """Other allowed values of a plugin's options, one option at a time: what a user may write, a plugin must keep promises with."""
 
+import types
 import typing
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -7,7 +8,7 @@ from typing import Any, Literal
 import attrs
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.config.wording import allowed_values, bounds
+from skyrl_engine.config.wording import allowed_members, allowed_values, bounds
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.promise import Finding, Promise, Verdict
 from skyrl_engine.testing.subject import Subject
@@ -25,8 +26,8 @@ _OF_THE_MODULE = frozenset({"light_import"})
 def variants(plugin: SelectedPlugin, given: frozenset[str]) -> Iterator[tuple[str, SelectedPlugin, bool]]:
     """Yield "option = value", the plugin with that value, and if the value is a bound; options in `given` keep theirs.
 
-    Values are all that an `in_` validator, a Literal or a bool allow, and the bounds of `ge` and `le`. What the options' class refuses, for
-    instance beside another option's value, is left out.
+    Values are all that an `in_` validator, a Literal or a bool allow, in a union too, and the bounds of `ge` and `le`; of a list whose
+    members are so limited, each member alone. What the options' class refuses, for instance beside another option's value, is left out.
     """
     schema = plugin.loaded.schema
     if schema is None:
@@ -47,14 +48,33 @@ def variants(plugin: SelectedPlugin, given: frozenset[str]) -> Iterator[tuple[st
 
 
 def _allowed(attribute: "attrs.Attribute[Any]") -> list[tuple[Any, bool]]:
-    kind = attribute.type
-    named = allowed_values(attribute.validator) or (typing.get_args(kind) if typing.get_origin(kind) is Literal else ())
-    if kind is bool:
-        named = (False, True)
+    kinds = _alternatives(attribute.type)
+    named = allowed_values(attribute.validator) or tuple(each for kind in kinds for each in _named(kind))
     values = [(each, False) for each in named if isinstance(each, str | int | float)]
-    if not values and kind in (int, float):
-        values = [(kind(bound), True) for sign, bound in bounds(attribute.validator) if sign in (">=", "<=")]
-    return values
+    # A number that may be none is most often the size of a limit, which at its bound refuses nearly all that is valid.
+    if not values and attribute.type in (int, float):
+        values = [(attribute.type(bound), True) for sign, bound in bounds(attribute.validator) if sign in (">=", "<=")]
+    members = allowed_members(attribute.validator) or tuple(each for kind in kinds for each in _named_members(kind))
+    return [*values, *(([each], False) for each in members if isinstance(each, str | int | float))]
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the type alone."""
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def _named(kind: Any) -> tuple[Any, ...]:
+    """Return all values of a type that has few."""
+    if kind is bool:
+        return False, True
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+
+
+def _named_members(kind: Any) -> tuple[Any, ...]:
+    """Return all values of the members of a list of any length, where there are few."""
+    members = typing.get_args(kind)
+    endless = typing.get_origin(kind) in (list, set, frozenset) or (typing.get_origin(kind) is tuple and members[1:] == (...,))
+    return _named(members[0]) if endless else ()
 
 
 def with_variants(

@@ -32,6 +32,8 @@ FAULTS = [
     (wrong.HalvedBySize, {"scale"}, "it claims scale = 'linear'"),
     (wrong.ReadsUndeclared, {"needs"}, "it reads what it does not declare"),
     (wrong.TakesIdsForPlaces, {"labels"}, "fails where ids are other numbers"),
+    (wrong.FirstIsTheBaseline, {"labels"}, "which id is smaller"),
+    (wrong.TimesTheLossWeight, {"loss_weights"}, "they count twice"),
     (wrong.MinusTheOthers, {"zero_sum"}, "add up to"),
     (wrong.WeighsTheMean, {"shift", "zero_sum"}, "when every reward is 8 more"),
     (wrong.SubtractsInPlace, {"inputs_unchanged"}, "changes batch.rewards in place"),
@@ -44,22 +46,29 @@ FAULTS = [
 IN_EXPLICIT_CASES = [
     (wrong.IdsAsFloats, {"groups_apart", "zero_sum"}, "it counts over the batch"),
     (wrong.TableOfIds, {"finite_values"}, "Unable to allocate"),
+    (wrong.RefusesManySamples, {"finite_values"}, "too many samples"),
     (wrong.TablesOfEight, {"zero_sum"}, "add up to"),
     (wrong.LastFourTurns, {"turns"}, "it counts samples, not trajectories"),
 ]
 """Faults that no drawn case shows: more members, turns and larger ids than those have."""
 
+BY_NIGHT = [
+    pytest.param(each, {"labels"}, "which id is smaller", marks=pytest.mark.nightly)
+    for each in (wrong.FirstGroupCountsDouble, wrong.BreaksTiesById)
+]
+
 
 @pytest.mark.parametrize(
-    ("fault", "promises", "words"), [*FAULTS, *IN_EXPLICIT_CASES], ids=lambda value: getattr(value, "__name__", None)
+    ("fault", "promises", "words"), [*FAULTS, *IN_EXPLICIT_CASES, *BY_NIGHT], ids=lambda value: getattr(value, "__name__", None)
 )
 def test_a_wrong_estimator_breaks_its_promise(fault, promises, words):
     held = [each for each in ADVANTAGE_PROMISES if each.name in promises]
     breaking.require_broken(breaking.broken_by(held, fault, promises, examples=40), promises, words)
 
 
-def test_what_the_faults_are_made_of_is_right():
-    assert broken_by(wrong.Plain) == {}
+@pytest.mark.parametrize("right", [wrong.Plain, wrong.WeighsByTokens])
+def test_what_is_right_breaks_nothing(right):
+    assert broken_by(right) == {}
 
 
 def test_an_oracle_holds_an_estimator_to_its_formula():

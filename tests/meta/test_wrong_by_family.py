@@ -48,6 +48,10 @@ FAMILIES = {
         (LOSS, wrong.LargestOfNothing, "empty_metrics", "reports a number that counts in the max"),
         (LOSS, wrong.SumOfNothing, "empty_metrics", "reports a number that counts in the sum"),
     ],
+    "metric of several tokens": [
+        (LOSS, wrong.DeviationOfSeveral, "metrics", "the metric 'spread'"),
+        (LOSS, wrong.MeasuresTheFewest, "metrics", "of its micro-batches is missing in the whole"),
+    ],
     "gradient of the oracle": [
         (LOSS, wrong.HalfDetachedRatio, "oracle", "has the oracle's values and another gradient: by logprobs"),
         (LOSS, wrong.StraightThrough, "oracle", "has the oracle's values and another gradient"),
@@ -63,6 +67,8 @@ FAMILIES = {
     ],
     "many sequences": [
         (LOSS, wrong.RoomForEight, "needs", "failed in its call"),
+        (LOSS, wrong.HalvesMany, "micro_batch_split", "under two micro-batches"),
+        (LOSS, wrong.MakesOnesForMany, "devices", "works on the CPU alone"),
         (CORRECTION, wrong.CorrectionForEight, "needs", "failed in its call"),
         (REDUCER, wrong.ReducerForEight, "finite_weights", "IndexError"),
         (REDUCER, wrong.NoMoreThanSix, "weights_sum", "the weights sum to 1.5"),
@@ -153,6 +159,7 @@ RIGHT = {
         (LOSS, wrong.HoldsANumber),
         (LOSS, wrong.MeasuresExtremes),
         (LOSS, wrong.MeasuresSometimes),
+        (LOSS, wrong.MeasuresPairsOfTokens),
         (LOSS, wrong.DrawsNumbers),
         (LOSS, wrong.RightGradientByHand),
         (LOSS, wrong.ReadsItsLengths),

@@ -34,6 +34,9 @@ FAULTS = [
     (wrong.ForgetsTheGroup, {"inputs_unchanged"}, "changes group.truncated in place"),
     (wrong.HoldsALambda, {"pickling"}, "cannot be pickled"),
     (wrong.KnowsEight, {"answer"}, "IndexError"),
+    (wrong.KnowsTwoEnvironments, {"answer"}, "KeyError"),
+    (wrong.KnowsFourAges, {"answer"}, "IndexError"),
+    (wrong.RefusesThirtyTwo, {"answer"}, "no room for 32"),
 ]
 BY_NIGHT = [
     (wrong.LooksAtEight, {"member_order"}, "in another order of attempts"),

@@ -41,12 +41,14 @@ DAILY = [
     (wrong.SilentWhereOneIsMissing, {"missing_samples"}, "says nothing where sample 1 is missing"),
     (wrong.SilentWhereOneIsDoubled, {"duplicated_samples"}, "says nothing where sample 1 comes twice"),
     (wrong.SilentWhereOneIsUnexpected, {"unexpected_samples"}, "says nothing where sample 1000"),
+    (wrong.CountsSamples, {"missing_samples"}, "is missing and sample"),
     (wrong.WritesInPlace, {"inputs_unchanged"}, "changes the output of rank 0 in place"),
     (wrong.HoldsALambda, {"pickling"}, "cannot be pickled"),
     (wrong.RefusesTwoRanks, {"answers"}, "refuses the outputs of dp 2"),
-    (wrong.ReusesItsMemory, {"own_memory"}, "Return memory of its own from every call"),
+    (wrong.TakesTurnsWithBuffers, {"own_memory"}, "Return memory of its own from every call"),
 ]
 NIGHTLY = [
+    (wrong.RoomForThirty, {"answers"}, "ValueError"),
     (wrong.RefusesEmptyRanks, {"answers"}, "a rank returns no sample"),
     (wrong.NeedsValuesPerToken, {"answers"}, "nothing per token"),
     (wrong.TableOfIds, {"answers"}, "refuses the outputs of"),
@@ -59,6 +61,9 @@ NIGHTLY = [
     (wrong.KnowsTwoFields, {"values"}, "Keep all fields"),
     (wrong.MetricsOfTheFirstRank, {"metrics"}, "is lost"),
     (wrong.MeansAsSums, {"metrics"}, "comes back as a sum, not as a mean"),
+    (wrong.ReusesItsMemory, {"own_memory"}, "Return memory of its own from every call"),
+    (wrong.SilentWhereTheLastIsMissing, {"missing_samples"}, "says nothing where sample"),
+    (wrong.SeesRepeatsOfARank, {"duplicated_samples"}, "comes twice"),
     (wrong.AddsUpOverCalls, {"own_memory"}, "otherwise a second time"),
 ]
 FAULTS = [*DAILY, *(pytest.param(*each, marks=pytest.mark.nightly) for each in NIGHTLY)]

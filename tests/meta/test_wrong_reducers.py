@@ -38,6 +38,8 @@ FAULTS = [
     (wrong.Tires, {"repeatable"}, "it keeps something"),
     (wrong.TiresLate, {"repeatable"}, "it keeps something"),
     (wrong.CountsInABytesRoom, {"weights_sum"}, "the weights sum to"),
+    (wrong.HalvesMany, {"weights_sum"}, "the weights sum to 0.5"),
+    (wrong.ByFirstDomain, {"sample_order"}, "in another order of sequences"),
     (wrong.Draws, {"repeatable"}, "draws from the global random state"),
     (wrong.HoldsALambda, {"pickling"}, "cannot be pickled"),
 ]
@@ -49,8 +51,15 @@ def test_a_wrong_reducer_breaks_its_promise(fault, promises, words):
     breaking.require_broken(broken, promises, words)
 
 
-def test_what_the_faults_are_made_of_is_right():
-    assert broken_by(wrong.Plain) == {}
+@pytest.mark.parametrize("right", [wrong.Plain, wrong.ByDomain, wrong.ByDifficulty])
+def test_what_the_faults_are_made_of_is_right(right):
+    assert broken_by(right) == {}
+
+
+def test_a_suite_says_which_values_samples_have():
+    genres = {"genre": ("news", "fiction")}
+    assert broken_by(wrong.ByGenre, hooks={"sample_values": lambda: genres}) == {}
+    assert "finite_weights" in broken_by(wrong.ByGenre, {"finite_weights"})
 
 
 def test_an_oracle_holds_a_reducer_to_its_formula():

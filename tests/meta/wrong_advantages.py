@@ -229,3 +229,65 @@ class LastFourTurns(Plain):
         np.maximum.at(latest, batch.trajectory_index, batch.turn)
         kept = (batch.turn > latest[batch.trajectory_index] - 4)[batch.sample_index]
         return super().__call__(evolve(batch, rewards=np.where(kept, batch.rewards, np.float32(0))))
+
+
+class FirstIsTheBaseline(Plain):
+    """Subtracts the reward of the trajectory with the smallest id of a group."""
+
+    claims = AdvantageClaims(groups="needed", shift=True, scale="linear", outcome=True)
+
+    def means(self, rewards, groups, finished):
+        count, mean = super().means(rewards, groups, finished)
+        for place in np.flatnonzero(finished)[::-1]:
+            mean[groups[place]] = rewards[place]
+        return count, mean
+
+
+class FirstGroupCountsDouble(Plain):
+    def values(self, batch, rewards, groups, finished):
+        return super().values(batch, rewards, groups, finished) * np.where(groups == 0, 2.0, 1.0)
+
+
+class BreaksTiesById(Plain):
+    """Ranks of rewards, in which the later of two equal ones is better."""
+
+    claims = AdvantageClaims(groups="needed", outcome=True)
+
+    def values(self, batch, rewards, groups, finished):
+        worth = np.zeros(len(rewards))
+        for group in np.unique(groups):
+            own = np.flatnonzero((groups == group) & finished)
+            if len(np.unique(rewards[own])) > 1:
+                worth[own[np.argsort(rewards[own], kind="stable")]] = np.linspace(-1, 1, len(own))
+        return worth
+
+
+class TimesTheLossWeight(Plain):
+    claims = evolve(CLAIMS, zero_sum=False, outcome=False)
+
+    def __call__(self, batch):
+        return super().__call__(batch) * batch.loss_weight
+
+
+class RefusesManySamples(Plain):
+    def __call__(self, batch):
+        if len(batch) > 40:
+            raise ValueError("too many samples")
+        return super().__call__(batch)
+
+
+class WeighsByTokens(Plain):
+    """Odd and right: its mean counts a trajectory by the sum of its loss weights."""
+
+    claims = AdvantageClaims(groups="needed", shift=True, scale="linear")
+
+    def __call__(self, batch):
+        index = batch.trajectory_index[batch.sample_index]
+        count = len(batch.finished_trajectories)
+        self.mass = np.bincount(index, weights=batch.loss_weight * batch.scored, minlength=count)
+        return super().__call__(batch)
+
+    def means(self, rewards, groups, finished):
+        mass, size = self.mass * finished, int(groups.max(initial=-1)) + 1
+        total = np.bincount(groups, weights=mass, minlength=size)
+        return total, np.bincount(groups, weights=mass * rewards, minlength=size) / np.where(total == 0, 1.0, total)

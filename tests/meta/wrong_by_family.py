@@ -345,6 +345,46 @@ class MeanOverRanks(wrong_corrections.Plain):
         return factors
 
 
+class MakesOnesForMany(wrong_losses.Plain):
+    """Pads long micro-batches with a tensor of the CPU."""
+
+    def __call__(self, tokens):
+        made = super().__call__(tokens)
+        return made * torch.ones(len(made)) if len(tokens.sequences) > 20 else made
+
+
+class HalvesMany(wrong_losses.Plain):
+    """Halves what a micro-batch of more than 1,000 tokens adds."""
+
+    def __call__(self, tokens):
+        return super().__call__(tokens) * (0.5 if len(tokens.logprobs) > 1_000 else 1.0)
+
+
+class DeviationOfSeveral(wrong_losses.Plain):
+    """A deviation counts once for a micro-batch of two tokens or more, and a single token reports nothing."""
+
+    def __call__(self, tokens):
+        worth = tokens.advantages.detach()
+        spread = {"spread": Metric.mean(worth.std(), 1)} if len(worth) > 1 else {}
+        return LossOutput(super().__call__(tokens), spread)
+
+
+class MeasuresTheFewest(wrong_losses.Plain):
+    """A metric of micro-batches of three tokens at most, which the whole does not have."""
+
+    def __call__(self, tokens):
+        count = len(tokens.logprobs)
+        return LossOutput(super().__call__(tokens), {"few": Metric.sum(count)} if 0 < count <= 3 else {})
+
+
+class MeasuresPairsOfTokens(wrong_losses.Plain):
+    """Odd and right: a number of each sequence of two tokens or more."""
+
+    def __call__(self, tokens):
+        several = int((tokens.sequences.counts > 1).sum())
+        return LossOutput(super().__call__(tokens), {"several": Metric.sum(several)} if several else {})
+
+
 class CorrectionForEight(wrong_corrections.Plain):
     def __call__(self, tokens):
         room = tokens.old_logprobs.new_zeros(8)[tokens.sequences.index]

@@ -1,6 +1,7 @@
 """Group filters with one fault each, made from a right one: a group of equal rewards is dropped."""
 
 import random
+from typing import ClassVar
 
 import numpy as np
 from attrs import define, field
@@ -124,6 +125,27 @@ class KnowsEight(Plain):
 
     def __call__(self, group):
         assert self.weights[len(group.rewards) - 1] >= 0
+        return super().__call__(group)
+
+
+class KnowsTwoEnvironments(Plain):
+    """A table of the environments that its author tried."""
+
+    least: ClassVar = {"first": 1, "second": 1}
+
+    def __call__(self, group):
+        return super().__call__(group) if len(group.rewards) >= self.least[group.environment] else "small"
+
+
+class KnowsFourAges(Plain):
+    def __call__(self, group):
+        return (None, None, None, "old")[group.staleness] or super().__call__(group)
+
+
+class RefusesThirtyTwo(Plain):
+    def __call__(self, group):
+        if len(group.rewards) == 32:
+            raise ValueError("no room for 32")
         return super().__call__(group)
 
 

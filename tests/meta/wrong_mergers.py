@@ -133,6 +133,39 @@ class SilentWhereOneIsMissing(Plain):
             raise OutputError("a sample came twice, or was never planned", remedy="Return each of them once")
 
 
+class SilentWhereTheLastIsMissing(Plain):
+    """Looks for every planned sample but the last, behind which a loop ended too soon."""
+
+    def check(self, whole, expected):
+        ids = whole.sample_ids.tolist()
+        lost = [each for each in expected.tolist()[:-1] if each not in ids]
+        if lost or len(set(ids)) < len(ids) or not set(ids) <= set(expected.tolist()):
+            raise OutputError("the samples are not those of the plan", remedy="Return each of them once")
+
+
+class CountsSamples(Plain):
+    """Compares how many samples come with how many were planned."""
+
+    def check(self, whole, expected):
+        if len(whole.sample_ids) != len(expected) or not set(whole.sample_ids.tolist()) <= set(expected.tolist()):
+            raise OutputError("the samples are not those of the plan", remedy="Return each of them once")
+
+
+class SeesRepeatsOfARank(Plain):
+    """Refuses what one rank returns twice, and not what two ranks return."""
+
+    def merge(self, outputs, plan):
+        for output in outputs:
+            real = output.sample_ids[output.sample_ids != PADDING_SAMPLE]
+            if len(np.unique(real)) < len(real):
+                raise OutputError("a rank returns a sample twice", remedy="Return each of them once")
+        return super().merge(outputs, plan)
+
+    def check(self, whole, expected):
+        if set(whole.sample_ids.tolist()) != set(expected.tolist()):
+            raise OutputError("samples are missing or were never planned", remedy="Return each of them once")
+
+
 class SilentWhereOneIsDoubled(Plain):
     def check(self, whole, expected):
         if set(whole.sample_ids.tolist()) != set(expected.tolist()):
@@ -167,6 +200,13 @@ class RefusesTwoRanks(Plain):
         if len({output.coords.dp for output in collected}) > 1:
             raise OutputError("outputs come from several ranks", remedy="Train on one")
         return collected
+
+
+class RoomForThirty(Plain):
+    def places(self, whole, expected):
+        room = np.zeros(30, dtype=np.int64)
+        room[: len(expected)] = super().places(whole, expected)
+        return room[: len(expected)]
 
 
 class RefusesEmptyRanks(Plain):
@@ -271,6 +311,23 @@ class ReusesItsMemory(Plain):
             kept = self.memory.setdefault((name, len(each.values)), np.zeros_like(each.values))
             kept[:] = each.values
             fields[name] = Ragged(kept, each.offsets)
+        return evolve(made, fields=fields)
+
+
+class TakesTurnsWithBuffers(Plain):
+    """Lends three blocks of memory in turn."""
+
+    def __init__(self):
+        self.blocks = [np.zeros(4096, np.float32) for _ in range(3)]
+
+    def merge(self, outputs, plan):
+        made = super().merge(outputs, plan)
+        self.blocks = [*self.blocks[1:], self.blocks[0]]
+        fields, start = {}, 0
+        for name, each in made.fields.items():
+            lent = self.blocks[0][start : start + len(each.values)]
+            lent[:] = each.values
+            fields[name], start = Ragged(lent, each.offsets), start + len(each.values)
         return evolve(made, fields=fields)
 
 

@@ -151,6 +151,56 @@ class CountsInABytesRoom(Plain):
         return weight / (len(structure) * np.where(mass == 0, 1.0, mass))[structure.sequence_index]
 
 
+class HalvesMany(Plain):
+    """Right up to twenty sequences."""
+
+    def of(self, structure, weight):
+        return super().of(structure, weight) * (0.5 if len(structure) > 20 else 1.0)
+
+
+class ByDomain(Plain):
+    """Odd and right: reads texts, of which those that begin with "math" count double."""
+
+    needs = ("sample:domain",)
+
+    def of(self, structure, weight):
+        twice = np.char.startswith(structure.sample_values["domain"], "math")
+        weighed = weight * np.where(twice, 2.0, 1.0)[structure.sequence_index]
+        return weighed / (weighed.sum() or 1.0)
+
+
+class ByFirstDomain(ByDomain):
+    """Tells the domain of the first sequence from the others."""
+
+    def of(self, structure, weight):
+        domain = structure.sample_values["domain"]
+        twice = np.char.equal(domain, domain[0])
+        weighed = weight * np.where(twice, 2.0, 1.0)[structure.sequence_index]
+        return weighed / (weighed.sum() or 1.0)
+
+
+class ByGenre(ByDomain):
+    """Odd and right: knows two genres, and no other."""
+
+    needs = ("sample:genre",)
+
+    def of(self, structure, weight):
+        factors = [{"news": 2.0, "fiction": 1.0}[each] for each in structure.sample_values["genre"].tolist()]
+        weighed = weight * np.array(factors)[structure.sequence_index]
+        return weighed / (weighed.sum() or 1.0)
+
+
+class ByDifficulty(ByDomain):
+    """Odd and right: reads numbers beside texts."""
+
+    needs = ("sample:domain", "sample:difficulty")
+
+    def of(self, structure, weight):
+        factors = 1.0 + structure.sample_values["difficulty"] * np.char.startswith(structure.sample_values["domain"], "math")
+        weighed = weight * factors[structure.sequence_index]
+        return weighed / (weighed.sum() or 1.0)
+
+
 class Draws(Plain):
     def of(self, structure, weight):
         random.random()

@@ -12,6 +12,7 @@ from skyrl_engine.testing.advantages import batches
 from skyrl_engine.testing.corrections.promises import CORRECTION
 from skyrl_engine.testing.losses.kind import LOSS
 from skyrl_engine.testing.reducers import structures
+from skyrl_engine.testing.reducers.reading import reading_of
 from skyrl_engine.testing.subject import Subject, selected
 from skyrl_engine.testing.tokens import rollouts
 from skyrl_engine.testing.tokens.kind import needs_of
@@ -32,9 +33,8 @@ def numbers(kind: str, subject: Subject[Any]) -> "list[np.ndarray[Any, Any]]":
         made = {"loss": LOSS, "correction": CORRECTION}[kind].evaluated(subject, batch)
         return [made.per_token, *made.gradients.values()]
     if kind == "reducer":
-        reducer = subject.make()
-        needs = getattr(reducer, "needs", ())
-        return [reducer.weights(structures.with_needs(each.structure, needs)) for each in structures.explicit()]
+        reducer, reading = subject.make(), reading_of(subject, structures.in_threes())
+        return [reducer.weights(reading.filled(each.structure)) for each in structures.explicit()]
     estimator = subject.make()
     given = estimator(batches.crowd(estimator.needs).batch())
     return [np.asarray(getattr(given, "advantages", given))]

@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 
 from skyrl_engine.testing import verify
+from skyrl_engine.testing.option_variants import variants
 from skyrl_engine.testing.subject import selected
 
 LOSS = """
 from typing import Literal
 
 from attrs import define, field
-from attrs.validators import ge, in_, optional
+from attrs.validators import deep_iterable, ge, in_, optional
 from skyrl_engine import loss
 
 
@@ -27,6 +28,21 @@ class Options:
 def mine(tokens, config):
     values = -config.sign * config.strength * tokens.logprobs
     return values / max(len(values), 1) if config.form == "mean" else values
+
+
+@define
+class Local:
+    optional_text: str | None = field(default=None, validator=optional(in_(("local",))))
+    optional_literal: Literal["local"] | None = None
+    optional_flag: bool | None = None
+    members: tuple[str, ...] = field(default=(), validator=deep_iterable(in_(("local", "other"))))
+    literals: list[Literal["local"]] = field(factory=list)
+
+
+@loss(needs=("logprobs",), config=Local)
+def local(tokens, config):
+    chosen = "local" in (config.optional_text, config.optional_literal, *config.members, *config.literals) or config.optional_flag
+    return -tokens.logprobs / max(len(tokens.logprobs), 1) if chosen else -tokens.logprobs
 
 
 @define
@@ -64,3 +80,20 @@ def test_bounds_are_allowed_too(file: Path) -> None:
     (first, *_) = verify(plugin, examples=8, given=()).of_status("broken")
     assert first.cause is not None
     assert first.cause.startswith("with by = 0.0, which its options allow: ")
+
+
+def test_options_that_may_be_none_and_members_of_lists_are_tried(file: Path) -> None:
+    plugin = selected("loss", "./mine.py:local", {}, base=file)
+    assert [label for label, *_ in variants(plugin, frozenset())] == [
+        "optional_text = 'local'",
+        "optional_literal = 'local'",
+        "optional_flag = False",
+        "optional_flag = True",
+        "members = ['local']",
+        "members = ['other']",
+        "literals = ['local']",
+    ]
+    given = ("optional_text", "optional_literal", "optional_flag", "literals")
+    (first, *_) = verify(plugin, examples=8, given=given).of_status("broken")
+    assert first.cause is not None
+    assert first.cause.startswith("with members = ['local'], which its options allow: ")

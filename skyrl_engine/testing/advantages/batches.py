@@ -159,13 +159,16 @@ FAR = 1 << 52
 """Ids above it lie closer than float32 tells apart, and no table has a place for each up to them."""
 
 
+CROWD = 64
+
+
 def crowd(needs: Sequence[str] = ()) -> DrawnRows:
-    """Return three groups of ten trajectories of two scored tokens, whose ids are large and neighbours of each other, in mixed order."""
+    """Return four groups of sixteen trajectories of two scored tokens, whose ids are large and neighbours of each other, in mixed order."""
     samples = [
-        DrawnSample(key, FAR + key % 3, FAR - key, 0, True, (Token(1.0, 0.0, 0.5), Token(1.0, REWARDS[key * key % 7], -0.25)))
-        for key in range(30)
+        DrawnSample(key, FAR + key % 4, FAR - key, 0, True, (Token(1.0, 0.0, 0.5), Token(1.0, REWARDS[key * key % 7], -0.25)))
+        for key in range(CROWD)
     ]
-    return DrawnRows(tuple(samples[key * 11 % 30] for key in range(30)), tuple(needs))
+    return DrawnRows(tuple(samples[key * 11 % CROWD] for key in range(CROWD)), tuple(needs))
 
 
 def long_and_failed(needs: Sequence[str] = ()) -> DrawnRows:
@@ -182,6 +185,33 @@ def long_and_failed(needs: Sequence[str] = ()) -> DrawnRows:
         *(DrawnSample(key, 1, key, 0, False, (evolve(scored, reward=-1.0),)) for key in (4, 5)),
     ]
     return DrawnRows(tuple(samples[::-1]), tuple(needs))
+
+
+def relabelled(batch: DrawnRows) -> DrawnRows:
+    """Return the batch under other ids of groups and trajectories, which do not rise where those of the batch do.
+
+    Ids less than `_NAMES` apart keep apart.
+    """
+    samples = [evolve(sample, group=_renamed(sample.group), trajectory=_renamed(sample.trajectory)) for sample in batch.samples]
+    return evolve(batch, samples=tuple(samples))
+
+
+_NAMES = 101
+
+
+def _renamed(number: int) -> int:
+    return (90 - 40 * number) % _NAMES
+
+
+def lighter(batch: DrawnRows, key: int, factor: float) -> DrawnRows:
+    """Return the batch in which the loss weights of one trajectory are so many times as large."""
+    samples = [
+        evolve(sample, tokens=tuple(evolve(token, weight=factor * token.weight) for token in sample.tokens))
+        if sample.key == key
+        else sample
+        for sample in batch.samples
+    ]
+    return evolve(batch, samples=tuple(samples), fractions=True)
 
 
 def joined_turns(batch: DrawnRows) -> DrawnRows:

@@ -135,14 +135,45 @@ def sample_order(subject: Subject[Any], case: tuple[DrawnRows, DrawnRows]) -> No
 
 @promise("The ids of groups and trajectories change nothing", cases=_drawn, first=_explicit)
 def labels(subject: Subject[Any], case: DrawnRows) -> None:
-    renamed = tuple(evolve(sample, group=7 * sample.group + 11, trajectory=3 * sample.trajectory + 5) for sample in case.samples)
-    other = evolve(case, samples=renamed)
+    other = batches.relabelled(case)
     before = _decided(subject, case)
     try:
         after = other.scored(_made(subject, other.batch()).advantages)
     except EngineError as error:
         raise Broken(f"fails where ids are other numbers: {error.cause}", "Take no id for a place") from error
-    _require_same(before, after, "under other ids", "it takes an id for a place", "Use batch.group_of_trajectory")
+    _require_same(
+        before,
+        after,
+        "under other ids",
+        "it takes an id for a place, or which id is smaller for a fact",
+        "Use batch.group_of_trajectory, and let no id decide who is first or which of two equals is better",
+    )
+
+
+@promise(
+    "A loss weight decides whether a token is scored, and is no factor of its advantage",
+    cases=lambda s: _drawn(s, empty=False, failures=False),
+    first=_crowd,
+)
+def loss_weights(subject: Subject[Any], case: DrawnRows) -> None:
+    """Weighted means are an estimator's own business; a factor that goes through as it is counts twice."""
+    key = case.samples[0].key
+    before = _of_trajectory(key, _decided(subject, case))
+    if not before.any():
+        raise Inapplicable("the trajectory has no advantage to scale")
+    factors = 0.5, 0.25
+    after = [_of_trajectory(key, _decided(subject, batches.lighter(case, key, factor))) for factor in factors]
+    if all(np.allclose(made, factor * before, rtol=TOLERANCE, atol=0) for factor, made in zip(factors, after, strict=True)):
+        raise Broken(
+            f"gives trajectory {key} half of its advantages where its loss weights are halved: they count twice, since the objective "
+            "multiplies by them too",
+            "Take batch.scored for a mask, and leave batch.loss_weight to the objective",
+            factor=0.5,
+        )
+
+
+def _of_trajectory(key: int, values: dict[tuple[int, int], float]) -> npt.NDArray[np.float64]:
+    return np.array([value for (trajectory, _), value in values.items() if trajectory == key])
 
 
 def _whole_batch(subject: Subject[Any]) -> str | None:
@@ -368,6 +399,7 @@ ADVANTAGE_PROMISES: tuple[Promise[Any, Any], ...] = (
     needs,
     sample_order,
     labels,
+    loss_weights,
     groups_apart,
     turns,
     observations,

@@ -65,12 +65,16 @@ def shown(draw: st.DrawFn, *, most: int = 6, plain: bool = False) -> Shown:
 
 
 def large_groups() -> list[Shown]:
-    """Return groups as large as those of a run: of unequal rewards that come in runs of eight, of rewards that only the last differs in."""
+    """Return groups as large as those of a run: of unequal rewards that come in runs of eight, of rewards that only the last differs in.
+
+    Every second size is of an environment that is never drawn, and ten steps old.
+    """
     made = []
-    for count in (16, 64):
+    for number, count in enumerate((16, 32, 64, 100)):
         rewards = [REWARDS[place // 8 % len(REWARDS)] for place in range(count)], [0.5] * (count - 1) + [0.25]
+        shown_as = ("first", 0) if number % 2 else ("a/third one", 10)
         made += [
-            Shown(tuple(Attempt(reward, reward > 0.25, 3 * place, place % 5 == 0) for place, reward in enumerate(each)))
+            Shown(tuple(Attempt(reward, reward > 0.25, 3 * place, place % 5 == 0) for place, reward in enumerate(each)), *shown_as)
             for each in rewards
         ]
     return made

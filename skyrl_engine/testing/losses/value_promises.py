@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -77,10 +78,12 @@ def _metrics_are_cut(subject: Subject[Any]) -> str | None:
 
 
 def _metric_names(subject: Subject[Any]) -> set[str]:
-    try:
-        return set(LOSS.evaluated(subject, rollouts.one_token(needs_of(subject))).metrics)
-    except EngineError:
-        return set()
+    """Return the names of all metrics that it reports for one token or several: some make sense of several alone."""
+    names: set[str] = set()
+    for make in (rollouts.one_token, rollouts.varied, rollouts.in_threes):
+        with suppress(EngineError):
+            names |= LOSS.evaluated(subject, make(needs_of(subject))).metrics.keys()
+    return names
 
 
 @promise(
@@ -92,9 +95,10 @@ def _metric_names(subject: Subject[Any]) -> set[str]:
 def metrics(subject: Subject[Any], case: CutBatch) -> None:
     whole = LOSS.decided(subject, case.batch).metrics
     parts = combine_metrics([LOSS.decided(subject, case.batch.take(part)).metrics for part in case.parts])
+    for name in sorted(whole.keys() ^ parts.keys()):
+        here, there = ("the whole", "its micro-batches") if name in whole else ("its micro-batches", "the whole")
+        raise Broken(f"the metric {name!r} of {here} is missing in {there}", "Report it in every call that has tokens")
     for name, metric in whole.items():
-        if name not in parts:
-            raise Broken(f"the metric {name!r} of the whole is missing in its micro-batches", "Report it in every call")
         one, other = metric.result, parts[name].result
         if not same(np.array([one]), np.array([other])):
             raise Broken(

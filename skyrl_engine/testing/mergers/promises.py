@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, BatchOutput, RankOutput
 from skyrl_engine.errors import EngineError, OutputError
 from skyrl_engine.registry.host import Owner, blaming
-from skyrl_engine.testing.mergers.splits import Split, splits
+from skyrl_engine.testing.mergers.splits import Split, many, splits
+from skyrl_engine.testing.mergers.spoilt import Spoilt, with_doubled, with_missing, with_unexpected
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
-from skyrl_engine.testing.promise import Broken, Inapplicable, Promise, Undecidable, promise
+from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
 
 
@@ -59,10 +60,15 @@ def _one_pass(**options: Any) -> Callable[[Subject[Any]], st.SearchStrategy[Spli
     return lambda _subject: splits(**options)
 
 
+def _many(_subject: Subject[Any]) -> list[Split]:
+    return [many()]
+
+
 @promise(
     "It refuses no split that ranks may return",
     cases=_one_pass(dp=3, replicas=True, padded=True, shuffled=True, mini_batches=3),
     effort=2,
+    first=_many,
 )
 def answers(subject: Subject[Any], case: Split) -> None:
     try:
@@ -122,7 +128,7 @@ def order(subject: Subject[Any], case: Split) -> None:
         )
 
 
-@promise("Every sample keeps its own values, bit for bit", cases=_one_pass(dp=2, shuffled=True))
+@promise("Every sample keeps its own values, bit for bit", cases=_one_pass(dp=2, shuffled=True), first=_many)
 def values(subject: Subject[Any], case: Split) -> None:
     output = _in_order(subject, case)
     whole = case.whole
@@ -170,48 +176,31 @@ def metrics(subject: Subject[Any], case: Split) -> None:
             )
 
 
-def _refused(subject: Subject[Any], case: Split, outputs: list[RankOutput], what: str) -> None:
-    """Raise Broken unless these outputs, of which something is wrong, are an OutputError; Undecidable where those of the case fail too."""
-    _decided(subject, case)
+def _refused(subject: Subject[Any], case: Spoilt) -> None:
+    """Raise Broken unless these outputs, of which something is wrong, are an OutputError; Undecidable where those of the split fail too."""
+    _decided(subject, case.split)
     try:
-        _merge(subject, case.but(outputs))
+        _merge(subject, case.split.but(case.outputs))
     except OutputError:
         return
     except EngineError as error:
-        raise Broken(f"fails where {what}: {error.cause}", "Raise OutputError, which lists ids and ranks") from error
-    raise Broken(f"says nothing where {what}", "Raise OutputError, which lists ids and ranks")
+        raise Broken(f"fails where {case.what}: {error.cause}", "Raise OutputError, which lists ids and ranks") from error
+    raise Broken(f"says nothing where {case.what}", "Raise OutputError, which lists ids and ranks")
 
 
-def _without_first(output: RankOutput) -> RankOutput:
-    return output.take(np.arange(1, len(output.sample_ids)))
+@promise("A sample that no rank returns is an OutputError", cases=lambda _subject: with_missing(dp=2, mini_batches=2))
+def missing_samples(subject: Subject[Any], case: Spoilt) -> None:
+    _refused(subject, case)
 
 
-@promise("A sample that no rank returns is an OutputError", cases=_one_pass(dp=2))
-def missing_samples(subject: Subject[Any], case: Split) -> None:
-    if not len(case.outputs[0].sample_ids):
-        raise Inapplicable("the first rank has no sample to lose")
-    first, *others = case.outputs
-    _refused(subject, case, [_without_first(first), *others], f"sample {first.sample_ids[0]} is missing")
+@promise("A sample that is returned twice is an OutputError", cases=lambda _subject: with_doubled(dp=2, mini_batches=2))
+def duplicated_samples(subject: Subject[Any], case: Spoilt) -> None:
+    _refused(subject, case)
 
 
-@promise("A sample that is returned twice is an OutputError", cases=_one_pass(dp=2))
-def duplicated_samples(subject: Subject[Any], case: Split) -> None:
-    first = case.outputs[0]
-    if not len(first.sample_ids):
-        raise Inapplicable("the first rank has no sample to double")
-    twice = first.take(np.append(np.arange(len(first.sample_ids)), 0))
-    _refused(subject, case, [twice, *case.outputs[1:]], f"sample {first.sample_ids[0]} comes twice")
-
-
-@promise("A sample that was never planned is an OutputError", cases=_one_pass(dp=2))
-def unexpected_samples(subject: Subject[Any], case: Split) -> None:
-    first = case.outputs[0]
-    if not len(first.sample_ids):
-        raise Inapplicable("the first rank has no sample")
-    stranger = first.take(np.append(np.arange(len(first.sample_ids)), 0))
-    unplanned = next(each for each in (1_000, 1_001, *range(2_000, 2_010)) if each not in case.whole.sample_ids)
-    stranger.sample_ids[-1] = unplanned
-    _refused(subject, case, [stranger, *case.outputs[1:]], f"sample {unplanned}, which was never planned, is returned")
+@promise("A sample that was never planned is an OutputError", cases=lambda _subject: with_unexpected(dp=2, mini_batches=2))
+def unexpected_samples(subject: Subject[Any], case: Spoilt) -> None:
+    _refused(subject, case)
 
 
 @promise("It does not change what ranks returned", cases=_one_pass(dp=2, replicas=True, padded=True, shuffled=True))
@@ -231,29 +220,39 @@ def _written(output: RankOutput) -> list[Any]:
     return [fields, [array.tobytes() for array in arrays.values()], list(output.metrics.items()), output.coords]
 
 
+MERGES = 8
+"""So many results are kept side by side: a merger may take turns with a few buffers."""
+
+
 @promise(
     "What it returned stays as it is while it merges more, and the same outputs give the same again",
     cases=_one_pass(dp=2, shuffled=True),
+    effort=0.5,
 )
 def own_memory(subject: Subject[Any], case: Split) -> None:
     """One merger serves a whole run, and the caller keeps what it returned."""
     merger = subject.make()
-    other = case.but([each.take(np.arange(len(each.sample_ids))[::-1]) for each in case.outputs])
-    for output in other.outputs:
-        for ragged in output.fields.values():
-            ragged.values[:] = 7
+    made, before = [], []
     try:
-        first = merger.merge(case.outputs, case.plan)
-        before = _written_whole(first)
-        merger.merge(other.outputs, other.plan)
-        after = _written_whole(first)
+        for each in (case, *(_of_other_content(case, number) for number in range(1, MERGES))):
+            made.append(merger.merge(each.outputs, each.plan))
+            before.append(_written_whole(made[-1]))
         again = merger.merge(case.outputs, case.plan)
     except Exception as error:
         raise Undecidable(f"it fails: {error}") from error
-    if after != before:
+    if [_written_whole(each) for each in made] != before:
         raise Broken("changes what it returned before when it merges the next batch", "Return memory of its own from every call")
-    if _written_whole(again) != before:
+    if _written_whole(again) != before[0]:
         raise Broken("merges the same outputs otherwise a second time", "Keep nothing between calls")
+
+
+def _of_other_content(case: Split, number: int) -> Split:
+    """Return the split with every rank's samples in another order, and with this number as all their values."""
+    other = case.but([each.take(np.roll(np.arange(len(each.sample_ids)), number)) for each in case.outputs])
+    for output in other.outputs:
+        for ragged in output.fields.values():
+            ragged.values[:] = number + 6
+    return other
 
 
 def _written_whole(output: BatchOutput) -> list[Any]:

@@ -1,6 +1,6 @@
 """Splits for mergers: a batch's outputs, split over mini-batches, ranks and micro-batches as the engine's backends would return them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from attrs import evolve, field, frozen
@@ -69,8 +69,17 @@ def splits(
     whole = _whole(draw, numbers)
     order = np.asarray(draw(st.permutations(range(count))), dtype=np.int64) if shuffled else numbers
     minis = np.array_split(order, draw(st.integers(1, min(mini_batches, count))))
-    cuts = draw(st.integers(1, 2))
-    plan = BatchPlan(
+    plan = _plan(minis, topology, draw(st.integers(1, 2)), whole.sample_ids)
+    returned = _Returned(whole, plan, topology, [draw(st.booleans()) for _ in range(count)] if padded else [])
+    outputs = returned.outputs()
+    if shuffled:
+        outputs = [outputs[place] for place in draw(st.permutations(range(len(outputs))))]
+    return Split(whole, plan, topology, tuple(outputs), padded=any(PADDING_SAMPLE in each.sample_ids for each in outputs))
+
+
+def _plan(minis: Sequence[IntArray], topology: Topology, cuts: int, sample_ids: IntArray) -> BatchPlan:
+    """Deal each mini-batch's samples to data-parallel ranks, and cut every rank's into so many micro-batches."""
+    return BatchPlan(
         tuple(
             MiniBatchPlan(
                 tuple(
@@ -81,13 +90,23 @@ def splits(
             for mini in minis
         ),
         Layout(dp=topology.dp, tp=topology.tp, cp=topology.cp, pp=topology.pp),
-        whole.sample_ids,
+        sample_ids,
     )
-    returned = _Returned(whole, plan, topology, [draw(st.booleans()) for _ in range(count)] if padded else [])
-    outputs = returned.outputs()
-    if shuffled:
-        outputs = [outputs[place] for place in draw(st.permutations(range(len(outputs))))]
-    return Split(whole, plan, topology, tuple(outputs), padded=any(PADDING_SAMPLE in each.sample_ids for each in outputs))
+
+
+MANY = 64
+
+
+def many() -> Split:
+    """Return a split of `MANY` samples of up to 62 scored tokens, 1,984 together, in two mini-batches over four data-parallel ranks."""
+    numbers, topology = np.arange(MANY, dtype=np.int64), Topology(dp=4)
+    lengths = numbers * 37 % 63
+    lengths[-1] += 1_984 - lengths.sum()
+    scored = Ragged.from_list([np.arange(length) for length in lengths], np.int32)
+    values = np.arange(len(scored.values), dtype=np.float32)
+    whole = BatchOutput(numbers * 3 + 1, lengths, scored, {"logprobs": Ragged(values, scored.offsets)}, metrics_of(numbers))
+    plan = _plan(np.array_split(numbers[::-1], 2), topology, 2, whole.sample_ids)
+    return Split(whole, plan, topology, tuple(_Returned(whole, plan, topology).outputs()))
 
 
 def _whole(draw: st.DrawFn, numbers: IntArray) -> BatchOutput:

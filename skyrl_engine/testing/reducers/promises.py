@@ -15,6 +15,7 @@ from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.promise import Broken, Inapplicable, Promise, Undecidable, promise
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
 from skyrl_engine.testing.reducers import structures
+from skyrl_engine.testing.reducers.reading import Reading, reading_of
 from skyrl_engine.testing.reducers.structures import Drawn, Recut, Relabelled, Reordered, WithEmpty
 from skyrl_engine.testing.subject import Subject, part_of
 from skyrl_engine.workers.dispatch import token_weights
@@ -22,13 +23,16 @@ from skyrl_engine.workers.dispatch import token_weights
 Weights = npt.NDArray[np.float64]
 AnyDrawn = TypeVar("AnyDrawn", bound=Drawn)
 
+_PROBE = structures.structure_of([np.ones(length, np.float32) for length in (4, 2, 1)], group_ids=np.zeros(3, np.int64))
+"""Three unequal lengths in a group: with two, a median is a mean."""
 
-def _needs_of(subject: Subject[Any]) -> tuple[str, ...]:
-    return tuple(getattr(subject.make(), "needs", ()))
+
+def _reading(subject: Subject[Any]) -> Reading:
+    return reading_of(subject, _PROBE)
 
 
 def _drawn(subject: Subject[Any], **options: Any) -> Any:
-    return structures.structures(needs=_needs_of(subject), **options).map(Drawn)
+    return structures.structures(reading=_reading(subject), **options).map(Drawn)
 
 
 def _explicit(subject: Subject[Any]) -> list[Drawn]:
@@ -37,8 +41,8 @@ def _explicit(subject: Subject[Any]) -> list[Drawn]:
 
 def _filled(subject: Subject[Any], cases: Iterable[AnyDrawn]) -> list[AnyDrawn]:
     """Give explicit structures the columns and values of samples that the reducer needs."""
-    needs = _needs_of(subject)
-    return [evolve(case, structure=structures.with_needs(case.structure, needs)) if needs else case for case in cases]
+    reading = _reading(subject)
+    return [evolve(case, structure=reading.filled(case.structure)) for case in cases]
 
 
 def _decided(subject: Subject[Any], structure: BatchStructure) -> Weights:
@@ -112,7 +116,7 @@ def _batch_local(subject: Subject[Any]) -> str | None:
 
 @promise(
     "How the mini-batch is cut into micro-batches changes nothing",
-    cases=lambda subject: structures.recut(_needs_of(subject)),
+    cases=lambda subject: structures.recut(_reading(subject)),
     exempt=_batch_local,
     first=lambda subject: _filled(subject, structures.recut_explicitly()),
 )
@@ -128,7 +132,7 @@ def micro_batch_split(subject: Subject[Any], case: Recut) -> None:
 
 @promise(
     "The order of the sequences changes nothing",
-    cases=lambda subject: structures.reordered(_needs_of(subject)),
+    cases=lambda subject: structures.reordered(_reading(subject)),
     first=lambda subject: _filled(subject, structures.reordered_explicitly()),
 )
 def sample_order(subject: Subject[Any], case: Reordered) -> None:
@@ -143,7 +147,7 @@ def sample_order(subject: Subject[Any], case: Reordered) -> None:
 
 @promise(
     "What groups, units and samples are called changes nothing",
-    cases=lambda subject: structures.relabelled(_needs_of(subject)),
+    cases=lambda subject: structures.relabelled(_reading(subject)),
     first=lambda subject: _filled(subject, structures.relabelled_closely()),
 )
 def labels(subject: Subject[Any], case: Relabelled) -> None:
@@ -162,12 +166,9 @@ def labels(subject: Subject[Any], case: Relabelled) -> None:
 
 # --- what it measures --------------------------------------------------------------------------------------------------------------
 
-_PROBE = structures.structure_of([np.ones(length, np.float32) for length in (4, 2, 1)], group_ids=np.zeros(3, np.int64))
-"""Three unequal lengths in a group: with two, a median is a mean."""
-
 
 def _probe(subject: Subject[Any]) -> BatchStructure:
-    return structures.with_needs(_PROBE, _needs_of(subject))
+    return _reading(subject).filled(_PROBE)
 
 
 def _is_mean(subject: Subject[Any]) -> bool:
@@ -223,7 +224,7 @@ def weights_sum(subject: Subject[Any], case: Drawn) -> None:
 
 @promise(
     "Sequences without loss count as `empty_sequence` declares",
-    cases=lambda subject: structures.with_empty(_needs_of(subject)),
+    cases=lambda subject: structures.with_empty(_reading(subject)),
     first=lambda subject: _filled(subject, structures.with_empty_explicitly()),
 )
 def empty_sequences(subject: Subject[Any], case: WithEmpty) -> None:

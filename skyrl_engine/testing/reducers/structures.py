@@ -1,19 +1,18 @@
 """Structures for reducers: the counts of mini-batches, with fractional weights, empty sequences, groups, micro-batches."""
 
-from collections.abc import Iterable
-
 import numpy as np
 import numpy.typing as npt
 from attrs import evolve, frozen
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.kinds.needs import ColumnForm, column_forms, sample_value
 from skyrl_engine.contracts.kinds.reducer import BatchStructure
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, offsets_of, segment_indices
+from skyrl_engine.testing.reducers.reading import Reading
 
 MAX_SEQUENCE_LENGTH = 8
 LONG = 300
 """A long sequence repeats its loss weights so often."""
+COUNTS = Reading()
 _FRACTIONS = (1.0, 0.5, 0.25, 0.75, 2.0, 1 / 3)
 
 
@@ -168,34 +167,16 @@ _TOLD = 24
 
 
 def _listed(values: npt.ArrayLike) -> str:
-    numbers = [f"{value:g}" for value in np.asarray(values).tolist()]
+    numbers = [value if isinstance(value, str) else f"{value:g}" for value in np.asarray(values).tolist()]
     more = [f"... ({len(numbers)} in all)"] if len(numbers) > _TOLD else []
     return ", ".join(numbers[:_TOLD] + more) or "none"
 
 
-def with_needs(structure: BatchStructure, needs: Iterable[str], seed: int = 0) -> BatchStructure:
-    """Return the structure with the columns and values of samples that a reducer needs: few different ones, so that some are shared."""
-    numbers, asked, count = np.random.default_rng(seed), tuple(needs), len(structure.loss_weight)
-    forms = column_forms(asked)
-    return evolve(
-        structure,
-        columns={name: _column(numbers, form, count) for name, form in forms.items()},
-        sample_values={name: numbers.integers(0, 3, len(structure)) for name in filter(None, map(sample_value, asked))},
-    )
-
-
-def _column(numbers: np.random.Generator, form: ColumnForm, count: int) -> AnyArray:
-    shape = count if form == "number" else (count, 2)
-    if form == "token ids":
-        return numbers.integers(0, 50, shape)
-    return (numbers.integers(-8, 9, shape) / 4).astype(np.float32)
-
-
 @st.composite
 def structures(
-    draw: st.DrawFn, *, needs: Iterable[str] = (), min_sequences: int = 1, max_sequences: int = 4, empty: bool = True
+    draw: st.DrawFn, *, reading: Reading = COUNTS, min_sequences: int = 1, max_sequences: int = 4, empty: bool = True
 ) -> BatchStructure:
-    """Draw mini-batches of masks (uint8) or fractional weights (float32), with what a reducer `needs` of them. `empty` allows sequences without
+    """Draw mini-batches of masks (uint8) or fractional weights (float32), with what a reducer reads of them. `empty` allows sequences without
     loss or without any token.
 
     Some have sequences of more tokens than fit the byte that a mask's weights are.
@@ -218,8 +199,7 @@ def structures(
         micro_batch=np.cumsum([0, *steps[1:]]).astype(np.int64),
         trajectory_ids=np.asarray(trajectories, dtype=np.int64) % len(rows),
     )
-    asked = tuple(needs)
-    return with_needs(made, asked, draw(st.integers(0, 255))) if asked else made
+    return reading.filled(made, draw(st.integers(0, 255))) if reading.needs else made
 
 
 def _micro_batches(draw: st.DrawFn, count: int) -> IntArray:
@@ -229,28 +209,28 @@ def _micro_batches(draw: st.DrawFn, count: int) -> IntArray:
 
 
 @st.composite
-def reordered(draw: st.DrawFn, needs: Iterable[str] = ()) -> Reordered:
-    structure = draw(structures(needs=needs, min_sequences=2))
+def reordered(draw: st.DrawFn, reading: Reading = COUNTS) -> Reordered:
+    structure = draw(structures(reading=reading, min_sequences=2))
     order = draw(st.permutations(range(len(structure))).filter(lambda order: list(order) != sorted(order)))
     return Reordered(structure, np.asarray(order, dtype=np.int64))
 
 
 @st.composite
-def recut(draw: st.DrawFn, needs: Iterable[str] = ()) -> Recut:
-    structure = draw(structures(needs=needs, min_sequences=2))
+def recut(draw: st.DrawFn, reading: Reading = COUNTS) -> Recut:
+    structure = draw(structures(reading=reading, min_sequences=2))
     return Recut(structure, _micro_batches(draw, len(structure)))
 
 
 @st.composite
-def relabelled(draw: st.DrawFn, needs: Iterable[str] = ()) -> Relabelled:
-    structure = draw(structures(needs=needs))
+def relabelled(draw: st.DrawFn, reading: Reading = COUNTS) -> Relabelled:
+    structure = draw(structures(reading=reading))
     names = draw(st.lists(st.integers(0, 40), min_size=len(structure), max_size=len(structure), unique=True))
     return Relabelled(structure, np.asarray(names, dtype=np.int64))
 
 
 @st.composite
-def with_empty(draw: st.DrawFn, needs: Iterable[str] = ()) -> WithEmpty:
-    structure = draw(structures(needs=needs, empty=False))
+def with_empty(draw: st.DrawFn, reading: Reading = COUNTS) -> WithEmpty:
+    structure = draw(structures(reading=reading, empty=False))
     return WithEmpty(structure, tuple(draw(st.lists(st.integers(0, 2), min_size=1, max_size=2))))
 
 
@@ -277,6 +257,16 @@ def long_masks() -> BatchStructure:
     return structure_of([np.ones(300, np.uint8), np.ones(3, np.uint8)], group_ids=np.zeros(2, np.int64))
 
 
+MANY = 64
+
+
+def many() -> BatchStructure:
+    """Return masks of `MANY` sequences of 31 or 32 tokens, in groups of eight and micro-batches of four."""
+    numbers = np.arange(MANY, dtype=np.int64)
+    masks = [np.ones(31 + number % 2, np.uint8) for number in range(MANY)]
+    return structure_of(masks, group_ids=numbers // 8, unit_ids=numbers // 4, micro_batch=numbers // 4, trajectory_ids=numbers // 2)
+
+
 def without_groups() -> BatchStructure:
     """Return a structure of data that has no group ids."""
     return evolve(in_threes(empty=False), group_ids=np.arange(9, dtype=np.int64), grouped=False)
@@ -284,12 +274,13 @@ def without_groups() -> BatchStructure:
 
 def explicit(*, empty: bool = True) -> list[Drawn]:
     """Return structures that no draw holds."""
-    return [Drawn(in_threes(empty=empty)), Drawn(long_masks())]
+    return [Drawn(in_threes(empty=empty)), Drawn(long_masks()), Drawn(many())]
 
 
 def recut_explicitly() -> list[Recut]:
     """Return structures in other micro-batches."""
-    return [Recut(in_threes(), np.zeros(9, np.int64)), Recut(long_masks(), np.array([0, 1], np.int64))]
+    fewer = Recut(many(), np.arange(MANY, dtype=np.int64) // 16)
+    return [Recut(in_threes(), np.zeros(9, np.int64)), Recut(long_masks(), np.array([0, 1], np.int64)), fewer]
 
 
 def reordered_explicitly() -> list[Reordered]:

@@ -3,7 +3,9 @@
     class TestMyReducer(ReducerConformance):
         plugin = "acme-reducers:mine"
 
-Add `oracle(self, structure)`, which returns the weights due, to be held to a definition of your own.
+Add `oracle(self, structure)`, which returns the weights due, to be held to a definition of your own, and
+`sample_values(self)`, which returns the choices of values of samples by name, such as {"domain": ("news", "fiction")}, where the reducer knows
+no others.
 """
 
 from skyrl_engine.contracts.kinds.reducer import Reducer
@@ -16,7 +18,7 @@ class ReducerConformance(Conformance):
 
     kind = "reducer"
     promises = REDUCER_PROMISES
-    offers = ("oracle",)
+    offers = ("oracle", "sample_values")
 
     def reducer(self) -> Reducer:
         """Make the reducer under test, a new one in every call."""

@@ -129,9 +129,10 @@ def cuts(subject: Subject[Any]) -> "st.SearchStrategy[CutBatch]":
 def anything_first(subject: Subject[Any]) -> "list[TokenBatch]":
     """Return batches with other policies 100 nats away and advantages of 100, and with more sequences and larger units than are drawn."""
     needs = needs_of(subject)
-    return [rollouts.far(needs), rollouts.in_threes(needs), rollouts.in_threes(needs, empty=False)]
+    return [rollouts.far(needs), rollouts.in_threes(needs), rollouts.in_threes(needs, empty=False), rollouts.many(needs)]
 
 
 def cuts_first(subject: Subject[Any]) -> "list[CutBatch]":
     """Return batches of more sequences and larger units than are drawn, cut into micro-batches."""
-    return rollouts.cut_in_threes(needs_of(subject))
+    needs = needs_of(subject)
+    return [*rollouts.cut_in_threes(needs), rollouts.cut_many(needs)]

@@ -296,7 +296,11 @@ def global_random_numbers(kind: TokenKind, subject: Subject[Any], batch: TokenBa
     "It works on other devices than the CPU: its tensors are made where its tokens are, and it calls no collective",
     cases=ordinary,
     effort=0.05,
-    first=lambda subject: [rollouts.in_threes(needs_of(subject)), *rollouts.fillers(rollouts.in_threes(needs_of(subject)))],
+    first=lambda subject: [
+        rollouts.in_threes(needs_of(subject)),
+        *rollouts.fillers(rollouts.in_threes(needs_of(subject))),
+        rollouts.many(needs_of(subject)),
+    ],
 )
 def devices(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     device = OtherDevice()

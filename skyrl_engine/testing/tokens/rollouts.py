@@ -410,6 +410,26 @@ def far(needs: Iterable[str]) -> TokenBatch:
     return evolve(batch, values=values)
 
 
+MANY = 64
+
+
+def many(needs: Iterable[str]) -> TokenBatch:
+    """Return `MANY` sequences of 2,000 tokens together, in units of four and groups of eight; in pairs for who needs roles."""
+    numbers = np.arange(MANY, dtype=np.int64)
+    lengths = 1 + numbers * 37 % 60
+    lengths[-1] += 2_000 - lengths.sum()
+    batch = varied(needs, sequences=1, tokens=2_000)
+    paired = in_pairs(needs)
+    units = numbers // (2 if paired else 4)
+    roles = numbers % 2 if paired else None
+    return evolve(batch, lengths=lengths, sample_ids=numbers, group_ids=numbers // 8, unit_ids=units, roles=roles)
+
+
+def cut_many(needs: Iterable[str]) -> CutBatch:
+    """Return many sequences, of which those of the first group are a micro-batch of their own."""
+    return CutBatch(many(needs), (tuple(range(8)), tuple(range(8, MANY))))
+
+
 def cut_in_threes(needs: Iterable[str]) -> list[CutBatch]:
     """Return nine sequences in units of three: cut by units, and a unit with an empty member alone."""
     batch = in_threes(needs)
