@@ -1,9 +1,10 @@
 """Show results of commands to people. Only this module imports rich."""
 
 import itertools
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unicodedata import category
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from skyrl_engine.data.preview import Preview, SamplePreview
     from skyrl_engine.proof.backends import BackendDifference
     from skyrl_engine.proof.prover import CaseResult
-    from skyrl_engine.testing.promise import Verdict
+    from skyrl_engine.testing.promise import Finding, Verdict
     from skyrl_engine.training.rl.plan import RlPlan
     from skyrl_engine.training.sft.plan import RunPlan
 
@@ -116,8 +117,10 @@ def show_verdict(label: str, options: Mapping[str, Any], verdict: "Verdict") -> 
     styles = {"kept": "green", "broken": "bold red", "undecided": "yellow", "not claimed": "dim"}
     broken = verdict.of_status("broken")
     waiting = verdict.of_status("undecided") if broken else ()
+    alike = _by_reason(finding for finding in broken if not finding.counterexample)
     for finding in verdict.findings:
-        if finding in waiting:
+        first, *others = alike.get(_reason(finding), [finding])
+        if finding in waiting or finding in others:
             continue
         head = (f"{finding.status:<13}", styles[finding.status])
         if finding.status in ("kept", "not claimed"):
@@ -125,13 +128,33 @@ def show_verdict(label: str, options: Mapping[str, Any], verdict: "Verdict") -> 
         else:
             console.print(Text.assemble(head, (f"{finding.sentence} ({finding.promise})", "bold")))
             show_lines([f"  {line}" for line in finding.lines])
+            if finding is first and others:
+                show_lines([f"  So for {_counted_names(others)}."])
     if waiting:  # a broken promise is why others are undecided
-        names = ", ".join(finding.promise for finding in waiting)
-        told = f"what is broken is in the way of {len(waiting)} more promise{'s' * (len(waiting) > 1)}: {names}"
+        reasons = {_reason(finding) for finding in waiting}
+        seen = [finding for finding in broken if _reason(finding) in reasons] or broken
+        told = f"{_counted_names(waiting)}; see {', '.join(finding.promise for finding in seen)}"
         console.print(Text.assemble((f"{'undecided':<13}", styles["undecided"]), (told, "dim")))
     counts = Counter(finding.status for finding in verdict.findings)
     console.print()
     console.print(Text(", ".join(f"{count} {status}" for status, count in counts.most_common()), style="bold"))
+
+
+def _reason(finding: "Finding") -> str:
+    """Return the cause of a finding without its numbers: cases of other sizes say the same."""
+    return re.sub(r"\d+", "n", (finding.cause or "").rpartition("cases could not be decided: ")[2])
+
+
+def _by_reason(findings: "Iterable[Finding]") -> "dict[str, list[Finding]]":
+    reasons: dict[str, list[Finding]] = {}
+    for finding in findings:
+        reasons.setdefault(_reason(finding), []).append(finding)
+    return reasons
+
+
+def _counted_names(findings: "Sequence[Finding]") -> str:
+    """Return "2 more promises: one, other"."""
+    return f"{len(findings)} more promise{'s' * (len(findings) > 1)}: {', '.join(finding.promise for finding in findings)}"
 
 
 @frozen

@@ -1,27 +1,133 @@
-"""Settings shared by everything in a process, and what differs between processes: the rank's environment variables, and hashes of texts."""
+"""Settings shared by everything in a process: one table for all kinds of plugins."""
 
-import builtins
+import decimal
+import gc
+import locale
+import logging
+import multiprocessing
 import os
+import signal
+import socket
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
 import torch
+from attrs import frozen
+from torch import _tensor_str
 
 from skyrl_engine.testing.promise import Broken
 
-ANOTHER_RANK = {
-    "RANK": "1",
-    "LOCAL_RANK": "1",
-    "GROUP_RANK": "1",
-    "WORLD_SIZE": "2",
-    "LOCAL_WORLD_SIZE": "2",
-    "CUDA_VISIBLE_DEVICES": "1",
-}
-"""The environment of a rank that is not the first, as launchers set it."""
+REMEDY = "Change settings of the process in a with statement, or not at all"
+
+PATIENCE_S = 0.5
+"""Seconds in which threads may end, such as those of a pool that is gone, before they are left running."""
+
+_Value = Any
+
+
+@frozen
+class _Setting:
+    """A setting of the process: `read` returns it, comparable, and `write` puts such a value back. `told`: messages show its value."""
+
+    read: Callable[[], _Value]
+    write: Callable[[_Value], object]
+    told: bool = True
+
+
+# --- torch -------------------------------------------------------------------------------------------------------------------------
+
+_MIXED = "mixed with those of torch.backends"
+"""The legacy setting where torch refuses to read it, since a newer switch was set as well."""
+
+_SWITCHES = tuple(
+    f"torch.backends.{name}"
+    # what comes first is what the later ones fall back to
+    for name in (
+        "fp32_precision",
+        "cuda.matmul.fp32_precision",
+        "cudnn.fp32_precision",
+        "cudnn.conv.fp32_precision",
+        "cudnn.rnn.fp32_precision",
+        "mkldnn.fp32_precision",
+        "mkldnn.matmul.fp32_precision",
+        "mkldnn.conv.fp32_precision",
+        "mkldnn.rnn.fp32_precision",
+        "cuda.matmul.allow_bf16_reduced_precision_reduction",
+        "cuda.matmul.allow_fp16_reduced_precision_reduction",
+        "cudnn.enabled",
+        "cudnn.benchmark",
+        "cudnn.deterministic",
+        "mkldnn.enabled",
+        "mkldnn.deterministic",
+    )
+)
+_ATTENTIONS = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def _matmul_precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return _MIXED
+
+
+def _set_matmul_precision(value: str) -> None:
+    if value != _MIXED:
+        torch.set_float32_matmul_precision(value)
+
+
+def _owner(path: str) -> tuple[Any, str]:
+    """Return the object that has the switch, and its attribute; None for the object where this version of torch has none of it."""
+    owner: Any = torch
+    *names, last = path.split(".")[1:]
+    for name in names:
+        owner = getattr(owner, name, None)
+    return owner, last
+
+
+def _switches() -> dict[str, object]:
+    owners = {path: _owner(path) for path in _SWITCHES}
+    found = {path: getattr(owner, name, None) for path, (owner, name) in owners.items()}
+    found |= {f"{name} attention": getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTIONS}
+    return found
+
+
+def _set_switches(values: Mapping[str, object]) -> None:
+    for path in _SWITCHES:
+        owner, name = _owner(path)
+        if getattr(owner, name, None) != values[path]:
+            setattr(owner, name, values[path])
+    for name in _ATTENTIONS:
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(values[f"{name} attention"])
+
+
+def _flushes_denormal_numbers() -> bool:
+    return not (torch.tensor([1e-310], dtype=torch.float64, device="cpu") * 1).any()
+
+
+def _set_default_device(device: torch.device) -> None:
+    # None ends the mode in which torch passes the device to every call
+    torch.set_default_device(None if device == torch.device("cpu") else device)
+
+
+def _anomaly_mode() -> dict[str, bool]:
+    return {"mode": torch.is_anomaly_enabled(), "check_nan": torch.is_anomaly_check_nan_enabled()}
+
+
+# --- Python ------------------------------------------------------------------------------------------------------------------------
+
+_HOOKS = ((sys, "excepthook"), (sys, "unraisablehook"), (threading, "excepthook"))
+_LOGGERS = (logging.root, logging.getLogger("skyrl_engine"))
+_SIGNALS = dict(signal.Signals.__members__)
+_DECIMALS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
 
 
 def _set_filters(filters: Any) -> None:
@@ -35,77 +141,190 @@ def _set_environment(variables: Any) -> None:
     os.environ.update(variables)
 
 
-_SETTERS: Mapping[str, Callable[[Any], object]] = {
-    "gradient mode": torch.set_grad_enabled,
-    "default dtype": torch.set_default_dtype,
-    "number of threads": torch.set_num_threads,
-    "deterministic algorithms": torch.use_deterministic_algorithms,
-    "flushing of denormal numbers": torch.set_flush_denormal,
-    "precision of matrix products": torch.set_float32_matmul_precision,
-    "anomaly mode": torch.autograd.set_detect_anomaly,
-    "default device": torch.set_default_device,
-    "filters of warnings": _set_filters,
-    "errors of NumPy": lambda value: np.seterr(**value),
-    "environment variables": _set_environment,
+def _levels() -> dict[str, int]:
+    return {logger.name: logger.level for logger in _LOGGERS}
+
+
+def _set_levels(levels: Mapping[str, int]) -> None:
+    for logger in _LOGGERS:
+        logger.setLevel(levels[logger.name])
+
+
+def _handlers() -> dict[str, object]:
+    return {f"handler of {name}": signal.getsignal(number) for name, number in _SIGNALS.items()}
+
+
+def _set_handlers(handlers: Mapping[str, Any]) -> None:
+    for name, number in _SIGNALS.items():
+        handler = handlers[f"handler of {name}"]
+        # one that was not set from Python is None, and only the main thread may set one
+        if handler is not None and handler != signal.getsignal(number):
+            with suppress(ValueError, OSError):
+                signal.signal(number, handler)
+
+
+def _decimal_context() -> dict[str, object]:
+    context = decimal.getcontext()
+    return {name: getattr(context, name) for name in _DECIMALS} | {"traps": dict(context.traps)}
+
+
+def _set_decimal_context(values: Mapping[str, Any]) -> None:
+    for name in _DECIMALS:
+        setattr(decimal.getcontext(), name, values[name])
+    decimal.getcontext().traps.update(values["traps"])
+
+
+def _set_hooks(hooks: Mapping[str, object]) -> None:
+    for owner, name in _HOOKS:
+        setattr(owner, name, hooks[f"{owner.__name__}.{name}"])
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _working_directory() -> str:
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return "a directory that is gone"
+
+
+def _start_method() -> str:
+    """Return how processes are started; the default where nothing has asked for it yet, since asking settles it."""
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+
+
+def _threads() -> frozenset[threading.Thread]:
+    """Return the threads that were started in Python, without those of others that ran Python code once."""
+    return frozenset(each for each in threading.enumerate() if not isinstance(each, threading._DummyThread))  # noqa: SLF001 - no public name
+
+
+def _nothing(_value: _Value) -> None:
+    """Leave threads running: nobody can end one from outside."""
+
+
+def _set_collector(enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
+
+
+_SETTINGS: Mapping[str, _Setting] = {
+    "gradient mode": _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
+    "default dtype": _Setting(torch.get_default_dtype, torch.set_default_dtype),
+    "number of threads": _Setting(torch.get_num_threads, torch.set_num_threads),
+    "deterministic algorithms": _Setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "flushing of denormal numbers": _Setting(_flushes_denormal_numbers, torch.set_flush_denormal),
+    # before the switches, which it sets too
+    "precision of matrix products": _Setting(_matmul_precision, _set_matmul_precision),
+    "switches of torch": _Setting(_switches, _set_switches),
+    "anomaly detection": _Setting(
+        _anomaly_mode, lambda values: torch.autograd.set_detect_anomaly(values["mode"], check_nan=values["check_nan"])
+    ),
+    "default device": _Setting(torch.get_default_device, _set_default_device),
+    "threads of backward": _Setting(torch._C._is_multithreading_enabled, torch.autograd.set_multithreading_enabled),  # noqa: SLF001 - no public name
+    "autocast on the CPU": _Setting(partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
+    "autocast on GPUs": _Setting(partial(torch.is_autocast_enabled, "cuda"), partial(torch.set_autocast_enabled, "cuda")),
+    "repetition of torch's warnings": _Setting(torch.is_warn_always_enabled, torch.set_warn_always),
+    "print options of torch": _Setting(
+        lambda: dict(vars(_tensor_str.PRINT_OPTS)), lambda values: vars(_tensor_str.PRINT_OPTS).update(values)
+    ),
+    "sharing strategy of tensors": _Setting(torch.multiprocessing.get_sharing_strategy, torch.multiprocessing.set_sharing_strategy),
+    "errors of NumPy": _Setting(np.geterr, lambda values: np.seterr(**values)),
+    "print options of NumPy": _Setting(np.get_printoptions, lambda values: np.set_printoptions(**values)),
+    "filters of warnings": _Setting(lambda: list(warnings.filters), _set_filters, told=False),
+    "level of all logging": _Setting(lambda: logging.root.manager.disable, logging.disable),
+    "levels of loggers": _Setting(_levels, _set_levels),
+    "garbage collector": _Setting(gc.isenabled, _set_collector),
+    "recursion limit": _Setting(sys.getrecursionlimit, sys.setrecursionlimit),
+    "switch interval": _Setting(sys.getswitchinterval, sys.setswitchinterval),
+    "digits of integers": _Setting(sys.get_int_max_str_digits, sys.set_int_max_str_digits),
+    "context of decimals": _Setting(_decimal_context, _set_decimal_context),
+    "hooks of exceptions": _Setting(
+        lambda: {f"{owner.__name__}.{name}": getattr(owner, name) for owner, name in _HOOKS}, _set_hooks, told=False
+    ),
+    "handlers of signals": _Setting(_handlers, _set_handlers, told=False),
+    "default timeout of sockets": _Setting(socket.getdefaulttimeout, socket.setdefaulttimeout),
+    "start method of processes": _Setting(_start_method, partial(multiprocessing.set_start_method, force=True)),
+    "locale": _Setting(partial(locale.setlocale, locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
+    "file mode mask": _Setting(_umask, os.umask),
+    "working directory": _Setting(_working_directory, os.chdir),
+    "search path of modules": _Setting(lambda: list(sys.path), lambda paths: sys.path.__setitem__(slice(None), paths), told=False),
+    "environment variables": _Setting(lambda: dict(os.environ), _set_environment, told=False),
+    "threads": _Setting(_threads, _nothing, told=False),
 }
-_TOO_LONG = ("filters of warnings", "environment variables")
-"""Settings of which a message does not tell the value."""
+
+_NAMED_BY_PARTS = ("handlers of signals", "hooks of exceptions", "switches of torch")
 
 
-def settings_of_process() -> Mapping[str, Any]:
+def settings_of_process() -> Mapping[str, _Value]:
     """Return by name the settings of torch, NumPy and Python that hold for the whole process."""
-    denormal = torch.tensor([1e-310], dtype=torch.float64)
-    return {
-        "gradient mode": torch.is_grad_enabled(),
-        "default dtype": torch.get_default_dtype(),
-        "number of threads": torch.get_num_threads(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "flushing of denormal numbers": not (denormal * 1).any(),
-        "precision of matrix products": torch.get_float32_matmul_precision(),
-        "anomaly mode": torch.is_anomaly_enabled(),
-        "default device": torch.get_default_device(),
-        "filters of warnings": list(warnings.filters),
-        "errors of NumPy": np.geterr(),
-        "environment variables": dict(os.environ),
-    }
+    return {name: setting.read() for name, setting in _SETTINGS.items()}
+
+
+def _restore(before: Mapping[str, _Value]) -> None:
+    """Write those settings that differ now, in the table's order: later ones may follow earlier ones."""
+    for name, setting in _SETTINGS.items():
+        if setting.read() != before[name]:
+            setting.write(before[name])
+
+
+@contextmanager
+def restored_settings() -> Iterator[None]:
+    """Restore the process's settings in the end."""
+    before = settings_of_process()
+    try:
+        yield
+    finally:
+        _restore(before)
 
 
 @contextmanager
 def settings_left_alone() -> Iterator[None]:
     """Restore the process's settings in the end, and raise Broken where one had changed."""
     before = settings_of_process()
-    yield
-    changed = {name: value for name, value in settings_of_process().items() if value != before[name]}
-    for name in changed:
-        _SETTERS[name](before[name])
-    for name, value in changed.items():
-        raise Broken(
-            f"changes the {name}" if name in _TOO_LONG else f"leaves the {name} at {value}, where it was {before[name]}",
-            "Change settings of the process in a with statement, or not at all",
-        )
-
-
-_hash = hash
-
-
-def _hash_of_another_process(value: object) -> int:
-    """Return `hash(value)` as under another PYTHONHASHSEED where code asks for that of a text; objects keep theirs, or dictionaries break."""
-    own = type(value) in (str, bytes) and sys._getframe(1).f_code.co_name != "__hash__"  # noqa: SLF001 - there is no other way to the caller
-    return _hash(value) ^ 0x5EED if own else _hash(value)
-
-
-@contextmanager
-def another_rank() -> Iterator[None]:
-    """Set the environment of another rank and give texts other hashes, as other processes have them; restore both afterwards."""
-    before = {name: os.environ.get(name) for name in ANOTHER_RANK}
-    os.environ.update(ANOTHER_RANK)
-    builtins.hash = _hash_of_another_process
     try:
         yield
+        deadline = monotonic() + PATIENCE_S
+        for started in _threads() - before["threads"]:
+            started.join(timeout=max(0.0, deadline - monotonic()))
+        after = settings_of_process()
     finally:
-        builtins.hash = _hash
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _restore(before)
+    changed = [name for name, value in after.items() if value != before[name]]
+    if not changed:
+        return
+    # a switch of torch says more than the legacy setting that it makes unreadable
+    name = min(changed, key=lambda each: after[each] == _MIXED)
+    raise Broken(_told(name, before[name], after[name]), REMEDY)
+
+
+def _told(name: str, before: _Value, after: _Value) -> str:
+    if name == "threads":
+        left = sorted(each.name for each in after - before)
+        return f"leaves {len(left)} threads running, such as {left[0]!r}" if left else "ends threads of others"
+    told = _SETTINGS[name].told
+    if isinstance(before, dict) and name != "environment variables":
+        part = next(each for each in after if after[each] != before.get(each))
+        name = part if name in _NAMED_BY_PARTS else f"{name} ({part})"
+        before, after = before.get(part), after[part]
+    name = name if "." in name else f"the {name}"
+    return f"leaves {name} at {after}, where it was {before}" if told else f"changes {name}"
+
+
+def require_settings_left_alone(call: Callable[[], object]) -> None:
+    """Call, restore the process's settings, and raise Broken where one had changed.
+
+    What the first import of a library changes is nothing that the call does: where modules were imported, or a thread was started that may
+    serve all later calls, a second call is judged.
+    """
+    modules, threads = len(sys.modules), _threads()
+    try:
+        with settings_left_alone():
+            call()
+    except Broken:
+        if len(sys.modules) == modules and _threads() == threads:
+            raise
+        with settings_left_alone():
+            call()

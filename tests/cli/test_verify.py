@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_engine.cli.render import show_verdict
+from skyrl_engine.testing import Finding, Verdict
+
 _LOSSES = """
 from attrs import define
 from skyrl_engine import hookimpl, loss, reducer
@@ -162,3 +165,25 @@ def test_a_layout_of_more_processes_than_a_machine_holds_is_refused(verify):
     outcome = verify("backend:fsdp", "--layout", "dp99999")
     assert outcome.code == 2
     assert "takes 99999 processes on this machine, where 64 are the most" in outcome.last_line
+
+
+def test_promises_that_one_failure_leaves_undecided_take_one_line(verify, tmp_path):
+    """A reducer in float32 breaks one promise, and hardly any other can be decided."""
+    (tmp_path / "single.py").write_text(
+        "from skyrl_engine import reducer\n\n\n@reducer()\ndef single(structure, config):\n"
+        "    return (structure.loss_weight / 2).astype('float32')\n"
+    )
+    outcome = verify("./single.py:single")
+    assert outcome.code == 3
+    (line,) = [line for line in outcome.out.splitlines() if line.startswith("undecided")]
+    assert re.fullmatch(r"undecided +\d+ more promises: another_rank, .*, inputs_unchanged; see finite_weights", line.strip()), line
+
+
+def test_one_reason_for_several_broken_promises_is_told_once(capsys):
+    causes = {"one": "6 of 10 cases could not be decided: it fails for 3", "other": "it fails for 4", "third": "it is late"}
+    findings = [Finding(name, f"It is {name}", "broken", cause, "Mend it") for name, cause in causes.items()]
+    show_verdict("loss 'mine'", {}, Verdict(tuple(findings)))
+    out = capsys.readouterr().out
+    assert out.count("Mend it") == 2
+    assert "So for 1 more promise: other." in out
+    assert "3 broken" in out

@@ -129,9 +129,9 @@ def test_a_wrong_plugin_breaks_its_promise(promises, fault, names, words):
 SETTINGS = {
     "settings of the process": [
         (wrong.SetsMatmulPrecision, "leaves the precision of matrix products at medium"),
-        (wrong.TurnsAnomalyModeOn, "leaves the anomaly mode at True"),
+        (wrong.TurnsAnomalyModeOn, "leaves the anomaly detection (mode) at True"),
         (wrong.SilencesWarnings, "changes the filters of warnings"),
-        (wrong.SetsErrorsOfNumPy, "leaves the errors of NumPy at"),
+        (wrong.SetsErrorsOfNumPy, "leaves the errors of NumPy (under) at raise"),
         (wrong.WritesTheEnvironment, "changes the environment variables"),
     ]
 }

@@ -61,14 +61,16 @@ FAULTS = [
     (wrong.ModelHasSpoken, {"well_formed"}, "ends with a message of the assistant"),
     (wrong.HoldsALambda, {"pickling"}, "cannot be pickled"),
     (wrong.RaisesOnYes, {"answers"}, "cannot be answered in turn"),
-    (wrong.ChangesFolder, {"process_state"}, "leaves the working directory changed"),
+    (wrong.ChangesFolder, {"process_state"}, "leaves the working directory at"),
 ]
 BY_NIGHT = [
     (wrong.RaisesInTheSecondTurn, {"answers"}, "cannot be answered in turn 1"),
     (wrong.OnlyTrains, {"answers"}, "of eval cannot be opened"),
-    (wrong.SetsVariables, {"process_state"}, "leaves the environment variables changed"),
-    (wrong.SetsAnAlarm, {"process_state"}, "leaves the handler of SIGALRM changed"),
-    (wrong.RaisesTheLimit, {"process_state"}, "leaves the recursion limit changed"),
+    (wrong.SetsVariables, {"process_state"}, "changes the environment variables"),
+    (wrong.SetsAnAlarm, {"process_state"}, "changes the handler of SIGALRM"),
+    (wrong.SilencesNumPy, {"process_state"}, "leaves the errors of NumPy (divide) at ignore"),
+    (wrong.ServesOnAThread, {"process_state"}, "threads running, such as 'server'"),
+    (wrong.RaisesTheLimit, {"process_state"}, "leaves the recursion limit at"),
     (wrong.FreesAtTheEnd, {"closes"}, "cannot be closed after its end"),
 ]
 
@@ -121,6 +123,13 @@ def test_tasks_that_another_process_has_otherwise():
     broken = breaking.broken_by(held, wrong.HashedTasks, examples=1)
     breaking.require_broken(broken, {SLOW}, "in another process")
     assert breaking.broken_by(held, wrong.Plain, examples=1) == {}
+
+
+@pytest.mark.nightly
+def test_tasks_that_another_rank_has_otherwise():
+    held = [each for each in ENVIRONMENT_PROMISES if each.name == SLOW]
+    broken = breaking.broken_by(held, wrong.TasksOfARank, examples=1)
+    breaking.require_broken(broken, {SLOW}, "in another process")
 
 
 def test_prompts_that_are_longer_than_most_models_are_given_are_told_with_their_size():

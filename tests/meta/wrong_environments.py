@@ -6,8 +6,11 @@ import re
 import signal
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
+import numpy as np
 from attrs import evolve
 
 from skyrl_engine.contracts import EnvironmentClaims, StepResult, Task
@@ -280,6 +283,13 @@ class HashedTasks(Plain):
         return Task(f"{split}/{number}", ({"role": "user", "content": prompt},), data={"sum": left + self.first})
 
 
+class TasksOfARank(Plain):
+    """Every rank has tasks of its own."""
+
+    def task(self, split, number):
+        return super().task(split, number + 100 * int(os.environ.get("RANK", "0")))
+
+
 class NoTasks(Plain):
     size = 0
 
@@ -360,6 +370,20 @@ def _give_up(_number, _frame):
     raise TimeoutError("it takes too long")
 
 
+class SilencesNumPyEpisode(Episode):
+    def step(self, action):
+        np.seterr(all="ignore")
+        return super().step(action)
+
+
+class ServesOnAThreadEpisode(Episode):
+    """A server of its own, which goes on when the episode is closed."""
+
+    def begin(self):
+        threading.Thread(target=time.sleep, args=(3,), daemon=True, name="server").start()
+        return ()
+
+
 class RaisesTheLimitEpisode(Episode):
     def begin(self):
         sys.setrecursionlimit(sys.getrecursionlimit() + 1000)
@@ -391,6 +415,8 @@ RaisesInTheSecondTurn = wrong(RaisesInTheSecondTurnEpisode)
 ChangesFolder = wrong(ChangesFolderEpisode)
 SetsVariables = wrong(SetsVariablesEpisode)
 SetsAnAlarm = wrong(SetsAnAlarmEpisode)
+SilencesNumPy = wrong(SilencesNumPyEpisode)
+ServesOnAThread = wrong(ServesOnAThreadEpisode)
 RaisesTheLimit = wrong(RaisesTheLimitEpisode)
 FreesAtTheEnd = wrong(FreesAtTheEndEpisode)
 Teaches = wrong(TeachesEpisode)

@@ -13,6 +13,7 @@ from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.advantages import batches
 from skyrl_engine.testing.advantages.batches import DrawnRows
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
+from skyrl_engine.testing.process_promises import process_promises
 from skyrl_engine.testing.promise import Broken, Inapplicable, Promise, Undecidable, promise
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
 from skyrl_engine.testing.subject import Subject
@@ -392,7 +393,15 @@ def repeatable(subject: Subject[Any], case: DrawnRows) -> None:
         )
 
 
+def _answer(subject: Subject[Any], case: DrawnRows) -> bytes:
+    try:
+        return _made(subject, case.batch()).advantages.tobytes()
+    except EngineError as error:
+        raise Undecidable(error.cause) from error
+
+
 ADVANTAGE_PROMISES: tuple[Promise[Any, Any], ...] = (
+    *process_promises(_answer, _drawn, _crowd),  # first: once set they are set
     repeatable,
     finite_values,
     oracle,

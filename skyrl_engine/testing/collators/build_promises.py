@@ -304,13 +304,13 @@ def own_memory(subject: Subject[Any], case: CutCase) -> None:
         batch = built_by(collator, subject.label, case.columns, micro_batch)
         _require_own(batch, case.columns)
         first.append(batch)
-        kept.append(_copied(batch))
-    again = [_copied(built_by(collator, subject.label, case.columns, micro_batch)) for micro_batch in plan]
+        kept.append(copied(batch))
+    again = [copied(built_by(collator, subject.label, case.columns, micro_batch)) for micro_batch in plan]
     for batch, copies, anew in zip(first, kept, again, strict=True):
         require(
             copies.keys() == anew.keys(), "the same rows give other fields when they are built again", "Keep nothing between builds"
         )
-        for name, array in _copied(batch).items():
+        for name, array in copied(batch).items():
             require_same_field(f"{name}, after later builds,", array, copies[name], "Return memory of its own from every build")
             require_same_field(f"{name}, built again,", anew[name], copies[name], "Keep nothing between builds")
 
@@ -327,7 +327,8 @@ def _require_own(batch: DenseBatch, columns: SampleColumns) -> None:
         )
 
 
-def _copied(batch: DenseBatch) -> dict[str, AnyArray]:
+def copied(batch: DenseBatch) -> dict[str, AnyArray]:
+    """Return copies of all arrays that were built, by name."""
     told = {f"gather.{name}": getattr(batch.gather, name) for name in ("actions", "rows", "columns")}
     told |= {f"ragged_offsets of {name}": offsets for name, offsets in batch.ragged_offsets.items()}
     for name, ragged in (("sequence_lengths", batch.sequence_lengths), ("cu_seqlens", batch.cu_seqlens)):

@@ -2,10 +2,33 @@
 
 from typing import Any
 
-from skyrl_engine.testing.collators.build_promises import BUILD_PROMISES
+from skyrl_engine.testing.collators.build_promises import BUILD_PROMISES, copied
+from skyrl_engine.testing.collators.cases import CutCase, builds, cuts
+from skyrl_engine.testing.collators.explicit import explicit_cuts
 from skyrl_engine.testing.collators.extras_promises import EXTRAS_PROMISES
 from skyrl_engine.testing.collators.plan_promises import PLAN_PROMISES
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
-from skyrl_engine.testing.promise import Promise
+from skyrl_engine.testing.process_promises import process_promises
+from skyrl_engine.testing.promise import Broken, Promise, Undecidable
+from skyrl_engine.testing.subject import Subject
 
-COLLATOR_PROMISES: tuple[Promise[Any, Any], ...] = (*PLAN_PROMISES, *BUILD_PROMISES, *EXTRAS_PROMISES, *PLUGIN_PROMISES)
+
+def _answer(subject: Subject[Any], case: CutCase) -> list[object]:
+    """Return the plan's rows and all that is built of them."""
+    try:
+        made = list(builds(subject, case))
+    except Broken as failed:
+        raise Undecidable(failed.cause) from failed
+    return [
+        (rows.samples.tolist(), rows.row_offsets.tolist(), {name: array.tobytes() for name, array in copied(batch).items()})
+        for rows, batch in made
+    ]
+
+
+COLLATOR_PROMISES: tuple[Promise[Any, Any], ...] = (
+    *process_promises(_answer, cuts(), explicit_cuts),  # first: once set they are set
+    *PLAN_PROMISES,
+    *BUILD_PROMISES,
+    *EXTRAS_PROMISES,
+    *PLUGIN_PROMISES,
+)

@@ -3,14 +3,8 @@
 import asyncio
 import inspect
 import json
-import os
-import signal
-import socket
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -21,6 +15,7 @@ from skyrl_engine.contracts.kinds.environment import Action, Environment, Episod
 from skyrl_engine.contracts.values.rollout import FinishReason
 from skyrl_engine.errors import EngineError
 from skyrl_engine.rollout.episode_process import wrong_messages, wrong_with
+from skyrl_engine.testing.process_settings import restored_settings
 from skyrl_engine.testing.promise import Undecidable
 from skyrl_engine.testing.subject import Subject
 
@@ -225,35 +220,17 @@ class Stage:
         return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
 
 
-def shared_state() -> Mapping[str, Any]:
-    """Return by name what all attempts in a process share."""
-    return {
-        "working directory": Path.cwd(),
-        "environment variables": dict(os.environ),
-        "recursion limit": sys.getrecursionlimit(),
-        "default timeout of sockets": socket.getdefaulttimeout(),
-        "handler of SIGALRM": signal.getsignal(signal.SIGALRM) if hasattr(signal, "SIGALRM") else None,
-        "search path of modules": list(sys.path),
-    }
-
-
-def _put_back(before: Mapping[str, Any]) -> None:
-    os.chdir(before["working directory"])
-    if dict(os.environ) != before["environment variables"]:
-        os.environ.clear()
-        os.environ.update(before["environment variables"])
-    sys.setrecursionlimit(before["recursion limit"])
-    socket.setdefaulttimeout(before["default timeout of sockets"])
-    handler = before["handler of SIGALRM"]
-    if handler is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGALRM, handler)
-    sys.path[:] = before["search path of modules"]
-
-
 @contextmanager
 def stages(subject: Subject[Any], environment: Any) -> Iterator[Callable[[Task, int], Stage]]:
     """Yield what opens episodes; all are closed in the end, whatever happened, and what they changed of the process is put back."""
-    loop, opened, before = asyncio.new_event_loop(), list[Stage](), shared_state()
+    with restored_settings(), stages_as_left(subject, environment) as stage:
+        yield stage
+
+
+@contextmanager
+def stages_as_left(subject: Subject[Any], environment: Any) -> Iterator[Callable[[Task, int], Stage]]:
+    """Do as `stages`, and leave what episodes changed of the process."""
+    loop, opened = asyncio.new_event_loop(), list[Stage]()
 
     def stage(task: Task, seed: int) -> Stage:
         made = Stage(subject, environment, task, seed, loop)
@@ -268,7 +245,6 @@ def stages(subject: Subject[Any], environment: Any) -> Iterator[Callable[[Task, 
             with suppress(Exception):
                 each.close()
         loop.close()
-        _put_back(before)
 
 
 def answer(stage: Stage, turn: Turn | None) -> Mapping[str, Any]:

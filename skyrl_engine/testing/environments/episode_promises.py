@@ -23,14 +23,15 @@ from skyrl_engine.testing.environments.bench import (
     reward_of,
     said_in,
     scripts,
-    shared_state,
     solution_of,
     stages,
+    stages_as_left,
     task_for,
     tasks_of,
     told,
     worth,
 )
+from skyrl_engine.testing.process_settings import require_settings_left_alone
 from skyrl_engine.testing.promise import Broken, Undecidable, promise
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
 from skyrl_engine.testing.subject import Subject
@@ -297,30 +298,30 @@ def random_state(subject: Subject[Any], case: Script) -> None:
 
 
 @promise(
-    "It leaves alone what it shares with others in its process: folder, environment variables, limits, handlers",
+    "It leaves alone what it shares with others in its process: folder, environment variables, limits, handlers, settings of libraries",
     cases=scripts,
     effort=FEW,
 )
 def process_state(subject: Subject[Any], case: Script) -> None:
-    before = shared_state()
-    environment = subject.make()
-    task = task_for(environment, case)
-    with stages(subject, environment) as open_stage:
-        try:
-            stage = open_stage(task, case.seed)
-            stage.begin()
-            while not stage.done and stage.turn < min(8, environment.claims.max_turns):
-                stage.say(case.turn(stage.turn))
-            stage.close()
-        except Exception as error:
-            raise Undecidable(f"an episode fails: {told(error)}") from error
-        after = shared_state()
-    for name, value in after.items():
-        if value != before[name]:
-            raise Broken(
-                f"leaves the {name} changed, which attempts beside it share",
-                "Change it for a subprocess, put it back, or do without",
-            )
+    def attempt() -> None:
+        environment = subject.make()
+        task = task_for(environment, case)
+        with stages_as_left(subject, environment) as open_stage:
+            try:
+                stage = open_stage(task, case.seed)
+                stage.begin()
+                while not stage.done and stage.turn < min(8, environment.claims.max_turns):
+                    stage.say(case.turn(stage.turn))
+                stage.close()
+            except Exception as error:
+                raise Undecidable(f"an episode fails: {told(error)}") from error
+
+    try:
+        require_settings_left_alone(attempt)
+    except Broken as broken:
+        raise Broken(
+            f"{broken.cause}, and attempts beside it share that", "Change it for a subprocess, put it back, or do without"
+        ) from broken
 
 
 # --- what is paid ------------------------------------------------------------------------------------------------------------------

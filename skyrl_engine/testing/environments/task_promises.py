@@ -12,6 +12,7 @@ import attrs
 
 from skyrl_engine.contracts.kinds.environment import Task
 from skyrl_engine.rollout.episode_process import ROLES, task_of
+from skyrl_engine.testing.another_rank import ANOTHER_RANK
 from skyrl_engine.testing.environments.bench import (
     LOOKED_AT,
     SPLITS,
@@ -117,12 +118,12 @@ def same_in_another_process(subject: Subject[Any], _case: None) -> None:
             if mine != theirs:
                 raise Broken(
                     f"a task of {split} is {cut(theirs)} in another process, and {cut(mine)} here",
-                    "Let tasks depend on options alone: not on hash(), the time, sets, or the order of a folder",
+                    "Let tasks depend on options alone: not on hash(), the rank, the time, sets, or the order of a folder",
                 )
     if answers and there["answers"] != json.loads(json.dumps(answers)):
         raise Broken(
             f"an episode answers {cut(there['answers'])} in another process, and {cut(answers)} here",
-            "Let answers depend on task, seed and turns alone: not on hash(), the time or sets",
+            "Let answers depend on task, seed and turns alone: not on hash(), the rank, the time or sets",
         )
 
 
@@ -155,12 +156,14 @@ def _elsewhere(subject: Subject[Any], environment: Any) -> dict[str, Any]:
     except Exception as error:
         raise Undecidable(f"the environment cannot be pickled: {told(error)}") from error
     paths = os.pathsep.join(path for path in sys.path if path)
+    # its devices stay: an environment may hold a model on one
+    rank = {name: value for name, value in ANOTHER_RANK.items() if name != "CUDA_VISIBLE_DEVICES"}
     ran = subprocess.run(  # noqa: S603 -- this interpreter, with a text of our own
         [sys.executable, "-P", "-c", _PROGRAM],
         input=data,
         capture_output=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "1"},
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "1", **rank},
     )
     if ran.returncode:
         last = ran.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or ["no message"]

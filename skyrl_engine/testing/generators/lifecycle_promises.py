@@ -22,7 +22,7 @@ from skyrl_engine.testing.generators.bench import (
     require_logprobs,
     running,
 )
-from skyrl_engine.testing.process_settings import settings_left_alone
+from skyrl_engine.testing.process_settings import require_settings_left_alone, restored_settings
 from skyrl_engine.testing.promise import Broken, promise
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state
 from skyrl_engine.testing.subject import Subject
@@ -183,11 +183,9 @@ def vocabulary(subject: Subject[Any], _case: None) -> None:
                 raise Broken("takes the requests before the one that it refuses", "Look at all of them before taking one")
 
 
-@promise("Global random states and torch's settings stay as they are", exempt=no_weights)
+@promise("Global random states and the settings of torch, NumPy and the process stay as they are", exempt=no_weights)
 def process_state(subject: Subject[Any], _case: None) -> None:
-    with restored_random_state(), settings_left_alone():
-        with decided(), running(subject) as warm:
-            warm.sampled(requests_of(2))
+    def work() -> None:
         before = global_random_state()
         with decided(), running(subject) as at_work:
             after_start = global_random_state()
@@ -196,6 +194,12 @@ def process_state(subject: Subject[Any], _case: None) -> None:
             at_work.sampled(requests_of(2))
         if before != after_start or global_random_state() != before:
             raise Broken("draws from a global random state", "Draw from generators of the requests' seeds")
+
+    # once before, for what it imports the first time
+    with restored_random_state(), restored_settings(), decided(), running(subject) as warm:
+        warm.sampled(requests_of(2))
+    with restored_random_state():
+        require_settings_left_alone(work)
 
 
 @promise("Closing with requests under way takes less than 10 seconds and leaves no process", exempt=no_weights)

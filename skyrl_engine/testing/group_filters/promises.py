@@ -11,6 +11,7 @@ from skyrl_engine.errors import EngineError
 from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.group_filters.views import Shown, large_groups, shown
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
+from skyrl_engine.testing.process_promises import process_promises
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
 from skyrl_engine.testing.subject import Subject
@@ -144,7 +145,12 @@ def repeatable(subject: Subject[Any], case: Shown) -> None:
         raise Broken(f"{_words(answers[0])} and, asked again, another time does not: it keeps something, or draws numbers", _PURE)
 
 
+def _answer(subject: Subject[Any], case: Groups) -> list[str | None]:
+    return _answers(subject, case)
+
+
 GROUP_FILTER_PROMISES: tuple[Promise[Any, Any], ...] = (
+    *process_promises(_answer, _many, lambda _subject: [Groups(large_groups())]),  # first: once set they are set
     repeatable,
     answer,
     oracle,

@@ -13,6 +13,7 @@ from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.mergers.splits import Split, many, splits
 from skyrl_engine.testing.mergers.spoilt import Spoilt, with_doubled, with_missing, with_unexpected
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
+from skyrl_engine.testing.process_promises import process_promises
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
 
@@ -260,6 +261,9 @@ def _written_whole(output: BatchOutput) -> list[Any]:
 
 
 MERGER_PROMISES: tuple[Promise[Any, Any], ...] = (
+    *process_promises(  # first: once set they are set
+        lambda subject, case: _written_whole(_decided(subject, case)), _one_pass(dp=2, padded=True, shuffled=True, mini_batches=2)
+    ),
     answers,
     one_rank,
     every_rank,

@@ -12,6 +12,7 @@ from skyrl_engine.errors import DataError, EngineError
 from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.comparison import factor_between, require_same, same, times
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
+from skyrl_engine.testing.process_promises import process_promises
 from skyrl_engine.testing.promise import Broken, Inapplicable, Promise, Undecidable, promise
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
 from skyrl_engine.testing.reducers import structures
@@ -323,8 +324,13 @@ def repeatable(subject: Subject[Any], case: Drawn) -> None:
     _require_same(one, other, "from one call to the next", cause, remedy)
 
 
+def _answer(subject: Subject[Any], case: Drawn) -> bytes:
+    return _decided(subject, case.structure).tobytes()
+
+
 REDUCER_PROMISES: tuple[Promise[Any, Any], ...] = (
-    repeatable,  # first: what wears off after some calls is seen while it lasts
+    *process_promises(_answer, _drawn, _explicit),  # first: once set they are set
+    repeatable,  # soon: what wears off after some calls is seen while it lasts
     finite_weights,
     loss_weights_decide,
     oracle,

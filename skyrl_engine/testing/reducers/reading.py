@@ -24,7 +24,7 @@ Choices = Mapping[str, tuple[Any, ...]]
 
 @frozen(eq=False)
 class Reading:
-    """What a reducer reads beyond counts: its `needs`, and the choices for its values of samples, in each way that it answers."""
+    """The reading of a reducer beyond counts: its `needs`, and the choices for its values of samples, in each way that it answers."""
 
     needs: tuple[str, ...] = ()
     ways: tuple[Choices, ...] = ({},)

@@ -16,10 +16,12 @@ from attrs import evolve
 
 from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.errors import EngineError
+from skyrl_engine.testing.another_rank import another_rank
 from skyrl_engine.testing.collectives import CollectiveCalled, no_collectives
 from skyrl_engine.testing.comparison import cause_of_ratio, constant_within, same
 from skyrl_engine.testing.other_device import OtherDevice, WrongDevice
-from skyrl_engine.testing.process_settings import another_rank, settings_left_alone
+from skyrl_engine.testing.process_promises import SETTINGS_SENTENCE
+from skyrl_engine.testing.process_settings import require_settings_left_alone
 from skyrl_engine.testing.promise import Broken, Undecidable
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
 from skyrl_engine.testing.subject import Subject
@@ -47,10 +49,13 @@ from skyrl_engine.testing.tokens.rollouts import CutBatch, FilledBatch, Relabell
 WITHIN_SEQUENCES = "Take means and differences within a sequence (tokens.sequences)"
 
 
-@shared_promise("It leaves the settings of torch, NumPy and the process as they are", cases=ordinary, effort=0.1)
+@shared_promise(SETTINGS_SENTENCE, cases=ordinary, effort=0.1)
 def process_settings(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
-    with settings_left_alone(), suppress(Undecidable):
-        kind.decided(subject, batch)
+    def call() -> None:
+        with suppress(Undecidable):
+            kind.decided(subject, batch)
+
+    require_settings_left_alone(call)
 
 
 @shared_promise("Replicas of one micro-batch get the same numbers, random ones included", cases=ordinary)
