@@ -6,7 +6,7 @@ import wrong_generators as wrong
 
 from skyrl_engine.contracts import GeneratorDescription
 from skyrl_engine.testing import Subject
-from skyrl_engine.testing.generators import promises as kit
+from skyrl_engine.testing.generators import lifecycle_promises as kit
 from skyrl_engine.testing.generators.promises import GENERATOR_PROMISES
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 
