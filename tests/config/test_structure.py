@@ -106,7 +106,7 @@ def test_mistakes_in_nested_lists_name_their_line(tmp_path: Path, monkeypatch: p
          "Write the references in run.observers, and options in [observers.NAME]")),
         ("batch_size=3", "command line: batch_size: is not a known key. Did you mean training.batch_size?"),
         ("every=3", ("command line: every: is not a known key. The keys here are trainer, model, data, run, plugins, collator, loss, reducer, "
-         "backend, merger, observers, optimizer, training, evaluation, checkpoint")),
+         "backend, merger, observers, optimizer, training, teacher, evaluation, checkpoint")),
         ("plugins.pin.x=3", "command line: plugins.pin.x: must be text, is 3. Put it in quotes"),
     ],
 )  # fmt: skip

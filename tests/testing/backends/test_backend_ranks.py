@@ -21,7 +21,7 @@ class Keeping:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_pixels_go_to_the_first_stage_alone(stage: int) -> None:
     held, keeping = HeldBackend.__new__(HeldBackend), Keeping()
-    held._coords, held._backend = RankCoords(pp=stage), keeping  # type: ignore[assignment]
+    held._coords, held._backend, held._teacher = RankCoords(pp=stage), keeping, None  # type: ignore[assignment]
     held.run("forward", PassOrder((((0, 1), (2,)),), pictures="own"))
     images = {"image_grid_thw"} if stage else {"image_grid_thw", "pixel_values"}
     assert len(keeping.batch) == 2
