@@ -198,7 +198,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(PluginIncompatibleError, match="needs the package reasoning_gym, which is not installed") as raised:
         environment_of("chain_sum")
-    assert raised.value.remedy == 'python -m pip install "skyrl-engine-environments[reasoning_gym]"'
+    assert raised.value.remedy == 'python -m pip install "skyrl-engine-environments[reasoning-gym]"'
 
 
 def test_the_version_is_that_of_the_package():

@@ -10,5 +10,5 @@ def needed(package: str, extra: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise PluginIncompatibleError(
             f"the environment {extra} needs the package {package}, which is not installed",
-            remedy=f'python -m pip install "skyrl-engine-environments[{extra}]"',
+            remedy=f'python -m pip install "skyrl-engine-environments[{extra.replace("_", "-")}]"',
         )
