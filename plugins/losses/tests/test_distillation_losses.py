@@ -68,6 +68,17 @@ CONFIGS = [
 ]
 
 
+def require_equal(output: LossOutput, due: list[torch.Tensor], student: torch.Tensor) -> None:
+    """Values, the gradient of their weighted sum by the student's logits, and the metric are those of the definition, `due` by token."""
+    assert output.token_loss.tolist() == pytest.approx([each.item() for each in due], rel=1e-10, abs=1e-10)
+    weights = torch.linspace(0.2, 1.0, TOKENS, dtype=torch.float64)
+    (got,) = torch.autograd.grad((weights * output.token_loss).sum(), student)
+    (expected,) = torch.autograd.grad(total([w * each for w, each in zip(weights, due, strict=True)]), student)
+    assert expected.any()
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    assert output.metrics["divergence"].result == pytest.approx(sum(each.item() for each in due) / TOKENS)
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.divergence}-{config.beta}-{config.rest}")
 def test_top_k_has_the_published_value_and_gradient(config: TopKDivergenceConfig) -> None:
     student = logits(2).requires_grad_()
@@ -77,13 +88,7 @@ def test_top_k_has_the_published_value_and_gradient(config: TopKDivergenceConfig
         oracle(outcomes(teacher[t], ids[t].tolist(), config.rest), outcomes(q[t], ids[t].tolist(), config.rest), config)
         for t in range(TOKENS)
     ]
-    assert output.token_loss.tolist() == pytest.approx([each.item() for each in due], rel=1e-10, abs=1e-10)
-    weights = torch.linspace(0.2, 1.0, TOKENS, dtype=torch.float64)
-    (got,) = torch.autograd.grad((weights * output.token_loss).sum(), student)
-    (expected,) = torch.autograd.grad(total([w * each for w, each in zip(weights, due, strict=True)]), student)
-    assert expected.any()
-    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
-    assert output.metrics["divergence"].result == pytest.approx(sum(each.item() for each in due) / TOKENS)
+    require_equal(output, due, student)
 
 
 @pytest.mark.parametrize("form", ["forward", "reverse", "jensen_shannon"])
@@ -223,13 +228,7 @@ def test_the_whole_vocabulary_has_the_published_value_and_gradient(form: Any, te
     output = whole(student, config)
     p, q = ((each / temperature).softmax(-1) for each in (logits(1), student))
     due = [oracle(list(p[t]), list(q[t]), TopKDivergenceConfig(form, 0.3)) for t in range(TOKENS)]
-    assert output.token_loss.tolist() == pytest.approx([each.item() for each in due], rel=1e-10, abs=1e-10)
-    weights = torch.linspace(0.2, 1.0, TOKENS, dtype=torch.float64)
-    (got,) = torch.autograd.grad((weights * output.token_loss).sum(), student)
-    (expected,) = torch.autograd.grad(total([w * each for w, each in zip(weights, due, strict=True)]), student)
-    assert expected.any()
-    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
-    assert output.metrics["divergence"].result == pytest.approx(sum(each.item() for each in due) / TOKENS)
+    require_equal(output, due, student)
     assert output.metrics["top_1_agreement"].value == int((p.argmax(-1) == q.argmax(-1)).sum())
 
 
