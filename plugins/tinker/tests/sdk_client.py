@@ -1,28 +1,13 @@
 """A client of the real SDK, run in a process of its own: ADDRESS RANK."""
 
 import sys
-import urllib.request
-from typing import Any
 
 import numpy as np
 import tinker
 import torch
+from sdk_versions import finish, settled
 from tinker import types
 
-
-def settled(made: Any) -> Any:
-    """Newer SDKs return a future of a client, older ones the client."""
-    return made.result() if hasattr(made, "result") else made
-
-
-def finish(client: Any) -> None:
-    """End a client's session, as `close` of newer SDKs does."""
-    session = client.holder._session_id
-    request = urllib.request.Request(f"{address}/api/v1/sessions/{session}/finish", b"{}", {"X-API-Key": KEY}, method="POST")
-    urllib.request.urlopen(request, timeout=60).close()
-
-
-KEY = "tml-test"
 address, rank = sys.argv[1], int(sys.argv[2])
 service = tinker.ServiceClient(base_url=address)
 training = settled(service.create_lora_training_client(base_model="tiny", rank=rank, seed=1))
@@ -94,14 +79,14 @@ path = training.save_state("first").result().path
 expected = training.forward([datum("cross_entropy")], "cross_entropy").result().metrics["loss:sum"]
 step("cross_entropy", [datum("cross_entropy")])
 after = training.forward([datum("cross_entropy")], "cross_entropy").result().metrics["loss:sum"]
-finish(service)
+finish(address, service)
 service = tinker.ServiceClient(base_url=address)
 training = settled(service.create_training_client_from_state_with_optimizer(path))
 resumed = training.forward([datum("cross_entropy")], "cross_entropy").result().metrics["loss:sum"]
 assert resumed == expected, (resumed, expected)
 step("cross_entropy", [datum("cross_entropy")])
 assert training.forward([datum("cross_entropy")], "cross_entropy").result().metrics["loss:sum"] == after
-finish(service)
+finish(address, service)
 
 service = tinker.ServiceClient(base_url=address)
 training = settled(service.create_training_client_from_state(path))
@@ -134,5 +119,5 @@ assert [each.tinker_path for each in rest.list_checkpoints(run).result().checkpo
 rest.delete_checkpoint_from_tinker_path(path).result()
 assert not rest.list_checkpoints(run).result().checkpoints
 assert path not in [each.tinker_path for each in rest.list_user_checkpoints().result().checkpoints]
-finish(service)
+finish(address, service)
 print("done")

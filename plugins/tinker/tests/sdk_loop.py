@@ -2,20 +2,14 @@
 
 import json
 import sys
-import urllib.request
 from typing import Any
 
 import numpy as np
 import tinker
+from sdk_versions import finish, settled
 from tinker import types
 
-KEY = "tml-test"
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
-
-
-def settled(made: Any) -> Any:
-    """Newer SDKs return a future of a client, older ones the client."""
-    return made.result() if hasattr(made, "result") else made
 
 
 def datum(prompt: list[int], tokens: list[int], logprobs: list[float], advantage: float) -> types.Datum:
@@ -59,9 +53,7 @@ def loop(address: str) -> tuple[str, list[Any]]:
             }
         )
     path = training.save_state("end").result().path
-    session = service.holder._session_id
-    request = urllib.request.Request(f"{address}/api/v1/sessions/{session}/finish", b"{}", {"X-API-Key": KEY}, method="POST")
-    urllib.request.urlopen(request, timeout=60).close()
+    finish(address, service)
     return path, told
 
 

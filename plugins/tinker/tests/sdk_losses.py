@@ -1,12 +1,12 @@
 """A client of the real SDK that trains on every loss, run in a process of its own: ADDRESS MODEL, the model's directory."""
 
 import sys
-import urllib.request
 import warnings
 
 import numpy as np
 import tinker
 import torch
+from sdk_versions import finish, settled
 from tinker import types
 from transformers import AutoModelForCausalLM
 
@@ -14,9 +14,7 @@ from transformers import AutoModelForCausalLM
 warnings.filterwarnings("ignore", message="Sparse CSR")
 address, directory = sys.argv[1:]
 service = tinker.ServiceClient(base_url=address)
-made = service.create_lora_training_client(base_model="tiny", rank=0)
-# newer SDKs return a future of a client, older ones the client
-training = made.result() if hasattr(made, "result") else made
+training = settled(service.create_lora_training_client(base_model="tiny", rank=0))
 model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 draw = torch.Generator().manual_seed(4)
 tokens = [torch.randint(0, 100, (length,), generator=draw) for length in (7, 5)]
@@ -156,8 +154,5 @@ for name, options, told in (
     except tinker.RequestFailedError as error:
         said = str(error)
     assert told in said, said
-finish = urllib.request.Request(
-    f"{address}/api/v1/sessions/{service.holder._session_id}/finish", b"{}", {"X-API-Key": "tml-test"}, method="POST"
-)
-urllib.request.urlopen(finish, timeout=60).close()
+finish(address, service)
 print("done")

@@ -10,22 +10,11 @@ from typing import Any
 
 import numpy as np
 import tinker
+from sdk_versions import finish, settled
 from tinker import types
 
-KEY = "tml-test"
 address = sys.argv[1]
 ids = [5, 6, 7, 8, 9, 10, 11]
-
-
-def settled(made: Any) -> Any:
-    """Newer SDKs return a future of a client, older ones the client."""
-    return made.result() if hasattr(made, "result") else made
-
-
-def finish(client: Any) -> None:
-    session = client.holder._session_id
-    request = urllib.request.Request(f"{address}/api/v1/sessions/{session}/finish", b"{}", {"X-API-Key": KEY}, method="POST")
-    urllib.request.urlopen(request, timeout=60).close()
 
 
 def refusal(work: Any) -> str:
@@ -126,8 +115,8 @@ else:
     url = rest.get_checkpoint_archive_url_from_tinker_path(state).result().url
     with tarfile.open(fileobj=io.BytesIO(urllib.request.urlopen(url, timeout=60).read())) as archive:
         assert {"adapter_config.json", "adapter_model.safetensors"} <= set(archive.getnames()), archive.getnames()
-finish(service)
+finish(address, service)
 # the model is closed, and what lies on the disk is sampled from all the same
 assert close(seen_by(settled(elsewhere.create_sampling_client(model_path=named))), two)
-finish(elsewhere)
+finish(address, elsewhere)
 print("done")

@@ -6,14 +6,10 @@ from typing import Any
 
 import numpy as np
 import tinker
+from sdk_versions import settled
 from tinker import types
 
 SAMPLES = 400
-
-
-def settled(made: Any) -> Any:
-    """Newer SDKs return a future of a client, older ones the client."""
-    return made.result() if hasattr(made, "result") else made
 
 
 service = tinker.ServiceClient(base_url=sys.argv[1])
