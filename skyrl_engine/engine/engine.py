@@ -1,9 +1,7 @@
 """`Engine`: plan, score, learn, step, save. The one way from a batch to the ranks, under every trainer."""
 
-import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Literal, Self
@@ -14,40 +12,36 @@ from attrs import evolve
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.schema import OptimizerConfig
-from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES, AdamWSettings, OptimStep
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, OptimStep
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
-from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, TEACHER_MODEL, asks_a_teacher
-from skyrl_engine.contracts.kinds.reducer import PerSequence, TokenWeights
-from skyrl_engine.contracts.values.buffers import ReusableJoin
 from skyrl_engine.contracts.values.columns import SampleColumns
-from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
+from skyrl_engine.contracts.values.model import LoraConfig
 from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
-from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan
+from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.accumulation import Accumulation, MiniBatchGradient
+from skyrl_engine.engine.asked import labels_in, refuse_no_teacher, refuse_scores, refused_in_words
 from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.cores import sharing
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
+from skyrl_engine.engine.passes import Passes
 from skyrl_engine.engine.plan import Plan
-from skyrl_engine.engine.results import PassResult, counts_of, means_over, refuse_not_finite
+from skyrl_engine.engine.results import PassResult, counts_of, means_over, refuse_not_finite, weight_per_sample
 from skyrl_engine.engine.sampler import Sampler
+from skyrl_engine.engine.saved_state import EngineState
 from skyrl_engine.engine.schedule import learning_rate as scheduled_rate
-from skyrl_engine.errors import CheckpointError, ConfigError, DataError, Problem, UnsupportedError
+from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.model_facts.end_tokens import end_tokens
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.objective.policy_metrics import OLD, SAMPLED, Watched
 from skyrl_engine.registry.resolve import Registry
-from skyrl_engine.spans import Spans
-from skyrl_engine.workers.dispatch import PlacedShard, batch_structure, compact_weights, cut, merged, planned
+from skyrl_engine.workers.dispatch import PlacedShard
 from skyrl_engine.workers.future import Future
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
 from skyrl_engine.workers.scored_tokens import Selection
-from skyrl_engine.workers.worker import Pass, RankReply, StepReply
+from skyrl_engine.workers.worker import Pass, StepReply
 
 logger = logging.getLogger(__name__)
-
-STATE_FILE: Final = "engine.json"
-"""The engine's own part of a saved state, beside that of the ranks."""
 
 NOTHING_BOUND: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -87,7 +81,6 @@ class Engine:
         export holds beside weights, `registry` the plugins that `use_loss` finds. Raises UnsupportedError for a schedule that ends, without
         `total_steps`.
         """
-        self.assembly = assembly
         self.group = group
         self.step = 0
         self._layout = assembly.layout() if layout is None else layout
@@ -95,8 +88,7 @@ class Engine:
         self._total_steps = total_steps
         self._files = files
         self._registry = registry
-        self._spans = Spans()
-        self._join = ReusableJoin()
+        self._passes = Passes(assembly, group)
         self._gradient = Accumulation(assembly)
         self._frozen: dict[str, FrozenModel] = {}
         self._sampler: Sampler | None = None
@@ -152,6 +144,11 @@ class Engine:
             raise
 
     @property
+    def assembly(self) -> Assembly:
+        """The parts in force; `use_loss` puts another there."""
+        return self._passes.assembly
+
+    @property
     def vocabulary_size(self) -> int | None:
         """The number of token ids that the model knows; None where its configuration does not say."""
         return None if self._files is None else self._files.facts.vocabulary_size
@@ -174,8 +171,7 @@ class Engine:
         layout = evolve(self._layout, mini_batch_size=mini_batch_size)
         if micro_batch_rows is not None or micro_batch_tokens is not None:
             layout = evolve(layout, micro_batch_rows=micro_batch_rows, micro_batch_tokens=micro_batch_tokens)
-        with self._spans("plan"):
-            return Plan(columns, planned(self.assembly.collator, columns, layout))
+        return self._passes.planned(columns, layout)
 
     def score(
         self,
@@ -202,11 +198,14 @@ class Engine:
             raise UnsupportedError(
                 f"there is no frozen model {model!r}", remedy="Add it first: engine.add_frozen(FrozenModel(name, model))"
             )
-        self._refuse_scores(wanted, None if model is None else self._frozen[model].model)
-        with _refused_in_words("score"):
+        own = None if self._files is None else self._files.facts.model
+        # a frozen model of None is the trained one with its adapters off
+        scored = own if model is None else self._frozen[model].model or own
+        refuse_scores(wanted, self.assembly, value_head=scored is None or scored.value_head)
+        with refused_in_words("score"):
             work = Pass("score", self.step, temperature=temperature, scores=wanted, tokens=tokens, model=model, labels=labels)
-        return self._forward(plan, work, needs=_labels_in(plan.columns, labels)).then(
-            lambda outputs: self._merged(outputs, plan.cut)
+        return self._passes.forward(plan, work, needs=labels_in(plan.columns, labels)).then(
+            lambda outputs: self._passes.merged(outputs, plan.cut)
         )
 
     def evaluate(
@@ -225,16 +224,16 @@ class Engine:
         times its loss weight, over the sum of the loss weights, divided once however many passes are combined. `over` "sequences" takes that
         mean within each sequence, and then the mean of all sequences that carry loss. `tokens` and `labels` as in `forward_backward`.
         """
-        self._refuse_no_teacher()
-        with _refused_in_words("evaluate"):
+        refuse_no_teacher(self.assembly, self.group.frozen)
+        with refused_in_words("evaluate"):
             work = Pass("evaluate", self.step, per_token_outputs, temperature, tokens=tokens, labels=labels)
         divisors, total = None, float(plan.columns.loss_weight.sum(dtype=np.float64))
         if over == "sequences":
-            sums = _weight_per_sample(plan.columns)
+            sums = weight_per_sample(plan.columns)
             divisors, total = np.where(sums == 0, 1.0, sums), float(np.count_nonzero(sums))
-        needs = (*self.assembly.objective.columns, *_labels_in(plan.columns, labels))
-        outputs = self._forward(plan, work, needs=needs, divisors=divisors)
-        return outputs.then(lambda each: self._evaluated(each, plan, total))
+        needs = (*self.assembly.objective.columns, *labels_in(plan.columns, labels))
+        outputs = self._passes.forward(plan, work, needs=needs, divisors=divisors)
+        return outputs.then(lambda each: self._passes.evaluated(each, plan, total))
 
     def forward_backward(
         self,
@@ -266,19 +265,19 @@ class Engine:
         mini-batch, so gradients of two of them do not add up to anything. The exception is an additive reducer, such as `sum`, on a backend
         without terms that are means over a step.
         """
-        with _refused_in_words("forward_backward"):
+        with refused_in_words("forward_backward"):
             work = self._learning_pass(per_token_outputs, temperature, bound, watch)
         work = evolve(work, tokens=tokens, labels=labels)
         first, last = self._gradient.to_run(plan, mini_batch, micro_batches, labels)
         current = self._gradient.of(plan, mini_batch)
         if current is None:
-            columns = (*self._columns_of(work), *_labels_in(plan.columns, labels))
-            current = MiniBatchGradient(plan, mini_batch, self._weighed(plan, mini_batch, columns), labels)
+            columns = (*self._passes.columns_of(work), *labels_in(plan.columns, labels))
+            current = MiniBatchGradient(plan, mini_batch, self._passes.weighed(plan, mini_batch, columns), labels)
             self._gradient.parts.append(current)
         current.done |= set(range(first, last))
         work = evolve(work, micro_batches=(first, last))
-        outputs = self._pass(work, current.placed)
-        learned = outputs.then(lambda each: self._learned(each, plan, plan.part(mini_batch, (first, last)), work.step))
+        outputs = self._passes.run(work, current.placed)
+        learned = outputs.then(lambda each: self._passes.learned(each, plan, plan.part(mini_batch, (first, last)), work.step))
         current.passes.append(learned)
         return learned
 
@@ -300,7 +299,7 @@ class Engine:
         UnsupportedError where nothing is accumulated, or a mini-batch in part.
         """
         configured = self._scheduled()
-        with _refused_in_words("optim_step"):
+        with refused_in_words("optim_step"):
             settings = AdamWSettings(
                 learning_rate=configured.learning_rate if learning_rate is None else learning_rate,
                 betas=configured.betas if betas is None else betas,
@@ -332,27 +331,27 @@ class Engine:
         the gradient of a mini-batch is not finite.
         """
         self._gradient.refuse_any()
-        with _refused_in_words("train"):
+        with refused_in_words("train"):
             work = self._learning_pass(per_token_outputs, temperature, bound, watch)
-        columns = self._columns_of(work)
-        shards: Iterable[list[PlacedShard]] = (self._weighed(plan, each, columns) for each in range(len(plan)))
+        columns = self._passes.columns_of(work)
+        shards: Iterable[list[PlacedShard]] = (self._passes.weighed(plan, each, columns) for each in range(len(plan)))
         if staged:
             shards = list(shards)
         outputs: list[RankOutput] = []
         applied: list[OptimStep] = []
         for placed in shards:
-            own = self._pass(evolve(work, step=self.step + 1), placed).result()
+            own = self._passes.run(evolve(work, step=self.step + 1), placed).result()
             refuse_not_finite(own, self.step + 1)
             outputs += own
             applied.append(self._applied(self._scheduled()).result())
-        output = self._merged(outputs, plan.cut)
+        output = self._passes.merged(outputs, plan.cut)
         count = len(plan)
         reported = {
             "grad_norm": Metric.mean(sum(each.grad_norm for each in applied), count),
             "learning_rate": Metric.mean(sum(each.learning_rate for each in applied), count),
         }
         metrics = {**means_over(output.metrics, count), **reported, **counts_of(plan.columns, plan.cut)}
-        return PassResult(metrics, output, self._spans.drain())
+        return PassResult(metrics, output, self._passes.spans.drain())
 
     def use_loss(self, table: Mapping[str, Any]) -> None:
         """Put another main loss in force, for the passes from now on. Terms and corrections stay, and so does the accumulated gradient.
@@ -369,7 +368,7 @@ class Engine:
         assembly = self.assembly.with_loss(loss)
         assembly.check(self._files.facts)
         self.group.use(assembly.locks)
-        self.assembly = assembly
+        self._passes.assembly = assembly
 
     def add_frozen(self, frozen: FrozenModel) -> None:
         """Load a model onto every rank that scores beside the trained one and that no step changes, in the place of one of its name.
@@ -451,31 +450,18 @@ class Engine:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self.group.save(directory)
-        state = {"step": self.step, "rotary_length": self._rotary_length()}
-        (directory / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
+        EngineState(self.step, self._rotary_length()).write(directory)
 
     def load(self, directory: str | Path) -> None:
         """Restore what `save` wrote. Raises CheckpointError."""
         directory = Path(directory)
-        try:
-            state = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
-            step, rotary = int(state["step"]), state.get("rotary_length")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{directory / STATE_FILE} cannot be read: {error}",
-                remedy="Load a directory that Engine.save wrote, of this version",
-            ) from error
-        if rotary != (own := self._rotary_length()) and rotary is not None:
-            raise CheckpointError(
-                f"the checkpoint was trained with rotary frequencies for rows of {rotary:,} tokens, and this run would go on with those for "
-                f"{'any number of' if own is None else format(own, ',')} tokens",
-                remedy=f"Set model.rotary_length = {rotary}",
-            )
+        state = EngineState.read(directory)
+        state.refuse_other_rotary(self._rotary_length())
         self.group.load(directory)
         self._gradient.parts.clear()
-        self.step = step
+        self.step = state.step
         if self._sampler is not None:
-            self._sampler.update(step)
+            self._sampler.update(state.step)
 
     def export(self, directory: str | Path) -> None:
         """Write the model as a Hugging Face directory, tokenizer included, or its adapters as PEFT takes them. Raises ModelError."""
@@ -513,7 +499,7 @@ class Engine:
 
         def reported(replies: list[StepReply]) -> OptimStep:
             for reply in replies:
-                self._spans.add(reply.cpu_seconds)
+                self._passes.spans.add(reply.cpu_seconds)
             return replies[0].step
 
         return self.group.optim_step(settings).on_failure(self._take_back).then(reported)
@@ -530,31 +516,10 @@ class Engine:
         if fixed is not None and self._files is not None:
             refuse_longer_rows(self._files.facts.model.path, fixed, int(np.diff(columns.token_offsets).max(initial=0)))
 
-    def _refuse_scores(self, scores: frozenset[str], frozen: ModelConfig | None) -> None:
-        """Refuse scores that the model, the trained or a frozen one, does not compute, before a rank meets them."""
-        # per-token outputs are one number per token, so candidates are for losses alone
-        has = {"logprobs", "entropy"} | ({*OPTIONAL_SCORES} & self.assembly.description.capabilities) - {LOGPROBS_AT}
-        model = frozen or (None if self._files is None else self._files.facts.model)
-        if model is None or model.value_head:
-            has |= {"values"}
-        if not scores or not scores <= has:
-            raise UnsupportedError(
-                f"the model does not give the scores {', '.join(sorted(scores - has)) or 'of no name'}",
-                remedy=f"Ask for some of {', '.join(sorted(has))}; values need model.value_head = true",
-            )
-
-    def _refuse_no_teacher(self) -> None:
-        """Refuse a loss that compares with a teacher, where no such frozen model was added."""
-        if asks_a_teacher(self.assembly.objective.scores) and TEACHER_MODEL not in self.group.frozen:
-            raise UnsupportedError(
-                "a part of the loss compares the model with a teacher on the ranks, and there is none",
-                remedy=f'Add it first: engine.add_frozen(FrozenModel("{TEACHER_MODEL}", model))',
-            )
-
     def _learning_pass(
         self, per_token_outputs: bool, temperature: float, bound: Mapping[str, str], watch: Iterable[Watched]
     ) -> Pass:
-        self._refuse_no_teacher()
+        refuse_no_teacher(self.assembly, self.group.frozen)
         return Pass(
             "forward_backward",
             self.step + 1,
@@ -568,88 +533,3 @@ class Engine:
         """Name the columns that a learning pass reads on the ranks."""
         watched = (OLD, SAMPLED) if "policy" in work.watch else ()
         return [name for name in (*self.assembly.objective.columns, *watched) if name not in work.bound]
-
-    def _weighed(self, plan: Plan, mini_batch: int, columns: Sequence[str]) -> list[PlacedShard]:
-        """Shards of a mini-batch with the reducer's weights, on their way to the ranks."""
-        chosen = plan.cut.mini_batches[mini_batch]
-        with self._spans("reduce"):
-            structure = batch_structure(
-                plan.columns, chosen, self.assembly.context.max_sequence_length, self._join, self.assembly.reducer
-            )
-            weights = compact_weights(self.assembly.reducer, structure)
-        return self._placed(plan.columns, chosen, weights, columns)
-
-    def _placed(
-        self, columns: SampleColumns, mini_batch: MiniBatchPlan, weights: TokenWeights, needs: Sequence[str]
-    ) -> list[PlacedShard]:
-        with self._spans("dispatch"):
-            return self.group.put(cut(columns, mini_batch, weights, needs, self._join))
-
-    def _forward(
-        self, plan: Plan, work: Pass, *, needs: Sequence[str], divisors: npt.NDArray[np.float64] | None = None
-    ) -> Future[list[RankOutput]]:
-        """One pass over every mini-batch, each token weighing its loss weight, over its sample's entry of `divisors` float64[N]."""
-        passes = []
-        for mini_batch in plan.cut.mini_batches:
-            weights = PerSequence(np.ones(len(mini_batch.samples)) if divisors is None else divisors[mini_batch.samples])
-            passes.append(self._pass(work, self._placed(plan.columns, mini_batch, weights, needs)))
-        return Future(lambda: [output for each in passes for output in each.result()])
-
-    def _pass(self, work: Pass, placed: Sequence[PlacedShard]) -> Future[list[RankOutput]]:
-        def received(replies: list[RankReply]) -> list[RankOutput]:
-            for reply in replies:
-                self._spans.add(reply.cpu_seconds)
-            return [reply.output for reply in replies]
-
-        return self.group.run(work, placed).then(received)
-
-    def _merged(self, outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
-        with self._spans("merge"):
-            return merged(self.assembly.merger, outputs, plan)
-
-    def _evaluated(self, outputs: Sequence[RankOutput], plan: Plan, total: float) -> PassResult:
-        output = self._merged(outputs, plan.cut)
-        means = {
-            name: Metric.mean(metric.value, total)
-            for name, metric in output.metrics.items()
-            if name == "loss" or name.startswith("objective/")
-        }
-        return PassResult({**output.metrics, **means, **counts_of(plan.columns, plan.cut)}, output, self._spans.drain())
-
-    def _learned(self, outputs: Sequence[RankOutput], plan: Plan, part: BatchPlan, step: int) -> PassResult:
-        refuse_not_finite(outputs, step)
-        output = self._merged(outputs, part)
-        return PassResult({**output.metrics, **counts_of(plan.columns, part)}, output, self._spans.drain())
-
-
-def _weight_per_sample(columns: SampleColumns) -> npt.NDArray[np.float64]:
-    """float64[N]: the sum of every sample's loss weights."""
-    running = np.concatenate([[0.0], np.cumsum(columns.loss_weight, dtype=np.float64)])[columns.action_offsets]
-    return np.diff(running)
-
-
-def _labels_in(columns: SampleColumns, labels: str | None) -> tuple[str, ...]:
-    """The column of labels, if there is one. Raises DataError where it holds other than one token id per token."""
-    if labels is None:
-        return ()
-    values = columns.columns.get(labels)
-    if values is None or values.dtype != np.int64 or values.shape[1:] != (1,):
-        found = (
-            "there is no such column"
-            if values is None
-            else f"the column is {values.dtype}[A{''.join(f', {k}' for k in values.shape[1:])}]"
-        )
-        raise DataError(
-            f"labels = {labels!r} names no column of one token id per token: {found}",
-            remedy="Give a column int64[A, 1] of token ids",
-        )
-    return (labels,)
-
-
-@contextmanager
-def _refused_in_words(call: str) -> Iterator[None]:
-    """Name the call whose numbers are refused."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        raise ConfigError([Problem(call, str(error.args[0]), "Give a number within this bound")]) from error

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 from attrs import frozen
 
 from skyrl_engine.contracts.values.columns import SampleColumns
@@ -63,3 +64,9 @@ def counts_of(columns: SampleColumns, plan: BatchPlan) -> dict[str, Metric]:
         "loss_tokens": Metric.sum(carrying),
         "padding_share": Metric.mean(dense - tokens, dense),
     }
+
+
+def weight_per_sample(columns: SampleColumns) -> npt.NDArray[np.float64]:
+    """Sum every sample's loss weights: float64[N]."""
+    running = np.concatenate([[0.0], np.cumsum(columns.loss_weight, dtype=np.float64)])[columns.action_offsets]
+    return np.diff(running)

@@ -1,0 +1,62 @@
+"""Refusals of what a caller asks of a pass, before a rank meets it."""
+
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+
+import numpy as np
+
+from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, TEACHER_MODEL, asks_a_teacher
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.engine.assembly import Assembly
+from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
+
+
+@contextmanager
+def refused_in_words(call: str) -> Iterator[None]:
+    """Name the call whose numbers are refused."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise ConfigError([Problem(call, str(error.args[0]), "Give a number within this bound")]) from error
+
+
+def labels_in(columns: SampleColumns, labels: str | None) -> tuple[str, ...]:
+    """Return the column of labels, if there is one. Raises DataError where it holds other than one token id per token."""
+    if labels is None:
+        return ()
+    values = columns.columns.get(labels)
+    if values is None or values.dtype != np.int64 or values.shape[1:] != (1,):
+        found = (
+            "there is no such column"
+            if values is None
+            else f"the column is {values.dtype}[A{''.join(f', {k}' for k in values.shape[1:])}]"
+        )
+        raise DataError(
+            f"labels = {labels!r} names no column of one token id per token: {found}",
+            remedy="Give a column int64[A, 1] of token ids",
+        )
+    return (labels,)
+
+
+def refuse_scores(scores: AbstractSet[str], assembly: Assembly, *, value_head: bool) -> None:
+    """Raise UnsupportedError for scores that a model, the trained or a frozen one, does not compute."""
+    # per-token outputs are one number per token, so candidates are for losses alone
+    has = {"logprobs", "entropy"} | ({*OPTIONAL_SCORES} & assembly.description.capabilities) - {LOGPROBS_AT}
+    if value_head:
+        has |= {"values"}
+    if not scores or not scores <= has:
+        raise UnsupportedError(
+            f"the model does not give the scores {', '.join(sorted(scores - has)) or 'of no name'}",
+            remedy=f"Ask for some of {', '.join(sorted(has))}; values need model.value_head = true",
+        )
+
+
+def refuse_no_teacher(assembly: Assembly, frozen: AbstractSet[str]) -> None:
+    """Raise UnsupportedError for a loss that compares with a teacher, where none is among the frozen models."""
+    if asks_a_teacher(assembly.objective.scores) and TEACHER_MODEL not in frozen:
+        raise UnsupportedError(
+            "a part of the loss compares the model with a teacher on the ranks, and there is none",
+            remedy=f'Add it first: engine.add_frozen(FrozenModel("{TEACHER_MODEL}", model))',
+        )

@@ -1,0 +1,99 @@
+"""Passes over the ranks as the controller sees them: shards are cut and placed, the work is run, and outputs are merged."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from attrs import define, field
+
+from skyrl_engine.contracts.kinds.reducer import PerSequence, TokenWeights
+from skyrl_engine.contracts.values.buffers import ReusableJoin
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
+from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan
+from skyrl_engine.engine.assembly import Assembly
+from skyrl_engine.engine.plan import Plan
+from skyrl_engine.engine.results import PassResult, counts_of, refuse_not_finite
+from skyrl_engine.objective.policy_metrics import OLD, SAMPLED
+from skyrl_engine.spans import Spans
+from skyrl_engine.workers.dispatch import PlacedShard, batch_structure, compact_weights, cut, merged, planned
+from skyrl_engine.workers.future import Future
+from skyrl_engine.workers.launch import WorkerGroup
+from skyrl_engine.workers.worker import Pass, RankReply
+
+
+@define(eq=False)
+class Passes:
+    """The controller's side of every pass, with the CPU time that it takes. `assembly` holds the parts in force."""
+
+    assembly: Assembly
+    group: WorkerGroup
+    spans: Spans = field(factory=Spans, init=False)
+    _join: ReusableJoin = field(factory=ReusableJoin, init=False)
+
+    def planned(self, columns: SampleColumns, layout: Layout) -> Plan:
+        """Cut a batch with the collator."""
+        with self.spans("plan"):
+            return Plan(columns, planned(self.assembly.collator, columns, layout))
+
+    def columns_of(self, work: Pass) -> list[str]:
+        """Name the columns that a learning pass reads on the ranks."""
+        watched = (OLD, SAMPLED) if "policy" in work.watch else ()
+        return [name for name in (*self.assembly.objective.columns, *watched) if name not in work.bound]
+
+    def weighed(self, plan: Plan, mini_batch: int, columns: Sequence[str]) -> list[PlacedShard]:
+        """Send shards of a mini-batch with the reducer's weights on their way to the ranks."""
+        chosen = plan.cut.mini_batches[mini_batch]
+        with self.spans("reduce"):
+            structure = batch_structure(
+                plan.columns, chosen, self.assembly.context.max_sequence_length, self._join, self.assembly.reducer
+            )
+            weights = compact_weights(self.assembly.reducer, structure)
+        return self._placed(plan.columns, chosen, weights, columns)
+
+    def forward(
+        self, plan: Plan, work: Pass, *, needs: Sequence[str], divisors: npt.NDArray[np.float64] | None = None
+    ) -> Future[list[RankOutput]]:
+        """Run one pass over every mini-batch, each token weighing its loss weight, over its sample's entry of `divisors` float64[N]."""
+        passes = []
+        for mini_batch in plan.cut.mini_batches:
+            weights = PerSequence(np.ones(len(mini_batch.samples)) if divisors is None else divisors[mini_batch.samples])
+            passes.append(self.run(work, self._placed(plan.columns, mini_batch, weights, needs)))
+        return Future(lambda: [output for each in passes for output in each.result()])
+
+    def run(self, work: Pass, placed: Sequence[PlacedShard]) -> Future[list[RankOutput]]:
+        """Run a pass over shards that were placed; one output per rank."""
+
+        def received(replies: list[RankReply]) -> list[RankOutput]:
+            for reply in replies:
+                self.spans.add(reply.cpu_seconds)
+            return [reply.output for reply in replies]
+
+        return self.group.run(work, placed).then(received)
+
+    def merged(self, outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
+        """Join what the ranks gave, in the order of the columns."""
+        with self.spans("merge"):
+            return merged(self.assembly.merger, outputs, plan)
+
+    def evaluated(self, outputs: Sequence[RankOutput], plan: Plan, total: float) -> PassResult:
+        """Give the result of a pass without gradients: the loss and each part's contribution are means over the weight `total`."""
+        output = self.merged(outputs, plan.cut)
+        means = {
+            name: Metric.mean(metric.value, total)
+            for name, metric in output.metrics.items()
+            if name == "loss" or name.startswith("objective/")
+        }
+        return PassResult({**output.metrics, **means, **counts_of(plan.columns, plan.cut)}, output, self.spans.drain())
+
+    def learned(self, outputs: Sequence[RankOutput], plan: Plan, part: BatchPlan, step: int) -> PassResult:
+        """Give the result of a pass with gradients over a part of a plan. Raises ModelError where its loss is not finite."""
+        refuse_not_finite(outputs, step)
+        output = self.merged(outputs, part)
+        return PassResult({**output.metrics, **counts_of(plan.columns, part)}, output, self.spans.drain())
+
+    def _placed(
+        self, columns: SampleColumns, mini_batch: MiniBatchPlan, weights: TokenWeights, needs: Sequence[str]
+    ) -> list[PlacedShard]:
+        with self.spans("dispatch"):
+            return self.group.put(cut(columns, mini_batch, weights, needs, self._join))
