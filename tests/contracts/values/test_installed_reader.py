@@ -21,6 +21,7 @@ def offered(tmp_path, monkeypatch):
     """Lay out a distribution as pip does; path entries of other distributions that offer a reader are left out."""
 
     def lay_out(name, target, source):
+        monkeypatch.delitem(sys.modules, name, raising=False)  # of an earlier session in this process, as mutation testing has
         (tmp_path / f"{name}.py").write_text(source)
         info = tmp_path / f"{name}-1.0.dist-info"
         info.mkdir()
