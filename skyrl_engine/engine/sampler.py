@@ -168,6 +168,7 @@ class Sampler:
             ("stop_strings", bool(sampling.stop_strings)),
             ("prompt_logprobs", request.prompt_logprobs),
             ("top_logprobs", request.top_logprobs > 0),
+            ("top_prompt_logprobs", request.top_prompt_logprobs > 0),
         ]
         for capability, wanted in asked:
             if wanted and capability not in self.description.capabilities:

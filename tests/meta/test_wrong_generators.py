@@ -40,6 +40,7 @@ FAULTS = [
     (wrong.FilterIgnored, {"filters"}, "cuts off"),
     (wrong.PromptScoresFromZero, {"prompt_scores"}, "NaN for the first"),
     (wrong.NoTopScores, {"top_scores"}, "Fill Completion.top_logprobs"),
+    (wrong.TopScoresBehindThePlace, {"top_prompt_scores"}, "most likely ones per place of the prompt"),
     (wrong.SeedsOf32Bits, {"whole_seeds"}, "from the seeds 5 and 5 + 2**32"),
     (wrong.IgnoresAborts, {"aborts_apart"}, "that were aborted as soon as they were sent"),
 ]

@@ -5,7 +5,7 @@ import torch
 from attrs import define, evolve, field
 
 from skyrl_engine import ContractError
-from skyrl_engine.contracts import Completion, GeneratorDescription, VersionSpans
+from skyrl_engine.contracts import Completion, GeneratorDescription, TopLogprobs, VersionSpans
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
 from skyrl_engine.modeling.tiny import SIZES, VOCABULARY
 from skyrl_engine.modeling.twin import copied_model, fill
@@ -334,6 +334,22 @@ class PromptScoresFromZero(Plain):
 
 class NoTopScores(Plain):
     description = evolve(Plain.description, capabilities=Plain.description.capabilities | {"top_logprobs"})
+
+
+class TopScoresBehindThePlace(Plain):
+    """Gives at every place of a prompt what may follow its token, and not what may stand in its place."""
+
+    description = evolve(Plain.description, capabilities=Plain.description.capabilities | {"top_prompt_logprobs"})
+
+    @torch.inference_mode()
+    def completion(self, state, finish, stop=None, error=None):
+        ids = torch.from_numpy(state.request.prompt_ids.astype(np.int64))[None]
+        scaled = self.logits([state], ids)[0] / (state.request.sampling.temperature or 1.0)
+        most = scaled.log_softmax(-1).topk(max(1, state.request.top_prompt_logprobs))
+        values = most.values.numpy().astype(np.float32)
+        values[0] = np.nan
+        top = TopLogprobs(most.indices.numpy().astype(np.int32), values)
+        return evolve(super().completion(state, finish, stop, error), top_prompt_logprobs=top)
 
 
 class SameNumberForEveryToken(Plain):

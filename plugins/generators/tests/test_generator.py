@@ -12,6 +12,7 @@ from skyrl_engine import ContractError, ModelError, UnsupportedError
 from skyrl_engine.contracts import POLICY, GenerationRequest, GeneratorStart, ModelConfig, Sampling
 from skyrl_engine.modeling.loading import load_causal_lm
 from skyrl_engine.modeling.tiny import write_tokenizer
+from skyrl_engine_generators import loop
 from skyrl_engine_generators.generator import HfGenerator
 from skyrl_engine_generators.options import HfOptions
 from skyrl_engine_generators.rows import CachedRows, ReadRows
@@ -187,20 +188,39 @@ def test_an_update_while_sampling_goes_on_with_the_new_weights(folder):
     assert np.abs(whole[:3] - done.logprobs[:3]).max() > 1e-3
 
 
-def test_scores_of_prompts_and_of_the_most_likely_tokens(folder, model):
+def test_scores_of_prompts_and_of_the_most_likely_tokens(folder, model, monkeypatch):
+    monkeypatch.setattr(loop, "LOGITS_AT_ONCE", 2 * model.config.vocab_size)  # two places of the prompt at once
     ids = np.array([3, 9, 27, 81], dtype=np.int32)
-    asked = GenerationRequest(
-        0, ids, Sampling(max_tokens=3, temperature=0.5, ignore_eos=True), 0, prompt_logprobs=True, top_logprobs=5, prefix_group=1
-    )
-    (done,) = finished(started(folder, model), [asked])
+    sampling = Sampling(max_tokens=3, temperature=0.5, ignore_eos=True)
+    asked = GenerationRequest(0, ids, sampling, 0, prompt_logprobs=True, top_logprobs=5, top_prompt_logprobs=2, prefix_group=1)
+    neither = GenerationRequest(1, ids, sampling, 0, prefix_group=1)
+    ranked = GenerationRequest(2, ids, sampling, 0, top_prompt_logprobs=100, prefix_group=1)
+    done, plain, alone = finished(started(folder, model), [asked, neither, ranked])
+    assert plain.prompt_logprobs is None
+    assert plain.top_prompt_logprobs is None
+    assert alone.prompt_logprobs is None
+    assert alone.top_prompt_logprobs.token_ids.shape == (4, 100)
     whole = torch.from_numpy(np.concatenate([ids, done.token_ids]).astype(np.int64))
     with torch.no_grad():
         scores = (model(input_ids=whole[None]).logits[0].double() / 0.5).log_softmax(-1)
     assert np.isnan(done.prompt_logprobs[0])
     np.testing.assert_allclose(done.prompt_logprobs[1:], scores[:3].gather(1, whole[1:4, None])[:, 0], atol=1e-4)
+    given = done.top_prompt_logprobs
+    assert given.token_ids[0].tolist() == [0, 0]
+    assert np.isnan(given.logprobs[0]).all()
+    most = scores[:3].topk(2)
+    np.testing.assert_allclose(given.logprobs[1:], most.values, atol=1e-4)
+    assert given.token_ids[1:].tolist() == most.indices.tolist()
     most = scores[3:6].topk(5)
     np.testing.assert_allclose(done.top_logprobs.logprobs, most.values, atol=1e-4)
     assert done.top_logprobs.token_ids.tolist() == most.indices.tolist()
+
+
+@pytest.mark.parametrize("asked", [{"top_logprobs": 1000}, {"top_prompt_logprobs": 1000}])
+def test_more_most_likely_tokens_than_there_are_is_refused(folder, model, asked):
+    request = GenerationRequest(0, np.array([3], dtype=np.int32), Sampling(max_tokens=1), 0, **asked)
+    with pytest.raises(ContractError, match="the 1000 most likely tokens of a vocabulary of 128"):
+        started(folder, model).submit([request])
 
 
 def test_stop_strings_are_found_in_the_text_as_it_is_decoded(folder, model):

@@ -91,9 +91,9 @@ def test_log_probabilities_are_of_what_was_drawn_from():
     ]
     drawn = draw(logits, torch.tensor([0.3, 0.9, 0.6], dtype=torch.float64), RowDistributions.of(asked, CPU))
     assert drawn.tokens[1] == logits[1].argmax()
-    due = [logprobs_of(logits[:2], drawn.tokens[:2], 1.0)]
-    np.testing.assert_allclose(drawn.logprobs[1], due[0][1], atol=1e-6)
-    np.testing.assert_allclose(drawn.logprobs[0], logprobs_of(logits[:1], drawn.tokens[:1], 0.5)[0], atol=1e-6)
+    due = logprobs_of(logits[1:2], drawn.tokens[1:2, None], 1.0)
+    np.testing.assert_allclose(drawn.logprobs[1], due[0, 0], atol=1e-6)
+    np.testing.assert_allclose(drawn.logprobs[0], logprobs_of(logits[:1], drawn.tokens[:1, None], 0.5)[0, 0], atol=1e-6)
     four = (logits[2] / 2).topk(4)
     place = four.indices.tolist().index(int(drawn.tokens[2]))
     np.testing.assert_allclose(drawn.logprobs[2], four.values.double().log_softmax(-1)[place], atol=1e-6)

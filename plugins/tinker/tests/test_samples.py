@@ -85,6 +85,21 @@ def test_top_k_of_samples_holds_the_k_most_likely_tokens(sample, settings):
     assert torch.allclose(found, expected.values, rtol=0, atol=1e-4)
 
 
+def test_top_k_of_prompts_holds_the_k_most_likely_tokens_of_its_last_places(sample, settings):
+    row = [5, 6, 7, 8, 9, 10]
+    expected = own_logprobs(settings, row)[:-1].topk(3)
+    response = sample(prompt=text(row), num_samples=2, prompt_logprobs=True, topk_prompt_logprobs=3, prompt_logprobs_last_n=2)
+    own, top = np.frombuffer(response.prompt_logprobs, "<f4"), response.topk_prompt_logprobs
+    assert np.isnan(own).tolist() == [True] * 4 + [False] * 2
+    assert (top.k, top.length) == (3, 6)
+    ids, values = (np.frombuffer(each, kind).reshape(6, 3) for each, kind in ((top.token_ids, "<i4"), (top.logprobs, "<f4")))
+    assert (ids[:4] == 0).all()
+    assert (values[:4] == -99999).all()
+    assert np.array_equal(ids[4:], expected.indices[3:].numpy())
+    assert np.abs(values[4:] - expected.values[3:].numpy()).max() < 1e-4
+    assert not sample(prompt=text(row)).HasField("topk_prompt_logprobs")
+
+
 def test_logprobs_are_those_of_transformers(client, model, sample, settings, message):
     """The same model through transformers alone gives those of training, of prompts and of samples at temperature 1, within 1e-4."""
     row = [5, 6, 7, 8, 9, 10, 11, 20, 30, 40]
@@ -122,7 +137,11 @@ def column(tokens):
         ({"num_samples": 0}, "do not fit"),
         ({"num_samples": 10**9}, "do not fit"),
         ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}, "no text"),
-        ({"topk_prompt_logprobs": 2}, "has no topk_prompt_logprobs"),
+        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "has no target_prompt_logprobs"),
+        ({"topk_prompt_logprobs": 101}, "at most the 100 most likely"),
+        ({"topk_sample_logprobs": -1}, "at most the 100 most likely"),
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 10**6}, "is 1 to"),
+        ({"prompt_logprobs_last_n": 1}, "goes with prompt_logprobs"),
         ({"sampling_params": {"max_tokens": 1000}}, "do not fit"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
     ],

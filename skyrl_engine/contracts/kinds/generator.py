@@ -25,6 +25,7 @@ GeneratorCapability = Literal[
     "filters",
     "prompt_logprobs",
     "top_logprobs",
+    "top_prompt_logprobs",
     "update_while_generating",
     "prefix_reuse",
     "recorded",
@@ -69,7 +70,8 @@ class GenerationRequest:
     `request_id` is unique among the requests of a generator. Turns of one trajectory share a `session`, and attempts at one task share a
     `prefix_group` (None: nobody does), for caches. A run by reinforcement counts sessions through: attempt m of the group of ticket t is
     `t * rl.group_size + m`. `seed` (uint64) alone decides what is drawn, whatever else is sampled beside it. `target`
-    names the weight set. `prompt_logprobs` and `top_logprobs` (how many tokens per place) ask for what the capabilities of these names give.
+    names the weight set. `prompt_logprobs`, `top_logprobs` (how many tokens per sampled place) and `top_prompt_logprobs` (how many per place
+    of the prompt) ask for what the capabilities of these names give.
     """
 
     request_id: int
@@ -81,6 +83,7 @@ class GenerationRequest:
     target: str = POLICY
     prompt_logprobs: bool = False
     top_logprobs: int = 0
+    top_prompt_logprobs: int = 0
 
 
 @frozen(eq=False)
@@ -97,8 +100,11 @@ class Completion:
 
     `token_ids` int32[n], 0 <= n <= max_tokens, include the token that stopped sampling, and nothing is cut off behind it. `logprobs` float32[n]
     are in nats, of softmax(logits / temperature) that was sampled from (temperature 0: of softmax(logits)); where the distribution was cut off,
-    of what was left. `prompt_logprobs` are at the same temperature and never cut off. `stop` is the token id or string
-    that ended it where `finish` is "stop". `error` says what failed where `finish` is "error". `prompt_logprobs` float32[P], NaN at place 0.
+    of what was left. `stop` is the token id or string that ended it where `finish` is "stop". `error` says what failed where `finish` is
+    "error".
+
+    `prompt_logprobs` float32[P] are at the same temperature and never cut off, NaN at place 0; `top_prompt_logprobs` have P places, of which
+    the first holds zeros for ids and NaN.
     """
 
     request_id: int
@@ -110,6 +116,7 @@ class Completion:
     error: str | None = None
     prompt_logprobs: npt.NDArray[np.float32] | None = None
     top_logprobs: TopLogprobs | None = None
+    top_prompt_logprobs: TopLogprobs | None = None
 
 
 class WeightSource(Protocol):

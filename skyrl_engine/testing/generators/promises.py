@@ -26,6 +26,7 @@ from skyrl_engine.testing.generators.sampling_promises import (
     spans,
     stop_strings,
     stop_tokens,
+    top_prompt_scores,
     top_scores,
     whole_seeds,
 )
@@ -47,6 +48,7 @@ GENERATOR_PROMISES: tuple[Promise[Any, Any], ...] = (
     filters,
     prompt_scores,
     top_scores,
+    top_prompt_scores,
     aborts,
     aborts_apart,
     updates,

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from attrs import evolve
 
-from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
+from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling, TopLogprobs
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
 from skyrl_engine.modeling.tiny import VOCABULARY
@@ -319,12 +319,35 @@ def top_scores(subject: Subject[Any], _case: None) -> None:
         requests = [evolve(request, top_logprobs=4) for request in requests_of(6)]
         for request, done in zip(requests, at_work.sampled(requests), strict=True):
             due = due_logprobs(at_work.weights, request, done)
-            top = done.top_logprobs
-            if top is None or top.token_ids.shape != (len(done.token_ids), 4) or top.logprobs.shape != top.token_ids.shape:
-                raise Broken("gives no 4 most likely tokens per sampled token", "Fill Completion.top_logprobs, [n, k]")
-            best = -np.sort(-due, axis=-1)[:, :4]
-            own = np.take_along_axis(due, top.token_ids.astype(np.int64), axis=-1)
-            if max(np.abs(best - top.logprobs).max(), np.abs(own - top.logprobs).max()) > TOLERANCE:
+            _require_most_likely(done.top_logprobs, due, "per sampled token", "top_logprobs, [n, k]")
+
+
+@promise(
+    "The most likely tokens at every place of a prompt are the model's, and NaN at the first", exempt=claims("top_prompt_logprobs")
+)
+def top_prompt_scores(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        requests = [evolve(request, top_prompt_logprobs=4) for request in requests_of(6, temperature=0.5)]
+        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+            due = at_work.weights.logprobs(request.prompt_ids.tolist(), 0.5)[: len(request.prompt_ids) - 1]
+            top = done.top_prompt_logprobs
+            if top is None or len(top.logprobs) != len(request.prompt_ids) or not np.isnan(top.logprobs[0]).all():
                 raise Broken(
-                    "gives other tokens or log-probabilities than the model's most likely ones", "Take the largest of log_softmax"
+                    f"gives no most likely tokens at the {len(request.prompt_ids)} places of a prompt",
+                    "Fill Completion.top_prompt_logprobs, [P, k], with NaN for the first place",
                 )
+            _require_most_likely(
+                TopLogprobs(top.token_ids[1:], top.logprobs[1:]), due, "per place of the prompt", "top_prompt_logprobs, [P, k]"
+            )
+
+
+def _require_most_likely(top: TopLogprobs | None, due: Any, where: str, field: str) -> None:
+    """Raise Broken unless `top` holds the 4 largest log-probabilities of each row of `due` float64[n, V], and their tokens."""
+    if top is None or top.token_ids.shape != (len(due), 4) or top.logprobs.shape != top.token_ids.shape:
+        raise Broken(f"gives no 4 most likely tokens {where}", f"Fill Completion.{field}")
+    best = -np.sort(-due, axis=-1)[:, :4]
+    own = np.take_along_axis(due, top.token_ids.astype(np.int64), axis=-1)
+    if max(np.abs(best - top.logprobs).max(initial=0), np.abs(own - top.logprobs).max(initial=0)) > TOLERANCE:
+        raise Broken(
+            f"gives other tokens or log-probabilities than the model's most likely ones {where}", "Take the largest of log_softmax"
+        )

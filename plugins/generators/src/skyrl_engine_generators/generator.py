@@ -91,6 +91,12 @@ class HfGenerator:
                 f"request {request.request_id} has the token {prompt[place]} at place {place}, outside of the vocabulary of {vocabulary}",
                 remedy="Encode the prompt with the model's own tokenizer",
             )
+        most = max(request.top_logprobs, request.top_prompt_logprobs)
+        if most > vocabulary:
+            raise ContractError(
+                f"request {request.request_id} asks for the {most} most likely tokens of a vocabulary of {vocabulary}",
+                remedy="Ask for fewer",
+            )
 
     def poll(self, timeout: float) -> list[Completion]:
         """Sample until something is finished, or for `timeout` seconds; at least one step."""

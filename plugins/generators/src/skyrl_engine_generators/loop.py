@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import Factory, define, field
+from attrs import Factory, define, field, frozen
 from torch import Tensor
 
 from skyrl_engine.contracts import Completion, FinishReason, GenerationRequest, TopLogprobs, VersionSpans
@@ -26,6 +26,14 @@ LOGITS_AT_ONCE = 2**22
 """Logits that log-probabilities of a prompt are computed from at once."""
 
 
+@frozen(eq=False)
+class PromptScores:
+    """Scores of a prompt of P tokens: `logprobs` float32[P], NaN at place 0, and the most likely tokens of every place, if asked for."""
+
+    logprobs: npt.NDArray[np.float32]
+    top: TopLogprobs | None
+
+
 @define(eq=False)
 class SampledRow:
     """A request on its way: what was sampled so far, by which versions."""
@@ -38,7 +46,7 @@ class SampledRow:
     starts: list[int] = Factory(list)
     versions: list[int] = Factory(list)
     top: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = Factory(list)
-    prompt_logprobs: npt.NDArray[np.float32] | None = None
+    prompt_scores: PromptScores | None = None
     end: Tensor | None = None
     """The hidden state [width] behind the prompt, for rows whose prompt others have too; by the weights that the row is sampled with."""
     _uniforms: list[float] = Factory(list)
@@ -61,9 +69,15 @@ class SampledRow:
         return self.tokens[-1] if self.tokens else int(self.prompt[-1])
 
     @property
+    def asks_of_prompt(self) -> bool:
+        """Say whether log-probabilities of the prompt are still due."""
+        asked = self.request.prompt_logprobs or self.request.top_prompt_logprobs > 0
+        return asked and self.prompt_scores is None
+
+    @property
     def prefix(self) -> tuple[int, bytes] | None:
         """Return what rows have alike whose prompts need to be read once; None where this one is read by itself."""
-        if self.request.prefix_group is None or self.tokens or (self.request.prompt_logprobs and self.prompt_logprobs is None):
+        if self.request.prefix_group is None or self.tokens or self.asks_of_prompt:
             return None
         return self.request.prefix_group, self.prompt.tobytes()
 
@@ -87,6 +101,7 @@ class SampledRow:
             wide = (0, self.request.top_logprobs)
             ids, values = zip(*self.top, strict=True) if self.top else ((np.zeros(wide, np.int32),), (np.zeros(wide, np.float32),))
             top = TopLogprobs(np.vstack(ids), np.vstack(values))
+        scores = self.prompt_scores
         return Completion(
             self.request.request_id,
             np.array(self.tokens, dtype=np.int32),
@@ -95,8 +110,9 @@ class SampledRow:
             finish,
             stop,
             error,
-            self.prompt_logprobs,
+            scores.logprobs if scores is not None and self.request.prompt_logprobs else None,
             top,
+            None if scores is None else scores.top,
         )
 
 
@@ -214,8 +230,8 @@ class SlotLoop:
         ends = [hidden[place, len(each) - 1] for place, each in enumerate(ids)]
         for place, row in enumerate(fresh):
             prefix = row.prefix
-            if row.request.prompt_logprobs and row.prompt_logprobs is None:
-                row.prompt_logprobs = self._of_prompt(row, hidden[place])
+            if row.asks_of_prompt:
+                row.prompt_scores = self._of_prompt(row, hidden[place])
             if prefix is None:
                 continue
             row.end = ends[place].clone()
@@ -246,16 +262,21 @@ class SlotLoop:
             done.append(None if finish is None else row.completion(finish, stop))
         return done
 
-    def _of_prompt(self, row: SampledRow, hidden: Tensor) -> npt.NDArray[np.float32]:
-        """float32[P]: the log-probability of every prompt token behind those before it, NaN at place 0."""
-        found = np.full(len(row.prompt), np.nan, dtype=np.float32)
+    def _of_prompt(self, row: SampledRow, hidden: Tensor) -> PromptScores:
+        """Score every prompt token, and the most likely ones in its place, behind the tokens before it."""
+        count, k, temperature = len(row.prompt), row.request.top_prompt_logprobs, row.request.sampling.temperature
+        found = np.full(count, np.nan, dtype=np.float32)
+        top = TopLogprobs(np.zeros((count, k), dtype=np.int32), np.full((count, k), np.nan, dtype=np.float32))
         step = max(1, LOGITS_AT_ONCE // self._rows.vocabulary)
-        for start in range(0, len(row.prompt) - 1, step):
-            stop = min(start + step, len(row.prompt) - 1)
-            labels = torch.from_numpy(row.prompt[start + 1 : stop + 1]).to(hidden.device)
-            logits = self._rows.logits(hidden[start:stop])
-            found[start + 1 : stop + 1] = logprobs_of(logits, labels, row.request.sampling.temperature).cpu().numpy()
-        return found
+        for start in range(0, count - 1, step):
+            places = slice(start + 1, min(start + step, count - 1) + 1)
+            logits = self._rows.logits(hidden[places.start - 1 : places.stop - 1])
+            own = torch.from_numpy(row.prompt[places, None]).to(logits.device)
+            most = logits.topk(k).indices
+            scores = logprobs_of(logits, torch.cat([own, most], dim=1), temperature).cpu().numpy()
+            found[places], top.logprobs[places] = scores[:, 0], scores[:, 1:]
+            top.token_ids[places] = most.cpu().numpy()
+        return PromptScores(found, top if k else None)
 
     def _compact(self, ended: Iterable[bool]) -> None:
         """Drop rows that ended, and move the last live ones into their slots."""

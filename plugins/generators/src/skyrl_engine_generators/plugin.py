@@ -19,8 +19,8 @@ class HfPlugin:
         return GeneratorDescription(
             capabilities=frozenset(
                 {
-                    *("logprobs", "seeded", "abort", "stop_strings", "filters", "prompt_logprobs", "top_logprobs"),
-                    *("update_while_generating", "prefix_reuse"),
+                    *("logprobs", "seeded", "abort", "stop_strings", "filters", "update_while_generating", "prefix_reuse"),
+                    *("prompt_logprobs", "top_logprobs", "top_prompt_logprobs"),
                 }
             ),
             accepts=("module", "tensors"),

@@ -82,10 +82,10 @@ def draw(logits_NV: Tensor, uniforms_N: Tensor, settings: RowDistributions) -> D
     return DrawnTokens(tokens_N1[:, 0], logprobs, scaled_NV, normalizer_N1)
 
 
-def logprobs_of(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
-    """float64[n]: log-probabilities of given tokens under softmax(logits / temperature); temperature 0 counts as 1."""
+def logprobs_of(logits_NV: Tensor, tokens_NK: Tensor, temperature: float) -> Tensor:
+    """float64[n, k]: log-probabilities of given tokens under softmax(logits / temperature); temperature 0 counts as 1."""
     scaled = (logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()) / (temperature or 1.0)
-    return (scaled.gather(1, tokens_N[:, None]).double() - scaled.double().logsumexp(-1, keepdim=True))[:, 0]
+    return scaled.gather(1, tokens_NK).double() - scaled.double().logsumexp(-1, keepdim=True)
 
 
 def cut_off(scaled_V: Tensor, sampling: Sampling) -> Tensor:

@@ -86,7 +86,7 @@ def _gap(kind: type[CachedRows] | type[ReadRows], model: Any, limit: int | None)
             ids = torch.from_numpy(np.concatenate([request.prompt_ids, sampled]).astype(np.int64)).to(rows.device)
             logits = model(input_ids=ids[None], use_cache=False).logits[0]
             first = len(request.prompt_ids)
-            whole = logprobs_of(logits[first - 1 : -1], ids[first:], 1.0).cpu().numpy()
+            whole = logprobs_of(logits[first - 1 : -1], ids[first:, None], 1.0)[:, 0].cpu().numpy()
             gaps.append(np.abs(whole - got[request.request_id].logprobs))
     found = np.concatenate(gaps)
     gap = float(found.mean() if _in_bfloat16(model) else found.max())

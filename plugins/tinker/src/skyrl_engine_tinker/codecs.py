@@ -13,6 +13,9 @@ from skyrl_engine_tinker.wire import CLASSES, FLOAT32, INT32, INT64, LENGTH, STO
 
 Array = npt.NDArray[Any]
 
+NOT_SCORED = -99_999.0
+"""What the SDK takes for a place of a prompt without scores (`tinker.types.topk_logprobs.MASK_LOGPROB`)."""
+
 _DTYPES: Mapping[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
 
 
@@ -96,18 +99,25 @@ def encoded_outputs(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> 
     return bytes(message.SerializeToString())
 
 
-def encoded_samples(completions: list[Completion], *, prompt_logprobs: bool) -> bytes:
-    """Encode a SampleResponse of one prompt's completions; log-probabilities of the prompt are the first one's."""
+def encoded_samples(completions: list[Completion], *, last: int) -> bytes:
+    """Encode a SampleResponse of one prompt's completions; the first one's scores of the prompt, of its `last` tokens."""
     message = CLASSES["SampleResponse"]()
     for completion in completions:
         sequence = message.sequences.add(stop_reason=STOP if completion.finish == "stop" else LENGTH)
         sequence.tokens = completion.token_ids.astype("<i4").tobytes()
         sequence.logprobs = completion.logprobs.astype("<f4").tobytes()
         if (top := completion.top_logprobs) is not None:
-            count, k = top.token_ids.shape
-            sequence.topk_sampled_logprobs.token_ids = top.token_ids.astype("<i4").tobytes()
-            sequence.topk_sampled_logprobs.logprobs = top.logprobs.astype("<f4").tobytes()
-            sequence.topk_sampled_logprobs.k, sequence.topk_sampled_logprobs.length = k, count
-    if prompt_logprobs and completions[0].prompt_logprobs is not None:
-        message.prompt_logprobs = completions[0].prompt_logprobs.astype("<f4").tobytes()
+            _fill(sequence.topk_sampled_logprobs, top.token_ids, top.logprobs)
+    own, top = completions[0].prompt_logprobs, completions[0].top_prompt_logprobs
+    if own is not None:
+        message.prompt_logprobs = np.where(np.arange(len(own)) < len(own) - last, np.nan, own).astype("<f4").tobytes()
+    if top is not None:
+        scored = (np.arange(len(top.logprobs)) >= max(1, len(top.logprobs) - last))[:, None]
+        _fill(message.topk_prompt_logprobs, np.where(scored, top.token_ids, 0), np.where(scored, top.logprobs, NOT_SCORED))
     return bytes(message.SerializeToString())
+
+
+def _fill(message: Any, token_ids: Array, logprobs: Array) -> None:
+    """Write the k most likely tokens of n places, both [n, k], into a TopkLogprobs."""
+    message.token_ids, message.logprobs = token_ids.astype("<i4").tobytes(), logprobs.astype("<f4").tobytes()
+    message.length, message.k = token_ids.shape

@@ -87,6 +87,7 @@ class Samplers:
                     target=target,
                     prompt_logprobs=call.prompt_logprobs and number == first,
                     top_logprobs=call.top_logprobs,
+                    top_prompt_logprobs=call.top_prompt_logprobs if number == first else 0,
                 )
                 for number, own in zip(numbers, seeds, strict=True)
             ]
@@ -200,4 +201,4 @@ def _answer(waiting: _Waiting) -> None:
     if wrong is not None:
         waiting.promise.fail(RequestError(wrong.error or "the generator could not sample"))
         return
-    waiting.promise.set(encoded_samples(completions, prompt_logprobs=waiting.call.prompt_logprobs))
+    waiting.promise.set(encoded_samples(completions, last=waiting.call.last))

@@ -12,10 +12,8 @@ from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.settings import ServeTable
 
 _REFUSED = (
-    "topk_prompt_logprobs",
     "target_prompt_logprobs",
     "prompt_alt_tokens_k",
-    "prompt_logprobs_last_n",
     "record_stability_info",
 )
 """Fields that change an answer in a way that this server has not."""
@@ -31,6 +29,9 @@ class SampleCall:
     seed: int | None
     prompt_logprobs: bool
     top_logprobs: int
+    top_prompt_logprobs: int
+    last: int
+    """How many tokens at the prompt's end are scored, where tokens of the prompt are."""
 
     @classmethod
     def read(cls, given: Mapping[str, Any], limits: ServeTable) -> "SampleCall":
@@ -59,5 +60,10 @@ class SampleCall:
             stop_strings=tuple(each for each in stops if isinstance(each, str)),
             ignore_eos=stop is not None and not stops,
         )
-        top = int(given.get("topk_sample_logprobs") or 0)
-        return cls(prompt, sampling, count, params.get("seed"), bool(given.get("prompt_logprobs")), top)
+        top, top_of_prompt = (int(given.get(name) or 0) for name in ("topk_sample_logprobs", "topk_prompt_logprobs"))
+        if not 0 <= min(top, top_of_prompt) <= max(top, top_of_prompt) <= limits.top_logprobs:
+            raise RequestError(f"this server gives at most the {limits.top_logprobs} most likely tokens (serve.top_logprobs)")
+        scored, last = bool(given.get("prompt_logprobs")), given.get("prompt_logprobs_last_n")
+        if last is not None and (not scored or not 1 <= int(last) < len(prompt)):
+            raise RequestError(f"prompt_logprobs_last_n goes with prompt_logprobs, and is 1 to {len(prompt) - 1} for this prompt")
+        return cls(prompt, sampling, count, params.get("seed"), scored, top, top_of_prompt, int(last or len(prompt)))

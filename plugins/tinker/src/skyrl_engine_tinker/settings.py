@@ -42,6 +42,8 @@ class ServeTable:
     """Bytes of a request, also when it is decompressed."""
     samples: int = field(default=1_024, validator=[instance_of(int), ge(1)])
     """Samples under way at once."""
+    top_logprobs: int = field(default=100, validator=[instance_of(int), ge(0)])
+    """The most likely tokens at a place of a prompt or of a sample, at most."""
     weight_sets: int = field(default=2, validator=[instance_of(int), ge(0)])
     """Copies of weights that samplers of earlier steps, of base models and of checkpoints keep; in-flight samplers have one more."""
     hole_seconds: float = field(default=60.0, validator=[instance_of((int, float)), ge(0)])

@@ -47,7 +47,11 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "logprobs": (3, "?bytes"),
         "topk_sampled_logprobs": (4, "?TopkLogprobs"),
     },
-    "SampleResponse": {"sequences": (1, "*SampledSequence"), "prompt_logprobs": (2, "?bytes")},
+    "SampleResponse": {
+        "sequences": (1, "*SampledSequence"),
+        "prompt_logprobs": (2, "?bytes"),
+        "topk_prompt_logprobs": (3, "?TopkLogprobs"),
+    },
 }
 
 _Field = descriptor_pb2.FieldDescriptorProto
