@@ -14,7 +14,7 @@ from skyrl_engine_tinker.wire import CLASSES, FLOAT32, INT32, INT64, LENGTH, STO
 Array = npt.NDArray[Any]
 
 NOT_SCORED = -99_999.0
-"""What the SDK takes for a place of a prompt without scores (`tinker.types.topk_logprobs.MASK_LOGPROB`)."""
+"""The SDK's mark of a place without scores (`tinker.types.topk_logprobs.MASK_LOGPROB`)."""
 
 _DTYPES: Mapping[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
 
