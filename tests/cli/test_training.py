@@ -1,4 +1,4 @@
-"""What surrounds a run on the command line."""
+"""Surroundings of a run on the command line."""
 
 import gc
 

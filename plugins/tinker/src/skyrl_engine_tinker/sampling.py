@@ -31,7 +31,7 @@ class SampleCall:
     top_logprobs: int
     top_prompt_logprobs: int
     last: int
-    """How many tokens at the prompt's end are scored, where tokens of the prompt are."""
+    """Count of the tokens at the prompt's end that are scored, where tokens of the prompt are."""
 
     @classmethod
     def read(cls, given: Mapping[str, Any], limits: ServeTable) -> "SampleCall":
