@@ -11,7 +11,7 @@ from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded import plan_reference
 from skyrl_engine_collators.padded.collator import PaddedCollator
-from skyrl_engine_collators.planning.ranks import balance
+from skyrl_engine_collators.planning.ranks import balance, largest_first
 
 
 def lengths_of(tokens, *, actions=None, groups=None, units=None, ids=None):
@@ -89,6 +89,12 @@ def test_samples_of_like_length_share_a_micro_batch_of_few_rows():
     assert shares[False] > 0.25
 
 
+def test_units_of_like_width_share_a_micro_batch_whatever_they_cost():
+    """Widths 9, 6, 8 and 5, and 10, 12, 9 and 10 tokens in all."""
+    lengths = lengths_of([9, 1, 6, 6, 8, 1, 5, 5], units=[0, 0, 1, 1, 2, 2, 3, 3])
+    assert shape_of(plan_of(lengths, micro_batch_rows=4)) == [[[[0, 1, 4, 5], [2, 3, 6, 7]]]]
+
+
 def test_ranks_take_equally_many_rows_where_rows_limit_a_micro_batch():
     """One sample of 100 tokens weighs as much as the seven others, but both ranks get two micro-batches of two rows."""
     plan = plan_of(lengths_of([100, 1, 1, 1, 1, 1, 1, 1]), dp=2, micro_batch_rows=2)
@@ -128,6 +134,14 @@ def test_ranks_without_work_get_rows_without_samples():
     assert shape_of(plan) == [[[[0]], [[]], [[]]]]
     empty = plan.mini_batches[0].ranks[1][0]
     assert (empty.rows, empty.width, empty.action_width) == (1, 1, 0)
+
+
+def test_rows_without_samples_have_their_places_in_the_order():
+    """Samples of 9, 1, 1 and 1 tokens on two ranks: the first has one micro-batch with a sample, and as many as the second."""
+    plan = plan_of(lengths_of([9, 1, 1, 1]), dp=2, micro_batch_tokens=9, micro_batch_rows=1)
+    for rank in plan.mini_batches[0].ranks:
+        assert [each.following for each in rank] == [rank[place + 1 :] for place in range(len(rank))]
+    assert {each.alignment for each in plan.micro_batches} == {1}
 
 
 def test_mini_batches_take_whole_groups_in_the_given_order():
@@ -184,6 +198,10 @@ def test_balance_keeps_its_bound_and_its_cap(costs, ranks, slack):
     most = -(-len(costs) // ranks) + slack
     capped = balance(array, ranks, most=most)
     assert np.bincount(capped, minlength=ranks).max(initial=0) <= most
+
+
+def test_nothing_has_an_order_too():
+    assert largest_first(np.zeros(0, dtype=np.int64)).tolist() == []
 
 
 def test_a_large_batch_is_balanced_and_little_is_padded():

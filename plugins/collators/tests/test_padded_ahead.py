@@ -76,6 +76,8 @@ def test_other_columns_other_fields_and_changed_plans_are_built_anew():
     wide = [attrs.evolve(each, width=50, action_width=50) for each in rank]
     collator = PaddedCollator()
     collator.build(columns, rank[0], fields=MODEL_INPUTS)
+    assert_same(collator.build(columns, rank[1], fields=["input_ids"]), alone(columns, rank[1], ["input_ids"]))
+    collator.build(columns, rank[0], fields=MODEL_INPUTS)
     assert_same(collator.build(columns, wide[1], fields=MODEL_INPUTS), alone(columns, wide[1]))
     assert_same(collator.build(columns, rank[1], fields=["input_ids"]), alone(columns, rank[1], ["input_ids"]))
     collator.build(columns, rank[0], fields=MODEL_INPUTS)
@@ -83,17 +85,23 @@ def test_other_columns_other_fields_and_changed_plans_are_built_anew():
     assert_same(collator.build(columns, rank[2]), alone(columns, rank[2], None))
 
 
-def test_one_call_of_the_kernels_makes_what_fits_and_no_more(monkeypatch, engine):
+@pytest.fixture
+def calls(monkeypatch, engine):
+    """The micro-batches of each call of the kernels."""
     if engine == "numpy":
         pytest.skip("NumPy makes one at a time")
-    calls = []
+    made = []
     build_tokens = native.build_tokens
 
     def counted(kernels, columns, micro_batches, *others):
-        calls.append(micro_batches)
+        made.append(micro_batches)
         return build_tokens(kernels, columns, micro_batches, *others)
 
     monkeypatch.setattr(native, "build_tokens", counted)
+    return made
+
+
+def test_one_call_of_the_kernels_makes_what_fits_and_no_more(monkeypatch, calls):
     columns = columns_of()
     rank = rank_of(columns)
     collator = PaddedCollator()
@@ -118,6 +126,44 @@ def test_one_call_of_the_kernels_makes_what_fits_and_no_more(monkeypatch, engine
     for each in rank:
         collator.build(columns, each, fields=MODEL_INPUTS)
     assert [len(call) for call in calls] == [1] * len(rank), "a micro-batch above the limit is made alone"
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_a_call_is_as_large_as_the_limit_and_not_a_byte_larger(monkeypatch, calls, at_once):
+    """Seven micro-batches of 2 rows of 5 tokens, 3 of them response: three fields of 8 bytes a token, three places of each response token."""
+    samples = 14
+    columns = SampleColumns.create(
+        input_ids=np.arange(5 * samples), token_offsets=offsets_of([5] * samples), action_offsets=offsets_of([3] * samples)
+    )
+    rank = rank_of(columns, rows=2, dp=1)
+    every = 2 * (3 * 8 * 5 + 3 * 8 * 3)
+    for limit, most in ((at_once * every, at_once), (at_once * every + every - 1, at_once)):
+        monkeypatch.setattr(ahead, "MOST_BYTES", limit)
+        calls.clear()
+        collator = PaddedCollator()
+        for each in rank:
+            assert_same(collator.build(columns, each, fields=MODEL_INPUTS), alone(columns, each))
+        # `alone` makes one at a time: what is left are the calls of the collator
+        made = [len(call) for call in calls if call[0].order is not None]
+        assert made == [most] * (7 // most) + ([7 % most] if 7 % most else [])
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_micro_batch_before_one_that_does_not_fit_is_built(count):
+    columns = columns_of(samples=4 * count, longest=9)
+    rank = rank_of(columns, dp=1)
+    assert len(rank) == count
+    lengths = np.diff(columns.token_offsets)
+    lengths[rank[1].samples[0]] = rank[1].width + 1
+    longer = SampleColumns.create(
+        input_ids=np.zeros(int(lengths.sum()), dtype=np.int64),
+        token_offsets=offsets_of(lengths),
+        action_offsets=columns.action_offsets,
+    )
+    collator = PaddedCollator()
+    assert_same(collator.build(longer, rank[0], fields=MODEL_INPUTS), alone(longer, rank[0]))
+    with pytest.raises(DataError, match="tokens"):
+        collator.build(longer, rank[1], fields=MODEL_INPUTS)
 
 
 def test_a_sample_that_does_not_fit_is_named_when_its_turn_comes():

@@ -44,6 +44,8 @@ def test_the_one_that_is_offered_is_asked(offered):
     import reading_lists
 
     assert reading_lists.asked == [2]
+    SampleColumns.from_rollouts(prompts=[[1], [2]], responses=[[3], [4]])
+    assert reading_lists.asked == [2, 4]
 
 
 def test_python_reads_without_one(offered, caplog):
@@ -56,7 +58,9 @@ def test_python_reads_where_it_cannot_be_imported(offered, caplog, target):
     offered("broken_reader", target, "raise RuntimeError('no such processor')")
     np.testing.assert_array_equal(read_something().input_ids, [1, 2, 3])
     (record,) = caplog.records
-    assert "cannot be used" in record.getMessage()
+    assert (
+        f"the reader in {ingest.READERS} cannot be used ({'no' if 'missing' not in target else 'No module'}" in record.getMessage()
+    )
 
 
 def test_of_several_none_is_chosen_and_all_are_named(offered, caplog):
@@ -64,5 +68,5 @@ def test_of_several_none_is_chosen_and_all_are_named(offered, caplog):
     offered("reader_two", "reader_two:read", READER)
     np.testing.assert_array_equal(read_something().input_ids, [1, 2, 3])
     (record,) = caplog.records
-    assert "reader-one" in record.getMessage().replace("_", "-")
-    assert "reader-two" in record.getMessage().replace("_", "-")
+    named = "reader_one (reader_one:read) and reader_two (reader_two:read) offer one each; keep one"
+    assert record.getMessage().endswith(named)

@@ -4,11 +4,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.values import ragged as ragged_module
-from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, MiniBatchPlan, one_sample_per_row
+from skyrl_engine.contracts.values.plan import BatchPlan, BuildOrder, Layout, MicroBatchPlan, MiniBatchPlan, one_sample_per_row
 from skyrl_engine.contracts.values.ragged import Ragged, join_segments, offsets_of, segment_indices, take_segments
 
 
@@ -32,6 +33,18 @@ def test_renumbering_keeps_the_rows():
     local = micro_batch.renumbered(np.array([0, 1]))
     assert local.samples.tolist() == [0, 1]
     assert (local.rows, local.width, local.action_width) == (2, 4, 2)
+
+
+def test_a_micro_batch_knows_those_that_are_built_after_it_and_a_changed_copy_does_not():
+    given = [rows_of(4, 1), rows_of(5), rows_of()]
+    ordered = BuildOrder.of(given)
+    assert [each.samples.tolist() for each in ordered] == [[4, 1], [5], []]
+    assert [each.following for each in ordered] == [ordered[1:], ordered[2:], ()]
+    assert all(each.following == () for each in given)
+    assert evolve(ordered[0], width=9).following == ()
+    local = ordered[0].renumbered(np.array([0, 1]))
+    assert local.order is None
+    assert MicroBatchPlan(local.samples, local.row_offsets, 4, 2, order=ordered[0].order, place=3).following == ()
 
 
 @pytest.mark.parametrize("changes", [{"dp": 0}, {"mini_batch_size": 0}, {"micro_batch_rows": -1}])

@@ -54,7 +54,7 @@ class PackedCollator:
         else:
             arrays = native.build_fields(compiled, columns, rows, self.pad_token_id, wanted)
             gather = native.gather_index(compiled, rows)
-        arrays |= wide_fields(columns, wanted, rows.action_shape, **rows.action_pieces(columns))
+        arrays |= wide_fields(columns, wanted, rows.action_shape, **rows.action_pieces())
         extras, ragged_offsets = build_extras(columns, rows.placement, wanted)
         return DenseBatch(
             fields={name: torch.from_numpy(array) for name, array in (arrays | extras).items()},

@@ -74,7 +74,7 @@ class PackedRows:
     def action_shape(self) -> tuple[int, int]:
         return len(self.row_ends), self.width - 1
 
-    def action_pieces(self, _columns: SampleColumns) -> dict[str, IntArray]:
+    def action_pieces(self) -> dict[str, IntArray]:
         """The scored tokens as pieces: where each starts on the action axis, its length, and its place in rows of `action_shape`."""
         places = self.sample_rows * (self.width - 1) + self.first_slot
         return {"starts": self.first_scored, "lengths": self.scored, "places": places}

@@ -24,7 +24,7 @@ NO_SAMPLES = np.zeros(0, dtype=np.int64)
 EMPTY_ROW = np.zeros(2, dtype=np.int64)
 
 
-def plan_padded(lengths: SampleLengths, layout: Layout, *, group_by_length: bool = True) -> BatchPlan:
+def plan_padded(lengths: SampleLengths, layout: Layout, *, group_by_length: bool) -> BatchPlan:
     """Cut the batch as `layout` says; see the Collator contract. Raises DataError for a group, unit or sample that fits nowhere.
 
     With `group_by_length` units of similar length share a micro-batch, longest first, which needs little padding; without, a rank's units
