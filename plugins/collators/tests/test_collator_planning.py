@@ -137,8 +137,9 @@ def test_ranks_without_work_get_rows_without_samples():
 
 
 def test_rows_without_samples_have_their_places_in_the_order():
-    """Samples of 9, 1, 1 and 1 tokens on two ranks: the first has one micro-batch with a sample, and as many as the second."""
-    plan = plan_of(lengths_of([9, 1, 1, 1]), dp=2, micro_batch_tokens=9, micro_batch_rows=1)
+    """A rank whose one sample fills its micro-batch, beside one that has three micro-batches."""
+    plan = plan_of(lengths_of([100, 51, 26, 11, 11, 1]), dp=2, micro_batch_tokens=100)
+    assert shape_of(plan) == [[[[0], [], []], [[1], [2, 3, 4], [5]]]]
     for rank in plan.mini_batches[0].ranks:
         assert [each.following for each in rank] == [rank[place + 1 :] for place in range(len(rank))]
     assert {each.alignment for each in plan.micro_batches} == {1}
