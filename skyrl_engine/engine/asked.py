@@ -1,4 +1,4 @@
-"""Refusals of what a caller asks of a pass, before a rank meets it."""
+"""Refusals of what a caller asks of an engine, before a rank meets it."""
 
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
@@ -9,6 +9,7 @@ import numpy as np
 from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES
 from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, TEACHER_MODEL, asks_a_teacher
 from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
 
@@ -59,4 +60,19 @@ def refuse_no_teacher(assembly: Assembly, frozen: AbstractSet[str]) -> None:
         raise UnsupportedError(
             "a part of the loss compares the model with a teacher on the ranks, and there is none",
             remedy=f'Add it first: engine.add_frozen(FrozenModel("{TEACHER_MODEL}", model))',
+        )
+
+
+def has_adapter_sets(assembly: Assembly, model: ModelConfig) -> bool:
+    """Say whether further sets of adapters can be trained beside those of a model."""
+    return model.lora is not None and "adapter_sets" in assembly.description.capabilities
+
+
+def refuse_no_adapter_sets(assembly: Assembly, model: ModelConfig) -> None:
+    """Raise UnsupportedError for a model without adapters, and for a backend without sets of them."""
+    if not has_adapter_sets(assembly, model):
+        backend = assembly.plugins["backend"].loaded.record.name
+        raise UnsupportedError(
+            f"sets of adapters need a model with adapters and the capability 'adapter_sets', which backend {backend} must declare",
+            remedy="Set model.lora, and choose a backend and a layout that declare it, such as fsdp without tensor parallelism",
         )

@@ -12,14 +12,21 @@ from attrs import evolve
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.schema import OptimizerConfig
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, OptimStep
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, BackendDescription, OptimStep
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import LoraConfig
 from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.accumulation import Accumulation, MiniBatchGradient
-from skyrl_engine.engine.asked import labels_in, refuse_no_teacher, refuse_scores, refused_in_words
+from skyrl_engine.engine.asked import (
+    has_adapter_sets,
+    labels_in,
+    refuse_no_adapter_sets,
+    refuse_no_teacher,
+    refuse_scores,
+    refused_in_words,
+)
 from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.cores import sharing
 from skyrl_engine.engine.frozen_model import FrozenModel
@@ -106,15 +113,22 @@ class Engine:
         `section.key=value`, as on the command line. `total_steps` (default: `training.steps`) is where a schedule of learning rates ends.
         Raises ConfigError, PluginError, ModelError, UnsupportedError or WorkerError.
         """
-        from skyrl_engine.config import load, resolve
-
-        raw = load(config if isinstance(config, Mapping) else Path(config), overrides)
-        resolved = resolve(raw, need=("model",), also=("generator",))
+        resolved = _resolved(config, overrides)
         files = ModelFiles.of(resolved.config.model)
         data = resolved.config.data if resolved.config.has("data") else None
         assembly = assemble(resolved, files, max_sequence_length=None if data is None else data.max_length)
         training = resolved.config.training
         return cls.launch(resolved, assembly, files, training.steps if total_steps is None else total_steps)
+
+    @classmethod
+    def describe(cls, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> BackendDescription:
+        """Return what the backend of a configuration declares, in its layout of ranks; nothing is started or loaded. Arguments as of `open`.
+
+        Raises ConfigError, PluginError or UnsupportedError.
+        """
+        resolved = _resolved(config, overrides)
+        backend = resolved.plugins["backend"]
+        return backend.loaded.describe_backend(backend.options, resolved.config.run.ranks)
 
     @classmethod
     def launch(
@@ -379,6 +393,38 @@ class Engine:
         self._frozen[frozen.name] = frozen
 
     @property
+    def has_adapter_sets(self) -> bool:
+        """Say whether `add_adapters` can be used: the model has adapters, and the backend declares the capability `adapter_sets`."""
+        return self._files is not None and has_adapter_sets(self.assembly, self._files.facts.model)
+
+    def add_adapters(self, lora: LoraConfig, *, seed: int | None = None) -> "Engine":
+        """Train a further set of adapters on this engine's model, beside its own: an engine of its own, on the same ranks.
+
+        The two share the frozen weights and the ranks, and nothing else: adapters, gradients, optimizer, steps, loss in force, random states,
+        generator and checkpoints are the set's, with the configuration of this engine and `seed` (None: its own seed) in the place of
+        `run.seed`. So the set computes bit for bit what an engine computes that `open` makes with this `lora` and seed. Use both from one
+        thread at a time. Closing it frees the set; it is closed before this engine, or with it.
+
+        Raises UnsupportedError where `has_adapter_sets` is False, and ModelError for adapters that do not fit.
+        """
+        assert self._files is not None, "an engine that was made by hand has no sets of adapters"
+        refuse_no_adapter_sets(self.assembly, self._files.facts.model)
+        assert self._optimizer is not None, "an engine that was told no optimizer trains nothing"
+        files = self._files.with_adapters(lora)
+        context = self.assembly.context if seed is None else evolve(self.assembly.context, seed=seed)
+        assembly = Assembly.of(self.assembly.plugins, context, self.group.topology.world_size)
+        group = self.group.add_adapter_set(assembly.worker_spec(files.facts.model, self._optimizer.settings()))
+        return Engine(
+            assembly,
+            group,
+            layout=self._layout,
+            optimizer=self._optimizer,
+            total_steps=self._total_steps,
+            files=files,
+            registry=self._registry,
+        )
+
+    @property
     def sampler(self) -> Sampler:
         """The sampler that `start_sampler` or `generate` started, for requests and completions as a stream."""
         assert self._sampler is not None, "start_sampler or generate comes first"
@@ -474,7 +520,7 @@ class Engine:
         self._files.keep(directory)
 
     def close(self) -> None:
-        """End the ranks."""
+        """End the ranks; of a set that `add_adapters` made, free it."""
         self.group.close()
 
     def __enter__(self) -> Self:
@@ -533,3 +579,10 @@ class Engine:
         """Name the columns that a learning pass reads on the ranks."""
         watched = (OLD, SAMPLED) if "policy" in work.watch else ()
         return [name for name in (*self.assembly.objective.columns, *watched) if name not in work.bound]
+
+
+def _resolved(config: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> ResolvedConfig:
+    from skyrl_engine.config import load, resolve
+
+    raw = load(config if isinstance(config, Mapping) else Path(config), overrides)
+    return resolve(raw, need=("model",), also=("generator",))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define, evolve, field
 
-from skyrl_engine.config.schema import ModelConfig
+from skyrl_engine.config.schema import LoraConfig, ModelConfig
 from skyrl_engine.data.images.processor import NoVision, Vision
 from skyrl_engine.engine.processor_files import write_processors
 from skyrl_engine.errors import EngineError, ModelError
@@ -32,6 +32,10 @@ class ModelFiles:
     def of(cls, model: ModelConfig) -> "ModelFiles":
         """The files of a model, each read when it is first asked for."""
         return cls(ModelFacts(model))
+
+    def with_adapters(self, lora: LoraConfig) -> "ModelFiles":
+        """The files of the same model with other adapters."""
+        return ModelFiles(ModelFacts(evolve(self.facts.model, lora=lora)), self.vision)
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":

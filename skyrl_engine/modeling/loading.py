@@ -22,6 +22,7 @@ from skyrl_engine.modeling.rotary_frequencies import check_fixed, fix_rotary_fre
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.segment_adoption import adopt_segment_attention, attend_by_segments
 from skyrl_engine.modeling.segments import SegmentSupport
+from skyrl_engine.modeling.shared_weights import on_the_cpu_without_memory
 from skyrl_engine.modeling.unpickling import TO_SAFETENSORS, UNREADABLE, failure, is_refused, refuse_code
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
 from skyrl_engine.modeling.value_head import ValueHead, add_value_head, load_value_head
@@ -44,11 +45,8 @@ def load_scorer(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tu
     """
     model = load_causal_lm(spec, images=images)
     scorer = _scorer(spec, model, seed)
-    empty = isinstance(spec, EmptyModelConfig)
-    if scorer.value_head is not None and not empty and not load_value_head(scorer.value_head, spec, source_of(spec)):
-        logger.info("%s holds no value head; it starts at zero", spec.path)
-    if spec.lora is not None and spec.lora.path is not None and not empty:
-        load_adapters(model, spec)
+    if not isinstance(spec, EmptyModelConfig):
+        _fill_trained(spec, model, scorer)
     if scorer.rotary_length is not None:
         check_fixed(model, scorer.rotary_length)
     try:
@@ -75,6 +73,22 @@ def load_skeleton(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> 
     return _ready(spec, model, _scorer(spec, model, seed))
 
 
+def load_beside(spec: ModelConfig, support: SegmentSupport, *, images: bool = False, seed: int = 0) -> tuple[Any, Scorer]:
+    """Make model and scorer of which only what is trained has values, on the CPU, those that `load_scorer` gives it; adapters are asked for.
+
+    All else is on the meta device, for `shared_weights.share_weights` to fill from a model that is loaded, and was checked then; `support` is
+    what was found about it. Raises ModelError.
+    """
+    config = load_config(spec, images=images)
+    with torch.device("meta"):
+        model = build_causal_lm(spec, config)
+    with on_the_cpu_without_memory(model):
+        scorer = _scorer(spec, model, seed)
+        _fill_trained(spec, model, scorer)
+    adopt_like(model, scorer, support)
+    return _ready(spec, model, scorer)
+
+
 def adopt_like(model: Any, scorer: Scorer, support: SegmentSupport) -> None:
     """Make a skeleton attend as the model with values does, for which loading found `support`."""
     if support.layers:
@@ -95,6 +109,14 @@ def _scorer(spec: ModelConfig, model: Any, seed: int) -> Scorer:
     if spec.dtype == "bfloat16":
         compute_buffers_in(model, torch.bfloat16)
     return scorer
+
+
+def _fill_trained(spec: ModelConfig, model: Any, scorer: Scorer) -> None:
+    """Read a value head, and the adapters that training starts from, where there are some. Raises ModelError."""
+    if scorer.value_head is not None and not load_value_head(scorer.value_head, spec, source_of(spec)):
+        logger.info("%s holds no value head; it starts at zero", spec.path)
+    if spec.lora is not None and spec.lora.path is not None:
+        load_adapters(model, spec)
 
 
 def _check_bfloat16(model: Any, scorer: Scorer, name: str) -> None:

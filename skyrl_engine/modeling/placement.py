@@ -2,19 +2,22 @@
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from attrs import frozen
-from torch import Tensor, nn
+from torch import Tensor
 
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import EngineError
+from skyrl_engine.modeling.entries import keeps_loose_tensors, named_tensors
 from skyrl_engine.modeling.loading import adopt_like, load_scorer, load_skeleton
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.segments import SegmentSupport
 
 logger = logging.getLogger(__name__)
+
+Report = TypeVar("Report")
 
 
 @frozen(eq=False)
@@ -38,13 +41,7 @@ def load_on_ranks(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> 
     """
     reads = dist.get_rank() == 0
     model, scorer, report = _attempt(spec, reads=reads, images=images, seed=seed)
-    reports: list[EngineError | _Loaded] = [report] * dist.get_world_size()
-    dist.all_gather_object(reports, report)
-    loaded = []
-    for one in reports:
-        if isinstance(one, EngineError):
-            raise one
-        loaded.append(one)
+    loaded = gathered(report)
     everyone_reads = any(one.cannot_be_filled for one in loaded)
     if everyone_reads and not reads:
         logger.info("%s keeps tensors that are neither parameters nor buffers: every rank reads its weights", spec.path)
@@ -55,27 +52,16 @@ def load_on_ranks(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> 
     return Placed(model, scorer, whole, everyone_reads)
 
 
-def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return parameters and buffers by name, shared ones once, in the same order on every rank."""
-    return [*((name, parameter.detach()) for name, parameter in model.named_parameters()), *model.named_buffers()]
-
-
-def entry(model: nn.Module, name: str) -> Tensor:
-    """Return the parameter or buffer of this name itself, not a copy."""
-    owner_name, _, key = name.rpartition(".")
-    owner = model.get_submodule(owner_name)
-    place = owner._parameters[key] if key in owner._parameters else owner._buffers[key]  # noqa: SLF001 - torch offers no other access to a shared entry
-    assert place is not None
-    return place
-
-
-def replace_entries(model: nn.Module, replacements: Mapping[int, Tensor]) -> None:
-    """Replace tensors in every module that holds them; `replacements` is by the old tensor's id. Shared tensors stay shared."""
-    for module in model.modules():
-        for entries in (module._parameters, module._buffers):  # noqa: SLF001 - assigning attributes would not keep shared entries shared
-            for key, value in entries.items():
-                if value is not None and id(value) in replacements:
-                    entries[key] = replacements[id(value)]  # type: ignore[assignment] # a parameter where there was one
+def gathered(report: EngineError | Report) -> list[Report]:
+    """Return every rank's report. An error on one rank is raised on all of them."""
+    reports: list[EngineError | Report] = [report] * dist.get_world_size()
+    dist.all_gather_object(reports, report)
+    found: list[Report] = []
+    for one in reports:
+        if isinstance(one, EngineError):
+            raise one
+        found.append(one)
+    return found
 
 
 @frozen
@@ -96,8 +82,3 @@ def _attempt(spec: ModelConfig, *, reads: bool, images: bool, seed: int) -> tupl
     except EngineError as error:
         return None, None, error
     return model, scorer, _Loaded(keeps_loose_tensors(model), scorer.segment_support)
-
-
-def keeps_loose_tensors(model: nn.Module) -> bool:
-    """Return True if a module of a skeleton holds a meta tensor that is neither parameter nor buffer, so that nothing fills it."""
-    return any(isinstance(value, Tensor) and value.is_meta for module in model.modules() for value in vars(module).values())

@@ -1,6 +1,8 @@
 """This process's random states (torch, CUDA, Python, NumPy), as values that `torch.load(weights_only=True)` accepts."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -45,3 +47,26 @@ def reseed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # the legacy state: third-party model code draws from it
     torch.manual_seed(seed)
+
+
+class OwnRandomStates:
+    """Random states of one user of this process, which draws from them alone and leaves those of everybody else as they are."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        """Begin at those of a process that was seeded with `seed`."""
+        self._device = device
+        outside = capture(device)
+        reseed(seed)
+        self._states = capture(device)
+        restore(outside, device)
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Put them in force until the context is left."""
+        outside = capture(self._device)
+        restore(self._states, self._device)
+        try:
+            yield
+        finally:
+            self._states = capture(self._device)
+            restore(outside, self._device)

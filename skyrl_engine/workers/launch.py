@@ -14,7 +14,7 @@ from skyrl_engine.contracts.kinds.backend import AdamWSettings
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.topology import Topology
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.workers.dispatch import PlacedShard, Shard
 from skyrl_engine.workers.future import Calls, Future
 from skyrl_engine.workers.spec import WorkerSpec
@@ -45,6 +45,7 @@ class WorkerGroup:
     def __init__(self, transport: Transport, topology: Topology) -> None:
         self._transport = transport
         self._calls = Calls()
+        self._adapter_sets: list[AdapterSetTransport] = []
         self.topology = topology
         self.frozen: set[str] = set()
 
@@ -72,6 +73,16 @@ class WorkerGroup:
         """Load a further model that scores and never learns; None: the trained one without its adapters. Raises ModelError."""
         self._everywhere("add_frozen", name, model)
         self.frozen.add(name)
+
+    def add_adapter_set(self, spec: WorkerSpec) -> "WorkerGroup":
+        """Train a further set of adapters on the same ranks, over the same frozen weights; leaving the group that this returns frees it.
+
+        Calls of both groups reach a rank in the order in which they are made. Raises UnsupportedError or ModelError.
+        """
+        number = len(self._adapter_sets)
+        self._everywhere("add_adapter_set", number, spec)
+        self._adapter_sets.append(AdapterSetTransport(self._transport, number, self.topology.world_size))
+        return WorkerGroup(self._adapter_sets[-1], self.topology)
 
     def optim_step(self, settings: AdamWSettings | None = None) -> Future[list[StepReply]]:
         """Apply the accumulated gradients with these numbers (None: those the ranks were started with); replies by rank."""
@@ -141,7 +152,9 @@ class WorkerGroup:
         self._everywhere("export", directory)
 
     def close(self) -> None:
-        """End the ranks."""
+        """End the ranks, with all sets of adapters; of a group of a set, this set alone."""
+        for each in self._adapter_sets:
+            each.ended = True
         self._transport.close()
 
     def __enter__(self) -> Self:
@@ -183,6 +196,36 @@ class InlineTransport:
 
     def close(self) -> None:
         self._worker.close()
+
+
+class AdapterSetTransport:
+    """The way to a further set of adapters on the ranks of another transport."""
+
+    def __init__(self, ranks: Transport, number: int, world_size: int) -> None:
+        self._ranks, self._number, self._world_size = ranks, number, world_size
+        self.ended = False
+
+    def put(self, shard: Shard) -> Any:
+        return self._ranks.put(shard)
+
+    @property
+    def gone(self) -> bool:
+        """Say whether this set was closed, or what it was made from."""
+        return self.ended or (isinstance(self._ranks, AdapterSetTransport) and self._ranks.gone)
+
+    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        assert not self.gone, "the ranks were closed, or this set of adapters"
+        return self._ranks.call("with_adapter_set", [(self._number, method, *arguments) for arguments in per_rank])
+
+    def close(self) -> None:
+        """Free the set; ranks that cannot are dead or fail in the next call."""
+        if self.gone:
+            return
+        self.ended = True
+        try:
+            self._ranks.call("drop_adapter_set", [(self._number,)] * self._world_size)()
+        except EngineError as error:
+            logger.warning("a set of adapters was not freed: %s", error.cause)
 
 
 def launch_workers(spec: WorkerSpec, *, launch: Literal["inline", "ray"], ray_address: str | None = None) -> WorkerGroup:

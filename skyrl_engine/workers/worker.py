@@ -1,5 +1,6 @@
 """One rank at work: it makes plugins from their locks, drives the backend over shards, and counts CPU time. It knows nothing of Ray."""
 
+import gc
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,16 @@ from attrs import Factory, field, frozen
 from attrs.validators import gt, lt
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, Objective, OptimStep, RankBatch, RankEnvironment, Teaches
+from skyrl_engine.contracts.kinds.backend import (
+    AdamWSettings,
+    Backend,
+    HasAdapterSets,
+    Objective,
+    OptimStep,
+    RankBatch,
+    RankEnvironment,
+    Teaches,
+)
 from skyrl_engine.contracts.kinds.collator import Collator
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL, asks_a_teacher
@@ -85,13 +95,13 @@ class Worker:
         device = pick_device(spec.device, device_index)
         self._owns_group = join(rank, spec.topology.world_size, device, rendezvous)
         try:
+            seed_everything(spec.context.seed + rank)
             self._set_up(spec, rank, device)
         except BaseException:
             self._leave()
             raise
 
     def _set_up(self, spec: WorkerSpec, rank: int, device: str) -> None:
-        seed_everything(spec.context.seed + rank)
         self._seed = spec.context.seed
         self._rank = rank
         self._spans = Spans()
@@ -105,6 +115,7 @@ class Worker:
         self._environment = RankEnvironment(rank, spec.topology.world_size, device, spec.context.seed, spec.packed_rows)
         self._backend = self._set_up_model(spec.model, spec.optimizer)
         self._frozen: dict[str, ScoringModel] = {}
+        self._adapter_sets: dict[int, Worker] = {}
         if self._backend.coords != (described := spec.topology.coords(rank)):
             raise ContractError(
                 f"{self._plugin.loaded.record} stands at {self._backend.coords} and described {described}",
@@ -131,6 +142,20 @@ class Worker:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.random.set_rng_state(states[2])
+
+    def add_adapter_set(self, number: int, spec: WorkerSpec) -> None:
+        """Train a further set of adapters, `spec.model.lora`, over the frozen weights of this model; `with_adapter_set` reaches it."""
+        self._adapter_sets[number] = _AdapterSetWorker(self._backend, spec, self._rank, self._device)
+
+    def with_adapter_set(self, number: int, method: str, *arguments: Any) -> Any:
+        """Do with a further set of adapters what `method` of a worker does."""
+        return getattr(self._adapter_sets[number], method)(*arguments)
+
+    def drop_adapter_set(self, number: int) -> None:
+        """Free a further set of adapters."""
+        self._adapter_sets.pop(number).close()
+        # its modules, and a backend's units over them, hold each other
+        gc.collect()
 
     def use(self, plugins: Mapping[str, Mapping[str, Any]]) -> None:
         """Make collator and objective of these locks, for the passes from now on; the model stays as it is."""
@@ -250,6 +275,8 @@ class Worker:
 
     def close(self) -> None:
         self.close_generator()
+        for each in self._adapter_sets.values():
+            each.close()
         for model in self._frozen.values():
             model.close()
         self._backend.close()  # before the group that its collectives run in
@@ -258,6 +285,20 @@ class Worker:
     def _leave(self) -> None:
         if self._owns_group:
             leave()
+
+
+class _AdapterSetWorker(Worker):
+    """A set of adapters at work over the frozen weights of another's backend; the process and its group are the other's."""
+
+    def __init__(self, base: Backend, spec: WorkerSpec, rank: int, device: str) -> None:
+        self._base, self._owns_group = base, False
+        self._set_up(spec, rank, device)
+
+    def _set_up_model(self, model: ModelConfig, optimizer: AdamWSettings | None) -> Backend:
+        if optimizer is None:
+            return super()._set_up_model(model, None)
+        assert model.lora is not None, "a set of adapters without adapters"
+        return cast("HasAdapterSets", self._base).adapter_set(model.lora, optimizer, self._seed)
 
 
 def seed_everything(seed: int) -> None:

@@ -96,12 +96,14 @@ BY_DAY = [
     ("clips_every_micro_batch", {"clipping"}, "and a small one its own", "dp1"),
     ("trains_without_dropout", {"dropout"}, "seed nothing there", "dp1"),
     ("weights_of_the_base", {"adapters"}, "at the start than the base with its adapters merged", "dp1"),
+    ("one_step_count_for_all_sets", {"adapter_sets"}, "is another one at the end than it is alone", "dp1"),
     ("adapters_undeclared", {"undeclared_adapters"}, "trains adapters although it does not declare 'lora'", "dp1"),
     ("eight_micro_batches", {"many_micro_batches"}, "where a rank has 11 micro-batches", "dp1"),
     ("mask_on_the_cpu", {"one_device"}, "mixes devices", "dp1"),
     ("looks_at_every_score", {"host_waits"}, "waits for the device in every micro-batch of forward_backward", "dp1"),
 ]
 BY_NIGHT = [
+    ("one_random_state_for_all_sets", {"adapter_sets"}, "the objective of a call of step", "dp2"),
     ("clips_every_call", {"clipping"}, "and a small one its own", "dp1"),
     ("clips_every_score", {"clipping"}, "and a small one its own", "dp1"),
     ("clips_every_call", {"clipping"}, "and a small one its own", "dp2"),

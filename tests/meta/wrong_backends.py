@@ -557,6 +557,33 @@ same_masks_on_all_ranks = Wrong(overriding(forward_backward=_one_seed))
 same_masks_in_all_passes = Wrong(overriding(forward_backward=_seeds_every_pass))
 
 
+def _shares_its_count(self: Any, original: Any, *arguments: Any) -> Any:
+    made = original(*arguments)
+    made.count = self.count = getattr(self, "count", [0])
+    return made
+
+
+def _steps_of_all_sets(self: Any, original: Any, settings: AdamWSettings | None = None) -> OptimStep:
+    """AdamW corrects its moments by the number of steps that all sets have taken."""
+    if hasattr(self, "count"):
+        for state in self._optimizer.state.values():
+            state["step"].fill_(self.count[0])
+        self.count[0] += 1
+    return original(settings)
+
+
+def _draws_of_the_process(self: Any, original: Any, *arguments: Any) -> Any:
+    from contextlib import nullcontext
+
+    made = original(*arguments)
+    made._draws = nullcontext
+    return made
+
+
+one_step_count_for_all_sets = Wrong(overriding(adapter_set=_shares_its_count, optim_step=_steps_of_all_sets))
+one_random_state_for_all_sets = Wrong(overriding(adapter_set=_draws_of_the_process))
+
+
 def _base_alone(self: Any, original: Any) -> Iterator[tuple[str, Any]]:
     for name, parameter in self._model.named_parameters():
         if ".lora_" not in name:

@@ -43,7 +43,7 @@ def start(
 
 def own_rows(chosen: list[Document], backend: FsdpBackend) -> list[Document]:
     """This data-parallel rank's share: consecutive rows."""
-    share = len(chosen) // backend._topology.dp
+    share = len(chosen) // backend._meshes.topology.dp
     return chosen[backend.coords.dp * share : (backend.coords.dp + 1) * share]
 
 

@@ -86,16 +86,16 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["tiny", "mixture"])
 def any_model(folder, request):
-    model = ServedModel(Settings.read(folder / "serve.toml"), "model")
-    model.open(request.param, 0)
+    model = ServedModel(Settings.read(folder / "serve.toml"), "model", request.param, 0)
+    model.open()
     yield model
     model.close()
 
 
 @pytest.fixture(scope="module")
 def model(folder):
-    model = ServedModel(Settings.read(folder / "serve.toml"), "model")
-    model.open("tiny", 0)
+    model = ServedModel(Settings.read(folder / "serve.toml"), "model", "tiny", 0)
+    model.open()
     yield model
     model.close()
 
@@ -377,7 +377,7 @@ def test_many_small_sparse_tensors_make_no_large_request(model):
 
 def test_a_small_request_makes_no_large_column(model):
     """A wide datum beside long ones would fill them up with zeros."""
-    small = ServedModel(attrs.evolve(model.settings, serve=attrs.evolve(model.settings.serve, body_bytes=400)), "small")
+    small = ServedModel(attrs.evolve(model.settings, serve=attrs.evolve(model.settings.serve, body_bytes=400)), "small", "tiny", 0)
     small._engine, small._loss = model._engine, model._loss
     inputs = [{"target_tokens": each} for each in (OTHERS[0], np.ones((4, 20), np.int64), OTHERS[2])]
     with pytest.raises(RequestError, match="19 times 20 numbers; this server takes 100"):
@@ -408,7 +408,7 @@ def test_losses_of_routers_are_refused_when_the_model_is_opened(folder):
     (folder / "routers.toml").write_text(
         '[serve]\n[serve.models]\nmixture = "mixture"\n[backend]\nuse = "megatron"\nrouter_balance_coefficient = 0.01\n'
     )
-    served = ServedModel(Settings.read(folder / "routers.toml"), "model")
+    served = ServedModel(Settings.read(folder / "routers.toml"), "model", "mixture", 0)
     with pytest.raises(RequestError, match="router_balance_coefficient and router_z_coefficient to 0"):
-        served.open("mixture", 0)
+        served.open()
     assert served._engine is None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkabl
 from attrs import Factory, field, frozen
 from attrs.validators import and_, deep_iterable, ge, gt, instance_of, lt, max_len, min_len, optional
 
-from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.contracts.values.outputs import RankOutput
 from skyrl_engine.contracts.values.ragged import IntArray, Ragged
 from skyrl_engine.contracts.values.topology import RankCoords, Topology
@@ -37,6 +37,7 @@ Capability = Literal[
     "divergence",
     "second_model",
     "reference_by_adapters",
+    "adapter_sets",
 ]
 OPTIONAL_SCORES: tuple[Capability, ...] = ("logits", "logsumexp", "mean_logprob", "logprobs_at")
 """Scores of the model that a backend may lack, each a capability of that name."""
@@ -66,8 +67,9 @@ class BackendDescription:
     environment sets keep its values.
 
     The capability `second_model` says that a further product of the plugin can be set up on the same ranks, with `optimizer=None`, and that
-    neither changes what the other computes; `reference_by_adapters` that products are `SwitchesAdapters`; `divergence` that products are
-    `Teaches`, and that another one scores `top_1_agreement` and the needs of `contracts.kinds.needs.Divergence` with what they give.
+    neither changes what the other computes; `reference_by_adapters` that products are `SwitchesAdapters`; `adapter_sets` that products of a
+    model with adapters are `HasAdapterSets`; `divergence` that products are `Teaches`, and that another one scores `top_1_agreement` and the
+    needs of `contracts.kinds.needs.Divergence` with what they give.
     """
 
     topology: Topology
@@ -190,6 +192,19 @@ class SwitchesAdapters(Protocol):
 
     def without_adapters(self) -> "AbstractContextManager[None]":
         """Score with the base model alone, until the context is left; only `forward` is called in it."""
+
+
+class HasAdapterSets(Protocol):
+    """The further method of a backend that declares the capability `adapter_sets`, for a model with adapters."""
+
+    def adapter_set(self, lora: LoraConfig, optimizer: AdamWSettings, seed: int) -> "Backend":
+        """Set up a further product on the same ranks: the same model with other adapters, over this product's frozen weights.
+
+        Whatever learns is its own: adapters, which may differ in rank, alpha, targets and dropout, and a value head; gradients, moments and
+        the number of steps; and the random states from which it draws, which begin at `seed` plus the rank. So it computes bit for bit what a
+        product computes that `setup` makes with this `lora` and `seed`, whatever is done with other products in between, and none of its
+        calls changes anything of theirs. It is closed before the product that made it. Raises as `Backend.setup`.
+        """
 
 
 class Teaches(Protocol):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from skyrl_engine.testing.backends.adapter_set_promises import ADAPTER_SET_PROMISES
 from skyrl_engine.testing.backends.description_promises import DESCRIPTION_PROMISES
 from skyrl_engine.testing.backends.device_promises import DEVICE_PROMISES
 from skyrl_engine.testing.backends.gradient_promises import GRADIENT_PROMISES
@@ -21,6 +22,7 @@ BACKEND_PROMISES: tuple[Promise[Any, Any], ...] = (
     *STATE_PROMISES,
     *VISION_PROMISES,
     *LORA_PROMISES,
+    *ADAPTER_SET_PROMISES,
     *DEVICE_PROMISES,
     config_round_trip,
     light_import,

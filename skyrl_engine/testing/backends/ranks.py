@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import numpy.typing as npt
 from attrs import evolve, frozen
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, OptimStep, RankEnvironment, SharesStorage
-from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, HasAdapterSets, OptimStep, RankEnvironment, SharesStorage
+from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
 from skyrl_engine.contracts.values.topology import RankCoords, Topology
 from skyrl_engine.errors import EngineError
@@ -34,7 +34,7 @@ SEED = CONTEXT.seed
 @frozen
 class Opening:
     """The arguments of a backend's setup. `lock` is the plugin's, so that another process loads the same plugin; `teacher` is a second model
-    that the same plugin loads, for scores that compare with one.
+    that the same plugin loads, for scores that compare with one. `seed` is the run's.
     """
 
     lock: Mapping[str, Any]
@@ -44,6 +44,7 @@ class Opening:
     device: str
     packed_rows: bool = False
     teacher: ModelConfig | None = None
+    seed: int = SEED
 
 
 @frozen
@@ -103,12 +104,13 @@ class HeldBackend:
 
         size = opening.topology.world_size
         self._owns_group = join(rank, size, opening.device, None)
-        seed_everything(SEED + rank)
+        seed_everything(opening.seed + rank)
         self._coords = opening.topology.coords(rank)
         self._backend: Backend | None = None
         self._shown: Mapping[str, Any] | None = None
         self._teacher: Any = None
-        environment = RankEnvironment(rank, size, opening.device, SEED, opening.packed_rows)
+        self._adapter_sets: dict[int, HeldBackend] = {}
+        environment = RankEnvironment(rank, size, opening.device, opening.seed, opening.packed_rows)
         try:
             plugin = SelectedPlugin.from_lock(opening.lock)
             self._backend = plugin.make(CONTEXT)
@@ -127,6 +129,14 @@ class HeldBackend:
 
     def coords(self) -> RankCoords:
         return self.backend.coords
+
+    def with_adapter_set(self, number: int, method: str, *arguments: Any) -> Any:
+        """Do with a further set of adapters what `method` does; `open` sets it up, and `close` frees it."""
+        if method == "open":
+            self._adapter_sets[number] = HeldAdapterSet(self.backend, *arguments)
+            return None
+        held = self._adapter_sets.pop(number) if method == "close" else self._adapter_sets[number]
+        return getattr(held, method)(*arguments)
 
     def elsewhere(self, passes: Sequence[tuple[str, PassOrder]]) -> list[Waits]:
         """Run passes and a step as if everything that is not made on the CPU lay on another device.
@@ -236,6 +246,8 @@ class HeldBackend:
     def close(self) -> None:
         from skyrl_engine.workers.process_group import leave
 
+        while self._adapter_sets:
+            self._adapter_sets.popitem()[1].close()
         if self._teacher is not None:
             self._teacher.close()
             self._teacher = None
@@ -245,6 +257,17 @@ class HeldBackend:
         if self._owns_group:
             self._owns_group = False
             leave()
+
+
+class HeldAdapterSet(HeldBackend):
+    """A further set of adapters of one rank."""
+
+    def __init__(self, base: Backend, opening: Opening) -> None:
+        assert opening.model.lora is not None, "a set of adapters without adapters"
+        assert opening.optimizer is not None, "a set of adapters that does not learn"
+        self._owns_group, self._teacher, self._shown = False, None, None
+        self._adapter_sets, self._coords = {}, base.coords
+        self._backend = cast("HasAdapterSets", base).adapter_set(opening.model.lora, opening.optimizer, opening.seed)
 
 
 def on_rank(method: str, *arguments: Any) -> Answer:
@@ -277,9 +300,17 @@ class BackendRanks:
     """
 
     def __init__(self, call: Callable[..., Sequence[Answer]], opening: Opening) -> None:
-        self._call = call
+        self._call, self._opening = call, opening
+        self._adapter_sets = 0
         self.topology = opening.topology
         self._ask("open", opening)
+
+    def adapter_set(self, lora: LoraConfig, seed: int) -> "BackendRanks":
+        """Set up a further set of adapters on the same ranks; leaving its context frees it."""
+        number = self._adapter_sets
+        self._adapter_sets += 1
+        opening = evolve(self._opening, model=evolve(self._opening.model, lora=lora), seed=seed)
+        return BackendRanks(lambda *call: self._call("with_adapter_set", number, *call), opening)
 
     def coords(self) -> list[RankCoords]:
         return self._ask("coords")

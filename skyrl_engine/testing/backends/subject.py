@@ -14,7 +14,7 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import EngineError
 from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.testing.backends.bench import Bench, Model
-from skyrl_engine.testing.backends.ranks import BackendRanks, Cut, Opening, PassOrder, RankFailed
+from skyrl_engine.testing.backends.ranks import SEED, BackendRanks, Cut, Opening, PassOrder, RankFailed
 from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, claimed, promise
 
@@ -68,6 +68,7 @@ class BackendSubject:
         optimizer: AdamWSettings | None = UNTOUCHED,
         packed_rows: bool = False,
         teacher: Model | None = None,
+        seed: int = SEED,
         **options: Any,
     ) -> BackendRanks:
         """Set the backend up on the ranks of the case, beside a `teacher` where there is one; `options` are those of the model."""
@@ -75,7 +76,7 @@ class BackendSubject:
         spec = ModelConfig(self.bench.model(model or case.model), **options)
         beside = None if teacher is None else ModelConfig(self.bench.model(teacher))
         lock = self.with_options(sizes.options).lock()
-        return self.bench.ranks(Opening(lock, sizes.topology, spec, optimizer, self.device, packed_rows, beside))
+        return self.bench.ranks(Opening(lock, sizes.topology, spec, optimizer, self.device, packed_rows, beside, seed))
 
     def on_another_device(self, case: "BackendCase") -> BackendRanks:
         """Set the backend up on ranks whose device is one that is not the CPU, for `BackendRanks.elsewhere`."""

@@ -9,8 +9,9 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from skyrl_engine.contracts import AdamWSettings, ComputeDtype, ModelConfig
+from skyrl_engine.modeling.entries import entry, named_tensors, replace_entries
 from skyrl_engine.modeling.optimizer import build_adamw
-from skyrl_engine.modeling.placement import Placed, entry, load_on_ranks, named_tensors, replace_entries
+from skyrl_engine.modeling.placement import Placed, load_on_ranks
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine_deepspeed import library
 from skyrl_engine_deepspeed.fragments import fragment

@@ -1,7 +1,7 @@
 """The FSDP2 backend: a Hugging Face causal language model sharded over data-parallel ranks that scores, learns and saves."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import (
     AdamWSettings,
+    LoraConfig,
     MicroBatch,
     ModelConfig,
     Objective,
@@ -33,8 +34,8 @@ from skyrl_engine_fsdp.checkpoint import ShardedTrainingState
 from skyrl_engine_fsdp.gradients import clip_gradients, full, non_finite
 from skyrl_engine_fsdp.meshes import Meshes
 from skyrl_engine_fsdp.options import FsdpConfig
-from skyrl_engine_fsdp.placement import load_sharded
-from skyrl_engine_fsdp.sharding import reshard
+from skyrl_engine_fsdp.placement import load_beside_sharded, load_sharded
+from skyrl_engine_fsdp.sharding import reshard, stays_whole
 
 
 class FsdpBackend:
@@ -46,6 +47,7 @@ class FsdpBackend:
     _scorer: Scorer
     _optimizer: torch.optim.AdamW | None
     _device: torch.device
+    _draws: Callable[[], AbstractContextManager[None]]
 
     def __init__(self, config: FsdpConfig) -> None:
         self._config = config
@@ -57,7 +59,6 @@ class FsdpBackend:
         Raises ModelError, and UnsupportedError for a layout that the number of ranks, the model or the device does not allow.
         """
         topology = self._config.topology(environment.world_size)
-        self.coords = topology.coords(environment.rank)
         self._device = torch.device(environment.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -70,19 +71,45 @@ class FsdpBackend:
             # a run on GPUs is being exported on CPUs: there is nothing to offload
             self._config = attrs.evolve(self._config, cpu_offload=False)
         meshes = Meshes.of(topology, replicate=self._config.replicate, device=self._device)
-        self._model, self._scorer = load_sharded(model, meshes, self._device, self._config, environment.seed)
+        self.take(load_sharded(model, meshes, self._device, self._config, environment.seed), meshes, model, optimizer, environment)
         if environment.packed_rows:
             self._scorer.refuse_packed_rows_unless_supported()
         # tensor-parallel ranks of one sample must draw equal dropout masks
         if topology.tp > 1:
             random_states.reseed(environment.seed + self.coords.dp)
-        self._topology, self._seed = topology, environment.seed
-        self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
-        self._settings, self._precision = optimizer, model.dtype
         if self._config.cpu_offload and optimizer is not None:
             share_cores()
+
+    def take(
+        self,
+        loaded: tuple[Any, Scorer],
+        meshes: Meshes,
+        model: ModelConfig,
+        optimizer: AdamWSettings | None,
+        environment: RankEnvironment,
+        draws: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Go on with a model and its scorer in place on `meshes`, and make the optimizer.
+
+        `draws` puts the random states in force from which it draws, where they are not the process's.
+        """
+        self._model, self._scorer = loaded
+        self._meshes, self._spec, self._environment, self._draws = meshes, model, environment, draws
+        self._device = torch.device(environment.device)
+        self.coords = meshes.topology.coords(environment.rank)
+        self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
+        self._settings = optimizer
         self._optimizer = build_adamw(self._parameters().values(), optimizer) if optimizer is not None else None
         self._steps_done = 0
+
+    def adapter_set(self, lora: LoraConfig, optimizer: AdamWSettings, seed: int) -> "FsdpBackend":
+        """Set up a further product over the frozen weights of this one. Raises ModelError, and UnsupportedError for what cannot be shared."""
+        spec, environment = attrs.evolve(self._spec, lora=lora), attrs.evolve(self._environment, seed=seed)
+        loaded = load_beside_sharded(spec, self._model, self._scorer, self._meshes, self._device, self._config, seed)
+        drawn = random_states.OwnRandomStates(seed + self.coords.rank, self._device)
+        made = type(self)(self._config)
+        made.take(loaded, self._meshes, spec, optimizer, environment, drawn.in_force)
+        return made
 
     @torch.no_grad()
     def forward(self, batch: RankBatch, objective: Objective) -> RankOutput:
@@ -115,11 +142,12 @@ class FsdpBackend:
         """Score, differentiate and accumulate gradients; each micro-batch's gradient is summed over ranks in its backward pass."""
         self._scorer.train()
         parts = []
-        for micro_batch in batch:
-            scores = self._scores(micro_batch, objective)
-            total, output = objective(scores, micro_batch)
-            torch.autograd.backward(differentiable(total, scores))
-            parts.append(output)
+        with self._draws():
+            for micro_batch in batch:
+                scores = self._scores(micro_batch, objective)
+                total, output = objective(scores, micro_batch)
+                torch.autograd.backward(differentiable(total, scores))
+                parts.append(output)
         return RankOutput.concat(parts, self.coords)
 
     def optim_step(self, settings: AdamWSettings | None = None) -> OptimStep:
@@ -146,12 +174,14 @@ class FsdpBackend:
 
     def save(self, directory: Path) -> None:
         """Write this rank's part of the training state. Raises CheckpointError."""
-        self._state().save(directory, self._steps_done)
+        with self._draws():
+            self._state().save(directory, self._steps_done)
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote on any layout of ranks; random states only if the layout is the same. Raises CheckpointError."""
         reshard(self._scorer)
-        self._steps_done = self._state().load(directory)
+        with self._draws():
+            self._steps_done = self._state().load(directory)
 
     def export(self, directory: Path) -> None:
         """Write weights, rounded to the precision that the run computes in, and configuration for `transformers`, on rank 0.
@@ -169,7 +199,7 @@ class FsdpBackend:
             if writes:
                 weights[name] = weights[first] if whole is None else whole
         if writes:
-            write_pretrained(self._model, directory, weights, precision=self._precision)
+            write_pretrained(self._model, directory, weights, precision=self._spec.dtype)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full weights by name, one at a time, on the CPU; a tied weight appears once, under its first name."""
@@ -178,8 +208,7 @@ class FsdpBackend:
 
     def storage(self) -> dict[str, Tensor] | None:
         """Return parameters and buffers by name, tied ones under each; None if they are sharded, cast, moved or adapted to be used."""
-        plain = self._topology.world_size == 1 and self._precision != "bfloat16" and not self._config.cpu_offload
-        if not plain or has_adapters(self._model):
+        if not stays_whole(self._meshes.topology, self._spec.dtype, self._config) or has_adapters(self._model):
             return None
         named = [*self._model.named_parameters(remove_duplicate=False), *self._model.named_buffers(remove_duplicate=False)]
         return {name: tensor.detach() for name, tensor in named}
@@ -222,4 +251,5 @@ class FsdpBackend:
         reshard(self._scorer)
         persistent = self._model.state_dict(keep_vars=True)
         buffers = {name: tensor for name, tensor in self._model.named_buffers() if name in persistent}
-        return ShardedTrainingState(self._parameters(), buffers, self._optimizer, self._device, self._topology, self._seed)
+        topology, seed = self._meshes.topology, self._environment.seed
+        return ShardedTrainingState(self._parameters(), buffers, self._optimizer, self._device, topology, seed)

@@ -8,14 +8,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from skyrl_engine import EngineError
 from skyrl_engine.contracts import ModelConfig
 from skyrl_engine.model_facts.configuration import load_config
-from skyrl_engine.modeling.placement import entry, load_on_ranks, named_tensors, replace_entries
+from skyrl_engine.modeling.entries import entry, named_tensors, replace_entries
+from skyrl_engine.modeling.loading import load_beside
+from skyrl_engine.modeling.placement import gathered, load_on_ranks
 from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine.modeling.shared_weights import share_weights
 from skyrl_engine_fsdp.layer_styles import refuse_model
 from skyrl_engine_fsdp.meshes import Meshes
 from skyrl_engine_fsdp.options import FsdpConfig
-from skyrl_engine_fsdp.sharding import shard
+from skyrl_engine_fsdp.sharding import reshard, shard, stays_whole
 from skyrl_engine_fsdp.tensor_parallel import LayerPlan, parallelize
 from skyrl_engine_fsdp.tensor_parallel_proof import prove, whole_logprobs
 
@@ -43,6 +47,32 @@ def load_sharded(spec: ModelConfig, meshes: Meshes, device: torch.device, option
     if meshes.tensor is not None:
         prove(placed.model, placed.scorer, meshes.tensor, device, spec, expected=expected)
     return placed.model, placed.scorer
+
+
+def load_beside_sharded(
+    spec: ModelConfig, base: Any, base_scorer: Scorer, meshes: Meshes, device: torch.device, options: FsdpConfig, seed: int
+) -> tuple[Any, Scorer]:
+    """Return a model with adapters of its own over the frozen weights of `base`, which has others, and its scorer, sharded as `base` is.
+
+    A frozen parameter whose rows are not as many on every rank is copied when it is first gathered: FSDP2 pads each model's own. An error
+    on one rank is raised on all of them.
+    """
+    made, error = None, None
+    try:
+        made = load_beside(spec, base_scorer.segment_support, images=True, seed=seed)
+    except EngineError as met:
+        error = met
+    gathered(error or made is not None)
+    assert made is not None, "an error is raised on all ranks"
+    model, scorer = made
+    reshard(base_scorer)
+    if stays_whole(meshes.topology, spec.dtype, options):
+        share_weights(model, base, spec.path)
+        shard(scorer, meshes, device, spec.dtype, options)
+    else:
+        shard(scorer, meshes, device, spec.dtype, options)
+        share_weights(model, base, spec.path)
+    return model, scorer
 
 
 @torch.no_grad()

@@ -18,7 +18,8 @@ class FsdpPlugin:
 
     @hookimpl
     def skyrl_engine_describe_backend(self, config: FsdpConfig | None, world_size: int) -> BackendDescription:
-        topology = (config or FsdpConfig()).topology(world_size)
+        config = config or FsdpConfig()
+        topology = config.topology(world_size)
         capabilities: frozenset[Capability] = frozenset(
             {"padded", "packed", "value_head", "tensor_parallel", *OPTIONAL_SCORES, "second_model"}
         )
@@ -26,7 +27,9 @@ class FsdpPlugin:
         # and a head that is divided compares with no teacher's
         if topology.tp == 1:
             undivided: frozenset[Capability] = frozenset({"lora", "reference_by_adapters", "vision", "divergence"})
-            return BackendDescription(topology, capabilities | undivided, rehearse=partial(_rehearse, images=True))
+            # FSDP2 copies host memory to pin it, so that nobody would share it
+            shared: frozenset[Capability] = frozenset() if config.cpu_offload else frozenset({"adapter_sets"})
+            return BackendDescription(topology, capabilities | undivided | shared, rehearse=partial(_rehearse, images=True))
         return BackendDescription(topology, capabilities, partial(refuse_model, topology.tp), partial(_rehearse, images=False))
 
     @hookimpl

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from skyrl_engine.contracts import ComputeDtype
+from skyrl_engine.contracts import ComputeDtype, Topology
 from skyrl_engine.modeling.causal_lm import all_layers, tower_layers
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine_fsdp.meshes import Meshes
@@ -21,7 +21,7 @@ def shard(scorer: Scorer, meshes: Meshes, device: torch.device, dtype: ComputeDt
     With bfloat16, layers compute in bfloat16, and weights, gradients and the sums over ranks are float32. The head stays in the root's unit:
     as a unit of its own it would be gathered at each call, and ranks that call it a different number of times would deadlock.
     """
-    if meshes.topology.world_size == 1 and dtype != "bfloat16" and not options.cpu_offload:
+    if stays_whole(meshes.topology, dtype, options):
         scorer.to(device)
         return
     policy = MixedPrecisionPolicy()
@@ -44,6 +44,11 @@ def shard(scorer: Scorer, meshes: Meshes, device: torch.device, dtype: ComputeDt
     for module in units(scorer):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def stays_whole(topology: Topology, dtype: ComputeDtype, options: FsdpConfig) -> bool:
+    """Return True where weights are neither sharded nor cast nor offloaded."""
+    return topology.world_size == 1 and dtype != "bfloat16" and not options.cpu_offload
 
 
 def units(scorer: Scorer) -> list[FSDPModule]:

@@ -34,8 +34,7 @@ def application(settings: Settings, api_key: str | None = None, request_log: Tex
         sweeping = asyncio.create_task(server.sweep())
         yield
         sweeping.cancel()
-        for session in list(server.sessions):
-            await server.end(session)
+        await server.shut_down()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
 

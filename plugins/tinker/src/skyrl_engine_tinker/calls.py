@@ -46,13 +46,22 @@ async def _telemetry(_server: Server, _body: bytes) -> Answer:
 async def _create_model(server: Server, body: bytes) -> Answer:
     given = _json(body)
     session, lora = server.heard_of(given["session_id"]), given.get("lora_config") or {}
-    rank, seed, base = int(lora.get("rank", 0)), lora.get("seed"), str(given["base_model"])
+    model_id, base = _model_id(session, given), str(given["base_model"])
+    try:
+        server.settings.require(base)
+    except RequestError as error:
+        return server.refused(model_id, error)
+    model = ServedModel(server.settings, model_id, base, int(lora.get("rank", 0)))
+    model.metadata = given.get("user_metadata")
+    return server.opened(model, lambda model: model.open(lora.get("seed")))
 
-    def opened(model: ServedModel) -> Answer:
-        model.metadata = given.get("user_metadata")
-        return model.open(base, rank, seed)
 
-    return server.opened(session, int(given["model_seq_id"]), opened)
+def _model_id(session: str, given: Mapping[str, Any]) -> str:
+    return f"{session}:train:{int(given['model_seq_id'])}"
+
+
+async def _unload_model(server: Server, body: bytes) -> Answer:
+    return server.unloaded(_json(body)["model_id"])
 
 
 async def _get_info(server: Server, body: bytes) -> Answer:
@@ -104,7 +113,14 @@ async def _load_weights(server: Server, body: bytes) -> Answer:
     path, optimizer = str(given["path"]), bool(given["optimizer"])
     if given.get("session_id") is not None:
         session = server.heard_of(given["session_id"])
-        return server.opened(session, int(given["model_seq_id"]), lambda model: model.load(path, optimizer, create=True))
+        model_id = _model_id(session, given)
+        try:
+            facts = Facts.of(server.settings.directory, Address.read(path, ("weights",)))
+            server.settings.require(facts.base_model)
+        except RequestError as error:
+            return server.refused(model_id, error)
+        model = ServedModel(server.settings, model_id, facts.base_model, facts.lora_rank)
+        return server.opened(model, lambda model: model.load(path, optimizer, create=True))
     return _in_turn(server, given["model_id"], given["seq_id"], lambda model: model.load(path, optimizer, create=False))
 
 
@@ -202,6 +218,7 @@ CALLS: Mapping[str, Callable[[Server, bytes], Awaitable[Answer]]] = {
     "session_heartbeat": _heartbeat,
     "telemetry": _telemetry,
     "create_model": _create_model,
+    "unload_model": _unload_model,
     "get_info": _get_info,
     "forward_backward": _forward_backward,
     "optim_step": _optim_step,

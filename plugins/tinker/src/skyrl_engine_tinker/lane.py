@@ -16,6 +16,7 @@ from typing import Any
 
 from skyrl_engine import CheckpointError, ConfigError, DataError, EngineError, UnsupportedError
 from skyrl_engine_tinker.errors import RequestError
+from skyrl_engine_tinker.fair_lock import FairLock
 
 Answer = bytes | dict[str, Any]
 """An encoded protobuf message, or what becomes JSON."""
@@ -63,9 +64,10 @@ class Lane:
         pump: Callable[[], bool],
         end: Callable[[], None],
         drains: bool = False,
+        turns: FairLock | None = None,
     ) -> None:
-        """Start the thread. One that `drains` takes all samples that wait before it ends."""
-        self._drains = drains
+        """Start the thread. One that `drains` takes all samples that wait before it ends; lanes of the same `turns` work one at a time."""
+        self._drains, self._turns = drains, turns or FairLock()
         self._loop, self._hole_seconds, self._pump, self._end = loop, hole_seconds, pump, end
         self._wake = threading.Condition()
         self._waiting: list[tuple[int, Callable[[], Answer], PendingAnswer]] = []
@@ -128,11 +130,13 @@ class Lane:
                     if work is None and not busy:
                         self._wake.wait(1.0 if self._waiting else None)
                         work = self._taken()
-                if work is not None:
-                    work()
-                busy = self._pump()
+                with self._turns:
+                    if work is not None:
+                        work()
+                    busy = self._pump()
         finally:
-            self._end()
+            with self._turns:
+                self._end()
             for promise in [*(promise for _, _, promise in self._waiting), *(promise for _, promise in self._beside)]:
                 promise.fail(RequestError("the model was closed before this request's turn"))
 

@@ -5,22 +5,27 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_engine import Engine, EngineError
+from skyrl_engine.contracts import LoraConfig
 from skyrl_engine_tinker.asked import AskedLoss, LossInForce
 from skyrl_engine_tinker.checkpoints import Address, Facts, expiry, written
 from skyrl_engine_tinker.codecs import encoded_outputs
 from skyrl_engine_tinker.datums import DatumBatch, DatumLimits, wire_metrics
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.samplers import Samplers
-from skyrl_engine_tinker.settings import Settings
+from skyrl_engine_tinker.settings import ALPHA, Settings
 
 
 class ServedModel:
-    """An engine with one model; `open` starts it. One that is not trained samples from its base model, or for checkpoints of it."""
+    """A model of `base_model`, of full weights (`rank` 0) or adapters; `open` starts its engine.
 
-    def __init__(self, settings: Settings, model_id: str, *, trained: bool = True, base_model: str = "") -> None:
-        self.settings, self.model_id, self.trained = settings, model_id, trained
+    One that is not trained samples from its base model, or for checkpoints of it, and is the `host` of sets of adapters.
+    """
+
+    def __init__(self, settings: Settings, model_id: str, base_model: str, rank: int, *, trained: bool = True) -> None:
+        self.settings, self.model_id, self.base_model, self.rank, self.trained = settings, model_id, base_model, rank, trained
         self.session = model_id.split(":", maxsplit=1)[0]
-        self.base_model, self.rank = base_model, 0
+        self.host: ServedModel | None = None
+        """The model on whose engine this one is a set of adapters; None where it has an engine of its own."""
         self.failure: str | None = None
         """Why the first request failed, so that there is nothing to close."""
         self.metadata: dict[str, str] | None = None
@@ -42,33 +47,43 @@ class ServedModel:
             raise RequestError(f"the model could not be opened: {self.failure}")
         return self._samplers
 
-    def open(self, base_model: str, rank: int, seed: int | None = None, start: Path | None = None) -> dict[str, Any]:
-        """Start the ranks. Answers `create_model`."""
-        self.base_model, self.rank = base_model, rank
-        engine = self._engine = Engine.open(self.settings.engine(base_model, rank, seed, start))
-        if engine.assembly.description.means_over_step:
+    def open(self, seed: int | None = None, start: Path | None = None) -> dict[str, Any]:
+        """Start the ranks, or a set of adapters on those of the host. Answers `create_model`. A host is opened once, by whoever comes first."""
+        if self._engine is None:
+            self._engine = self._opened(seed, start)
+            self._refuse_means_over_steps()
+            self._loss = LossInForce(self._engine)
+            fresh = self.settings.stored(self.base_model) if start is None and self.host is None else None
+            self._samplers = Samplers(self._engine, self.settings.serve.weight_sets, fresh)
+        return {"type": "create_model", "model_id": self.model_id}
+
+    def _opened(self, seed: int | None, start: Path | None) -> Engine:
+        if self.host is None:
+            return Engine.open(self.settings.engine(self.base_model, self.rank, seed, start))
+        self.host.open()
+        lora = LoraConfig(rank=self.rank, alpha=ALPHA) if start is None else LoraConfig(path=str(start))
+        return self.host.engine.add_adapters(lora, seed=seed)
+
+    def _refuse_means_over_steps(self) -> None:
+        if self.engine.assembly.description.means_over_step:
             self.close()
             raise RequestError(
                 "the backend adds losses of routers, which are means over an optimizer step, and a step's requests are added up one by one; "
                 "the server's configuration must set router_balance_coefficient and router_z_coefficient to 0"
             )
-        self._loss = LossInForce(engine)
-        fresh = self.settings.stored(base_model) if start is None else None
-        self._samplers = Samplers(engine, self.settings.serve.weight_sets, fresh)
-        return {"type": "create_model", "model_id": self.model_id}
 
     def load(self, path: str, optimizer: bool, *, create: bool) -> dict[str, Any]:
         """Go on from a checkpoint: with `create` as a model's first request, otherwise in the engine that is there."""
         address = Address.read(path, ("weights",))
         facts = Facts.of(self.settings.directory, address)
         folder = address.folder(self.settings.directory)
+        if (facts.base_model, facts.lora_rank) != (self.base_model, self.rank):
+            raise RequestError(f"the checkpoint is of {facts.base_model} with rank {facts.lora_rank}")
         self._spoiled = False
         if create or not optimizer:
             self.close()
             self.metadata = self.metadata or facts.run_metadata
-            self.open(facts.base_model, facts.lora_rank, start=None if optimizer else folder / "model")
-        elif (self.base_model, self.rank) != (facts.base_model, facts.lora_rank):
-            raise RequestError(f"the checkpoint is of {facts.base_model} with rank {facts.lora_rank}")
+            self.open(start=None if optimizer else folder / "model")
         if optimizer:
             self.samplers.before_load()
             self.engine.load(folder / "state")

@@ -56,8 +56,7 @@ def rest(server: Server, authorize: Callable[[Request], None]) -> APIRouter:
     async def one_session(session: str) -> Any:
         if session not in server.sessions:
             raise HTTPException(404, "there is no such session, or it ended")
-        model = server.model
-        own = [model.model_id] if model is not None and model.trained and model.session == session else []
+        own = [model.model_id for model in server.places.trained if model.session == session]
         return {"training_run_ids": own, "sampler_ids": [name for name, each in server.samplers.items() if each.session == session]}
 
     @router.get("/training_runs")
@@ -119,22 +118,24 @@ def _page(found: list[Any], limit: int, offset: int) -> tuple[list[Any], dict[st
 
 
 async def _runs(server: Server) -> list[dict[str, Any]]:
-    """List models that saved something, behind the one that is trained now."""
+    """List models that saved something, behind those that are trained now."""
     found = await asyncio.to_thread(checkpoints.runs, server.settings.directory)
-    model = server.model
-    if model is None or not model.trained or model.failure is not None:
-        return found
-    saved: dict[str, Any] = next((run for run in found if run["training_run_id"] == model.model_id), {})
-    present = {
-        "training_run_id": model.model_id,
-        "base_model": model.base_model,
-        "model_owner": "",
-        "is_lora": model.rank > 0,
-        "lora_rank": model.rank or None,
-        "user_metadata": model.metadata,
-    }
+    saved = {run["training_run_id"]: run for run in found}
     now = datetime.now(UTC).isoformat()
-    return [{**saved, **present, "last_request_time": now}, *(run for run in found if run is not saved)]
+    present = [
+        {
+            **saved.pop(model.model_id, {}),
+            "training_run_id": model.model_id,
+            "base_model": model.base_model,
+            "model_owner": "",
+            "is_lora": model.rank > 0,
+            "lora_rank": model.rank or None,
+            "user_metadata": model.metadata,
+            "last_request_time": now,
+        }
+        for model in server.places.trained
+    ]
+    return [*present, *saved.values()]
 
 
 def _address(model_id: str, kind: str, name: str) -> Address:

@@ -1,7 +1,6 @@
-"""The state of the server: sessions, the one model, samplers, and promises of answers."""
+"""The state of the server: sessions, models, samplers, and promises of answers."""
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +12,10 @@ from skyrl_engine_tinker import checkpoints
 from skyrl_engine_tinker.checkpoints import Stored
 from skyrl_engine_tinker.downloads import Downloads
 from skyrl_engine_tinker.errors import RequestError
-from skyrl_engine_tinker.lane import Answer, Lane, PendingAnswer, failure
+from skyrl_engine_tinker.lane import Lane, PendingAnswer
 from skyrl_engine_tinker.metrics import Counters
 from skyrl_engine_tinker.model import ServedModel
+from skyrl_engine_tinker.places import Opening, Places, TakenPlace
 from skyrl_engine_tinker.settings import Settings
 
 KEPT_SECONDS = 600.0
@@ -35,99 +35,56 @@ class SamplingSession:
     stored: Stored | None = None
 
 
-@frozen(eq=False)
-class _Newcomer:
-    """A session that asks for a model while another one's is there."""
-
-    session: str
-    model: ServedModel
-    work: Callable[[ServedModel], Answer]
-    promise: PendingAnswer
-
-
 @define(eq=False)
 class Server:
-    """Sessions, the one model, samplers and promises: all in memory, all touched on the event loop alone."""
+    """Sessions, models, samplers and promises: all in memory, all touched on the event loop alone."""
 
     settings: Settings
     sessions: dict[str, float] = field(factory=dict)
     samplers: dict[str, SamplingSession] = field(factory=dict)
     promises: dict[str, PendingAnswer] = field(factory=dict)
-    lane: Lane | None = None
-    model: ServedModel | None = None
+    places: Places = field(init=False)
     downloads: Downloads = field(factory=Downloads)
     counters: Counters = field(factory=Counters)
-    _ending: Lane | None = None
-    _newcomers: list[_Newcomer] = field(factory=list)
+    _unloading: set[asyncio.Task[None]] = field(factory=set)
     _sampling: list[tuple[PendingAnswer, int]] = field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        self.places = Places(self.settings)
 
     def heard_of(self, session: Any) -> str:
         """Note a sign of life. Raises 410 for a session that is not, or no longer."""
         if session not in self.sessions:
             raise HTTPException(410, "there is no such session, or it ended")
         self.sessions[session] = time.monotonic()
-        if self.model is not None and self.model.session == session:
-            for newcomer in self._newcomers:
-                newcomer.promise.fail(self._taken())
-            self._newcomers.clear()
+        self.places.heard_of(session)
         return str(session)
 
     def lane_of(self, model_id: Any) -> tuple[Lane, ServedModel]:
-        if self.lane is None or self.model is None or self.model.model_id != model_id:
+        """Return a trained model and its lane, which is a sign of life of its session. Raises 404 for a model that is not there."""
+        if (found := self.places.find(model_id)) is None:
             raise HTTPException(404, f"there is no model {model_id!r}, or it was closed")
-        if self.model.session in self.sessions:
-            self.heard_of(self.model.session)
-        return self.lane, self.model
+        if found.model.session in self.sessions:
+            self.heard_of(found.model.session)
+        return found.lane, found.model
 
-    def opened(self, session: str, number: int, work: Callable[[ServedModel], Answer]) -> dict[str, Any]:
-        """Make the one model; `work` opens it. The same request twice is one.
-
-        While another session's model is there, the request waits: that session's next sign of life refuses it, and where none comes it has
-        its turn, so that a loop which was killed can be started again at once.
-        """
-        model_id, loop = f"{session}:train:{number}", asyncio.get_running_loop()
-        request_id = f"{model_id}:0"
-        if (self.model is not None and self.model.model_id == model_id) or request_id in self.promises:
+    def opened(self, model: ServedModel, opening: Opening) -> dict[str, Any]:
+        """Make a model that is trained, as soon as there is a place for it. The same request twice is one."""
+        request_id = f"{model.model_id}:0"
+        if self.places.find(model.model_id) is not None or request_id in self.promises:
             return {"request_id": request_id}
-        promise = PendingAnswer(loop)
-        newcomer = _Newcomer(session, ServedModel(self.settings, model_id), work, promise)
-        if not self._trains():
-            self._open(newcomer)
-        elif self.model is not None and self.model.session == session:
-            promise.fail(self._taken())
-        else:
-            self._newcomers.append(newcomer)
+        promise = PendingAnswer(asyncio.get_running_loop())
+        self.places.ask(model, opening, promise)
         return self.promised(request_id, promise)
 
-    def _taken(self) -> RequestError:
-        assert self.model is not None
-        return RequestError(f"this server has one model at a time, and {self.model.model_id} is there; close its client first")
-
-    def _open(self, newcomer: _Newcomer) -> None:
-        before = self.lane or self._ending
-        model = self.model = newcomer.model
-
-        def first() -> Answer:
-            # two models at once may not fit
-            if before is not None:
-                before.close()
-            try:
-                return newcomer.work(model)
-            except BaseException as error:
-                model.failure = failure(error)["error"]
-                raise
-
-        lane = self.lane = Lane(
-            asyncio.get_running_loop(),
-            hole_seconds=self.settings.serve.hole_seconds,
-            pump=model.pump,
-            end=model.close,
-            drains=not model.trained,
-        )
-        lane.submit(0, first, newcomer.promise)
+    def refused(self, model_id: str, error: RequestError) -> dict[str, Any]:
+        """Answer who asks for a model that cannot be opened."""
+        promise = PendingAnswer(asyncio.get_running_loop())
+        promise.fail(error)
+        return self.promised(f"{model_id}:0", promise)
 
     def sampled_by(self, sampler: SamplingSession) -> tuple[Lane, ServedModel]:
-        """Return the model that a sampler samples from. Where none is there, its base model is opened for it.
+        """Return the model that a sampler samples from.
 
         Raises 404 for a model that was closed, and RequestError where a model of another base is trained.
         """
@@ -135,16 +92,8 @@ class Server:
             self.heard_of(sampler.session)
         if sampler.model_id is not None:
             return self.lane_of(sampler.model_id)
-        base, model = sampler.base_model, self.model
-        if model is not None and self._trains() and model.base_model not in ("", base):
-            raise RequestError(f"this server has one base model at a time, and trains {model.base_model}; close its client first")
-        if model is None or model.failure is not None or (not model.trained and model.base_model != base):
-            opened = ServedModel(self.settings, f"{sampler.session}:sample:{secrets.token_hex(4)}", trained=False, base_model=base)
-            promise = PendingAnswer(asyncio.get_running_loop())
-            self._open(_Newcomer(sampler.session, opened, lambda model: model.open(base, 0), promise))
-        assert self.lane is not None
-        assert self.model is not None
-        return self.lane, self.model
+        place = self.places.sampling(sampler.base_model, sampler.session)
+        return place.lane, place.model
 
     def admit(self, promise: PendingAnswer, count: int) -> None:
         """Note `count` samples as under way until `promise` is kept. Raises 429 where they are too many beside those that are."""
@@ -161,7 +110,7 @@ class Server:
         return [
             ("sessions", "Sessions that live.", lambda: len(self.sessions)),
             ("samplers", "Sampling sessions that live.", lambda: len(self.samplers)),
-            ("models", "Models on the ranks.", lambda: int(self.model is not None and self.model.failure is None)),
+            ("models", "Models that are trained.", lambda: len(self.places.trained)),
             (
                 "samples_under_way",
                 "Samples that were asked for and not answered.",
@@ -169,8 +118,8 @@ class Server:
             ),
             (
                 "requests_waiting",
-                "Requests of the model that wait for their turn.",
-                lambda: 0 if self.lane is None else self.lane.waiting,
+                "Requests of models that wait for their turn.",
+                lambda: self.places.waiting,
             ),
         ]
 
@@ -179,25 +128,48 @@ class Server:
         return {"request_id": request_id}
 
     async def end(self, session: str) -> None:
-        """End a session: its model finishes the request that it is at, and is closed."""
+        """End a session: its models finish the requests that they are at, and are closed."""
         self.sessions.pop(session, None)
-        for newcomer in [each for each in self._newcomers if each.session == session]:
-            self._newcomers.remove(newcomer)
-            newcomer.promise.fail(RequestError("the session ended"))
-        self.samplers = {name: sampler for name, sampler in self.samplers.items() if sampler.session != session}
-        if self.model is not None and self.lane is not None and self.model.session == session:
-            lane = self._ending = self.lane
-            self.lane = self.model = None
-            await asyncio.to_thread(lane.close)
-        self._admit_newcomer()
+        self.places.withdraw(session)
+        self._drop_samplers(lambda sampler: sampler.session == session)
+        await self.places.close(self._leaving([each.model_id for each in self.places.all if each.session == session]))
 
-    def _admit_newcomer(self) -> None:
-        """Open the model that waits longest, if nothing is in its way."""
-        if self._newcomers and not self._trains():
-            self._open(self._newcomers.pop(0))
+    def unloaded(self, model_id: Any) -> dict[str, Any]:
+        """Close a model behind the request that it is at. The same request twice is one. Raises 404 for a model that is not there."""
+        request_id = f"{model_id}:unload"
+        if request_id in self.promises:
+            return {"request_id": request_id}
+        if self.places.find(model_id) is None:
+            raise HTTPException(404, f"there is no model {model_id!r}, or it was closed")
+        self._drop_samplers(lambda sampler: sampler.model_id == model_id)
+        # its place is free before anybody asks
+        ending, promise = self._leaving([model_id]), PendingAnswer(asyncio.get_running_loop())
 
-    def _trains(self) -> bool:
-        return self.model is not None and self.model.failure is None and self.model.trained
+        async def close() -> None:
+            await self.places.close(ending)
+            promise.set({"type": "unload_model", "model_id": model_id})
+
+        unloading = asyncio.create_task(close())
+        self._unloading.add(unloading)
+        unloading.add_done_callback(self._unloading.discard)
+        return self.promised(request_id, promise)
+
+    async def shut_down(self) -> None:
+        """End all sessions and close all models."""
+        for session in list(self.sessions):
+            await self.end(session)
+        await asyncio.gather(*self._unloading)
+
+    def _drop_samplers(self, ended: Callable[[SamplingSession], bool]) -> None:
+        self.samplers = {name: sampler for name, sampler in self.samplers.items() if not ended(sampler)}
+
+    def _leaving(self, model_ids: list[str]) -> list[TakenPlace]:
+        """Take models out of their places, and the base model that nobody samples from."""
+
+        def still_sampled(base_model: str) -> bool:
+            return any(each.model_id is None and each.base_model == base_model for each in self.samplers.values())
+
+        return self.places.leave(model_ids, still_sampled=still_sampled)
 
     async def sweep(self) -> None:
         """Forget answers that were there long enough, end sessions that gave no sign of life, and delete checkpoints whose time is over."""
@@ -216,4 +188,4 @@ class Server:
             for session, heard in list(self.sessions.items()):
                 if now - heard > self.settings.serve.session_seconds:
                     await self.end(session)
-            self._admit_newcomer()
+            self.places.admit()

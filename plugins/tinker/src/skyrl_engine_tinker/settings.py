@@ -15,6 +15,9 @@ from skyrl_engine_tinker import losses
 from skyrl_engine_tinker.checkpoints import Address, Facts, Stored
 from skyrl_engine_tinker.errors import RequestError
 
+ALPHA = 32
+"""Alpha of new adapters; clients give a rank alone."""
+
 
 def _several(given: object) -> tuple[object, ...]:
     """One text is a list of one, and not of its letters."""
@@ -44,6 +47,8 @@ class ServeTable:
     """Samples under way at once."""
     top_logprobs: int = field(default=100, validator=[instance_of(int), ge(0)])
     """The most likely tokens at a place of a prompt or of a sample, at most."""
+    max_models: int = field(default=4, validator=[instance_of(int), ge(1)])
+    """Models that are trained at once: sets of adapters over one base model. Of full weights there is one alone."""
     weight_sets: int = field(default=2, validator=[instance_of(int), ge(0)])
     """Copies of weights that samplers of earlier steps, of base models and of checkpoints keep; in-flight samplers have one more."""
     hole_seconds: float = field(default=60.0, validator=[instance_of((int, float)), ge(0)])
@@ -91,13 +96,17 @@ class Settings:
             raise UnsupportedError(f"{path}: serve: {error.args[0]}", remedy="Give a value of this type and range") from error
         return cls(table, tables, base / table.directory)
 
-    def engine(self, base_model: str, rank: int, seed: int | None, start: Path | None) -> dict[str, Any]:
-        """Return the configuration of an engine. `start` are exported weights in the place of the base model's. Raises RequestError."""
+    def require(self, base_model: str) -> None:
+        """Raise RequestError for a model that the table does not name."""
         if base_model not in self.serve.models:
             raise RequestError(f"there is no model {base_model!r} here; there are {', '.join(self.serve.models)}")
+
+    def engine(self, base_model: str, rank: int, seed: int | None, start: Path | None) -> dict[str, Any]:
+        """Return the configuration of an engine. `start` are exported weights in the place of the base model's. Raises RequestError."""
+        self.require(base_model)
         model = {**self.tables.get("model", {}), "path": self.serve.models[base_model]}
         if rank > 0:
-            model["lora"] = {"rank": rank, "alpha": 32} if start is None else {"path": str(start)}
+            model["lora"] = {"rank": rank, "alpha": ALPHA} if start is None else {"path": str(start)}
         elif start is not None:
             model["path"] = str(start)
         run = {**self.tables.get("run", {}), **({} if seed is None else {"seed": seed})}
@@ -112,8 +121,7 @@ class Settings:
 
     def stored(self, base_model: str, address: Address | None = None) -> Stored:
         """Return a base model's weights as they lie on the disk, or those of a checkpoint. Raises RequestError."""
-        if base_model not in self.serve.models:
-            raise RequestError(f"there is no model {base_model!r} here; there are {', '.join(self.serve.models)}")
+        self.require(base_model)
         base = self.serve.models[base_model]
         if address is None:
             return Stored(base)

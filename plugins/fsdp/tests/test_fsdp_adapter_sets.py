@@ -1,0 +1,159 @@
+"""Sets of adapters share the memory of frozen weights, sharded or whole, and nothing of what learns; what is freed is gone.
+
+That each learns bit for bit what it learns alone is a promise of the kit.
+"""
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fsdp_lora_tasks import OPTIMIZER, adapters, batch, train
+from fsdp_tasks import start
+from torch.distributed.tensor import DTensor
+
+from skyrl_engine.contracts import LoraConfig
+from skyrl_engine.modeling.lora import trained
+from skyrl_engine.testing.adapters import write_adapter
+from skyrl_engine.testing.backends.batches import WeightedObjective
+from skyrl_engine.testing.ranks.world import World
+from skyrl_engine_fsdp.backend import FsdpBackend
+from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
+from skyrl_engine_fsdp.sharding import units
+
+WIDE, NARROW = LoraConfig(rank=4), LoraConfig(rank=2, targets=("q_proj", "v_proj"))
+
+
+def places(backend: FsdpBackend) -> dict[str, int]:
+    """Addresses of what FSDP gathers, or of the parameters of a module that is no unit, by their names in the base model; frozen ones alone."""
+    gathered = {}
+    for name, parameter in backend._model.named_parameters():
+        if not parameter.requires_grad:
+            local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            gathered[name.replace(".base_layer.", ".")] = local.untyped_storage().data_ptr()
+    return gathered
+
+
+def gathered_from(backend: FsdpBackend) -> set[int]:
+    """Addresses of the memory that FSDP's units gather frozen weights from."""
+    groups = (unit._get_fsdp_state()._fsdp_param_group for unit in units(backend._scorer))
+    return {
+        each._sharded_param_data.untyped_storage().data_ptr()
+        for group in groups
+        if group is not None
+        for each in group.fsdp_params
+        if not each.sharded_param.requires_grad and each._sharded_param_data.numel()
+    }
+
+
+def shared(directory: str, **model: Any) -> tuple[bool, bool, int, float]:
+    """Compare the memory of frozen weights, by names and by what units gather; also their number, and the least gradient norm of three sets."""
+    base = start(directory, OPTIMIZER, lora=LoraConfig(rank=1), **model)
+    sets = [base.adapter_set(lora, OPTIMIZER, seed) for seed, lora in enumerate((WIDE, NARROW))]
+    norms = [norm for each in (*sets, base) for _, norm in train(each, 2)]
+    names, memory = places(base), gathered_from(base)
+    same = all(places(each) == names for each in sets), all(gathered_from(each) == memory for each in sets)
+    for each in (*sets, base):
+        each.close()
+    return *same, len(memory), min(norms)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_gather_one_memory(pair: World, models: dict[str, str], dtype: str) -> None:
+    for by_name, by_unit, count, norm in pair.run(shared, models["llama-untied"], dtype=dtype):
+        assert by_name
+        assert by_unit
+        assert count > 15
+        assert norm > 0
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_rank_has_one_memory_tied_and_cast_weights_too(models: dict[str, str], dtype: str) -> None:
+    by_name, by_unit, count, norm = shared(models["qwen3-tied"], dtype=dtype)
+    assert by_name
+    assert by_unit
+    assert (count > 0) is (dtype == "bfloat16"), "in float32 one rank has no units"
+    assert norm > 0
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_further_set_takes_the_memory_of_what_it_trains(models: dict[str, str]) -> None:
+    """Bytes of storages that the base has not: adapters and, behind a step, two moments and a count each; and copies of small buffers."""
+    base = start(models["qwen3-tied"], OPTIMIZER, lora=LoraConfig(rank=1))
+    made = base.adapter_set(WIDE, OPTIMIZER, 1)
+    train(made, 1)
+    assert made._optimizer is not None
+    moments = [each for state in made._optimizer.state.values() for each in state.values()]
+    theirs = {each.untyped_storage().data_ptr() for each in [*base._model.parameters(), *base._model.buffers()]}
+    storages = [each.untyped_storage() for each in [*made._model.parameters(), *made._model.buffers(), *moments]]
+    own = {each.data_ptr(): each.nbytes() for each in storages if each.data_ptr() not in theirs}
+    learns = list(trained(made._model).values())
+    buffers = sum(each.untyped_storage().nbytes() for each in made._model.buffers())
+    assert sum(own.values()) == 3 * sum(4 * each.numel() for each in learns) + 4 * len(learns) + buffers
+    assert buffers < 200
+    assert all(each.grad is None for each in learns)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_set_that_is_closed_is_freed_and_the_others_go_on(models: dict[str, str], dtype: str) -> None:
+    """Its adapters and moments are gone with it; the base's frozen weights are not."""
+    base = start(models["llama-untied"], OPTIMIZER, lora=LoraConfig(rank=1), dtype=dtype)
+    made = base.adapter_set(WIDE, OPTIMIZER, 1)
+    train(made, 1)
+    assert made._optimizer is not None
+    held = [weakref.ref(each) for each in trained(made._model).values()]
+    held += [weakref.ref(each) for state in made._optimizer.state.values() for each in state.values()]
+    before = {name: value.clone() for name, value in base.weights()}
+    made.close()
+    del made
+    gc.collect()
+    assert not [each for each in held if each() is not None]
+    assert all(torch.equal(value, before[name]) for name, value in base.weights())
+    assert train(base, 1)[0][1] > 0
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_set_draws_reads_and_keeps_random_states_as_a_product_of_its_own(models: dict[str, str], tmp_path: Any) -> None:
+    """New adapters are those of its seed, existing ones those of their files; whoever else draws in the process notices nothing."""
+    base = start(models["llama-untied"], OPTIMIZER, lora=LoraConfig(rank=1))
+    torch.manual_seed(7)
+    due = torch.randint(0, 2**31, (4,)).tolist()
+    torch.manual_seed(7)
+    made = base.adapter_set(LoraConfig(rank=4, dropout=0.5), OPTIMIZER, 11)
+    train(made, 1)
+    made.save(tmp_path)
+    made.load(tmp_path)
+    assert torch.randint(0, 2**31, (4,)).tolist() == due
+    for lora in (WIDE, LoraConfig(path=write_adapter(models["llama-untied"], tmp_path / "adapters"))):
+        own = start(models["llama-untied"], OPTIMIZER, lora=lora, seed=11)
+        expected, found = adapters(own), adapters(base.adapter_set(lora, OPTIMIZER, 11))
+        assert expected.keys() == found.keys()
+        assert all(np.array_equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_set_has_a_value_head_of_its_own(models: dict[str, str]) -> None:
+    """It begins as the model's own does, and learns alone."""
+    base = start(models["critic"], OPTIMIZER, lora=LoraConfig(rank=1), value_head=True)
+    made, head = base.adapter_set(NARROW, OPTIMIZER, 1), adapters(base)["score.weight"]
+    assert head.any()
+    assert np.array_equal(adapters(made)["score.weight"], head)
+    made.forward_backward(batch("padded", 2), WeightedObjective(needs=("logprobs", "values")))
+    made.optim_step()
+    assert not np.array_equal(adapters(made)["score.weight"], head)
+    assert np.array_equal(adapters(base)["score.weight"], head)
+
+
+def test_sets_are_declared_where_weights_can_be_shared() -> None:
+    def declares(world_size: int, **options: Any) -> bool:
+        described = fsdp.skyrl_engine_describe_backend(config=FsdpConfig(**options), world_size=world_size)
+        return "adapter_sets" in described.capabilities
+
+    assert declares(1)
+    assert declares(4, replicate=2)
+    assert not declares(2, tensor_parallel=2)
+    assert not declares(1, cpu_offload=True)

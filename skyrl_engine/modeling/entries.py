@@ -1,0 +1,33 @@
+"""Parameters and buffers of a model by name, and others in their place."""
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return parameters and buffers by name, shared ones once, in the same order on every rank."""
+    return [*((name, parameter.detach()) for name, parameter in model.named_parameters()), *model.named_buffers()]
+
+
+def entry(model: nn.Module, name: str) -> Tensor:
+    """Return the parameter or buffer of this name itself, not a copy."""
+    owner_name, _, key = name.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    place = owner._parameters[key] if key in owner._parameters else owner._buffers[key]  # noqa: SLF001 - torch offers no other access to a shared entry
+    assert place is not None
+    return place
+
+
+def replace_entries(model: nn.Module, replacements: Mapping[int, Tensor]) -> None:
+    """Replace tensors in every module that holds them; `replacements` is by the old tensor's id. Shared tensors stay shared."""
+    for module in model.modules():
+        for entries in (module._parameters, module._buffers):  # noqa: SLF001 - assigning attributes would not keep shared entries shared
+            for key, value in entries.items():
+                if value is not None and id(value) in replacements:
+                    entries[key] = replacements[id(value)]  # type: ignore[assignment] # a parameter where there was one
+
+
+def keeps_loose_tensors(model: nn.Module) -> bool:
+    """Return True if a module of a skeleton holds a meta tensor that is neither parameter nor buffer, so that nothing fills it."""
+    return any(isinstance(value, Tensor) and value.is_meta for module in model.modules() for value in vars(module).values())

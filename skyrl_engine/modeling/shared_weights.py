@@ -1,0 +1,58 @@
+"""A model over the frozen weights of another: what it trains (adapters, a value head) is its own, all else is the other's memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.modeling.entries import entry, keeps_loose_tensors, named_tensors, replace_entries
+
+
+@contextmanager
+def on_the_cpu_without_memory(model: nn.Module) -> Iterator[None]:
+    """Let parameters on the meta device look as if they lay on the CPU, so that modules which are added beside them get values there."""
+    stand_ins: dict[int, nn.Parameter] = {}
+    places: dict[int, nn.Parameter] = {}
+    for place in model.parameters():
+        # one number, shown in the shape of the whole parameter
+        stand_in = nn.Parameter(torch.zeros((), dtype=place.dtype).expand(place.shape), requires_grad=place.requires_grad)
+        stand_ins[id(place)], places[id(stand_in)] = stand_in, place
+    replace_entries(model, stand_ins)
+    try:
+        yield
+    finally:
+        for stand_in in stand_ins.values():
+            places[id(stand_in)].requires_grad_(stand_in.requires_grad)
+        replace_entries(model, places)
+
+
+def share_weights(model: nn.Module, base: nn.Module, name: str) -> None:
+    """Put the memory of `base` where `model` has nothing: its parameters as they are, its buffers as copies. Tied tensors stay tied.
+
+    The two are one model with different adapters, whole or sharded alike. Raises UnsupportedError for a model that keeps tensors beside
+    parameters and buffers.
+    """
+    if keeps_loose_tensors(model):
+        raise UnsupportedError(
+            f"{name} ({type(model).__name__}) keeps tensors that are neither parameters nor buffers, and they cannot be shared",
+            remedy="Train one set of adapters at a time",
+        )
+    theirs = {_base_name(each): each for each, _ in named_tensors(base)}
+    shared: dict[int, Tensor] = {}
+    for each, _ in named_tensors(model):
+        place = entry(model, each)
+        if not place.is_meta:
+            continue
+        there = entry(base, theirs[_base_name(each)])
+        if isinstance(place, nn.Parameter):
+            shared[id(place)] = nn.Parameter(there.detach(), requires_grad=False)
+        else:
+            shared[id(place)] = there.detach().clone()
+    replace_entries(model, shared)
+
+
+def _base_name(name: str) -> str:
+    """Return a tensor's name in the model without adapters."""
+    return name.replace(".base_layer.", ".")

@@ -1,0 +1,126 @@
+"""Promises of a backend about several sets of adapters over one base model: each learns as if the others were not there."""
+
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+from attrs import define, field, frozen
+
+from skyrl_engine.contracts.values.model import LoraConfig
+from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks, PassOrder
+from skyrl_engine.testing.backends.step_promises import SPEC
+from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise
+from skyrl_engine.testing.promise import Broken, Promise
+
+
+@frozen
+class _Lesson:
+    """A set of adapters, the seed that it begins with, and the documents of each call of each of its steps."""
+
+    name: str
+    lora: LoraConfig
+    seed: int
+    steps: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+BASE = _Lesson("the product that has further sets", LoraConfig(rank=1), 11, ((NUMBERS,), (NUMBERS[1:],)))
+FIRST = _Lesson(
+    "a set of rank 3 with dropout", LoraConfig(rank=3, dropout=0.2), 5, ((NUMBERS[:4], NUMBERS[4:]), (NUMBERS[2:],), (NUMBERS,))
+)
+SECOND = _Lesson(
+    "a set of rank 2 on two kinds of layers",
+    LoraConfig(rank=2, alpha=9, targets=("q_proj", "down_proj")),
+    7,
+    ((NUMBERS,), (NUMBERS[3:], NUMBERS[:3])),
+)
+
+
+@define
+class _Learned:
+    """The losses and gradient norms of a lesson, in order, and the weights at its end."""
+
+    numbers: list[tuple[str, float]] = field(factory=list)
+    weights: Arrays = field(factory=dict)
+
+
+def _learning(ranks: BackendRanks, case: BackendCase, lesson: _Lesson, learned: _Learned) -> Iterator[None]:
+    """Take a lesson, and pause behind every call."""
+    for number, calls in enumerate(lesson.steps, start=1):
+        for documents in calls:
+            outputs = ranks.forward_backward(PassOrder(case.cut(documents)))
+            learned.numbers.append((f"the objective of a call of step {number}", ranks.loss(outputs)))
+            yield
+        learned.numbers.append((f"the gradient norm of step {number}", ranks.optim_step()[0].grad_norm))
+        yield
+    learned.weights = ranks.weights()[0]
+
+
+def _alone(subject: BackendSubject, case: BackendCase, lesson: _Lesson) -> _Learned:
+    learned = _Learned()
+    with subject.opened(case, "dropout", optimizer=SPEC, lora=lesson.lora, seed=lesson.seed) as ranks:
+        for _ in _learning(ranks, case, lesson, learned):
+            pass
+    return learned
+
+
+def _together(subject: BackendSubject, case: BackendCase) -> list[_Learned]:
+    """Learn BASE, FIRST and SECOND in turns; SECOND is added late, saved and loaded in between, and freed before the others are done."""
+    found = [_Learned() for _ in range(3)]
+    with (
+        tempfile.TemporaryDirectory(prefix="skyrl-engine-adapter-sets-") as directory,
+        subject.opened(case, "dropout", optimizer=SPEC, lora=BASE.lora, seed=BASE.seed) as base,
+        base.adapter_set(FIRST.lora, FIRST.seed) as first,
+    ):
+        begun = [_learning(base, case, BASE, found[0]), _learning(first, case, FIRST, found[1])]
+        # a gradient of the first set is accumulated when the second one comes
+        next(begun[1])
+        with base.adapter_set(SECOND.lora, SECOND.seed) as second:
+            turns = _learning(second, case, SECOND, found[2])
+            next(turns)
+            next(turns)
+            second.save(Path(directory))
+            for each in begun:
+                next(each)
+            second.load(Path(directory))
+            for _ in turns:
+                next(begun[1], None)
+        for each in begun:
+            for _ in each:
+                pass
+    return found
+
+
+def _undeclared(subject: BackendSubject) -> str | None:
+    if find_spec("peft") is None:
+        return "peft is not installed"
+    return None if subject.declares("adapter_sets") else "the backend does not declare 'adapter_sets'"
+
+
+@backend_promise(
+    "Sets of adapters over one base model, of other ranks, layers and seeds, learn in turns bit for bit what each learns alone",
+    exempt=_undeclared,
+)
+def adapter_sets(subject: BackendSubject, case: BackendCase) -> None:
+    if "adapter_sets" not in subject.described(case.sizes.options, case.sizes.ranks).capabilities:
+        return
+    together = _together(subject, case)
+    for lesson, got in zip((BASE, FIRST, SECOND), together, strict=True):
+        due = _alone(subject, case, lesson)
+        for (what, one), (_, other) in zip(got.numbers, due.numbers, strict=True):
+            if one != other:
+                raise Broken(
+                    f"of {lesson.name}, {what} is {one!r} beside other sets, and {other!r} alone",
+                    "Share frozen weights and nothing else: gradients, moments, step counts and random states are a set's own",
+                )
+        if wrong := [
+            name for name, weight in due.weights.items() if name not in got.weights or not np.array_equal(got.weights[name], weight)
+        ]:
+            raise Broken(
+                f"of {lesson.name}, {wrong[0]} is another one at the end than it is alone ({len(wrong)} such tensors)",
+                "Step the adapters of a set with its own moments and step count",
+            )
+
+
+ADAPTER_SET_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (adapter_sets,)
