@@ -149,6 +149,11 @@ def check_pairs(objective: Iterable[Part[Loss]], columns: SampleColumns) -> None
                 remedy='Train on preferences: set trainer = "preference"',
             )
         if compares_pairs(part.product):
+            if len(columns) == len(np.unique(columns.unit_ids)):
+                raise DataError(
+                    f"{part.label} compares the two answers of a pair, and the data has single answers with a label",
+                    remedy="Give rows a chosen and a rejected answer, or learn from single ones, in trainer preference by --preset kto",
+                )
             carrying = np.concatenate([[0], np.cumsum(columns.loss_weight != 0)])[columns.action_offsets]
             pair_places(columns.unit_ids, roles, np.diff(carrying), columns.sample_ids)
 

@@ -97,8 +97,8 @@ class Scorer(nn.Module):
             scores.update(asked.named(self.head(chosen_NH, asked.tokens, temperature, asked.scores, **compared)))
         if "values" in needs:
             assert self.value_head is not None, "values are asked of a model without a value head"
-            scores["values"] = self.value_head(chosen_NH)
-        # cloned, because FSDP2 warns if the root returns a view
+            # cloned, here and below, because FSDP2 warns if the root returns a view
+            scores["values"] = self.value_head(chosen_NH).clone()
         if count == 0:
             scores = {name: value[:0].clone() for name, value in scores.items()}
         return scores

@@ -18,7 +18,7 @@ from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.exported import journal_of, read_rollouts
 from skyrl_engine.rollout.journal import read_index
 from skyrl_engine.rollout.records import Learned
-from skyrl_engine.rollout.source import Taken, drop_reason
+from skyrl_engine.rollout.source import Taken, Valued, drop_reason
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +141,8 @@ def read_recording(
 class RecordedSource:
     """Gives a trainer the groups of a recording: in their order, and in another one, a function of `seed`, in every later pass over them.
 
+    `valued` gives the rewards of a step's groups anew what a model adds to them.
+
     Rollouts of another policy have no staleness that could be counted in steps of this run: every group starts at the weights that it trains.
     """
 
@@ -148,12 +150,15 @@ class RecordedSource:
     per_step: int
     seed: int
     step: int = 0
+    valued: Valued | None = None
     _order: tuple[int, np.ndarray] | None = field(default=None, init=False)
 
     def take(self, step: int) -> Taken:
         """Return the groups of a step, counted from 1."""
         first = (step - 1) * self.per_step
         groups = tuple(self._group(ticket, step - 1) for ticket in range(first, first + self.per_step))
+        if self.valued is not None:
+            groups = tuple(self.valued(groups))
         return Taken(groups, groups)
 
     def trained(self, step: int, groups: Sequence[Group], learned: Sequence[Learned]) -> None:  # noqa: ARG002 -- it follows from the step

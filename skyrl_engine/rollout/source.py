@@ -19,6 +19,9 @@ from skyrl_engine.spans import Phases
 
 _PATIENCE_S: Final = 1.0
 
+Valued = Callable[[Sequence[Group]], Sequence[Group]]
+"""Returns groups with what a model adds to the rewards of their attempts."""
+
 
 @frozen(eq=False)
 class Taken:
@@ -52,8 +55,10 @@ class GroupSource(Protocol):
 class RolloutSource:
     """Gives a trainer its groups, step by step, and is told when they were trained on.
 
-    `task_of(ticket)` gives the number of a ticket's environment, and its task. `filters` drop groups that ended, where the ledger lets them.
-    `progress(ready, wanted)` is called while a step waits. Time that goes by in the journal counts as `journal` among `phases`.
+    `task_of(ticket)` gives the number of a ticket's environment, and its task. `valued` adds to the rewards of every group that ended, and sees
+    one at a time, so that what it adds depends on nothing that ended beside it. `filters` then drop groups, where the ledger lets them.
+    `progress(ready, wanted)` is called while a step waits. Time that goes by in `valued` counts as `score` among `phases`, time in the journal
+    as `journal`.
     """
 
     ledger: RolloutLedger
@@ -61,6 +66,7 @@ class RolloutSource:
     journal: Journal
     task_of: Callable[[int], tuple[int, Task]]
     filters: Sequence[Part[GroupFilter]] = ()
+    valued: Valued | None = None
     progress: Callable[[int, int], None] | None = None
     phases: Phases = field(factory=Phases)
     _groups: dict[int, Group] = field(factory=dict, init=False)
@@ -114,6 +120,9 @@ class RolloutSource:
         return evolve(self.journal.index.groups[ticket].group(), dropped=None) if group is None else group
 
     def _take_in(self, group: Group) -> None:
+        if self.valued is not None:
+            with self.phases("score"):
+                (group,) = self.valued([group])
         if group.dropped is not None:
             with self.phases("journal"):
                 self.journal.append(group, failed=True)

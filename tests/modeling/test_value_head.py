@@ -94,6 +94,14 @@ def test_values_of_a_lower_precision_are_not_rounded_to_it(saved: Path) -> None:
     assert not torch.equal(values, values.bfloat16().float())
 
 
+def test_no_score_is_a_view(saved: Path) -> None:
+    """FSDP2 warns of a root that returns one: on every rank of every run with a value head."""
+    _, scorer = load_scorer(ModelConfig(str(saved), value_head=True))
+    for positions in (POSITIONS, POSITIONS[:0]):
+        found = scorer({"input_ids": IDS}, positions, LABELS[: len(positions)], needs=("values", "logprobs", "entropy"))
+        assert {name: each._is_view() for name, each in found.items()} == dict.fromkeys(("values", "logprobs", "entropy"), False)
+
+
 def test_values_alone_compute_nothing_of_the_vocabulary(saved: Path) -> None:
     _, scorer = load_scorer(ModelConfig(str(saved), value_head=True))
     scorer.head.register_forward_pre_hook(lambda *_: pytest.fail("the language-model head ran"))

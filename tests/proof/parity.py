@@ -22,9 +22,10 @@ from attrs import define, frozen
 
 from skyrl_engine.config import SelectedPlugin, from_dict, resolve
 from skyrl_engine.config.schema import OptimizerConfig
+from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.engine.assembly import Assembly
-from skyrl_engine.engine.capability import check_capabilities, required_capabilities
+from skyrl_engine.engine.capability import check_capabilities, check_scores, required_capabilities
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import ConfigError, EngineError, PluginNotFoundError
 from skyrl_engine.modeling.loading import quiet_progress
@@ -53,13 +54,31 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
         "reducer": {"use": "token_mean"},
     },
     "gspo, sequence_mean": {"loss": {"use": "gspo"}, "reducer": {"use": "sequence_mean"}},
+    "dpo + cross_entropy on chosen": {
+        "loss": {"use": "dpo", "terms": [{"use": "cross_entropy", "on": "chosen", "coef": 0.2}]},
+        "reducer": {"use": "sequence_mean"},
+    },
 }
+_BETA, _TEMPERATURE = 0.3, 0.4
+DIVERGENCES: Mapping[str, Mapping[str, Any]] = {
+    kind: {
+        "loss": {"use": "divergence", "divergence": kind, "beta": _BETA, "temperature": _TEMPERATURE},
+        "reducer": {"use": "token_mean"},
+    }
+    for kind in ("forward", "reverse", "jensen_shannon")
+}
+"""Losses that compare the model with a teacher on the ranks, over the whole vocabulary. Their temperature makes gradients large beside the
+rounding of weights.
+"""
+
 COLLATORS = ("padded", "packed")
 
 Key = tuple[str, str]
 """A loss and a collator."""
 
 EVERY: Sequence[Key] = [(loss, collator) for loss in LOSSES for collator in COLLATORS]
+
+TAUGHT: Sequence[Key] = [(loss, collator) for loss in DIVERGENCES for collator in COLLATORS]
 
 CLIPPED: Key = ("cross_entropy", "packed")
 """Key of the clipped step."""
@@ -134,7 +153,7 @@ class Matrix:
     family: str = "qwen3"
     settings: Mapping[str, Any] = attrs.Factory(dict)
     rotary_length: int | None = None
-    keys: Sequence[Key] = EVERY
+    keys: Sequence[Key] = (*EVERY, *TAUGHT)
     _stack: ExitStack = attrs.field(factory=ExitStack, init=False)
     _reference: dict[Key, Trajectory] = attrs.field(factory=dict, init=False)
     _directory: Path = attrs.field(init=False)
@@ -144,6 +163,7 @@ class Matrix:
         self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-engine-parity-")))
         with quiet_progress():
             write_model(self._directory / "model", self.family, **self.settings)
+            write_model(self._directory / "teacher", self.family, **{**self.settings, "initializer_range": 0.3})
         make_parts_differ(self._directory / "model")
         with launch_workers(self._spec("fsdp", "dp1", SGD), launch="inline") as group:
             self._reference = dict(self._cells(group, self.keys))
@@ -152,16 +172,16 @@ class Matrix:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self, keys: Sequence[Key]) -> Iterator[Entry]:
         """Every backend on every layout, one after the other."""
         for backend in BACKENDS:
             for layout in LAYOUTS:
-                yield self.entry(backend, layout)
+                yield self.entry(backend, layout, keys)
 
     def entry(self, backend: str, layout: str, keys: Collection[Key] = EVERY) -> Entry:
         """Cells of these losses and collators. Raises PluginNotFoundError where the backend is not installed."""
         try:
-            self._plan(backend, layout)
+            self._plan(backend, layout, keys)
         except PluginNotFoundError:
             raise
         except EngineError as error:
@@ -206,7 +226,7 @@ class Matrix:
         # AdamW without memory: see SGD
         return norm, {name: -CLIPPED_RATE * factor * each / (factor * abs(each) + SGD.epsilon) for name, each in gradients.items()}
 
-    def _plan(self, backend: str, layout: str) -> None:
+    def _plan(self, backend: str, layout: str, keys: Collection[Key]) -> None:
         """Check what a run checks while planning."""
         sizes = ParallelSizes.parse(layout)
         selected = resolved("cross_entropy", "packed", {**BACKENDS[backend], **sizes.options})["backend"]
@@ -214,6 +234,9 @@ class Matrix:
         for collator in COLLATORS:
             made = resolved("cross_entropy", collator)["collator"].make(CONTEXT)
             check_capabilities(backend, described.capabilities, required_capabilities(described.topology, made, ()))
+        for loss, collator in set(keys) & set(TAUGHT):
+            scores = Assembly.of(resolved(loss, collator), CONTEXT, 1).objective.scores
+            check_scores("loss divergence", scores, value_head=False, backend=backend, declared=described.capabilities)
         assert described.topology == sizes.topology, f"{backend} lays out {layout} as {described.topology}"
 
     def _spec(self, backend: str, layout: str, optimizer: OptimizerConfig) -> WorkerSpec:
@@ -224,6 +247,8 @@ class Matrix:
 
     def _cells(self, group: WorkerGroup, keys: Collection[Key]) -> Iterator[tuple[Key, Trajectory]]:
         """Losses and collators on ranks that keep their model; weights go back to where they were after each."""
+        if any(loss in DIVERGENCES for loss, _ in keys):
+            group.add_frozen(TEACHER_MODEL, ModelConfig(str(self._directory / "teacher"), rotary_length=self.rotary_length))
         with tempfile.TemporaryDirectory(dir=self._directory) as name:
             group.save(Path(name))
             start = group.weights()
@@ -243,7 +268,7 @@ def _library(backend: str) -> str:
 
 
 def resolved(loss: str, collator: str, backend: Mapping[str, Any] | None = None) -> Mapping[str, SelectedPlugin]:
-    tables = {**LOSSES[loss], "collator": {"use": collator}, "backend": dict(backend or {"use": "fsdp"})}
+    tables = {**{**LOSSES, **DIVERGENCES}[loss], "collator": {"use": collator}, "backend": dict(backend or {"use": "fsdp"})}
     return resolve(from_dict(tables, "parity"), need=()).plugins
 
 
@@ -290,19 +315,20 @@ def difference(got: Trajectory, due: Trajectory) -> Cell:
     )
 
 
-def table(entries: list[Entry]) -> str:
+def table(entries: Sequence[Entry], keys: Sequence[Key] = EVERY) -> str:
     """Markdown: a row per backend and layout that runs, then what is refused and why."""
-    heads = [f"{loss}, {collator}" for loss, collator in EVERY]
+    heads = [f"{loss}, {collator}" for loss, collator in keys]
     lines = [
         f"| backend | layout | {' | '.join(heads)} | loss | log-probability | weights after {STEPS} steps |",
         f"|---|---|{'---|' * (len(heads) + 3)}",
     ]
     for entry in entries:
-        if not entry.cells:
+        cells = {key: cell for key, cell in entry.cells.items() if key in keys}
+        if not cells:
             continue
-        worst = {key: f"{max(cell.gradient, cell.second_gradient):.1e}" for key, cell in entry.cells.items()}
-        gradients = " | ".join(worst.get(key, "") for key in EVERY)
-        others = " | ".join(f"{max(values):.1e}" for values in _columns(list(entry.cells.values())))
+        worst = {key: f"{max(cell.gradient, cell.second_gradient):.1e}" for key, cell in cells.items()}
+        gradients = " | ".join(worst.get(key, "") for key in keys)
+        others = " | ".join(f"{max(values):.1e}" for values in _columns(list(cells.values())))
         lines.append(f"| {entry.backend} | {ParallelSizes.parse(entry.layout)} | {gradients} | {others} |")
     refused: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
@@ -316,7 +342,7 @@ def _columns(cells: list[Cell]) -> tuple[list[float], ...]:
     return [each.loss for each in cells], [each.logprobs for each in cells], [each.weights for each in cells]
 
 
-def page(entries: list[Entry]) -> str:
+def page(entries: Sequence[Entry], taught: Sequence[Entry]) -> str:
     """The page of the reference."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "deepspeed", "megatron-core"))
     return f"""# Backend parity
@@ -335,6 +361,13 @@ SGD (AdamW without memory and with an epsilon of 1e6), because a step of AdamW h
 
 {table(entries)}
 
+## A teacher on the ranks
+
+The same for the loss `divergence`, which compares the model with a frozen teacher over the whole vocabulary (`beta` {_BETA:g}, temperature
+{_TEMPERATURE:g}): the teacher reads every micro-batch on the ranks that train it.
+
+{table(taught, TAUGHT)}
+
 ## A loss curve
 
 Thirty steps of AdamW with weight decay, clipping and a cosine schedule over the same four batches, on several backends and layouts: the
@@ -349,16 +382,18 @@ Measured with {versions}, on CPU ({platform.machine()}) over gloo.
 
 def main(target: str) -> None:
     """Measure everything and write the page. Ends with an error where something does not agree."""
-    entries = []
     with Matrix() as matrix:
-        for entry in matrix.entries():
-            entries.append(entry)
-            worst = max((each.gradient for each in entry.cells.values()), default=0.0)
-            print(f"{entry.name}: {entry.refused or entry.failed or f'{worst:.1e}, {entry.seconds:.0f} s'}", flush=True)
-    wrong = [each.name for each in entries if each.failed or not all(cell.agrees for cell in each.cells.values())]
+        entries, taught = ([_told(entry) for entry in matrix.entries(keys)] for keys in (EVERY, TAUGHT))
+    wrong = [each.name for each in (*entries, *taught) if each.failed or not all(cell.agrees for cell in each.cells.values())]
     if wrong:
         sys.exit(f"not written: {', '.join(wrong)}")
-    Path(target).write_text(page(entries))
+    Path(target).write_text(page(entries, taught))
+
+
+def _told(entry: Entry) -> Entry:
+    worst = max((each.gradient for each in entry.cells.values()), default=0.0)
+    print(f"{entry.name}: {entry.refused or entry.failed or f'{worst:.1e}, {entry.seconds:.0f} s'}", flush=True)
+    return entry
 
 
 if __name__ == "__main__":

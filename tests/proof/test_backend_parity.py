@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import loss_curves
-from parity import BACKENDS, EVERY, GRADIENT, LAYOUTS, LOSSES, WEIGHTS, Entry, Key, Matrix, table
+from parity import BACKENDS, DIVERGENCES, EVERY, GRADIENT, LAYOUTS, LOSSES, TAUGHT, WEIGHTS, Entry, Key, Matrix, table
 
 from skyrl_engine.errors import PluginNotFoundError
 
@@ -22,6 +22,9 @@ RUNS = {
     "megatron": LAYOUTS,
 }
 """Layouts that must run; others must be refused. A layout that becomes possible moves in here."""
+
+TAUGHT_RUNS = dict.fromkeys([backend for backend in BACKENDS if backend != "megatron"], ("dp1", "dp2"))
+"""The same for divergences from a teacher on the ranks, which whole heads on every rank compute."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,7 @@ def entries(pytestconfig: pytest.Config) -> Iterator[list[Entry]]:
     yield measured
     reporter = pytestconfig.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None:
-        reporter.write_line("\n" + table(measured))
+        reporter.write_line("\n" + table(measured) + "\n\n" + table(measured, TAUGHT))
 
 
 OF_BACKENDS = pytest.mark.parametrize(("backend", "layout"), [(backend, layout) for backend in BACKENDS for layout in LAYOUTS])
@@ -65,10 +68,16 @@ OF_BACKENDS_BY_DAY = pytest.mark.parametrize(
 
 
 def some(backend: str, layout: str) -> list[Key]:
-    """A loss over padded rows and another one over packed rows; layouts take turns, so that every library has all six."""
+    """A loss over padded rows and another one over packed rows; layouts take turns, so that every library has all of them. Where a teacher fits
+    on the ranks, so do divergences.
+    """
     turn = list(BACKENDS).index(backend) + LAYOUTS.index(layout)
-    losses = list(LOSSES)
-    return [(losses[turn % 3], "padded"), (losses[(turn + 1) % 3], "packed")]
+    chosen = [list(LOSSES), *([list(DIVERGENCES)] if layout in TAUGHT_RUNS.get(backend, ()) else [])]
+    return [key for losses in chosen for key in taking_turns(losses, turn)]
+
+
+def taking_turns(losses: Sequence[str], turn: int) -> list[Key]:
+    return [(losses[turn % len(losses)], "padded"), (losses[(turn + 1) % len(losses)], "packed")]
 
 
 @pytest.mark.proof
@@ -110,7 +119,15 @@ def test_the_clipped_step_is_the_same_on_all_layouts(matrix: Matrix, backend: st
 @OF_BACKENDS
 def test_every_loss_and_collator_on_a_layout(matrix: Matrix, entries: list[Entry], backend: str, layout: str) -> None:
     if layout in RUNS[backend]:
-        check(matrix, entries, backend, layout, EVERY)
+        check(matrix, entries, backend, layout, (*EVERY, *(TAUGHT if layout in TAUGHT_RUNS.get(backend, ()) else ())))
+
+
+@pytest.mark.proof
+def test_divergences_are_refused_where_no_rank_has_a_whole_head(matrix: Matrix) -> None:
+    for backend, layouts in RUNS.items():
+        for layout in set(layouts) - set(TAUGHT_RUNS.get(backend, ())):
+            entry = matrix.entry(backend, layout, TAUGHT)
+            assert "does not declare the capability 'divergence'. Choose a backend that does" in entry.refused, entry.name
 
 
 def check(matrix: Matrix, entries: list[Entry], backend: str, layout: str, keys: Sequence[Key]) -> None:
@@ -134,7 +151,7 @@ def test_turns_reach_every_loss_and_collator() -> None:
     assert {key for layout in RUNS["megatron"] for key in some("megatron", layout)} == set(EVERY)
     assert {
         key for backend in BACKENDS for layout in RUNS[backend] if backend.startswith("deepspeed") for key in some(backend, layout)
-    } == set(EVERY)
+    } == {*EVERY, *TAUGHT}
 
 
 @pytest.mark.nightly

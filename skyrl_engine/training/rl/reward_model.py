@@ -15,23 +15,25 @@ from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
-from skyrl_engine.errors import ConfigError, ModelError, Problem, UnsupportedError
+from skyrl_engine.errors import ConfigError, ContractError, ModelError, Problem, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.rollout.turns import TurnRenderer
 from skyrl_engine.training.model_beside import planned_beside
 
 REWARD_MODEL: Final = "reward_model"
-"""The frozen model's name on the ranks, and that of its part of the reward."""
+"""The frozen model's name on the ranks, and in attempts that of its part of the reward and of its value among their metrics."""
 
 
 @frozen(eq=False)
 class RewardModel:
     """The reward model that `[reward_model]` asks for. Its values times `weight` are added to rewards.
 
-    `closing` is the token that ends a turn, and those that the chat template writes behind it at the end of a dialogue, which no model samples.
+    `path` names it in errors. `closing` is the token that ends a turn, and those that the chat template writes behind it at the end of a
+    dialogue, which no model samples.
     """
 
     frozen: FrozenModel
+    path: str
     weight: float
     pad_token_id: int
     closing: tuple[int, AnyArray] | None
@@ -48,10 +50,10 @@ class RewardModel:
             raise ConfigError([Problem("reward_model.preset", "is of trainer reward_model", "Remove it")])
         if table.path is None:
             return None
-        if resolved.config.group_filters:
+        if resolved.config.group_filters and resolved.config.rl.rollouts is not None:
             raise UnsupportedError(
-                "group_filters look at rewards before the reward model has given its own",
-                remedy="Remove group_filters, or reward_model.path",
+                "[[group_filters]] choose among recorded rollouts before a model is loaded, and so without the values of [reward_model]",
+                remedy="Remove group_filters, or reward_model.path: rollouts of a run that had a reward model hold its values",
             )
         if "value_head" not in assembly.description.capabilities:
             raise UnsupportedError(
@@ -74,31 +76,49 @@ class RewardModel:
                     f"{positions:,} positions",
                     remedy="Lower rl.max_prompt_tokens or rl.max_tokens",
                 )
-        return cls(frozen, table.weight, pad, closing, resolved.config.rl.micro_batch_tokens)
+        return cls(frozen, table.path, table.weight, pad, closing, resolved.config.rl.micro_batch_tokens)
 
-    def rewarded(self, engine: Engine, groups: Sequence[Group]) -> tuple[tuple[Group, ...], dict[str, float]]:
-        """Return the groups with the model's part in the rewards of attempts that did not fail, and metrics of its values."""
+    def rewarded(self, engine: Engine, groups: Sequence[Group]) -> tuple[Group, ...]:
+        """Return the groups with the model's part in the rewards of attempts that did not fail; its values are in their metrics.
+
+        All are scored over one plan. Raises ContractError for an environment that gives a part or a metric of the same name.
+        """
         attempts = [each for group in groups for each in group.finished]
         if not attempts:
-            return tuple(groups), {}
-        values = self._values(engine, attempts)
-        shares = dict(zip(map(id, attempts), (self.weight * values).tolist(), strict=True))
-        made = tuple(
+            return tuple(groups)
+        for group in groups:
+            _refuse_taken_name(group)
+        values = iter(self._values(engine, attempts).tolist())
+        return tuple(
             evolve(
                 group,
-                trajectories=tuple(_with(each, shares[id(each)]) if id(each) in shares else each for each in group.trajectories),
+                trajectories=tuple(
+                    each if each.status == "failed" else self._with(each, next(values)) for each in group.trajectories
+                ),
             )
             for group in groups
         )
-        return made, {
-            "reward/model_mean": float(values.mean()),
-            "reward/model_std": float(values.std()),
-            "reward/model_min": float(values.min()),
-            "reward/model_max": float(values.max()),
-        }
+
+    def rewarded_anew(self, engine: Engine, groups: Sequence[Group]) -> tuple[Group, ...]:
+        """Return recorded groups with this model's part in the place of the one that a reward model gave when they were recorded."""
+        bare = [evolve(group, trajectories=tuple(map(_without, group.trajectories))) for group in groups]
+        return self.rewarded(engine, bare)
+
+    def _with(self, attempt: Trajectory, value: float) -> Trajectory:
+        """Return an attempt with a further part of its reward, which stands at its last token."""
+        share = self.weight * value
+        return evolve(
+            attempt,
+            unplaced_reward=attempt.unplaced_reward + share,
+            parts={**attempt.parts, REWARD_MODEL: share},
+            metrics={**attempt.metrics, REWARD_MODEL: value},
+        )
 
     def _values(self, engine: Engine, attempts: Sequence[Trajectory]) -> AnyArray:
-        """float64[N]: the value at the end of every attempt, over a plan of its own: its rows have one token more than those trained on."""
+        """float64[N]: the value at the end of every attempt, over a plan of its own: its rows have one token more than those trained on.
+
+        Raises ModelError for a value that is not finite.
+        """
         texts = [read_at_end(self._text(each), self.pad_token_id) for each in attempts]
         lengths = [len(text) for text in texts]
         columns = SampleColumns.create(
@@ -110,7 +130,14 @@ class RewardModel:
         bound = self.micro_batch_tokens
         plan = engine.plan(columns, micro_batch_tokens=None if bound is None else max(bound, *lengths))
         output = engine.score(plan, scores=("values",), tokens="loss", model=REWARD_MODEL).result()
-        return output.on_actions("values").values.astype(np.float64)
+        values = output.on_actions("values").values.astype(np.float64)
+        if not np.isfinite(values).all():
+            first = int(np.argmin(np.isfinite(values)))
+            raise ModelError(
+                f"the reward model {self.path} values attempt {attempts[first].member} of group {attempts[first].ticket} at {values[first]}",
+                remedy='Set reward_model.path to a model whose values are finite, or model.dtype = "float32"',
+            )
+        return values
 
     def _text(self, attempt: Trajectory) -> AnyArray:
         """int32: what stood before the model at the end of an attempt, and what it sampled last, closed as the chat template closes it."""
@@ -121,9 +148,36 @@ class RewardModel:
         return np.concatenate([ids, self.closing[1]])
 
 
-def _with(attempt: Trajectory, share: float) -> Trajectory:
-    """Return an attempt with a further part of its reward, which stands at its last token."""
-    return evolve(attempt, unplaced_reward=attempt.unplaced_reward + share, parts={**attempt.parts, REWARD_MODEL: share})
+def value_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Metrics of a reward model's values of attempts that did not fail; none where there was no such model."""
+    values = [each.metrics[REWARD_MODEL] for group in groups for each in group.finished if REWARD_MODEL in each.metrics]
+    if not values:
+        return {}
+    return {
+        "reward/model_mean": float(np.mean(values)),
+        "reward/model_std": float(np.std(values)),
+        "reward/model_min": min(values),
+        "reward/model_max": max(values),
+    }
+
+
+def _without(attempt: Trajectory) -> Trajectory:
+    """Return a recorded attempt without what a reward model gave it."""
+    if REWARD_MODEL not in attempt.metrics:
+        return attempt
+    parts, metrics = dict(attempt.parts), dict(attempt.metrics)
+    del metrics[REWARD_MODEL]
+    return evolve(attempt, unplaced_reward=attempt.unplaced_reward - parts.pop(REWARD_MODEL), parts=parts, metrics=metrics)
+
+
+def _refuse_taken_name(group: Group) -> None:
+    for each in group.finished:
+        if REWARD_MODEL in each.parts or REWARD_MODEL in each.metrics:
+            raise ContractError(
+                f"environment {group.environment} gives a part or metric {REWARD_MODEL!r} to task {group.task_key!r}, and that is the name of "
+                "what [reward_model] gives",
+                remedy="Give it another name, or remove reward_model.path",
+            )
 
 
 def _pad_of_classifier(own: ModelFiles) -> int:

@@ -68,6 +68,6 @@ def evaluate_model(resolved: ResolvedConfig, *, split: Split = "eval", progress:
             pool.shutdown()
         if prepared.reward_model is not None:
             engine.add_frozen(prepared.reward_model.frozen)
-            groups = list(prepared.reward_model.rewarded(engine, groups)[0])
+            groups = list(prepared.reward_model.rewarded(engine, groups))
     metrics = evaluation_metrics(groups, prepared.names, seed=config.run.seed)
     return Evaluated(metrics, groups, prepared.names, prepared.files.tokenizer)

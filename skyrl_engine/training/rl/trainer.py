@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,7 +35,7 @@ from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.ledger import RolloutLedger
 from skyrl_engine.rollout.recorded import RecordedSource, Recording
 from skyrl_engine.rollout.runner import Bounds, RolloutRunner
-from skyrl_engine.rollout.source import GroupSource, RolloutSource, Taken
+from skyrl_engine.rollout.source import GroupSource, RolloutSource
 from skyrl_engine.run.durable import write_durably
 from skyrl_engine.run.session import RunSession, open_session
 from skyrl_engine.spans import Phases
@@ -44,6 +45,7 @@ from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuff
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
 from skyrl_engine.training.rl.metrics import rollout_metrics
 from skyrl_engine.training.rl.preparation import PreparedRl, Progress, Sampled, prepare
+from skyrl_engine.training.rl.reward_model import value_metrics
 from skyrl_engine.training.rl.rewards import KlPenalty
 from skyrl_engine.training.rl.state import RlState, state_in
 from skyrl_engine.training.teacher import TEACHER, teacher_metrics
@@ -141,14 +143,18 @@ def _trainer(
     if prepared.reward_model is not None:
         engine.add_frozen(prepared.reward_model.frozen)
     penalty = None if settings.kl is None else KlPenalty.start(settings.kl)
-    rollouts = prepared.rollouts
+    rollouts, judge = prepared.rollouts, prepared.reward_model
     phases = Phases()
     with ExitStack() as ends:
         live: Live | None = None
         source: GroupSource
         if isinstance(rollouts, Recording):
             source = RecordedSource(
-                rollouts, settings.groups, prepared.resolved.config.run.seed, 0 if state is None else state.step
+                rollouts,
+                settings.groups,
+                prepared.resolved.config.run.seed,
+                0 if state is None else state.step,
+                None if judge is None else partial(judge.rewarded_anew, engine),
             )
         else:
             source, live = ends.enter_context(_sampling(prepared, rollouts, engine, session, state, phases, progress))
@@ -205,7 +211,9 @@ def _sampling(
             )
             told = None if progress is None else lambda ready, wanted: progress("attempts", ready, wanted)
             guard = SamplerGuard.of(settings.max_gap, config.model.dtype, stops=settings.on_gap == "stop")
-            source = RolloutSource(ledger, runner, journal, rollouts.tasks.of, prepared.filters, told, phases)
+            judge = prepared.reward_model
+            valued = None if judge is None else partial(judge.rewarded, engine)
+            source = RolloutSource(ledger, runner, journal, rollouts.tasks.of, prepared.filters, valued, told, phases)
             yield source, Live(rollouts, sampler, pool, guard, run)
     finally:
         pool.shutdown()
@@ -307,8 +315,6 @@ class RlTrainer:
         self.phases.cpu.drain()
         with self.phases("prepare"):
             taken = self.source.take(number)
-        with self.phases("score"):
-            taken, valued = self._valued(taken)
         self.told(RolloutsFinished(number, taken.groups, tuple(each for each in taken.ended if each.dropped is not None)))
         with self.phases("prepare"):
             columns = self._columns(taken.groups, number)
@@ -343,7 +349,7 @@ class RlTrainer:
                 truncated=config.rl.truncated,
                 overlong=self.prepared.overlong,
             ),
-            **valued,
+            **value_metrics(taken.groups),
         }
         self._finish(reported, taken.groups, began)
         # with the sampler's own log-probabilities as the old ones, later optimizer steps move away from them
@@ -374,7 +380,7 @@ class RlTrainer:
             seed=config.run.seed,
         )
         if self.prepared.reward_model is not None:
-            groups = list(self.prepared.reward_model.rewarded(self.engine, groups)[0])
+            groups = list(self.prepared.reward_model.rewarded(self.engine, groups))
         return evaluation_metrics(groups, self.prepared.names, seed=config.run.seed)
 
     def state(self) -> Mapping[str, Any]:
@@ -389,14 +395,6 @@ class RlTrainer:
             environment_versions(self.prepared),
             None if self.live is None else self.live.run,
         ).document()
-
-    def _valued(self, taken: Taken) -> tuple[Taken, dict[str, float]]:
-        """Return the groups of a step with what the reward model makes of them, where there is one, and metrics of its values."""
-        if self.prepared.reward_model is None:
-            return taken, {}
-        groups, metrics = self.prepared.reward_model.rewarded(self.engine, taken.groups)
-        known = {group.ticket: group for group in groups}
-        return Taken(groups, tuple(known.get(group.ticket, group) for group in taken.ended)), metrics
 
     def _columns(self, groups: Sequence[Group], number: int) -> SampleColumns:
         config = self.prepared.resolved.config.rl

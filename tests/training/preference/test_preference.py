@@ -183,7 +183,7 @@ def test_a_killed_run_resumes_to_the_same_bits(configure: Configure, tmp_path: P
 def test_what_cannot_work_is_refused_while_planning(configure: Configure, pairs: Path) -> None:
     with pytest.raises(UnsupportedError, match="does not tell chosen from rejected"):
         plan_preference(configure(preference={"preset": "none"}))
-    with pytest.raises(DataError, match=r"unit 0 has no rejected sample"):
+    with pytest.raises(DataError, match=r"loss .dpo. .* compares the two answers of a pair, and the data has single answers"):
         plan_preference(configure(data={"train": str(pairs / "single.jsonl"), "eval": None}))
     with pytest.raises(ConfigError, match=r"reference\.refresh_every"):
         plan_preference(configure(reference={"refresh_every": 2}))

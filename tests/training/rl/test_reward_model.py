@@ -2,25 +2,30 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from rl_runs import Rl, Seen
-from safetensors.numpy import load_file
+from rl_runs import Rl, Seen, killed, numbers_of, weights_of
+from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from skyrl_engine.config import from_dict, resolve
+from skyrl_engine.config import from_dict, load, resolve
 from skyrl_engine.contracts.values.model import ModelConfig
-from skyrl_engine.errors import ConfigError, ModelError, UnsupportedError
+from skyrl_engine.contracts.values.rollout import Group
+from skyrl_engine.errors import ConfigError, ContractError, ModelError, UnsupportedError
 from skyrl_engine.modeling.classifier import become_classifier
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
+from skyrl_engine.rollout.journal import read_groups
 from skyrl_engine.rollout.turns import TurnRenderer
 from skyrl_engine.run.metrics import read_metrics
+from skyrl_engine.testing.rollout_cases import plain_group
 from skyrl_engine.training.reward_model.trainer import plan_reward_model
 from skyrl_engine.training.rl.preparation import prepare
+from skyrl_engine.training.rl.reward_model import REWARD_MODEL
 from skyrl_engine.training.rl.trainer import run_rl
 
 
@@ -59,7 +64,9 @@ def test_the_value_at_the_end_of_an_attempt_is_a_part_of_its_reward(rl: Rl, seen
     assert metrics["reward/part/reward_model"] == pytest.approx(np.mean(scores) / 2, abs=1e-5)
     columns = seen.plans[1].columns
     trained = np.bincount(columns.trajectory_ids, weights=np.add.reduceat(columns.columns["rewards"], columns.action_offsets[:-1]))
-    due = [each.reward + score / 2 for each, score in zip(attempts, scores, strict=True)]
+    earned = [float(each.rewards.sum()) for each in attempts]
+    assert np.std(earned) > 0
+    due = [reward + score / 2 for reward, score in zip(earned, scores, strict=True)]
     np.testing.assert_allclose(trained, due, atol=1e-5)
     assert metrics["reward/mean"] == pytest.approx(np.mean(due), abs=1e-5)
 
@@ -83,13 +90,98 @@ def test_a_resumed_run_has_the_same_bits_and_an_evaluation_the_models_part(rl: R
     assert steps(whole)[1]["reward/model_mean"] == steps(whole.parent / "cut")[1]["reward/model_mean"]
 
 
+def test_filters_and_the_journal_see_the_whole_reward(rl: Rl, judge: Path, tmp_path: Path) -> None:
+    """A run drops the groups whose whole reward lies above the median of another run's, which drops none, and samples others in their place."""
+    keys = ("rl.steps=1", "rl.groups=4", f"reward_model.path={judge}", "reward_model.weight=50.0")
+    plain = run_rl(rl("plain", *keys)).directory
+    before = {group.ticket: means(group) for group in read_groups(plain / "rollouts")}
+    by_model = {ticket: model for ticket, (_, model) in before.items()}
+    bound = float(np.median([whole for whole, _ in before.values()]))
+    assert np.std(list(by_model.values())) > 1, "the model decides"
+    directory = run_rl(rl("filtered", *keys, f'group_filters=[{{use="reward_range", high={bound}}}]')).directory
+    recorded = {group.ticket: group for group in read_groups(directory / "rollouts")}
+    for ticket, group in recorded.items():
+        whole, model = means(group)
+        assert group.dropped == ("too_high" if whole > bound else None)
+        assert (whole, model) == before.get(ticket, (whole, model)), "a group's value does not depend on what ended beside it"
+    assert sum(group.dropped is None for group in recorded.values()) >= 4
+    assert sum(group.dropped is not None for group in recorded.values()) >= 2
+    (metrics,) = steps(directory)
+    kept = [model for group in recorded.values() if group.dropped is None for _, model in [means(group)]]
+    assert metrics["reward/part/reward_model"] == pytest.approx(np.mean(kept))
+    assert metrics["reward/part/reward_model"] == pytest.approx(50 * metrics["reward/model_mean"])
+    assert metrics["reward/mean"] <= bound
+
+
+def means(group: Group) -> tuple[float, float]:
+    """Mean of a group's rewards, and of the reward model's part in them."""
+    return float(np.mean([each.reward for each in group.finished])), float(
+        np.mean([each.parts[REWARD_MODEL] for each in group.finished])
+    )
+
+
+def test_recorded_rollouts_are_valued_anew(rl: Rl, judge: Path, tables_of: Callable[..., dict[str, Any]]) -> None:
+    """The recorded part of a reward model is replaced, not doubled: with the same model, the same step."""
+    keys = ("rl.steps=1", "rl.old=current", f"reward_model.path={judge}")
+    online = run_rl(rl("online", *keys)).directory
+    tables = tables_of("offline")
+    del tables["environments"]
+    tables["rl"]["rollouts"] = str(online)
+    again = run_rl(resolve(load(tables, keys))).directory
+    (wanted,), (got,) = steps(online), steps(again)
+    for name in ("reward/mean", "reward/std", "reward/model_mean", "reward/part/reward_model"):
+        assert got[name] == pytest.approx(wanted[name], abs=1e-6), name
+    with pytest.raises(UnsupportedError, match=r"\[\[group_filters\]\] choose .* \[reward_model\]"):
+        prepare(resolve(load(tables, [*keys, 'group_filters=[{use="zero_variance"}]'])))
+
+
+@pytest.mark.proof
+@pytest.mark.usefixtures("without_ray")
+def test_two_ranks_value_a_single_attempt_as_one(rl: Rl, judge: Path) -> None:
+    """Groups of one: there are more ranks than attempts to value."""
+    keys = ("rl.steps=1", "rl.group_size=1", "advantage.use=reinforce_pp", f"reward_model.path={judge}")
+    one = run_rl(rl("one", *keys)).directory
+    two = run_rl(rl("two", *keys, "run.ranks=2", "run.launch=ray")).directory
+    (wanted,), (got,) = steps(one), steps(two)
+    for name in ("reward/model_min", "reward/model_max", "reward/mean"):
+        assert got[name] == pytest.approx(wanted[name], abs=1e-5), name
+
+
+@pytest.mark.nightly
+def test_a_killed_run_values_as_one_that_was_not(rl: Rl, judge: Path, tables_of: Callable[..., dict[str, Any]]) -> None:
+    """Values that the journal holds are kept, others are computed again to the same bits, and filters decide alike."""
+    keys = ("rl.steps=3", "checkpoint.every=1", f"reward_model.path={judge}", 'group_filters=[{use="reward_range", high=1.5}]')
+    whole = run_rl(rl("whole", *keys)).directory
+    for moment, count in (("a group recorded", 2), ("sampling", 9), ("a record half written", 5)):
+        killed(tables_of("parts"), keys, moment, count)
+    parts = run_rl(rl("parts", *keys), resume=True).directory
+    assert weights_of(parts) == weights_of(whole)
+    assert numbers_of(parts) == numbers_of(whole)
+    assert any(name.startswith("rollout/dropped/too_high") for each in numbers_of(whole) for name in each)
+
+
+def test_a_name_that_an_environment_took_is_refused(judge: Path, rl: Rl) -> None:
+    prepared = prepare(rl("run", f"reward_model.path={judge}"))
+    assert prepared.reward_model is not None
+    engine: Any = None
+    taken = plain_group(3, rewards=(1.0, 0.0), parts={REWARD_MODEL: 0.5})
+    with pytest.raises(ContractError, match=r"gives a part or metric 'reward_model' to task .*task-3"):
+        prepared.reward_model.rewarded(engine, [taken])
+
+
+def test_a_value_that_is_not_finite_is_the_reward_models_fault(rl: Rl, judge: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(judge, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    save_file({**weights, "score.weight": np.full_like(weights["score.weight"], np.nan)}, broken / "model.safetensors")
+    with pytest.raises(ModelError, match=r"the reward model .*broken values attempt 0 of group \d at nan"):
+        run_rl(rl("run", "rl.steps=1", f"reward_model.path={broken}"))
+
+
 def test_what_cannot_work_is_refused_while_planning(rl: Rl, world: Path, judge: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is no sequence classifier"):
         prepare(rl("run", f"reward_model.path={world / 'model'}"))
     with pytest.raises(ModelError, match="the reward model cannot be used"):
         prepare(rl("run", "reward_model.path=./nowhere"))
-    with pytest.raises(UnsupportedError, match="group_filters look at rewards before"):
-        prepare(rl("run", f"reward_model.path={judge}", 'group_filters=[{use="zero_variance"}]'))
     with pytest.raises(ConfigError, match=r"reward_model\.preset"):
         prepare(rl("run", "reward_model.preset=none"))
     several = shutil.copytree(judge, tmp_path / "several")
