@@ -11,7 +11,7 @@ from skyrl_engine.contracts.kinds.environment import Action, EnvironmentClaims, 
 from skyrl_engine.environments.table_tasks import TableOptions, TableTasks
 from skyrl_engine.environments.tools import Tool, tool_message
 from skyrl_engine.errors import ContractError
-from skyrl_engine.hooks.decorators import FunctionPlugin
+from skyrl_engine.hooks.decorators import FunctionPlugin, with_parentheses
 from skyrl_engine.hooks.markers import hookimpl
 from skyrl_engine.interop.rewards import Form, as_reward, only_of
 
@@ -139,6 +139,7 @@ class _Scored:
         return self.function(action.text, task, *more)
 
 
+@with_parentheses
 def reward(
     *, config: type[TableOptions] = TableOptions, pass_threshold: float = 1.0, batch: bool = False
 ) -> Callable[[Callable[..., Any]], RewardPlugin]:

@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from attrs import define
 
@@ -13,6 +14,9 @@ from skyrl_engine.contracts.kinds.loss import FunctionLoss
 from skyrl_engine.contracts.kinds.needs import ROLE_NEED
 from skyrl_engine.contracts.kinds.reducer import EmptySequence, FunctionReducer
 from skyrl_engine.hooks.markers import hookimpl
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Needs = tuple[str, ...] | Callable[[Any], tuple[str, ...]]
 """Names, or what gives them for a config, where an option decides what is read."""
@@ -63,11 +67,25 @@ class LossPlugin(FunctionPlugin):
         )
 
 
+def with_parentheses(decorator: Callable[P, R]) -> Callable[P, R]:
+    """Make a decorator of options alone say so where it is written above a function without parentheses."""
+
+    @wraps(decorator)
+    def told(*given: P.args, **options: P.kwargs) -> R:
+        if given:
+            name = decorator.__name__
+            raise TypeError(f"@{name} takes options alone: write it with parentheses, @{name}(...), above the function")
+        return decorator(*given, **options)
+
+    return told
+
+
 def _with_role(needs: tuple[str, ...], unit_size: int) -> tuple[str, ...]:
     """Samples of a unit are told apart by their role."""
     return needs if unit_size == 1 or ROLE_NEED in needs else (*needs, ROLE_NEED)
 
 
+@with_parentheses
 def loss(
     *,
     needs: Needs,
@@ -125,6 +143,7 @@ class CorrectionPlugin(FunctionPlugin):
         return FunctionCorrection(self.name, self.function, config, _needs_for(config, self.needs))
 
 
+@with_parentheses
 def correction(*, needs: Needs, config: type[Any] | None = None) -> Callable[[Callable[..., Any]], CorrectionPlugin]:
     """Make a correction plugin of `function(tokens, config) -> tensor[n]`: the factor of every token's loss, 0 to drop it.
 
@@ -164,6 +183,7 @@ class ReducerPlugin(FunctionPlugin):
         )
 
 
+@with_parentheses
 def reducer(
     *,
     needs: Needs = (),
@@ -207,6 +227,7 @@ class AdvantagePlugin(FunctionPlugin):
         return FunctionAdvantage(self.name, self.function, config, _needs_for(config, self.needs), claims)
 
 
+@with_parentheses
 def advantage(
     *, needs: Needs = (), config: type[Any] | None = None, claims: Claims | None = None
 ) -> Callable[[Callable[..., Any]], AdvantagePlugin]:
@@ -237,6 +258,7 @@ class GroupFilterPlugin(FunctionPlugin):
         return FunctionGroupFilter(self.name, self.function, config)
 
 
+@with_parentheses
 def group_filter(*, config: type[Any] | None = None) -> Callable[[Callable[..., Any]], GroupFilterPlugin]:
     """Make a group-filter plugin of `function(group, config) -> str | None`; `config` is an attrs class of the filter's options.
 
