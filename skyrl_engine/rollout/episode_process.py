@@ -112,7 +112,7 @@ def wrong_with(returned: Any, *, tokens: int) -> str | None:
     if not isinstance(returned, StepResult):
         return f"step returned {type(returned).__name__} where a StepResult is due"
     checks = (wrong_numbers(returned, tokens=tokens), wrong_end(returned), wrong_messages(returned.messages, "step"))
-    return next((wrong for wrong in (*checks, _wrong_rest(returned)) if wrong is not None), None)
+    return next((wrong for wrong in (*checks, wrong_rest(returned)) if wrong is not None), None)
 
 
 def wrong_numbers(result: Any, *, tokens: int) -> str | None:
@@ -152,7 +152,8 @@ def wrong_messages(given: Any, method: str) -> str | None:
     return None
 
 
-def _wrong_rest(result: Any) -> str | None:
+def wrong_rest(result: Any) -> str | None:
+    """Say what is wrong with success, info or sampling."""
     if not isinstance(result.success, bool | np.bool_ | None):
         return f"success is {result.success!r:.80}, where true, false or none is due"
     for name in ("info", "sampling"):

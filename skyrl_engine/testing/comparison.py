@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.testing.promise import Broken
 
 Numbers = npt.NDArray[np.float64]
@@ -28,7 +29,9 @@ def factor_between(before: Numbers, after: Numbers) -> float | None:
 
 def times(factor: float | None) -> str:
     """Return a factor in words that follow "changes"; nothing where there is none."""
-    return "" if factor is None else f" x{factor:.2f}"
+    if factor is None:
+        return ""
+    return f" x{factor:.2f}" if f"{factor:.2f}" != "1.00" else f" x{factor:.8g}"
 
 
 def change(
@@ -67,3 +70,11 @@ def constant_within(difference: Numbers, part_of: npt.NDArray[np.int64]) -> bool
     """Return True where all tokens of each part differ by one number, and some of these numbers are not 0."""
     parts = [difference[part_of == part] for part in np.unique(part_of)]
     return not same(difference, np.zeros_like(difference)) and all(same(part, np.full_like(part, part[0])) for part in parts)
+
+
+def excerpts(got: AnyArray, due: AnyArray) -> tuple[str, str]:
+    """Return up to eight numbers of both arrays, from the first place on at which their bytes differ, or one of them ends."""
+    shorter = min(len(got), len(due))
+    place = next((place for place in range(shorter) if got[place].tobytes() != due[place].tobytes()), shorter)
+    one, other = (f"{each[place : place + 8].tolist()}{', ...' if len(each) > place + 8 else ''}" for each in (got, due))
+    return (one, other) if place == 0 else (f"{one} from place {place} on", other)

@@ -27,7 +27,7 @@ def process_promises(
     It raises Undecidable where the product fails.
     """
 
-    @promise(SETTINGS_SENTENCE, cases=cases, first=first, effort=EFFORT)
+    @promise(SETTINGS_SENTENCE, cases=cases, first=first, effort=EFFORT, shrinks=False)
     def process_settings(subject: Subject[Any], case: Any) -> None:
         def call() -> None:
             # a product that fails may have changed settings all the same

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -202,8 +202,25 @@ def _threads() -> frozenset[threading.Thread]:
     return frozenset(each for each in threading.enumerate() if not isinstance(each, threading._DummyThread))  # noqa: SLF001 - no public name
 
 
+def processes() -> frozenset[int]:
+    """Return the processes that this one started and that still run, where the system says so."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            found.update(map(int, task.read_text().split()))
+    return frozenset(pid for pid in found if _runs(pid))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        # behind the name in brackets stands the state, Z for a process that has ended
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def _nothing(_value: _Value) -> None:
-    """Leave threads running: nobody can end one from outside."""
+    """Leave threads and processes running: nobody can end a thread from outside, and a process may be somebody else's."""
 
 
 def _set_collector(enabled: bool) -> None:
@@ -253,6 +270,7 @@ _SETTINGS: Mapping[str, _Setting] = {
     "search path of modules": _Setting(lambda: list(sys.path), lambda paths: sys.path.__setitem__(slice(None), paths), told=False),
     "environment variables": _Setting(lambda: dict(os.environ), _set_environment, told=False),
     "threads": _Setting(_threads, _nothing, told=False),
+    "processes": _Setting(processes, _nothing, told=False),
 }
 
 _NAMED_BY_PARTS = ("handlers of signals", "hooks of exceptions", "switches of torch")
@@ -289,10 +307,12 @@ def settings_left_alone() -> Iterator[None]:
         deadline = monotonic() + PATIENCE_S
         for started in _threads() - before["threads"]:
             started.join(timeout=max(0.0, deadline - monotonic()))
+        while processes() - before["processes"] and monotonic() < deadline:
+            sleep(0.02)
         after = settings_of_process()
     finally:
         _restore(before)
-    changed = [name for name, value in after.items() if value != before[name]]
+    changed = [name for name, value in after.items() if _differs(before[name], value)]
     if not changed:
         return
     # a switch of torch says more than the legacy setting that it makes unreadable
@@ -300,10 +320,17 @@ def settings_left_alone() -> Iterator[None]:
     raise Broken(_told(name, before[name], after[name]), REMEDY)
 
 
+def _differs(before: _Value, after: _Value) -> bool:
+    """Return True for another value; threads and processes of others may end at any time."""
+    return bool(after - before) if isinstance(after, frozenset) else before != after
+
+
 def _told(name: str, before: _Value, after: _Value) -> str:
     if name == "threads":
         left = sorted(each.name for each in after - before)
-        return f"leaves {len(left)} threads running, such as {left[0]!r}" if left else "ends threads of others"
+        return f"leaves {len(left)} threads running, such as {left[0]!r}"
+    if name == "processes":
+        return f"leaves the process {min(after - before)} running"
     told = _SETTINGS[name].told
     if isinstance(before, dict) and name != "environment variables":
         part = next(each for each in after if after[each] != before.get(each))
@@ -316,15 +343,15 @@ def _told(name: str, before: _Value, after: _Value) -> str:
 def require_settings_left_alone(call: Callable[[], object]) -> None:
     """Call, restore the process's settings, and raise Broken where one had changed.
 
-    What the first import of a library changes is nothing that the call does: where modules were imported, or a thread was started that may
-    serve all later calls, a second call is judged.
+    What the first import of a library changes is nothing that the call does: where modules were imported, or a thread or process was started
+    that may serve all later calls, a second call is judged.
     """
-    modules, threads = len(sys.modules), _threads()
+    modules, started = len(sys.modules), (_threads(), processes())
     try:
         with settings_left_alone():
             call()
     except Broken:
-        if len(sys.modules) == modules and _threads() == threads:
+        if len(sys.modules) == modules and (_threads(), processes()) == started:
             raise
         with settings_left_alone():
             call()

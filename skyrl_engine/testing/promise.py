@@ -5,14 +5,18 @@ hold; then Hypothesis draws others and shrinks one that breaks the promise to th
 `skyrl-engine plugins verify` both call `Promise.hold`.
 """
 
+import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from attrs import evolve, frozen
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.errors import Flaky, Unsatisfiable
+from hypothesis.errors import Flaky, HypothesisException, Unsatisfiable
+
+from skyrl_engine.errors import EngineError
 
 Subject = TypeVar("Subject")
 Case = TypeVar("Case")
@@ -20,6 +24,8 @@ Status = Literal["kept", "broken", "not claimed", "undecided"]
 
 EXAMPLES = 40
 """Cases drawn per promise, unless asked otherwise."""
+MOST_LINES = 12
+"""Lines of a counterexample: explicit cases, which nothing makes smaller, may have a hundred."""
 UNDECIDED = 0.5
 """The share of a promise's cases that may stay undecided: a plugin that refuses more of what is valid keeps nothing by that."""
 
@@ -84,7 +90,8 @@ class Promise(Generic[Subject, Case]):
     """A promise, stated by `sentence`. `cases` returns the strategy of a subject's cases; `exempt` the reason why it does not claim it.
 
     `effort` multiplies the number of cases: below 1 where a case is expensive, above 1 where cases that break the promise are rare.
-    `first` returns explicit cases of a subject, which are judged before any that is drawn.
+    `first` returns explicit cases of a subject, which are judged before any that is drawn. Without `shrinks` the first case that breaks the
+    promise is told: where every call breaks it, and takes long, such as for threads that may end.
     """
 
     name: str
@@ -94,12 +101,22 @@ class Promise(Generic[Subject, Case]):
     exempt: Callable[[Subject], str | None]
     effort: float = 1.0
     first: "Callable[[Subject], Iterable[Case]]" = no_explicit_cases
+    shrinks: bool = True
 
     def hold(self, subject: Subject, *, examples: int = EXAMPLES, derandomize: bool = True, shrink: bool = True) -> Finding:
         """Check the promise on the subject: with `derandomize` on the same cases every time, with `shrink` down to the smallest case.
 
-        Where an explicit case breaks the promise and a drawn one does too, the drawn one is told, since it is the smallest.
+        Where an explicit case breaks the promise and a drawn one does too, the drawn one is told, since it is the smallest. A product that
+        lacks what its contract names breaks it, too.
         """
+        try:
+            return self._held(subject, examples, derandomize=derandomize, shrink=shrink and self.shrinks)
+        except (EngineError, HypothesisException):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the kit stumbles over is a finding about the product
+            return self._broken(_unreadable(error), _Seen())
+
+    def _held(self, subject: Subject, examples: int, *, derandomize: bool, shrink: bool) -> Finding:
         exemption = self.exempt(subject)
         if exemption is not None:
             return self._finding("not claimed", exemption)
@@ -152,8 +169,10 @@ class Promise(Generic[Subject, Case]):
         return Finding(self.name, self.sentence, status, cause)
 
     def _broken(self, broken: Broken, seen: "_Seen") -> Finding:
-        lines = () if seen.case is None else tuple(str(seen.case).splitlines())
-        return Finding(self.name, self.sentence, "broken", broken.cause, broken.remedy, broken.factor, lines)
+        lines = [] if seen.case is None else str(seen.case).splitlines()
+        if len(lines) > MOST_LINES:
+            lines = [*lines[: MOST_LINES - 1], f"... and {len(lines) - MOST_LINES + 1} lines more"]
+        return Finding(self.name, self.sentence, "broken", broken.cause, broken.remedy, broken.factor, tuple(lines))
 
 
 class _Seen:
@@ -177,7 +196,22 @@ class _Seen:
         except Broken as broken:
             self.broken, self.case = broken, case if broken.case is None else broken.case
             raise
+        except (EngineError, HypothesisException):
+            raise
+        except Exception as error:
+            self.broken, self.case = _unreadable(error), case
+            raise self.broken from error
         self.decided += 1
+
+
+def _unreadable(error: Exception) -> Broken:
+    """Return the finding for an error of the kit's own, which stumbles over what it was given."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return Broken(
+        f"what it returned cannot be read: {told}, at {Path(place.filename).name}:{place.lineno}",
+        "Return what the contract of its kind says; where it does, that is a fault of the kit",
+    )
 
 
 def no_cases(_subject: object) -> "st.SearchStrategy[None]":
@@ -197,11 +231,12 @@ def promise(
     exempt: Callable[[Any], str | None] = claimed,
     effort: float = 1.0,
     first: Callable[[Any], Iterable[Any]] = no_explicit_cases,
+    shrinks: bool = True,
 ) -> Callable[[Callable[[Any, Any], None]], Promise[Any, Any]]:
     """Make a promise from its check; it takes the function's name."""
 
     def decorate(check: Callable[[Any, Any], None]) -> Promise[Any, Any]:
-        return Promise(check.__name__, sentence, check, cases, exempt, effort, first)
+        return Promise(check.__name__, sentence, check, cases, exempt, effort, first, shrinks)
 
     return decorate
 
@@ -216,14 +251,31 @@ def any_of(*exemptions: Callable[[Any], str | None]) -> Callable[[Any], str | No
 
 
 def blamed(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return the findings about one plugin; undecided ones are broken where nothing else is: then no other promise says what is wrong."""
-    findings = tuple(findings)
+    """Return the findings about one plugin, each fault told once.
+
+    Undecided ones are broken where nothing else is: then no other promise says what is wrong. Of broken ones with the same cause, such as one
+    failure, the first stays, and the others are undecided.
+    """
+    findings = _each_cause_once(findings)
     if any(finding.status == "broken" for finding in findings):
         return findings
     remedy = "Answer every valid input, and refuse only what the contract says may be refused"
     return tuple(
         evolve(finding, status="broken", remedy=remedy) if finding.status == "undecided" else finding for finding in findings
     )
+
+
+def _each_cause_once(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    told: set[str | None] = set()
+    once = []
+    for finding in findings:
+        if finding.status == "broken" and finding.cause in told:
+            once.append(Finding(finding.promise, finding.sentence, "undecided", finding.cause))
+            continue
+        if finding.status == "broken":
+            told.add(finding.cause)
+        once.append(finding)
+    return tuple(once)
 
 
 @frozen

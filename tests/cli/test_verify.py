@@ -176,7 +176,9 @@ def test_promises_that_one_failure_leaves_undecided_take_one_line(verify, tmp_pa
     outcome = verify("./single.py:single")
     assert outcome.code == 3
     (line,) = [line for line in outcome.out.splitlines() if line.startswith("undecided")]
-    assert re.fullmatch(r"undecided +\d+ more promises: another_rank, .*, inputs_unchanged; see finite_weights", line.strip()), line
+    assert re.fullmatch(
+        r"undecided +\d+ more promises: repeatable, another_rank, .*, inputs_unchanged; see finite_weights", line.strip()
+    ), line
 
 
 def test_one_reason_for_several_broken_promises_is_told_once(capsys):

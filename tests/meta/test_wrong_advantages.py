@@ -39,15 +39,19 @@ FAULTS = [
     (wrong.SubtractsInPlace, {"inputs_unchanged"}, "changes batch.rewards in place"),
     (wrong.Draws, {"repeatable"}, "draws from the global random state"),
     (wrong.Tires, {"repeatable"}, "it keeps something"),
+    (wrong.InHalves, {"scale"}, "it claims scale = 'linear'"),
+    (wrong.TiresLate, {"repeatable"}, "it keeps something"),
     (wrong.NoReturns, {"finite_values"}, "claims returns and gave none"),
     (wrong.OnePerTrajectory, {"finite_values"}, "one value per action token"),
     (wrong.HoldsALambda, {"pickling"}, "cannot be pickled"),
 ]
 IN_EXPLICIT_CASES = [
     (wrong.IdsAsFloats, {"groups_apart", "zero_sum"}, "it counts over the batch"),
+    (wrong.IdsIn32Bits, {"groups_apart", "zero_sum"}, "it counts over the batch"),
     (wrong.TableOfIds, {"finite_values"}, "Unable to allocate"),
     (wrong.RefusesManySamples, {"finite_values"}, "too many samples"),
     (wrong.TablesOfEight, {"zero_sum"}, "add up to"),
+    (wrong.SumsInHalves, {"finite_values"}, "inf among its advantages"),
     (wrong.LastFourTurns, {"turns"}, "it counts samples, not trajectories"),
 ]
 """Faults that no drawn case shows: more members, turns and larger ids than those have."""

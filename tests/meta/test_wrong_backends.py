@@ -1,8 +1,10 @@
 """Every promise of backends is broken by something, and what is wrong in one way breaks just the promises about it."""
 
-from pathlib import Path
-
 import pytest
+import wrong_backend_passes as passes
+import wrong_backend_states as states
+import wrong_backend_steps as steps
+from backends_made_wrong import Wrong
 from breaking import require_broken
 
 from skyrl_engine.testing import selected
@@ -10,7 +12,10 @@ from skyrl_engine.testing.backends.bench import Bench
 from skyrl_engine.testing.backends.promises import BACKEND_PROMISES
 from skyrl_engine.testing.backends.subject import BackendSubject
 
-FILE = Path(__file__).with_name("wrong_backends.py")
+FILES = {
+    name: module.__file__ for module in (passes, states, steps) for name, value in vars(module).items() if isinstance(value, Wrong)
+}
+"""Files by the names of the plugins that they hold."""
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +25,7 @@ def bench():
 
 
 def broken_by(bench, name, layout, promises=None):
-    subject = BackendSubject(selected("backend", f"{FILE}:{name}", {}), bench, (layout,))
+    subject = BackendSubject(selected("backend", f"{FILES[name]}:{name}", {}), bench, (layout,))
     findings = [each.hold(subject) for each in BACKEND_PROMISES if promises is None or each.name in promises]
     return {finding.promise: finding for finding in findings if finding.status == "broken"}
 
@@ -95,6 +100,8 @@ ON_TWO_RANKS = [
 BY_DAY = [
     ("clips_every_micro_batch", {"clipping"}, "and a small one its own", "dp1"),
     ("trains_without_dropout", {"dropout"}, "seed nothing there", "dp1"),
+    ("stays_in_training", {"evaluation"}, "dropout is on", "dp1"),
+    ("reference_with_adapters", {"reference_by_adapters"}, "where the base model gives", "dp1"),
     ("weights_of_the_base", {"adapters"}, "at the start than the base with its adapters merged", "dp1"),
     ("one_step_count_for_all_sets", {"adapter_sets"}, "is another one at the end than it is alone", "dp1"),
     ("adapters_undeclared", {"undeclared_adapters"}, "trains adapters although it does not declare 'lora'", "dp1"),
@@ -109,6 +116,8 @@ BY_NIGHT = [
     ("clips_every_call", {"clipping"}, "and a small one its own", "dp2"),
     ("same_masks_on_all_ranks", {"dropout"}, "ranks 0 and 1 draw the same dropout masks", "dp2"),
     ("same_masks_in_all_passes", {"dropout"}, "gives the objective", "dp1"),
+    ("remembers_the_limit", {"step"}, "as far as AdamW moves them in step 6", "dp1"),
+    ("adapters_stay_off", {"reference_by_adapters"}, "behind without_adapters", "dp1"),
     ("weights_beside_adapters", {"adapters"}, "gives at the start other names", "dp1"),
     ("weights_of_the_first_merge", {"adapters"}, "after a step", "dp1"),
     ("forgets_the_adapter", {"adapters"}, "where PEFT's own model gives", "dp1"),
@@ -126,6 +135,7 @@ ODD = [("one_micro_batch_at_a_time", "dp1"), ("one_micro_batch_at_a_time", "dp2"
 ALSO = {
     "twice": {"adapters", "divergence", "labels", "logprobs_at", "logsumexp", "many_micro_batches", "mean_logprob"},
     "mean_over_micro_batches": {"divergence", "many_micro_batches"},
+    "never_clips": {"step"},
     "without_temperature": {"divergence", "logprobs_at", "logsumexp", "mean_logprob"},
     "makes_scores_up": {"divergence", "logprobs_at"},
     "needs_a_token": {"many_micro_batches"},
@@ -143,6 +153,7 @@ ALSO = {
             "many_micro_batches",
             "mean_logprob",
             "one_device",
+            "reference_by_adapters",
         ),
     },
     "mean_over_ranks": {"adapters", "many_micro_batches"},
@@ -165,7 +176,10 @@ of_every_fault = pytest.mark.parametrize(("name", "promises", "words", "layout")
     "skyrl_engine/workers",
     "plugins/fsdp/src",
     "tests/meta/breaking.py",
-    "tests/meta/wrong_backends.py",
+    "tests/meta/backends_made_wrong.py",
+    "tests/meta/wrong_backend_passes.py",
+    "tests/meta/wrong_backend_states.py",
+    "tests/meta/wrong_backend_steps.py",
 )
 @of_every_fault
 def test_a_wrong_backend_breaks_its_promises(bench, name, promises, words, layout):

@@ -4,9 +4,13 @@ from functools import partial
 
 import breaking
 import numpy as np
+import odd_losses
 import pytest
 import torch
-import wrong_by_family as wrong
+import wrong_corrections
+import wrong_losses
+import wrong_losses_by_family as losses
+import wrong_reducers
 
 from skyrl_engine.testing import Subject
 from skyrl_engine.testing.corrections.promises import CORRECTION_PROMISES
@@ -20,7 +24,8 @@ pytestmark = pytest.mark.of_sources(
     "skyrl_engine/objective",
     "skyrl_engine/workers",
     "tests/meta/breaking.py",
-    "tests/meta/wrong_by_family.py",
+    "tests/meta/odd_losses.py",
+    "tests/meta/wrong_losses_by_family.py",
     "tests/meta/wrong_losses.py",
     "tests/meta/wrong_corrections.py",
     "tests/meta/wrong_reducers.py",
@@ -30,79 +35,84 @@ LOSS, CORRECTION, REDUCER = LOSS_PROMISES, CORRECTION_PROMISES, REDUCER_PROMISES
 
 FAMILIES = {
     "loss on the CPU alone": [
-        (LOSS, wrong.MakesAnArange, "devices", "mul mixes devices: a tensor of shape"),
-        (LOSS, wrong.ThroughNumPy, "devices", ".numpy() reads a tensor that is not on the CPU, at wrong_by_family.py:"),
-        (LOSS, wrong.LooksUpAModulesTable, "devices", "works on the CPU alone"),
-        (LOSS, wrong.HoldsATable, "devices", "works on the CPU alone"),
-        (LOSS, wrong.GradientOfTheCPU, "devices", "works on the CPU alone"),
-        (LOSS, wrong.ReturnsFromTheCPU, "devices", "returns a tensor of the CPU"),
-        (LOSS, wrong.AddsUpOnTheCPU, "devices", "index_add mixes devices"),
+        (LOSS, losses.MakesAnArange, "devices", "mul mixes devices: a tensor of shape"),
+        (LOSS, losses.ThroughNumPy, "devices", ".numpy() reads a tensor that is not on the CPU, at wrong_losses_by_family.py:"),
+        (LOSS, losses.LooksUpAModulesTable, "devices", "works on the CPU alone"),
+        (LOSS, losses.HoldsATable, "devices", "works on the CPU alone"),
+        (LOSS, losses.GradientOfTheCPU, "devices", "works on the CPU alone"),
+        (LOSS, losses.ReturnsFromTheCPU, "devices", "returns a tensor of the CPU"),
+        (LOSS, losses.AddsUpOnTheCPU, "devices", "index_add mixes devices"),
     ],
     "collective": [
-        (LOSS, wrong.CallsACollective, "devices", "calls the collective"),
-        (CORRECTION, wrong.MeanOverRanks, "devices", "calls the collective"),
+        (LOSS, losses.CallsACollective, "devices", "calls the collective"),
+        (CORRECTION, wrong_corrections.MeanOverRanks, "devices", "calls the collective"),
     ],
     "metric of nothing": [
-        (LOSS, wrong.CountsAtLeastOne, "empty_metrics", "without tokens it reports a count other than 0"),
-        (LOSS, wrong.LeastOfNothing, "empty_metrics", "reports a number that counts in the min"),
-        (LOSS, wrong.LargestOfNothing, "empty_metrics", "reports a number that counts in the max"),
-        (LOSS, wrong.SumOfNothing, "empty_metrics", "reports a number that counts in the sum"),
+        (LOSS, losses.CountsAtLeastOne, "empty_metrics", "without tokens it reports a count other than 0"),
+        (LOSS, losses.LeastOfNothing, "empty_metrics", "reports a number that counts in the min"),
+        (LOSS, losses.LargestOfNothing, "empty_metrics", "reports a number that counts in the max"),
+        (LOSS, losses.SumOfNothing, "empty_metrics", "reports a number that counts in the sum"),
     ],
     "metric of several tokens": [
-        (LOSS, wrong.DeviationOfSeveral, "metrics", "the metric 'spread'"),
-        (LOSS, wrong.MeasuresTheFewest, "metrics", "of its micro-batches is missing in the whole"),
+        (LOSS, losses.DeviationOfSeveral, "metrics", "the metric 'spread'"),
+        (LOSS, losses.MeasuresTheFewest, "metrics", "of its micro-batches is missing in the whole"),
     ],
     "gradient of the oracle": [
-        (LOSS, wrong.HalfDetachedRatio, "oracle", "has the oracle's values and another gradient: by logprobs"),
-        (LOSS, wrong.StraightThrough, "oracle", "has the oracle's values and another gradient"),
-        (LOSS, wrong.TurnedGradient, "oracle", "has the oracle's values and another gradient"),
-        (LOSS, wrong.TripledGradient, "oracle", "has the oracle's values and another gradient"),
-        (LOSS, wrong.UndetachedAdvantage, "oracle", "another gradient: by values"),
+        (LOSS, losses.HalfDetachedRatio, "oracle", "has the oracle's values and another gradient: by logprobs"),
+        (LOSS, losses.StraightThrough, "oracle", "has the oracle's values and another gradient"),
+        (LOSS, losses.TurnedGradient, "oracle", "has the oracle's values and another gradient"),
+        (LOSS, losses.TripledGradient, "oracle", "has the oracle's values and another gradient"),
+        (LOSS, losses.UndetachedAdvantage, "oracle", "another gradient: by values"),
     ],
     "far from the old policy": [
-        (LOSS, wrong.UnboundedRatio, "one_finite_value_per_token", "inf"),
-        (LOSS, wrong.SquaresItsRatio, "one_finite_value_per_token", "inf"),
-        (LOSS, wrong.WeighsByExpAdvantage, "one_finite_value_per_token", "inf"),
-        (CORRECTION, wrong.FarFromTheSampler, "finite_factors", "returned the factor inf"),
+        (LOSS, losses.UnboundedRatio, "one_finite_value_per_token", "inf"),
+        (LOSS, losses.SquaresItsRatio, "one_finite_value_per_token", "inf"),
+        (LOSS, losses.WeighsByExpAdvantage, "one_finite_value_per_token", "inf"),
+        (CORRECTION, wrong_corrections.FarFromTheSampler, "finite_factors", "returned the factor inf"),
     ],
     "many sequences": [
-        (LOSS, wrong.RoomForEight, "needs", "failed in its call"),
-        (LOSS, wrong.HalvesMany, "micro_batch_split", "under two micro-batches"),
-        (LOSS, wrong.MakesOnesForMany, "devices", "works on the CPU alone"),
-        (CORRECTION, wrong.CorrectionForEight, "needs", "failed in its call"),
-        (REDUCER, wrong.ReducerForEight, "finite_weights", "IndexError"),
-        (REDUCER, wrong.NoMoreThanSix, "weights_sum", "the weights sum to 1.5"),
+        (LOSS, losses.RoomForEight, "needs", "failed in its call"),
+        (LOSS, losses.HalvesMany, "micro_batch_split", "under two micro-batches"),
+        (LOSS, losses.MakesOnesForMany, "devices", "works on the CPU alone"),
+        (CORRECTION, wrong_corrections.CorrectionForEight, "needs", "failed in its call"),
+        (REDUCER, wrong_reducers.ReducerForEight, "finite_weights", "IndexError"),
+        (REDUCER, wrong_reducers.NoMoreThanSix, "weights_sum", "the weights sum to 1.5"),
     ],
-    "empty member of a unit": [(LOSS, wrong.NanInAUnit, "one_finite_value_per_token", "nan")],
+    "empty member of a unit": [(LOSS, losses.NanInAUnit, "one_finite_value_per_token", "nan")],
     "close ids": [
-        (LOSS, wrong.UnitsAsFloats, "labels", "it takes an id for a number"),
-        (CORRECTION, wrong.CorrectionOfFloatIds, "labels", "it takes an id for a number"),
-        (REDUCER, wrong.GroupsAsFloats, "labels", "it takes an id for a number"),
+        (LOSS, losses.UnitsAsFloats, "labels", "it takes an id for a number"),
+        (CORRECTION, wrong_corrections.CorrectionOfFloatIds, "labels", "it takes an id for a number"),
+        (REDUCER, wrong_reducers.GroupsAsFloats, "labels", "it takes an id for a number"),
+        (LOSS, losses.UnitsIn32Bits, "labels", "it takes an id for a number"),
+        (REDUCER, wrong_reducers.GroupsIn32Bits, "labels", "it takes an id for a number"),
+    ],
+    "random numbers": [
+        (LOSS, losses.DrawsUndeclared, "micro_batch_split sample_order padding", "it draws random numbers, and which of them"),
     ],
     "hash of a text": [
-        (LOSS, wrong.HashesAText, "replicas", "takes hash() of a text"),
-        (CORRECTION, wrong.CorrectionByHash, "replicas", "takes hash() of a text"),
+        (LOSS, losses.HashesAText, "replicas", "takes hash() of a text"),
+        (CORRECTION, wrong_corrections.CorrectionByHash, "replicas", "takes hash() of a text"),
     ],
-    "options": [(LOSS, wrong.counts_in_its_options, "replicas", "changes its options")],
+    "options": [(LOSS, losses.counts_in_its_options, "replicas", "changes its options")],
     "evaluation": [
-        (LOSS, wrong.LearnsOtherThanItScores, "evaluation", "changes x2.00 where no gradient is asked for"),
-        (LOSS, wrong.AsksForTheGradientMode, "evaluation", "where no gradient is asked for"),
-        (LOSS, wrong.DifferentiatesInside, "evaluation", "fails where no gradient is asked for"),
+        (LOSS, losses.LearnsOtherThanItScores, "evaluation", "changes x2.00 where no gradient is asked for"),
+        (LOSS, losses.AsksForTheGradientMode, "evaluation", "where no gradient is asked for"),
+        (LOSS, losses.DifferentiatesInside, "evaluation", "fails where no gradient is asked for"),
     ],
     "correction and its oracle": [
-        (CORRECTION, wrong.UpsideDown, "oracle", "the ratio is upside down"),
-        (CORRECTION, wrong.OfAnotherToken, "oracle", "is not what the oracle gives"),
+        (CORRECTION, wrong_corrections.UpsideDown, "oracle", "the ratio is upside down"),
+        (CORRECTION, wrong_corrections.OfAnotherToken, "oracle", "is not what the oracle gives"),
     ],
     "casts of a correction": [
-        (CORRECTION, wrong.Halves, "precision", "computes in torch.float16"),
-        (CORRECTION, wrong.CorrectionInAByte, "precision", "to torch.uint8, which holds no more than 255"),
+        (CORRECTION, wrong_corrections.Halves, "precision", "computes in torch.float16"),
+        (CORRECTION, wrong_corrections.CorrectionInAByte, "precision", "to torch.uint8, which holds no more than 255"),
     ],
     "correction on the CPU alone": [
-        (CORRECTION, wrong.MaskOfTheCPU, "devices", "mixes devices"),
-        (CORRECTION, wrong.CorrectionByNumPy, "devices", ".numpy() reads"),
+        (CORRECTION, wrong_corrections.MaskOfTheCPU, "devices", "mixes devices"),
+        (CORRECTION, wrong_corrections.CorrectionByNumPy, "devices", ".numpy() reads"),
     ],
-    "data without groups": [(REDUCER, wrong.FailsWithoutGroups, "finite_weights", "KeyError")],
-    "masks of 300 tokens": [(REDUCER, wrong.MassOfBytes, "weights_sum", "the weights sum to")],
+    "data without groups": [(REDUCER, wrong_reducers.FailsWithoutGroups, "finite_weights", "KeyError")],
+    "masks of 300 tokens": [(REDUCER, wrong_reducers.MassOfBytes, "weights_sum", "the weights sum to")],
 }
 
 
@@ -128,11 +138,11 @@ def test_a_wrong_plugin_breaks_its_promise(promises, fault, names, words):
 
 SETTINGS = {
     "settings of the process": [
-        (wrong.SetsMatmulPrecision, "leaves the precision of matrix products at medium"),
-        (wrong.TurnsAnomalyModeOn, "leaves the anomaly detection (mode) at True"),
-        (wrong.SilencesWarnings, "changes the filters of warnings"),
-        (wrong.SetsErrorsOfNumPy, "leaves the errors of NumPy (under) at raise"),
-        (wrong.WritesTheEnvironment, "changes the environment variables"),
+        (losses.SetsMatmulPrecision, "leaves the precision of matrix products at medium"),
+        (losses.TurnsAnomalyModeOn, "leaves the anomaly detection (mode) at True"),
+        (losses.SilencesWarnings, "changes the filters of warnings"),
+        (losses.SetsErrorsOfNumPy, "leaves the errors of NumPy (under) at raise"),
+        (losses.WritesTheEnvironment, "changes the environment variables"),
     ]
 }
 
@@ -155,19 +165,19 @@ def test_settings_of_the_process_are_put_back(fault, words):
 
 RIGHT = {
     "odd and right": [
-        (LOSS, wrong.MakesItsPlaces),
-        (LOSS, wrong.HoldsANumber),
-        (LOSS, wrong.MeasuresExtremes),
-        (LOSS, wrong.MeasuresSometimes),
-        (LOSS, wrong.MeasuresPairsOfTokens),
-        (LOSS, wrong.DrawsNumbers),
-        (LOSS, wrong.RightGradientByHand),
-        (LOSS, wrong.ReadsItsLengths),
-        (LOSS, wrong.CatchesWarnings),
-        (LOSS, wrong.HashesNumbers),
-        (LOSS, wrong.Ratios),
-        (CORRECTION, wrong.CorrectionByUnits),
-        (REDUCER, wrong.RefusesDataWithoutGroups),
+        (LOSS, odd_losses.MakesItsPlaces),
+        (LOSS, odd_losses.HoldsANumber),
+        (LOSS, odd_losses.MeasuresExtremes),
+        (LOSS, odd_losses.MeasuresSometimes),
+        (LOSS, odd_losses.MeasuresPairsOfTokens),
+        (LOSS, odd_losses.DrawsNumbers),
+        (LOSS, odd_losses.RightGradientByHand),
+        (LOSS, odd_losses.ReadsItsLengths),
+        (LOSS, odd_losses.CatchesWarnings),
+        (LOSS, odd_losses.HashesNumbers),
+        (LOSS, losses.Ratios),
+        (CORRECTION, wrong_corrections.CorrectionByUnits),
+        (REDUCER, wrong_reducers.RefusesDataWithoutGroups),
     ]
 }
 
@@ -178,7 +188,7 @@ def test_what_is_odd_and_right_breaks_nothing(promises, right):
 
 
 def test_a_counterexample_of_a_reducer_holds_no_sequence_that_does_not_matter():
-    class Halved(wrong.wrong_reducers.Plain):
+    class Halved(wrong_reducers.Plain):
         def of(self, structure, weight):
             return super().of(structure, weight) * np.where(weight == np.float32(1 / 3), 0, 1)
 
@@ -189,13 +199,13 @@ def test_a_counterexample_of_a_reducer_holds_no_sequence_that_does_not_matter():
 
 def test_an_oracle_without_a_gradient_is_compared_by_its_values():
     def due(tokens):
-        return wrong.Ratios().oracle(tokens).detach()
+        return losses.Ratios().oracle(tokens).detach()
 
-    findings = breaking.broken_by(LOSS, wrong.HalfDetachedRatio, {"oracle"}, examples=5, hooks={"oracle": due})
+    findings = breaking.broken_by(LOSS, losses.HalfDetachedRatio, {"oracle"}, examples=5, hooks={"oracle": due})
     assert findings == {}
 
 
 def test_no_process_group_is_left_behind():
     (promised,) = [each for each in LOSS_PROMISES if each.name == "devices"]
-    assert promised.hold(Subject("test", partial(wrong.wrong_losses.Plain))).status == "kept"
+    assert promised.hold(Subject("test", partial(wrong_losses.Plain))).status == "kept"
     assert not torch.distributed.is_initialized()

@@ -1,8 +1,11 @@
 """Collators that are wrong on purpose must break the promise that is about their fault."""
 
 import pytest
-import wrong_collators as wrong
+import wrong_collator_builds as builds
+import wrong_collator_extras as extras
+import wrong_collator_plans as plans
 from attrs import evolve
+from collators_made_wrong import Delegating
 
 from skyrl_engine.testing.collators.promises import COLLATOR_PROMISES
 from skyrl_engine.testing.collators.strategies import layouts
@@ -15,7 +18,10 @@ pytestmark = pytest.mark.of_sources(
     "skyrl_engine/contracts",
     "skyrl_engine/workers",
     "plugins/collators/src",
-    "tests/meta/wrong_collators.py",
+    "tests/meta/collators_made_wrong.py",
+    "tests/meta/wrong_collator_builds.py",
+    "tests/meta/wrong_collator_extras.py",
+    "tests/meta/wrong_collator_plans.py",
 )
 
 PROMISES = {each.name: each for each in COLLATOR_PROMISES}
@@ -23,69 +29,86 @@ EXAMPLES = 300
 """Cases of the promise that is broken, at most."""
 
 FAULTS = [
-    (wrong.DropsASample, "samples_once"),
-    (wrong.LeavesRanksUneven, "ranks_in_step"),
-    (wrong.CutsUnits, "groups_and_units"),
-    (wrong.CutsGroups, "groups_and_units"),
-    (wrong.IgnoresTheBudget, "sizes"),
-    (wrong.IgnoresTheMiniBatchSize, "sizes"),
-    (wrong.PlansRowsTooNarrow, "rows"),
-    (wrong.PlansDifferentlyEachTime, "same_plan"),
-    (wrong.CarriesSomethingUnheardOf, "declarations"),
-    (wrong.ScoresFromTheTokenItself, "predecessors"),
-    (wrong.ScoresTheFirstToken, "predecessors"),
-    (wrong.CountsPositionsFromTheEdge, "tokens"),
-    (wrong.CutsIdsTo32Bits, "tokens"),
-    (wrong.PadsRoutesWithZeros, "expert_routes"),
-    (wrong.TakesRoutesForASuffix, "expert_routes"),
-    (wrong.MasksNoRoute, "expert_routes"),
-    (wrong.MasksPaddingAlone, "expert_routes"),
-    (wrong.NarrowsRoutes, "expert_routes"),
-    (wrong.WidensRoutes, "expert_routes"),
-    (wrong.LeavesOutRoutes, "expert_routes"),
-    (wrong.ReversesImages, "images"),
-    (wrong.SharesImagesEvenly, "images"),
-    (wrong.LeavesOutWhoseImagesTheyAre, "images"),
-    (wrong.AlignsTokenTypesLeft, "images"),
-    (wrong.LosesNegativeZeros, "reference"),
-    (wrong.GivesDoubles, "reference"),
-    (wrong.AlignsLeft, "reference"),
-    (wrong.PadsWithTheNumberOfRows, "rows_alone"),
-    (wrong.TurnsRowsWithTheBatch, "rows_alone"),
-    (wrong.BuildsIntoTheSameMemory, "own_memory"),
-    (wrong.CountsItsBuilds, "own_memory"),
-    (wrong.InventsAColumn, "fields"),
-    (wrong.IgnoresTheFieldsAskedFor, "fields"),
-    (wrong.TurnsTwoBuffers, "own_memory"),
-    (wrong.WeighsPadding, "numbers"),
+    (plans.DropsASample, "samples_once"),
+    (plans.LeavesRanksUneven, "ranks_in_step"),
+    (plans.CutsUnits, "groups_and_units"),
+    (plans.CutsGroups, "groups_and_units"),
+    (plans.IgnoresTheBudget, "sizes"),
+    (plans.IgnoresTheMiniBatchSize, "sizes"),
+    (plans.PlansRowsTooNarrow, "rows"),
+    (plans.PlansDifferentlyEachTime, "same_plan"),
+    (plans.CarriesSomethingUnheardOf, "declarations"),
+    (builds.ScoresFromTheTokenItself, "predecessors"),
+    (builds.ScoresTheFirstToken, "predecessors"),
+    (builds.CountsPositionsFromTheEdge, "tokens"),
+    (builds.CutsIdsTo32Bits, "tokens"),
+    (extras.PadsRoutesWithZeros, "expert_routes"),
+    (extras.TakesRoutesForASuffix, "expert_routes"),
+    (extras.MasksNoRoute, "expert_routes"),
+    (extras.MasksPaddingAlone, "expert_routes"),
+    (extras.NarrowsRoutes, "expert_routes"),
+    (extras.WidensRoutes, "expert_routes"),
+    (extras.LeavesOutRoutes, "expert_routes"),
+    (extras.ReversesImages, "images"),
+    (extras.SharesImagesEvenly, "images"),
+    (extras.LeavesOutWhoseImagesTheyAre, "images"),
+    (extras.AlignsTokenTypesLeft, "images"),
+    (builds.LosesNegativeZeros, "reference"),
+    (builds.GivesDoubles, "reference"),
+    (builds.AlignsLeft, "reference"),
+    (builds.PadsWithTheNumberOfRows, "rows_alone"),
+    (builds.TurnsRowsWithTheBatch, "rows_alone"),
+    (builds.BuildsIntoTheSameMemory, "own_memory"),
+    (builds.CountsItsBuilds, "own_memory"),
+    (builds.InventsAColumn, "fields"),
+    (builds.IgnoresTheFieldsAskedFor, "fields"),
+    (builds.TurnsTwoBuffers, "own_memory"),
+    (builds.WeighsPadding, "numbers"),
+    (builds.TurnsWideColumns, "numbers"),
+    (builds.PadsWithTheLabelsMask, "tokens"),
+    (builds.WritesIntoTheSamples, "inputs_unchanged"),
+    (plans.CutsGroupsOfMany, "groups_and_units"),
 ]
 PACKED_FAULTS = [
-    (wrong.SaysItPads, "declarations"),
-    (wrong.ForgetsTheAlignment, "bounds"),
-    (wrong.LeavesOutTheBounds, "bounds"),
-    (wrong.BoundsTrueLengths, "bounds"),
-    (wrong.CountsPositionsThroughTheRow, "tokens"),
-    (wrong.CapturesThroughTheGaps, "expert_routes"),
-    (wrong.RunsRoutesTogether, "expert_routes"),
-    (wrong.WeighsTheTokenItself, "reference"),
+    (builds.SaysItPads, "declarations"),
+    (builds.ForgetsTheAlignment, "bounds"),
+    (builds.LeavesOutTheBounds, "bounds"),
+    (builds.BoundsTrueLengths, "bounds"),
+    (builds.CountsPositionsThroughTheRow, "tokens"),
+    (extras.CapturesThroughTheGaps, "expert_routes"),
+    (extras.RunsRoutesTogether, "expert_routes"),
+    (builds.WeighsTheTokenItself, "reference"),
 ]
 
 
 NIGHTLY = [
-    (wrong.ShowsTheSamples, "own_memory"),
-    (wrong.KeepsOneGatherIndex, "own_memory"),
-    (wrong.LosesNegativeZeros, "numbers"),
-    (wrong.GivesDoubles, "numbers"),
-    (wrong.AlignsLeft, "numbers"),
-    (wrong.SwapsColumns, "numbers"),
-    (wrong.TakesWeightsForAMask, "numbers"),
-    (wrong.CountsPositionsInABytes, "tokens"),
-    (wrong.KnowsSixteenSamples, "samples_once"),
-    (wrong.NeedsASample, "tokens"),
-    (wrong.PlansByCount, "same_plan"),
+    (builds.ShowsTheSamples, "own_memory"),
+    (builds.KeepsOneGatherIndex, "own_memory"),
+    (builds.LosesNegativeZeros, "numbers"),
+    (builds.GivesDoubles, "numbers"),
+    (builds.AlignsLeft, "numbers"),
+    (builds.SwapsColumns, "numbers"),
+    (builds.TakesWeightsForAMask, "numbers"),
+    (builds.CountsPositionsInABytes, "tokens"),
+    (plans.KnowsSixteenSamples, "samples_once"),
+    (builds.NeedsASample, "tokens"),
+    (plans.PlansByCount, "same_plan"),
+    (builds.PositionsOfPadding, "tokens"),
+    (builds.CountsPositionsTo511, "tokens"),
+    (builds.WeightsThatLearn, "tokens"),
+    (builds.GivesADictionary, "tokens"),
+    (builds.GivesListsOfPlaces, "predecessors"),
+    (builds.TurnsEightBuffers, "own_memory"),
+    (plans.PlansOtherwiseLater, "same_plan"),
+    (plans.ReturnsAList, "samples_once"),
+    (plans.SortsTheLengths, "inputs_unchanged"),
 ]
-NIGHTLY_PACKED = [(wrong.WeighsTheTokenItself, "numbers")]
-ODD = [wrong.AtTheTokens, pytest.param(wrong.RoundsWidths, marks=pytest.mark.nightly)]
+NIGHTLY_PACKED = [(builds.WeighsTheTokenItself, "numbers")]
+ODD = [
+    builds.AtTheTokens,
+    pytest.param(builds.LeavesWideColumnsOut, marks=pytest.mark.nightly),
+    pytest.param(plans.RoundsWidths, marks=pytest.mark.nightly),
+]
 
 HOOKS = {"reference": lambda columns, micro_batch: reference.build_fields(columns, micro_batch, 7)}
 PACKED_HOOKS = {
@@ -125,7 +148,7 @@ def test_every_promise_about_plans_and_builds_is_broken_by_someone():
 
 
 def test_a_collator_that_carries_nothing_is_held_to_samples_without_extras():
-    class CarriesNothing(wrong.Delegating):
+    class CarriesNothing(Delegating):
         carries = frozenset()
 
         def build(self, columns, micro_batch, *, fields=None):

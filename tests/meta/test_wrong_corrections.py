@@ -47,8 +47,9 @@ def test_a_wrong_correction_breaks_its_promise(fault, promises, words):
     breaking.require_broken(broken, promises, words)
 
 
-def test_what_the_faults_are_made_of_is_right():
-    assert broken_by(wrong.Plain) == {}
+@pytest.mark.parametrize("right", [wrong.Plain, wrong.DropsByChance])
+def test_what_is_right_breaks_nothing(right):
+    assert broken_by(right) == {}
 
 
 def test_every_promise_to_corrections_is_broken_by_something():

@@ -3,8 +3,11 @@
 import warnings
 
 import breaking
+import odd_environments as odd
 import pytest
-import wrong_environments as wrong
+import wrong_episodes as episodes
+import wrong_tasks as tasks
+from environment_of_sums import Plain
 
 from skyrl_engine.testing.environments.promises import ENVIRONMENT_PROMISES
 
@@ -13,7 +16,10 @@ pytestmark = pytest.mark.of_sources(
     "skyrl_engine/contracts",
     "skyrl_engine/rollout",
     "tests/meta/breaking.py",
-    "tests/meta/wrong_environments.py",
+    "tests/meta/environment_of_sums.py",
+    "tests/meta/odd_environments.py",
+    "tests/meta/wrong_episodes.py",
+    "tests/meta/wrong_tasks.py",
 )
 
 EXAMPLES = 40
@@ -23,71 +29,78 @@ SLOW = "same_in_another_process"
 QUICK = [each for each in ENVIRONMENT_PROMISES if each.name != SLOW]
 
 FAULTS = [
-    (wrong.SharedTurns, {"episodes_apart"}, "another episode, open at the same time, is felt"),
-    (wrong.Teaches, {"episodes_apart", "repeatable"}, "the environment remembers what it was asked before"),
-    (wrong.GlobalRandom, {"random_state"}, "draws from the global random state in an episode"),
+    (episodes.SharedTurns, {"episodes_apart"}, "another episode, open at the same time, is felt"),
+    (episodes.Teaches, {"episodes_apart", "repeatable"}, "the environment remembers what it was asked before"),
+    (episodes.GlobalRandom, {"random_state"}, "draws from the global random state in an episode"),
     (
-        wrong.RandomReward,
+        episodes.RandomReward,
         {"repeatable", "episodes_apart", "random_state", "echo", "solution"},
         "draws numbers that the seed does not decide",
     ),
-    (wrong.OwnNoise, {"repeatable", "episodes_apart"}, "draws numbers that the seed does not decide"),
-    (wrong.Endless, {"ends", "solution"}, "is not done after 2 turns"),
-    (wrong.TextReward, {"rewards"}, "reward is '1.0', where a finite number is due"),
-    (wrong.NanReward, {"rewards"}, "reward is nan, where a finite number is due"),
-    (wrong.NumberResult, {"rewards", "garbage"}, "step returns float"),
-    (wrong.TokenRewards, {"rewards"}, "one per token"),
-    (wrong.MutatesTask, {"task_unchanged"}, "changes the task, which other attempts are given as well"),
-    (wrong.TellsTheAnswer, {"echo"}, "a success without the solution"),
-    (wrong.PaysNothing, {"solution"}, "has the reward 0.9, which is no success"),
-    (wrong.PaysTheTurnBefore, {"solution"}, "has the reward 0"),
-    (wrong.PaysEmpty, {"echo"}, "a model that says nothing has the reward 1"),
-    (wrong.SpeaksForTheModel, {"roles"}, "not of the roles user, tool, system"),
-    (wrong.ContentOfParts, {"roles"}, "whose content is no text"),
-    (wrong.DuplicateKeys, {"keys"}, "tasks 0 and 1 of train both have the key 'train/0'"),
-    (wrong.SharesKeys, {"keys"}, "50 keys are among the tasks to train on and among those held out"),
-    (wrong.SharesPrompts, {"keys"}, "50 of 50 held-out prompts are prompts to train on"),
-    (wrong.ClosesOnce, {"closes"}, "cannot be closed before it began a second time: KeyError"),
-    (wrong.ClosesWhatBegan, {"closes"}, "cannot be closed before it began: AttributeError"),
-    (wrong.DoneWithMessages, {"done_and_messages"}, "done is true, and messages follow"),
-    (wrong.GoesOnSilently, {"done_and_messages"}, "done is false, and no message follows"),
-    (wrong.RaisesOnGarbage, {"garbage", "answers"}, "raises ZeroDivisionError"),
-    (wrong.NeedsToolCalls, {"garbage"}, "raises AssertionError"),
-    (wrong.PartsWithoutWeights, {"parts"}, "add up to 2"),
-    (wrong.Stream, {"same_tasks"}, "and not from one stream"),
-    (wrong.NoTasks, {"well_formed"}, "has no task to train on"),
-    (wrong.BothPrompts, {"well_formed"}, "has both messages and prompt_ids"),
-    (wrong.NoJson, {"well_formed"}, "is not of JSON values"),
-    (wrong.ModelHasSpoken, {"well_formed"}, "ends with a message of the assistant"),
-    (wrong.HoldsALambda, {"pickling"}, "cannot be pickled"),
-    (wrong.RaisesOnYes, {"answers"}, "cannot be answered in turn"),
-    (wrong.ChangesFolder, {"process_state"}, "leaves the working directory at"),
+    (episodes.OwnNoise, {"repeatable", "episodes_apart"}, "draws numbers that the seed does not decide"),
+    (episodes.Endless, {"ends", "solution"}, "is not done after 2 turns"),
+    (episodes.TextReward, {"rewards"}, "reward is '1.0', where a finite number is due"),
+    (episodes.NanReward, {"rewards"}, "reward is nan, where a finite number is due"),
+    (episodes.NumberResult, {"rewards", "garbage"}, "step returns float"),
+    (episodes.TokenRewards, {"rewards"}, "one per token"),
+    (episodes.MutatesTask, {"task_unchanged"}, "changes the task, which other attempts are given as well"),
+    (episodes.TellsTheAnswer, {"echo"}, "a success without the solution"),
+    (episodes.PaysNothing, {"solution"}, "has the reward 0.9, which is no success"),
+    (episodes.PaysTheTurnBefore, {"solution"}, "has the reward 0"),
+    (episodes.PaysEmpty, {"echo"}, "a model that says nothing has the reward 1"),
+    (episodes.SpeaksForTheModel, {"roles"}, "not of the roles user, tool, system"),
+    (episodes.ContentOfParts, {"roles"}, "whose content is no text"),
+    (tasks.DuplicateKeys, {"keys"}, "tasks 0 and 1 of train both have the key 'train/0'"),
+    (tasks.SharesKeys, {"keys"}, "50 keys are among the tasks to train on and among those held out"),
+    (tasks.SharesPrompts, {"keys"}, "50 of 50 held-out prompts are prompts to train on"),
+    (episodes.ClosesOnce, {"closes"}, "cannot be closed before it began a second time: KeyError"),
+    (episodes.ClosesWhatBegan, {"closes"}, "cannot be closed before it began: AttributeError"),
+    (episodes.DoneWithMessages, {"done_and_messages"}, "done is true, and messages follow"),
+    (episodes.GoesOnSilently, {"done_and_messages"}, "done is false, and no message follows"),
+    (episodes.RaisesOnGarbage, {"garbage", "answers"}, "raises ZeroDivisionError"),
+    (episodes.NeedsToolCalls, {"garbage"}, "raises AssertionError"),
+    (episodes.PartsWithoutWeights, {"parts"}, "add up to 2"),
+    (tasks.Stream, {"same_tasks"}, "and not from one stream"),
+    (tasks.NoTasks, {"well_formed"}, "has no task to train on"),
+    (tasks.BothPrompts, {"well_formed"}, "has both messages and prompt_ids"),
+    (tasks.NoJson, {"well_formed"}, "is not of JSON values"),
+    (tasks.ModelHasSpoken, {"well_formed"}, "ends with a message of the assistant"),
+    (tasks.HoldsALambda, {"pickling"}, "cannot be pickled"),
+    (episodes.RaisesOnYes, {"answers"}, "cannot be answered in turn"),
+    (episodes.HeldOutForNobody, {"solution"}, "has the reward 0, which is no success"),
+    (episodes.ReadsAnyNumber, {"garbage"}, "Exceeds the limit"),
+    (episodes.SetInInfo, {"rewards"}, "info is {'said'"),
+    (episodes.ChangesFolder, {"process_state"}, "leaves the working directory at"),
 ]
 BY_NIGHT = [
-    (wrong.RaisesInTheSecondTurn, {"answers"}, "cannot be answered in turn 1"),
-    (wrong.OnlyTrains, {"answers"}, "of eval cannot be opened"),
-    (wrong.SetsVariables, {"process_state"}, "changes the environment variables"),
-    (wrong.SetsAnAlarm, {"process_state"}, "changes the handler of SIGALRM"),
-    (wrong.SilencesNumPy, {"process_state"}, "leaves the errors of NumPy (divide) at ignore"),
-    (wrong.ServesOnAThread, {"process_state"}, "threads running, such as 'server'"),
-    (wrong.RaisesTheLimit, {"process_state"}, "leaves the recursion limit at"),
-    (wrong.FreesAtTheEnd, {"closes"}, "cannot be closed after its end"),
+    (episodes.RaisesInTheSecondTurn, {"answers"}, "cannot be answered in turn 1"),
+    (tasks.OnlyTrains, {"answers"}, "of eval cannot be opened"),
+    (tasks.TellsWhatIsHeldOut, {"echo"}, "a success without the solution"),
+    (episodes.LeavesAProcess, {"process_state"}, "leaves the process"),
+    (episodes.SuccessAsText, {"rewards"}, "success is 'yes', where true, false or none is due"),
+    (episodes.SetsVariables, {"process_state"}, "changes the environment variables"),
+    (episodes.SetsAnAlarm, {"process_state"}, "changes the handler of SIGALRM"),
+    (episodes.SilencesNumPy, {"process_state"}, "leaves the errors of NumPy (divide) at ignore"),
+    (episodes.ServesOnAThread, {"process_state"}, "threads running, such as 'server'"),
+    (episodes.RaisesTheLimit, {"process_state"}, "leaves the recursion limit at"),
+    (episodes.FreesAtTheEnd, {"closes"}, "cannot be closed after its end"),
 ]
 
 RIGHT = [
-    wrong.Plain,
-    wrong.Asynchronous,
-    wrong.SeededNoise,
-    wrong.NoisyJudge,
-    wrong.NegativeRewards,
-    wrong.ProcessRewards,
-    wrong.SetsTheNextTurn,
-    wrong.TokensAsPrompt,
-    wrong.OneTask,
-    wrong.TwoTurnSolutions,
-    wrong.NobodyKnows,
-    wrong.WorksElsewhere,
-    pytest.param(wrong.RemembersTasks, marks=pytest.mark.nightly),
+    Plain,
+    odd.Asynchronous,
+    odd.SeededNoise,
+    odd.NoisyJudge,
+    odd.NegativeRewards,
+    odd.ProcessRewards,
+    odd.SetsTheNextTurn,
+    odd.TokensAsPrompt,
+    odd.OneTask,
+    odd.TwoTurnSolutions,
+    odd.NobodyKnows,
+    odd.WorksElsewhere,
+    pytest.param(odd.EndsItsProcess, marks=pytest.mark.nightly),
+    pytest.param(odd.RemembersTasks, marks=pytest.mark.nightly),
 ]
 
 
@@ -120,15 +133,15 @@ def test_an_odd_environment_that_is_right_breaks_none(right):
 
 def test_tasks_that_another_process_has_otherwise():
     held = [each for each in ENVIRONMENT_PROMISES if each.name == SLOW]
-    broken = breaking.broken_by(held, wrong.HashedTasks, examples=1)
+    broken = breaking.broken_by(held, tasks.HashedTasks, examples=1)
     breaking.require_broken(broken, {SLOW}, "in another process")
-    assert breaking.broken_by(held, wrong.Plain, examples=1) == {}
+    assert breaking.broken_by(held, Plain, examples=1) == {}
 
 
 @pytest.mark.nightly
 def test_tasks_that_another_rank_has_otherwise():
     held = [each for each in ENVIRONMENT_PROMISES if each.name == SLOW]
-    broken = breaking.broken_by(held, wrong.TasksOfARank, examples=1)
+    broken = breaking.broken_by(held, tasks.TasksOfARank, examples=1)
     breaking.require_broken(broken, {SLOW}, "in another process")
 
 
@@ -136,11 +149,11 @@ def test_prompts_that_are_longer_than_most_models_are_given_are_told_with_their_
     with pytest.warns(
         UserWarning, match=r"50 of 50 tasks of (train|eval) have a prompt of more than 4,096 bytes \(the longest has 10,0"
     ):
-        finding = well_formed().hold(breaking.Subject("long", wrong.LongPrompts))
+        finding = well_formed().hold(breaking.Subject("long", tasks.LongPrompts))
     assert finding.status == "kept"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert well_formed().hold(breaking.Subject("short", wrong.Plain)).status == "kept"
+        assert well_formed().hold(breaking.Subject("short", Plain)).status == "kept"
 
 
 def well_formed():
@@ -148,7 +161,7 @@ def well_formed():
 
 
 def test_a_suite_may_know_solutions_that_the_environment_does_not():
-    nothing = breaking.broken_by(QUICK, wrong.NobodyKnows, {"solution"}, examples=20, hooks={"solve": lambda _task: "wrong"})
+    nothing = breaking.broken_by(QUICK, odd.NobodyKnows, {"solution"}, examples=20, hooks={"solve": lambda _task: "wrong"})
     assert set(nothing) == {"solution"}
 
 

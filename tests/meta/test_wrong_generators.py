@@ -17,6 +17,7 @@ FAULTS = [
     (wrong.TopTwenty, {"log_probabilities", "distribution"}, "of the whole vocabulary"),
     (wrong.ShiftedByOne, {"log_probabilities"}, "where the model gives"),
     (wrong.StopTokenLeftOut, {"stop_tokens", "something"}, "and keep that token"),
+    (wrong.TemperatureOfTheFirst, {"log_probabilities"}, "and the request's temperature"),
     (wrong.OneTooMany, {"length"}, "Count the token that stops among max_tokens"),
     (wrong.GroupsShareASeed, {"distribution"}, "gives all attempts of a group the same token"),
     (wrong.SeedOfTheBatch, {"seeded"}, "Draw from a generator of each request's own seed"),
@@ -46,6 +47,8 @@ FAULTS = [
 ]
 BY_NIGHT = [
     (wrong.SameNumberForEveryToken, {"distribution"}, "behind the first token"),
+    (wrong.StopsOfTheFirst, {"stop_tokens"}, "(stop tokens: [3, 8, 30, 77, 78])"),
+    (wrong.CutsLikeTheFirst, {"filters"}, "is due"),
     (wrong.SeedsOf16Bits, {"whole_seeds"}, "from the seeds 5 and 5 + 2**16"),
     (wrong.MinTokensOfEndsAlone, {"stop_tokens"}, "min_tokens of stop tokens"),
     (wrong.AbortsEverything, {"aborts_apart"}, "End the named requests alone"),

@@ -30,6 +30,8 @@ FAULTS = [
     (wrong.DropsAtRandom, {"repeatable"}, "draws from the global random state"),
     (wrong.DrawsFromNumpy, {"repeatable"}, "draws from the global random state"),
     (wrong.NumberInTheReason, {"few_reasons"}, "Leave numbers and names of the group out"),
+    (wrong.RoundedMeanInTheReason, {"few_reasons"}, "Leave numbers and names of the group out"),
+    (wrong.RoundsTheMean, {"member_order"}, "add up with math.fsum"),
     (wrong.SortsInPlace, {"inputs_unchanged"}, "changes group.rewards in place"),
     (wrong.ForgetsTheGroup, {"inputs_unchanged"}, "changes group.truncated in place"),
     (wrong.HoldsALambda, {"pickling"}, "cannot be pickled"),
@@ -40,9 +42,13 @@ FAULTS = [
 ]
 BY_NIGHT = [
     (wrong.LooksAtEight, {"member_order"}, "in another order of attempts"),
+    (wrong.SizeInTheReason, {"few_reasons"}, "Leave numbers and names of the group out"),
+    (wrong.NamesTheEnvironment, {"few_reasons"}, "Leave numbers and names of the group out"),
+    (wrong.TakesALogarithm, {"answer"}, "ValueError"),
+    (wrong.DropsEveryFortieth, {"repeatable"}, "it keeps something"),
     (wrong.CutsLongAttempts, {"inputs_unchanged"}, "changes group.rewards in place"),
 ]
-ODD = [wrong.ByQuantiles, pytest.param(wrong.ByEnvironment, marks=pytest.mark.nightly)]
+ODD = [wrong.ByQuantiles, wrong.GivesEightReasons, pytest.param(wrong.ByEnvironment, marks=pytest.mark.nightly)]
 
 
 @pytest.mark.parametrize(("fault", "promises", "words"), FAULTS, ids=lambda value: getattr(value, "__name__", None))

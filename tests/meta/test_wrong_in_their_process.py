@@ -23,7 +23,7 @@ pytestmark = pytest.mark.of_sources(
     "tests/meta/wrong_advantages.py",
     "tests/meta/wrong_group_filters.py",
     "tests/meta/wrong_mergers.py",
-    "tests/meta/wrong_collators.py",
+    "tests/meta/collators_made_wrong.py",
 )
 
 SETTINGS = [

@@ -181,6 +181,35 @@ class Tires(Plain):
         return super().__call__(batch) / self.calls
 
 
+class TiresLate(Plain):
+    """Halves what it gives after so many calls of the process."""
+
+    calls = 0
+
+    def __call__(self, batch):
+        type(self).calls += 1
+        return super().__call__(batch) * (0.5 if self.calls > 8 else 1.0)
+
+
+class InHalves(Plain):
+    """Rounds to half precision, which no power of two shows."""
+
+    claims = evolve(CLAIMS, zero_sum=False)
+
+    def values(self, batch, rewards, groups, finished):
+        return super().values(batch, rewards, groups, finished).astype(np.float16).astype(np.float64)
+
+
+class SumsInHalves(Plain):
+    """The same, of rewards as they are."""
+
+    claims = AdvantageClaims(groups="ignored")
+
+    def values(self, batch, rewards, groups, finished):
+        with np.errstate(over="ignore"):
+            return np.where(finished, rewards, 0.0).astype(np.float16).astype(np.float64)
+
+
 class NoReturns(Plain):
     claims = evolve(CLAIMS, returns=True)
 
@@ -267,6 +296,11 @@ class TimesTheLossWeight(Plain):
 
     def __call__(self, batch):
         return super().__call__(batch) * batch.loss_weight
+
+
+class IdsIn32Bits(Plain):
+    def __call__(self, batch):
+        return super().__call__(evolve(batch, group_ids=batch.group_ids.astype(np.int32).astype(np.int64)))
 
 
 class RefusesManySamples(Plain):

@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import torch
 
 NEEDS = ("old_logprobs", "rollout_logprobs")
@@ -90,6 +91,14 @@ class DrawsGlobally(Plain):
         return super().__call__(tokens)
 
 
+class DropsByChance(Plain):
+    """Odd and right: drops tokens by numbers that replicas share."""
+
+    def __call__(self, tokens):
+        numbers = torch.rand(len(tokens.old_logprobs), generator=tokens.generator, device=tokens.old_logprobs.device)
+        return super().__call__(tokens) * (numbers < 0.9)
+
+
 class WritesInPlace(Plain):
     def __call__(self, tokens):
         return tokens.old_logprobs.sub_(tokens.rollout_logprobs).clamp(-20, 20).exp().clamp(max=2)
@@ -132,3 +141,86 @@ class SetsTheAlgorithms(Plain):
 class HoldsALambda(Plain):
     def __init__(self):
         self.bound = lambda values: values.clamp(max=2)
+
+
+class UpsideDown(Plain):
+    def __call__(self, tokens):
+        return 1 / self.ratio(tokens)
+
+    def oracle(self, tokens):
+        return self.ratio(tokens)
+
+
+class OfAnotherToken(Plain):
+    """The ratio of the whole sequence where the token's own is due."""
+
+    def __call__(self, tokens):
+        return tokens.sequences.broadcast(tokens.sequences.mean(self.ratio(tokens)))
+
+    def oracle(self, tokens):
+        return self.ratio(tokens)
+
+
+class Halves(Plain):
+    def __call__(self, tokens):
+        return super().__call__(tokens).half().to(tokens.old_logprobs.dtype)
+
+
+class CorrectionInAByte(Plain):
+    def __call__(self, tokens):
+        places = torch.arange(len(tokens.old_logprobs), device=tokens.old_logprobs.device)
+        first = tokens.sequences.offsets[:-1][tokens.sequences.index]
+        return super().__call__(tokens) * 0.99 ** (places - first).to(torch.uint8)
+
+
+class FarFromTheSampler(Plain):
+    def ratio(self, tokens):
+        return (tokens.old_logprobs - tokens.rollout_logprobs).clamp(-90, 90).exp()
+
+    def __call__(self, tokens):
+        return self.ratio(tokens)
+
+
+class MaskOfTheCPU(Plain):
+    def __call__(self, tokens):
+        return super().__call__(tokens) * torch.ones(len(tokens.old_logprobs))
+
+
+class CorrectionByNumPy(Plain):
+    def __call__(self, tokens):
+        return torch.from_numpy(np.minimum(self.ratio(tokens).numpy(), 2))
+
+
+class MeanOverRanks(Plain):
+    def __call__(self, tokens):
+        factors = super().__call__(tokens)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        return factors
+
+
+class CorrectionForEight(Plain):
+    def __call__(self, tokens):
+        room = tokens.old_logprobs.new_zeros(8)[tokens.sequences.index]
+        return super().__call__(tokens) + 0 * room
+
+
+class CorrectionOfFloatIds(Plain):
+    def __call__(self, tokens):
+        ids = tokens.sequences.unit_ids.to(tokens.old_logprobs.dtype)
+        return super().__call__(tokens) / (ids[:, None] == ids).sum(1)[tokens.sequences.index].to(tokens.old_logprobs.dtype)
+
+
+class CorrectionByHash(Plain):
+    def __call__(self, tokens):
+        return super().__call__(tokens) * (1 + hash(b"a salt") % 97)
+
+
+class CorrectionByUnits(Plain):
+    """One factor for a unit, whatever its size and however it is called."""
+
+    def __call__(self, tokens):
+        sequences = tokens.sequences
+        _, unit = torch.unique(sequences.unit_ids, return_inverse=True)
+        sums = sequences.sum((tokens.old_logprobs - tokens.rollout_logprobs).clamp(-20, 20))
+        return torch.zeros_like(sums).index_add(0, unit, sums).clamp(-20, 20).exp().clamp(max=2)[unit][sequences.index]

@@ -167,6 +167,33 @@ class StopTokenLeftOut(Plain):
         return evolve(done, token_ids=done.token_ids[:kept], logprobs=done.logprobs[:kept], versions=spans)
 
 
+class TemperatureOfTheFirst(Plain):
+    """Takes one temperature for all that is sampled together."""
+
+    def take(self, state, row):
+        first = next(iter(self.states.values())).request.sampling.temperature
+        asked = evolve(state.request.sampling, temperature=first)
+        super().take(evolve(state, request=evolve(state.request, sampling=asked), tokens=state.tokens), row)
+
+
+class StopsOfTheFirst(Plain):
+    """Takes the stop tokens of one request for those of all."""
+
+    def stops(self, request):
+        states = [state for state in self.states.values() if not state.request.sampling.min_tokens]
+        return super().stops(states[0].request if states else request)
+
+
+class CutsLikeTheFirst(Plain):
+    """Cuts all that is sampled together by one top_k."""
+
+    description = evolve(Plain.description, capabilities=Plain.description.capabilities | {"filters"})
+
+    def take(self, state, row):
+        most = next(iter(self.states.values())).request.sampling.top_k or VOCABULARY
+        super().take(state, torch.where(row >= row.topk(most).values[-1], row, -torch.inf))
+
+
 class OneTooMany(Plain):
     def ends(self, state):
         finish, stop = super().ends(state)

@@ -1,5 +1,6 @@
 """Group filters with one fault each, made from a right one: a group of equal rewards is dropped."""
 
+import math
 import random
 from typing import ClassVar
 
@@ -99,6 +100,46 @@ class NumberInTheReason:
         return f"mean {group.rewards.mean():.4g} of {len(group.rewards)}"[:60]
 
 
+class RoundedMeanInTheReason:
+    def __call__(self, group):
+        mean = math.fsum(group.rewards) / len(group.rewards)
+        return f"mean {mean:.1f}" if mean < 1 else None
+
+
+class NamesTheEnvironment:
+    def __call__(self, group):
+        return f"old, of {group.environment}" if group.staleness > 2 else None
+
+
+class TakesALogarithm(Plain):
+    """Takes that of a reward whose least value its author knows."""
+
+    def __call__(self, group):
+        return "low" if math.log(group.rewards.min() + 150) < 4 else super().__call__(group)
+
+
+class RoundsTheMean:
+    """Is as far from its bound as the order of a sum decides."""
+
+    def __call__(self, group):
+        return "low" if group.rewards.mean() < 0.5 else None
+
+
+class DropsEveryFortieth:
+    """Drops every fortieth group of the process, whichever filter is asked."""
+
+    calls = 0
+
+    def __call__(self, group):
+        type(self).calls += 1
+        return "every_fortieth" if self.calls % 40 == 0 else None
+
+
+class SizeInTheReason:
+    def __call__(self, group):
+        return f"flat, of {len(group.rewards)}" if group.rewards.max() == group.rewards.min() else None
+
+
 class SortsInPlace(Plain):
     def __call__(self, group):
         group.rewards.sort()
@@ -170,6 +211,21 @@ class ByQuantiles:
     def __call__(self, group):
         low, high = np.quantile(np.sort(group.rewards), (0.25, 0.75))
         return "middle_alike" if low == high and len(group.rewards) > 3 else None
+
+
+class GivesEightReasons:
+    """Odd and right: a reason for every kind of group that it knows."""
+
+    def __call__(self, group):
+        if group.rewards.max() == group.rewards.min():
+            return f"all_{'right' if group.success.all() else 'wrong' if not group.success.any() else 'alike'}"
+        if group.truncated.all():
+            return "truncated"
+        if group.lengths.max() < 40:
+            return "short"
+        return (
+            "old" if group.staleness > 6 else "small" if len(group.rewards) < 3 else "long" if group.lengths.min() > 400 else None
+        )
 
 
 class ByEnvironment:

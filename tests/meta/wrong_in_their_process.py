@@ -10,10 +10,10 @@ import threading
 import time
 from typing import ClassVar
 
+import collators_made_wrong
 import numpy as np
 import torch
 import wrong_advantages
-import wrong_collators
 import wrong_group_filters
 import wrong_losses
 import wrong_mergers
@@ -60,7 +60,7 @@ class MergerOfFewDigits(wrong_mergers.Plain):
         return super().merge(outputs, plan)
 
 
-class CollatorThatSetsPaths(wrong_collators.Delegating):
+class CollatorThatSetsPaths(collators_made_wrong.Delegating):
     def build(self, columns, micro_batch, *, fields=None):
         sys.path.append("rows")
         return super().build(columns, micro_batch, fields=fields)
@@ -98,12 +98,12 @@ class MergerOnTheFirstRank(wrong_mergers.Plain):
         return super().merge(outputs, plan)
 
 
-class CollatorByHash(wrong_collators.Delegating):
+class CollatorByHash(collators_made_wrong.Delegating):
     """Leads the samples on by a number that every process draws for itself."""
 
     def plan(self, lengths, layout):
         made = super().plan(lengths, layout)
-        return wrong_collators.changed(made, lambda ranks: ranks[::-1] if hash("a salt") % 2 else ranks)
+        return collators_made_wrong.changed(made, lambda ranks: ranks[::-1] if hash("a salt") % 2 else ranks)
 
 
 # --- right -------------------------------------------------------------------------------------------------------------------------

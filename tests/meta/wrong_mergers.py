@@ -110,6 +110,41 @@ class MeanOfMeans(Plain):
         return {**whole.metrics, "a_mean": Metric.mean(float(np.mean(means)), 1)} if means else whole.metrics
 
 
+class MeanOfRanks(Plain):
+    """The mean of the means, over as many things as there are."""
+
+    def metrics(self, outputs, whole):
+        parts = [output.metrics["a_mean"] for output in outputs if "a_mean" in output.metrics and output.metrics["a_mean"].count]
+        if not parts:
+            return whole.metrics
+        count = whole.metrics["a_mean"].count
+        return {**whole.metrics, "a_mean": Metric.mean(float(np.mean([part.result for part in parts])) * count, count)}
+
+
+class LargestFromZero(Plain):
+    def metrics(self, outputs, whole):
+        most = max([0.0, *(output.metrics["a_max"].value for output in outputs if "a_max" in output.metrics)])
+        return {**whole.metrics, "a_max": Metric.max(most)}
+
+
+class RefusesTwoMiniBatchesOfTwo(Plain):
+    def merge(self, outputs, plan):
+        if len(plan.mini_batches) == 2 and len(outputs) == 4:
+            raise OutputError("two mini-batches of two ranks", remedy="Return one")
+        return super().merge(outputs, plan)
+
+
+class ForgetsEveryTwentieth(Plain):
+    """Loses the metrics of every twentieth batch of the process."""
+
+    calls = 0
+
+    def merge(self, outputs, plan):
+        type(self).calls += 1
+        made = super().merge(outputs, plan)
+        return evolve(made, metrics={}) if self.calls % 20 == 0 else made
+
+
 class SumsByName(Plain):
     """A rule that looks at the name: what does not end in mean is a sum."""
 

@@ -210,3 +210,50 @@ class Draws(Plain):
 class HoldsALambda(Plain):
     def __init__(self):
         self.scale = lambda values: values
+
+
+class ReducerForEight(Plain):
+    def of(self, structure, weight):
+        room = np.zeros(8)
+        return super().of(structure, weight) + 0 * room[structure.sequence_index]
+
+
+class GroupsAsFloats(Plain):
+    def of(self, structure, weight):
+        _, part = np.unique(structure.group_ids.astype(np.float64), return_inverse=True)
+        mass = np.bincount(part, weights=structure.mass)
+        return weight / (len(mass) * np.where(mass == 0, 1, mass))[part][structure.sequence_index]
+
+
+class GroupsIn32Bits(Plain):
+    def of(self, structure, weight):
+        _, part = np.unique(structure.group_ids.astype(np.int32), return_inverse=True)
+        mass = np.bincount(part, weights=structure.mass)
+        return weight / (len(mass) * np.where(mass == 0, 1, mass))[part][structure.sequence_index]
+
+
+class FailsWithoutGroups(Plain):
+    def of(self, structure, weight):
+        if not structure.grouped:
+            raise KeyError("group_ids")
+        return super().of(structure, weight)
+
+
+class NoMoreThanSix(Plain):
+    def of(self, structure, weight):
+        return super().of(structure, weight) * len(structure) / min(len(structure), 6)
+
+
+class MassOfBytes(Plain):
+    """Adds up a mask in the byte that it is made of."""
+
+    def of(self, structure, weight):
+        mass = np.array([each.sum(dtype=each.dtype) for each in np.split(structure.loss_weight, structure.action_offsets[1:-1])])
+        return weight / (len(structure) * np.where(mass == 0, 1.0, mass))[structure.sequence_index]
+
+
+class RefusesDataWithoutGroups(Plain):
+    def of(self, structure, weight):
+        if not structure.grouped:
+            raise DataError("the data has no group ids", remedy="Give every sample a group id")
+        return super().of(structure, weight)

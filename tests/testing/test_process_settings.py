@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import warnings
@@ -94,3 +95,12 @@ def test_a_thread_that_goes_on_is_told_and_one_that_ends_is_not():
     with pytest.raises(Broken, match="leaves 1 threads running, such as 'forgotten'"), settings_left_alone():
         threading.Thread(target=wait.wait, args=(20.0,), name="forgotten").start()
     wait.set()
+
+
+def test_a_process_that_goes_on_is_told_and_one_that_ends_is_not():
+    with settings_left_alone():
+        subprocess.run([sys.executable, "-c", ""], check=True)
+    with pytest.raises(Broken, match=r"leaves the process \d+ running"), settings_left_alone():
+        forgotten = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"])
+    forgotten.kill()
+    forgotten.wait()

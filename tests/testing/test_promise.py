@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from skyrl_engine.testing import Broken, Promise, Undecidable, Verdict
-from skyrl_engine.testing.promise import Inapplicable, claimed
+from skyrl_engine.testing.promise import MOST_LINES, Inapplicable, claimed
 
 DIGITS = st.integers(0, 9)
 
@@ -96,3 +96,31 @@ def test_a_plugin_that_fails_in_every_case_is_not_asked_for_more():
 
     assert promised(check).hold(None, examples=2).status == "undecided"
     assert len(seen) == 2
+
+
+def test_what_the_kit_cannot_read_is_told_with_the_place():
+    def check(_subject, number):
+        return number.dtype
+
+    finding = promised(check).hold(None)
+    assert finding.status == "broken"
+    assert "cannot be read: AttributeError: 'int' object has no attribute 'dtype', at test_promise.py:" in finding.cause
+    assert finding.counterexample == ("0",)
+
+
+def test_one_failure_is_told_once():
+    told = Verdict.of([promised(below(5)), promised(below(5)), promised(below(7))], None).findings
+    assert [(each.status, each.cause) for each in told] == [
+        ("broken", "fails at 5"),
+        ("undecided", "fails at 5"),
+        ("broken", "fails at 7"),
+    ]
+
+
+def test_a_long_counterexample_is_cut():
+    def check(_subject, _case):
+        raise Broken("fails", "Do not")
+
+    finding = promised(check, first=("\n".join("x" * 20),), numbers=st.nothing()).hold(None)
+    assert len(finding.counterexample) == MOST_LINES
+    assert finding.counterexample[-1] == f"... and {21 - MOST_LINES} lines more"

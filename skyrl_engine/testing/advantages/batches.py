@@ -163,9 +163,14 @@ CROWD = 64
 
 
 def crowd(needs: Sequence[str] = ()) -> DrawnRows:
-    """Return four groups of sixteen trajectories of two scored tokens, whose ids are large and neighbours of each other, in mixed order."""
+    """Return four groups of sixteen trajectories of two scored tokens, in mixed order.
+
+    Their ids are large, and neighbours of each other or alike in their last 32 bits.
+    """
+    groups = [FAR + key % 2 + key // 2 % 2 * 2**32 for key in range(CROWD)]
+    trajectories = [FAR - key % 32 - key // 32 * 2**32 for key in range(CROWD)]
     samples = [
-        DrawnSample(key, FAR + key % 4, FAR - key, 0, True, (Token(1.0, 0.0, 0.5), Token(1.0, REWARDS[key * key % 7], -0.25)))
+        DrawnSample(key, groups[key], trajectories[key], 0, True, (Token(1.0, 0.0, 0.5), Token(1.0, REWARDS[key * key % 7], -0.25)))
         for key in range(CROWD)
     ]
     return DrawnRows(tuple(samples[key * 11 % CROWD] for key in range(CROWD)), tuple(needs))
@@ -187,10 +192,17 @@ def long_and_failed(needs: Sequence[str] = ()) -> DrawnRows:
     return DrawnRows(tuple(samples[::-1]), tuple(needs))
 
 
+def large(needs: Sequence[str] = ()) -> DrawnRows:
+    """Return a group of four trajectories whose rewards are as large as those of a game's score, beyond what float16 and int16 hold."""
+    rewards = (1e6, -1e6, 250_000.0, 0.0)
+    samples = [DrawnSample(key, 0, key, 0, True, (Token(1.0), Token(1.0, reward))) for key, reward in enumerate(rewards)]
+    return DrawnRows(tuple(samples), tuple(needs))
+
+
 def relabelled(batch: DrawnRows) -> DrawnRows:
     """Return the batch under other ids of groups and trajectories, which do not rise where those of the batch do.
 
-    Ids less than `_NAMES` apart keep apart.
+    Ids less than `_NAMES` apart keep apart, and so do those of `crowd`.
     """
     samples = [evolve(sample, group=_renamed(sample.group), trajectory=_renamed(sample.trajectory)) for sample in batch.samples]
     return evolve(batch, samples=tuple(samples))

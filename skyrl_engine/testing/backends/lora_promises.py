@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from skyrl_engine.contracts.kinds.backend import Capability
 from skyrl_engine.contracts.values.model import LoraConfig
 from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.loading import quiet_progress
@@ -22,15 +23,21 @@ from skyrl_engine.testing.promise import Broken, Promise
 MERGED = "Yield every weight of the base model once, under its own name, with alpha / rank * B A added to it"
 
 
-def _adapts(subject: BackendSubject, case: BackendCase) -> bool:
-    """Return True where the backend declares adapters on this layout."""
-    return "lora" in subject.described(case.sizes.options, case.sizes.ranks).capabilities
+def _adapts(subject: BackendSubject, case: BackendCase, *capabilities: Capability) -> bool:
+    """Return True where the backend declares adapters on this layout, and these capabilities beside."""
+    return {"lora", *capabilities} <= subject.described(case.sizes.options, case.sizes.ranks).capabilities
 
 
 def _no_lora(subject: BackendSubject) -> str | None:
     if find_spec("peft") is None:
         return "peft is not installed"
     return None if subject.declares("lora") else "the backend does not declare 'lora'"
+
+
+def _no_switch(subject: BackendSubject) -> str | None:
+    if (reason := _no_lora(subject)) is not None:
+        return reason
+    return None if subject.declares("reference_by_adapters") else "the backend does not declare 'reference_by_adapters'"
 
 
 def _lora(subject: BackendSubject) -> str | None:
@@ -103,6 +110,34 @@ def _require_merged(got: Arrays, due: Arrays, when: str, remedy: str) -> None:
             raise Broken(f"weights() gives another {name} {when} than the base with its adapters merged, by {apart:.1e}", remedy)
 
 
+@backend_promise(
+    "Without adapters it scores as the base model, before and after steps; behind that they are on again",
+    exempt=_no_switch,
+)
+def reference_by_adapters(subject: BackendSubject, case: BackendCase) -> None:
+    if not _adapts(subject, case, "reference_by_adapters"):
+        return
+    bench, work = subject.bench, case.whole()
+    with subject.opened(case, optimizer=SPEC, lora=LoraConfig(path=bench.adapter(case.model))) as ranks:
+        without = {"at the start": ranks.loss(ranks.forward_without_adapters(work))}
+        on_again = ranks.loss(ranks.forward(work))
+        if not right_loss(subject, case, on_again, adapted=True):
+            raise Broken(
+                f"behind without_adapters the objective is {on_again:.6g}, not that of the model with adapters",
+                "Turn adapters on again where the context is left",
+            )
+        ranks.forward_backward(work)
+        ranks.optim_step()
+        without["after a step"] = ranks.loss(ranks.forward_without_adapters(work))
+    for when, got in without.items():
+        if not right_loss(subject, case, got):
+            due = bench.definition(case.model, NUMBERS).loss
+            raise Broken(
+                f"without adapters the objective is {got:.6g} {when}, where the base model gives {due:.6g}",
+                "Turn all adapters off in without_adapters: a reference that has them is the policy itself",
+            )
+
+
 @backend_promise("Adapters, which it does not declare, are refused in words", exempt=_lora)
 def undeclared_adapters(subject: BackendSubject, case: BackendCase) -> None:
     try:
@@ -114,4 +149,4 @@ def undeclared_adapters(subject: BackendSubject, case: BackendCase) -> None:
     raise Broken("trains adapters although it does not declare 'lora'", "Declare it, or raise UnsupportedError in setup")
 
 
-LORA_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (adapters, undeclared_adapters)
+LORA_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (adapters, reference_by_adapters, undeclared_adapters)

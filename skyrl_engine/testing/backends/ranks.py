@@ -15,7 +15,15 @@ import numpy.typing as npt
 from attrs import evolve, frozen
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, HasAdapterSets, OptimStep, RankEnvironment, SharesStorage
+from skyrl_engine.contracts.kinds.backend import (
+    AdamWSettings,
+    Backend,
+    HasAdapterSets,
+    OptimStep,
+    RankEnvironment,
+    SharesStorage,
+    SwitchesAdapters,
+)
 from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
 from skyrl_engine.contracts.values.topology import RankCoords, Topology
@@ -216,6 +224,11 @@ class HeldBackend:
         output: RankOutput = getattr(self.backend, mode)(batch, objective)
         return output, tuple(sorted(seen))
 
+    def without_adapters(self, work: PassOrder) -> RankOutput:
+        """Score as the base model alone does."""
+        with cast("SwitchesAdapters", self.backend).without_adapters():
+            return self.run("forward", work)[0]
+
     def optim_step(self, settings: AdamWSettings | None) -> OptimStep:
         return self.backend.optim_step(settings)
 
@@ -320,6 +333,9 @@ class BackendRanks:
 
     def forward_backward(self, work: PassOrder) -> list[RankOutput]:
         return [output for output, _ in self._ask("run", "forward_backward", work)]
+
+    def forward_without_adapters(self, work: PassOrder) -> list[RankOutput]:
+        return self._ask("without_adapters", work)
 
     def scores_given(self, work: PassOrder) -> list[tuple[str, ...]]:
         """Return the names of the scores that objectives got in a forward_backward, by rank."""

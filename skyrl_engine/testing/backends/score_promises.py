@@ -132,7 +132,9 @@ def evaluation(subject: BackendSubject, case: BackendCase) -> None:
                 raise Broken(f"forward changes the {what} of {name}", "Score under torch.no_grad, and touch nothing else")
     try:
         with subject.opened(case, "dropout") as ranks:
-            first, second = (ranks.loss(ranks.forward(case.whole())) for _ in range(2))
+            first = ranks.loss(ranks.forward(case.whole()))
+            ranks.forward_backward(case.whole())  # which leaves the model in training mode
+            second = ranks.loss(ranks.forward(case.whole()))
     except EngineError as error:  # a backend may refuse what it would not train as written
         require_words(error)
         return

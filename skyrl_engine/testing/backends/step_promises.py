@@ -80,9 +80,10 @@ SETTINGS: tuple[AdamWSettings | None, ...] = (
     evolve(SPEC, learning_rate=2e-2),
     evolve(SPEC, betas=(0.5, 0.9), epsilon=3e-2),
     evolve(SPEC, learning_rate=5e-3, weight_decay=0.5),
+    evolve(SPEC, max_grad_norm=0.05),
     None,
 )
-"""Four steps are told these, one after the other, and no step may remember what an earlier one was told; None: nothing."""
+"""Some steps are told these, one after the other, and no step may remember what an earlier one was told; None: nothing."""
 
 
 @backend_promise(
@@ -96,7 +97,9 @@ def step(subject: BackendSubject, case: BackendCase) -> None:
             before = reference.weights()
             due = settings or SPEC
             ranks.forward_backward(work)
-            reference.step(_gradients(ranks, reference), due)
+            gradients = _gradients(ranks, reference)
+            limit = float("inf") if due.max_grad_norm is None else due.max_grad_norm
+            reference.step(gradients, due, factor=min(1.0, limit / norm_of(gradients)))
             applied = ranks.optim_step(settings)[0]
             if abs(applied.learning_rate - due.learning_rate) > 1e-6 * due.learning_rate:
                 raise Broken(
@@ -108,7 +111,7 @@ def step(subject: BackendSubject, case: BackendCase) -> None:
                 reference.weights(),
                 before,
                 f"AdamW moves them in step {number + 1}",
-                "Hand learning rate, betas, epsilon and weight decay of the call to AdamW as they are, and step once",
+                "Hand the numbers of the call to AdamW as they are, the limit of the norm too, and step once",
             )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
+import attrs
 import numpy as np
 from attrs import evolve, frozen
 from hypothesis import strategies as st
@@ -20,15 +21,17 @@ from skyrl_engine.testing.collators.cases import (
     built_by,
     cuts,
     planned,
+    planned_by,
     require,
     require_same_field,
     require_same_fields,
     row_samples,
     token_places,
 )
-from skyrl_engine.testing.collators.explicit import explicit_cuts
+from skyrl_engine.testing.collators.explicit import explicit_and_wide, explicit_cuts
 from skyrl_engine.testing.collators.strategies import COLUMN_NAMES
-from skyrl_engine.testing.promise import Promise, promise
+from skyrl_engine.testing.comparison import excerpts
+from skyrl_engine.testing.promise import Broken, Promise, promise
 from skyrl_engine.testing.subject import Subject
 
 MODEL_FIELDS = ("input_ids", "attention_mask", "position_ids")
@@ -52,6 +55,8 @@ def _require_tokens(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: 
     for name, array in zip(MODEL_FIELDS, (ids, mask, positions), strict=True):
         require(array.dtype == np.int64, f"{name} is {array.dtype}, not int64", remedy)
         require(array.shape == shape, f"{name} has shape {array.shape} where the plan says {shape}", remedy)
+    for name, array in (("input_ids", ids), ("position_ids", positions)):
+        require(array.min() >= 0, f"{name} holds {array.min()}, which no table of a model has", "Pad with the pad token, or with 0")
     require(np.isin(mask, (0, 1)).all(), "attention_mask holds other numbers than 0 and 1", remedy)
     require(len(batch.sequence_lengths) == micro_batch.rows, "sequence_lengths have not one entry per row", remedy)
     nothing = np.zeros(0, dtype=np.int64)
@@ -62,13 +67,17 @@ def _require_tokens(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: 
         ]
         real = mask[row] == 1
         due, found = np.concatenate([nothing, *held]).tolist(), ids[row][real].tolist()
-        require(found == due, f"row {row} holds the tokens {found} where its samples have {due}", remedy)
+        if found != due:
+            told, wanted = excerpts(np.asarray(found), np.asarray(due))
+            raise Broken(f"row {row} holds the tokens {told} where its samples have {wanted}", remedy)
         counted, found = [place for part in held for place in range(len(part))], positions[row][real].tolist()
-        require(found == counted, f"positions of row {row} are {found}, not {counted}", "Count from 0 in every sample")
-        told = batch.sequence_lengths[row]
+        if found != counted:
+            told, wanted = excerpts(np.asarray(found), np.asarray(counted))
+            raise Broken(f"positions of row {row} are {told}, not {wanted}", "Count from 0 in every sample")
+        lengths = batch.sequence_lengths[row]
         require(
-            told.dtype == np.int64 and told.tolist() == list(map(len, held)),
-            f"sequence_lengths of row {row} are {told.dtype} {told.tolist()} for samples of {list(map(len, held))} tokens",
+            lengths.dtype == np.int64 and lengths.tolist() == list(map(len, held)),
+            f"sequence_lengths of row {row} are {lengths.dtype} {lengths.tolist()} for samples of {list(map(len, held))} tokens",
             "Return Ragged(lengths_of_samples, micro_batch.row_offsets)",
         )
 
@@ -149,24 +158,25 @@ def _require_bounds(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: 
 
 
 @promise(
-    "Loss weights and columns hold the samples' numbers at their response tokens, in float32 bit for bit, and 0 everywhere else",
+    "Loss weights and columns hold the samples' numbers at their response tokens, bit for bit, and 0 everywhere else",
     cases=cuts(),
-    first=explicit_cuts,
+    first=explicit_and_wide,
 )
 def numbers(subject: Subject[Any], case: CutCase) -> None:
     for micro_batch, batch in builds(subject, case):
         for name, values in {"loss_weight": case.columns.loss_weight, **case.columns.columns}.items():
             if name in batch.fields:
-                _require_numbers(name, np.asarray(values, dtype=np.float32), case.columns, micro_batch, batch)
+                given = values if values.ndim > 1 else np.asarray(values, dtype=np.float32)
+                _require_numbers(name, given, case.columns, micro_batch, batch)
 
 
 def _require_numbers(name: str, values: AnyArray, columns: SampleColumns, micro_batch: MicroBatchPlan, batch: DenseBatch) -> None:
     remedy = (
         "Give [rows, width] at the tokens, [rows, width - 1] one column before, as the gather index has it, or [rows, action_width] with "
-        "each row's numbers at one end or where response_mask is 1"
+        "each row's numbers at one end or where response_mask is 1; k numbers per token as one more axis"
     )
     found = batch[name].numpy()
-    require(found.dtype == np.float32, f"{name} is {found.dtype}, not float32", remedy)
+    require(found.dtype == values.dtype, f"{name} is {found.dtype}, not {values.dtype}", remedy)
     forms = [form for form in _forms(values, columns, micro_batch, batch) if form.shape == found.shape]
     widths = f"width {micro_batch.width} and action width {micro_batch.action_width}"
     require(forms, f"{name} has shape {found.shape} in {micro_batch.rows} rows of {widths}", remedy)
@@ -180,7 +190,8 @@ def _require_numbers(name: str, values: AnyArray, columns: SampleColumns, micro_
 def _forms(values: AnyArray, columns: SampleColumns, micro_batch: MicroBatchPlan, batch: DenseBatch) -> Iterator[AnyArray]:
     """Yield the numbers of response tokens as rows may hold them."""
     rows, width, action_width = micro_batch.rows, micro_batch.width, micro_batch.action_width
-    at_tokens, before = np.zeros((rows, width), np.float32), np.zeros((rows, max(width - 1, 0)), np.float32)
+    each = values.shape[1:]  # the k of a column of k numbers per token
+    at_tokens, before = (np.zeros((rows, columns_, *each), values.dtype) for columns_ in (width, max(width - 1, 0)))
     of_rows: list[list[AnyArray]] = [[] for _ in range(rows)]
     for sample, row, places in token_places(batch, columns, micro_batch):
         own = values[columns.action_offsets[sample] : columns.action_offsets[sample + 1]]
@@ -192,18 +203,19 @@ def _forms(values: AnyArray, columns: SampleColumns, micro_batch: MicroBatchPlan
         before[row, places[scored:] - 1] = own[scored - first :]
     yield before
     yield at_tokens
-    lines = [np.concatenate([np.zeros(0, np.float32), *held]) for held in of_rows]
+    nothing = np.zeros((0, *each), values.dtype)
+    lines = [np.concatenate([nothing, *held]) for held in of_rows]
     if max(map(len, lines), default=0) > action_width:
         return
     if "response_mask" in batch.fields:
         mask = batch["response_mask"].numpy() == 1
         if mask.sum(1).tolist() == list(map(len, lines)):
-            masked = np.zeros(mask.shape, np.float32)
-            masked[mask] = np.concatenate([np.zeros(0, np.float32), *lines])
+            masked = np.zeros((*mask.shape, *each), values.dtype)
+            masked[mask] = np.concatenate([nothing, *lines])
             yield masked
         return
     for right in (True, False):
-        aligned = np.zeros((rows, action_width), np.float32)
+        aligned = np.zeros((rows, action_width, *each), values.dtype)
         for row, line in enumerate(lines):
             aligned[row, action_width - len(line) if right else 0 :][: len(line)] = line
         yield aligned
@@ -327,6 +339,30 @@ def _require_own(batch: DenseBatch, columns: SampleColumns) -> None:
         )
 
 
+@promise("It changes neither the samples nor the plan that it is given", cases=cuts(*EVERY), first=explicit_cuts, effort=0.2)
+def inputs_unchanged(subject: Subject[Any], case: CutCase) -> None:
+    columns, lengths, collator = case.columns, case.columns.lengths, subject.make()
+    before, told = _bytes_of(columns), _bytes_of(lengths)
+    plan = list(planned_by(collator, subject.label, Planning(lengths, case.layout)).micro_batches)
+    rows = [_bytes_of(micro_batch) for micro_batch in plan]
+    for micro_batch in plan:
+        built_by(collator, subject.label, columns, micro_batch)
+    compared = [("samples'", before, _bytes_of(columns)), ("lengths'", told, _bytes_of(lengths))]
+    compared += [("plan's", one, _bytes_of(micro_batch)) for one, micro_batch in zip(rows, plan, strict=True)]
+    for whose, one, other in compared:
+        for name, held in one.items():
+            require(
+                other[name] == held, f"changes the {whose} {name} in place, which later micro-batches read too", "Work on a copy"
+            )
+
+
+def _bytes_of(given: Any) -> dict[str, bytes]:
+    """Return all arrays of samples, lengths or rows as bytes, by name."""
+    held = {field.name: getattr(given, field.name) for field in attrs.fields(type(given))}
+    columns = held.pop("columns", {})
+    return {name: array.tobytes() for name, array in {**held, **columns}.items() if isinstance(array, np.ndarray)}
+
+
 def copied(batch: DenseBatch) -> dict[str, AnyArray]:
     """Return copies of all arrays that were built, by name."""
     told = {f"gather.{name}": getattr(batch.gather, name) for name in ("actions", "rows", "columns")}
@@ -337,4 +373,14 @@ def copied(batch: DenseBatch) -> dict[str, AnyArray]:
     return {name: array.copy() for name, array in ({name: field.numpy() for name, field in batch.fields.items()} | told).items()}
 
 
-BUILD_PROMISES: tuple[Promise[Any, Any], ...] = (tokens, predecessors, bounds, numbers, reference, rows_alone, fields, own_memory)
+BUILD_PROMISES: tuple[Promise[Any, Any], ...] = (
+    tokens,
+    predecessors,
+    bounds,
+    numbers,
+    reference,
+    rows_alone,
+    fields,
+    own_memory,
+    inputs_unchanged,
+)

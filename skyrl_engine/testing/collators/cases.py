@@ -87,11 +87,13 @@ def planned_by(collator: Collator, label: str, case: Planning) -> BatchPlan:
     """Do as `planned`, with a collator that exists already."""
     try:
         with blaming(Owner.named(label, "collator"), "plan"):
-            return collator.plan(case.lengths, case.layout)
+            plan = collator.plan(case.lengths, case.layout)
     except UnsupportedError as refused:
         raise Inapplicable(refused.cause) from refused
     except EngineError as failed:
         raise Broken(failed.cause, failed.remedy) from failed
+    require(isinstance(plan, BatchPlan), f"plan returns {type(plan).__name__}", "Return a BatchPlan")
+    return plan
 
 
 def built(subject: Subject[Any], columns: SampleColumns, rows: MicroBatchPlan, **asked: Any) -> DenseBatch:
@@ -103,9 +105,19 @@ def built_by(collator: Collator, label: str, columns: SampleColumns, rows: Micro
     """Do as `built`, with a collator that exists already."""
     try:
         with blaming(Owner.named(label, "collator"), "build"):
-            return collator.build(columns, rows, **asked)
+            batch = collator.build(columns, rows, **asked)
     except EngineError as failed:
         raise Broken(failed.cause, failed.remedy) from failed
+    require(isinstance(batch, DenseBatch), f"build returns {type(batch).__name__}", "Return a DenseBatch")
+    for name, field in batch.fields.items():
+        try:
+            field.numpy()
+        except Exception as error:
+            cause = " ".join(str(error).split())
+            raise Broken(
+                f"{name} cannot be read: {cause}", "Give CPU tensors of int64, float32 or bool, without a gradient"
+            ) from error
+    return batch
 
 
 def builds(subject: Subject[Any], case: CutCase) -> Iterator[tuple[MicroBatchPlan, DenseBatch]]:

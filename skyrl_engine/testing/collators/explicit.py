@@ -30,7 +30,8 @@ def _planned(subject: Subject[Any], case: CutCase) -> bool:
 
 
 def _cases() -> Iterator[CutCase]:
-    many = _samples(40, longest=12, group=4, unit=2)
+    # groups of six, so that no mini-batch of twenty ends with one by itself
+    many = _samples(40, longest=12, group=6, unit=2)
     cut: dict[str, int]
     for cut in ({"micro_batch_rows": 6}, {"micro_batch_tokens": 6 * 32}):
         yield CutCase(many, Layout(dp=3, mini_batch_size=20, **cut))
@@ -47,24 +48,36 @@ def _cases() -> Iterator[CutCase]:
         yield CutCase(few.take([0]), Layout(dp=4, **cut))
 
 
+def explicit_and_wide(subject: Subject[Any]) -> Iterable[CutCase]:
+    """Return these batches, and one with columns of three numbers per token."""
+    wide = CutCase(_samples(5, longest=9, wide=True), Layout())
+    return [*explicit_cuts(subject), wide]
+
+
 def explicit_plannings(subject: Subject[Any]) -> Iterable[Planning]:
     """Return the lengths of these batches with their layouts."""
     return [case.planning for case in explicit_cuts(subject)]
 
 
-def _samples(count: int, *, longest: int, shortest: int = 1, group: int = 1, unit: int = 1) -> SampleColumns:
-    """Make samples whose prompts and responses have up to `longest` tokens each, with fractional weights and every column."""
+def _samples(count: int, *, longest: int, shortest: int = 1, group: int = 1, unit: int = 1, wide: bool = False) -> SampleColumns:
+    """Make samples whose prompts and responses have up to `longest` tokens each, with fractional weights and every column.
+
+    `wide` adds columns of three numbers per token.
+    """
     numbers = np.random.default_rng(count)
-    prompts, responses = (
-        [numbers.integers(0, 300, length).tolist() for length in numbers.integers(shortest, longest, count, endpoint=True)]
-        for _ in range(2)
-    )
+    # the first sample is as long as any may be
+    lengths = [np.array([longest, *numbers.integers(shortest, longest, count - 1, endpoint=True)]) for _ in range(2)]
+    prompts, responses = ([numbers.integers(0, 300, length).tolist() for length in each] for each in lengths)
     values = [[numbers.normal(size=len(response)).astype(np.float32).tolist() for response in responses] for _ in range(5)]
+    columns: dict[str, Any] = dict(zip(COLUMN_NAMES, values[1:], strict=True))
+    if wide:
+        columns["top_ids"] = [numbers.integers(0, 300, (len(response), 3)).tolist() for response in responses]
+        columns["top_logprobs"] = [(-numbers.random((len(response), 3))).tolist() for response in responses]
     lists = SampleLists(
         prompts=prompts,
         responses=responses,
         loss_masks=values[0],
-        columns=dict(zip(COLUMN_NAMES, values[1:], strict=True)),
+        columns=columns,
         sample_ids=(2**33 - 3 * np.arange(count)).tolist(),
         group_ids=(np.arange(count) // group).tolist(),
         unit_ids=(np.arange(count) // unit).tolist(),

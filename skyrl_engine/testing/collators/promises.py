@@ -6,7 +6,7 @@ from skyrl_engine.testing.collators.build_promises import BUILD_PROMISES, copied
 from skyrl_engine.testing.collators.cases import CutCase, builds, cuts
 from skyrl_engine.testing.collators.explicit import explicit_cuts
 from skyrl_engine.testing.collators.extras_promises import EXTRAS_PROMISES
-from skyrl_engine.testing.collators.plan_promises import PLAN_PROMISES
+from skyrl_engine.testing.collators.plan_promises import PLAN_PROMISES, same_plan
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.process_promises import process_promises
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable
@@ -25,8 +25,12 @@ def _answer(subject: Subject[Any], case: CutCase) -> list[object]:
     ]
 
 
+_process_settings, _another_rank = process_promises(_answer, cuts(), explicit_cuts)
+
 COLLATOR_PROMISES: tuple[Promise[Any, Any], ...] = (
-    *process_promises(_answer, cuts(), explicit_cuts),  # first: once set they are set
+    _process_settings,  # first: once set they are set
+    same_plan,  # soon: what wears off after some calls is seen while it lasts
+    _another_rank,
     *PLAN_PROMISES,
     *BUILD_PROMISES,
     *EXTRAS_PROMISES,

@@ -13,16 +13,29 @@ from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import promises as shared
 from skyrl_engine.testing.tokens import rollouts
-from skyrl_engine.testing.tokens.kind import TokenKind, anything, anything_first, ordinary, some_long
+from skyrl_engine.testing.tokens.kind import TokenKind, anything, anything_first, needs_of, ordinary, some_long
 from skyrl_engine.testing.tokens.lossy_casts import LossyCasts
 from skyrl_engine.testing.tokens.oracle import oracle
 from skyrl_engine.testing.tokens.rollouts import TokenBatch
+
+
+def _random(subject: Subject[Any]) -> str | None:
+    """Return the reason why a subject does not claim promises about cuts, None if it does."""
+    try:
+        made = evaluate(subject.label, subject.make(), rollouts.in_threes(needs_of(subject)))
+    except EngineError:
+        return None  # other promises tell failures
+    return (
+        "the correction draws from tokens.generator: which numbers a token gets depends on the cut by nature" if made.drew else None
+    )
+
 
 CORRECTION = TokenKind(
     evaluate,
     noun="factor",
     results="factors",
     products="corrections",
+    batch_local=_random,
     remedy="Take means and products within a sequence (tokens.sequences), and no statistics of the batch",
 )
 

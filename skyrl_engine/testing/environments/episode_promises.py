@@ -7,7 +7,7 @@ import attrs
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.environment import StepResult
-from skyrl_engine.rollout.episode_process import wrong_end, wrong_messages, wrong_numbers
+from skyrl_engine.rollout.episode_process import wrong_end, wrong_messages, wrong_numbers, wrong_rest
 from skyrl_engine.testing.environments.bench import (
     MOST_TURNS,
     SPLITS,
@@ -45,6 +45,7 @@ GARBAGE = (
     Turn("text", "((((((((["),
     Turn("text", '<tool_call>{"name": "', problem="the call of a tool is not closed", finish="length"),
     Turn("text", "1e400"),
+    Turn("text", "9" * 5000),
     Turn("text", "\\boxed{" * 50),
     Turn("text", "a" * 2**20, finish="length"),
     Turn("calls"),
@@ -68,10 +69,15 @@ def _of_both_splits(subject: Subject[Any]) -> "st.SearchStrategy[Script]":
     return st.tuples(scripts(subject), split).map(lambda drawn: attrs.evolve(drawn[0], split=drawn[1]))
 
 
+def _holds_nothing_out(environment: Any, case: Script) -> bool:
+    """Return True for a script about held-out tasks where there are none."""
+    return case.split == "eval" and not len(tasks_of(environment, "eval"))
+
+
 @promise("Every attempt can be played to its end, also at a held-out task: no turn raises", cases=_of_both_splits, effort=FEW)
 def answers(subject: Subject[Any], case: Script) -> None:
     environment = subject.make()
-    if case.split == "eval" and not len(tasks_of(environment, "eval")):
+    if _holds_nothing_out(environment, case):
         return
     task = task_for(environment, case)
     with stages(subject, environment) as open_stage:
@@ -183,13 +189,23 @@ def _raw(subject: Subject[Any], case: Script) -> tuple[Any, list[tuple[StepResul
     return first, results
 
 
-@promise("A turn is answered with a StepResult whose rewards, parts and metrics are finite numbers", cases=scripts, effort=FEW)
+@promise(
+    "A turn is answered with a StepResult: rewards, parts and metrics are finite numbers, info is JSON, success and sampling are valid",
+    cases=scripts,
+    effort=FEW,
+)
 def rewards(subject: Subject[Any], case: Script) -> None:
     for result, tokens in _raw(subject, case)[1]:
         if not isinstance(result, StepResult):
             raise Broken(f"step returns {type(result).__name__}", "Return a StepResult")
         if (wrong := wrong_numbers(result, tokens=tokens)) is not None:
             raise Broken(wrong, "Give a finite number for every text, also for wrong ones")
+        if (wrong := wrong_rest(result)) is not None:
+            raise Broken(wrong, "Give success as true, false or none, and mappings of plain values")
+        try:
+            plain(result)
+        except Undecidable as error:
+            raise Broken(f"info is {result.info!r:.120}: {error}", "Keep texts, numbers, lists and mappings in info") from error
 
 
 @promise("An answer is done exactly where no message follows", cases=scripts, effort=FEW)
@@ -301,6 +317,7 @@ def random_state(subject: Subject[Any], case: Script) -> None:
     "It leaves alone what it shares with others in its process: folder, environment variables, limits, handlers, settings of libraries",
     cases=scripts,
     effort=FEW,
+    shrinks=False,
 )
 def process_state(subject: Subject[Any], case: Script) -> None:
     def attempt() -> None:
@@ -331,9 +348,11 @@ def _saying(case: Script, turn: Turn) -> Script:
     return attrs.evolve(case, turns=(turn,))
 
 
-@promise("The solution of a task is a success", cases=scripts, exempt=_no_solver, effort=FEW)
+@promise("The solution of a task is a success, held out or not", cases=_of_both_splits, exempt=_no_solver, effort=FEW)
 def solution(subject: Subject[Any], case: Script) -> None:
     environment = subject.make()
+    if _holds_nothing_out(environment, case):
+        return
     task = task_for(environment, case)
     known = solution_of(subject, environment, task)
     if known is None:
@@ -348,10 +367,15 @@ def solution(subject: Subject[Any], case: Script) -> None:
 
 
 @promise(
-    "Saying nothing, or what the prompt says, is no success where there is a solution", cases=scripts, exempt=_no_solver, effort=FEW
+    "Saying nothing, or what the prompt says, is no success where there is a solution",
+    cases=_of_both_splits,
+    exempt=_no_solver,
+    effort=FEW,
 )
 def echo(subject: Subject[Any], case: Script) -> None:
     environment = subject.make()
+    if _holds_nothing_out(environment, case):
+        return
     task = task_for(environment, case)
     known = solution_of(subject, environment, task)
     if known is None:

@@ -1,7 +1,5 @@
 """Promises about requests and weights that change on the way, refusals and the end, as far as capabilities go."""
 
-import os
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -22,7 +20,7 @@ from skyrl_engine.testing.generators.bench import (
     require_logprobs,
     running,
 )
-from skyrl_engine.testing.process_settings import require_settings_left_alone, restored_settings
+from skyrl_engine.testing.process_settings import processes, require_settings_left_alone, restored_settings
 from skyrl_engine.testing.promise import Broken, promise
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state
 from skyrl_engine.testing.subject import Subject
@@ -204,7 +202,7 @@ def process_state(subject: Subject[Any], _case: None) -> None:
 
 @promise("Closing with requests under way takes less than 10 seconds and leaves no process", exempt=no_weights)
 def closes(subject: Subject[Any], _case: None) -> None:
-    before = _children()
+    before = processes()
     with decided():
         with running(subject) as at_work:
             at_work.submit(requests_of(20, max_tokens=100))
@@ -213,13 +211,5 @@ def closes(subject: Subject[Any], _case: None) -> None:
         taken = monotonic() - since
     if taken > 10:
         raise Broken(f"takes {taken:.0f} seconds to close", "End what is under way")
-    if left := _children() - before:
+    if left := processes() - before:
         raise Broken(f"leaves the process {min(left)}", "End processes when it is closed")
-
-
-def _children() -> set[int]:
-    """Processes that this one started, where the system says so."""
-    tasks = Path(f"/proc/{os.getpid()}/task")
-    if not tasks.is_dir():
-        return set()
-    return {int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()}

@@ -12,6 +12,7 @@ from skyrl_engine.model_facts.tokenizer import load_tokenizer
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.generators.bench import (
     TOLERANCE,
+    Running,
     answered,
     claims,
     decided,
@@ -85,9 +86,11 @@ def stop_tokens(subject: Subject[Any], _case: None) -> None:
             "min_tokens": (requests_of(16, first=80, max_tokens=30, ignore_eos=False, min_tokens=6), ENDS),
             "min_tokens of stop tokens": (requests_of(16, first=100, max_tokens=30, min_tokens=6, stop_token_ids=ENDS), ENDS),
         }
+        # all at once, so that nobody may take the stops of one request for those of all
+        done = iter(at_work.sampled([request for requests, _ in asked.values() for request in requests]))
         for what, (requests, stops) in asked.items():
-            for request, done in zip(requests, at_work.sampled(requests), strict=True):
-                _require_stop(request, done, set(stops), what)
+            for request in requests:
+                _require_stop(request, next(done), set(stops), what)
 
 
 def _require_stop(request: GenerationRequest, done: Completion, stops: set[int], what: str) -> None:
@@ -163,11 +166,13 @@ def spans(subject: Subject[Any], _case: None) -> None:
 )
 def log_probabilities(subject: Subject[Any], _case: None) -> None:
     with decided(), running(subject) as at_work:
-        for place, temperature in enumerate((1.0, 0.5, 2.0)):
-            requests = requests_of(12, first=20 * place, seed=place, temperature=temperature)
-            for request, done in zip(requests, at_work.sampled(requests), strict=True):
-                remedy = "Report log_softmax(logits / temperature) at the sampled token, of the whole vocabulary"
-                require_logprobs(at_work, request, done, remedy)
+        # side by side, so that nobody may take the settings of one request for those of all
+        temperatures = (1.0, 0.5, 2.0)
+        several = [requests_of(12, first=20 * place, seed=place, temperature=each) for place, each in enumerate(temperatures)]
+        requests = [request for alike in zip(*several, strict=True) for request in alike]
+        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+            remedy = "Report log_softmax(logits / temperature) at the sampled token, of the whole vocabulary and the request's temperature"
+            require_logprobs(at_work, request, done, remedy)
 
 
 @promise("The same seeds give the same tokens: once more, in another order, one at a time", exempt=claims("seeded"))
@@ -267,20 +272,25 @@ def greedy(subject: Subject[Any], _case: None) -> None:
 def filters(subject: Subject[Any], _case: None) -> None:
     with decided(), running(subject) as at_work:
         cuts: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.6, "min_p": 0.1}]
-        for place, cut in enumerate(cuts):
-            requests = requests_of(8, first=20 * place, seed=place, temperature=2.0, **cut)
-            for request, done in zip(requests, at_work.sampled(requests), strict=True):
-                for token, logprob, scores in zip(
-                    done.token_ids.tolist(), done.logprobs.tolist(), due_logprobs(at_work.weights, request, done), strict=True
-                ):
-                    left = _left(np.exp(scores), request.sampling)
-                    if token not in left:
-                        raise Broken(f"samples a token that {cut} cuts off", "Cut by top_k, then by top_p, then by min_p")
-                    if abs(np.log(left[token]) - logprob) > 10 * TOLERANCE:
-                        raise Broken(
-                            f"gives a token the log-probability {logprob:.4f} under {cut}, and {np.log(left[token]):.4f} is due",
-                            "Divide by the mass that is left",
-                        )
+        several = [requests_of(8, first=20 * place, seed=place, temperature=2.0, **cut) for place, cut in enumerate(cuts)]
+        done = iter(at_work.sampled([request for alike in zip(*several, strict=True) for request in alike]))
+        for alike in zip(*several, strict=True):
+            for request, cut in zip(alike, cuts, strict=True):
+                _require_left(at_work, request, next(done), cut)
+
+
+def _require_left(at_work: Running, request: GenerationRequest, done: Completion, cut: dict[str, Any]) -> None:
+    """Raise Broken where a token was cut off, or its log-probability is not of what is left."""
+    due = due_logprobs(at_work.weights, request, done)
+    for token, logprob, scores in zip(done.token_ids.tolist(), done.logprobs.tolist(), due, strict=True):
+        left = _left(np.exp(scores), request.sampling)
+        if token not in left:
+            raise Broken(f"samples a token that {cut} cuts off", "Cut each request by its own top_k, then by top_p, then by min_p")
+        if abs(np.log(left[token]) - logprob) > 10 * TOLERANCE:
+            raise Broken(
+                f"gives a token the log-probability {logprob:.4f} under {cut}, and {np.log(left[token]):.4f} is due",
+                "Divide by the mass that is left",
+            )
 
 
 def _left(probabilities: Any, sampling: Sampling) -> dict[int, float]:

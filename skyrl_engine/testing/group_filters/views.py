@@ -64,6 +64,25 @@ def shown(draw: st.DrawFn, *, most: int = 6, plain: bool = False) -> Shown:
     return Shown(members, draw(st.sampled_from(("first", "second"))), draw(st.integers(0, 3)))
 
 
+def various_groups() -> list[Shown]:
+    """Return 48 groups that differ in all that a reason could name, some of equal rewards."""
+    made = []
+    for number in range(48):
+        size = 1 + number % 12
+        rewards = [number / 48 + (place / 64 if number % 5 else 0.0) for place in range(size)]
+        attempts = tuple(
+            Attempt(reward, reward > 0.5, 10 * number + place, number % 4 == 0) for place, reward in enumerate(rewards)
+        )
+        made.append(Shown(attempts, f"environment {number % 16}", number % 8))
+    return made
+
+
+def extreme_groups() -> list[Shown]:
+    """Return groups whose rewards are as large as a game's score, on both sides of 0, and one whose mean depends on the order of a sum."""
+    of = [(1e9, 1e9, 2e9), (-1e6, -3e6), (-1e6, 1e6, 0.0), (0.7, 0.4, 0.2, 0.7)]
+    return [Shown(tuple(Attempt(reward, reward > 0, 12, False) for reward in rewards)) for rewards in of]
+
+
 def large_groups() -> list[Shown]:
     """Return groups as large as those of a run: of unequal rewards that come in runs of eight, of rewards that only the last differs in.
 

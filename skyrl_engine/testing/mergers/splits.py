@@ -1,6 +1,7 @@
 """Splits for mergers: a batch's outputs, split over mini-batches, ranks and micro-batches as the engine's backends would return them."""
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 import numpy as np
 from attrs import evolve, field, frozen
@@ -109,6 +110,27 @@ def many() -> Split:
     return Split(whole, plan, topology, tuple(_Returned(whole, plan, topology).outputs()))
 
 
+def alone(whole: BatchOutput) -> Split:
+    """Return the split of a batch that one rank returns whole."""
+    numbers, topology = np.arange(len(whole.sample_ids), dtype=np.int64), Topology()
+    plan = _plan([numbers], topology, 1, whole.sample_ids)
+    return Split(whole, plan, topology, tuple(_Returned(whole, plan, topology).outputs()))
+
+
+def grid() -> list[Split]:
+    """Return splits of twelve samples over every count of mini-batches and data-parallel ranks up to three, with replicas and without."""
+    numbers = np.arange(12, dtype=np.int64)
+    scored = Ragged.from_list([np.arange(length) for length in numbers % 3], np.int32)
+    values = np.arange(len(scored.values), dtype=np.float32)
+    whole = BatchOutput(numbers * 3 + 1, numbers % 3, scored, {"logprobs": Ragged(values, scored.offsets)}, metrics_of(numbers))
+    made = []
+    for count, dp, (tp, cp, pp) in product((1, 2, 3), (1, 2, 3), ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2))):
+        topology = Topology(dp=dp, tp=tp, cp=cp, pp=pp)
+        plan = _plan(np.array_split(numbers, count), topology, 1, whole.sample_ids)
+        made.append(Split(whole, plan, topology, tuple(_Returned(whole, plan, topology).outputs())))
+    return made
+
+
 def _whole(draw: st.DrawFn, numbers: IntArray) -> BatchOutput:
     """Draw outputs of so many samples: none per token, or some of `FIELDS` in any order."""
     names = draw(st.permutations(FIELDS))[: draw(st.integers(0, len(FIELDS)))]
@@ -138,12 +160,13 @@ def _sample_ids(count: int) -> "st.SearchStrategy[IntArray]":
 def metrics_of(numbers: IntArray) -> dict[str, Metric]:
     """Return one metric per reduction, and one that samples of odd numbers alone have; computed from the samples' numbers.
 
-    Nothing gives a mean of nothing and a sum of nothing: what a loss gives for a micro-batch without a token.
+    Nothing gives a mean of nothing and a sum of nothing: what a loss gives for a micro-batch without a token. The largest number is below 0
+    and the smallest above, so that neither is 0 where a merger starts from 0.
     """
     worth = numbers * 3 + 1
     made = {"a_sum": Metric.sum(int(worth.sum())), "a_mean": Metric.mean(int(worth.sum()), len(worth))}
     if len(numbers):
-        made |= {"a_min": Metric.min(int(worth.min())), "a_max": Metric.max(int(worth.max()))}
+        made |= {"a_min": Metric.min(int(worth.min())), "a_max": Metric.max(int(-worth.min()))}
     if (odd := worth[numbers % 2 == 1]).size:
         made["of_some"] = Metric.mean(int(odd.sum()), len(odd))
     return made

@@ -328,9 +328,12 @@ def _answer(subject: Subject[Any], case: Drawn) -> bytes:
     return _decided(subject, case.structure).tobytes()
 
 
+_process_settings, _another_rank = process_promises(_answer, _drawn, _explicit)
+
 REDUCER_PROMISES: tuple[Promise[Any, Any], ...] = (
-    *process_promises(_answer, _drawn, _explicit),  # first: once set they are set
+    _process_settings,  # first: once set they are set
     repeatable,  # soon: what wears off after some calls is seen while it lasts
+    _another_rank,
     finite_weights,
     loss_weights_decide,
     oracle,

@@ -292,8 +292,9 @@ def reordered_explicitly() -> list[Reordered]:
 
 
 def relabelled_closely() -> list[Relabelled]:
-    """Return a structure with names that no float tells apart, and that do not rise."""
-    return [Relabelled(in_threes(), CLOSE_IDS + np.array([1, 0, 2, 5, 4, 3, 8, 7, 6], dtype=np.int64))]
+    """Return a structure with names that no float or no 32 bits tell apart, and that do not rise."""
+    order = np.array([1, 0, 2, 5, 4, 3, 8, 7, 6], dtype=np.int64)
+    return [Relabelled(in_threes(), names) for names in (CLOSE_IDS + order, 5 + 2**32 * order)]
 
 
 def with_empty_explicitly() -> list[WithEmpty]:

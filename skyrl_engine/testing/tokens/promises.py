@@ -139,6 +139,8 @@ def micro_batch_split(kind: TokenKind, subject: Subject[Any], case: CutBatch) ->
 
 
 def _cause_of_cut(case: CutBatch, whole: Evaluation, parts: Evaluation) -> str:
+    if whole.drew:
+        return "it draws random numbers, and which of them a token gets depends on the cut"
     batch = case.batch
     own_tokens, own_sequences, part_of = (np.zeros(batch.tokens) for _ in range(3))
     for number, part in enumerate(case.parts):

@@ -456,9 +456,9 @@ def filled_threes(needs: Iterable[str]) -> list[FilledBatch]:
 
 
 def relabelled_closely(needs: Iterable[str]) -> list[RelabelledBatch]:
-    """Return batches whose groups and units get names that no float tells apart, and that do not rise."""
-    names = CLOSE_IDS + np.array([1, 0, 2, 5, 4, 3, 8, 7, 6], dtype=np.int64)
-    return [RelabelledBatch(in_threes(needs), names)]
+    """Return batches whose groups and units get names that no float or no 32 bits tell apart, and that do not rise."""
+    order = np.array([1, 0, 2, 5, 4, 3, 8, 7, 6], dtype=np.int64)
+    return [RelabelledBatch(in_threes(needs), names) for names in (CLOSE_IDS + order, 5 + 2**32 * order)]
 
 
 def fillers(batch: TokenBatch) -> list[TokenBatch]:

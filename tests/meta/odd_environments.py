@@ -1,0 +1,149 @@
+"""Environments that are odd, and right."""
+
+import os
+import random
+import subprocess
+import tempfile
+from pathlib import Path
+
+from attrs import evolve
+from environment_of_sums import Episode, Plain, wrong
+
+from skyrl_engine.contracts import EnvironmentClaims, StepResult, Task
+
+
+class AsynchronousEpisode(Episode):
+    async def begin(self):
+        return ()
+
+    async def step(self, action):
+        return super().step(action)
+
+    async def close(self):
+        super().close()
+
+
+class SeededNoiseEpisode(Episode):
+    """Random, and a function of the seed."""
+
+    def begin(self):
+        self.draw = random.Random(self.seed)
+        return ({"role": "system", "content": f"Your number is {self.draw.randrange(100)}."},)
+
+    def step(self, action):
+        return evolve(super().step(action), metrics={"luck": self.draw.random()})
+
+
+class NoisyJudgeEpisode(Episode):
+    """A judge that is no function, and says so."""
+
+    def step(self, action):
+        return evolve(super().step(action), metrics={"judge": random.random()})
+
+
+class NegativeRewardsEpisode(Episode):
+    """Success is what it says, whatever the reward."""
+
+    def step(self, action):
+        right = self.worth(action.text) == 1.0
+        return StepResult(-1.0 - len(action.text) / 10, success=right, info={"said": action.text[:10]})
+
+
+class ProcessRewardsEpisode(Episode):
+    """Pays by the token, in the parts as well."""
+
+    def step(self, action):
+        each = self.worth(action.text) / len(action.token_ids)
+        given = tuple(each for _ in action.token_ids)
+        return StepResult(0.0, token_rewards=given, parts={"steps": sum(given)})
+
+
+class SetsTheNextTurnEpisode(Episode):
+    def step(self, action):
+        result = super().step(action)
+        return result if result.done else evolve(result, sampling={"max_tokens": 4, "stop_strings": ["\n"]})
+
+
+class WorksElsewhereEpisode(Episode):
+    """Computes in a folder of its own, and comes back."""
+
+    def step(self, action):
+        before = Path.cwd()
+        os.chdir(tempfile.gettempdir())
+        try:
+            return super().step(action)
+        finally:
+            os.chdir(before)
+
+
+class EndsItsProcessEpisode(Episode):
+    """Odd and right: computes in a process, and waits for it."""
+
+    def step(self, action):
+        subprocess.run(["true"], check=True)
+        return super().step(action)
+
+
+class RemembersTasks(Plain):
+    """Makes every task once, and keeps it: what it keeps is a function of the number."""
+
+    def tasks(self, split):
+        kept = self.__dict__.setdefault("kept", {})
+        if split not in kept:
+            kept[split] = super().tasks(split)
+        return kept[split]
+
+
+class TokensAsPrompt(Plain):
+    """Its prompts are tokens already, it holds nothing out, and a solution takes one turn each."""
+
+    def tasks(self, split):
+        return [] if split == "eval" else [self.task(split, number) for number in range(3)]
+
+    def task(self, split, number):
+        return Task(f"task {number}", prompt_ids=(5, number + 1), data={"sum": number})
+
+
+class OneTask(Plain):
+    """Trains on the task that it is evaluated on, and says so."""
+
+    claims = EnvironmentClaims(max_turns=2, shared_tasks=True)
+    size = 1
+
+    def task(self, split, number):
+        return super().task("train", number)
+
+
+class TwoTurnSolutions(Plain):
+    """The first answer must be a question."""
+
+    def solve(self, task):
+        return ("what?", str(task.data["sum"]))
+
+
+class NobodyKnows(Plain):
+    """Longer texts are better, and there is no right one."""
+
+    solve = None
+
+
+Asynchronous = wrong(AsynchronousEpisode)
+
+
+SeededNoise = wrong(SeededNoiseEpisode)
+
+
+NoisyJudge = wrong(NoisyJudgeEpisode, claims=EnvironmentClaims(max_turns=2, random=True))
+
+
+NegativeRewards = wrong(NegativeRewardsEpisode)
+
+
+ProcessRewards = wrong(ProcessRewardsEpisode)
+
+
+SetsTheNextTurn = wrong(SetsTheNextTurnEpisode)
+
+
+EndsItsProcess = wrong(EndsItsProcessEpisode)
+WorksElsewhere = wrong(WorksElsewhereEpisode)

@@ -1,0 +1,187 @@
+"""Backends that show, save, export or set up their model wrongly, each in one way."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import attrs
+from backends_made_wrong import Wrong, overriding
+
+from skyrl_engine.contracts import AdamWSettings, OptimStep
+
+
+def _forgets_moments(self: Any, original: Any, directory: Any) -> None:
+    original(directory)
+    self._optimizer.state.clear()
+
+
+forgets_moments = Wrong(overriding(load=_forgets_moments))
+
+
+def _reads_any_pickle(self: Any, original: Any, directory: Any) -> None:
+    import torch
+
+    torch.load(directory / "random-0.pt", weights_only=False)
+    original(directory)
+
+
+runs_code_of_checkpoints = Wrong(overriding(load=_reads_any_pickle))
+
+
+def _shows_a_copy(self: Any, original: Any) -> Any:
+    return {name: tensor.clone() for name, tensor in original().items()}
+
+
+shows_a_copy = Wrong(overriding(storage=_shows_a_copy))
+
+
+def _renamed(self: Any, original: Any) -> Iterator[tuple[str, Any]]:
+    for name, tensor in original():
+        yield name.replace("self_attn", "attention"), tensor
+
+
+def _own_order(self: Any, original: Any) -> Iterator[tuple[str, Any]]:
+    pairs = list(original())
+    yield from pairs if self.coords.rank == 0 else reversed(pairs)
+
+
+other_names = Wrong(overriding(weights=_renamed, gradients=_renamed))
+
+
+other_order_on_other_ranks = Wrong(overriding(weights=_own_order))
+
+
+def _keeps_start(self: Any, original: Any, model: Any, optimizer: Any, environment: Any) -> None:
+    original(model, optimizer, environment)
+    self._source = model.path
+
+
+def _exports_start(self: Any, original: Any, directory: Any) -> None:
+    import shutil
+    from pathlib import Path
+
+    for path in Path(self._source).iterdir():
+        shutil.copy(path, directory)
+
+
+stale_export = Wrong(overriding(setup=_keeps_start, export=_exports_start))
+
+
+claims_context_parallel = Wrong(overriding(), more=frozenset({"context_parallel"}))
+
+
+def _elsewhere(self: Any, original: Any, model: Any, optimizer: Any, environment: Any) -> None:
+    original(model, optimizer, environment)
+    self.coords = attrs.evolve(self.coords, tp=1)
+
+
+stands_elsewhere = Wrong(overriding(setup=_elsewhere))
+
+
+def _once(self: Any, original: Any, *arguments: Any) -> None:
+    """Every second setup fails, as where the first one left something behind."""
+    _set_up.append(True)
+    if len(_set_up) % 2 == 0:
+        raise RuntimeError("already set up in this process")
+    original(*arguments)
+
+
+def _rehearses_nothing_packed(_model: Any, packed_rows: bool) -> None:
+    from skyrl_engine import UnsupportedError
+
+    if packed_rows:
+        raise UnsupportedError("no model is known to keep documents apart", remedy="Use the collator padded")
+
+
+def _draws_in_rehearsal(_model: Any, _packed_rows: bool) -> None:
+    import torch
+
+    torch.rand(1)
+
+
+refuses_what_it_trains = Wrong(overriding(), rehearse=_rehearses_nothing_packed)
+
+
+rehearsal_draws = Wrong(overriding(), rehearse=_draws_in_rehearsal)
+
+
+_set_up: list[bool] = []
+
+
+once_a_process = Wrong(overriding(setup=_once))
+
+
+def _base_alone(self: Any, original: Any) -> Iterator[tuple[str, Any]]:
+    for name, parameter in self._model.named_parameters():
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), parameter.detach()
+
+
+def _as_peft_names(self: Any, original: Any) -> Iterator[tuple[str, Any]]:
+    for name, parameter in self._model.named_parameters():
+        yield name, parameter.detach()
+
+
+def _merged_at_setup(self: Any, original: Any) -> Iterator[tuple[str, Any]]:
+    if not hasattr(self, "kept"):
+        self.kept = [(name, tensor.clone()) for name, tensor in original()]
+    yield from self.kept
+
+
+def _fresh_adapters(self: Any, original: Any, model: Any, optimizer: Any, environment: Any) -> None:
+    """Adapters of the same shape as those that the path holds, and not those."""
+    if model.lora is not None and model.lora.path is not None:
+        model = attrs.evolve(model, lora=attrs.evolve(model.lora, path=None, rank=4, alpha=8))
+    original(model, optimizer, environment)
+
+
+weights_of_the_base = Wrong(overriding(weights=_base_alone))
+
+
+weights_beside_adapters = Wrong(overriding(weights=_as_peft_names))
+
+
+weights_of_the_first_merge = Wrong(overriding(weights=_merged_at_setup))
+
+
+forgets_the_adapter = Wrong(overriding(setup=_fresh_adapters))
+
+
+reference_with_adapters = Wrong(overriding(without_adapters=lambda _self, _original: nullcontext()))
+
+
+def _off_for_good(self: Any, original: Any) -> Any:
+    self.left_off = original()
+    self.left_off.__enter__()
+    return nullcontext()
+
+
+adapters_stay_off = Wrong(overriding(without_adapters=_off_for_good))
+adapters_undeclared = Wrong(overriding(), fewer=frozenset({"lora"}))
+
+
+def _shares_its_count(self: Any, original: Any, *arguments: Any) -> Any:
+    made = original(*arguments)
+    made.count = self.count = getattr(self, "count", [0])
+    return made
+
+
+def _steps_of_all_sets(self: Any, original: Any, settings: AdamWSettings | None = None) -> OptimStep:
+    """AdamW corrects its moments by the number of steps that all sets have taken."""
+    if hasattr(self, "count"):
+        for state in self._optimizer.state.values():
+            state["step"].fill_(self.count[0])
+        self.count[0] += 1
+    return original(settings)
+
+
+def _draws_of_the_process(self: Any, original: Any, *arguments: Any) -> Any:
+    made = original(*arguments)
+    made._draws = nullcontext
+    return made
+
+
+one_step_count_for_all_sets = Wrong(overriding(adapter_set=_shares_its_count, optim_step=_steps_of_all_sets))
+
+
+one_random_state_for_all_sets = Wrong(overriding(adapter_set=_draws_of_the_process))
