@@ -136,6 +136,7 @@ ALSO = {
     "twice": {"adapters", "divergence", "labels", "logprobs_at", "logsumexp", "many_micro_batches", "mean_logprob"},
     "mean_over_micro_batches": {"divergence", "many_micro_batches"},
     "never_clips": {"step"},
+    "forgets_moments": {"adapter_sets"},
     "without_temperature": {"divergence", "logprobs_at", "logsumexp", "mean_logprob"},
     "makes_scores_up": {"divergence", "logprobs_at"},
     "needs_a_token": {"many_micro_batches"},
