@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from operator import index
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Literal, Self
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from attrs import evolve
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
-from skyrl_engine.config.schema import OptimizerConfig
+from skyrl_engine.config.schema import OptimizerConfig, RunConfig
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, BackendDescription, OptimStep
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.values.columns import SampleColumns
@@ -405,13 +406,18 @@ class Engine:
         `run.seed`. So the set computes bit for bit what an engine computes that `open` makes with this `lora` and seed. Use both from one
         thread at a time. Closing it frees the set; it is closed before this engine, or with it.
 
-        Raises UnsupportedError where `has_adapter_sets` is False, and ModelError for adapters that do not fit.
+        Raises UnsupportedError where `has_adapter_sets` is False, ModelError for adapters that do not fit, and ConfigError for a seed that
+        `run.seed` could not be.
         """
         assert self._files is not None, "an engine that was made by hand has no sets of adapters"
         refuse_no_adapter_sets(self.assembly, self._files.facts.model)
         assert self._optimizer is not None, "an engine that was told no optimizer trains nothing"
         files = self._files.with_adapters(lora)
-        context = self.assembly.context if seed is None else evolve(self.assembly.context, seed=seed)
+        context = self.assembly.context
+        if seed is not None:
+            with refused_in_words("add_adapters"):
+                # the bounds of run.seed
+                context = evolve(context, seed=RunConfig(seed=index(seed)).seed)
         assembly = Assembly.of(self.assembly.plugins, context, self.group.topology.world_size)
         group = self.group.add_adapter_set(assembly.worker_spec(files.facts.model, self._optimizer.settings()))
         return Engine(

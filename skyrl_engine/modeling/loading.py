@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from skyrl_engine.contracts.values.model import ComputeDtype, EmptyModelConfig, ModelConfig
 from skyrl_engine.errors import ModelError
@@ -170,7 +169,7 @@ def load_causal_lm(spec: ModelConfig, *, images: bool = False) -> Any:
                 ignore_mismatched_sizes=True,
                 **_experts(spec),
             )
-    except (*UNREADABLE, ImportError, SafetensorError) as error:
+    except (*UNREADABLE, ImportError) as error:
         raise ModelError(
             f"the weights of {files[0] if len(files) == 1 else spec.path} cannot be loaded: {failure(error)}",
             remedy=TO_SAFETENSORS if is_refused(error) else "Check that the directory or hub id holds a complete model",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 
 from skyrl_engine.errors import ModelError
 
@@ -24,6 +25,7 @@ UNREADABLE: Final = (
     EOFError,
     AssertionError,
     pickle.UnpicklingError,
+    SafetensorError,
 )
 """Exceptions that are raised for a file that is missing, damaged or made to do harm."""
 

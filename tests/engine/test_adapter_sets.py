@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_engine import Engine, ModelError, UnsupportedError
+from skyrl_engine import ConfigError, Engine, ModelError, UnsupportedError
 from skyrl_engine.contracts.kinds.generator import GenerationRequest, Sampling
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import LoraConfig
@@ -113,6 +113,12 @@ def test_a_set_is_exported_as_adapters_and_goes_on_from_them(base: Engine, tmp_p
     assert np.array_equal(one, other)
     with pytest.raises(ModelError, match="which no linear layer"):
         base.add_adapters(LoraConfig(targets=("no_proj",)))
+    (tmp_path / "narrow" / "adapter_model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(ModelError, match=r"the adapter .*narrow cannot be read"):
+        base.add_adapters(LoraConfig(path=str(tmp_path / "narrow")))
+    for seed in (-1, 2**63, 1.5):
+        with pytest.raises(ConfigError, match="add_adapters"):
+            base.add_adapters(NARROW, seed=seed)
     # one that was refused leaves nothing behind
     assert step(base.add_adapters(NARROW, seed=2))[0] == pytest.approx(step(base.add_adapters(NARROW, seed=2))[0], abs=0)
 

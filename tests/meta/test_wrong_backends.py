@@ -76,6 +76,7 @@ ON_ONE_RANK = [
     ("takes_any_number_of_images", {"miscounted_images"}, "says nothing where a sample has image tokens and no image"),
     ("images_undeclared", {"undeclared_images"}, "takes images although it does not declare 'vision'"),
     ("forgets_moments", {"save_and_load"}, "Save the optimizer's moments and step count, and load them"),
+    ("keeps_gradients_when_loading", {"save_and_load"}, "clear the gradient when loading"),
     ("runs_code_of_checkpoints", {"no_code_in_checkpoints"}, "load runs the code that random-0.pt holds"),
     ("shows_a_copy", {"shown_memory"}, "after two steps than weights() gives"),
     ("other_names", {"names", "shown_memory"}, "does not give model.layers.0.self_attn."),
@@ -136,12 +137,13 @@ ALSO = {
     "twice": {"adapters", "divergence", "labels", "logprobs_at", "logsumexp", "many_micro_batches", "mean_logprob"},
     "mean_over_micro_batches": {"divergence", "many_micro_batches"},
     "never_clips": {"step"},
-    "forgets_moments": {"adapter_sets"},
     "without_temperature": {"divergence", "logprobs_at", "logsumexp", "mean_logprob"},
     "makes_scores_up": {"divergence", "logprobs_at"},
     "needs_a_token": {"many_micro_batches"},
     "packs_without_borders": {"divergence"},
     "stale_export": {"adapters"},
+    "stale_gradient": {"adapter_sets"},
+    "forgets_moments": {"adapter_sets"},
     "stands_elsewhere": {"dropout"},
     "scores_one_token_early": {
         *(

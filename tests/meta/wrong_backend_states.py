@@ -18,6 +18,16 @@ def _forgets_moments(self: Any, original: Any, directory: Any) -> None:
 forgets_moments = Wrong(overriding(load=_forgets_moments))
 
 
+def _keeps_gradients(self: Any, original: Any, directory: Any) -> None:
+    gradients = {parameter: parameter.grad for parameter in self._parameters().values()}
+    original(directory)
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
+
+
+keeps_gradients_when_loading = Wrong(overriding(load=_keeps_gradients))
+
+
 def _reads_any_pickle(self: Any, original: Any, directory: Any) -> None:
     import torch
 

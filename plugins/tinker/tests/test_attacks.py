@@ -4,13 +4,16 @@ import os
 import re
 
 import pytest
+import torch
 import zstandard
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine_tinker.checkpoints import Address
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.lane import Lane
+from skyrl_engine_tinker.model import ServedModel
 from skyrl_engine_tinker.settings import Settings
+from skyrl_engine_tinker.wire import CLASSES
 
 SESSION = "0" * 32
 
@@ -31,6 +34,40 @@ def test_only_listed_models_are_opened(client, model):
     client.finish(made)
 
 
+@pytest.mark.parametrize(
+    ("rank", "seed", "told"), [(-3, 1, "rank is -3"), (10**7, 1, "rank is 10000000"), (2, -1, "seed"), (2, 2**70, "seed")]
+)
+def test_ranks_and_seeds_have_bounds(client, rank, seed, told):
+    """A rank below zero is no full model, and one beyond all bounds would take the memory of everybody's models."""
+    made = client.post("create_session", {})[1]["session_id"]
+    asked = {"session_id": made, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": rank, "seed": seed}}
+    answer = client.done("create_model", asked)
+    assert answer["category"] == "user"
+    assert told in answer["error"]
+    client.finish(made)
+
+
+def test_a_pass_without_memory_costs_its_step_and_no_later_one(settings, message):
+    model = ServedModel(settings, f"{SESSION}:train:0", "tiny", 2)
+    model.open()
+    request = CLASSES["ForwardBackwardRequest"].FromString(message(model.model_id, 1))
+    decoder = model.engine.group._transport._worker._backend._model
+
+    def exhausted(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    hooks = [module.register_forward_hook(exhausted) for name, module in decoder.named_modules() if name.endswith("layers.1.mlp")]
+    with pytest.raises(torch.OutOfMemoryError):
+        model.forward_backward(request)
+    for hook in hooks:
+        hook.remove()
+    with pytest.raises(RequestError, match="its gradient was dropped"):
+        model.optim_step({})
+    model.forward_backward(request)
+    assert model.optim_step({})["metrics"]["grad_norm"] > 0
+    model.close()
+
+
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "../../x", "/tmp/x", "a\0b", "", "x" * 200, "a b", "é", "x.partial"])
 def test_names_of_checkpoints_never_leave_their_folder(name):
     with pytest.raises(RequestError, match="no name of a checkpoint"):
@@ -39,7 +76,14 @@ def test_names_of_checkpoints_never_leave_their_folder(name):
 
 @pytest.mark.parametrize(
     "path",
-    [f"tinker://{SESSION}:train:0/weights/../x", "tinker://../weights/x", "/etc/passwd", "tinker://a/b/c", "file:///etc/weights/x"],
+    [
+        f"tinker://{SESSION}:train:0/weights/../x",
+        "tinker://../weights/x",
+        "tinker://x:train:0/weights/x",
+        "/etc/passwd",
+        "tinker://a/b/c",
+        "file:///etc/weights/x",
+    ],
 )
 def test_paths_of_checkpoints_are_addresses(path):
     with pytest.raises(RequestError):

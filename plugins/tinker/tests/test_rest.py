@@ -70,6 +70,26 @@ def test_two_samplers_of_one_path_number_their_requests_each(client, saved):
     client.finish(session)
 
 
+def test_a_sampler_has_what_lies_under_its_path_when_it_is_made(client, message):
+    """Beside the model that writes over it, whose base keeps the weights that were read from there before."""
+    model = client.opened(rank=2)
+    session = client.post("create_session", {})[1]["session_id"]
+    found = []
+    for number in (1, 4):
+        client.done("forward_backward", message(model, number))
+        client.done("optim_step", {"model_id": model, "seq_id": number + 1, "adam_params": {"learning_rate": 1e-1}})
+        asked = {"model_id": model, "seq_id": number + 2, "path": "again", "overwrite": True}
+        path = client.done("save_weights", asked)["path"]
+        named = {"session_id": session, "sampling_session_seq_id": number, "model_path": path}
+        sampler = client.post("create_sampling_session", named)[1]["sampling_session_id"]
+        found.append(logprobs(client.done("asample", {"sampling_session_id": sampler, "seq_id": 0, **PROMPT})))
+    now = client.done("asample", {"sampling_session_id": client.sampler(model, 7), "seq_id": 0, **PROMPT})
+    assert np.allclose(found[1], logprobs(now), rtol=0, atol=1e-5)
+    assert not np.allclose(found[0], found[1], rtol=0, atol=1e-2)
+    client.finish(session)
+    client.finish(model)
+
+
 @pytest.mark.parametrize("other_client", [{"models": "two"}], indirect=True, ids=[""])
 def test_samplers_of_another_base_model_wait_for_their_turn_or_are_refused(other_client):
     """Bases are sampled from one after the other; beside a model in training there is one."""

@@ -169,6 +169,24 @@ def test_samplers_checkpoints_and_losses_are_a_models_own(client, message):
         client.finish(each)
 
 
+def test_a_damaged_checkpoint_is_refused_and_a_whole_one_goes_on_in_its_place(client, message, settings):
+    model = client.opened(rank=2)
+    trained(client, message, model, steps=1)
+    numbers = iter(range(3, 100))
+    damaged, whole = (
+        client.done("save_weights", {"model_id": model, "seq_id": next(numbers), "path": name})["path"]
+        for name in ("damaged", "whole")
+    )
+    (Address.read(damaged).folder(settings.directory) / "model" / "adapter_model.safetensors").write_bytes(b"cut off")
+    asked = {"model_id": model, "path": damaged, "optimizer": False}
+    told = client.done("load_weights", {**asked, "seq_id": next(numbers)})["error"]
+    assert "damaged/model cannot be read" in told
+    assert client.done("forward_backward", message(model, next(numbers)))["error"] == f"the model could not be opened: {told}"
+    assert client.done("load_weights", {**asked, "path": whole, "seq_id": next(numbers)})["path"] == whole
+    assert trained(client, message, model, first=next(numbers), steps=1)[1] > 0
+    client.finish(model)
+
+
 @pytest.mark.parametrize("other_client", [{"max_models": 2, "models": "two"}], indirect=True, ids=[""])
 def test_who_has_no_place_is_told_why(other_client, message):
     """Two sets of adapters and no third, nothing of full weights beside them, and no other base; what ends gives its place away."""

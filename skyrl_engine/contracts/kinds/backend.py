@@ -242,7 +242,7 @@ class Backend(Protocol):
         """Write this rank's part of the training state (weights, optimizer, schedule, random states) into an existing directory."""
 
     def load(self, directory: Path) -> None:
-        """Restore exactly what `save` wrote."""
+        """Restore exactly what `save` wrote, and drop the accumulated gradient."""
 
     def export(self, directory: Path) -> None:
         """Write the weights as a Hugging Face directory, adapters as a PEFT one (rank 0 writes; every rank takes part)."""

@@ -104,7 +104,9 @@ def save_and_load(subject: BackendSubject, case: BackendCase) -> None:
             at_save = ranks.weights()[0]
             uninterrupted = _train(ranks, case, 2)
         with subject.opened(case, "dropout" if _takes_dropout(subject, case) else None, optimizer=SPEC) as ranks:
-            _train(ranks, case, 1)  # what loading must put away
+            # what loading must put away: a step, and a gradient under way
+            _train(ranks, case, 1)
+            ranks.forward_backward(case.whole())
             ranks.load(directory)
             _require_equal(ranks.weights()[0], at_save, "right after loading", "Save and load every weight in full precision")
             resumed = _train(ranks, case, 2)
@@ -112,7 +114,7 @@ def save_and_load(subject: BackendSubject, case: BackendCase) -> None:
         if got_step.grad_norm != due_step.grad_norm:
             raise Broken(
                 f"the gradient of step {number} after loading has the norm {got_step.grad_norm!r}, without a break {due_step.grad_norm!r}",
-                "Save the random states of every rank (skyrl_engine.modeling), and every weight",
+                "Save the random states of every rank (skyrl_engine.modeling) and every weight, and clear the gradient when loading",
             )
         _require_equal(got, due, f"after step {number} since loading", "Save the optimizer's moments and step count, and load them")
 

@@ -69,8 +69,15 @@ class AccumulatedGradients:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what has accumulated; called after a step and by `drop`."""
+        """Forget what has accumulated; called after a step, after a load and by `drop`."""
         self._engine.zero_grad()
+        if self._stage == 2:
+            from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+            # sums of earlier passes, which a step hands over, and the count by which the first pass of a step begins them anew in host memory
+            for sums in (self._zero.all_grad_tensors, self._zero.averaged_gradients):
+                sums.update(dict.fromkeys(sums))
+            self._zero.micro_step_id = INITIAL_MICRO_STEP_ID
         if self._stage == 3:
             # otherwise a parameter that the next step's first backward pass does not reach would keep this step's gradient
             self._zero.grad_partitions_flat_buffer.zero_()

@@ -178,10 +178,15 @@ class FsdpBackend:
             self._state().save(directory, self._steps_done)
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote on any layout of ranks; random states only if the layout is the same. Raises CheckpointError."""
+        """Restore what `save` wrote on any layout of ranks, random states on the same one alone, and clear the gradient.
+
+        Raises CheckpointError.
+        """
         reshard(self._scorer)
         with self._draws():
             self._steps_done = self._state().load(directory)
+        for parameter in self._parameters().values():
+            parameter.grad = None
 
     def export(self, directory: Path) -> None:
         """Write weights, rounded to the precision that the run computes in, and configuration for `transformers`, on rank 0.

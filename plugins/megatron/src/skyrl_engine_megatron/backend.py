@@ -195,8 +195,9 @@ class MegatronBackend:
         checkpoint.save(self._state, directory, self.coords, self._steps_done)
 
     def load(self, directory: Path) -> None:
-        """Restore exactly what `save` wrote under any layout of ranks. Raises CheckpointError."""
+        """Restore exactly what `save` wrote under any layout of ranks, and clear the gradient. Raises CheckpointError."""
         self._steps_done = checkpoint.load(self._state, directory, self.coords)
+        self._clear()
 
     def export(self, directory: Path) -> None:
         """Write weights, rounded to the precision that the run computes in, and configuration for `transformers`, on rank 0.

@@ -46,12 +46,13 @@ async def _telemetry(_server: Server, _body: bytes) -> Answer:
 async def _create_model(server: Server, body: bytes) -> Answer:
     given = _json(body)
     session, lora = server.heard_of(given["session_id"]), given.get("lora_config") or {}
-    model_id, base = _model_id(session, given), str(given["base_model"])
+    model_id, base, rank = _model_id(session, given), str(given["base_model"]), int(lora.get("rank", 0))
     try:
         server.settings.require(base)
+        server.settings.require_rank(rank)
     except RequestError as error:
         return server.refused(model_id, error)
-    model = ServedModel(server.settings, model_id, base, int(lora.get("rank", 0)))
+    model = ServedModel(server.settings, model_id, base, rank)
     model.metadata = given.get("user_metadata")
     return server.opened(model, lambda model: model.open(lora.get("seed")))
 

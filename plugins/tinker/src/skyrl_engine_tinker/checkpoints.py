@@ -41,8 +41,9 @@ class Address:
     name: str
 
     def __attrs_post_init__(self) -> None:
-        wrong = set(self.name) == {"."} or self.name.endswith(PARTIAL)
-        if not MODEL_ID.fullmatch(self.model_id) or not NAME.fullmatch(self.name) or wrong:
+        if not MODEL_ID.fullmatch(self.model_id):
+            raise RequestError(f"{self.model_id!r} is no model of this server")
+        if not NAME.fullmatch(self.name) or set(self.name) == {"."} or self.name.endswith(PARTIAL):
             raise RequestError(
                 f"{self.name!r} is no name of a checkpoint: letters, digits, dots, hyphens and underlines, not {PARTIAL} at its end"
             )
@@ -65,11 +66,15 @@ class Address:
 
 @frozen
 class Stored:
-    """Weights on the disk: a model, as a directory or hub id, and a PEFT directory for its adapter. `path` is their address, of a base None."""
+    """Weights on the disk: a model, as a directory or hub id, and a PEFT directory for its adapter.
+
+    `path` and `written` are a checkpoint's address and time, None for a base model: one that is written over is another.
+    """
 
     model: str
     adapter: Path | None = None
     path: str | None = None
+    written: float | None = None
 
 
 @frozen

@@ -4,13 +4,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from skyrl_engine import Engine, EngineError
+from skyrl_engine import Engine
 from skyrl_engine.contracts import LoraConfig
 from skyrl_engine_tinker.asked import AskedLoss, LossInForce
 from skyrl_engine_tinker.checkpoints import Address, Facts, expiry, written
 from skyrl_engine_tinker.codecs import encoded_outputs
 from skyrl_engine_tinker.datums import DatumBatch, DatumLimits, wire_metrics
 from skyrl_engine_tinker.errors import RequestError
+from skyrl_engine_tinker.lane import failure
 from skyrl_engine_tinker.samplers import Samplers
 from skyrl_engine_tinker.settings import ALPHA, Settings
 
@@ -34,17 +35,19 @@ class ServedModel:
         self._loss: LossInForce | None = None
         self._samplers: Samplers | None = None
         self._spoiled = False
+        # why a checkpoint could not be opened in the place of what was there; another one may be
+        self._lost: str | None = None
 
     @property
     def engine(self) -> Engine:
         if self._engine is None:
-            raise RequestError(f"the model could not be opened: {self.failure}")
+            raise RequestError(f"the model could not be opened: {self.failure or self._lost}")
         return self._engine
 
     @property
     def samplers(self) -> Samplers:
         if self._samplers is None:
-            raise RequestError(f"the model could not be opened: {self.failure}")
+            raise RequestError(f"the model could not be opened: {self.failure or self._lost}")
         return self._samplers
 
     def open(self, seed: int | None = None, start: Path | None = None) -> dict[str, Any]:
@@ -83,7 +86,11 @@ class ServedModel:
         if create or not optimizer:
             self.close()
             self.metadata = self.metadata or facts.run_metadata
-            self.open(start=None if optimizer else folder / "model")
+            try:
+                self.open(start=None if optimizer else folder / "model")
+            except BaseException as error:
+                self._lost = failure(error)["error"]
+                raise
         if optimizer:
             self.samplers.before_load()
             self.engine.load(folder / "state")
@@ -102,7 +109,8 @@ class ServedModel:
         else:
             try:
                 result = engine.forward_backward(plan, tokens="actions", labels=batch.labels).result()
-            except EngineError:
+            except BaseException:
+                # also of torch: memory that ran out
                 self._spoiled = True
                 raise
         return encoded_outputs(batch.logprobs(result.output), wire_metrics(result.output.metrics))

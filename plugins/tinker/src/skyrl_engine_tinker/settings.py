@@ -49,6 +49,8 @@ class ServeTable:
     """The most likely tokens at a place of a prompt or of a sample, at most."""
     max_models: int = field(default=4, validator=[instance_of(int), ge(1)])
     """Models that are trained at once: sets of adapters over one base model. Of full weights there is one alone."""
+    max_rank: int = field(default=512, validator=[instance_of(int), ge(1)])
+    """Rank of a model's adapters, at most."""
     weight_sets: int = field(default=2, validator=[instance_of(int), ge(0)])
     """Copies of weights that samplers of earlier steps, of base models and of checkpoints keep; in-flight samplers have one more."""
     hole_seconds: float = field(default=60.0, validator=[instance_of((int, float)), ge(0)])
@@ -101,6 +103,11 @@ class Settings:
         if base_model not in self.serve.models:
             raise RequestError(f"there is no model {base_model!r} here; there are {', '.join(self.serve.models)}")
 
+    def require_rank(self, rank: int) -> None:
+        """Raise RequestError for a rank of adapters that is none, or too large."""
+        if not 0 <= rank <= self.serve.max_rank:
+            raise RequestError(f"rank is {rank}; it is 1 to {self.serve.max_rank} (serve.max_rank), or 0 for full weights")
+
     def engine(self, base_model: str, rank: int, seed: int | None, start: Path | None) -> dict[str, Any]:
         """Return the configuration of an engine. `start` are exported weights in the place of the base model's. Raises RequestError."""
         self.require(base_model)
@@ -126,4 +133,5 @@ class Settings:
         if address is None:
             return Stored(base)
         facts, folder = Facts.of(self.directory, address), address.folder(self.directory) / "model"
-        return Stored(base, folder, address.path) if facts.lora_rank else Stored(str(folder), None, address.path)
+        model, adapter = (base, folder) if facts.lora_rank else (str(folder), None)
+        return Stored(model, adapter, address.path, facts.time)
