@@ -44,7 +44,10 @@ class Client:
 
     def done(self, call: str, body: object) -> Any:
         """Send a request and wait for what it promises."""
-        asked = self.post(call, body)[1]
+        return self.answer_to(self.post(call, body)[1])
+
+    def answer_to(self, asked: object) -> Any:
+        """Wait for what was promised."""
         while isinstance(answer := self.post("retrieve_future", asked)[1], dict) and answer.get("type") == "try_again":
             pass
         return answer

@@ -101,6 +101,21 @@ def test_samplers_of_another_base_model_wait_for_their_turn_or_are_refused(other
     other_client.finish(model)
 
 
+def test_samples_of_another_session_outlive_the_model_that_answers_them(client):
+    """Full weights answer samplers of their base model; the calls that are there when their session ends are answered first."""
+    model = client.opened()
+    session = client.post("create_session", {})[1]["session_id"]
+    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+    sampler = client.post("create_sampling_session", asked)[1]["sampling_session_id"]
+    longer = {**PROMPT, "sampling_params": {"max_tokens": 60, "seed": 4, "stop": []}}
+    sent = [client.post("asample", {"sampling_session_id": sampler, "seq_id": number, **longer})[1] for number in range(20)]
+    client.finish(model)
+    answers = [client.answer_to(promised) for promised in sent]
+    assert {len(tokens(each)) for each in answers} == {4 * 60}
+    assert len({tokens(each) for each in answers}) == 1
+    client.finish(session)
+
+
 @pytest.mark.parametrize("other_client", [{"weight_sets": 0}], indirect=True, ids=[""])
 def test_without_weight_sets_other_weights_are_refused(other_client, saved):
     assert "needs serve.weight_sets of 1" in sampled(other_client, model_path=saved[1])["error"]

@@ -199,13 +199,13 @@ def test_a_lane_that_closes_answers_samples_that_wait():
         lane.submit(1, lambda: begun.set() or (held.wait(20) and {}))
         assert await asyncio.to_thread(begun.wait, 20)
         waiting, late = PendingAnswer(loop), PendingAnswer(loop)
-        lane.beside(lambda: waiting.set({}), waiting)
+        lane.beside(lambda: waiting.set({}), waiting, "a")
         closing = asyncio.create_task(asyncio.to_thread(lane.close))
         await asyncio.sleep(0.1)
         # `close` has been called, and waits for the request
         held.set()
         await closing
-        lane.beside(lambda: late.set({}), late)
+        lane.beside(lambda: late.set({}), late, "a")
         assert await waiting.wait(20)
         assert await late.wait(20)
         return [waiting.answer, late.answer]

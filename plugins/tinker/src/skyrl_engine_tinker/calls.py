@@ -184,7 +184,7 @@ async def _sample(server: Server, body: bytes) -> Answer:
         return answer
     server.admit(promise, call.count)
     server.promised(request_id, promise)
-    lane.beside(lambda: _begun(model, name, sampler, call, promise), promise)
+    lane.beside(lambda: _begun(model, name, sampler, call, promise), promise, sampler.session)
     return answer
 
 
@@ -192,7 +192,7 @@ def _begun(model: ServedModel, name: str, sampler: SamplingSession, call: Sample
     try:
         if model.base_model != sampler.base_model:
             raise RequestError(f"this server has one base model at a time, and {model.base_model} is there; close its client first")
-        model.samplers.sample(name, sampler.stored, call, promise)
+        model.samplers.sample(name, sampler.session, sampler.stored, call, promise)
     except RequestError as error:
         promise.fail(error)
 

@@ -18,6 +18,8 @@ from skyrl_engine import CheckpointError, ConfigError, DataError, EngineError, U
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.fair_lock import FairLock
 
+CLOSED = "the model was closed before this request's turn"
+
 Answer = bytes | dict[str, Any]
 """An encoded protobuf message, or what becomes JSON."""
 
@@ -63,16 +65,20 @@ class Lane:
         hole_seconds: float,
         pump: Callable[[], bool],
         end: Callable[[], None],
-        drains: bool = False,
+        drains: Callable[[str], bool] = lambda _session: False,
+        drop: Callable[[], None] = lambda: None,
         turns: FairLock | None = None,
     ) -> None:
-        """Start the thread. One that `drains` takes all samples that wait before it ends; lanes of the same `turns` work one at a time."""
-        self._drains, self._turns = drains, turns or FairLock()
+        """Start the thread. Before it ends it takes the samples of sessions that it `drains`; `drop` ends those of others that it is at.
+
+        Lanes of the same `turns` work one at a time.
+        """
+        self._drains, self._drop, self._turns = drains, drop, turns or FairLock()
         self._loop, self._hole_seconds, self._pump, self._end = loop, hole_seconds, pump, end
         self._wake = threading.Condition()
         self._waiting: list[tuple[int, Callable[[], Answer], PendingAnswer]] = []
         self._promises: dict[int, PendingAnswer] = {}
-        self._beside: deque[tuple[Callable[[], None], PendingAnswer]] = deque()
+        self._beside: deque[tuple[Callable[[], None], PendingAnswer, str]] = deque()
         self._next, self._hole_since = 1, 0.0
         self._closing = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="tinker-lane")
@@ -98,13 +104,13 @@ class Lane:
                 self._wake.notify()
             return promise
 
-    def beside(self, work: Callable[[], None], promise: PendingAnswer) -> None:
-        """Do `work`, which keeps `promise`, on the thread as soon as nothing else runs, whatever requests wait."""
+    def beside(self, work: Callable[[], None], promise: PendingAnswer, session: str) -> None:
+        """Do `work` of a session, which keeps `promise`, on the thread as soon as nothing else runs, whatever requests wait."""
         with self._wake:
             if self._closing:
                 promise.fail(RequestError("the model is closed"))
                 return
-            self._beside.append((work, promise))
+            self._beside.append((work, promise, session))
             self._wake.notify()
 
     @property
@@ -120,30 +126,38 @@ class Lane:
         self._thread.join()
 
     def _run(self) -> None:
-        busy = False
+        busy = dropped = False
         try:
             while True:
                 with self._wake:
                     work = self._taken()
-                    if work is None and self._closing and not (busy and self._drains):
-                        break
                     if work is None and not busy:
+                        if self._closing:
+                            break
                         self._wake.wait(1.0 if self._waiting else None)
                         work = self._taken()
+                    closing = self._closing
                 with self._turns:
+                    if closing and not dropped:
+                        dropped = True
+                        self._drop()
                     if work is not None:
                         work()
                     busy = self._pump()
         finally:
             with self._turns:
                 self._end()
-            for promise in [*(promise for _, _, promise in self._waiting), *(promise for _, promise in self._beside)]:
-                promise.fail(RequestError("the model was closed before this request's turn"))
+            for promise in [*(promise for _, _, promise in self._waiting), *(promise for _, promise, _ in self._beside)]:
+                promise.fail(RequestError(CLOSED))
 
     def _taken(self) -> Callable[[], None] | None:
         """Take what is to be done next; a missing number is waited for, `hole_seconds` at most."""
-        if self._closing and not (self._drains and self._beside):
-            return None
+        if self._closing:
+            for dropped in [each for each in self._beside if not self._drains(each[2])]:
+                self._beside.remove(dropped)
+                dropped[1].fail(RequestError(CLOSED))
+            if not self._beside:
+                return None
         # the model is opened before anything is sampled from it
         if self._beside and not (self._waiting and self._waiting[0][0] == 0):
             return self._beside.popleft()[0]

@@ -146,6 +146,11 @@ class ServedModel:
         """Sample for a moment. Returns True while samples are under way."""
         return self._samplers is not None and self._samplers.pump()
 
+    def drop_samples(self) -> None:
+        """End the samples of the session that ends; those of others, who sample from the base model, are taken before the model is closed."""
+        if self.trained and self._samplers is not None:
+            self._samplers.drop(self.session)
+
     def close(self) -> None:
         """End the ranks; calls under way are answered with a refusal."""
         if self._samplers is not None:

@@ -225,7 +225,8 @@ class Places:
             hole_seconds=self.settings.serve.hole_seconds,
             pump=model.pump,
             end=model.close,
-            drains=not model.trained,
+            drains=lambda session: not model.trained or session != model.session,
+            drop=model.drop_samples,
             turns=turns,
         )
         lane.submit(0, first, promise)

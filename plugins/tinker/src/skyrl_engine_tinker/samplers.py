@@ -33,6 +33,7 @@ INFLIGHT = "in flight"
 class _Waiting:
     """A call whose samples are under way."""
 
+    session: str
     call: SampleCall
     promise: PendingAnswer
     numbers: list[int]
@@ -68,8 +69,8 @@ class Samplers:
         """Note that the weights of this moment lie under `path`, so that nobody reads them while they are present."""
         self._saved[path] = self._engine.step
 
-    def sample(self, sampler: str, stored: Stored | None, call: SampleCall, promise: PendingAnswer) -> None:
-        """Send the samples of a call to the ranks; `pump` answers them."""
+    def sample(self, sampler: str, session: str, stored: Stored | None, call: SampleCall, promise: PendingAnswer) -> None:
+        """Send the samples of a session's call to the ranks; `pump` answers them."""
         try:
             target = self._target(sampler, stored)
             first, self._number = self._number, self._number + call.count
@@ -92,7 +93,7 @@ class Samplers:
                 for number, own in zip(numbers, seeds, strict=True)
             ]
             self._engine.sampler.submit(requests)
-            self._waiting.append(_Waiting(call, promise, numbers, target, {}))
+            self._waiting.append(_Waiting(session, call, promise, numbers, target, {}))
         except BaseException as error:  # noqa: BLE001 - whatever a request meets is its answer
             promise.fail(error)
 
@@ -130,6 +131,12 @@ class Samplers:
         self._saved.clear()
         self._sets.clear()
         self._base = None
+
+    def drop(self, session: str) -> None:
+        """Answer the calls of a session with a refusal."""
+        for waiting in [each for each in self._waiting if each.session == session]:
+            self._waiting.remove(waiting)
+            waiting.promise.fail(RequestError("the model was closed"))
 
     def close(self) -> None:
         """Answer calls under way with a refusal."""
