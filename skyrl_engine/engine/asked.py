@@ -10,8 +10,10 @@ from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES
 from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, TEACHER_MODEL, asks_a_teacher
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
+from skyrl_engine.workers.scored_tokens import Selection
 
 
 @contextmanager
@@ -23,8 +25,24 @@ def refused_in_words(call: str) -> Iterator[None]:
         raise ConfigError([Problem(call, str(error.args[0]), "Give a number within this bound")]) from error
 
 
-def labels_in(columns: SampleColumns, labels: str | None) -> tuple[str, ...]:
-    """Return the column of labels, if there is one. Raises DataError where it holds other than one token id per token."""
+def refuse_unknown_tokens(columns: SampleColumns, vocabulary: int | None) -> None:
+    """Raise DataError for a token outside of the vocabulary (None: nobody knows it).
+
+    A rank that met it alone would leave the others waiting.
+    """
+    ids = columns.input_ids
+    if vocabulary is None or 0 <= int(ids.min(initial=0)) <= int(ids.max(initial=0)) < vocabulary:
+        return
+    place = int(np.argmax((ids < 0) | (ids >= vocabulary)))
+    _refuse_token(columns, columns.token_offsets, place, int(ids[place]), vocabulary, "input_ids")
+
+
+def labels_in(columns: SampleColumns, labels: str | None, tokens: Selection, vocabulary: int | None) -> tuple[str, ...]:
+    """Return the column of labels, if there is one.
+
+    Raises DataError where it holds other than one token id per token, and for an id outside of the vocabulary (None: nobody knows it) at one
+    of the `tokens` that are scored.
+    """
     if labels is None:
         return ()
     values = columns.columns.get(labels)
@@ -38,6 +56,14 @@ def labels_in(columns: SampleColumns, labels: str | None) -> tuple[str, ...]:
             f"labels = {labels!r} names no column of one token id per token: {found}",
             remedy="Give a column int64[A, 1] of token ids",
         )
+    ids = values[:, 0]
+    if vocabulary is not None:
+        wrong = (ids < 0) | (ids >= vocabulary)
+        if tokens == "loss":
+            wrong &= columns.loss_weight != 0
+        if wrong.any():
+            place = int(np.argmax(wrong))
+            _refuse_token(columns, columns.action_offsets, place, int(ids[place]), vocabulary, labels)
     return (labels,)
 
 
@@ -76,3 +102,12 @@ def refuse_no_adapter_sets(assembly: Assembly, model: ModelConfig) -> None:
             f"sets of adapters need a model with adapters and the capability 'adapter_sets', which backend {backend} must declare",
             remedy="Set model.lora, and choose a backend and a layout that declare it, such as fsdp without tensor parallelism",
         )
+
+
+def _refuse_token(columns: SampleColumns, offsets: IntArray, place: int, token: int, vocabulary: int, name: str) -> None:
+    row = int(np.searchsorted(offsets, place, side="right")) - 1
+    raise DataError(
+        f"sample {int(columns.sample_ids[row])} holds the token id {token} in {name}, at place {place - int(offsets[row])}, and the model's "
+        f"vocabulary has {vocabulary:,}",
+        remedy="Use the tokenizer that belongs to the model",
+    )

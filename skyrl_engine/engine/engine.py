@@ -26,6 +26,7 @@ from skyrl_engine.engine.asked import (
     refuse_no_adapter_sets,
     refuse_no_teacher,
     refuse_scores,
+    refuse_unknown_tokens,
     refused_in_words,
 )
 from skyrl_engine.engine.assembly import Assembly, assemble
@@ -179,9 +180,10 @@ class Engine:
         """Cut a batch into mini-batches, ranks, micro-batches and rows, for all passes over it.
 
         `mini_batch_size` is the number of samples of an optimizer step (None: all of them); groups are never cut. `micro_batch_rows` or
-        `micro_batch_tokens` stand for the configured size. Raises DataError for a sample that fits nowhere, and UnsupportedError for one that
-        is longer than the length for which rotary frequencies are fixed (`model.rotary_length`).
+        `micro_batch_tokens` stand for the configured size. Raises DataError for a sample that fits nowhere, or holds a token that the model does
+        not know, and UnsupportedError for one that is longer than the length for which rotary frequencies are fixed (`model.rotary_length`).
         """
+        refuse_unknown_tokens(columns, self.vocabulary_size)
         self._refuse_longer_rows(columns)
         layout = evolve(self._layout, mini_batch_size=mini_batch_size)
         if micro_batch_rows is not None or micro_batch_tokens is not None:
@@ -219,7 +221,7 @@ class Engine:
         refuse_scores(wanted, self.assembly, value_head=scored is None or scored.value_head)
         with refused_in_words("score"):
             work = Pass("score", self.step, temperature=temperature, scores=wanted, tokens=tokens, model=model, labels=labels)
-        return self._passes.forward(plan, work, needs=labels_in(plan.columns, labels)).then(
+        return self._passes.forward(plan, work, needs=labels_in(plan.columns, labels, tokens, self.vocabulary_size)).then(
             lambda outputs: self._passes.merged(outputs, plan.cut)
         )
 
@@ -246,7 +248,7 @@ class Engine:
         if over == "sequences":
             sums = weight_per_sample(plan.columns)
             divisors, total = np.where(sums == 0, 1.0, sums), float(np.count_nonzero(sums))
-        needs = (*self.assembly.objective.columns, *labels_in(plan.columns, labels))
+        needs = (*self.assembly.objective.columns, *labels_in(plan.columns, labels, tokens, self.vocabulary_size))
         outputs = self._passes.forward(plan, work, needs=needs, divisors=divisors)
         return outputs.then(lambda each: self._passes.evaluated(each, plan, total))
 
@@ -286,7 +288,7 @@ class Engine:
         first, last = self._gradient.to_run(plan, mini_batch, micro_batches, labels)
         current = self._gradient.of(plan, mini_batch)
         if current is None:
-            columns = (*self._passes.columns_of(work), *labels_in(plan.columns, labels))
+            columns = (*self._passes.columns_of(work), *labels_in(plan.columns, labels, tokens, self.vocabulary_size))
             current = MiniBatchGradient(plan, mini_batch, self._passes.weighed(plan, mini_batch, columns), labels)
             self._gradient.parts.append(current)
         current.done |= set(range(first, last))

@@ -11,7 +11,6 @@ from skyrl_engine import ConfigError, Engine, ModelError, UnsupportedError
 from skyrl_engine.contracts.kinds.generator import GenerationRequest, Sampling
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import LoraConfig
-from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 
 COLUMNS = SampleColumns.from_lists(
     input_ids=[[5, 6, 7, 8], [5, 9, 10], [11, 12, 13, 14, 15]],
@@ -19,14 +18,6 @@ COLUMNS = SampleColumns.from_lists(
     columns={"advantages": [[1.0, -0.5], [0.5, 0.5], [2.0, 1.0, 0.1]], "old_logprobs": [[-4.0, -4.0], [-3.0, -5.0], [-4.0] * 3]},
 )
 WIDE, NARROW = LoraConfig(rank=4, dropout=0.3), LoraConfig(rank=2, alpha=5, targets=("q_proj",))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory)
-    write_tokenizer(directory, ["some words to learn from"])
-    return directory
 
 
 def tables(model: Path, lora: dict[str, Any] | None = None, **run: Any) -> dict[str, Any]:

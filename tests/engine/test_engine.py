@@ -12,18 +12,9 @@ from skyrl_engine import ContractError, DataError, Engine, ModelError, Unsupport
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import Ragged
 from skyrl_engine.errors import CheckpointError, ConfigError
-from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine.proof.rollouts import recorded_rollouts
 
 Weights = dict[str, np.ndarray]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory)
-    write_tokenizer(directory, ["some words to learn from"])
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine import DataError, Engine, UnsupportedError
@@ -162,6 +163,23 @@ def test_a_mini_batch_keeps_its_loss_and_its_labels(engine: Engine, columns: Sam
         engine.forward_backward(plan, labels="labels")
     engine.forward_backward(plan)
     engine.use_loss({"use": "ppo"})
+
+
+@pytest.mark.parametrize("wrong", [-1, SIZES["vocab_size"]])
+def test_ids_that_the_model_does_not_know_are_refused_before_a_rank_meets_them(
+    engine: Engine, columns: SampleColumns, wrong: int
+) -> None:
+    ids, labels = columns.input_ids.copy(), columns.columns["labels"].copy()
+    place = int(columns.token_offsets[2])
+    ids[place + 1] = wrong
+    with pytest.raises(DataError, match=rf"sample 2 holds the token id {wrong} in input_ids, at place 1, and .* vocabulary has"):
+        engine.plan(evolve(columns, input_ids=ids))
+    # the first of the response tokens, which carries no loss
+    labels[0] = wrong
+    plan = engine.plan(evolve(columns, columns={**columns.columns, "labels": labels}))
+    engine.evaluate(plan, labels="labels").result()
+    with pytest.raises(DataError, match=rf"sample 0 holds the token id {wrong} in labels, at place 0"):
+        engine.evaluate(plan, labels="labels", tokens="actions")
 
 
 @pytest.mark.parametrize("labels", ["nothing", "advantages", "ids", "said"])

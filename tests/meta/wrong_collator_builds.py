@@ -179,6 +179,8 @@ class ShowsTheSamples(Delegating):
 class TurnsTwoBuffers(Delegating):
     """Every second build writes into the same memory."""
 
+    buffers = 2
+
     def __init__(self):
         super().__init__()
         self.memory, self.builds = {}, 0
@@ -186,7 +188,10 @@ class TurnsTwoBuffers(Delegating):
     def build(self, columns, micro_batch, *, fields=None):
         self.builds += 1
         batch = super().build(columns, micro_batch, fields=fields)
-        kept = {name: self.memory.setdefault((self.builds % 2, name, field.shape), field) for name, field in batch.fields.items()}
+        kept = {
+            name: self.memory.setdefault((self.builds % self.buffers, name, field.shape), field)
+            for name, field in batch.fields.items()
+        }
         for name, field in batch.fields.items():
             kept[name].copy_(field)
         return evolve(batch, fields=kept)
@@ -307,20 +312,10 @@ class GivesListsOfPlaces(Delegating):
         return evolve(batch, gather=GatherIndex(batch.gather.actions.tolist(), batch.gather.rows, batch.gather.columns))
 
 
-class TurnsEightBuffers(Delegating):
+class TurnsEightBuffers(TurnsTwoBuffers):
     """A ring of eight, as many as a pipeline was thought to hold."""
 
-    def __init__(self):
-        super().__init__()
-        self.memory, self.builds = {}, 0
-
-    def build(self, columns, micro_batch, *, fields=None):
-        self.builds += 1
-        batch = super().build(columns, micro_batch, fields=fields)
-        kept = {name: self.memory.setdefault((self.builds % 8, name, field.shape), field) for name, field in batch.fields.items()}
-        for name, field in batch.fields.items():
-            kept[name].copy_(field)
-        return evolve(batch, fields=kept)
+    buffers = 8
 
 
 class LeavesWideColumnsOut(Delegating):
