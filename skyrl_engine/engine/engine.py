@@ -180,8 +180,10 @@ class Engine:
         """Cut a batch into mini-batches, ranks, micro-batches and rows, for all passes over it.
 
         `mini_batch_size` is the number of samples of an optimizer step (None: all of them); groups are never cut. `micro_batch_rows` or
-        `micro_batch_tokens` stand for the configured size. Raises DataError for a sample that fits nowhere, or holds a token that the model does
-        not know, and UnsupportedError for one that is longer than the length for which rotary frequencies are fixed (`model.rotary_length`).
+        `micro_batch_tokens` stand for the configured size.
+
+        Raises DataError for a sample that fits nowhere or holds a token that the model does not know, and UnsupportedError for one that is
+        longer than the length for which rotary frequencies are fixed (`model.rotary_length`).
         """
         refuse_unknown_tokens(columns, self.vocabulary_size)
         self._refuse_longer_rows(columns)
