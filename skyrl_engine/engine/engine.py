@@ -506,13 +506,13 @@ class Engine:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self.group.save(directory)
-        EngineState(self.step, self._rotary_length()).write(directory)
+        EngineState(self.step, self._rotary_length(), self._family()).write(directory)
 
     def load(self, directory: str | Path) -> None:
         """Restore what `save` wrote. Raises CheckpointError."""
         directory = Path(directory)
         state = EngineState.read(directory)
-        state.refuse_other_rotary(self._rotary_length())
+        state.refuse_other_model(self._family(), self._rotary_length())
         self.group.load(directory)
         self._gradient.parts.clear()
         self.step = state.step
@@ -563,6 +563,9 @@ class Engine:
     def _take_back(self) -> None:
         """Count a step that the ranks refused no longer."""
         self.step -= 1
+
+    def _family(self) -> str | None:
+        return None if self._files is None else self._files.facts.family
 
     def _rotary_length(self) -> int | None:
         return None if self._files is None else self._files.facts.rotary_length

@@ -48,6 +48,11 @@ class ModelFacts:
         return None if self.config is None else fixed_rotary_length(self.config, self.model.rotary_length)
 
     @property
+    def family(self) -> str | None:
+        """Return the model's type as transformers names it, such as "qwen3"; None where its configuration does not say."""
+        return None if self.config is None else getattr(self.config, "model_type", None)
+
+    @property
     def vocabulary_size(self) -> int | None:
         """Count the tokens that the model has embeddings for; None where its configuration does not say."""
         size = None if self.config is None else getattr(self.config.get_text_config(decoder=True), "vocab_size", None)

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_engine import ConfigError, Engine, ModelError, UnsupportedError
+from skyrl_engine import CheckpointError, ConfigError, Engine, ModelError, UnsupportedError
 from skyrl_engine.contracts.kinds.generator import GenerationRequest, Sampling
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import LoraConfig
+from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 
 COLUMNS = SampleColumns.from_lists(
     input_ids=[[5, 6, 7, 8], [5, 9, 10], [11, 12, 13, 14, 15]],
@@ -112,6 +113,19 @@ def test_a_set_is_exported_as_adapters_and_goes_on_from_them(base: Engine, tmp_p
             base.add_adapters(NARROW, seed=seed)
     # one that was refused leaves nothing behind
     assert step(base.add_adapters(NARROW, seed=2))[0] == pytest.approx(step(base.add_adapters(NARROW, seed=2))[0], abs=0)
+
+
+def test_adapters_of_another_family_are_refused_though_names_and_shapes_are_theirs(base: Engine, tmp_path: Path) -> None:
+    """A Llama of the same sizes has the same linear layers as a Qwen3."""
+    base.save(tmp_path / "saved")
+    (tmp_path / "llama").mkdir()
+    write_model(tmp_path / "llama", "llama")
+    write_tokenizer(tmp_path / "llama", ["some words to learn from"])
+    with Engine.open(tables(tmp_path / "llama", {"rank": 1}, seed=3)) as other:
+        with pytest.raises(CheckpointError, match="is of a model of the family qwen3, and this one is of llama"):
+            other.load(tmp_path / "saved")
+        with other.add_adapters(LoraConfig(rank=1)) as further, pytest.raises(CheckpointError, match="of the family qwen3"):
+            further.load(tmp_path / "saved")
 
 
 def test_a_set_ends_with_its_engine_or_before_it(model: Path) -> None:
