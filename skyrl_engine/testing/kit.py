@@ -52,8 +52,10 @@ def verify(
 
         with Bench() as bench:
             return Verdict.of(promises, BackendSubject(plugin, bench, tuple(layouts) or LAYOUTS))
+    from skyrl_engine.testing.another_process import start
     from skyrl_engine.testing.subject import Subject
 
+    start()
     with _each_warning_once():
         count = EXAMPLES if examples is None else examples
         verdict = Verdict.of(promises, Subject.of_plugin(plugin), examples=count)

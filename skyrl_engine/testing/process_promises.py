@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from skyrl_engine.testing.another_process import another_process
 from skyrl_engine.testing.another_rank import another_rank as as_another_rank
 from skyrl_engine.testing.process_settings import require_settings_left_alone
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, no_explicit_cases, promise
@@ -22,9 +23,8 @@ def process_promises(
     cases: "Callable[[Subject[Any]], st.SearchStrategy[Any]]",
     first: Callable[[Subject[Any]], Iterable[Any]] = no_explicit_cases,
 ) -> tuple[Promise[Any, Any], ...]:
-    """Return the promises of a kind. `answer` makes the product and returns what it gives for a case, in values that `==` compares.
-
-    It raises Undecidable where the product fails.
+    """Return the promises of a kind. `answer`, a function of a module, makes the product and returns what it gives for a case, in values that
+    `==` compares. It raises Undecidable where the product fails.
     """
 
     @promise(SETTINGS_SENTENCE, cases=cases, first=first, effort=EFFORT, shrinks=False)
@@ -57,4 +57,4 @@ def process_promises(
                 "Make it a function of its arguments; number texts with np.unique(..., return_inverse=True)",
             )
 
-    return process_settings, another_rank
+    return process_settings, another_rank, another_process(answer, first)

@@ -49,7 +49,7 @@ def test_bins_are_those_of_the_plain_scan(drawn, ranks, policy, limited, may_be_
     expected = bins_reference.bins_of(sizes, **options)
     array = np.asarray(sizes, dtype=np.int64)
     if expected is None:
-        with pytest.raises(DataError, match="cannot fill"):
+        with pytest.raises(UnsupportedError, match="cannot fill"):
             bins_of(array, **options)
     else:
         assert lists(bins_of(array, **options)) == expected
@@ -160,14 +160,19 @@ def test_concat_keeps_the_order():
         (PackedCollator(), lengths_of([5, 7]), {"tp": 5}, ["sample 1 takes 10 tokens (7 rounded up for the alignment of 5) where"]),
         (PackedCollator(), lengths_of([4, 5], units=[3, 3]), {}, ["samples [0, 1] of unit 3 take 9 tokens where"]),
         (PackedCollator(strict_capacity=False), lengths_of([5, 9]), {"tp": 5}, ["sample 1 takes 9 tokens where"]),
-        (PackedCollator(strict_capacity=False), lengths_of([5, 5]), {"dp": 3}, ["2 samples", "3 packed rows", "strict_capacity"]),
     ],
-    ids=["sample", "aligned sample", "unit", "true length", "ranks"],
+    ids=["sample", "aligned sample", "unit", "true length"],
 )
 def test_what_fits_nowhere_is_named(collator, lengths, layout, words):
     with pytest.raises(DataError) as caught:
         collator.plan(lengths, Layout(micro_batch_tokens=8, **layout))
     assert all(word in str(caught.value) for word in words), str(caught.value)
+    check_says_what_to_do(caught.value)
+
+
+def test_fewer_samples_than_ranks_are_refused_where_no_row_may_be_empty():
+    with pytest.raises(UnsupportedError, match="2 samples .* 3 packed rows") as caught:
+        PackedCollator(strict_capacity=False).plan(lengths_of([5, 5]), Layout(micro_batch_tokens=8, dp=3))
     check_says_what_to_do(caught.value)
 
 

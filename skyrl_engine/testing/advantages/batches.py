@@ -58,7 +58,7 @@ class DrawnRows:
             trajectory_ids=_ids(sample.trajectory for sample in self.samples),
             turn=_ids(sample.turn for sample in self.samples),
             finished=np.asarray([sample.finished for sample in self.samples], dtype=np.bool_),
-            columns={name: numbers + np.float32(place) for place, name in enumerate(self.needs)},
+            columns={name: numbers * np.float32(1 + place) + np.float32(place) for place, name in enumerate(self.needs)},
         )
 
     def scored(self, values: AnyArray) -> dict[tuple[int, int], float]:

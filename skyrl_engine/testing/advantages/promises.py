@@ -435,7 +435,7 @@ def _answer(subject: Subject[Any], case: DrawnRows) -> bytes:
         raise Undecidable(error.cause) from error
 
 
-_process_settings, _another_rank = process_promises(_answer, _drawn, _crowd)
+_process_settings, _another_rank, _another_process = process_promises(_answer, _drawn, _crowd)
 
 ADVANTAGE_PROMISES: tuple[Promise[Any, Any], ...] = (
     _process_settings,  # first: once set they are set
@@ -457,5 +457,6 @@ ADVANTAGE_PROMISES: tuple[Promise[Any, Any], ...] = (
     zero_sum,
     monotone,
     inputs_unchanged,
+    _another_process,  # late: it takes seconds to start
     *PLUGIN_PROMISES,
 )

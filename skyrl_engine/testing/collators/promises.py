@@ -25,7 +25,7 @@ def _answer(subject: Subject[Any], case: CutCase) -> list[object]:
     ]
 
 
-_process_settings, _another_rank = process_promises(_answer, cuts(), explicit_cuts)
+_process_settings, _another_rank, _another_process = process_promises(_answer, cuts(), explicit_cuts)
 
 COLLATOR_PROMISES: tuple[Promise[Any, Any], ...] = (
     _process_settings,  # first: once set they are set
@@ -34,5 +34,6 @@ COLLATOR_PROMISES: tuple[Promise[Any, Any], ...] = (
     *PLAN_PROMISES,
     *BUILD_PROMISES,
     *EXTRAS_PROMISES,
+    _another_process,  # late: it takes seconds to start
     *PLUGIN_PROMISES,
 )

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from skyrl_engine.errors import EngineError
+from skyrl_engine.testing.another_process import another_process
 from skyrl_engine.testing.comparison import same
 from skyrl_engine.testing.corrections.evaluation import evaluate, given_to
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
@@ -38,6 +39,10 @@ CORRECTION = TokenKind(
     batch_local=_random,
     remedy="Take means and products within a sequence (tokens.sequences), and no statistics of the batch",
 )
+
+
+def _answer(subject: Subject[Any], batch: TokenBatch) -> object:
+    return CORRECTION.decided(subject, batch).bits
 
 
 @promise(
@@ -103,5 +108,6 @@ CORRECTION_PROMISES: tuple[Promise[Any, Any], ...] = (
     shared.devices.of(CORRECTION),
     shared.global_random_numbers.of(CORRECTION),
     shared.inputs_unchanged.of(CORRECTION),
+    another_process(_answer, anything_first),  # late: it takes seconds to start
     *PLUGIN_PROMISES,
 )

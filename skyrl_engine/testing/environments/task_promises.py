@@ -1,18 +1,16 @@
 """Promises about the tasks of every environment."""
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 import warnings
 from typing import Any
 
 import attrs
 
+from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.environment import Task
 from skyrl_engine.rollout.episode_process import ROLES, task_of
-from skyrl_engine.testing.another_rank import ANOTHER_RANK
+from skyrl_engine.testing.another_process import asked
 from skyrl_engine.testing.environments.bench import (
     LOOKED_AT,
     SPLITS,
@@ -26,7 +24,7 @@ from skyrl_engine.testing.environments.bench import (
     tasks_of,
     told,
 )
-from skyrl_engine.testing.promise import Broken, Undecidable, promise
+from skyrl_engine.testing.promise import Broken, promise
 from skyrl_engine.testing.subject import Subject
 
 PROMPT_BYTES = 4 * 1024
@@ -112,7 +110,7 @@ def same_in_another_process(subject: Subject[Any], _case: None) -> None:
     script = Script("train", 0, 7, (Turn("text", "4"), Turn("text", "yes"), Turn("prompt")))
     here = {split: [plain(task) for _, task in some_of(tasks_of(environment, split), 8)] for split in SPLITS}
     answers = [] if environment.claims.random else played(subject.make(), subject.make(), script)
-    there = _elsewhere(subject, environment)
+    there = asked(_told_by, None, environment) if subject.plugin is None else asked(_told_by, subject.plugin.lock(), None)
     for split in SPLITS:
         for mine, theirs in zip(here[split], there["tasks"][split], strict=True):
             if mine != theirs:
@@ -120,27 +118,15 @@ def same_in_another_process(subject: Subject[Any], _case: None) -> None:
                     f"a task of {split} is {cut(theirs)} in another process, and {cut(mine)} here",
                     "Let tasks depend on options alone: not on hash(), the rank, the time, sets, or the order of a folder",
                 )
-    if answers and there["answers"] != json.loads(json.dumps(answers)):
+    if answers and there["answers"] != answers:
         raise Broken(
             f"an episode answers {cut(there['answers'])} in another process, and {cut(answers)} here",
             "Let answers depend on task, seed and turns alone: not on hash(), the rank, the time or sets",
         )
 
 
-_PROGRAM = """
-import json, os, pickle, sys
-from skyrl_engine.testing.environments.task_promises import told_by
-stream = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-print(json.dumps(told_by(pickle.loads(sys.stdin.buffer.read()))), file=stream)
-"""
-
-
-def told_by(setup: tuple[dict[str, Any] | None, Any]) -> dict[str, Any]:
+def _told_by(lock: dict[str, Any] | None, environment: Any) -> dict[str, Any]:
     """Return tasks and answers of an environment, given as the lock of its plugin or itself, in the process that asks for it."""
-    from skyrl_engine.config import SelectedPlugin
-
-    lock, environment = setup
     subject: Subject[Any] = (
         Subject("elsewhere", lambda: environment) if lock is None else Subject.of_plugin(SelectedPlugin.from_lock(lock))
     )
@@ -148,28 +134,6 @@ def told_by(setup: tuple[dict[str, Any] | None, Any]) -> dict[str, Any]:
     tasks = {split: [plain(task) for _, task in some_of(tasks_of(environment, split), 8)] for split in SPLITS}
     script = Script("train", 0, 7, (Turn("text", "4"), Turn("text", "yes"), Turn("prompt")))
     return {"tasks": tasks, "answers": [] if environment.claims.random else played(subject, subject.make(), script)}
-
-
-def _elsewhere(subject: Subject[Any], environment: Any) -> dict[str, Any]:
-    try:
-        data = pickle.dumps((None, environment) if subject.plugin is None else (subject.plugin.lock(), None))
-    except Exception as error:
-        raise Undecidable(f"the environment cannot be pickled: {told(error)}") from error
-    paths = os.pathsep.join(path for path in sys.path if path)
-    # its devices stay: an environment may hold a model on one
-    rank = {name: value for name, value in ANOTHER_RANK.items() if name != "CUDA_VISIBLE_DEVICES"}
-    ran = subprocess.run(  # noqa: S603 -- this interpreter, with a text of our own
-        [sys.executable, "-P", "-c", _PROGRAM],
-        input=data,
-        capture_output=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "1", **rank},
-    )
-    if ran.returncode:
-        last = ran.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or ["no message"]
-        raise Broken(f"cannot be made and played in a fresh process: {last[0]}", "Import what it needs in its own module")
-    found: dict[str, Any] = json.loads(ran.stdout)
-    return found
 
 
 @promise("Keys are unique, and no key or prompt to train on is held out, unless it claims shared_tasks")

@@ -149,7 +149,7 @@ def _answer(subject: Subject[Any], case: Groups) -> list[str | None]:
     return _answers(subject, case)
 
 
-_process_settings, _another_rank = process_promises(_answer, _many, lambda _subject: [Groups(large_groups())])
+_process_settings, _another_rank, _another_process = process_promises(_answer, _many, lambda _subject: [Groups(large_groups())])
 
 GROUP_FILTER_PROMISES: tuple[Promise[Any, Any], ...] = (
     _process_settings,  # first: once set they are set
@@ -161,5 +161,6 @@ GROUP_FILTER_PROMISES: tuple[Promise[Any, Any], ...] = (
     no_memory,
     few_reasons,
     inputs_unchanged,
+    _another_process,  # late: it takes seconds to start
     *PLUGIN_PROMISES,
 )

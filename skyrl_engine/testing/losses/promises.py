@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from skyrl_engine.testing.another_process import another_process
 from skyrl_engine.testing.losses.kind import LOSS
 from skyrl_engine.testing.losses.number_promises import gradient, homogeneous, precision
 from skyrl_engine.testing.losses.value_promises import (
@@ -15,8 +16,16 @@ from skyrl_engine.testing.losses.value_promises import (
 )
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.promise import Promise
+from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import promises as shared
+from skyrl_engine.testing.tokens.kind import anything_first
 from skyrl_engine.testing.tokens.oracle import oracle
+from skyrl_engine.testing.tokens.rollouts import TokenBatch
+
+
+def _answer(subject: Subject[Any], batch: TokenBatch) -> object:
+    return LOSS.decided(subject, batch).bits
+
 
 LOSS_PROMISES: tuple[Promise[Any, Any], ...] = (
     shared.process_settings.of(LOSS),  # first: once set they are set
@@ -43,5 +52,6 @@ LOSS_PROMISES: tuple[Promise[Any, Any], ...] = (
     shared.global_random_numbers.of(LOSS),
     shared.inputs_unchanged.of(LOSS),
     memory,
+    another_process(_answer, anything_first),  # late: it takes seconds to start
     *PLUGIN_PROMISES,
 )

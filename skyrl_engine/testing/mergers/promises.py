@@ -279,8 +279,12 @@ def _written_whole(output: BatchOutput) -> list[Any]:
     return _written(RankOutput(output.sample_ids, output.action_lengths, output.scored, output.fields, output.metrics))
 
 
-_process_settings, _another_rank = process_promises(
-    lambda subject, case: _written_whole(_decided(subject, case)), _one_pass(dp=2, padded=True, shuffled=True, mini_batches=2)
+def _answer(subject: Subject[Any], case: Split) -> list[Any]:
+    return _written_whole(_decided(subject, case))
+
+
+_process_settings, _another_rank, _another_process = process_promises(
+    _answer, _one_pass(dp=2, padded=True, shuffled=True, mini_batches=2), _many
 )
 
 MERGER_PROMISES: tuple[Promise[Any, Any], ...] = (
@@ -300,5 +304,6 @@ MERGER_PROMISES: tuple[Promise[Any, Any], ...] = (
     duplicated_samples,
     unexpected_samples,
     inputs_unchanged,
+    _another_process,  # late: it takes seconds to start
     *PLUGIN_PROMISES,
 )

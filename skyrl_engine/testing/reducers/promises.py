@@ -41,9 +41,9 @@ def _explicit(subject: Subject[Any]) -> list[Drawn]:
 
 
 def _filled(subject: Subject[Any], cases: Iterable[AnyDrawn]) -> list[AnyDrawn]:
-    """Give explicit structures the columns and values of samples that the reducer needs."""
+    """Give explicit structures the columns and values of samples that the reducer needs, in each way that it answers."""
     reading = _reading(subject)
-    return [evolve(case, structure=reading.filled(case.structure)) for case in cases]
+    return [evolve(case, structure=reading.filled(case.structure, way)) for case in cases for way in range(len(reading.ways))]
 
 
 def _decided(subject: Subject[Any], structure: BatchStructure) -> Weights:
@@ -328,7 +328,7 @@ def _answer(subject: Subject[Any], case: Drawn) -> bytes:
     return _decided(subject, case.structure).tobytes()
 
 
-_process_settings, _another_rank = process_promises(_answer, _drawn, _explicit)
+_process_settings, _another_rank, _another_process = process_promises(_answer, _drawn, _explicit)
 
 REDUCER_PROMISES: tuple[Promise[Any, Any], ...] = (
     _process_settings,  # first: once set they are set
@@ -345,5 +345,6 @@ REDUCER_PROMISES: tuple[Promise[Any, Any], ...] = (
     empty_sequences,
     negative_weights,
     inputs_unchanged,
+    _another_process,  # late: it takes seconds to start
     *PLUGIN_PROMISES,
 )

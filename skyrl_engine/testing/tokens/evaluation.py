@@ -41,6 +41,13 @@ class Evaluation:
         return max(float(np.abs(each).max(initial=0)) for each in (self.per_token, *self.gradients.values()))
 
     @property
+    def bits(self) -> object:
+        """Return all numbers in values that `==` compares bit by bit."""
+        gradients = {name: gradient.tobytes() for name, gradient in self.gradients.items()}
+        metrics = sorted((name, repr(metric)) for name, metric in self.metrics.items())
+        return self.per_token.tobytes(), self.total, gradients, metrics
+
+    @property
     def finite(self) -> bool:
         return bool(np.isfinite(self.per_token).all() and all(np.isfinite(each).all() for each in self.gradients.values()))
 

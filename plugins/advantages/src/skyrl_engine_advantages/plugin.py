@@ -5,7 +5,7 @@ those of the group's R, with G - 1 under the root. Everything is computed in flo
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from attrs import evolve
 
@@ -23,7 +23,7 @@ def _claims(default: AdvantageClaims) -> Callable[[Any], AdvantageClaims]:
     def of_options(options: GroupOptions) -> AdvantageClaims:
         claims = default
         if options.normalize != "none":
-            claims = evolve(claims, scale="invariant" if options.epsilon == 0 or claims.scale == "invariant" else None)
+            claims = evolve(claims, scale=_scale_of_normalised(default, options))
         if options.normalize == "batch":
             claims = evolve(claims, whole_batch=True, zero_sum=False, shift=False)
         if options.clip is not None:
@@ -31,6 +31,12 @@ def _claims(default: AdvantageClaims) -> Callable[[Any], AdvantageClaims]:
         return claims
 
     return of_options
+
+
+def _scale_of_normalised(default: AdvantageClaims, options: GroupOptions) -> Literal["invariant"] | None:
+    if default.scale == "invariant":  # a group's deviation is that of its rewards, and grows with them
+        return "invariant" if options.normalize == "batch" else None
+    return "invariant" if options.epsilon == 0 else None
 
 
 @advantage(config=GrpoOptions, claims=_claims(_BASELINE))

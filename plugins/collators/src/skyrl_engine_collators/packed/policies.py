@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from skyrl_engine import DataError
+from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import IntArray, Ragged, offsets_of
 from skyrl_engine_collators.packed.first_fit import first_fit_decreasing, grouped, largest_first
 
@@ -16,7 +16,7 @@ def bins_of(sizes: IntArray, *, policy: Policy, capacity: int | None, ranks: int
     """Return the items of each bin; the number of bins is a multiple of `ranks`.
 
     `sizes` int64[n] are at least 1 and at most `capacity`. Without a capacity there is one bin per rank, balanced, whatever the policy.
-    Raises DataError if there are fewer items than bins and no bin `may_be_empty`.
+    Raises UnsupportedError if there are fewer items than bins and no bin `may_be_empty`.
     """
     if capacity is None:
         _check_enough(len(sizes), ranks, may_be_empty=may_be_empty)
@@ -46,7 +46,7 @@ def raised_to_multiple(bins: Ragged, ranks: int, *, may_be_empty: bool) -> Ragge
     """Raise the number of bins to a multiple of `ranks`, at least `ranks`.
 
     Each new bin takes the last item of a donor. Donors are ordered once by (items, index), both descending; each gives items until it has one
-    left. If no donor is left, new bins stay empty if they `may_be_empty`. Raises DataError otherwise.
+    left. If no donor is left, new bins stay empty if they `may_be_empty`. Raises UnsupportedError otherwise.
     """
     target = max(-(-len(bins) // ranks), 1) * ranks
     _check_enough(len(bins.values), target, may_be_empty=may_be_empty)
@@ -69,8 +69,9 @@ def raised_to_multiple(bins: Ragged, ranks: int, *, may_be_empty: bool) -> Ragge
 
 def _check_enough(items: int, bins: int, *, may_be_empty: bool) -> None:
     if items < bins and not may_be_empty:
-        raise DataError(
-            f"{items} samples (or units of samples) cannot fill {bins} packed rows, so that every rank has equally many",
+        samples = "1 sample (or unit of samples)" if items == 1 else f"{items} samples (or units of samples)"
+        raise UnsupportedError(
+            f"{samples} cannot fill {bins} packed rows, so that every rank has equally many",
             remedy="Set the collator's strict_capacity = true, which fills up with empty rows, or give a mini-batch more samples",
         )
 

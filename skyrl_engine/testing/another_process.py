@@ -1,0 +1,200 @@
+"""Another process, as another rank is: it hashes texts in its own way, and so orders sets in another, and has the rank's environment variables.
+
+One process stays beside the kit and imports it once; every question is answered in a fork of it, so that no answer changes the next.
+"""
+
+import atexit
+import gc
+import os
+import pickle
+import subprocess
+import sys
+from ast import literal_eval
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from functools import cache, partial
+from importlib import import_module
+from itertools import combinations
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from skyrl_engine.config import SelectedPlugin
+from skyrl_engine.testing.another_rank import ANOTHER_RANK
+from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
+from skyrl_engine.testing.subject import Subject
+
+Answer = Callable[[Subject[Any], Any], object]
+
+TEXTS = (*combinations(("math", "code", "math/easy"), 2), ("logprobs", "token_loss", "entropy", "values", "a_field_of_my_own"))
+"""Sets of the kit's texts that the other process orders otherwise, so that it never has the order of this one by chance."""
+
+
+@frozen
+class Question:
+    """A call, pickled, and what it needs in the other process: this one's import path, folder, environment and number of threads."""
+
+    path: list[str]
+    folder: str
+    environment: dict[str, str]
+    threads: int | None
+    call: bytes
+
+
+def start() -> None:
+    """Start the other process, which takes seconds to import what this one has imported of the kit, while this one goes on."""
+    _process()
+
+
+def asked(function: Callable[..., Any], *arguments: object) -> Any:
+    """Return what a function of a module returns in the other process. All that goes there and back is pickled.
+
+    Raises Undecidable where the arguments cannot be, and Broken where the function fails.
+    """
+    try:
+        call = pickle.dumps(partial(function, *arguments))
+    except Exception as error:
+        raise Undecidable(f"it cannot be pickled: {_told(error)}") from error
+    # its devices stay: a plugin may hold a model on one
+    environment = {**os.environ, **{name: value for name, value in ANOTHER_RANK.items() if name != "CUDA_VISIBLE_DEVICES"}}
+    threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
+    question = pickle.dumps(Question(_import_path(), str(Path.cwd()), environment, threads, call))
+    process = _process()
+    try:
+        process.send_bytes(question)
+        failure, value = pickle.loads(process.recv_bytes())  # noqa: S301 -- of our own process
+    except BaseException:
+        _process.cache_clear()  # an answer that nobody waited for would be taken for the next one
+        raise
+    if failure is not None:
+        raise Broken(f"fails in a fresh process: {failure}", "Import what it needs in its own module, and ask for no rank")
+    return value
+
+
+@cache
+def _process() -> Connection:
+    here, there = Pipe()
+    kit = [name for name in sys.modules if name.startswith(f"{__package__}.")]
+    process = subprocess.Popen(  # noqa: S603 -- this interpreter, with a text of our own
+        [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({there.fileno()}, {kit!r})"],
+        pass_fds=(there.fileno(),),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path()), "PYTHONHASHSEED": _another_seed()},
+    )
+    there.close()
+
+    def end() -> None:
+        here.close()
+        process.wait()
+
+    atexit.register(end)
+    return here
+
+
+def _import_path() -> list[str]:
+    return [path for path in sys.path if path]
+
+
+def _another_seed() -> str:
+    """Return the first PYTHONHASHSEED under which each set of `TEXTS` has another order than here."""
+    mine = [list(set(texts)) for texts in TEXTS]
+    for seed in map(str, range(1, 1000)):
+        ran = subprocess.run(  # noqa: S603 -- this interpreter, with a text of our own
+            [sys.executable, "-S", "-c", f"print([list(set(texts)) for texts in {TEXTS!r}])"],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        )
+        if not any(one == other for one, other in zip(mine, literal_eval(ran.stdout.decode()), strict=True)):
+            return seed
+    raise AssertionError("no seed changes the order of sets")
+
+
+def _no_plugin(subject: Subject[Any]) -> str | None:
+    return "there is no plugin that another process could load" if subject.plugin is None else None
+
+
+def another_process(answer: Answer, cases: Callable[[Subject[Any]], Iterable[Any]]) -> Promise[Any, Any]:
+    """Return the promise of a kind. `answer`, a function of a module, makes the product and returns what it gives for a case, in values that
+    `==` compares and that can be pickled. It raises Undecidable where the product fails.
+    """
+
+    @promise("Another process, which orders sets of texts otherwise, gives the same answers", exempt=_no_plugin)
+    def another_process(subject: Subject[Any], _case: None) -> None:
+        assert subject.plugin is not None, "exempt without a plugin"
+        chosen = list(cases(subject))
+        here = [_answered(answer, subject, case) for case in deepcopy(chosen)]
+        there = asked(_answers, answer, subject.plugin.lock(), chosen)
+        if all(each is None for each in here):
+            raise Undecidable("it answers none of the cases")
+        for case, mine, theirs in zip(chosen, here, there, strict=True):
+            # one that answers differently every time breaks another promise
+            if mine != theirs and _answered(answer, subject, deepcopy(case)) == mine:
+                raise Broken(
+                    "answers otherwise in another process, where a set of texts has another order",
+                    "Sort what comes out of a set, and number texts with np.unique(..., return_inverse=True)",
+                    case=case,
+                )
+
+    return another_process
+
+
+def _answers(answer: Answer, lock: Mapping[str, Any], cases: Iterable[Any]) -> list[object]:
+    subject: Subject[Any] = Subject.of_plugin(SelectedPlugin.from_lock(lock))
+    return [_answered(answer, subject, case) for case in cases]
+
+
+def _answered(answer: Answer, subject: Subject[Any], case: Any) -> object:
+    """Return the answer, None where the product fails."""
+    try:
+        return answer(subject, case)
+    except Undecidable:
+        return None
+
+
+# --- in the other process ----------------------------------------------------------------------------------------------------------
+
+
+def serve(descriptor: int, modules: Iterable[str]) -> None:
+    """Answer the questions of a connection, each in a fork of this process, until nobody can ask any more. The modules are imported first."""
+    questions = Connection(descriptor)
+    for module in modules:
+        import_module(module)
+    gc.freeze()
+    while True:
+        try:
+            question = questions.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            return
+        child = os.fork()
+        if not child:
+            try:
+                questions.send_bytes(_answer_to(pickle.loads(question)))  # noqa: S301 -- of the process that started this one
+            finally:
+                os._exit(0)  # what this process would do at its end is not the fork's to do
+        _, status = os.waitpid(child, 0)
+        if status:
+            questions.send_bytes(pickle.dumps((f"it ended with status {os.waitstatus_to_exitcode(status)}", None)))
+
+
+def _answer_to(question: Question) -> bytes:
+    """Return the pickled failure and value of a call."""
+    try:
+        sys.path[:] = question.path
+        os.environ.clear()
+        os.environ.update(question.environment)
+        os.chdir(question.folder)
+        if question.threads is not None:
+            sys.modules["torch"].set_num_threads(question.threads)
+        return pickle.dumps((None, pickle.loads(question.call)()))  # noqa: S301 -- of the process that started this one
+    except BaseException as error:  # noqa: BLE001 - whatever a plugin raises is an answer
+        return pickle.dumps((_told(error), None))
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

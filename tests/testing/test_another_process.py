@@ -1,0 +1,119 @@
+"""Another process answers as this one does, or the plugin is broken: it orders sets of texts otherwise."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyrl_engine.testing import another_process
+from skyrl_engine.testing.another_process import asked
+from skyrl_engine.testing.kit import promises_of
+from skyrl_engine.testing.promise import Broken, Undecidable
+from skyrl_engine.testing.subject import Subject, selected
+
+BY_SETS = {
+    "loss": """
+from skyrl_engine import loss
+
+
+@loss(needs=("logprobs",))
+def mine(tokens, config):
+    return -tokens.logprobs * (1 + ord(first()))
+""",
+    "correction": """
+from skyrl_engine import correction
+
+
+@correction(needs=("old_logprobs",))
+def mine(tokens, config):
+    return tokens.old_logprobs.new_full(tokens.old_logprobs.shape, ord(first()))
+""",
+    "reducer": """
+import numpy as np
+from skyrl_engine import reducer
+
+
+@reducer(needs=("sample:domain",))
+def mine(structure, config):
+    domains = structure.sample_values["domain"].tolist()
+    share = {domain: 1.0 + place for place, domain in enumerate(set(domains))}
+    return structure.loss_weight * np.array([share[domain] for domain in domains])[structure.sequence_index]
+""",
+    "advantage": """
+from skyrl_engine import advantage
+
+
+@advantage()
+def mine(batch, config):
+    return batch.spread(batch.trajectory_rewards() * ord(first()))
+""",
+    "group_filter": """
+from skyrl_engine import group_filter
+
+
+@group_filter()
+def mine(group, config):
+    return f"by_{first()}"
+""",
+}
+FIRST = "from string import ascii_letters\n\n\ndef first():\n    return next(iter(set(ascii_letters)))\n\n"
+
+
+def finding(kind, source, folder):
+    (folder / "mine.py").write_text(FIRST + source)
+    subject = Subject.of_plugin(selected(kind, "./mine.py:mine", {}, base=folder))
+    (promise,) = (each for each in promises_of(kind) if each.name == "another_process")
+    return promise.hold(subject)
+
+
+@pytest.mark.parametrize("kind", BY_SETS)
+def test_the_order_of_a_set_is_seen(kind, tmp_path):
+    found = finding(kind, BY_SETS[kind], tmp_path)
+    assert found.status == "broken", found
+    assert "another order" in str(found.cause), found
+
+
+@pytest.mark.parametrize("kind", BY_SETS)
+def test_a_sorted_set_is_right(kind, tmp_path):
+    source = BY_SETS[kind].replace("set(domains)", "sorted(set(domains))").replace("first()", "min(ascii_letters)")
+    found = finding(kind, source, tmp_path)
+    assert found.status == "kept", found
+
+
+def test_the_kits_texts_have_another_order_there():
+    for texts in another_process.TEXTS:
+        assert asked(list, set(texts)) != list(set(texts))
+
+
+def test_no_answer_changes_the_next(monkeypatch, tmp_path):
+    assert asked(sys.path.append, "left behind") is None
+    monkeypatch.setenv("TOLD_TO_BOTH", "yes")
+    monkeypatch.chdir(tmp_path)
+    assert "left behind" not in asked(list, sys.path)
+    assert asked(os.getenv, "TOLD_TO_BOTH") == "yes"
+    assert asked(os.getenv, "RANK") == "1"
+    assert asked(Path.cwd) == tmp_path
+
+
+def test_a_failure_there_is_told():
+    with pytest.raises(Broken, match=r"fails in a fresh process: FileNotFoundError: .*no-such-file"):
+        asked(os.stat, "no-such-file")
+    with pytest.raises(Broken, match="fails in a fresh process: it ended with status 7"):
+        asked(os._exit, 7)
+    with pytest.raises(Undecidable, match="cannot be pickled"):
+        asked(lambda: 1)
+    assert asked(abs, -1) == 1, "and the next question is answered"
+
+
+def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next(monkeypatch):
+    real = another_process.Connection.recv_bytes
+    monkeypatch.setattr(another_process.Connection, "recv_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        asked(abs, -1)
+    monkeypatch.setattr(another_process.Connection, "recv_bytes", real)
+    assert asked(abs, -2) == 2
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
