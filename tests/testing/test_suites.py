@@ -74,6 +74,7 @@ def test_what_is_not_claimed_is_no_test():
         "homogeneous",
         "metrics",
         "empty_metrics",
+        "another_process",
         "oracle",
         "config_round_trip",
         "light_import",

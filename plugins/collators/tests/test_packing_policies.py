@@ -171,7 +171,7 @@ def test_what_fits_nowhere_is_named(collator, lengths, layout, words):
 
 
 def test_fewer_samples_than_ranks_are_refused_where_no_row_may_be_empty():
-    with pytest.raises(UnsupportedError, match="2 samples .* 3 packed rows") as caught:
+    with pytest.raises(UnsupportedError, match=r"2 samples .* 3 packed rows") as caught:
         PackedCollator(strict_capacity=False).plan(lengths_of([5, 5]), Layout(micro_batch_tokens=8, dp=3))
     check_says_what_to_do(caught.value)
 
