@@ -105,12 +105,14 @@ BY_DAY = [
     ("reference_with_adapters", {"reference_by_adapters"}, "where the base model gives", "dp1"),
     ("weights_of_the_base", {"adapters"}, "at the start than the base with its adapters merged", "dp1"),
     ("one_step_count_for_all_sets", {"adapter_sets"}, "is another one at the end than it is alone", "dp1"),
+    ("model_of_the_class", {"second_model"}, "of the first model, the objective of step 2", "dp1"),
     ("adapters_undeclared", {"undeclared_adapters"}, "trains adapters although it does not declare 'lora'", "dp1"),
     ("eight_micro_batches", {"many_micro_batches"}, "where a rank has 11 micro-batches", "dp1"),
     ("mask_on_the_cpu", {"one_device"}, "mixes devices", "dp1"),
     ("looks_at_every_score", {"host_waits"}, "waits for the device in every micro-batch of forward_backward", "dp1"),
 ]
 BY_NIGHT = [
+    ("clears_gradients_of_all", {"second_model"}, "of the first model, the gradient norm of step 1", "dp2"),
     ("one_random_state_for_all_sets", {"adapter_sets"}, "the objective of a call of step", "dp2"),
     ("clips_every_call", {"clipping"}, "and a small one its own", "dp1"),
     ("clips_every_score", {"clipping"}, "and a small one its own", "dp1"),
@@ -163,6 +165,7 @@ ALSO = {
     "dropped_rank": {"adapters", "many_micro_batches"},
     "all_outputs_of_rank_0": {"dropout"},
     "mask_on_the_cpu": {"logprobs_at"},
+    "model_of_the_class": {"adapter_sets", "divergence"},
 }
 """Promises that a fault breaks beside those by which it is known: theirs are sums of more, or start from what is wrong."""
 

@@ -195,3 +195,35 @@ one_step_count_for_all_sets = Wrong(overriding(adapter_set=_shares_its_count, op
 
 
 one_random_state_for_all_sets = Wrong(overriding(adapter_set=_draws_of_the_process))
+
+
+_SET_UP: list[Any] = []
+"""The products of this process that are set up, in order: what a class attribute would remember."""
+
+
+def _remembered(self: Any, original: Any, *arguments: Any) -> None:
+    original(*arguments)
+    _SET_UP.append(self)
+
+
+def _forgotten(self: Any, original: Any) -> None:
+    original()
+    _SET_UP[:] = [each for each in _SET_UP if each is not self]
+
+
+def _on_the_latest(self: Any, _original: Any, *arguments: Any) -> Any:
+    latest = _SET_UP[-1]
+    return super(type(latest), latest).forward_backward(*arguments)
+
+
+def _begins_without_gradients(self: Any, original: Any, *arguments: Any) -> None:
+    for other in _SET_UP:
+        for parameter in other._parameters().values():
+            parameter.grad = None
+    _remembered(self, original, *arguments)
+
+
+model_of_the_class = Wrong(overriding(setup=_remembered, close=_forgotten, forward_backward=_on_the_latest))
+
+
+clears_gradients_of_all = Wrong(overriding(setup=_begins_without_gradients, close=_forgotten))

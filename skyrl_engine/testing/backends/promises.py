@@ -8,6 +8,7 @@ from skyrl_engine.testing.backends.device_promises import DEVICE_PROMISES
 from skyrl_engine.testing.backends.gradient_promises import GRADIENT_PROMISES
 from skyrl_engine.testing.backends.lora_promises import LORA_PROMISES
 from skyrl_engine.testing.backends.score_promises import SCORE_PROMISES
+from skyrl_engine.testing.backends.second_model_promises import SECOND_MODEL_PROMISES
 from skyrl_engine.testing.backends.state_promises import STATE_PROMISES
 from skyrl_engine.testing.backends.step_promises import STEP_PROMISES
 from skyrl_engine.testing.backends.vision_promises import VISION_PROMISES
@@ -23,6 +24,7 @@ BACKEND_PROMISES: tuple[Promise[Any, Any], ...] = (
     *VISION_PROMISES,
     *LORA_PROMISES,
     *ADAPTER_SET_PROMISES,
+    *SECOND_MODEL_PROMISES,
     *DEVICE_PROMISES,
     config_round_trip,
     light_import,

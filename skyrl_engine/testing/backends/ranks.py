@@ -117,8 +117,8 @@ class HeldBackend:
         self._backend: Backend | None = None
         self._shown: Mapping[str, Any] | None = None
         self._teacher: Any = None
-        self._adapter_sets: dict[int, HeldBackend] = {}
-        environment = RankEnvironment(rank, size, opening.device, opening.seed, opening.packed_rows)
+        self._beside: dict[int, HeldBackend] = {}
+        environment = self.environment = RankEnvironment(rank, size, opening.device, opening.seed, opening.packed_rows)
         try:
             plugin = SelectedPlugin.from_lock(opening.lock)
             self._backend = plugin.make(CONTEXT)
@@ -138,12 +138,12 @@ class HeldBackend:
     def coords(self) -> RankCoords:
         return self.backend.coords
 
-    def with_adapter_set(self, number: int, method: str, *arguments: Any) -> Any:
-        """Do with a further set of adapters what `method` does; `open` sets it up, and `close` frees it."""
+    def with_one_beside(self, kind: str, number: int, method: str, *arguments: Any) -> Any:
+        """Do with a further product on this rank what `method` does; `open` sets it up, and `close` frees it."""
         if method == "open":
-            self._adapter_sets[number] = HeldAdapterSet(self.backend, *arguments)
+            self._beside[number] = {"adapter set": HeldAdapterSet, "second model": HeldSecondModel}[kind](self, *arguments)
             return None
-        held = self._adapter_sets.pop(number) if method == "close" else self._adapter_sets[number]
+        held = self._beside.pop(number) if method == "close" else self._beside[number]
         return getattr(held, method)(*arguments)
 
     def elsewhere(self, passes: Sequence[tuple[str, PassOrder]]) -> list[Waits]:
@@ -259,8 +259,8 @@ class HeldBackend:
     def close(self) -> None:
         from skyrl_engine.workers.process_group import leave
 
-        while self._adapter_sets:
-            self._adapter_sets.popitem()[1].close()
+        while self._beside:
+            self._beside.popitem()[1].close()
         if self._teacher is not None:
             self._teacher.close()
             self._teacher = None
@@ -275,12 +275,22 @@ class HeldBackend:
 class HeldAdapterSet(HeldBackend):
     """A further set of adapters of one rank."""
 
-    def __init__(self, base: Backend, opening: Opening) -> None:
+    def __init__(self, first: HeldBackend, opening: Opening) -> None:
         assert opening.model.lora is not None, "a set of adapters without adapters"
         assert opening.optimizer is not None, "a set of adapters that does not learn"
         self._owns_group, self._teacher, self._shown = False, None, None
-        self._adapter_sets, self._coords = {}, base.coords
-        self._backend = cast("HasAdapterSets", base).adapter_set(opening.model.lora, opening.optimizer, opening.seed)
+        self._beside, self._coords = {}, first.coords()
+        self._backend = cast("HasAdapterSets", first.backend).adapter_set(opening.model.lora, opening.optimizer, opening.seed)
+
+
+class HeldSecondModel(HeldBackend):
+    """A further model of one rank, which does not learn."""
+
+    def __init__(self, first: HeldBackend, opening: Opening) -> None:
+        self._owns_group, self._teacher, self._shown = False, None, None
+        self._beside, self._coords = {}, first.coords()
+        self._backend = SelectedPlugin.from_lock(opening.lock).make(CONTEXT)
+        self._backend.setup(opening.model, None, first.environment)
 
 
 def on_rank(method: str, *arguments: Any) -> Answer:
@@ -314,16 +324,22 @@ class BackendRanks:
 
     def __init__(self, call: Callable[..., Sequence[Answer]], opening: Opening) -> None:
         self._call, self._opening = call, opening
-        self._adapter_sets = 0
+        self._beside = 0
         self.topology = opening.topology
         self._ask("open", opening)
 
     def adapter_set(self, lora: LoraConfig, seed: int) -> "BackendRanks":
         """Set up a further set of adapters on the same ranks; leaving its context frees it."""
-        number = self._adapter_sets
-        self._adapter_sets += 1
-        opening = evolve(self._opening, model=evolve(self._opening.model, lora=lora), seed=seed)
-        return BackendRanks(lambda *call: self._call("with_adapter_set", number, *call), opening)
+        return self._with("adapter set", evolve(self._opening, model=evolve(self._opening.model, lora=lora), seed=seed))
+
+    def second_model(self, path: str) -> "BackendRanks":
+        """Set up a further product of the plugin on the same ranks, which does not learn; leaving its context frees it."""
+        return self._with("second model", evolve(self._opening, model=ModelConfig(path), optimizer=None))
+
+    def _with(self, kind: str, opening: Opening) -> "BackendRanks":
+        number = self._beside
+        self._beside += 1
+        return BackendRanks(lambda *call: self._call("with_one_beside", kind, number, *call), opening)
 
     def coords(self) -> list[RankCoords]:
         return self._ask("coords")
