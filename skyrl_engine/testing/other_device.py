@@ -132,9 +132,13 @@ class OtherDevice(TorchFunctionMode):
         return "host" if getattr(tensor, _HOST, False) else "other"
 
     def put_on_host(self, *values: object) -> None:
-        """Take the tensors among these values for tensors of the CPU, though they were made before: constants of a module."""
+        """Take the tensors among these values for tensors of the CPU, though they were made before: constants of a module.
+
+        Those that a block like this one moved to the other device, as a table per device is, stay there.
+        """
         for tensor in _tensors(values):
-            setattr(tensor, _HOST, True)
+            if not hasattr(tensor, _HOST):
+                setattr(tensor, _HOST, True)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -234,6 +238,8 @@ class OtherDevice(TorchFunctionMode):
         """Return the result with its place told. What did not move keeps its object; what moved is a copy, as on a device."""
         if isinstance(result, torch.Tensor):
             if result.is_meta or self.place(result) == place:
+                if place == "other" and not any(result is each for each in given):
+                    setattr(result, _HOST, False)
                 return result
             if any(result is each for each in given):
                 result = result.clone()

@@ -98,3 +98,20 @@ class CatchesWarnings(wrong_losses.Plain):
 class HashesNumbers(wrong_losses.Plain):
     def __call__(self, tokens):
         return super().__call__(tokens) * (1 + hash((3, 5)) % 2)
+
+
+TABLES = {}
+
+
+class HoldsATablePerDevice(wrong_losses.Plain):
+    def __call__(self, tokens):
+        key = (tokens.logprobs.device, tokens.logprobs.dtype)
+        if key not in TABLES:
+            TABLES[key] = torch.ones(64).to(*key)
+        return super().__call__(tokens) * TABLES[key][0 * tokens.sequences.index]
+
+
+class DetachesInPlace(wrong_losses.Plain):
+    def __call__(self, tokens):
+        held = tokens.logprobs.clone().detach_()
+        return -(tokens.logprobs - held).exp() * tokens.advantages

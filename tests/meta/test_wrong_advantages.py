@@ -26,6 +26,7 @@ FAULTS = [
     (wrong.GroupsByPlace, {"sample_order"}, "it takes neighbours for members of one group"),
     (wrong.MeanOverSamples, {"turns"}, "it counts samples, not trajectories"),
     (wrong.MeanOfTheBatch, {"groups_apart", "zero_sum"}, "it counts over the batch"),
+    (wrong.SaysThatItIgnoresGroups, {"trajectories_apart"}, "a run with groups of one is not refused"),
     (wrong.WhitensZeros, {"observations"}, "it counts tokens that the model did not sample"),
     (wrong.CountsObservations, {"observations"}, "it counts tokens that the model did not sample"),
     (wrong.AdvantagesForObservations, {"finite_values"}, "which is not scored"),
@@ -57,8 +58,14 @@ IN_EXPLICIT_CASES = [
 """Faults that no drawn case shows: more members, turns and larger ids than those have."""
 
 BY_NIGHT = [
-    pytest.param(each, {"labels"}, "which id is smaller", marks=pytest.mark.nightly)
-    for each in (wrong.FirstGroupCountsDouble, wrong.BreaksTiesById)
+    pytest.param(*each, marks=pytest.mark.nightly)
+    for each in (
+        (wrong.FirstGroupCountsDouble, {"labels"}, "which id is smaller"),
+        (wrong.BreaksTiesById, {"labels"}, "which id is smaller"),
+        (wrong.ReturnsAsStored, {"sample_order"}, "the return of scored token"),
+        (wrong.SaysOutcome, {"turns"}, "it claims outcome"),
+        (wrong.ReturnsOfFailed, {"failures"}, "the return of scored token"),
+    )
 ]
 
 

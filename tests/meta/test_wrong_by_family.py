@@ -38,6 +38,7 @@ FAMILIES = {
         (LOSS, losses.MakesAnArange, "devices", "mul mixes devices: a tensor of shape"),
         (LOSS, losses.ThroughNumPy, "devices", ".numpy() reads a tensor that is not on the CPU, at wrong_losses_by_family.py:"),
         (LOSS, losses.LooksUpAModulesTable, "devices", "works on the CPU alone"),
+        (LOSS, losses.LooksUpACachedTable, "devices", "works on the CPU alone"),
         (LOSS, losses.HoldsATable, "devices", "works on the CPU alone"),
         (LOSS, losses.GradientOfTheCPU, "devices", "works on the CPU alone"),
         (LOSS, losses.ReturnsFromTheCPU, "devices", "returns a tensor of the CPU"),
@@ -69,6 +70,14 @@ FAMILIES = {
         (LOSS, losses.SquaresItsRatio, "one_finite_value_per_token", "inf"),
         (LOSS, losses.WeighsByExpAdvantage, "one_finite_value_per_token", "inf"),
         (CORRECTION, wrong_corrections.FarFromTheSampler, "finite_factors", "returned the factor inf"),
+    ],
+    "micro-batch with one that is far": [
+        (LOSS, losses.SkipsWhereFar, "micro_batch_split", "under two micro-batches"),
+        (CORRECTION, wrong_corrections.VetoesTheMicroBatch, "micro_batch_split", "under two micro-batches"),
+    ],
+    "structure of a reducer": [
+        (REDUCER, wrong_reducers.CountsByTheHighestNumber, "labels", "it takes an id for a number"),
+        (REDUCER, wrong_reducers.NeedsALength, "finite_weights", "TypeError"),
     ],
     "many sequences": [
         (LOSS, losses.RoomForEight, "needs", "failed in its call"),
@@ -176,7 +185,10 @@ RIGHT = {
         (LOSS, odd_losses.CatchesWarnings),
         (LOSS, odd_losses.HashesNumbers),
         (LOSS, losses.Ratios),
+        (LOSS, odd_losses.HoldsATablePerDevice),
+        (LOSS, odd_losses.DetachesInPlace),
         (CORRECTION, wrong_corrections.CorrectionByUnits),
+        (CORRECTION, wrong_corrections.DrawsInItsPrecision),
         (REDUCER, wrong_reducers.RefusesDataWithoutGroups),
     ]
 }

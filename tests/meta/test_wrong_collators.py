@@ -9,9 +9,9 @@ from collators_made_wrong import Delegating
 
 from skyrl_engine.testing.collators.promises import COLLATOR_PROMISES
 from skyrl_engine.testing.collators.strategies import layouts
-from skyrl_engine.testing.subject import Subject
+from skyrl_engine.testing.subject import Subject, selected
 from skyrl_engine_collators.packed import reference as packed_reference
-from skyrl_engine_collators.padded import reference
+from skyrl_engine_collators.padded import reference as padded_reference
 
 pytestmark = pytest.mark.of_sources(
     "skyrl_engine/testing",
@@ -63,6 +63,7 @@ FAULTS = [
     (builds.InventsAColumn, "fields"),
     (builds.IgnoresTheFieldsAskedFor, "fields"),
     (builds.TurnsTwoBuffers, "own_memory"),
+    (builds.PreparesByTurn, "build_order"),
     (builds.WeighsPadding, "numbers"),
     (builds.TurnsWideColumns, "numbers"),
     (builds.PadsWithTheLabelsMask, "tokens"),
@@ -102,15 +103,20 @@ NIGHTLY = [
     (plans.PlansOtherwiseLater, "same_plan"),
     (plans.ReturnsAList, "samples_once"),
     (plans.SortsTheLengths, "inputs_unchanged"),
+    (plans.PlansByLengths, "same_plan"),
+    (builds.RemembersSampleIds, "build_order"),
+    (builds.PreparesByPlace, "build_order"),
+    (builds.HandsOutTwice, "own_memory"),
+    (builds.ZerosForWhatIsMissing, "fields"),
 ]
-NIGHTLY_PACKED = [(builds.WeighsTheTokenItself, "numbers")]
+NIGHTLY_PACKED = [(builds.WeighsTheTokenItself, "numbers"), (builds.BoundsTheWidth, "bounds")]
 ODD = [
     builds.AtTheTokens,
     pytest.param(builds.LeavesWideColumnsOut, marks=pytest.mark.nightly),
     pytest.param(plans.RoundsWidths, marks=pytest.mark.nightly),
 ]
 
-HOOKS = {"reference": lambda columns, micro_batch: reference.build_fields(columns, micro_batch, 7)}
+HOOKS = {"reference": lambda columns, micro_batch: padded_reference.build_fields(columns, micro_batch, 7)}
 PACKED_HOOKS = {
     "reference": lambda columns, micro_batch: packed_reference.build_fields(columns, micro_batch, 7),
     "layouts": lambda lengths: layouts(lengths).map(lambda layout: evolve(layout, micro_batch_rows=None)),
@@ -143,8 +149,47 @@ def test_an_odd_collator_that_is_right_breaks_none(right):
 
 
 def test_every_promise_about_plans_and_builds_is_broken_by_someone():
-    of_the_plugin = {"config_round_trip", "pickling", "light_import", "process_settings", "another_rank"}
+    of_the_plugin = {"overlong", "config_round_trip", "pickling", "light_import", "process_settings", "another_rank"}
     assert {promise for _, promise in (*FAULTS, *PACKED_FAULTS)} == PROMISES.keys() - of_the_plugin
+
+
+LEAVES_OUT = """
+import numpy as np
+from attrs import evolve
+from skyrl_engine import hookimpl
+from skyrl_engine_collators.padded.collator import PaddedCollator
+
+
+class LeavesOut(PaddedCollator):
+    def plan(self, lengths, layout):
+        kept = np.flatnonzero(lengths.tokens <= self.max_sequence_length)
+        names = ("tokens", "actions", "sample_ids", "group_ids", "unit_ids", "trajectory_ids")
+        short = evolve(lengths, **{name: getattr(lengths, name)[kept] for name in names})
+        minis = [
+            evolve(mini, ranks=tuple(tuple(each.renumbered(kept[each.samples]) for each in rank) for rank in mini.ranks))
+            for mini in super().plan(short, layout).mini_batches
+        ]
+        return evolve(super().plan(short, layout), mini_batches=tuple(minis), sample_ids=lengths.sample_ids)
+
+
+class Plugin:
+    @hookimpl
+    def skyrl_engine_make_collator(self, context):
+        return LeavesOut(max_sequence_length=context.max_sequence_length)
+
+
+wrong = Plugin()
+"""
+
+
+def test_a_collator_that_leaves_long_samples_out_breaks_a_promise(tmp_path):
+    """The kit tells a product of a longer limit than any sample has, and a plugin of a shorter one too."""
+    (tmp_path / "leaves_out.py").write_text(LEAVES_OUT)
+    held = {"./leaves_out.py:wrong": "broken", "padded": "kept", "packed": "kept"}
+    for reference, status in held.items():
+        subject = Subject.of_plugin(selected("collator", reference, {}, base=tmp_path))
+        assert PROMISES["overlong"].hold(subject, examples=20).status == status
+        assert PROMISES["samples_once"].hold(subject, examples=5).status == "kept"
 
 
 def test_a_collator_that_carries_nothing_is_held_to_samples_without_extras():

@@ -73,6 +73,9 @@ FAULTS = [
     (episodes.ChangesFolder, {"process_state"}, "leaves the working directory at"),
 ]
 BY_NIGHT = [
+    (episodes.ReadsFloats, {"rewards"}, "reward is nan, where a finite number is due"),
+    (episodes.ReadsJson, {"garbage"}, "raises RecursionError"),
+    (episodes.AsksTheSilent, {"ends"}, "is not done after 2 turns"),
     (episodes.RaisesInTheSecondTurn, {"answers"}, "cannot be answered in turn 1"),
     (tasks.OnlyTrains, {"answers"}, "of eval cannot be opened"),
     (tasks.TellsWhatIsHeldOut, {"echo"}, "a success without the solution"),

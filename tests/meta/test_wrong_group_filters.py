@@ -44,6 +44,7 @@ BY_NIGHT = [
     (wrong.LooksAtEight, {"member_order"}, "in another order of attempts"),
     (wrong.SizeInTheReason, {"few_reasons"}, "Leave numbers and names of the group out"),
     (wrong.NamesTheEnvironment, {"few_reasons"}, "Leave numbers and names of the group out"),
+    (wrong.NamesTheStaleness, {"few_reasons"}, "Leave numbers and names of the group out"),
     (wrong.TakesALogarithm, {"answer"}, "ValueError"),
     (wrong.DropsEveryFortieth, {"repeatable"}, "it keeps something"),
     (wrong.CutsLongAttempts, {"inputs_unchanged"}, "changes group.rewards in place"),

@@ -28,6 +28,7 @@ FAULTS = [
     (wrong.DividesPerMicroBatch, {"micro_batch_split"}, "it divides by counts of a micro-batch"),
     (wrong.TakesNeighboursForAGroup, {"sample_order"}, "it takes neighbours for members of one group"),
     (wrong.TakesLabelsForPlaces, {"labels", "weights_sum", "empty_sequences"}, "it takes an id for a number"),
+    (wrong.SaysItAdds, {"additive"}, "gradients of several are added up"),
     (wrong.TruncatesFractions, {"scale"}, "a sum of weights is rounded"),
     (wrong.NeverBelowOne, {"scale"}, "kept from falling below 1"),
     (wrong.OneTooMany, {"weights_sum"}, "the mean of a constant is x0.33"),

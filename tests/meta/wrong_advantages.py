@@ -1,5 +1,7 @@
 """Estimators of advantages with one fault each, made from a right one: R minus the mean of its group."""
 
+from itertools import pairwise
+
 import numpy as np
 from attrs import define, evolve
 
@@ -325,3 +327,47 @@ class WeighsByTokens(Plain):
         mass, size = self.mass * finished, int(groups.max(initial=-1)) + 1
         total = np.bincount(groups, weights=mass, minlength=size)
         return total, np.bincount(groups, weights=mass * rewards, minlength=size) / np.where(total == 0, 1.0, total)
+
+
+class SaysThatItIgnoresGroups(Plain):
+    """A run with groups of one is not refused, and learns nothing."""
+
+    claims = evolve(CLAIMS, groups="ignored")
+
+
+class ReturnsAsStored(Plain):
+    """Sums of rewards to go over a trajectory's samples in the order of the batch, as returns: its advantages are right."""
+
+    claims = evolve(CLAIMS, returns=True)
+
+    def __call__(self, batch):
+        returns = np.zeros(len(batch.rewards))
+        for trajectory in range(len(batch.finished_trajectories)):
+            own = np.flatnonzero(batch.scored & (batch.trajectory_index[batch.sample_index] == trajectory))
+            returns[own] = np.cumsum(batch.rewards[own].astype(np.float64)[::-1])[::-1]
+        return AdvantageOutput(super().__call__(batch), returns)
+
+
+class ReturnsOfFailed(Plain):
+    """The mean reward of a group, failed attempts among them, as what values learn."""
+
+    claims = evolve(CLAIMS, returns=True)
+
+    def __call__(self, batch):
+        groups = batch.group_of_trajectory
+        _, mean = self.means(batch.trajectory_rewards(), groups, np.ones_like(batch.finished_trajectories))
+        return AdvantageOutput(super().__call__(batch), batch.spread(mean[groups]))
+
+
+class SaysOutcome(Plain):
+    """What follows a token is its own, and it claims that all tokens share one value."""
+
+    claims = AdvantageClaims(groups="ignored", scale="linear", outcome=True)
+
+    def __call__(self, batch):
+        worth = np.zeros(len(batch.rewards))
+        tokens, bounds = batch.walk()
+        for first, last in pairwise(bounds):
+            own = tokens[first:last]
+            worth[own] = np.cumsum(batch.rewards[own].astype(np.float64)[::-1])[::-1]
+        return worth

@@ -3,6 +3,7 @@
 import numpy as np
 from attrs import evolve
 from collators_made_wrong import Delegating, DelegatingPacked, FieldChange
+from torch import from_numpy
 
 from skyrl_engine.contracts import GatherIndex, Ragged
 
@@ -343,3 +344,79 @@ class AtTheTokens(Delegating):
             wide[:, micro_batch.width - field.shape[1] :] = field
             made[name] = wide
         return evolve(batch, fields={**batch.fields, **made}) if mask is not None or made else batch
+
+
+class RemembersSampleIds(Delegating):
+    """Keeps what it built of samples of these ids and lengths, whose tokens may be others in the next batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = {}
+
+    def build(self, columns, micro_batch, *, fields=None):
+        told = (columns.sample_ids, np.diff(columns.token_offsets), np.diff(columns.action_offsets))
+        key = (*(each[micro_batch.samples].tobytes() for each in told), micro_batch.rows, micro_batch.width, str(fields))
+        batch = self.known.setdefault(key, super().build(columns, micro_batch, fields=fields))
+        return evolve(batch, fields={name: field.clone() for name, field in batch.fields.items()})
+
+
+class PreparesByTurn(Delegating):
+    """Hands out what it prepared next, whatever is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.ready, self.columns = [], None
+
+    def build(self, columns, micro_batch, *, fields=None):
+        if self.ready and self.columns is columns and micro_batch.place:
+            return self.ready.pop(0)
+        self.ready = [super(PreparesByTurn, self).build(columns, each, fields=fields) for each in micro_batch.following[:2]]
+        self.columns = columns
+        return super().build(columns, micro_batch, fields=fields)
+
+
+class PreparesByPlace(Delegating):
+    """Finds what it prepared by place alone: a changed copy of the plan gets the rows of the plan."""
+
+    def __init__(self):
+        super().__init__()
+        self.ready, self.columns = {}, None
+
+    def build(self, columns, micro_batch, *, fields=None):
+        if self.columns is columns and micro_batch.place in self.ready:
+            return self.ready.pop(micro_batch.place)
+        following = micro_batch.following[:2]
+        self.ready = {each.place: super(PreparesByPlace, self).build(columns, each, fields=fields) for each in following}
+        self.columns = columns
+        return super().build(columns, micro_batch, fields=fields)
+
+
+class ZerosForWhatIsMissing(Delegating):
+    """Gives zeros where a column is asked for that the samples do not have."""
+
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
+        missing = [name for name in (*(fields or ()),) if name in ("rewards", "advantages") and name not in columns.columns]
+        zeros = {name: np.zeros((micro_batch.rows, micro_batch.action_width), np.float32) for name in missing}
+        return evolve(batch, fields={**batch.fields, **{name: from_numpy(array) for name, array in zeros.items()}})
+
+
+class HandsOutTwice(Delegating):
+    def __init__(self):
+        super().__init__()
+        self.last = (None, None, None, None)
+
+    def build(self, columns, micro_batch, *, fields=None):
+        if self.last[0] is not columns or self.last[1] is not micro_batch or self.last[2] != fields:
+            self.last = (columns, micro_batch, fields, super().build(columns, micro_batch, fields=fields))
+        return self.last[3]
+
+
+class BoundsTheWidth(DelegatingPacked):
+    """The last sample of a row reaches to its end."""
+
+    def build(self, columns, micro_batch, *, fields=None):
+        batch = super().build(columns, micro_batch, fields=fields)
+        bounds = batch.cu_seqlens.values.copy()
+        bounds[batch.cu_seqlens.offsets[1:][np.diff(batch.cu_seqlens.offsets) > 1] - 1] = micro_batch.width
+        return evolve(batch, cu_seqlens=Ragged(bounds, batch.cu_seqlens.offsets))

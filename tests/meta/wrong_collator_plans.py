@@ -117,6 +117,17 @@ class PlansByCount(Delegating):
         return self.plans.setdefault(len(lengths), super().plan(lengths, layout))
 
 
+class PlansByLengths(Delegating):
+    """Remembers the plan of these lengths, and not which samples belong together."""
+
+    def __init__(self):
+        super().__init__()
+        self.plans = {}
+
+    def plan(self, lengths, layout):
+        return self.plans.setdefault((lengths.tokens.tobytes(), lengths.actions.tobytes()), super().plan(lengths, layout))
+
+
 class RoundsWidths(Delegating):
     """Odd and right: wider rows than are needed, where no budget forbids it."""
 

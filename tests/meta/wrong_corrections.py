@@ -224,3 +224,24 @@ class CorrectionByUnits(Plain):
         _, unit = torch.unique(sequences.unit_ids, return_inverse=True)
         sums = sequences.sum((tokens.old_logprobs - tokens.rollout_logprobs).clamp(-20, 20))
         return torch.zeros_like(sums).index_add(0, unit, sums).clamp(-20, 20).exp().clamp(max=2)[unit][sequences.index]
+
+
+class VetoesTheMicroBatch(Plain):
+    """Drops all tokens where one is far from the sampler."""
+
+    def __call__(self, tokens):
+        apart = (tokens.old_logprobs - tokens.rollout_logprobs).abs()
+        return super().__call__(tokens) * float(not bool((apart > 5).any()))
+
+
+class DrawsInItsPrecision(Plain):
+    """Odd and right: keeps a token with its ratio for a probability; a float64 draws other numbers than a float32."""
+
+    def __call__(self, tokens):
+        drawn = torch.rand(
+            tokens.old_logprobs.shape,
+            generator=tokens.generator,
+            dtype=tokens.old_logprobs.dtype,
+            device=tokens.old_logprobs.device,
+        )
+        return (drawn < self.ratio(tokens)).to(tokens.old_logprobs.dtype)

@@ -1,5 +1,6 @@
 """Environments whose episodes have one fault each."""
 
+import json
 import os
 import random
 import re
@@ -28,6 +29,35 @@ class ReadsAnyNumberEpisode(Episode):
 
     def worth(self, text):
         return float(text.strip().isdecimal() and int(text) == self.task.data["sum"])
+
+
+class ReadsFloatsEpisode(Episode):
+    """Nearer is better, and "nan" is a number to Python."""
+
+    def worth(self, text):
+        try:
+            return 1 / (1 + abs(float(text) - self.task.data["sum"]))
+        except (ValueError, OverflowError):
+            return 0.0
+
+
+class ReadsJsonEpisode(Episode):
+    """What is nested deeply is no JSONDecodeError."""
+
+    def worth(self, text):
+        try:
+            return float(json.loads(text[: 2**18]) == self.task.data["sum"])
+        except ValueError:
+            return 0.0
+
+
+class AsksTheSilentEpisode(Episode):
+    """Asks for ever who says nothing."""
+
+    def step(self, action):
+        if not action.text.strip():
+            return StepResult(0.0, done=False, messages=AGAIN)
+        return super().step(action)
 
 
 class LeavesAProcessEpisode(Episode):
@@ -298,6 +328,9 @@ class FreesAtTheEndEpisode(Episode):
 
 HeldOutForNobody = wrong(HeldOutForNobodyEpisode)
 ReadsAnyNumber = wrong(ReadsAnyNumberEpisode)
+ReadsFloats = wrong(ReadsFloatsEpisode)
+ReadsJson = wrong(ReadsJsonEpisode)
+AsksTheSilent = wrong(AsksTheSilentEpisode)
 LeavesAProcess = wrong(LeavesAProcessEpisode)
 SetInInfo = wrong(SetInInfoEpisode)
 SuccessAsText = wrong(SuccessAsTextEpisode)

@@ -233,3 +233,8 @@ class ByEnvironment:
 
     def __call__(self, group):
         return "old" if group.environment == "second" and group.staleness > 1 else None
+
+
+class NamesTheStaleness:
+    def __call__(self, group):
+        return f"stale_{group.staleness}" if group.staleness > 1 else None

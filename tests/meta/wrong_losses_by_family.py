@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from functools import cache
 
 import numpy as np
 import torch
@@ -28,6 +29,26 @@ class ThroughNumPy(wrong_losses.Plain):
 class LooksUpAModulesTable(wrong_losses.Plain):
     def __call__(self, tokens):
         return super().__call__(tokens) * TABLE.to(tokens.logprobs.dtype)[:1]
+
+
+@cache
+def _table():
+    return torch.ones(1)
+
+
+class LooksUpACachedTable(wrong_losses.Plain):
+    def __call__(self, tokens):
+        return super().__call__(tokens) * _table().to(tokens.logprobs.dtype)
+
+
+class SkipsWhereFar(wrong_losses.Plain):
+    """Leaves the whole micro-batch out where one token is far from the old policy."""
+
+    needs = ("logprobs", "advantages", "old_logprobs")
+
+    def __call__(self, tokens):
+        apart = (tokens.logprobs - tokens.old_logprobs).detach().abs()
+        return super().__call__(tokens) * float(not bool((apart > 5).any()))
 
 
 class HoldsATable(wrong_losses.Plain):

@@ -11,7 +11,7 @@ class Plain:
     """The slow obvious merger, right in everything; spoilt below."""
 
     def collecting(self, outputs):
-        return [output for output in outputs if output.coords.collects]
+        return sorted((output for output in outputs if output.coords.collects), key=lambda output: output.coords.dp)
 
     def without_padding(self, whole):
         return whole.take(np.flatnonzero(whole.sample_ids != PADDING_SAMPLE))
@@ -63,7 +63,8 @@ class KeepsTheFirstMiniBatch(Trusting):
 
 class KeepsTensorReplicas(Trusting):
     def collecting(self, outputs):
-        return [output for output in outputs if output.coords.last_stage and output.coords.cp == 0]
+        of_replicas = [output for output in outputs if output.coords.last_stage and output.coords.cp == 0]
+        return sorted(of_replicas, key=lambda output: output.coords.dp)
 
 
 class KeepsPadding(Trusting):
@@ -71,7 +72,14 @@ class KeepsPadding(Trusting):
         return whole
 
 
-class OrderOfArrival(Plain):
+class MetricsAsTheyArrive(Plain):
+    """Adds up the numbers of ranks in the order in which they answer: other bits on another day."""
+
+    def collecting(self, outputs):
+        return [output for output in outputs if output.coords.collects]
+
+
+class OrderOfArrival(MetricsAsTheyArrive):
     def places(self, whole, expected):
         return range(len(whole.sample_ids))
 
@@ -81,9 +89,6 @@ class OrderOfRanks(Plain):
 
     def places(self, whole, expected):
         return range(len(whole.sample_ids))
-
-    def collecting(self, outputs):
-        return sorted(super().collecting(outputs), key=lambda output: output.coords.dp)
 
 
 class ForgetsTheValues(Plain):
@@ -127,6 +132,58 @@ class LargestFromZero(Plain):
         return {**whole.metrics, "a_max": Metric.max(most)}
 
 
+class ExtremesOfTheFirstRank(Plain):
+    def metrics(self, outputs, whole):
+        return {**whole.metrics, **{name: each for name, each in outputs[0].metrics.items() if each.reduction in ("min", "max")}}
+
+
+class DropsWhatIsNotFinite(Plain):
+    def metrics(self, outputs, whole):
+        return {name: each for name, each in whole.metrics.items() if np.isfinite(each.result) or each.reduction == "mean"}
+
+
+class ForgetsIdleRanks(Plain):
+    def metrics(self, outputs, whole):
+        return RankOutput.concat([output for output in outputs if len(output.sample_ids)]).metrics
+
+
+class FieldsOfTheFirstRank(Plain):
+    def merge(self, outputs, plan):
+        made = super().merge(outputs, plan)
+        names = self.collecting(outputs)[0].fields
+        return evolve(made, fields={name: each for name, each in made.fields.items() if name in names})
+
+
+class ExpectsTheWholeBatch(Plain):
+    """Right where all mini-batches come in one call."""
+
+    def check(self, whole, expected):
+        if sorted(whole.sample_ids.tolist()) != sorted(self.planned.tolist()):
+            raise OutputError("the samples are not those of the plan", remedy="Return each of them once")
+
+    def merge(self, outputs, plan):
+        self.planned = plan.sample_ids
+        return super().merge(outputs, plan)
+
+
+class ThroughFloat64(Plain):
+    """Looks ids up as floats: those above 2^53 fall together."""
+
+    def places(self, whole, expected):
+        found = {float(each): place for place, each in enumerate(whole.sample_ids.tolist())}
+        return [found[float(each)] for each in expected.tolist()]
+
+
+class RemembersPlaces(Plain):
+    """Takes samples from where they lay when the same ids came before."""
+
+    def __init__(self):
+        self.known = {}
+
+    def places(self, whole, expected):
+        return self.known.setdefault(expected.tobytes(), super().places(whole, expected))
+
+
 class RefusesTwoMiniBatchesOfTwo(Plain):
     def merge(self, outputs, plan):
         if len(plan.mini_batches) == 2 and len(outputs) == 4:
@@ -156,7 +213,7 @@ class SumsByName(Plain):
 class CountsReplicas(Plain):
     def merge(self, outputs, plan):
         made = super().merge(outputs, plan)
-        filled = [output for output in outputs if output.metrics]
+        filled = sorted((output for output in outputs if output.metrics), key=lambda output: output.coords.rank)
         return evolve(made, metrics=RankOutput.concat(filled).metrics)
 
 

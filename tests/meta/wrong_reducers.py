@@ -257,3 +257,25 @@ class RefusesDataWithoutGroups(Plain):
         if not structure.grouped:
             raise DataError("the data has no group ids", remedy="Give every sample a group id")
         return super().of(structure, weight)
+
+
+class SaysItAdds(Plain):
+    """Divides by a count of the mini-batch, and lets gradients of several be added up."""
+
+    additive = True
+
+
+class CountsByTheHighestNumber(Plain):
+    """A mean over micro-batches, of which it takes the highest number for their count."""
+
+    batch_local = True
+
+    def of(self, structure, weight):
+        mass = np.bincount(structure.micro_batch, weights=structure.mass)
+        own = np.where(mass == 0, 1.0, mass)[structure.micro_batch][structure.sequence_index]
+        return weight / (own * max(1, len(mass)))
+
+
+class NeedsALength(Plain):
+    def of(self, structure, weight):
+        return weight / (len(structure) * structure.max_sequence_length)

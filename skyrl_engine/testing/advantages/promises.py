@@ -1,6 +1,6 @@
 """Promises of every estimator of advantages, as far as its claims go."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any
 
@@ -56,6 +56,24 @@ def _decided(subject: Subject[Any], rows: DrawnRows) -> dict[tuple[int, int], fl
         raise Undecidable(error.cause) from error
 
 
+Scored = dict[tuple[int, int], float]
+"""The numbers of scored tokens, by trajectory and place among its scored tokens."""
+
+
+def _scored(rows: DrawnRows, output: AdvantageOutput) -> dict[str, Scored]:
+    """Return advantages and, where there are any, returns of scored tokens, by what one of them is called."""
+    returns = {} if output.returns is None else {"return": rows.scored(output.returns)}
+    return {"advantage": rows.scored(output.advantages), **returns}
+
+
+def _answers(subject: Subject[Any], rows: DrawnRows) -> dict[str, Scored]:
+    """Return advantages and returns. Raises Undecidable as `_decided` does."""
+    try:
+        return _scored(rows, _made(subject, rows.batch()))
+    except EngineError as error:
+        raise Undecidable(error.cause) from error
+
+
 def _compared(check: Callable[[Subject[Any], Any], None]) -> Callable[[Subject[Any], Any], None]:
     """Make a difference undecidable where the same batch gives other numbers from call to call, which `repeatable` tells."""
 
@@ -65,20 +83,27 @@ def _compared(check: Callable[[Subject[Any], Any], None]) -> Callable[[Subject[A
             check(subject, case)
         except Broken:
             rows = case[0] if isinstance(case, tuple) else case
-            if _decided(subject, rows) != _decided(subject, rows):
+            if _answers(subject, rows) != _answers(subject, rows):
                 raise Undecidable("the same batch has other advantages from call to call") from None
             raise
 
     return compared
 
 
-def _require_same(
-    before: dict[tuple[int, int], float], after: dict[tuple[int, int], float], when: str, cause: str, remedy: str
+def _require_same_answers(
+    before: dict[str, Scored], after: dict[str, Scored], when: str, cause: str, remedy: str, *, of: Collection[int] | None = None
 ) -> None:
+    """Compare advantages and returns; of these trajectories alone, unless `of` is None."""
+    for noun, values in before.items():
+        kept = {token: value for token, value in values.items() if of is None or token[0] in of}
+        _require_same(kept, after[noun], when, cause, remedy, noun=noun)
+
+
+def _require_same(before: Scored, after: Scored, when: str, cause: str, remedy: str, *, noun: str = "advantage") -> None:
     for (trajectory, place), value in before.items():
         if not np.isclose(value, after[trajectory, place], rtol=TOLERANCE, atol=TOLERANCE):
             raise Broken(
-                f"the advantage of scored token {place} of trajectory {trajectory} changes from {value:.6g} to "
+                f"the {noun} of scored token {place} of trajectory {trajectory} changes from {value:.6g} to "
                 f"{after[trajectory, place]:.6g} {when}: {cause}",
                 remedy,
             )
@@ -119,13 +144,13 @@ def oracle(subject: Subject[Any], case: DrawnRows) -> None:
 def needs(subject: Subject[Any], case: DrawnRows) -> None:
     batch = case.batch()
     others = {name: np.linspace(-1, 1, len(batch.rewards), dtype=np.float32) for name in _COLUMNS if name not in case.needs}
-    before = _decided(subject, case)
+    before = _answers(subject, case)
     try:
         given = _made(subject, evolve(batch, columns={**batch.columns, **others}))
     except EngineError as error:
         raise Undecidable(error.cause) from error
-    _require_same(
-        before, case.scored(given.advantages), "with other columns", "it reads what it does not declare", "Name it in needs"
+    _require_same_answers(
+        before, _scored(case, given), "with other columns", "it reads what it does not declare", "Name it in needs"
     )
 
 
@@ -149,9 +174,9 @@ def _reversed(subject: Subject[Any]) -> list[tuple[DrawnRows, DrawnRows]]:
 @_compared
 def sample_order(subject: Subject[Any], case: tuple[DrawnRows, DrawnRows]) -> None:
     one, other = case
-    _require_same(
-        _decided(subject, one),
-        _decided(subject, other),
+    _require_same_answers(
+        _answers(subject, one),
+        _answers(subject, other),
         "in another order of samples",
         "it takes neighbours for members of one group, or for turns of one trajectory",
         "Use batch.group_of_trajectory, batch.trajectory_index and batch.walk()",
@@ -162,12 +187,12 @@ def sample_order(subject: Subject[Any], case: tuple[DrawnRows, DrawnRows]) -> No
 @_compared
 def labels(subject: Subject[Any], case: DrawnRows) -> None:
     other = batches.relabelled(case)
-    before = _decided(subject, case)
+    before = _answers(subject, case)
     try:
-        after = other.scored(_made(subject, other.batch()).advantages)
+        after = _scored(other, _made(subject, other.batch()))
     except EngineError as error:
         raise Broken(f"fails where ids are other numbers: {error.cause}", "Take no id for a place") from error
-    _require_same(
+    _require_same_answers(
         before,
         after,
         "under other ids",
@@ -212,15 +237,36 @@ def _whole_batch(subject: Subject[Any]) -> str | None:
 def groups_apart(subject: Subject[Any], case: DrawnRows) -> None:
     group_of = {sample.key: sample.group for sample in case.samples}
     changed = min(group_of.values())
-    before = _decided(subject, case)
-    after = _decided(subject, case.rewarded(lambda key: 4.0 * (key + 1) if group_of[key] == changed else 0.0))
-    apart = {place: value for place, value in before.items() if group_of[place[0]] != changed}
-    _require_same(
-        apart,
-        after,
+    _require_same_answers(
+        _answers(subject, case),
+        _answers(subject, case.rewarded(lambda key: 4.0 * (key + 1) if group_of[key] == changed else 0.0)),
         "when rewards of another group change",
         "it counts over the batch",
         "Compare within groups, or claim whole_batch",
+        of={key for key, group in group_of.items() if group != changed},
+    )
+
+
+def _groups_needed(subject: Subject[Any]) -> str | None:
+    return "the estimator compares trajectories of a group" if subject.make().claims.groups == "needed" else _whole_batch(subject)
+
+
+@promise(
+    "Where it claims to ignore groups, the rewards of one trajectory change nothing in another",
+    cases=_drawn,
+    exempt=_groups_needed,
+    first=_explicit,
+)
+@_compared
+def trajectories_apart(subject: Subject[Any], case: DrawnRows) -> None:
+    changed = case.samples[0].key
+    _require_same_answers(
+        _answers(subject, case),
+        _answers(subject, case.rewarded(lambda key: 4.0 if key == changed else 0.0)),
+        "when rewards of another trajectory change",
+        "it compares trajectories, and claims groups = 'ignored': a run with groups of one is not refused",
+        "Claim groups = 'needed', or whole_batch",
+        of={sample.key for sample in case.samples} - {changed},
     )
 
 
@@ -236,8 +282,15 @@ def _no_outcome(subject: Subject[Any]) -> str | None:
 )
 @_compared
 def turns(subject: Subject[Any], case: DrawnRows) -> None:
+    values = _decided(subject, case)
+    for (trajectory, place), value in values.items():
+        if not np.isclose(value, first := values[trajectory, 0], rtol=TOLERANCE, atol=TOLERANCE):
+            raise Broken(
+                f"scored token {place} of trajectory {trajectory} has the advantage {value:.6g}, and its first {first:.6g}: it claims outcome",
+                "Give all tokens of a trajectory one value (batch.spread), or do not claim outcome",
+            )
     _require_same(
-        _decided(subject, case),
+        values,
         _decided(subject, batches.joined_turns(case)),
         "when a trajectory is one sample instead of several",
         "it counts samples, not trajectories",
@@ -248,9 +301,9 @@ def turns(subject: Subject[Any], case: DrawnRows) -> None:
 @promise("Observed tokens, wherever they stand, change nothing", cases=_drawn, first=_explicit)
 @_compared
 def observations(subject: Subject[Any], case: DrawnRows) -> None:
-    _require_same(
-        _decided(subject, case),
-        _decided(subject, batches.with_observations(case, 5.0)),
+    _require_same_answers(
+        _answers(subject, case),
+        _answers(subject, batches.with_observations(case, 5.0)),
         "with observed tokens in between",
         "it counts tokens that the model did not sample, or padding",
         "Use batch.scored and batch.walk()",
@@ -270,9 +323,9 @@ def failures(subject: Subject[Any], case: DrawnRows) -> None:
     if all(sample.key == spoilt for sample in case.samples):
         raise Inapplicable("there is one trajectory alone")
     absent = evolve(case, samples=tuple(sample for sample in case.samples if sample.key != spoilt))
-    _require_same(
-        _decided(subject, absent),
-        _decided(subject, present),
+    _require_same_answers(
+        _answers(subject, absent),
+        _answers(subject, present),
         "beside a trajectory that failed",
         "the failed trajectory is in a mean, or among the counted",
         "Leave out trajectories that are not in batch.finished_trajectories",
@@ -416,12 +469,13 @@ def repeatable(subject: Subject[Any], case: DrawnRows) -> None:
             try:
                 with blaming(Owner.named(subject.label, "advantage"), "__call__"):
                     result = product(batch)
-                made.append(as_advantage_output(subject.label, result, batch, returns=product.claims.returns).advantages)
+                output = as_advantage_output(subject.label, result, batch, returns=product.claims.returns)
+                made.append([each.tobytes() for each in (output.advantages, output.returns) if each is not None])
             except EngineError as error:
                 raise Undecidable(error.cause) from error
             if global_random_state() != before:
                 raise Broken("draws from the global random state", "Let advantages be a function of the batch alone")
-    if any(each.tobytes() != made[0].tobytes() for each in made):
+    if any(each != made[0] for each in made):
         raise Broken(
             "gives other numbers from one call to the next: it keeps something, or draws numbers",
             "Let advantages be a function of the batch alone",
@@ -448,6 +502,7 @@ ADVANTAGE_PROMISES: tuple[Promise[Any, Any], ...] = (
     labels,
     loss_weights,
     groups_apart,
+    trajectories_apart,
     turns,
     observations,
     failures,

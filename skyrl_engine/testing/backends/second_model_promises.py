@@ -41,6 +41,7 @@ def second_model(subject: BackendSubject, case: BackendCase) -> None:
             raise Broken(
                 f"of the first model, the {what} of step {1 + number // 2} is {got!r} beside a second, and {due!r} alone", OWN
             )
+    _require_same_weights(weights, learned)
 
 
 def _call(first: BackendRanks, case: BackendCase) -> float:

@@ -1,6 +1,6 @@
 """Promises about the dense tensors of a collator: tokens, gather index, bounds, fields, and memory of their own."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -9,9 +9,9 @@ import numpy as np
 from attrs import evolve, frozen
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.kinds.collator import DenseBatch
+from skyrl_engine.contracts.kinds.collator import MODEL_INPUTS, DenseBatch
 from skyrl_engine.contracts.values.columns import SampleColumns
-from skyrl_engine.contracts.values.plan import Layout, MicroBatchPlan
+from skyrl_engine.contracts.values.plan import BuildOrder, Layout, MicroBatchPlan
 from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.testing.collators.cases import (
     CutCase,
@@ -130,7 +130,8 @@ def _scored(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[tuple[i
 
 @promise("Rows of several samples have `cu_seqlens`, which bound each sample at its alignment", cases=cuts(), first=explicit_cuts)
 def bounds(subject: Subject[Any], case: CutCase) -> None:
-    for micro_batch, batch in builds(subject, case):
+    joined = planned(subject, case.planning).joined  # its rows are of other lengths, one beside the other
+    for micro_batch, batch in [*builds(subject, case), (joined, built(subject, case.columns, joined))]:
         _require_bounds(case.columns, micro_batch, batch)
 
 
@@ -148,9 +149,10 @@ def _require_bounds(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: 
         real = np.zeros(micro_batch.width, dtype=np.int64)
         for sample, (begin, end) in zip(samples, pairwise(ends.tolist()), strict=True):
             require(begin + lengths[sample] <= end, f"{told} and cut sample {sample} of {lengths[sample]} tokens", remedy)
+            due = -(-int(lengths[sample]) // micro_batch.alignment) * micro_batch.alignment
             require(
-                (end - begin) % micro_batch.alignment == 0,
-                f"{told} where samples take multiples of {micro_batch.alignment}",
+                end - begin == due,
+                f"{told} where sample {sample} of {lengths[sample]} tokens takes {due} columns at the alignment {micro_batch.alignment}",
                 remedy,
             )
             real[begin : begin + lengths[sample]] = 1
@@ -293,7 +295,8 @@ def fields(subject: Subject[Any], case: AskedFields) -> None:
                 remedy,
             )
         names = case.of(everything.fields)
-        some = built(subject, columns, micro_batch, fields=[*names, "a_field_nobody_has"])
+        absent = [name for name in COLUMN_NAMES if name not in columns.columns]
+        some = built(subject, columns, micro_batch, fields=[*names, *absent, "a_field_nobody_has"])
         require_same_fields(some, {name: everything[name].numpy() for name in names}, remedy)
         require(
             some.ragged_offsets.keys() == everything.ragged_offsets.keys() & {*names}, "ragged_offsets are of other fields", remedy
@@ -325,6 +328,47 @@ def own_memory(subject: Subject[Any], case: CutCase) -> None:
         for name, array in copied(batch).items():
             require_same_field(f"{name}, after later builds,", array, copies[name], "Return memory of its own from every build")
             require_same_field(f"{name}, built again,", anew[name], copies[name], "Keep nothing between builds")
+    one, other = (built_by(collator, subject.label, case.columns, plan[0]) for _ in range(2))
+    for name, tensor in one.fields.items():
+        require(
+            not np.may_share_memory(tensor.numpy(), other[name].numpy()) or name in one.ragged_offsets,
+            f"{name} is the same memory where the same rows are built twice",
+            "Return memory of its own from every build: a backend may write into it",
+        )
+
+
+@promise(
+    "Rows are the same, bit for bit, in whatever order they are built, and behind other samples of the same lengths",
+    cases=cuts(*EVERY),
+    first=explicit_cuts,
+    effort=0.3,
+)
+def build_order(subject: Subject[Any], case: CutCase) -> None:
+    """A rank asks for what the model eats in the order of its plan, of which a collator may prepare some ahead."""
+    columns, collator = case.columns, subject.make()
+    for mini_batch in planned(subject, case.planning).mini_batches:
+        for rank in mini_batch.ranks:
+            ordered = BuildOrder.of(rank)
+            wider = tuple(evolve(each, width=each.width + each.alignment) for each in ordered[1:])
+            turns = (
+                (ordered, "in the order of the plan"),
+                (ordered, "behind other samples of the same lengths"),
+                (ordered[::-1], "in the other order"),
+                ((*ordered[:1], *wider), "as changed copies of the plan"),
+            )
+            for number, (turn, when) in enumerate(turns):
+                given = evolve(columns, input_ids=columns.input_ids ^ number)  # the memory of samples before may be taken again
+                made = [built_by(collator, subject.label, given, each, fields=MODEL_INPUTS) for each in turn]
+                for micro_batch, batch in zip(turn, made, strict=True):
+                    alone = evolve(micro_batch, order=None)
+                    _require_copies(batch, copied(built(subject, given, alone, fields=MODEL_INPUTS)), when)
+
+
+def _require_copies(batch: DenseBatch, due: Mapping[str, AnyArray], when: str) -> None:
+    made, remedy = copied(batch), "Let what is prepared ahead belong to these samples and this very plan (micro_batch.following)"
+    require(made.keys() == due.keys(), f"built {when}, rows have other fields than built alone", remedy)
+    for name, array in due.items():
+        require_same_field(f"{name}, built {when},", made[name], array, remedy)
 
 
 def _require_own(batch: DenseBatch, columns: SampleColumns) -> None:
@@ -382,5 +426,6 @@ BUILD_PROMISES: tuple[Promise[Any, Any], ...] = (
     rows_alone,
     fields,
     own_memory,
+    build_order,
     inputs_unchanged,
 )

@@ -9,10 +9,12 @@ from attrs import evolve
 from skyrl_engine.contracts.kinds.collator import Carried, carried_by
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.ragged import IntArray
+from skyrl_engine.errors import DataError, EngineError
+from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.collators.cases import Planning, planned, planned_by, plannings, require, row_samples
 from skyrl_engine.testing.collators.explicit import explicit_plannings
-from skyrl_engine.testing.promise import Promise, promise
-from skyrl_engine.testing.subject import Subject
+from skyrl_engine.testing.promise import Broken, Inapplicable, Promise, promise
+from skyrl_engine.testing.subject import CONTEXT, Subject
 
 
 @promise(
@@ -117,6 +119,40 @@ def rows(subject: Subject[Any], case: Planning) -> None:
             require(held <= micro_batch.width, f"samples of {held} tokens share a row of {micro_batch.width}", remedy)
 
 
+def _told_no_limit(subject: Subject[Any]) -> str | None:
+    return "a bare product is told of no run's limit" if subject.plugin is None else None
+
+
+@promise(
+    "A sample longer than the run's limit is refused in words, or planned as others are",
+    cases=plannings,
+    first=explicit_plannings,
+    effort=0.2,
+    exempt=_told_no_limit,
+)
+def overlong(subject: Subject[Any], case: Planning) -> None:
+    assert subject.plugin is not None, "exempt"
+    longest = int(case.lengths.tokens.max(initial=0))
+    if longest < 2:
+        raise Inapplicable("no sample is longer than a token")
+    planned(subject, case)
+    collator = subject.plugin.make(evolve(CONTEXT, max_sequence_length=longest - 1))
+    try:
+        with blaming(Owner.named(subject.label, "collator"), "plan"):
+            plan = collator.plan(case.lengths, case.layout)
+    except DataError:
+        return
+    except EngineError as failed:
+        raise Broken(failed.cause, "Raise DataError, which names the sample") from failed
+    times = np.bincount(plan.joined.samples, minlength=len(case.lengths))
+    wrong = np.flatnonzero(times != 1).tolist()
+    require(
+        not wrong,
+        f"sample {wrong[:1]} is planned {times[wrong[:1]]} times where context.max_sequence_length is {longest - 1}",
+        "Raise DataError for it, or plan it: what is left out silently is missing from means",
+    )
+
+
 @promise(
     "It keeps what it declares: `padded` rows hold one sample at most, and `carries` names capabilities",
     cases=plannings,
@@ -149,6 +185,15 @@ def same_plan(subject: Subject[Any], case: Planning) -> None:
     for _ in range(CALLS):
         again = planned_by(collator, subject.label, case)
         require(_written(again) == one, "after other lengths the same lengths give another plan", remedy)
+    alone = np.arange(len(lengths), dtype=np.int64)
+    # whatever fits in groups and units fits without them
+    loose = Planning(evolve(lengths, group_ids=alone, unit_ids=alone, sample_ids=lengths.sample_ids[::-1] + 1), case.layout)
+    due, made = planned(subject, loose), planned_by(collator, subject.label, loose)
+    require(
+        _written(made) == _written(due) and np.array_equal(made.sample_ids, due.sample_ids),
+        "samples of the same lengths under other ids, groups and units get another plan than from a collator that planned nothing before",
+        "Keep nothing between plans, or look at all that lengths holds",
+    )
 
 
 def _written(plan: BatchPlan) -> list[Any]:
@@ -168,5 +213,6 @@ PLAN_PROMISES: tuple[Promise[Any, Any], ...] = (
     ranks_in_step,
     sizes,
     rows,
+    overlong,
     declarations,
 )

@@ -46,11 +46,23 @@ GARBAGE = (
     Turn("text", '<tool_call>{"name": "', problem="the call of a tool is not closed", finish="length"),
     Turn("text", "1e400"),
     Turn("text", "9" * 5000),
+    Turn("text", "\u00b2"),  # isdigit() holds for it, and int() refuses it
+    Turn("text", "1/0"),
+    Turn("text", "null"),
+    Turn("text", "[" * 2**17),
     Turn("text", "\\boxed{" * 50),
     Turn("text", "a" * 2**20, finish="length"),
     Turn("calls"),
 )
 """Turns that a model takes sooner or later, and that mean nothing."""
+
+
+NO_NUMBERS = ("nan", "-inf", "1e400", "")
+"""Texts that float() reads as what no reward may be, and none."""
+
+
+def _say_no_numbers(_subject: Subject[Any]) -> list[Script]:
+    return [Script("train", 0, 0, (Turn("text", text),)) for text in NO_NUMBERS]
 
 
 def _random(subject: Subject[Any]) -> str | None:
@@ -155,7 +167,7 @@ def episodes_apart(subject: Subject[Any], case: Pair) -> None:
         _require_same(mine, theirs, "another episode, open at the same time, is felt")
 
 
-@promise("Every episode ends within max_turns, whatever is said", cases=scripts, effort=FEW)
+@promise("Every episode ends within max_turns, whatever is said", cases=scripts, effort=FEW, first=_say_no_numbers)
 def ends(subject: Subject[Any], case: Script) -> None:
     environment = subject.make()
     most = environment.claims.max_turns
@@ -193,6 +205,7 @@ def _raw(subject: Subject[Any], case: Script) -> tuple[Any, list[tuple[StepResul
     "A turn is answered with a StepResult: rewards, parts and metrics are finite numbers, info is JSON, success and sampling are valid",
     cases=scripts,
     effort=FEW,
+    first=_say_no_numbers,
 )
 def rewards(subject: Subject[Any], case: Script) -> None:
     for result, tokens in _raw(subject, case)[1]:

@@ -73,7 +73,7 @@ def various_groups() -> list[Shown]:
         attempts = tuple(
             Attempt(reward, reward > 0.5, 10 * number + place, number % 4 == 0) for place, reward in enumerate(rewards)
         )
-        made.append(Shown(attempts, f"environment {number % 16}", number % 8))
+        made.append(Shown(attempts, f"environment {number % 16}", number % 24))
     return made
 
 

@@ -18,7 +18,7 @@ _DETACHING = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[at
 
 
 class _StopGradients(TorchFunctionMode):
-    """Intercepts every detached result: of detach(), of .data, and of anything computed under no_grad().
+    """Intercepts every detached result: of detach() and detach_(), of .data, and of anything computed under no_grad().
 
     Results inside a torch.autograd.Function are left alone: gradients are off there as well, but it is meant to be differentiated.
     """
@@ -33,6 +33,9 @@ class _StopGradients(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func is torch._C._set_grad_enabled:  # noqa: SLF001 - what no_grad() calls; torch shows it to modes like this one
             self._off = not args[0]
+        if func is torch.Tensor.detach_:
+            with torch.no_grad():
+                return result.copy_(self.stopped(result))
         if isinstance(result, torch.Tensor) and (func in _DETACHING or self._off):
             return self.stopped(result)
         return result

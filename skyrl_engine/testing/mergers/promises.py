@@ -11,7 +11,7 @@ from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, BatchOutput, R
 from skyrl_engine.errors import EngineError, OutputError
 from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.comparison import excerpts
-from skyrl_engine.testing.mergers.splits import Split, alone, grid, many, splits
+from skyrl_engine.testing.mergers.splits import Split, alone, each_mini_batch, grid, many, of_fractions, one_idle, splits
 from skyrl_engine.testing.mergers.spoilt import Spoilt, with_doubled, with_missing, with_unexpected
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.process_promises import process_promises
@@ -73,14 +73,18 @@ def _one_pass(**options: Any) -> Callable[[Subject[Any]], st.SearchStrategy[Spli
 
 
 def _many(_subject: Subject[Any]) -> list[Split]:
-    return [many()]
+    return [many(), *one_idle(), *each_mini_batch()]
+
+
+def _with_metrics(_subject: Subject[Any]) -> list[Split]:
+    return [many(), *one_idle(), *grid()]
 
 
 @promise(
     "It refuses no split that ranks may return",
     cases=_one_pass(dp=3, replicas=True, padded=True, shuffled=True, mini_batches=3),
     effort=2,
-    first=lambda _subject: [many(), *grid()],
+    first=lambda subject: [*_many(subject), *grid()],
 )
 def answers(subject: Subject[Any], case: Split) -> None:
     try:
@@ -162,8 +166,8 @@ def values(subject: Subject[Any], case: Split) -> None:
 
 @promise(
     "Metrics are reduced as they declare: sums added, means divided once, replicas counted once",
-    cases=_one_pass(dp=2, replicas=True, mini_batches=2),
-    first=lambda _subject: grid(),
+    cases=_one_pass(dp=2, replicas=True, shuffled=True, mini_batches=2),
+    first=_with_metrics,
 )
 def metrics(subject: Subject[Any], case: Split) -> None:
     output = _decided(subject, case)
@@ -176,7 +180,7 @@ def metrics(subject: Subject[Any], case: Split) -> None:
                 f"the metric {name!r} comes back as a {got.reduction}, not as a {due.reduction}",
                 "Keep the reduction that ranks declare: outputs of several batches are combined by it",
             )
-        if not np.isclose(got.result, due.result):
+        if not np.isclose(got.result, due.result, equal_nan=True):
             factor = got.result / due.result
             cause = "each part's mean counts alike" if due.reduction == "mean" else f"its parts do not combine by {due.reduction}"
             raise Broken(
@@ -189,6 +193,19 @@ def metrics(subject: Subject[Any], case: Split) -> None:
                 f"the metric {name!r} is a mean over {got.count:g}, where ranks have {due.count:g}: with the next batch it would count as "
                 f"{got.count:g}",
                 "Keep the sums and counts of means apart, and divide at the end: contracts.outputs.combine_metrics",
+            )
+
+
+@promise("The order in which ranks answer changes no bit of a metric")
+def arrival(subject: Subject[Any], _case: None) -> None:
+    split = of_fractions()
+    one, other = (_decided(subject, each).metrics for each in (split, split.but(split.outputs[::-1])))
+    for name, metric in one.items():
+        if other[name] != metric:
+            raise Broken(
+                f"the metric {name!r} is {metric.result!r}, and {other[name].result!r} where ranks answer in another order: a run is not "
+                "repeated bit for bit",
+                "Sort outputs by coords.dp before they are combined",
             )
 
 
@@ -252,11 +269,12 @@ REPEATS = 12
 def own_memory(subject: Subject[Any], case: Split) -> None:
     """One merger serves a whole run, and the caller keeps what it returned."""
     merger = subject.make()
-    made, before = [], []
+    made, before, fresh = [], [], []
     try:
         for each in (case, *(_of_other_content(case, number) for number in range(1, MERGES))):
             made.append(merger.merge(each.outputs, each.plan))
             before.append(_written_whole(made[-1]))
+            fresh.append(_written_whole(subject.make().merge(each.outputs, each.plan)))
         again = [_written_whole(merger.merge(case.outputs, case.plan)) for _ in range(REPEATS)]
     except Exception as error:
         raise Undecidable(f"it fails: {error}") from error
@@ -264,6 +282,8 @@ def own_memory(subject: Subject[Any], case: Split) -> None:
         raise Broken("changes what it returned before when it merges the next batch", "Return memory of its own from every call")
     if any(each != before[0] for each in again):
         raise Broken("merges the same outputs otherwise a second time", "Keep nothing between calls")
+    if before != fresh:
+        raise Broken("merges other outputs otherwise than a merger that has merged nothing yet", "Keep nothing between calls")
 
 
 def _of_other_content(case: Split, number: int) -> Split:
@@ -300,6 +320,7 @@ MERGER_PROMISES: tuple[Promise[Any, Any], ...] = (
     order,
     values,
     metrics,
+    arrival,
     missing_samples,
     duplicated_samples,
     unexpected_samples,

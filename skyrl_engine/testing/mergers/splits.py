@@ -131,6 +131,62 @@ def grid() -> list[Split]:
     return made
 
 
+def one_idle() -> list[Split]:
+    """Return splits of two samples over three data-parallel ranks, of which each in turn has no sample, returns no field and has a metric."""
+    numbers = np.arange(2, dtype=np.int64)
+    whole = evolve(_of_two_tokens(numbers), metrics={**metrics_of(numbers), "of_idle": Metric.max(7)})
+    made = []
+    for idle in range(3):
+        hands = [one_sample_per_row(numbers[[0]], 8, 8), one_sample_per_row(numbers[[1]], 8, 8)]
+        hands.insert(idle, one_sample_per_row(numbers[:0], 1, 0))
+        topology = Topology(dp=3)
+        plan = BatchPlan((MiniBatchPlan(tuple((hand,) for hand in hands)),), Layout(dp=3), whole.sample_ids)
+        outputs = _Returned(whole, plan, topology).outputs()
+        outputs[idle] = evolve(RankOutput.empty(outputs[idle].coords), metrics={"of_idle": Metric.max(7)})
+        made.append(Split(whole, plan, topology, tuple(outputs)))
+    return made
+
+
+def each_mini_batch() -> list[Split]:
+    """Return the mini-batches of a batch of six samples as splits of their own: their plans know the ids of the others."""
+    numbers, topology = np.arange(6, dtype=np.int64), Topology(dp=2)
+    batch = _of_two_tokens(numbers)
+    made = []
+    for plan in _plan(np.array_split(numbers[::-1], 2), topology, 1, batch.sample_ids):
+        own = np.sort(np.concatenate([each.samples for each in plan.micro_batches]))
+        part = RankOutput(batch.sample_ids, batch.action_lengths, batch.scored, batch.fields).take(own)
+        whole = BatchOutput(part.sample_ids, part.action_lengths, part.scored, part.fields, metrics_of(own))
+        made.append(Split(whole, plan, topology, tuple(_Returned(batch, plan, topology).outputs())))
+    return made
+
+
+def of_fractions() -> Split:
+    """Return a split over three data-parallel ranks whose metrics add up to other bits in another order."""
+    numbers, topology = np.arange(3, dtype=np.int64), Topology(dp=3)
+    whole = _of_two_tokens(numbers)
+    plan = _plan([numbers], topology, 1, whole.sample_ids)
+    outputs = _Returned(whole, plan, topology).outputs()
+    shares = (0.1, 0.2, 0.3)
+    return Split(
+        whole,
+        plan,
+        topology,
+        tuple(
+            evolve(output, metrics={"a_sum": Metric.sum(share), "a_mean": Metric.mean(share, 1)})
+            for output, share in zip(outputs, shares, strict=True)
+        ),
+    )
+
+
+def _of_two_tokens(numbers: IntArray) -> BatchOutput:
+    """Return outputs of two scored tokens per sample."""
+    scored = Ragged.from_list([np.arange(2)] * len(numbers), np.int32)
+    values = np.arange(len(scored.values), dtype=np.float32)
+    return BatchOutput(
+        numbers * 3 + 1, np.full(len(numbers), 2), scored, {"logprobs": Ragged(values, scored.offsets)}, metrics_of(numbers)
+    )
+
+
 def _whole(draw: st.DrawFn, numbers: IntArray) -> BatchOutput:
     """Draw outputs of so many samples: none per token, or some of `FIELDS` in any order."""
     names = draw(st.permutations(FIELDS))[: draw(st.integers(0, len(FIELDS)))]
@@ -151,14 +207,17 @@ def _whole(draw: st.DrawFn, numbers: IntArray) -> BatchOutput:
 
 
 def _sample_ids(count: int) -> "st.SearchStrategy[IntArray]":
-    """Ids as callers give them: small and rising, falling, and any beyond 32 bits."""
+    """Ids as callers give them: small and rising, falling, closer than float64 tells apart, and any beyond 32 bits."""
     rising = np.arange(count, dtype=np.int64) * 3 + 1
+    close = 2**60 + np.arange(count, dtype=np.int64)[::-1]
     any_ids = st.lists(st.integers(2**60, 2**63 - 1), min_size=count, max_size=count, unique=True)
-    return st.one_of(st.just(rising), st.just(rising[::-1].copy()), any_ids.map(lambda ids: np.asarray(ids, dtype=np.int64)))
+    return st.one_of(
+        st.just(rising), st.just(rising[::-1].copy()), st.just(close), any_ids.map(lambda ids: np.asarray(ids, dtype=np.int64))
+    )
 
 
 def metrics_of(numbers: IntArray) -> dict[str, Metric]:
-    """Return one metric per reduction, and one that samples of odd numbers alone have; computed from the samples' numbers.
+    """Return one metric per reduction, one that samples of odd numbers alone have, and NaN of the first; computed from the samples' numbers.
 
     Nothing gives a mean of nothing and a sum of nothing: what a loss gives for a micro-batch without a token. The largest number is below 0
     and the smallest above, so that neither is 0 where a merger starts from 0.
@@ -169,6 +228,8 @@ def metrics_of(numbers: IntArray) -> dict[str, Metric]:
         made |= {"a_min": Metric.min(int(worth.min())), "a_max": Metric.max(int(-worth.min()))}
     if (odd := worth[numbers % 2 == 1]).size:
         made["of_some"] = Metric.mean(int(odd.sum()), len(odd))
+    if 0 in numbers:
+        made["not_a_number"] = Metric.max(float("nan"))
     return made
 
 

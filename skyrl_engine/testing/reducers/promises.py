@@ -8,7 +8,7 @@ import numpy.typing as npt
 from attrs import evolve
 
 from skyrl_engine.contracts.kinds.reducer import BatchStructure
-from skyrl_engine.errors import DataError, EngineError
+from skyrl_engine.errors import ConfigError, DataError, EngineError, UnsupportedError
 from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.comparison import factor_between, require_same, same, times
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
@@ -64,7 +64,9 @@ def _require_same(one: Weights, other: Weights, when: str, cause: str, remedy: s
 @promise(
     "It returns float64[A], contiguous and finite, also where no token carries loss",
     cases=_drawn,
-    first=lambda subject: _filled(subject, [*structures.explicit(), Drawn(structures.without_groups())]),
+    first=lambda subject: _filled(
+        subject, [*structures.explicit(), Drawn(structures.without_groups()), Drawn(structures.without_length())]
+    ),
 )
 def finite_weights(subject: Subject[Any], case: Drawn) -> None:
     try:
@@ -72,6 +74,8 @@ def finite_weights(subject: Subject[Any], case: Drawn) -> None:
     except EngineError as error:
         if isinstance(error, DataError) and not case.structure.grouped:
             raise Inapplicable(error.cause) from error  # a reducer of groups refuses data that has none
+        if isinstance(error, DataError | ConfigError | UnsupportedError) and case.structure.max_sequence_length is None:
+            raise Inapplicable(error.cause) from error  # one that divides by it asks for it
         raise Broken(error.cause, error.remedy) from error
     if not weights.flags.c_contiguous:
         raise Broken("its weights are not contiguous", "Return np.ascontiguousarray(weights)")
@@ -156,13 +160,37 @@ def labels(subject: Subject[Any], case: Relabelled) -> None:
         case.structure,
         group_ids=np.unique(case.structure.group_ids, return_inverse=True)[1],
     )
-    weights = _decided(subject, original)
+    weights, relabelled = _decided(subject, original), case.relabelled
+    if subject.declares("batch_local"):  # the same micro-batches, of whose numbers some do not occur
+        relabelled = evolve(relabelled, micro_batch=3 * relabelled.micro_batch + 2)
     try:
-        renamed = token_weights(part_of(subject.make(), subject.label, "reducer"), case.relabelled)
+        renamed = token_weights(part_of(subject.make(), subject.label, "reducer"), relabelled)
     except EngineError as error:
         raise Broken(f"fails where labels are other numbers: {error.cause}", "Take no id for a place; see np.unique") from error
     remedy = "Number labels with np.unique(..., return_inverse=True)"
     _require_same(weights, renamed, "with other labels", "it takes an id for a number", remedy)
+
+
+def _not_additive(subject: Subject[Any]) -> str | None:
+    return None if subject.declares("additive") else "the reducer does not declare additive"
+
+
+@promise(
+    "In a part of the mini-batch its weights are those in the whole, as it declares additive",
+    cases=_drawn,
+    exempt=_not_additive,
+    first=_explicit,
+    effort=0.5,
+)
+def additive(subject: Subject[Any], case: Drawn) -> None:
+    part = Reordered(case.structure, np.arange(0, len(case.structure), 2, dtype=np.int64))
+    _require_same(
+        _decided(subject, case.structure)[part.tokens],
+        _decided(subject, part.moved),
+        "without every second sequence",
+        "it counts over the mini-batch, and gradients of several are added up",
+        "Let a token's weight depend on that token alone, or do not declare additive",
+    )
 
 
 # --- what it measures --------------------------------------------------------------------------------------------------------------
@@ -340,6 +368,7 @@ REDUCER_PROMISES: tuple[Promise[Any, Any], ...] = (
     micro_batch_split,
     sample_order,
     labels,
+    additive,
     scale,
     weights_sum,
     empty_sequences,

@@ -272,6 +272,11 @@ def without_groups() -> BatchStructure:
     return evolve(in_threes(empty=False), group_ids=np.arange(9, dtype=np.int64), grouped=False)
 
 
+def without_length() -> BatchStructure:
+    """Return a structure of a run that sets no longest sequence."""
+    return evolve(in_threes(empty=False), max_sequence_length=None)
+
+
 def explicit(*, empty: bool = True) -> list[Drawn]:
     """Return structures that no draw holds."""
     return [Drawn(in_threes(empty=empty)), Drawn(long_masks()), Drawn(many())]

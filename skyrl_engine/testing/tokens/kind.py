@@ -133,6 +133,6 @@ def anything_first(subject: Subject[Any]) -> "list[TokenBatch]":
 
 
 def cuts_first(subject: Subject[Any]) -> "list[CutBatch]":
-    """Return batches of more sequences and larger units than are drawn, cut into micro-batches."""
+    """Return batches of more sequences and larger units than are drawn, and of policies farther away, cut into micro-batches."""
     needs = needs_of(subject)
-    return [*rollouts.cut_in_threes(needs), rollouts.cut_many(needs)]
+    return [*rollouts.cut_in_threes(needs), rollouts.cut_many(needs), rollouts.cut_apart(needs)]

@@ -337,16 +337,27 @@ def devices(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
 
 
 def constants_of(product: Any) -> list[object]:
-    """Return what the product and its function hold: attributes, globals that it names, defaults and closures.
+    """Return what the product and its function hold: attributes, globals that it names, defaults and closures, and those of functions among
+    them.
 
-    Tensors among them were made on the CPU.
+    Tensors among them were made on the CPU. Caches of functions (`functools.cache`) are emptied: what they held is made anew.
     """
     held: list[object] = [getattr(product, "__dict__", {})]
-    for function in (getattr(product, "function", None), vars(type(product)).get("__call__")):
-        if isinstance(function, FunctionType):
-            held.append([function.__globals__.get(name) for name in function.__code__.co_names])
-            held.append([cell.cell_contents for cell in function.__closure__ or ()])
-            held.append(list(function.__defaults__ or ()))
+    waiting: list[object] = [getattr(product, "function", None), vars(type(product)).get("__call__")]
+    seen: set[int] = set()
+    while waiting:
+        function = waiting.pop()
+        if callable(clear := getattr(function, "cache_clear", None)):
+            clear()
+            function = getattr(function, "__wrapped__", None)
+        if not isinstance(function, FunctionType) or id(function) in seen:
+            continue
+        seen.add(id(function))
+        found = [function.__globals__.get(name) for name in function.__code__.co_names]
+        found += [cell.cell_contents for cell in function.__closure__ or ()]
+        held += [found, list(function.__defaults__ or ())]
+        own_module = function.__module__
+        waiting += [each for each in found if getattr(each, "__module__", None) == own_module]
     return held
 
 

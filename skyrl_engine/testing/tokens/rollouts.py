@@ -430,6 +430,20 @@ def cut_many(needs: Iterable[str]) -> CutBatch:
     return CutBatch(many(needs), (tuple(range(8)), tuple(range(8, MANY))))
 
 
+def cut_apart(needs: Iterable[str]) -> CutBatch:
+    """Return four sequences cut in two, of which the first two are 8 nats away from other policies, either way: beyond all that is drawn."""
+    batch = varied(needs, sequences=4, tokens=3)
+    first = np.arange(6)
+    values = dict(batch.values)
+    values["logprobs"] = values["logprobs"].copy()
+    values["logprobs"][first] -= 10
+    others = [name for name, given in batch.values.items() if name != "logprobs" and name.endswith("logprobs") and given.ndim == 1]
+    for place, name in enumerate(others):  # which are far from each other too
+        values[name] = batch.values[name].copy()
+        values[name][first] = values["logprobs"][first] + np.where((first + place) % 2, np.float32(8), np.float32(-8))
+    return CutBatch(evolve(batch, values=values), ((0, 1), (2, 3)))
+
+
 def cut_in_threes(needs: Iterable[str]) -> list[CutBatch]:
     """Return nine sequences in units of three: cut by units, and a unit with an empty member alone."""
     batch = in_threes(needs)
