@@ -130,6 +130,16 @@ class WorkerError(EngineError):
         super().__init__(cause, remedy=remedy, details=details)
 
 
+class EngineClosedError(EngineError):
+    """An engine is asked for something after it was closed, or after its ranks were ended because one of them failed.
+
+    `ended` is that event as a clause.
+    """
+
+    def __init__(self, ended: str) -> None:
+        super().__init__(f"the engine takes no calls any more: {ended}", remedy="Open it again, and load what was saved last")
+
+
 class RolloutError(EngineError):
     """Rollouts cannot go on, be kept or be read: too many attempts fail, the sampler holds other weights, the disk refuses them."""
 

@@ -12,7 +12,7 @@ from skyrl_engine.cli.command import EngineGroup
 
 if TYPE_CHECKING:
     from skyrl_engine.contracts.values.rollout import Group, Trajectory
-    from skyrl_engine.rollout.journal import JournalIndex
+    from skyrl_engine.rollout.journal_index import JournalIndex
     from skyrl_engine.rollout.records import Learned
 
 _RUN = click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
@@ -43,7 +43,7 @@ class _ShownAttempt:
 def _index_of(run: Path) -> "JournalIndex":
     """Read the headers of a run's journal. Raises RolloutError where there is none."""
     from skyrl_engine.errors import RolloutError
-    from skyrl_engine.rollout.journal import read_index
+    from skyrl_engine.rollout.journal_index import read_index
     from skyrl_engine.run.directory import RunDirectory
 
     index = read_index(RunDirectory(run).rollouts)
@@ -60,7 +60,7 @@ def _step_of(index: "JournalIndex") -> dict[int, int]:
 
 def _groups(index: "JournalIndex", steps: set[int] | None = None) -> Iterator[tuple[int, "Group"]]:
     """Yield the step and the group of every record, of some steps alone or of all, in their order."""
-    from skyrl_engine.rollout.journal import settled
+    from skyrl_engine.rollout.journal_index import settled
 
     trained = index.steps()
     for ticket, step in sorted(_step_of(index).items(), key=lambda each: (each[1], each[0])):

@@ -45,6 +45,7 @@ class DataCounts:
     `dropped_bad_images` had an image that cannot be used; `dropped_with_unit` are of a unit of which another sample was dropped;
     `dropped_ties` are rows whose answers are all rated alike. `truncated` were cut and kept. `tokens` and `loss_tokens` are those of the
     kept samples, as are `boundary_tokens` (tokens across the start of a response), `images`, and `image_tokens`, which `tokens` counts too.
+    `unprompted` are kept samples whose answer begins with the very first token, which cannot be predicted, so that it carries no loss.
     `excluded_turns` are assistant turns of all rows whose own `weight` or `train` says that they carry no loss. `removed_reasoning` are rows
     whose chat template left out the reasoning of earlier turns. `from_cache` says that nothing had to be tokenized.
     """
@@ -60,6 +61,7 @@ class DataCounts:
     tokens: int = 0
     loss_tokens: int = 0
     boundary_tokens: int = 0
+    unprompted: int = 0
     images: int = 0
     image_tokens: int = 0
     excluded_turns: int = 0
@@ -146,6 +148,14 @@ def load_columns(
             "train without it",
             counts.removed_reasoning,
             counts.rows,
+            source.name,
+        )
+    if counts.unprompted:
+        _log.warning(
+            "%s of %s samples of %s have an empty prompt, and the tokenizer puts no token before a text: nothing stands before the first token "
+            "of their answers, which is not trained on; give these rows a prompt, or use a tokenizer that begins texts with a token",
+            counts.unprompted,
+            counts.samples,
             source.name,
         )
     kind: KnownFormat = table.info["format"]

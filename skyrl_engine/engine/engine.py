@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from operator import index
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -14,7 +15,6 @@ from attrs import evolve
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.schema import OptimizerConfig, RunConfig
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, BackendDescription, OptimStep
-from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import LoraConfig
 from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
@@ -36,13 +36,12 @@ from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.engine.passes import Passes
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import PassResult, counts_of, means_over, refuse_not_finite, weight_per_sample
-from skyrl_engine.engine.sampler import Sampler
+from skyrl_engine.engine.sampling import SamplingVerbs
 from skyrl_engine.engine.saved_state import EngineState
 from skyrl_engine.engine.schedule import learning_rate as scheduled_rate
-from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.model_facts.end_tokens import end_tokens
+from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
-from skyrl_engine.objective.policy_metrics import OLD, SAMPLED, Watched
+from skyrl_engine.objective.policy_metrics import Watched
 from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.workers.dispatch import PlacedShard
 from skyrl_engine.workers.future import Future
@@ -58,7 +57,7 @@ CONFIGURED: Final = "configured"
 """Stands for the configured number where None means something else."""
 
 
-class Engine:
+class Engine(SamplingVerbs):
     """A model on its ranks, and the verbs: `plan`, `score`, `forward_backward`, `optim_step`, `generate`, `save`, `load`, `export`.
 
     Opened from a configuration, which says everything that a training run would be told but the data:
@@ -71,6 +70,10 @@ class Engine:
 
     Passes and steps return a `Future`: they go to the ranks at once and in order, and `result()` waits. A failure that nobody waited for is
     raised by the next `result()`, or by the next step. `step` counts the optimizer steps that were taken.
+
+    A failure on one of several ranks is raised within seconds, with the rank's number. Where the others answered too, the engine goes on: drop
+    the gradient with `discard` and call it again. Where they did not, because they wait for the failed rank in a collective, all ranks are
+    ended, and every later call raises EngineClosedError, as after `close`: open an engine again and `load` what was saved last.
     """
 
     def __init__(
@@ -100,7 +103,6 @@ class Engine:
         self._passes = Passes(assembly, group)
         self._gradient = Accumulation(assembly)
         self._frozen: dict[str, FrozenModel] = {}
-        self._sampler: Sampler | None = None
         if optimizer is not None and optimizer.schedule != "constant" and total_steps is None:
             raise UnsupportedError(
                 f'optimizer.schedule = "{optimizer.schedule}" ends at the last step, and nobody says how many there will be',
@@ -159,16 +161,6 @@ class Engine:
             group.close()
             raise
 
-    @property
-    def assembly(self) -> Assembly:
-        """The parts in force; `use_loss` puts another there."""
-        return self._passes.assembly
-
-    @property
-    def vocabulary_size(self) -> int | None:
-        """The number of token ids that the model knows; None where its configuration does not say."""
-        return None if self._files is None else self._files.facts.vocabulary_size
-
     def plan(
         self,
         columns: SampleColumns,
@@ -185,6 +177,7 @@ class Engine:
         Raises DataError for a sample that fits nowhere or holds a token that the model does not know, and UnsupportedError for one that is
         longer than the length for which rotary frequencies are fixed (`model.rotary_length`).
         """
+        self.group.refuse_ended()
         refuse_unknown_tokens(columns, self.vocabulary_size)
         self._refuse_longer_rows(columns)
         layout = evolve(self._layout, mini_batch_size=mini_batch_size)
@@ -212,6 +205,7 @@ class Engine:
         Raises UnsupportedError for a score that the model does not have, and for a model that was not added; DataError for labels that are
         no column of one token id per token.
         """
+        self.group.refuse_ended()
         wanted = frozenset(scores)
         if model is not None and model not in self._frozen:
             raise UnsupportedError(
@@ -243,6 +237,7 @@ class Engine:
         times its loss weight, over the sum of the loss weights, divided once however many passes are combined. `over` "sequences" takes that
         mean within each sequence, and then the mean of all sequences that carry loss. `tokens` and `labels` as in `forward_backward`.
         """
+        self.group.refuse_ended()
         refuse_no_teacher(self.assembly, self.group.frozen)
         with refused_in_words("evaluate"):
             work = Pass("evaluate", self.step, per_token_outputs, temperature, tokens=tokens, labels=labels)
@@ -284,6 +279,7 @@ class Engine:
         mini-batch, so gradients of two of them do not add up to anything. The exception is an additive reducer, such as `sum`, on a backend
         without terms that are means over a step.
         """
+        self.group.refuse_ended()
         with refused_in_words("forward_backward"):
             work = self._learning_pass(per_token_outputs, temperature, bound, watch)
         work = evolve(work, tokens=tokens, labels=labels)
@@ -317,6 +313,7 @@ class Engine:
         Waits for the passes before it. Raises ModelError, before the weights change, where a loss or the gradient is not finite, and
         UnsupportedError where nothing is accumulated, or a mini-batch in part.
         """
+        self.group.refuse_ended()
         configured = self._scheduled()
         with refused_in_words("optim_step"):
             settings = AdamWSettings(
@@ -349,6 +346,7 @@ class Engine:
         when its turn comes. `bound` and `watch` as in `forward_backward`. Raises ModelError, before the weights change, where the loss or
         the gradient of a mini-batch is not finite.
         """
+        self.group.refuse_ended()
         self._gradient.refuse_any()
         with refused_in_words("train"):
             work = self._learning_pass(per_token_outputs, temperature, bound, watch)
@@ -358,7 +356,9 @@ class Engine:
             shards = list(shards)
         outputs: list[RankOutput] = []
         applied: list[OptimStep] = []
-        for placed in shards:
+        for mini_batch, placed in enumerate(shards):
+            # a failed pass leaves the gradient of a part on the ranks, which is refused until it is dropped
+            self._gradient.parts.append(MiniBatchGradient(plan, mini_batch, placed))
             own = self._passes.run(evolve(work, step=self.step + 1), placed).result()
             refuse_not_finite(own, self.step + 1)
             outputs += own
@@ -379,6 +379,7 @@ class Engine:
         for a loss that is not there, and UnsupportedError for one that the reducer, the model or the backend does not go with, and while a
         mini-batch is accumulated in part.
         """
+        self.group.refuse_ended()
         assert self._registry is not None, "an engine that was made by hand knows no plugins"
         assert self._files is not None, "and no model"
         self._gradient.refuse_parts()
@@ -394,6 +395,7 @@ class Engine:
 
         Raises ModelError.
         """
+        self.group.refuse_ended()
         self.group.add_frozen(frozen.name, frozen.model)
         self._frozen[frozen.name] = frozen
 
@@ -413,6 +415,7 @@ class Engine:
         Raises UnsupportedError where `has_adapter_sets` is False, ModelError for adapters that do not fit, and ConfigError for a seed that
         `run.seed` could not be.
         """
+        self.group.refuse_ended()
         assert self._files is not None, "an engine that was made by hand has no sets of adapters"
         refuse_no_adapter_sets(self.assembly, self._files.facts.model)
         assert self._optimizer is not None, "an engine that was told no optimizer trains nothing"
@@ -434,68 +437,22 @@ class Engine:
             registry=self._registry,
         )
 
-    @property
-    def sampler(self) -> Sampler:
-        """The sampler that `start_sampler` or `generate` started, for requests and completions as a stream."""
-        assert self._sampler is not None, "start_sampler or generate comes first"
-        return self._sampler
-
-    @property
-    def has_sampler(self) -> bool:
-        """Say whether a generator was started, so that `sampler` can be used."""
-        return self._sampler is not None
-
-    def start_sampler(self, generator: SelectedPlugin) -> Sampler:
-        """Start a generator on every data-parallel rank, with the weights as they are; it ends one that was started before.
-
-        Raises UnsupportedError for a generator or weights that do not go together, and what the generator's start raises.
-        """
-        assert self._files is not None, "an engine that was made by hand knows no end tokens"
-        ends = end_tokens(self._files.facts.model, self._files.tokenizer)
-        self._sampler = Sampler(self.group, generator, ends, self.step, self.vocabulary_size)
-        return self._sampler
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:
-        """Sample from the model as it is: completions in the order of the requests, whose tokens carry the number of steps behind the weights.
-
-        The first call starts the generator that the configuration's table `[generator]` selects. Raises UnsupportedError without one, and for
-        what the generator does not claim; ContractError for a request that no generator could serve.
-        """
-        sampler = self._sampler
-        if sampler is None:
-            selected = self.assembly.plugins.get("generator")
-            if selected is None:
-                raise UnsupportedError(
-                    "the engine was opened without a generator", remedy='Add [generator] with use = "hf" to the configuration'
-                )
-            sampler = self.start_sampler(selected)
-        elif sampler.version != self.step:
-            sampler.update(self.step)
-        return sampler.generate(requests)
-
-    def add_weights(self, target: str, model: str | Path, adapter: str | Path | None = None) -> None:
-        """Let requests with this `target` sample from other weights beside those that are trained: of `model`, a directory or hub id of the
-        same architecture, with the adapter of a PEFT directory merged.
-
-        The generator must have been started. Raises ModelError for weights that do not fit, UnsupportedError for a generator that takes none.
-        """
-        assert self._files is not None, "an engine that was made by hand knows no model"
-        lora = None if adapter is None else LoraConfig(path=str(adapter))
-        own = self._files.facts.model
-        revision = own.revision if str(model) == own.path else None
-        self.sampler.load(evolve(own, path=str(model), revision=revision, lora=lora), target)
-
     def discard(self) -> None:
         """Drop the accumulated gradient: a step of rate 0, which changes no weight and does not count. AdamW's moments do see it."""
+        self.group.refuse_ended()
         self._gradient.parts.clear()
-        self.group.optim_step(AdamWSettings(learning_rate=0.0, max_grad_norm=None)).result()
+        # ranks refuse to step on a gradient that is not finite, and drop it
+        with suppress(ModelError):
+            self.group.optim_step(AdamWSettings(learning_rate=0.0, max_grad_norm=None)).result()
 
     def gradients(self) -> dict[str, npt.NDArray[Any]]:
         """Gather the accumulated gradient by Hugging Face parameter name, summed over ranks, before `optim_step`."""
+        self.group.refuse_ended()
         return self.group.gradients()
 
     def weights(self) -> dict[str, npt.NDArray[Any]]:
         """Gather the weights by Hugging Face parameter name, adapters merged."""
+        self.group.refuse_ended()
         return self.group.weights()
 
     def save(self, directory: str | Path) -> None:
@@ -503,6 +460,7 @@ class Engine:
 
         Raises CheckpointError.
         """
+        self.group.refuse_ended()
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self.group.save(directory)
@@ -510,6 +468,7 @@ class Engine:
 
     def load(self, directory: str | Path) -> None:
         """Restore what `save` wrote. Raises CheckpointError."""
+        self.group.refuse_ended()
         directory = Path(directory)
         state = EngineState.read(directory)
         state.refuse_other_model(self._family(), self._rotary_length())
@@ -521,16 +480,23 @@ class Engine:
 
     def export(self, directory: str | Path) -> None:
         """Write the model as a Hugging Face directory, tokenizer included, or its adapters as PEFT takes them. Raises ModelError."""
+        self.group.refuse_ended()
         assert self._files is not None, "an engine that was made by hand knows no tokenizer to export"
         self._files.write(self.group.export, Path(directory))
 
     def keep_model_files(self, directory: Path) -> None:
         """Write into an existing directory what an export of a checkpoint needs of the model beside its weights."""
+        self.group.refuse_ended()
         assert self._files is not None, "an engine that was made by hand knows no files to keep"
         self._files.keep(directory)
 
+    @property
+    def ended(self) -> str | None:
+        """The event that ended the engine, such as "it was closed"; None while it takes calls."""
+        return self.group.ended
+
     def close(self) -> None:
-        """End the ranks; of a set that `add_adapters` made, free it."""
+        """End the ranks; of a set that `add_adapters` made, free it. A closed engine refuses every verb; it may be closed again."""
         self.group.close()
 
     def __enter__(self) -> Self:
@@ -587,11 +553,6 @@ class Engine:
             bound=dict(bound),
             watch=frozenset(watch),
         )
-
-    def _columns_of(self, work: Pass) -> list[str]:
-        """Name the columns that a learning pass reads on the ranks."""
-        watched = (OLD, SAMPLED) if "policy" in work.watch else ()
-        return [name for name in (*self.assembly.objective.columns, *watched) if name not in work.bound]
 
 
 def _resolved(config: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> ResolvedConfig:

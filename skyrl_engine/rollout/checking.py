@@ -11,7 +11,7 @@ from attrs import frozen
 
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.errors import RolloutError
-from skyrl_engine.rollout.journal import JournalIndex, read_index, run_of
+from skyrl_engine.rollout.journal_index import JournalIndex, read_index, run_of
 
 
 @frozen

@@ -24,7 +24,7 @@ from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, Gro
 from skyrl_engine.data.sources.ready_tokens import rollout_of
 from skyrl_engine.data.sources.rows import Row
 from skyrl_engine.errors import DataError, RolloutError
-from skyrl_engine.rollout.journal import read_groups
+from skyrl_engine.rollout.journal_index import read_groups
 
 To = Literal["jsonl", "parquet"]
 Decode = Callable[[Sequence[int]], str]

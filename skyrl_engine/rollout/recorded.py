@@ -16,7 +16,7 @@ from skyrl_engine.contracts.values.rollout import PROMPT, Group, Trajectory
 from skyrl_engine.errors import DataError, RolloutError
 from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.exported import journal_of, read_rollouts
-from skyrl_engine.rollout.journal import read_index
+from skyrl_engine.rollout.journal_index import read_index
 from skyrl_engine.rollout.records import Learned
 from skyrl_engine.rollout.source import Taken, Valued, drop_reason
 

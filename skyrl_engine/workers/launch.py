@@ -14,8 +14,9 @@ from skyrl_engine.contracts.kinds.backend import AdamWSettings
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.topology import Topology
-from skyrl_engine.errors import EngineError, UnsupportedError
+from skyrl_engine.errors import EngineClosedError, EngineError, UnsupportedError
 from skyrl_engine.workers.dispatch import PlacedShard, Shard
+from skyrl_engine.workers.ending import CLOSED
 from skyrl_engine.workers.future import Calls, Future
 from skyrl_engine.workers.spec import WorkerSpec
 from skyrl_engine.workers.worker import Pass, RankReply, StepReply, Worker
@@ -26,6 +27,10 @@ logger = logging.getLogger(__name__)
 class Transport(Protocol):
     """A way for calls to reach the ranks."""
 
+    @property
+    def ended(self) -> str | None:
+        """The event that ended the ranks, as a clause such as "it was closed"; None while they take calls."""
+
     def put(self, shard: Shard) -> Any:
         """Make a shard available to ranks; the result stands for it in `call`."""
 
@@ -33,6 +38,7 @@ class Transport(Protocol):
         """Call a `Worker` method on every rank at once with that rank's arguments; returns what waits for the results, by rank.
 
         Waiting raises WorkerError, or the typed error that a rank met. Ranks work through calls in the order in which they were made.
+        Where a rank fails or dies and others do not answer, because they wait for it in a collective, all ranks are ended.
         """
 
     def close(self) -> None:
@@ -45,9 +51,19 @@ class WorkerGroup:
     def __init__(self, transport: Transport, topology: Topology) -> None:
         self._transport = transport
         self._calls = Calls()
-        self._adapter_sets: list[AdapterSetTransport] = []
+        self._adapter_sets = 0
         self.topology = topology
         self.frozen: set[str] = set()
+
+    @property
+    def ended(self) -> str | None:
+        """The event that ended the ranks, as a clause; None while they take calls."""
+        return self._transport.ended
+
+    def refuse_ended(self) -> None:
+        """Raise EngineClosedError where the ranks take no calls any more."""
+        if self.ended is not None:
+            raise EngineClosedError(self.ended)
 
     def put(self, shards: Iterable[Shard]) -> list[PlacedShard]:
         """References to shards, one per data-parallel rank. Pixels are in none that goes to a pipeline stage behind the first."""
@@ -79,10 +95,10 @@ class WorkerGroup:
 
         Calls of both groups reach a rank in the order in which they are made. Raises UnsupportedError or ModelError.
         """
-        number = len(self._adapter_sets)
+        number = self._adapter_sets
         self._everywhere("add_adapter_set", number, spec)
-        self._adapter_sets.append(AdapterSetTransport(self._transport, number, self.topology.world_size))
-        return WorkerGroup(self._adapter_sets[-1], self.topology)
+        self._adapter_sets += 1
+        return WorkerGroup(AdapterSetTransport(self._transport, number, self.topology.world_size), self.topology)
 
     def optim_step(self, settings: AdamWSettings | None = None) -> Future[list[StepReply]]:
         """Apply the accumulated gradients with these numbers (None: those the ranks were started with); replies by rank."""
@@ -152,9 +168,7 @@ class WorkerGroup:
         self._everywhere("export", directory)
 
     def close(self) -> None:
-        """End the ranks, with all sets of adapters; of a group of a set, this set alone."""
-        for each in self._adapter_sets:
-            each.ended = True
+        """End the ranks, with all sets of adapters; of a group of a set, this set alone. What is closed already stays so."""
         self._transport.close()
 
     def __enter__(self) -> Self:
@@ -167,6 +181,7 @@ class WorkerGroup:
         return self._call(method, [arguments] * self.topology.world_size).result()
 
     def _call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Future[list[Any]]:
+        self.refuse_ended()
         return self._calls.made(self._transport.call(method, per_rank))
 
 
@@ -177,6 +192,7 @@ class InlineTransport:
         if spec.device != "cpu":
             os.environ.update(spec.variables())  # before the worker first asks for CUDA
         self._worker = Worker(spec, 0)
+        self.ended: str | None = None
         logger.info("rank 0: in the controller's process, on %s, pid %d", socket.gethostname(), os.getpid())
 
     def put(self, shard: Shard) -> Shard:
@@ -195,7 +211,9 @@ class InlineTransport:
         return lambda: [answer]
 
     def close(self) -> None:
-        self._worker.close()
+        if self.ended is None:
+            self.ended = CLOSED
+            self._worker.close()
 
 
 class AdapterSetTransport:
@@ -203,25 +221,24 @@ class AdapterSetTransport:
 
     def __init__(self, ranks: Transport, number: int, world_size: int) -> None:
         self._ranks, self._number, self._world_size = ranks, number, world_size
-        self.ended = False
+        self._closed = False
 
     def put(self, shard: Shard) -> Any:
         return self._ranks.put(shard)
 
     @property
-    def gone(self) -> bool:
-        """Say whether this set was closed, or what it was made from."""
-        return self.ended or (isinstance(self._ranks, AdapterSetTransport) and self._ranks.gone)
+    def ended(self) -> str | None:
+        """The end of this set, or of what it was made from."""
+        return CLOSED if self._closed else self._ranks.ended
 
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
-        assert not self.gone, "the ranks were closed, or this set of adapters"
         return self._ranks.call("with_adapter_set", [(self._number, method, *arguments) for arguments in per_rank])
 
     def close(self) -> None:
         """Free the set; ranks that cannot are dead or fail in the next call."""
-        if self.gone:
+        if self.ended is not None:
             return
-        self.ended = True
+        self._closed = True
         try:
             self._ranks.call("drop_adapter_set", [(self._number,)] * self._world_size)()
         except EngineError as error:

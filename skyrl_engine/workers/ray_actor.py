@@ -17,11 +17,12 @@ from skyrl_engine.workers.spec import WorkerSpec
 
 @frozen
 class Failure:
-    """A failure of a rank: typed errors as they are, others as text."""
+    """A failure of a rank: typed errors as they are, others as text. `met` is False of a call that was not begun."""
 
     error: EngineError | None
     cause: str
     trace: str
+    met: bool = True
 
 
 @frozen
@@ -50,6 +51,7 @@ class RankActor:
     def __init__(self) -> None:
         self._worker: Any = None
         self._output = capture()
+        self._failures = 0
 
     def place(self) -> Place:
         import ray
@@ -82,14 +84,22 @@ class RankActor:
 
         return _guarded(make)
 
-    def call(self, method: str, arguments: tuple[Any, ...], shard: Parcel | None) -> Any:
-        """Call the worker; `shard`, when given, arrives as the parcel itself because it is a top-level argument."""
+    def call(self, method: str, arguments: tuple[Any, ...], shard: Parcel | None, known: int = 0) -> Any:
+        """Call the worker; `shard`, when given, arrives as the parcel itself because it is a top-level argument.
+
+        `known` counts this rank's failures that the controller knew of when it sent the call. After a further one the call is not begun: the
+        other ranks may be in a collective of the failed call, and would take this one's for it.
+        """
+        if self._failures > known:
+            return Failure(None, "it was not begun, because a call before it failed", "", met=False)
 
         def answer() -> Any:
             opened = () if shard is None else (shard.opened(),)
             return getattr(self._worker, method)(*arguments, *opened)
 
-        return _guarded(answer)
+        answered = _guarded(answer)
+        self._failures += isinstance(answered, Failure)
+        return answered
 
 
 def device_index(assigned: Sequence[str], visible: str | None) -> int:

@@ -3,14 +3,16 @@
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from skyrl_engine.contracts.values.topology import Topology
-from skyrl_engine.errors import EngineError, WorkerError
+from skyrl_engine.errors import EngineClosedError, EngineError, PluginError, WorkerError
 from skyrl_engine.workers.dispatch import Shard
+from skyrl_engine.workers.ending import CLOSED, ended_by
 from skyrl_engine.workers.parcel import Parcel
 from skyrl_engine.workers.process_group import Rendezvous
 from skyrl_engine.workers.rank_log import RankLog, ranks_in_words
@@ -31,8 +33,10 @@ class RayTransport:
         self._ray = import_ray()
         self._actors: list[Any] = []
         self._places: list[Place] = []
+        self._known_failures: Counter[int] = Counter()
         self._log: RankLog | None = None
         self._group: Any = None
+        self.ended: str | None = None
         self._owns_cluster = connect(self._ray, address, spec.topology.world_size)
         try:
             self._start(spec)
@@ -78,14 +82,16 @@ class RayTransport:
 
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
         pending = []
-        for actor, arguments in zip(self._actors, per_rank, strict=True):
+        for rank, (actor, arguments) in enumerate(zip(self._actors, per_rank, strict=True)):
             plain = tuple(argument for argument in arguments if not isinstance(argument, self._ray.ObjectRef))
             shards = [argument for argument in arguments if isinstance(argument, self._ray.ObjectRef)]
-            pending.append(actor.call.remote(method, plain, shards[0] if shards else None))
+            pending.append(actor.call.remote(method, plain, shards[0] if shards else None, self._known_failures[rank]))
         return lambda: self._gather(method, pending)
 
     def _gather(self, method: str, pending: list[Any]) -> list[Any]:
-        """Results by rank, or the failure that explains the others: a dead rank before one that raised."""
+        """Results by rank, or the failure that explains the others; ranks that wait for a failed or dead one are ended with it."""
+        if self.ended is not None:
+            raise EngineClosedError(self.ended)
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         deaths: dict[int, str] = {}
@@ -105,15 +111,18 @@ class RayTransport:
                 else:
                     if isinstance(result, Failure):
                         failures[rank] = result
-                        logger.error("rank %d failed in %s\n%s", rank, method, result.trace)
+                        if result.met:
+                            self._known_failures[rank] += 1
+                            logger.error("rank %d failed in %s\n%s", rank, method, result.trace)
                     else:
                         results[rank] = result
             if (deaths or failures) and deadline is None:
                 deadline = time.monotonic() + GRACE_SECONDS
         if deaths or failures:
-            if deaths and (lost := self._lost_node(min(deaths), method)):
-                raise lost
-            raise _explain(method, deaths, failures, self._places)
+            failure = (self._lost_node(min(deaths), method) if deaths else None) or _explain(method, deaths, failures, self._places)
+            if deaths or waiting:
+                self._end(ended_by(failure))
+            raise failure
         return [results[rank] for rank in range(len(pending))]
 
     def _lost_node(self, dead: int, method: str) -> WorkerError | None:
@@ -128,11 +137,16 @@ class RayTransport:
             remedy="See whether that machine and its Ray still run, then resume from the latest checkpoint",
         )
 
-    def close(self) -> None:
+    def _end(self, event: str) -> None:
+        """Kill the ranks, which may be in a collective that will never end."""
+        self.ended = event
         for actor in self._actors:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor)
         self._actors = []
+
+    def close(self) -> None:
+        self._end(CLOSED)
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -168,6 +182,13 @@ def _role(topology: Topology, rank: int) -> str:
 
 
 def _explain(method: str, deaths: dict[int, str], failures: dict[int, Failure], places: Sequence[Place]) -> EngineError:
+    """Return the failure that explains the others: a plugin's, else a rank's death, else a typed error, else any.
+
+    A plugin's error was there before a peer died, which may have taken the failed rank's next collective for the one that it waited in.
+    """
+    own = {rank: failure.error for rank, failure in failures.items() if isinstance(failure.error, PluginError)}
+    if own:
+        return own[min(own)]
     if deaths:
         rank = min(deaths)
         where = f" (it was on {places[rank]})" if places else ""

@@ -27,7 +27,7 @@ from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL, asks_a_teacher
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.outputs import RankOutput
-from skyrl_engine.errors import ContractError
+from skyrl_engine.errors import ContractError, EngineError
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import KINDS_OF_PARTS, ObjectiveParts
 from skyrl_engine.objective.policy_metrics import Watched
@@ -165,7 +165,15 @@ class Worker:
         self._collator: Part[Collator] = selected["collator"].part("collator", self._context)
 
     def run(self, work: Pass, shard: Shard) -> RankReply:
-        """One pass over the shard."""
+        """One pass over the shard. An EngineError of one of several ranks names the rank."""
+        try:
+            return self._passed(work, shard)
+        except EngineError as error:
+            if (size := self._environment.world_size) > 1:
+                error.details = (*error.details, f"rank {self._rank} of {size} met this in a pass")
+            raise
+
+    def _passed(self, work: Pass, shard: Shard) -> RankReply:
         first, last = work.micro_batches or (0, None)
         batch: RankBatch = ShardBatch(shard, self._collator, work.tokens, self._spans, first, last, work.labels)
         objective = self._objective(work)

@@ -14,7 +14,8 @@ from measuring.cpu_time import machine
 
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, Group, Trajectory, VersionSpans
-from skyrl_engine.rollout.journal import open_journal, read_groups
+from skyrl_engine.rollout.journal import open_journal
+from skyrl_engine.rollout.journal_index import read_groups
 from skyrl_engine.rollout.ledger import RolloutLedger
 
 MILLISECONDS_PER_THOUSAND_TOKENS = 1.0

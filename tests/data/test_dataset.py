@@ -1,6 +1,7 @@
 """load_columns: splits, lengths, counts, and columns that view the cache file's memory."""
 
 import json
+import logging
 
 import numpy as np
 import pytest
@@ -121,3 +122,21 @@ def test_progress_counts_rows(tmp_path, make_tokenizer):
     data = DataConfig(train=str(path), cache=str(tmp_path / "cache"))
     load_columns(data, make_tokenizer(None), split="train", progress=lambda *call: calls.append(call))
     assert calls == [("tokenizing training data", done, 600) for done in (256, 512, 600)]
+
+
+def test_answers_without_a_token_before_them_are_counted_and_told_once(load, make_tokenizer, marked, caplog):
+    """Nothing predicts the first token of such an answer; a text that is no answer begins so by its nature."""
+    rows = [{"prompt": "", "completion": "ab"}, {"prompt": "q ", "completion": "ab"}, {"prompt": "", "completion": "b"}]
+    tokenizer = make_tokenizer()
+    with caplog.at_level(logging.WARNING, "skyrl_engine"):
+        bare = load(rows, tokenizer)
+        told = [record.getMessage() for record in caplog.records]
+        counted = [load(rows, make_tokenizer(adds_bos=True)).counts, load([{"text": "ab"}], tokenizer).counts]
+    assert bare.counts.unprompted == 2
+    assert marked(bare, tokenizer) == "a[[b<|end|>]]"
+    (told_once,) = told
+    assert told_once.startswith(
+        f"2 of 3 samples of {bare.name} have an empty prompt, and the tokenizer puts no token before a text"
+    )
+    assert [each.unprompted for each in counted] == [0, 0]
+    assert len(caplog.records) == 1

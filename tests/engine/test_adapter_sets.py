@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_engine import CheckpointError, ConfigError, Engine, ModelError, UnsupportedError
+from skyrl_engine import CheckpointError, ConfigError, Engine, EngineClosedError, ModelError, UnsupportedError
 from skyrl_engine.contracts.kinds.generator import GenerationRequest, Sampling
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import LoraConfig
@@ -133,12 +133,14 @@ def test_a_set_ends_with_its_engine_or_before_it(model: Path) -> None:
         first, second = engine.add_adapters(NARROW), engine.add_adapters(NARROW)
         first.close()
         first.close()
-        with pytest.raises(AssertionError, match="closed"):
+        with pytest.raises(EngineClosedError, match="takes no calls any more: it was closed"):
             first.weights()
         # a set of a set is one more
         third = second.add_adapters(WIDE)
         assert step(second)[1] > 0
         assert step(third)[1] > 0
+    with pytest.raises(EngineClosedError, match="it was closed"):
+        third.weights()
     third.close()
     second.close()
 

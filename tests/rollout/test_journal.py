@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine.errors import ContractError, RolloutError
-from skyrl_engine.rollout.journal import open_journal, read_groups, read_index
+from skyrl_engine.rollout.journal import open_journal
+from skyrl_engine.rollout.journal_index import read_groups, read_index
 from skyrl_engine.rollout.ledger import Recorded
 from skyrl_engine.rollout.records import Learned, no_rows
 from skyrl_engine.testing.rollout_cases import groups, plain_group, require_same

@@ -268,6 +268,8 @@ def test_expert_routes_and_images_reach_the_rank_of_their_sample_and_no_other(co
 class _Recorded:
     """A transport that keeps what is put and says what every rank is called with; nothing runs."""
 
+    ended = None
+
     def __init__(self):
         self.put_shards = []
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from skyrl_engine.errors import CheckpointError, PluginBrokenError
 from skyrl_engine.workers.rank_log import RankLog, ranks_in_words
 from skyrl_engine.workers.rank_output import RECORD, OutputReader
-from skyrl_engine.workers.ray_actor import Place
+from skyrl_engine.workers.ray_actor import Failure, Place
 from skyrl_engine.workers.ray_transport import RayTransport, _explain
 
 
@@ -108,6 +109,13 @@ def test_a_node_is_lost_when_its_reader_is_gone_and_a_rank_when_only_it_is(place
     lost = transport._lost_node(1, "run")
     assert "the node a (10.0.0.a) was lost during run, and ranks 0 and 1 with it" in str(lost)
     log.close()
+
+
+def test_a_plugin_s_error_explains_a_death_and_a_death_explains_other_errors(places: list[Place]) -> None:
+    """A peer may die of what the failed rank called next; a rank whose peer died cannot write its checkpoint."""
+    own, other = PluginBrokenError("loss 'mine' failed", remedy="Correct it"), CheckpointError("cannot be written", remedy="Look")
+    assert _explain("run", {1: "killed"}, {0: Failure(own, own.summary, "")}, places) is own
+    assert "rank 1 died during save" in str(_explain("save", {1: "killed"}, {0: Failure(other, other.summary, "")}, places))
 
 
 def test_the_log_goes_on_without_a_reader_that_ended(

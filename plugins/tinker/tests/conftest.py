@@ -2,13 +2,16 @@
 
 import contextlib
 import json
+import re
 import socket
 import string
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +134,12 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def other_client(settings: Settings, other_model: Path, request: pytest.FixtureRequest) -> Iterator[Client]:
-    """A server whose `[serve]` has the test's parameters in the place of the usual ones."""
+    """A server whose `[serve]`, and `tables` beside it, have the test's parameters in the place of the usual ones."""
     changes = dict(request.param)
     if changes.get("models") == "two":
         # another model of the same architecture
         changes["models"] = {**settings.serve.models, "other": str(other_model)}
+    settings = attrs.evolve(settings, tables={**settings.tables, **changes.pop("tables", {})})
     with serving(attrs.evolve(settings, serve=attrs.evolve(settings.serve, **changes))) as made:
         yield made
 
@@ -144,6 +148,46 @@ def other_client(settings: Settings, other_model: Path, request: pytest.FixtureR
 def started(settings: Settings) -> Any:
     """`serving` over the usual configuration: a context manager with options of `application`."""
     return lambda **options: serving(settings, **options)
+
+
+@pytest.fixture(scope="module")
+def serve() -> Iterator[Callable[[Path], tuple[str, subprocess.Popen[str]]]]:
+    """Start `skyrl-engine serve` in a process of its own, in a folder with `serve.toml` and the key; the address, and the process.
+
+    What it says of errors is in the folder's `server.log`.
+    """
+    made: list[subprocess.Popen[str]] = []
+
+    def started(folder: Path) -> tuple[str, subprocess.Popen[str]]:
+        (folder / "key.txt").write_text(f"{KEY}\n")
+        command = [
+            str(Path(sys.executable).with_name("skyrl-engine")),
+            "serve",
+            "serve.toml",
+            "--port",
+            "0",
+            "--api-key-file",
+            "key.txt",
+        ]
+        with (folder / "server.log").open("a") as log:
+            process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=log, text=True)
+        made.append(process)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert re.fullmatch(r"Serving \S+ on http://127\.0\.0\.1:\d+\n", line), line + (folder / "server.log").read_text()
+        return line.split()[-1], process
+
+    yield started
+    for process in made:
+        process.terminate()
+    for process in made:
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import string
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,29 +44,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     (data / "train.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     (folder / "serve.toml").write_text(f'[serve]\nsession_seconds = 15\n[serve.models]\n"{MODEL}" = "{MODEL}"\n')
-    (folder / "key.txt").write_text("tml-test\n")
     return folder
 
 
 @pytest.fixture(scope="module")
-def served(place: Path) -> Iterator[str]:
-    command = [
-        str(Path(sys.executable).with_name("skyrl-engine")),
-        "serve",
-        "serve.toml",
-        "--port",
-        "0",
-        "--api-key-file",
-        "key.txt",
-    ]
-    with (place / "server.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=log, text=True)
-    line = process.stdout.readline()
-    assert line.startswith(f"Serving {MODEL} on "), line + (place / "server.log").read_text()
-    yield line.split()[-1]
-    process.terminate()
-    process.wait(60)
-    process.stdout.close()
+def served(place: Path, serve: Callable[[Path], tuple[str, subprocess.Popen[str]]]) -> str:
+    address, _ = serve(place)
+    return address
 
 
 @pytest.fixture

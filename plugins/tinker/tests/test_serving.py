@@ -3,11 +3,8 @@
 import http.client
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import zstandard
@@ -119,33 +116,15 @@ def test_a_model_goes_back_to_its_checkpoint_in_place(other_client, message, ran
 
 
 @pytest.fixture
-def process(settings, tmp_path):
-    """Start `skyrl-engine serve` in a process of its own, on the same directory each time; the client, and the process."""
+def process(settings, serve, tmp_path):
+    """Start the server in a process of its own, on the same directory each time; the client, and the process."""
     (tmp_path / "serve.toml").write_text(f'[serve]\n[serve.models]\ntiny = "{settings.serve.models["tiny"]}"\n')
-    (tmp_path / "key.txt").write_text("tml-test\n")
-    made = []
 
     def start(like):
-        command = [
-            str(Path(sys.executable).with_name("skyrl-engine")),
-            "serve",
-            "serve.toml",
-            "--port",
-            "0",
-            "--api-key-file",
-            "key.txt",
-        ]
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-        made.append(process)
-        line = process.stdout.readline()
-        assert line.startswith("Serving tiny on http://127.0.0.1:"), line
-        return type(like)(line.split()[-1]), process
+        address, running = serve(tmp_path)
+        return type(like)(address), running
 
-    yield start
-    for process in made:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    return start
 
 
 def test_a_process_ends_behind_its_step_and_the_next_one_has_its_checkpoints(client, message, process):

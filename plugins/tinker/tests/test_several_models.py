@@ -1,6 +1,7 @@
 """Several models at once: sets of adapters over one base, each with the bits that it has alone; who has no place, and why."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import attrs
 import numpy as np
 import pytest
+from safetensors.numpy import load
 
 from skyrl_engine_tinker.checkpoints import Address
 from skyrl_engine_tinker.fair_lock import FairLock
@@ -115,6 +117,98 @@ def test_the_model_of_a_killed_client_goes_and_another_keeps_its_bits(other_clie
         assert exported(settings, path) == exported(
             settings, alone.done("save_weights", {"model_id": own, "seq_id": 19, "path": "end"})["path"]
         )
+
+
+@pytest.mark.parametrize("other_client", [{"weight_sets": 0}], indirect=True, ids=[""])
+def test_without_room_for_copies_a_checkpoint_is_sampled_from_the_model_that_has_its_weights(other_client, message):
+    """The one of two sets of adapters that saved it answers, until its next step; the base model is the host's present weights."""
+    model, beside = other_client.opened(rank=4), other_client.opened(rank=2)
+    trained(other_client, message, model, steps=1)
+    path = other_client.done("save_weights_for_sampler", {"model_id": model, "seq_id": 3, "path": "now"})["path"]
+    session = other_client.post("create_session", {})[1]["session_id"]
+
+    def answered(number, **asked):
+        asked = {"session_id": session, "sampling_session_seq_id": number, **asked}
+        sampler = other_client.post("create_sampling_session", asked)[1]["sampling_session_id"]
+        return logprobs_by(sampler)
+
+    def logprobs_by(sampler):
+        asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [5, 6, 7, 8]}]}}
+        answer = other_client.done("asample", {**asked, "sampling_params": {"max_tokens": 1}, "prompt_logprobs": True})
+        return answer["error"] if isinstance(answer, dict) else CLASSES["SampleResponse"].FromString(answer).prompt_logprobs
+
+    base = answered(0, base_model="tiny")
+    assert answered(1, model_path=path) == logprobs_by(other_client.sampler(model, 4)) != base
+    assert logprobs_by(other_client.sampler(beside, 1)) == base
+    trained(other_client, message, model, first=5, steps=1)
+    assert "needs serve.weight_sets of 1 or more" in answered(2, model_path=path)
+    for each in (model, beside, session):
+        other_client.finish(each)
+
+
+@pytest.mark.parametrize("other_client", [{"tables": {"run": {"launch": "ray", "ranks": 2}}}], indirect=True, ids=[""])
+def test_models_whose_ranks_ended_are_in_nobodys_way(without_ray, other_client, message):
+    """A rank dies, and two sets of adapters with it; the next client has ranks of its own, while the two are still there."""
+    lost = [other_client.opened(rank=2), other_client.opened(rank=4)]
+    before = multiprocessing.active_children()
+    assert len(before) == 2
+    before[-1].kill()
+    assert "died" in other_client.done("forward_backward", message(lost[0], 1))["error"]
+    for model in lost:
+        told = other_client.done("forward_backward", message(model, 2 if model == lost[0] else 1))
+        assert "takes no requests any more: all its ranks were ended after a failure" in told["error"]
+        assert told["category"] == "user"
+    model = other_client.opened(rank=2)
+    assert loss(other_client.done("forward_backward", message(model, 1))) > 0
+    for each in (*lost, model):
+        other_client.finish(each)
+
+
+@pytest.mark.parametrize(("left_out", "kept"), [("train_mlp", "self_attn"), ("train_attn", "mlp")])
+def test_adapters_sit_where_the_client_wants_them(client, message, settings, left_out, kept):
+    """The checkpoint says it, so that a model goes on from it; a model with other adapters does not."""
+    session = client.post("create_session", {})[1]["session_id"]
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2, left_out: False}}
+    model = client.done("create_model", asked)["model_id"]
+    trained(client, message, model, steps=1)
+    path = client.done("save_weights", {"model_id": model, "seq_id": 3, "path": "one"})["path"]
+    adapter = load(exported(settings, path))
+    assert adapter
+    assert all(f".{kept}." in name for name in adapter)
+    info = client.post("weights_info", {"tinker_path": path})[1]
+    assert {name: value for name, value in info.items() if name.startswith("train_")} == {
+        "train_attn": left_out != "train_attn",
+        "train_mlp": left_out != "train_mlp",
+        "train_unembed": False,
+    }
+    again = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
+    assert client.done("load_weights", again) == {"type": "load_weights", "path": path}
+    losses = [
+        loss(client.done("forward_backward", message(each, number))) for each, number in ((model, 4), (f"{session}:train:1", 1))
+    ]
+    assert losses[0] == losses[1]
+    other = client.opened(rank=2)
+    refused = client.done("load_weights", {"model_id": other, "seq_id": 1, "path": path, "optimizer": True})
+    assert "adapters on" in refused["error"]
+    for each in (session, other):
+        client.finish(each)
+
+
+@pytest.mark.parametrize(
+    ("lora", "told"),
+    [
+        ({"rank": 2, "train_attn": False, "train_mlp": False}, "set train_attn or train_mlp"),
+        ({"rank": 2, "train_mlp": "no"}, "train_mlp is 'no'; it must be true or false"),
+        ({"rank": 0, "train_attn": False}, "full weights (rank 0) are trained in all layers"),
+    ],
+)
+def test_layers_that_cannot_be_trained_alone_are_refused(client, lora, told):
+    session = client.post("create_session", {})[1]["session_id"]
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
+    answer = client.done("create_model", asked)
+    assert told in answer["error"]
+    assert answer["category"] == "user"
+    client.finish(session)
 
 
 def test_samplers_checkpoints_and_losses_are_a_models_own(client, message):

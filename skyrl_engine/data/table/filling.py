@@ -21,6 +21,7 @@ from skyrl_engine.data.sources.rows import BoolArray, Row, Source
 from skyrl_engine.data.table.sample_columns import GROUP, UNIT, Carried, ColumnReader, IdReader, weighed
 from skyrl_engine.data.table.token_table import TokenTableWriter
 from skyrl_engine.data.text.messages import Conversation
+from skyrl_engine.data.text.plain import PlainText
 from skyrl_engine.data.text.reward_token import rewarded
 from skyrl_engine.data.text.tokenization import SampleTokenizer, TokenizedSample
 from skyrl_engine.errors import DataError
@@ -87,11 +88,13 @@ class TableFilling:
                             reachable.add(part)
                     own = {} if role is None else {ROLE: role}
                     cut = len(sample.loss) < len(whole.loss)
+                    # a text that is no answer to anything begins so by its nature
+                    unprompted = isinstance(example, PlainText) and kind != "text" and not rewards and bool(whole.loss[0])
                     if rewards:
                         sample = rewarded(sample, self.tokenizer.pad_token_id)
                     read = reader(row, sample if rewards else whole, sample)
                     table.append(sample, Carried(read, named, {**reader.values(row), **own}))
-                    units.take(named, _Taken(_counted(sample, cut=cut), _files(example)))
+                    units.take(named, _Taken(_counted(sample, cut=cut, unprompted=unprompted), _files(example)))
             counts["rows"] += len(batch)
             if self.progress is not None:
                 self.progress(self.label, counts["rows"], total)
@@ -217,14 +220,15 @@ def _fitted(data: DataConfig, sample: TokenizedSample, *, behind: int = 0) -> tu
     return evolve(sample, input_ids=sample.input_ids[: len(loss)], loss=loss, weights=weights), ""
 
 
-def _counted(sample: TokenizedSample, *, cut: bool) -> dict[str, int]:
-    """Return what a kept sample, cut or not, adds to the counts."""
+def _counted(sample: TokenizedSample, *, cut: bool, unprompted: bool) -> dict[str, int]:
+    """Return what a kept sample adds to the counts; it may be cut, or have an answer without a token before it."""
     return {
         "samples": 1,
         "truncated": int(cut),
         "tokens": len(sample.loss),
         "loss_tokens": int(np.count_nonzero(sample.loss)),
         "boundary_tokens": sample.boundary_tokens,
+        "unprompted": int(unprompted),
         "images": len(sample.images),
         "image_tokens": sample.image_tokens,
     }

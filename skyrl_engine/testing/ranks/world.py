@@ -121,6 +121,11 @@ class World:
             )
         return [value for _, (_, value) in sorted(replies.items())]
 
+    @property
+    def running(self) -> bool:
+        """Say whether there are ranks: not before the first call, nor after a failure that left them of no use."""
+        return bool(self._pipes)
+
     def close(self) -> None:
         """End the ranks, whatever state they are in. A later call starts others."""
         for pipe in self._pipes:

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.ranks.held import call_held, hold, let_go
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine.workers.dispatch import Shard
+from skyrl_engine.workers.ending import CLOSED, ended_by
 from skyrl_engine.workers.launch import WorkerGroup
 from skyrl_engine.workers.spec import WorkerSpec
 
@@ -15,17 +17,30 @@ class WorldTransport:
 
     def __init__(self, world: World, spec: WorkerSpec) -> None:
         self._world = world
+        self.ended: str | None = None
         world.run(_start, spec)
 
     def put(self, shard: Shard) -> Shard:
         return shard
 
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
-        answers = self._world.run(on_worker, method, list(per_rank))
+        try:
+            answers = self._world.run(on_worker, method, list(per_rank))
+        except EngineError as error:
+            if not self._world.running:
+                self.ended = ended_by(error)
+            failure = error
+
+            def failed() -> list[Any]:
+                raise failure
+
+            return failed
         return lambda: answers
 
     def close(self) -> None:
-        self._world.run(let_go, "worker")
+        if self.ended is None:
+            self.ended = CLOSED
+            self._world.run(let_go, "worker")
 
 
 class OwnRanksTransport(WorldTransport):
@@ -40,6 +55,7 @@ class OwnRanksTransport(WorldTransport):
             raise
 
     def close(self) -> None:
+        self.ended = CLOSED
         self._world.close()
 
 

@@ -25,6 +25,7 @@ from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.columns import Overlong
 from skyrl_engine.rollout.recorded import Recording, RecordingLimits, read_recording
+from skyrl_engine.rollout.runner import Bounds
 from skyrl_engine.rollout.turns import TurnRenderer
 from skyrl_engine.training.reference import planned_reference, refuse_dropout
 from skyrl_engine.training.rl.evaluation import tasks_of
@@ -89,6 +90,30 @@ class PreparedRl:
         """Count the optimizer steps of the whole run."""
         config = self.resolved.config.rl
         return config.steps * config.mini_batches * config.epochs
+
+    @property
+    def bounds(self) -> Bounds:
+        """The limits of every attempt."""
+        config = self.resolved.config
+        return Bounds(
+            group_size=config.rl.group_size,
+            max_prompt_tokens=config.rl.max_prompt_tokens,
+            max_tokens=config.rl.max_tokens,
+            min_group_size=min(config.rollouts.min_group_size, config.rl.group_size),
+            max_failure_share=config.rollouts.max_failure_share,
+            keeps_history=config.rl.history == "append",
+        )
+
+    @property
+    def environment_versions(self) -> dict[str, str]:
+        """The version of every environment by its name: what it says of itself, and its plugin's. A recording is known by its content."""
+        if isinstance(self.rollouts, Recording):
+            return {"rl.rollouts": self.rollouts.digest}
+        versions = {}
+        for name, selected, part in zip(self.names, self.environments, self.rollouts.tasks.environments, strict=True):
+            record = selected.loaded.record
+            versions[name] = f"{record.version or record.sha256} {part.product.claims.version}".strip()
+        return versions
 
 
 def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress | None = None) -> PreparedRl:

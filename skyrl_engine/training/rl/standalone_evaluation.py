@@ -13,7 +13,7 @@ from skyrl_engine.errors import ConfigError, DataError, Problem
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
 from skyrl_engine.training.rl.preparation import Progress, Sampled, limits_of, prepare
 from skyrl_engine.training.rl.prompts import check_prompts
-from skyrl_engine.training.rl.trainer import bounds_of, episode_pool
+from skyrl_engine.training.rl.trainer import episode_pool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +59,7 @@ def evaluate_model(resolved: ResolvedConfig, *, split: Split = "eval", progress:
                 turns=prepared.rollouts.renderer,
                 names=prepared.names,
                 environments=environments,
-                bounds=bounds_of(prepared),
+                bounds=prepared.bounds,
                 sampling=prepared.sampling,
                 seed=config.run.seed,
                 told=None if progress is None else lambda done: progress("tasks", done, len(tasks)),

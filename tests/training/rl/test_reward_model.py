@@ -19,7 +19,7 @@ from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.errors import ConfigError, ContractError, ModelError, UnsupportedError
 from skyrl_engine.modeling.classifier import become_classifier
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
-from skyrl_engine.rollout.journal import read_groups
+from skyrl_engine.rollout.journal_index import read_groups
 from skyrl_engine.rollout.turns import TurnRenderer
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.rollout_cases import plain_group

@@ -22,7 +22,7 @@ from skyrl_engine.contracts.kinds.observer import RolloutsFinished, StepFinished
 from skyrl_engine.contracts.values.rollout import OBSERVED, SAMPLED
 from skyrl_engine.engine.sampler import Sampler
 from skyrl_engine.errors import CheckpointError, PluginBrokenError, RolloutError
-from skyrl_engine.rollout.journal import read_groups, read_index
+from skyrl_engine.rollout.journal_index import read_groups, read_index
 from skyrl_engine.testing.templates import TEMPLATES
 from skyrl_engine.training.export import export_checkpoint
 from skyrl_engine.training.rl.trainer import run_rl

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import HTTPException
 
+from skyrl_engine_tinker.adapted import AdaptedLayers
 from skyrl_engine_tinker.checkpoints import Address, Facts
 from skyrl_engine_tinker.codecs import parsed
 from skyrl_engine_tinker.errors import RequestError
@@ -50,9 +51,10 @@ async def _create_model(server: Server, body: bytes) -> Answer:
     try:
         server.settings.require(base)
         server.settings.require_rank(rank)
+        layers = AdaptedLayers.read(lora, rank)
     except RequestError as error:
         return server.refused(model_id, error)
-    model = ServedModel(server.settings, model_id, base, rank)
+    model = ServedModel(server.settings, model_id, base, rank, layers)
     model.metadata = given.get("user_metadata")
     return server.opened(model, lambda model: model.open(lora.get("seed")))
 
@@ -120,14 +122,15 @@ async def _load_weights(server: Server, body: bytes) -> Answer:
             server.settings.require(facts.base_model)
         except RequestError as error:
             return server.refused(model_id, error)
-        model = ServedModel(server.settings, model_id, facts.base_model, facts.lora_rank)
+        model = ServedModel(server.settings, model_id, facts.base_model, facts.lora_rank, facts.layers)
         return server.opened(model, lambda model: model.load(path, optimizer, create=True))
     return _in_turn(server, given["model_id"], given["seq_id"], lambda model: model.load(path, optimizer, create=False))
 
 
 async def _weights_info(server: Server, body: bytes) -> Answer:
     facts = Facts.of(server.settings.directory, Address.read(str(_json(body)["tinker_path"])))
-    return {"base_model": facts.base_model, "is_lora": facts.lora_rank > 0, "lora_rank": facts.lora_rank}
+    adapters = {"train_attn": facts.train_attn, "train_mlp": facts.train_mlp, "train_unembed": False} if facts.lora_rank else {}
+    return {"base_model": facts.base_model, "is_lora": facts.lora_rank > 0, "lora_rank": facts.lora_rank, **adapters}
 
 
 async def _save_for_sampler(server: Server, body: bytes) -> Answer:

@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 from attrs import frozen
 
+from skyrl_engine_tinker.adapted import AdaptedLayers
 from skyrl_engine_tinker.errors import RequestError
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -89,6 +90,13 @@ class Facts:
     user_metadata: dict[str, str] | None = None
     run_metadata: dict[str, str] | None = None
     """The client's own words about the model, from when it was made."""
+    train_attn: bool = True
+    train_mlp: bool = True
+
+    @property
+    def layers(self) -> AdaptedLayers:
+        """The layers that its adapters sit on."""
+        return AdaptedLayers(self.train_attn, self.train_mlp)
 
     @classmethod
     def of(cls, directory: Path, address: Address) -> "Facts":

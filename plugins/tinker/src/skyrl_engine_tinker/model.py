@@ -4,8 +4,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from skyrl_engine import Engine
+from skyrl_engine import Engine, ModelError
 from skyrl_engine.contracts import LoraConfig
+from skyrl_engine_tinker.adapted import EVERYWHERE, AdaptedLayers
 from skyrl_engine_tinker.asked import AskedLoss, LossInForce
 from skyrl_engine_tinker.checkpoints import Address, Facts, expiry, written
 from skyrl_engine_tinker.codecs import encoded_outputs
@@ -22,12 +23,22 @@ class ServedModel:
     One that is not trained samples from its base model, or for checkpoints of it, and is the `host` of sets of adapters.
     """
 
-    def __init__(self, settings: Settings, model_id: str, base_model: str, rank: int, *, trained: bool = True) -> None:
-        self.settings, self.model_id, self.base_model, self.rank, self.trained = settings, model_id, base_model, rank, trained
+    def __init__(
+        self,
+        settings: Settings,
+        model_id: str,
+        base_model: str,
+        rank: int,
+        layers: AdaptedLayers = EVERYWHERE,
+        *,
+        trained: bool = True,
+    ) -> None:
+        self.settings, self.model_id, self.base_model, self.trained = settings, model_id, base_model, trained
+        self.rank, self.layers = rank, layers
         self.session = model_id.split(":", maxsplit=1)[0]
         self.host: ServedModel | None = None
         """The model on whose engine this one is a set of adapters; None where it has an engine of its own."""
-        self.failure: str | None = None
+        self.not_opened: str | None = None
         """Why the first request failed, so that there is nothing to close."""
         self.metadata: dict[str, str] | None = None
         """The client's own words about the model, from when it was made."""
@@ -39,9 +50,16 @@ class ServedModel:
         self._lost: str | None = None
 
     @property
+    def failure(self) -> str | None:
+        """Why the model is of no use to anybody: it could not be opened, or its ranks ended. None where it is of use."""
+        return self.not_opened or (None if self._engine is None else self._engine.ended)
+
+    @property
     def engine(self) -> Engine:
         if self._engine is None:
             raise RequestError(f"the model could not be opened: {self.failure or self._lost}")
+        if (ended := self._engine.ended) is not None:
+            raise RequestError(f"the model takes no requests any more: {ended}; create it again, and load its last checkpoint")
         return self._engine
 
     @property
@@ -61,11 +79,20 @@ class ServedModel:
         return {"type": "create_model", "model_id": self.model_id}
 
     def _opened(self, seed: int | None, start: Path | None) -> Engine:
-        if self.host is None:
-            return Engine.open(self.settings.engine(self.base_model, self.rank, seed, start))
-        self.host.open()
-        lora = LoraConfig(rank=self.rank, alpha=ALPHA) if start is None else LoraConfig(path=str(start))
-        return self.host.engine.add_adapters(lora, seed=seed)
+        if self.host is not None:
+            self.host.open()
+        try:
+            if self.host is None:
+                return Engine.open(self.settings.engine(self.base_model, self.rank, seed, start, self.layers))
+            targets = self.layers.targets
+            lora = LoraConfig(rank=self.rank, alpha=ALPHA, targets=targets) if start is None else LoraConfig(path=str(start))
+            return self.host.engine.add_adapters(lora, seed=seed)
+        except ModelError as error:
+            if self.layers == EVERYWHERE or start is not None:
+                raise
+            raise RequestError(
+                f"adapters of {self.base_model} cannot be on {self.layers}: {error.cause}; leave train_attn and train_mlp out"
+            ) from error
 
     def _refuse_means_over_steps(self) -> None:
         if self.engine.assembly.description.means_over_step:
@@ -80,8 +107,9 @@ class ServedModel:
         address = Address.read(path, ("weights",))
         facts = Facts.of(self.settings.directory, address)
         folder = address.folder(self.settings.directory)
-        if (facts.base_model, facts.lora_rank) != (self.base_model, self.rank):
-            raise RequestError(f"the checkpoint is of {facts.base_model} with rank {facts.lora_rank}")
+        if (facts.base_model, facts.lora_rank, facts.layers) != (self.base_model, self.rank, self.layers):
+            where = f", adapters on {facts.layers}" if facts.lora_rank else ""
+            raise RequestError(f"the checkpoint is of {facts.base_model} with rank {facts.lora_rank}{where}")
         self._spoiled = False
         if create or not optimizer:
             self.close()
@@ -134,7 +162,17 @@ class ServedModel:
 
     def save(self, address: Address, *, overwrite: bool, ttl: float | None, metadata: dict[str, str] | None) -> dict[str, Any]:
         """Write a checkpoint: `model` as the engine exports it, `state` as it saves it if training may go on from there."""
-        facts = Facts(self.base_model, self.rank, self.engine.step, time.time(), expiry(ttl), metadata, self.metadata)
+        facts = Facts(
+            self.base_model,
+            self.rank,
+            self.engine.step,
+            time.time(),
+            expiry(ttl),
+            metadata,
+            self.metadata,
+            self.layers.attention,
+            self.layers.mlp,
+        )
         with written(self.settings.directory, address, facts, overwrite=overwrite) as folder:
             if address.kind == "weights":
                 self.engine.save(folder / "state")

@@ -75,7 +75,7 @@ class Places:
 
     @property
     def trained(self) -> list[ServedModel]:
-        """The models that are trained; one that could not be opened is none."""
+        """The models that are trained; one that could not be opened, or whose ranks ended, is none."""
         return [each.model for each in self._trained.values() if each.model.failure is None]
 
     @property
@@ -190,7 +190,7 @@ class Places:
         self._trained[model.model_id] = self._begun(model, newcomer.opening, newcomer.promise, before, turns)
 
     def _hosting(self, base_model: str, session: str) -> TakenPlace:
-        """Return the host of a base model; one of another, or that could not be opened, gives way to it."""
+        """Return the host of a base model; one of another, or that is of no use any more, gives way to it."""
         if self._host is not None and self._host.model.base_model == base_model and self._host.model.failure is None:
             return self._host
         name = f"{session}:sample:{secrets.token_hex(4)}"
@@ -217,7 +217,7 @@ class Places:
             try:
                 return opening(model)
             except BaseException as error:
-                model.failure = failure(error)["error"]
+                model.not_opened = failure(error)["error"]
                 raise
 
         lane = Lane(

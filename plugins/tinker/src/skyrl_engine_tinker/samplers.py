@@ -172,7 +172,10 @@ class Samplers:
         """Return a set with weights of the disk, which are read where they are not there."""
         if stored not in self._sets:
             if (target := self._room()) is None:
-                raise RequestError("a sampler of other weights than those that are trained needs serve.weight_sets of 1 or more")
+                raise RequestError(
+                    "a sampler of other weights than those that a model trains at this moment needs serve.weight_sets of 1 or more, and this "
+                    "server's configuration says 0; sample before the model's next step, or have it raised"
+                )
             self._engine.add_weights(target, stored.model, stored.adapter)
             self._sets[stored] = target
         return self._used(stored)

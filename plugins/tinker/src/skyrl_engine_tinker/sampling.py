@@ -1,7 +1,8 @@
 """A request for samples as it comes from the wire: read, and held against what the server takes."""
 
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from attrs import frozen
@@ -10,6 +11,8 @@ from skyrl_engine.contracts import Sampling
 from skyrl_engine_tinker.codecs import Array
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.settings import ServeTable
+
+Absent = TypeVar("Absent", int, None)
 
 _REFUSED = (
     "target_prompt_logprobs",
@@ -42,8 +45,8 @@ class SampleCall:
         if asked := [name for name in _REFUSED if given.get(name)]:
             raise RequestError(f"this server has no {asked[0]}")
         prompt = np.array([token for chunk in chunks for token in chunk["tokens"]], dtype=np.int32)
-        room, count = limits.longest - len(prompt), int(given.get("num_samples", 1))
-        most = int(params.get("max_tokens") or room)
+        room, count = limits.longest - len(prompt), _whole(given, "num_samples", 1)
+        most = _whole(params, "max_tokens", 0) or room
         if not 1 <= count <= limits.samples or not 1 <= most <= room or not len(prompt):
             raise RequestError(
                 f"{count} samples of {most} tokens behind {len(prompt)} do not fit: this server takes {limits.samples:,} samples "
@@ -55,15 +58,29 @@ class SampleCall:
             max_tokens=most,
             temperature=float(params.get("temperature", 1.0)),
             top_p=float(params.get("top_p", 1.0)),
-            top_k=max(int(params.get("top_k", -1)), 0),
+            top_k=max(_whole(params, "top_k", -1), 0),
             stop_token_ids=tuple(each for each in stops if isinstance(each, int)),
             stop_strings=tuple(each for each in stops if isinstance(each, str)),
             ignore_eos=stop is not None and not stops,
         )
-        top, top_of_prompt = (int(given.get(name) or 0) for name in ("topk_sample_logprobs", "topk_prompt_logprobs"))
+        top, top_of_prompt = (_whole(given, name, 0) for name in ("topk_sample_logprobs", "topk_prompt_logprobs"))
         if not 0 <= min(top, top_of_prompt) <= max(top, top_of_prompt) <= limits.top_logprobs:
             raise RequestError(f"this server gives at most the {limits.top_logprobs} most likely tokens (serve.top_logprobs)")
-        scored, last = bool(given.get("prompt_logprobs")), given.get("prompt_logprobs_last_n")
-        if last is not None and (not scored or not 1 <= int(last) < len(prompt)):
+        scored, last = bool(given.get("prompt_logprobs")), _whole(given, "prompt_logprobs_last_n", None)
+        if last is not None and len(prompt) == 1:
+            raise RequestError(
+                "prompt_logprobs_last_n is for prompts of two tokens or more: a first token has no log-probability, and here is no other"
+            )
+        if last is not None and (not scored or not 1 <= last < len(prompt)):
             raise RequestError(f"prompt_logprobs_last_n goes with prompt_logprobs, and is 1 to {len(prompt) - 1} for this prompt")
-        return cls(prompt, sampling, count, params.get("seed"), scored, top, top_of_prompt, int(last or len(prompt)))
+        return cls(prompt, sampling, count, _whole(params, "seed", None), scored, top, top_of_prompt, last or len(prompt))
+
+
+def _whole(given: Mapping[str, Any], name: str, absent: Absent) -> int | Absent:
+    """Return a whole number of a request, `absent` where it is missing or null. Raises RequestError for anything else, 2.0 and true too."""
+    value = given.get(name)
+    if value is None:
+        return absent
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RequestError(f"{name} is {json.dumps(value)}; it must be a whole number")
+    return value

@@ -9,7 +9,7 @@ from attrs import define, field, frozen
 from fastapi import HTTPException
 
 from skyrl_engine_tinker import checkpoints
-from skyrl_engine_tinker.checkpoints import Stored
+from skyrl_engine_tinker.checkpoints import Address, Stored
 from skyrl_engine_tinker.downloads import Downloads
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.lane import Lane, PendingAnswer
@@ -92,8 +92,15 @@ class Server:
             self.heard_of(sampler.session)
         if sampler.model_id is not None:
             return self.lane_of(sampler.model_id)
-        place = self.places.sampling(sampler.base_model, sampler.session)
+        place = self._saved_by(sampler.stored) or self.places.sampling(sampler.base_model, sampler.session)
         return place.lane, place.model
+
+    def _saved_by(self, stored: Stored | None) -> TakenPlace | None:
+        """Return the model that wrote a checkpoint, where there is no room for copies: its memory may hold these very weights."""
+        if stored is None or stored.path is None or self.settings.serve.weight_sets:
+            return None
+        found = self.places.find(Address.read(stored.path).model_id)
+        return None if found is None or found.model.failure is not None else found
 
     def admit(self, promise: PendingAnswer, count: int) -> None:
         """Note `count` samples as under way until `promise` is kept. Raises 429 where they are too many beside those that are."""

@@ -12,6 +12,7 @@ from attrs.validators import and_, deep_iterable, ge, gt, instance_of
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine_tinker import losses
+from skyrl_engine_tinker.adapted import EVERYWHERE, AdaptedLayers
 from skyrl_engine_tinker.checkpoints import Address, Facts, Stored
 from skyrl_engine_tinker.errors import RequestError
 
@@ -108,12 +109,14 @@ class Settings:
         if not 0 <= rank <= self.serve.max_rank:
             raise RequestError(f"rank is {rank}; it is 1 to {self.serve.max_rank} (serve.max_rank), or 0 for full weights")
 
-    def engine(self, base_model: str, rank: int, seed: int | None, start: Path | None) -> dict[str, Any]:
+    def engine(
+        self, base_model: str, rank: int, seed: int | None, start: Path | None, layers: AdaptedLayers = EVERYWHERE
+    ) -> dict[str, Any]:
         """Return the configuration of an engine. `start` are exported weights in the place of the base model's. Raises RequestError."""
         self.require(base_model)
         model = {**self.tables.get("model", {}), "path": self.serve.models[base_model]}
         if rank > 0:
-            model["lora"] = {"rank": rank, "alpha": ALPHA} if start is None else {"path": str(start)}
+            model["lora"] = {"rank": rank, "alpha": ALPHA, "targets": layers.targets} if start is None else {"path": str(start)}
         elif start is not None:
             model["path"] = str(start)
         run = {**self.tables.get("run", {}), **({} if seed is None else {"seed": seed})}

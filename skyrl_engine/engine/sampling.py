@@ -1,0 +1,93 @@
+"""The verbs of an engine that sample from its model: a generator on its ranks, requests, and further weights to sample from."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from attrs import evolve
+
+from skyrl_engine.config import SelectedPlugin
+from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
+from skyrl_engine.contracts.values.model import LoraConfig
+from skyrl_engine.engine.assembly import Assembly
+from skyrl_engine.engine.model_files import ModelFiles
+from skyrl_engine.engine.passes import Passes
+from skyrl_engine.engine.sampler import Sampler
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.model_facts.end_tokens import end_tokens
+from skyrl_engine.workers.future import Future
+from skyrl_engine.workers.launch import WorkerGroup
+
+
+class SamplingVerbs:
+    """The part of `Engine` that samples. `step` counts the optimizer steps behind the weights, `_files` is None of an engine made by hand."""
+
+    group: WorkerGroup
+    step: int
+    _passes: Passes
+    _files: ModelFiles | None
+    _sampler: Sampler | None = None
+
+    @property
+    def assembly(self) -> Assembly:
+        """The parts in force; `Engine.use_loss` puts another there."""
+        return self._passes.assembly
+
+    @property
+    def vocabulary_size(self) -> int | None:
+        """The number of token ids that the model knows; None where its configuration does not say."""
+        return None if self._files is None else self._files.facts.vocabulary_size
+
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler that `start_sampler` or `generate` started, for requests and completions as a stream."""
+        self.group.refuse_ended()
+        assert self._sampler is not None, "start_sampler or generate comes first"
+        return self._sampler
+
+    @property
+    def has_sampler(self) -> bool:
+        """Say whether a generator was started, so that `sampler` can be used."""
+        return self._sampler is not None
+
+    def start_sampler(self, generator: SelectedPlugin) -> Sampler:
+        """Start a generator on every data-parallel rank, with the weights as they are; it ends one that was started before.
+
+        Raises UnsupportedError for a generator or weights that do not go together, and what the generator's start raises.
+        """
+        self.group.refuse_ended()
+        assert self._files is not None, "an engine that was made by hand knows no end tokens"
+        ends = end_tokens(self._files.facts.model, self._files.tokenizer)
+        self._sampler = Sampler(self.group, generator, ends, self.step, self.vocabulary_size)
+        return self._sampler
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:
+        """Sample from the model as it is: completions in the order of the requests, whose tokens carry the number of steps behind the weights.
+
+        The first call starts the generator that the configuration's table `[generator]` selects. Raises UnsupportedError without one, and for
+        what the generator does not claim; ContractError for a request that no generator could serve.
+        """
+        self.group.refuse_ended()
+        sampler = self._sampler
+        if sampler is None:
+            selected = self.assembly.plugins.get("generator")
+            if selected is None:
+                raise UnsupportedError(
+                    "the engine was opened without a generator", remedy='Add [generator] with use = "hf" to the configuration'
+                )
+            sampler = self.start_sampler(selected)
+        elif sampler.version != self.step:
+            sampler.update(self.step)
+        return sampler.generate(requests)
+
+    def add_weights(self, target: str, model: str | Path, adapter: str | Path | None = None) -> None:
+        """Let requests with this `target` sample from other weights beside those that are trained: of `model`, a directory or hub id of the
+        same architecture, with the adapter of a PEFT directory merged.
+
+        The generator must have been started. Raises ModelError for weights that do not fit, UnsupportedError for a generator that takes none.
+        """
+        self.group.refuse_ended()
+        assert self._files is not None, "an engine that was made by hand knows no model"
+        lora = None if adapter is None else LoraConfig(path=str(adapter))
+        own = self._files.facts.model
+        revision = own.revision if str(model) == own.path else None
+        self.sampler.load(evolve(own, path=str(model), revision=revision, lora=lora), target)

@@ -1,0 +1,304 @@
+"""The steps of reinforcement learning: groups, what they were worth, passes over them, and the weights that come of it."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+from attrs import define, field, frozen
+
+from skyrl_engine.contracts.kinds.advantage import AdvantageBatch, AdvantageOutput, as_advantage_output
+from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL
+from skyrl_engine.contracts.kinds.observer import RolloutsFinished
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.outputs import Metric, combine_metrics, results_of
+from skyrl_engine.contracts.values.rollout import Group
+from skyrl_engine.engine.engine import Engine
+from skyrl_engine.engine.plan import Plan
+from skyrl_engine.engine.results import COUNTED, means_over
+from skyrl_engine.engine.sampler import Sampler
+from skyrl_engine.objective.policy_metrics import SAMPLED, WEIGHTS, effective_share
+from skyrl_engine.registry.host import blaming
+from skyrl_engine.rollout.columns import learned_from, to_columns
+from skyrl_engine.rollout.episodes import EpisodePool
+from skyrl_engine.rollout.guard import SamplerGuard
+from skyrl_engine.rollout.recorded import Recording
+from skyrl_engine.rollout.source import GroupSource
+from skyrl_engine.spans import Phases
+from skyrl_engine.training.loop import StepDone
+from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
+from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffled
+from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
+from skyrl_engine.training.rl.metrics import rollout_metrics
+from skyrl_engine.training.rl.preparation import PreparedRl, Sampled
+from skyrl_engine.training.rl.reward_model import value_metrics
+from skyrl_engine.training.rl.rewards import KlPenalty
+from skyrl_engine.training.rl.state import RlState
+from skyrl_engine.training.teacher import TEACHER, teacher_metrics
+
+_OF_RANKS: Final = frozenset({"generate", "score", "train", "publish"})
+"""Phases whose CPU seconds the ranks tell themselves."""
+
+
+@frozen(eq=False)
+class Live:
+    """The sampling side of a run: tasks, the sampler, processes of environments, and the guard over the sampler's weights.
+
+    `run` names the run in its journal.
+    """
+
+    rollouts: Sampled
+    sampler: Sampler
+    pool: EpisodePool
+    guard: SamplerGuard
+    run: str
+
+
+@define(eq=False)
+class RlTrainer:
+    """The steps of reinforcement learning: each trains the weights of version t - 1 into those of version t.
+
+    `live` is None where rollouts were recorded before. `told` takes the rollouts of every step before they are trained on. `phases` are shared
+    with the source of groups, which counts its own.
+    """
+
+    prepared: PreparedRl
+    engine: Engine
+    references: Path
+    source: GroupSource
+    live: Live | None
+    penalty: KlPenalty | None
+    reference: Any
+    told: Callable[[RolloutsFinished], None]
+    phases: Phases
+    _copied: str | None = field(default=None, init=False)
+    _cpu: dict[str, float] = field(factory=dict, init=False)
+
+    def restore(self, state: RlState) -> None:
+        """Go on from what a checkpoint says."""
+        if self.live is not None:
+            self.live.guard.above = state.above
+        self._copied = state.reference
+        if self.penalty is not None and state.kl_coef is not None:
+            self.penalty.coef = state.kl_coef
+
+    def step(self, number: int) -> StepDone:
+        """One batch of rollouts: wait for it, score it, estimate advantages, train on it, and hand the new weights to the sampler."""
+        config = self.prepared.resolved.config
+        began = time.perf_counter()
+        self._cpu = {}
+        self.phases.wall.drain()
+        self.phases.cpu.drain()
+        with self.phases("prepare"):
+            taken = self.source.take(number)
+        self.told(RolloutsFinished(number, taken.groups, tuple(each for each in taken.ended if each.dropped is not None)))
+        with self.phases("prepare"):
+            columns = self._columns(taken.groups, number)
+            plan = self.engine.plan(columns, mini_batch_size=mini_batch_size(group_sizes(columns), config.rl.mini_batches))
+        with self.phases("score"):
+            plan = self._scored(plan)
+        metrics = teacher_metrics(plan.columns)
+        with self.phases("advantage"):
+            if self.penalty is not None:
+                shaped, of_penalty = self.penalty.shaped(plan.columns)
+                metrics |= of_penalty
+                plan = attrs.evolve(plan, columns=shaped)
+            made = self._advantages(plan.columns)
+            gives = {} if made.returns is None else {"returns": made.returns}
+            plan = plan.with_columns({"advantages": made.advantages, **gives})
+            metrics |= made.metrics
+        with self.phases("train"):
+            learned, present = self._learn(plan, number)
+        with self.phases("publish"):
+            before = plan.columns.columns["old_logprobs"] if "old_logprobs" in self.prepared.recipe.scores else present
+            self.source.trained(number, taken.groups, learned_from(taken.groups, columns, made.advantages, before))
+            self._refresh(number)
+            if self.live is not None:
+                self.live.sampler.update(number)
+            self.source.published(number)
+        reported = {
+            **results_of({**learned, **metrics}),
+            **rollout_metrics(
+                taken.groups,
+                taken.ended,
+                self.prepared.names,
+                truncated=config.rl.truncated,
+                overlong=self.prepared.overlong,
+            ),
+            **value_metrics(taken.groups),
+        }
+        self._finish(reported, taken.groups, began)
+        # with the sampler's own log-probabilities as the old ones, later optimizer steps move away from them
+        one_step = config.rl.mini_batches * config.rl.epochs == 1
+        if self.live is not None and "policy/gap_mean" in reported and (one_step or self.prepared.recipe.old != "rollout"):
+            self.live.guard.look(reported["policy/gap_mean"], number - 1, self._gap_to_first(plan.columns))
+        return StepDone(reported, self._cpu)
+
+    def evaluate(self) -> Mapping[str, float] | None:
+        """Rewards and successes on held-out tasks, if there are any."""
+        if self.live is None:
+            return None
+        config = self.prepared.resolved.config
+        environments = self.live.rollouts.tasks.environments
+        tasks = tasks_of(environments, config.evaluation.tasks)
+        if not tasks:
+            return None
+        groups = attempts(
+            tasks,
+            config.evaluation,
+            sampler=self.live.sampler,
+            episodes=self.live.pool,
+            turns=self.live.rollouts.renderer,
+            names=self.prepared.names,
+            environments=environments,
+            bounds=self.prepared.bounds,
+            sampling=self.prepared.sampling,
+            seed=config.run.seed,
+        )
+        if self.prepared.reward_model is not None:
+            groups = list(self.prepared.reward_model.rewarded(self.engine, groups))
+        return evaluation_metrics(groups, self.prepared.names, seed=config.run.seed)
+
+    def state(self) -> Mapping[str, Any]:
+        """Return where the source of groups stands, and what is steered from step to step."""
+        return RlState(
+            "rl",
+            self.source.step,
+            self.source.state(),
+            None if self.penalty is None else self.penalty.coef,
+            0 if self.live is None else self.live.guard.above,
+            self._copied,
+            self.prepared.environment_versions,
+            None if self.live is None else self.live.run,
+        ).document()
+
+    def _columns(self, groups: Sequence[Group], number: int) -> SampleColumns:
+        config = self.prepared.resolved.config.rl
+        columns = to_columns(
+            groups,
+            environments=self.prepared.names,
+            version=number - 1,
+            truncated=config.truncated,
+            overlong=self.prepared.overlong,
+        )
+        rollouts = self.prepared.rollouts
+        if isinstance(rollouts, Recording) and not rollouts.has_logprobs:
+            known = {name: values for name, values in columns.columns.items() if name != SAMPLED}
+            columns = attrs.evolve(columns, columns=known)
+        return columns
+
+    def _scored(self, plan: Plan) -> Plan:
+        """Add what the model, the reference and the teacher say of the batch before it is learned from."""
+        recipe, temperature = self.prepared.recipe, self.prepared.resolved.config.rl.temperature
+        found: dict[str, Any] = {}
+        if recipe.scores:
+            output = self.engine.score(plan, scores=set(recipe.scores.values()), temperature=temperature).result()
+            found = {column: output.on_actions(score) for column, score in recipe.scores.items()}
+        if recipe.old == "rollout":
+            found["old_logprobs"] = plan.columns.columns["rollout_logprobs"]
+        if recipe.reference:
+            output = self.engine.score(plan, temperature=temperature, model=REFERENCE_MODEL).result()
+            found[REFERENCE] = output.on_actions("logprobs")
+        if recipe.teacher:
+            output = self.engine.score(plan, temperature=temperature, model=TEACHER_MODEL).result()
+            found[TEACHER] = output.on_actions("logprobs")
+        return plan.with_columns(found)
+
+    def _advantages(self, columns: SampleColumns) -> AdvantageOutput:
+        part = self.prepared.advantage
+        batch = advantage_batch(columns, part.product.needs)
+        with blaming(part.owner, "its call"):
+            given = part.product(batch)
+        return as_advantage_output(part.label, given, batch, returns=part.product.claims.returns)
+
+    def _gap_to_first(self, columns: SampleColumns) -> float | None:
+        """Return the distance of the sampler's log-probabilities from the initial weights', in nats per token; None without a reference that
+        holds these.
+        """
+        reference, given = self.prepared.resolved.config.reference, columns.columns
+        if not {REFERENCE, "rollout_logprobs"} <= given.keys() or reference.path is not None or reference.refresh_every is not None:
+            return None
+        distances = np.abs(given[REFERENCE].astype(np.float64) - given["rollout_logprobs"])[columns.loss_weight != 0]
+        return float(distances.mean()) if len(distances) else None
+
+    def _learn(self, plan: Plan, number: int) -> tuple[dict[str, Metric], npt.NDArray[np.float32]]:
+        """Take the optimizer steps of all epochs.
+
+        Returns metrics of all of them together, and the log-probabilities of the first epoch's passes, float32[A].
+        """
+        config = self.prepared.resolved.config
+        settings = config.rl
+        parts: list[Mapping[str, Metric]] = []
+        present = np.zeros(0, dtype=np.float32)
+        for epoch in range(settings.epochs):
+            own = plan
+            if epoch:
+                order = shuffled(plan.columns, seed=config.run.seed, step=number, epoch=epoch)
+                columns = plan.columns.take(order)
+                own = self.engine.plan(columns, mini_batch_size=mini_batch_size(group_sizes(columns), settings.mini_batches))
+            watch = {*self.prepared.recipe.watch, *(("entropy",) if settings.entropy_metric and epoch == 0 else ())}
+            result = self.engine.train(
+                own,
+                temperature=settings.temperature,
+                per_token_outputs=epoch == 0,
+                bound=self.prepared.recipe.bound,
+                watch=watch,
+            )
+            parts.append(result.metrics)
+            if epoch == 0:
+                present = result.output.on_actions("logprobs").values
+            for span, seconds in result.cpu_seconds.items():
+                self._cpu[span] = self._cpu.get(span, 0.0) + seconds
+        # what is a sum within a step is a mean over optimizer steps, and so over epochs
+        together = combine_metrics(parts)
+        return {**means_over(together, settings.epochs), **{name: together[name] for name in COUNTED}}, present
+
+    def _refresh(self, number: int) -> None:
+        """Make the new weights the reference, where its turn has come."""
+        every = self.prepared.resolved.config.reference.refresh_every
+        if self.reference is None or every is None or number % every:
+            return
+        directory = self.references / f"step-{number}"
+        if not directory.exists():
+            self.engine.export(directory)
+        self.reference = self.reference.exported_to(directory)
+        self.engine.add_frozen(self.reference)
+        self._copied = directory.name
+
+    def _finish(self, reported: dict[str, float], groups: Sequence[Group], began: float) -> None:
+        """Turn sums into what is reported, and add the seconds of every phase, which add up to those since `began`."""
+        sums = [reported.pop(name) for name in WEIGHTS if name in reported]
+        if sums:
+            reported["policy/ess"] = effective_share(*sums)
+        spent = self.phases.wall.drain()
+        if (seconds := spent.get("generate", 0.0)) > 0:
+            sampled = sum(len(each.logprobs) for group in groups for each in group.finished)
+            reported["rollout/tokens_per_second"] = sampled / seconds
+        other = time.perf_counter() - began - sum(spent.values())
+        reported |= {f"time/{phase}": seconds for phase, seconds in {**spent, "other": max(0.0, other)}.items()}
+        for phase, seconds in self.phases.cpu.drain().items():
+            if phase not in _OF_RANKS:
+                self._cpu[phase] = self._cpu.get(phase, 0.0) + seconds
+
+
+def advantage_batch(columns: SampleColumns, needs: Sequence[str]) -> AdvantageBatch:
+    """Return what an estimator sees of a batch, read-only; attempts that failed are not in it."""
+    return AdvantageBatch(
+        rewards=_read_only(columns.columns["rewards"]),
+        loss_weight=_read_only(columns.loss_weight),
+        action_offsets=_read_only(columns.action_offsets),
+        group_ids=_read_only(columns.group_ids),
+        trajectory_ids=_read_only(columns.trajectory_ids),
+        turn=_read_only(columns.sample_values["turn"].astype(np.int64)),
+        finished=_read_only(np.ones(len(columns), dtype=np.bool_)),
+        columns={name: _read_only(columns.columns[name]) for name in needs if name in columns.columns},
+    )
+
+
+def _read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    view = values.view()
+    view.setflags(write=False)
+    return view
