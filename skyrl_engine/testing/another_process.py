@@ -13,7 +13,6 @@ from ast import literal_eval
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from functools import cache, partial
-from importlib import import_module
 from itertools import combinations
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -77,9 +76,9 @@ def asked(function: Callable[..., Any], *arguments: object) -> Any:
 @cache
 def _process() -> Connection:
     here, there = Pipe()
-    kit = [name for name in sys.modules if name.startswith(f"{__package__}.")]
+    kit = ", ".join(name for name in sys.modules if name.startswith(f"{__package__}."))
     process = subprocess.Popen(  # noqa: S603 -- this interpreter, with a text of our own
-        [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({there.fileno()}, {kit!r})"],
+        [sys.executable, "-P", "-c", f"import {kit}; {__name__}.serve({there.fileno()})"],
         pass_fds=(there.fileno(),),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -160,11 +159,9 @@ def _answered(answer: Answer, subject: Subject[Any], case: Any) -> object:
 # --- in the other process ----------------------------------------------------------------------------------------------------------
 
 
-def serve(descriptor: int, modules: Iterable[str]) -> None:
-    """Answer the questions of a connection, each in a fork of this process, until nobody can ask any more. The modules are imported first."""
+def serve(descriptor: int) -> None:
+    """Answer the questions of a connection, each in a fork of this process, until nobody can ask any more."""
     questions = Connection(descriptor)
-    for module in modules:
-        import_module(module)
     gc.freeze()
     while True:
         try:

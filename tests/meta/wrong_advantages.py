@@ -360,7 +360,7 @@ class ReturnsOfFailed(Plain):
 
 
 class SaysOutcome(Plain):
-    """What follows a token is its own, and it claims that all tokens share one value."""
+    """The sum that follows a token is its own, and it claims that all tokens share one value."""
 
     claims = AdvantageClaims(groups="ignored", scale="linear", outcome=True)
 

@@ -42,7 +42,7 @@ class ReadsFloatsEpisode(Episode):
 
 
 class ReadsJsonEpisode(Episode):
-    """What is nested deeply is no JSONDecodeError."""
+    """Deep nesting is no JSONDecodeError."""
 
     def worth(self, text):
         try:
