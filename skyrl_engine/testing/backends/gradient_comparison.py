@@ -1,4 +1,4 @@
-"""Compare gradients that should be equal: report the factor between them and its likely cause, or the wrong parameters."""
+"""Compare gradients and weights that should be equal: report the factor between them and its likely cause, or the wrong parameters."""
 
 from collections.abc import Mapping, Sequence
 
@@ -62,3 +62,11 @@ def _lost(got: Arrays, pieces: Mapping[str, Arrays]) -> Sequence[str]:
     names = list(pieces)
     factors, residue = Pieces(names, list(pieces.values()), np.ones(len(names))).fit(got)
     return [name for name, factor in zip(names, factors, strict=True) if abs(factor) < EXACT] if residue < EXACT else []
+
+
+def require_same_weights(got: Arrays, due: Arrays, whose: str, remedy: str) -> None:
+    """Raise Broken unless weights are, bit for bit, those that were learned alone; `whose` is as in "of the first model"."""
+    wrong = [name for name, weight in due.items() if name not in got or not np.array_equal(got[name], weight)]
+    if wrong:
+        told = f"{whose}, {wrong[0]} is another one at the end than it is alone ({len(wrong)} such tensors)"
+        raise Broken(told, remedy)

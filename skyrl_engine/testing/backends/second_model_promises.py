@@ -1,9 +1,8 @@
 """Promises of a backend about a second model on the same ranks, such as a reference or a teacher: neither changes the other."""
 
-import numpy as np
-
 from skyrl_engine.testing.backends.bench import Model
-from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks
+from skyrl_engine.testing.backends.gradient_comparison import require_same_weights
+from skyrl_engine.testing.backends.ranks import BackendRanks
 from skyrl_engine.testing.backends.step_promises import SPEC
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, right_loss
 from skyrl_engine.testing.promise import Broken, Promise
@@ -41,7 +40,7 @@ def second_model(subject: BackendSubject, case: BackendCase) -> None:
             raise Broken(
                 f"of the first model, the {what} of step {1 + number // 2} is {got!r} beside a second, and {due!r} alone", OWN
             )
-    _require_same_weights(weights, learned)
+    require_same_weights(weights, learned, "of the first model", OWN)
 
 
 def _call(first: BackendRanks, case: BackendCase) -> float:
@@ -57,15 +56,6 @@ def _require_its_own(subject: BackendSubject, case: BackendCase, second: Backend
     if not right_loss(subject, BackendCase(case.layout, SECOND), got):
         due = subject.bench.definition(SECOND, NUMBERS).loss
         raise Broken(f"of the second model, the objective is {got:.6g} {when}, where it gives {due:.6g} alone", OWN)
-
-
-def _require_same_weights(got: Arrays, due: Arrays) -> None:
-    wrong = [name for name, weight in due.items() if name not in got or not np.array_equal(got[name], weight)]
-    if wrong:
-        raise Broken(
-            f"of the first model, {wrong[0]} is another one at the end than it is alone ({len(wrong)} such tensors)",
-            OWN,
-        )
 
 
 SECOND_MODEL_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (second_model,)
