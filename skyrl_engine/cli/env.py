@@ -5,7 +5,6 @@ import inspect
 import json
 import math
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from skyrl_engine.cli.command import EngineGroup
 if TYPE_CHECKING:
     from skyrl_engine.config import SelectedPlugin
     from skyrl_engine.contracts import Action, Environment, StepResult, Task
+    from skyrl_engine.registry.part import Part
 
 _SETTINGS = click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="An option of the environment; several times for several."
@@ -55,11 +55,14 @@ def show_environment(name: str, settings: tuple[str, ...], *, as_json: bool) -> 
     """
     import attrs
 
-    plugin, environment = _made(name, settings)
-    sizes = {split: len(environment.tasks(split)) for split in ("train", "eval")}
-    first = environment.tasks("train")[0] if sizes["train"] else None
+    from skyrl_engine.training.rl.tasks import task_at, tasks_in
+
+    plugin, part = _made(name, settings)
+    environment, tasks = part.product, tasks_in(part, "train")
+    sizes = {"train": len(tasks), "eval": len(tasks_in(part, "eval"))}
+    first = task_at(part, tasks, 0) if sizes["train"] else None
     facts = {
-        "environment": str(plugin.loaded.record),
+        "environment": part.label,
         **attrs.asdict(environment.claims),
         "tasks": sizes["train"],
         "held_out": sizes["eval"],
@@ -103,24 +106,24 @@ def try_environment(
     import attrs
 
     from skyrl_engine.errors import EngineError, RolloutError
-    from skyrl_engine.registry.host import describe
+    from skyrl_engine.registry.host import describe, place_of
+    from skyrl_engine.training.rl.tasks import task_at, tasks_in
 
-    _, environment = _made(name, settings)
-    tasks = environment.tasks(split)
+    _, part = _made(name, settings)
+    environment, tasks = part.product, tasks_in(part, split)
     if number >= len(tasks):
         raise click.UsageError(f"There is no task {number:,}: {split} has {len(tasks):,}.")
-    task = tasks[number]
+    task = task_at(part, tasks, number)
     said = _with_stdin(answers) or _solution(environment, task)
     try:
         begun, turns, success = asyncio.run(_played(environment, name, task, seed, said))
     except EngineError:
         raise
     except (Exception, SystemExit) as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
         raise RolloutError(
             f"{name}, task {task.key!r}: {describe(error)}",
             remedy="Correct that place: in a run, the attempt fails",
-            details=[f"{place.filename}, line {place.lineno}, in {place.name}"],
+            details=[place_of(error)],
         ) from error
     reward = math.fsum(
         each for _, result in turns for each in ((result.reward,) if result.token_rewards is None else result.token_rewards)
@@ -167,16 +170,18 @@ def _yes_or_no(value: Any) -> Any:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
 
 
-def _made(name: str, settings: tuple[str, ...]) -> "tuple[SelectedPlugin, Environment]":
+def _made(name: str, settings: tuple[str, ...]) -> "tuple[SelectedPlugin, Part[Environment]]":
     from skyrl_engine.cli.plugin_options import parsed_options, selected_plugin
     from skyrl_engine.cli.rl import environment_table
     from skyrl_engine.contracts import FactoryContext
+    from skyrl_engine.registry.host import Owner
+    from skyrl_engine.registry.part import Part
     from skyrl_engine.registry.resolve import Registry
 
     table = environment_table(name)
     record = Registry.discover().resolve("environment", table.pop("use"), base=Path.cwd())
     plugin = selected_plugin(record, {**table, **parsed_options(settings)})
-    return plugin, plugin.make(FactoryContext())
+    return plugin, Part(plugin.make(FactoryContext()), Owner.of(record), "environments[0]", name)
 
 
 def _with_stdin(answers: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,6 +1,8 @@
 """Make a model attend by segments, and check at load that its documents do not attend to each other, or report why it cannot."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,7 +61,7 @@ def certain_refusal(model: Any, decoder: nn.Module) -> str | None:
         try:
             attend_by_segments(model, decoder)
             model.to(precision)
-            with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            with torch.no_grad(), _untold(), FakeTensorMode(allow_non_fake_inputs=True):
                 ids = torch.zeros(1, DOCUMENTS * LENGTH, dtype=torch.int64, device="meta")
                 decoder(input_ids=ids, position_ids=torch.zeros_like(ids), segments=segments, use_cache=False)
         except EngineError as error:
@@ -68,6 +70,17 @@ def certain_refusal(model: Any, decoder: nn.Module) -> str | None:
             continue
         return _refusal_of_layers(model, decoder, segments)
     return None
+
+
+@contextmanager
+def _untold() -> Iterator[None]:
+    """Keep torch from printing the traceback of what cannot be computed without values: it is caught here."""
+    fake = logging.getLogger(torch._subclasses.fake_tensor.__name__)  # noqa: SLF001 - torch has no public name for it
+    before, fake.disabled = fake.disabled, True
+    try:
+        yield
+    finally:
+        fake.disabled = before
 
 
 def attend_by_segments(model: Any, decoder: nn.Module) -> None:

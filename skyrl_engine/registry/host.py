@@ -1,5 +1,6 @@
 """The engine's pluggy host: it registers plugin objects, calls their hooks, and names the plugin whose code fails."""
 
+import asyncio
 import difflib
 import importlib
 import inspect
@@ -22,7 +23,7 @@ from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.record import PluginRecord
 
 PAGE = "docs/reference/hooks.md"
-_ON_THE_WAY = (f"{Path(skyrl_engine.__file__).parent}{os.sep}", f"{Path(importlib.__file__).parent}{os.sep}", "<")
+_ON_THE_WAY = (*(f"{Path(each).parent}{os.sep}" for each in (skyrl_engine.__file__, importlib.__file__, asyncio.__file__)), "<")
 """Beginnings of file names, and of generated code, that stand between the engine's call and the plugin's own code in a traceback."""
 
 
@@ -158,12 +159,17 @@ def blaming(owner: Owner, doing: str) -> Iterator[None]:
     except (EngineError, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:
-        place = _place(error)
         raise PluginBrokenError(
             f"{owner.label} failed in {doing}: {describe(error)}",
             remedy=owner.remedy,
-            details=[f"{place.filename}, line {place.lineno}, in {place.name}"],
+            details=[place_of(error)],
         ) from error
+
+
+def place_of(error: BaseException) -> str:
+    """Return file, line and function that an error of a plugin's code was raised in, for its author to look at."""
+    place = _place(error)
+    return f"{place.filename}, line {place.lineno}, in {place.name}"
 
 
 def _place(error: BaseException) -> traceback.FrameSummary:

@@ -19,6 +19,7 @@ from attrs import define, field
 
 from skyrl_engine.contracts.kinds.environment import Action, Environment, Episode, StepResult, Task, ToolCall
 from skyrl_engine.errors import EngineError
+from skyrl_engine.registry.host import place_of
 
 ROLES = ("user", "tool", "system")
 
@@ -94,12 +95,12 @@ class AnswerError(EngineError):
 
 
 def _told(error: Exception) -> str:
-    """Return what an environment raised in one text, also where the exception cannot be made one."""
+    """Return what an environment raised, and where, in one text, also where the exception cannot be made one."""
     try:
         words = str(error)
     except Exception as second:  # noqa: BLE001 -- an exception's text is the environment's own code
         words = f"its text cannot be made: {type(second).__name__}"
-    return f"{type(error).__name__}: {_written_out(words)}"[:LONGEST_CAUSE]
+    return f"{type(error).__name__}: {_written_out(words)[:LONGEST_CAUSE]} ({_written_out(place_of(error))})"
 
 
 def _written_out(text: str) -> str:
@@ -122,7 +123,7 @@ def wrong_numbers(result: Any, *, tokens: int) -> str | None:
             return f"{name} is {value!r:.80}, where names with numbers are due"
     for name, value in (("reward", result.reward), *result.parts.items(), *result.metrics.items()):
         if not _is_number(value):
-            return f"{name} is {value!r:.80}, where a finite number is due"
+            return f"{name} is {value!r:.80}, where a number that is finite as float32 is due"
     given = result.token_rewards
     if given is None:
         return None

@@ -221,7 +221,13 @@ class EpisodePool:
             episode.process, episode.rebuilt = process, 0
             process.held[episode.number] = episode
         call = episode.opening if episode.rebuilt == 0 else episode.actions[episode.rebuilt - 1]
-        process.send(episode, call)
+        try:
+            process.send(episode, call)
+        except (TypeError, ValueError) as error:
+            raise RolloutError(
+                f"{episode.label}: what it holds cannot be sent to the environment's process: {error}",
+                remedy="Make tasks of plain JSON values: texts, finite numbers, lists and dictionaries",
+            ) from error
         self._alarm = min(self._alarm, process.since + self._allowed(process))
         self._write(process)
 
@@ -266,7 +272,8 @@ class EpisodePool:
         label = process.unclosed.popleft()
         process.since = time.monotonic()
         if "failure" in answer:
-            logger.warning("%s, close: %s\n%s", label, answer["failure"], answer.get("traceback", ""))
+            logger.warning("%s, close: %s", label, answer["failure"])
+            logger.info("%s, close: %s", label, answer.get("traceback", "no traceback"))
 
     def _answered(self, episode: HostedEpisode, answer: dict[str, Any]) -> None:
         if not self._is_open(episode):
@@ -275,7 +282,8 @@ class EpisodePool:
         if "failure" in told:
             cause = f", {episode.turn}: {told['failure']}"
             if "traceback" in answer:
-                logger.warning("%s%s\n%s", episode.label, cause, answer["traceback"])
+                # where it is raised stands in the cause; the run's log has the whole way there
+                logger.info("%s%s\n%s", episode.label, cause, answer["traceback"])
             self._failed(episode, cause)
             return
         if episode.rebuilt == len(episode.answers):

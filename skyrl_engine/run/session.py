@@ -237,12 +237,13 @@ def _open(
 
 
 def _compare(checkpoint: Checkpoint, resolved: ResolvedConfig) -> list[str]:
-    """Refuse other plugins and another trainer; warn of other configuration. Returns what differs, in sentences."""
+    """Refuse another trainer and other plugins; warn of other configuration. Returns what differs, in sentences."""
+    config, present = checkpoint.document(CONFIG_DOCUMENT), resolved.as_dict()
+    # first, because trainers differ in their plugins, which may be allowed to change
+    refuse_other_trainer(config, present)
     before = checkpoint.document(PLUGINS_DOCUMENT)
     after = {kind: selected.lock() for kind, selected in resolved.plugins.items()}
     allowed = refuse_changed_plugins(before, after, allow_changed=resolved.config.checkpoint.allow_changed)
-    config, present = checkpoint.document(CONFIG_DOCUMENT), resolved.as_dict()
-    refuse_other_trainer(config, present)
     refuse_other_base(config["model"], checkpoint.document(BASE_DOCUMENT), base_of(resolved.config.model))
     changes = [str(change) for change in changed_config(config, present)]
     for change in [*allowed, *changes]:

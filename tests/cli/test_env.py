@@ -47,12 +47,18 @@ class Asks:
     def solve(self, task):
         return ("yes", "sure")
 
+class Wrong(Asks):
+    def tasks(self, split):
+        return [{"prompt": "go"}] if split == "train" else 1 / 0
+
 class Plugin:
+    def __init__(self, made):
+        self.made = made
     @hookimpl
     def skyrl_engine_make_environment(self):
-        return Asks()
+        return self.made()
 
-asks = Plugin()
+asks, wrong = Plugin(Asks), Plugin(Wrong)
 """
 
 
@@ -159,6 +165,8 @@ def test_a_task_of_reasoning_gym_by_its_short_name(command):
         ),
         (("try", *SUMS, "reward=./r.py:leaving", "--answer", "4"), 4, "in leaving\nerror: function, task '0': SystemExit: 3. "),
         (("try", *SUMS, "reward=./r.py:missing", "--answer", "4"), 4, "has no function 'missing'"),
+        (("try", "./asks.py:wrong", "--answer", "4"), 3, "has dict as task 0. Return a skyrl_engine.contracts.Task"),
+        (("show", "./asks.py:wrong"), 3, "failed in tasks('eval'): ZeroDivisionError: division by zero. Correct "),
         (("show", "function", "--set", "reward=./r.py:score"), 2, "Give --set data=VALUE"),
         (("show", "function", "--set", "data"), 2, "is not an override"),
         (("show", "function", "--set", "dat=tasks.jsonl"), 2, "dat"),

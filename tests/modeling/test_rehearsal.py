@@ -1,6 +1,7 @@
 """A rehearsal refuses faults seen without weights, in the words of loading."""
 
 import json
+import logging.handlers
 import os
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,19 @@ def test_packed_rows_are_refused_exactly_where_loading_refuses_them(tmp_path: Pa
 def test_gemma_2_is_among_those_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="knows no way to compute Gemma2ForCausalLM's attention"):
         rehearse(saved(tmp_path, "gemma2"), True)
+
+
+def test_torch_prints_nothing_of_what_experts_cannot_compute_without_values(tmp_path: Path) -> None:
+    """It prints a traceback by its own logger, although the failure is caught: packed rows of a mixture of experts are trained all the same."""
+    logger, told = logging.getLogger("torch._subclasses.fake_tensor"), logging.handlers.BufferingHandler(100)
+    logger.addHandler(told)
+    try:
+        rehearse(saved(tmp_path, "mixtral", num_local_experts=2), True)
+        assert told.buffer == []
+        logger.error("and its words are heard again afterwards")
+        assert len(told.buffer) == 1
+    finally:
+        logger.removeHandler(told)
 
 
 def test_random_states_and_weights_are_left_alone(tmp_path: Path) -> None:

@@ -109,9 +109,9 @@ def test_an_episode_is_opened_answered_and_closed(shared):
     ("does", "words"),
     [
         ("fail", "ValueError: no such word: hello"),
-        ("text", "reward is 'much', where a finite number is due"),
-        ("nan", "reward is nan, where a finite number is due"),
-        ("more_than_float32", "reward is 1e+39, where a finite number is due"),
+        ("text", "reward is 'much', where a number that is finite as float32 is due"),
+        ("nan", "reward is nan, where a number that is finite as float32 is due"),
+        ("more_than_float32", "reward is 1e+39, where a number that is finite as float32 is due"),
         ("fail_with_half_a_character", "ValueError: cut here: \\ud83d"),
         ("number", "step returned float where a StepResult is due"),
         ("none", "step returned NoneType where a StepResult is due"),
@@ -136,7 +136,9 @@ def test_a_wrong_answer_fails_its_episode_alone(shared, caplog, does, words):
 
 
 def test_a_failure_in_the_beginning_is_one_of_the_episode(shared):
-    assert opened(shared, begin="fail")[1].failure == "environment naughty, task 'one', begin: ValueError: no such word: None"
+    told, place = opened(shared, begin="fail")[1].failure.split(" (")
+    assert told == "environment naughty, task 'one', begin: ValueError: no such word: None"
+    assert place.endswith("naughty_environment.py, line 69, in fail)")
 
 
 def test_numbers_of_numpy_and_rewards_by_the_token_pass(shared):
@@ -227,7 +229,9 @@ def test_a_failed_episode_is_tried_again_with_the_same_seed_and_turns(tmp_path, 
 
 def test_an_episode_that_fails_again_has_failed():
     with pool(retries=2) as made:
-        assert stepped(made, **{"step 1": "fail"}).failure.endswith("ValueError: no such word: hello")
+        assert stepped(made, **{"step 1": "fail"}).failure.startswith(
+            "environment naughty, task 'one', step 1: ValueError: no such word: hello ("
+        )
 
 
 def test_an_episode_that_answers_otherwise_when_it_is_rebuilt_has_failed():
@@ -309,6 +313,16 @@ def test_what_fails_in_the_end_is_logged(caplog):
     assert "environment naughty, task 'one', close: RuntimeError: will not close" in caplog.text
 
 
+@pytest.mark.parametrize("held", [{1, 2}, float("nan"), object()])
+def test_a_task_that_is_no_json_is_named(held):
+    with (
+        pool() as made,
+        pytest.raises(RolloutError, match=r"environment naughty, task 'one': what it holds cannot be sent") as caught,
+    ):
+        opened(made, held=held)
+    assert "plain JSON values" in caught.value.remedy
+
+
 def test_a_long_cause_is_cut():
     with pool() as made:
         failure = stepped(made, **{"step 1": "fail_at_length"}).failure
@@ -332,7 +346,7 @@ def test_a_failure_while_an_episode_is_rebuilt_is_told_where_it_is(tmp_path):
         made.step(number, action())
         assert reply_of(made, number).result.reward == 1.0
         made.step(number, action(1))
-        assert reply_of(made, number).failure == "environment naughty, task 'one', step 1: ValueError: not again"
+        assert reply_of(made, number).failure.startswith("environment naughty, task 'one', step 1: ValueError: not again (")
 
 
 def test_open_episodes_are_closed_in_the_end(tmp_path):

@@ -19,6 +19,7 @@ from by_day import now
 from safetensors.numpy import load_file
 
 from skyrl_engine import hookimpl
+from skyrl_engine.cli.app import main
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.kinds.observer import StepFinished
 from skyrl_engine.errors import CheckpointError, PluginBrokenError
@@ -218,6 +219,19 @@ LOSS = "from skyrl_engine import loss\n@loss(needs=('logprobs',))\ndef mine(toke
 
 def interrupted(resolved: ResolvedConfig) -> RunResult:
     return run_sft(resolved, observers=[Interruption(4, lambda: os.kill(os.getpid(), signal.SIGINT))])
+
+
+def test_another_trainer_is_refused_before_its_plugins_are(
+    configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its plugins are others too, and allowing them would not help."""
+    resolved = configure()
+    run = interrupted(resolved).directory
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "a", "chosen": " b", "rejected": " c"}\n' * 2)
+    given = ["--model", str(resolved.config.model.path), "--data", str(pairs), "--output", str(run), "checkpoint.resume=true"]
+    assert main(["preference", *given]) == 4
+    assert "the checkpoint is one of trainer sft, and this run's trainer is preference" in capsys.readouterr().err
 
 
 def test_another_loss_is_refused_unless_allowed_by_name(configure: Configure, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             place = self.tokenizer.name_or_path or "the tokenizer"
             raise ModelError(
-                f"the chat template of {place} is no Jinja template: line {error.lineno}: {error.message}",
+                f"the chat template of {place} is no Jinja template: line {error.lineno}: {(error.message or '').rstrip('.')}",
                 remedy="Correct the file of model.chat_template or, without that key, chat_template.jinja or tokenizer_config.json there",
             ) from error
         except _template_failures() as error:

@@ -14,6 +14,7 @@ from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.pass_at_k import estimate, pass_at_k
 from skyrl_engine.rollout.runner import Bounds, CompletionSource, Episodes, RolloutRunner, Turns
 from skyrl_engine.training.rl.metrics import majorities
+from skyrl_engine.training.rl.tasks import task_at, tasks_in
 
 FIRST_NUMBER: Final = 2**40
 """Numbers of attempts of evaluations, and of their requests, begin here: no training attempt has them."""
@@ -23,9 +24,9 @@ def tasks_of(environments: Sequence[Part[Environment]], count: int, split: Split
     """Return the first tasks of every environment, held-out ones, `count` of all together in equal shares; fewer where there are fewer."""
     found: list[tuple[int, Task]] = []
     for number, part in enumerate(environments):
-        tasks = part.product.tasks(split)
+        tasks = tasks_in(part, split)
         share = count // len(environments) + (number < count % len(environments))
-        found += [(number, tasks[index]) for index in range(min(share, len(tasks)))]
+        found += [(number, task_at(part, tasks, index)) for index in range(min(share, len(tasks)))]
     return found
 
 
@@ -73,7 +74,7 @@ def evaluation_metrics(groups: Sequence[Group], names: Sequence[str], *, seed: i
 
     `evaluation/avg@n` is the mean reward of n attempts, `evaluation/pass@k` for k of 1, 2, 4 up to n, `evaluation/maj@n` how often the answer
     that most of them gave is right; `_low` and `_high` bound each of them with 95 % by resampling tasks. Attempts that failed count as wrong,
-    with reward 0.
+    with reward 0; where there are any, `evaluation/failed` is their share.
     """
     metrics = _of(groups, "evaluation/", seed)
     if len(names) > 1:
@@ -89,11 +90,14 @@ def _of(groups: Sequence[Group], prefix: str, seed: int) -> dict[str, float]:
         return {}
     rewards = np.array([[0.0 if each.status == "failed" else each.reward for each in group.trajectories] for group in groups])
     right = [sum(bool(each.success) for each in group.trajectories) for group in groups]
+    failed = [each.status == "failed" for group in groups for each in group.trajectories]
     lengths = [len(each.logprobs) for group in groups for each in group.trajectories]
     metrics = {
         **_with_interval(f"{prefix}avg@{size}", rewards.mean(axis=1).tolist(), seed),
         f"{prefix}tokens_mean": float(np.mean(lengths)),
     }
+    if any(failed):
+        metrics[f"{prefix}failed"] = float(np.mean(failed))
     k = 1
     while k <= size:
         metrics |= _with_interval(f"{prefix}pass@{k}", [pass_at_k(size, count, k) for count in right], seed)

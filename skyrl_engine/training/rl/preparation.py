@@ -32,7 +32,7 @@ from skyrl_engine.training.rl.evaluation import tasks_of
 from skyrl_engine.training.rl.prompts import OF_TABLES, PromptLimits, check_prompts, most_of
 from skyrl_engine.training.rl.recipe import Recipe, Recorded, recipe
 from skyrl_engine.training.rl.reward_model import RewardModel
-from skyrl_engine.training.rl.tasks import TaskOrder
+from skyrl_engine.training.rl.tasks import TaskOrder, task_at
 from skyrl_engine.training.teacher import planned_teacher
 
 logger = logging.getLogger(__name__)
@@ -376,7 +376,7 @@ def _refuse_too_few(resolved: ResolvedConfig, tasks: TaskOrder) -> None:
 def _prove_turns(renderer: TurnRenderer, parts: Sequence[Part[Environment]], tasks: TaskOrder) -> None:
     """Prove that later turns can be appended where there are any, with the first task of every environment."""
     for part, own in zip(parts, tasks.tasks, strict=True):
-        task = own[0]
+        task = task_at(part, own, 0)
         if part.product.claims.max_turns > 1:
             if task.prompt_ids and renderer.history == "template":
                 raise UnsupportedError(

@@ -1,7 +1,8 @@
 """Evaluation of a model without training it: the same attempts, seeds and numbers as an evaluation during a run."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
 
@@ -9,7 +10,7 @@ from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.kinds.environment import Split
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.engine.engine import Engine
-from skyrl_engine.errors import ConfigError, DataError, Problem
+from skyrl_engine.errors import ConfigError, DataError, Problem, RolloutError
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
 from skyrl_engine.training.rl.preparation import Progress, Sampled, limits_of, prepare
 from skyrl_engine.training.rl.prompts import check_prompts
@@ -17,6 +18,9 @@ from skyrl_engine.training.rl.trainer import episode_pool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_COMMON: Final = 3
+"""Causes of failures that are told, the commonest."""
 
 
 @frozen(eq=False)
@@ -32,7 +36,8 @@ class Evaluated:
 def evaluate_model(resolved: ResolvedConfig, *, split: Split = "eval", progress: Progress | None = None) -> Evaluated:
     """Attempt tasks as `[evaluation]` says: `samples` times each of `tasks` ones, at its temperature, under the seed of `[run]`.
 
-    Raises DataError where environments have no task of this split, and what a run by reinforcement raises before its first step.
+    Raises DataError where environments have no task of this split, RolloutError where every attempt failed, and what a run by reinforcement
+    raises before its first step.
     """
     config = resolved.config
     prepared = prepare(resolved, trains=False)
@@ -66,8 +71,22 @@ def evaluate_model(resolved: ResolvedConfig, *, split: Split = "eval", progress:
             )
         finally:
             pool.shutdown()
+        _check_some_finished(groups)
         if prepared.reward_model is not None:
             engine.add_frozen(prepared.reward_model.frozen)
             groups = list(prepared.reward_model.rewarded(engine, groups))
     metrics = evaluation_metrics(groups, prepared.names, seed=config.run.seed)
     return Evaluated(metrics, groups, prepared.names, prepared.files.tokenizer)
+
+
+def _check_some_finished(groups: Sequence[Group]) -> None:
+    """Refuse attempts that all failed: their numbers would be those of a model that is always wrong, and say nothing about this one."""
+    ended = [each for group in groups for each in group.trajectories]
+    if any(each.status != "failed" for each in ended):
+        return
+    causes = Counter(each.cause for each in ended).most_common(_COMMON)
+    raise RolloutError(
+        f"all {len(ended)} attempts failed, so nothing was measured",
+        remedy="Correct the environment, or raise rollouts.timeout_s",
+        details=[f"{count} x {cause}" for cause, count in causes],
+    )

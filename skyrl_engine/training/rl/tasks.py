@@ -6,12 +6,31 @@ from typing import Final
 import numpy as np
 from attrs import define, field
 
-from skyrl_engine.contracts.kinds.environment import Environment, Task, Tasks
-from skyrl_engine.errors import DataError
+from skyrl_engine.contracts.kinds.environment import Environment, Split, Task, Tasks
+from skyrl_engine.errors import ContractError, DataError
+from skyrl_engine.registry.host import blaming
 from skyrl_engine.registry.part import Part
 
 _SHUFFLED: Final = 2**22
 """More tasks than these are made by a procedure; they are taken in their own order, which is random already."""
+
+
+def tasks_in(part: Part[Environment], split: Split) -> Tasks:
+    """Return the tasks of a split. Raises PluginBrokenError where the environment's code fails."""
+    with blaming(part.owner, f"tasks({split!r})"):
+        return part.product.tasks(split)
+
+
+def task_at(part: Part[Environment], tasks: Tasks, index: int) -> Task:
+    """Return a task of an environment. Raises PluginBrokenError where its code fails, and ContractError where it makes something else."""
+    with blaming(part.owner, f"making task {index:,}"):
+        task = tasks[index]
+    if not isinstance(task, Task):
+        raise ContractError(
+            f"{part.label} has {type(task).__name__} as task {index:,}",
+            remedy="Return a skyrl_engine.contracts.Task for every number",
+        )
+    return task
 
 
 @define(eq=False)
@@ -31,7 +50,7 @@ class TaskOrder:
     _orders: dict[tuple[int, int], np.ndarray] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.tasks = [each.product.tasks("train") for each in self.environments]
+        self.tasks = [tasks_in(each, "train") for each in self.environments]
         for environment, tasks in zip(self.environments, self.tasks, strict=True):
             if len(tasks) == 0:
                 raise DataError(f"{environment.label} has no task to train on", remedy="Check the environment's options")
@@ -49,7 +68,7 @@ class TaskOrder:
         environment, place = self._drawn[ticket]
         tasks = self.tasks[environment]
         epoch, offset = divmod(place, len(tasks))
-        return environment, tasks[self._index(environment, epoch, offset, len(tasks))]
+        return environment, task_at(self.environments[environment], tasks, self._index(environment, epoch, offset, len(tasks)))
 
     def first(self, tickets: int, most: Sequence[int]) -> Iterator[tuple[int, Task]]:
         """Yield the tasks of so many tickets, each task once, with the number of its environment; of each environment `most` at most."""

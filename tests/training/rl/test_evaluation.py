@@ -8,6 +8,8 @@ from attrs import evolve
 from rl_runs import Rl, Seen, steps_of, weights_of
 
 from skyrl_engine.contracts.kinds.environment import Task
+from skyrl_engine.registry.host import Owner
+from skyrl_engine.registry.part import Part
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.rollout_cases import plain_group
 from skyrl_engine.training.rl.evaluation import evaluation_metrics, tasks_of
@@ -16,7 +18,8 @@ from skyrl_engine.training.rl.trainer import run_rl
 
 def part(count: int) -> Any:
     own = [Task(str(number), prompt_ids=(1,)) for number in range(count)]
-    return SimpleNamespace(product=SimpleNamespace(tasks=lambda split: own if split == "eval" else []))
+    product = SimpleNamespace(tasks=lambda split: own if split == "eval" else [])
+    return Part(product, Owner("sums", "Correct it"), "environments[0]", "sums")
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,8 @@ def test_a_failed_attempt_is_a_wrong_one() -> None:
     broken = evolve(group.trajectories[1], status="failed", cause="hung", success=None)
     found = evaluation_metrics([evolve(group, trajectories=(group.trajectories[0], broken))], ["spell"], seed=0)
     assert (found["evaluation/avg@2"], found["evaluation/pass@1"], found["evaluation/pass@2"]) == (0.5, 0.5, 1.0)
+    assert found["evaluation/failed"] == 0.5
+    assert "evaluation/failed" not in evaluation_metrics([group], ["spell"], seed=0)
 
 
 def test_an_evaluation_changes_no_training(rl: Rl, seen: Seen) -> None:

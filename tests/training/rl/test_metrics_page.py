@@ -41,6 +41,8 @@ def test_the_page_lists_exactly_what_runs_write(tables_of: Callable[..., dict[st
     written = {name for record in records if record["kind"] in ("step", "evaluation") for name in record["metrics"]}
     parts = plain_group(0, rewards=(1.0, 0.0), parts={"form": 0.5})
     written |= set(rollout_metrics([parts], [parts], ["spell"]))
+    # of evaluations with attempts that fail, which test_evaluation.py holds
+    written.add("evaluation/failed")
     # of runs with [reward_model], which test_reward_model.py holds
     written |= {f"reward/model_{name}" for name in ("mean", "std", "min", "max")}
     # of runs with [teacher], which test_teacher.py holds

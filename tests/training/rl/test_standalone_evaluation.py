@@ -106,6 +106,34 @@ def test_a_decorated_reward_takes_the_tasks_of_a_file(capsys: pytest.CaptureFixt
     assert "data" in capsys.readouterr().err
 
 
+def test_attempts_that_fail_are_told_and_measure_nothing_where_all_do(
+    capsys: pytest.CaptureFixture[str], world: Path, tmp_path: Path
+) -> None:
+    """A reward that is broken is no model that is always wrong; where it raises is told in a line, not in a traceback."""
+    (tmp_path / "tasks.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"go {number}", "at": number}) + "\n" for number in range(4))
+    )
+    (tmp_path / "r.py").write_text(
+        "def never(text, task):\n    return float('nan')\n\n"
+        "def seldom(text, task):\n    return 1.0 / (task.data['at'] % 2)\n\n"
+        "async def raises(text, task):\n    raise ValueError(task.data['nothing'])\n"
+    )
+
+    def arguments(name: str) -> list[str]:
+        tasks = ("--reward", f"{tmp_path / 'r.py'}:{name}", "--data", tmp_path / "tasks.jsonl", "--set", "rollouts.retries=0")
+        return [*map(str, ("--model", world / "model", *tasks, *_lengths()))]
+
+    found = evaluated(capsys, *arguments("seldom"))["metrics"]
+    assert (found["evaluation/failed"], found["evaluation/avg@1"]) == (0.5, 0.5)
+    for name, words in (("never", "the reward never returned nan"), ("raises", f"{tmp_path / 'r.py'}, line 8, in raises")):
+        assert main(["evaluate", *arguments(name)]) == 4
+        told = capsys.readouterr()
+        assert "all 4 attempts failed, so nothing was measured" in told.err
+        assert words in told.err
+        assert "Traceback" not in told.err
+        assert told.out == ""
+
+
 def _lengths() -> tuple[str, ...]:
     return ("--max-tokens", "44", "--set", "rl.max_prompt_tokens=64")
 

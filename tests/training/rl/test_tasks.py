@@ -6,14 +6,21 @@ from typing import Any
 import pytest
 
 from skyrl_engine.contracts.kinds.environment import Task
-from skyrl_engine.errors import DataError
+from skyrl_engine.errors import ContractError, DataError, PluginBrokenError
+from skyrl_engine.registry.host import Owner
+from skyrl_engine.registry.part import Part
 from skyrl_engine.training.rl import tasks as module
 from skyrl_engine.training.rl.tasks import TaskOrder
 
 
 def part(count: int, name: str = "sums") -> Any:
     own = [Task(f"{name}-{number}", prompt_ids=(1,)) for number in range(count)]
-    return SimpleNamespace(label=name, product=SimpleNamespace(tasks=lambda split: own if split == "train" else []))
+    return of_tasks(own, name)
+
+
+def of_tasks(own: Any, name: str = "sums") -> Part[Any]:
+    product = SimpleNamespace(tasks=lambda split: own if split == "train" else [])
+    return Part(product, Owner(name, "Correct it"), "environments[0]", name)
 
 
 def order(*counts: int, weights: tuple[float, ...] | None = None, seed: int = 3) -> TaskOrder:
@@ -56,3 +63,24 @@ def test_tasks_of_a_procedure_are_taken_as_they_come(monkeypatch: pytest.MonkeyP
 def test_an_environment_without_tasks_is_refused() -> None:
     with pytest.raises(DataError, match="e1 has no task to train on"):
         order(3, 0)
+
+
+class Failing:
+    """Tasks whose making fails."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Task:
+        raise LookupError(f"no number {index}")
+
+
+def test_an_environment_is_blamed_for_tasks_that_it_cannot_make() -> None:
+    with pytest.raises(PluginBrokenError, match=r"sums failed in making task \d: LookupError: no number") as caught:
+        TaskOrder([of_tasks(Failing())], (1.0,), 3).of(0)
+    assert caught.value.remedy == "Correct it"
+    with pytest.raises(ContractError, match="sums has dict as task 0"):
+        TaskOrder([of_tasks([{"prompt": "go"}])], (1.0,), 3).of(0)
+    broken = Part(SimpleNamespace(), Owner("sums", "Correct it"), "environments[0]", "sums")
+    with pytest.raises(PluginBrokenError, match=r"sums failed in tasks\('train'\): AttributeError"):
+        TaskOrder([broken], (1.0,), 3)
