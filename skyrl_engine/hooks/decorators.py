@@ -166,6 +166,7 @@ class ReducerPlugin(FunctionPlugin):
     negative_weights: bool
     batch_local: bool
     additive: bool
+    selective: bool
     needs: Needs
 
     @hookimpl
@@ -179,6 +180,7 @@ class ReducerPlugin(FunctionPlugin):
             self.negative_weights,
             self.batch_local,
             self.additive,
+            self.selective,
             _needs_for(config, self.needs),
         )
 
@@ -191,6 +193,7 @@ def reducer(
     negative_weights: bool = False,
     batch_local: bool = False,
     additive: bool = False,
+    selective: bool = False,
 ) -> Callable[[Callable[..., Any]], ReducerPlugin]:
     """Make a reducer plugin of `function(structure, config) -> float64[A]`.
 
@@ -198,14 +201,15 @@ def reducer(
     `structure.sample_values`; or gives them for a config. `config` is an attrs class of the reducer's options; its field `empty_sequence`, if
     it has one, is what the reducer declares. Negative loss weights are refused before the function sees them, unless `negative_weights` says
     that it can take them. `batch_local` declares that the weights depend on how the mini-batch is cut into micro-batches, by nature;
-    `additive` that a token's weight depends on that token alone.
+    `additive` that a token's weight depends on that token alone; `selective` that it leaves out tokens with loss by intention.
     Raises TypeError for a function that does not take (structure, config), and for names that are not in a tuple.
     """
     _refuse_text(needs=needs)
 
     def decorate(function: Callable[..., Any]) -> ReducerPlugin:
         _check_takes(function, "structure", "config")
-        return ReducerPlugin(function, config, negative_weights, batch_local, additive, needs if callable(needs) else tuple(needs))
+        named = needs if callable(needs) else tuple(needs)
+        return ReducerPlugin(function, config, negative_weights, batch_local, additive, selective, named)
 
     return decorate
 

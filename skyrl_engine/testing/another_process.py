@@ -135,8 +135,8 @@ def another_process(answer: Answer, cases: Callable[[Subject[Any]], Iterable[Any
             # one that answers differently every time breaks another promise
             if mine != theirs and _answered(answer, subject, deepcopy(case)) == mine:
                 raise Broken(
-                    "answers otherwise in another process, where a set of texts has another order",
-                    "Sort what comes out of a set, and number texts with np.unique(..., return_inverse=True)",
+                    "answers otherwise in another process, where a set of texts has another order, and its module has not been called before",
+                    "Sort what comes out of a set, number texts with np.unique(..., return_inverse=True), and keep nothing in a module",
                     case=case,
                 )
 

@@ -41,11 +41,27 @@ def verify(
     Of options that are not `given` (None: all are), other values that their validators allow are tried too, on fewer cases; not of backends
     and generators, whose options cost a model each.
     A backend is checked on `layouts` such as "tp2xpp2" (none: one rank, and two data-parallel ranks) and takes no `examples`.
+
+    What the plugin changed of the process's settings is put back in the end.
     """
     kind = plugin.loaded.record.kind
     promises = promises_of(kind)
+    from skyrl_engine.testing.process_settings import restored_settings
+
+    with restored_settings():
+        return _verdict(plugin, promises, examples, layouts, given)
+
+
+def _verdict(
+    plugin: SelectedPlugin,
+    promises: "tuple[Promise[Any, Any], ...]",
+    examples: int | None,
+    layouts: Sequence[str],
+    given: Collection[str] | None,
+) -> "Verdict":
     from skyrl_engine.testing.promise import EXAMPLES, Verdict
 
+    kind = plugin.loaded.record.kind
     if kind == "backend":
         from skyrl_engine.testing.backends.bench import Bench
         from skyrl_engine.testing.backends.subject import LAYOUTS, BackendSubject

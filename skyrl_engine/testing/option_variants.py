@@ -27,7 +27,8 @@ def variants(plugin: SelectedPlugin, given: frozenset[str]) -> Iterator[tuple[st
     """Yield "option = value", the plugin with that value, and if the value is a bound; options in `given` keep theirs.
 
     Values are all that an `in_` validator, a Literal or a bool allow, in a union too, and the bounds of `ge` and `le`; of a list whose
-    members are so limited, each member alone. What the options' class refuses, for instance beside another option's value, is left out.
+    members are so limited, each member alone; and none where that is allowed. What the options' class refuses, for instance beside another
+    option's value, is left out.
     """
     schema = plugin.loaded.schema
     if schema is None:
@@ -44,18 +45,19 @@ def variants(plugin: SelectedPlugin, given: frozenset[str]) -> Iterator[tuple[st
                 other = SelectedPlugin.of(plugin.loaded.record, {**plugin.table, key: value}, "an allowed value")
             except EngineError:
                 continue
-            yield f"{key} = {value!r}", other, bound
+            yield f"{key} = {'none' if value is None else repr(value)}", other, bound
 
 
 def _allowed(attribute: "attrs.Attribute[Any]") -> list[tuple[Any, bool]]:
     kinds = _alternatives(attribute.type)
     named = allowed_values(attribute.validator) or tuple(each for kind in kinds for each in _named(kind))
-    values = [(each, False) for each in named if isinstance(each, str | int | float)]
+    values: list[tuple[Any, bool]] = [(each, False) for each in named if isinstance(each, str | int | float)]
     # A number that may be none is most often the size of a limit, which at its bound refuses nearly all that is valid.
     if not values and attribute.type in (int, float):
         values = [(attribute.type(bound), True) for sign, bound in bounds(attribute.validator) if sign in (">=", "<=")]
     members = allowed_members(attribute.validator) or tuple(each for kind in kinds for each in _named_members(kind))
-    return [*values, *(([each], False) for each in members if isinstance(each, str | int | float))]
+    values += [([each], False) for each in members if isinstance(each, str | int | float)]
+    return [*values, *((None, False) for kind in kinds if kind is type(None))]
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:

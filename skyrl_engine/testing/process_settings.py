@@ -336,8 +336,10 @@ def _told(name: str, before: _Value, after: _Value) -> str:
         part = next(each for each in after if after[each] != before.get(each))
         name = part if name in _NAMED_BY_PARTS else f"{name} ({part})"
         before, after = before.get(part), after[part]
+    # Hypothesis has set the recursion limit to a number of its own before
+    was = "" if name == "recursion limit" else f", where it was {before}"
     name = name if "." in name else f"the {name}"
-    return f"leaves {name} at {after}, where it was {before}" if told else f"changes {name}"
+    return f"leaves {name} at {after}{was}" if told else f"changes {name}"
 
 
 def require_settings_left_alone(call: Callable[[], object]) -> None:

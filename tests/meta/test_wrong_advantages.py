@@ -37,6 +37,7 @@ FAULTS = [
     (wrong.TimesTheLossWeight, {"loss_weights"}, "they count twice"),
     (wrong.MinusTheOthers, {"zero_sum"}, "add up to"),
     (wrong.WeighsTheMean, {"shift", "zero_sum"}, "when every reward is 8 more"),
+    (wrong.VarianceBySquares, {"shift"}, "when every reward is 1,048,576 more"),
     (wrong.SubtractsInPlace, {"inputs_unchanged"}, "changes batch.rewards in place"),
     (wrong.Draws, {"repeatable"}, "draws from the global random state"),
     (wrong.Tires, {"repeatable"}, "it keeps something"),
@@ -63,6 +64,7 @@ BY_NIGHT = [
         (wrong.FirstGroupCountsDouble, {"labels"}, "which id is smaller"),
         (wrong.BreaksTiesById, {"labels"}, "which id is smaller"),
         (wrong.ReturnsAsStored, {"sample_order"}, "the return of scored token"),
+        (wrong.RunsInSingle, {"trajectories_apart"}, "lost the digits of small rewards"),
         (wrong.SaysOutcome, {"turns"}, "it claims outcome"),
         (wrong.ReturnsOfFailed, {"failures"}, "the return of scored token"),
     )
@@ -77,7 +79,7 @@ def test_a_wrong_estimator_breaks_its_promise(fault, promises, words):
     breaking.require_broken(breaking.broken_by(held, fault, promises, examples=40), promises, words)
 
 
-@pytest.mark.parametrize("right", [wrong.Plain, wrong.WeighsByTokens])
+@pytest.mark.parametrize("right", [wrong.Plain, wrong.WeighsByTokens, wrong.RunsInDouble])
 def test_what_is_right_breaks_nothing(right):
     assert broken_by(right) == {}
 
@@ -93,5 +95,5 @@ def test_an_oracle_holds_an_estimator_to_its_formula():
 
 def test_every_promise_to_estimators_is_broken_by_something():
     # above, and broken by others in this folder
-    elsewhere = {"oracle", "config_round_trip", "light_import", "process_settings", "another_rank"}
+    elsewhere = {"oracle", "config_round_trip", "light_import", "process_settings", "another_rank", "another_process"}
     assert {each.name for each in ADVANTAGE_PROMISES} == {name for _, names, _ in FAULTS for name in names} | elsewhere

@@ -105,9 +105,17 @@ FAMILIES = {
     "options": [(LOSS, losses.counts_in_its_options, "replicas", "changes its options")],
     "evaluation": [
         (LOSS, losses.LearnsOtherThanItScores, "evaluation", "changes x2.00 where no gradient is asked for"),
+        (LOSS, losses.MeasuresInTrainingAlone, "evaluation", "reports the metrics {} and not {'worth'"),
         (LOSS, losses.AsksForTheGradientMode, "evaluation", "where no gradient is asked for"),
         (LOSS, losses.DifferentiatesInside, "evaluation", "fails where no gradient is asked for"),
     ],
+    "all of the probability": [(LOSS, losses.DividesTheTeachersRest, "one_finite_value_per_token", "nan")],
+    "tensors that stay": [(LOSS, losses.RemembersItsMeans, "memory", "3 calls leave 3 more")],
+    "cause of a cut": [
+        (LOSS, losses.DividesByTheLongest, "micro_batch_split", "it depends on which samples share its micro-batch"),
+        (LOSS, losses.SubtractsTheLargest, "micro_batch_split packing", "under two micro-batches"),
+    ],
+    "gradient by hand": [(LOSS, losses.ForgetsItsBound, "gradient", "something is rounded, or differentiated by hand")],
     "correction and its oracle": [
         (CORRECTION, wrong_corrections.UpsideDown, "oracle", "the ratio is upside down"),
         (CORRECTION, wrong_corrections.OfAnotherToken, "oracle", "is not what the oracle gives"),
@@ -185,6 +193,7 @@ RIGHT = {
         (LOSS, odd_losses.CatchesWarnings),
         (LOSS, odd_losses.HashesNumbers),
         (LOSS, losses.Ratios),
+        (LOSS, losses.BoundsTheTeachersRest),
         (LOSS, odd_losses.HoldsATablePerDevice),
         (LOSS, odd_losses.DetachesInPlace),
         (CORRECTION, wrong_corrections.CorrectionByUnits),

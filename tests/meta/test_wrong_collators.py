@@ -69,6 +69,7 @@ FAULTS = [
     (builds.PadsWithTheLabelsMask, "tokens"),
     (builds.WritesIntoTheSamples, "inputs_unchanged"),
     (plans.CutsGroupsOfMany, "groups_and_units"),
+    (plans.PlansWhatFitsNowhere, "nowhere"),
 ]
 PACKED_FAULTS = [
     (builds.SaysItPads, "declarations"),
@@ -91,6 +92,7 @@ NIGHTLY = [
     (builds.SwapsColumns, "numbers"),
     (builds.TakesWeightsForAMask, "numbers"),
     (builds.CountsPositionsInABytes, "tokens"),
+    (plans.PlansGroupsOfAnySize, "nowhere"),
     (plans.KnowsSixteenSamples, "samples_once"),
     (builds.NeedsASample, "tokens"),
     (plans.PlansByCount, "same_plan"),
@@ -149,7 +151,15 @@ def test_an_odd_collator_that_is_right_breaks_none(right):
 
 
 def test_every_promise_about_plans_and_builds_is_broken_by_someone():
-    of_the_plugin = {"overlong", "config_round_trip", "pickling", "light_import", "process_settings", "another_rank"}
+    of_the_plugin = {
+        "overlong",
+        "config_round_trip",
+        "pickling",
+        "light_import",
+        "process_settings",
+        "another_rank",
+        "another_process",
+    }
     assert {promise for _, promise in (*FAULTS, *PACKED_FAULTS)} == PROMISES.keys() - of_the_plugin
 
 

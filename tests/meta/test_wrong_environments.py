@@ -64,6 +64,7 @@ FAULTS = [
     (tasks.NoTasks, {"well_formed"}, "has no task to train on"),
     (tasks.BothPrompts, {"well_formed"}, "has both messages and prompt_ids"),
     (tasks.NoJson, {"well_formed"}, "is not of JSON values"),
+    (tasks.NumbersAsKeys, {"well_formed"}, "has a table with the key 0, of which JSON makes a text"),
     (tasks.ModelHasSpoken, {"well_formed"}, "ends with a message of the assistant"),
     (tasks.HoldsALambda, {"pickling"}, "cannot be pickled"),
     (episodes.RaisesOnYes, {"answers"}, "cannot be answered in turn"),

@@ -43,6 +43,8 @@ FAULTS = [
     (wrong.NoTopScores, {"top_scores"}, "Fill Completion.top_logprobs"),
     (wrong.TopScoresBehindThePlace, {"top_prompt_scores"}, "most likely ones per place of the prompt"),
     (wrong.SeedsOf32Bits, {"whole_seeds"}, "from the seeds 5 and 5 + 2**32"),
+    (wrong.TakesEveryTargetForThePolicy, {"targets"}, "Keep one set of weights per target"),
+    (wrong.PassesOverUnknownWeights, {"unknown_weights"}, "has a name that its model does not know"),
     (wrong.IgnoresAborts, {"aborts_apart"}, "that were aborted as soon as they were sent"),
 ]
 BY_NIGHT = [
@@ -54,9 +56,12 @@ BY_NIGHT = [
     (wrong.AbortsEverything, {"aborts_apart"}, "End the named requests alone"),
     (wrong.KnowsItsIds, {"aborts_apart"}, "no such request"),
     (wrong.WantsRoomForOneMore, {"no_room"}, "one of them just so"),
+    (wrong.RefusesHalfWay, {"unknown_weights"}, "before any weight changes"),
+    (wrong.LengthComesFirst, {"stop_tokens"}, "the last of max_tokens: every token"),
+    (wrong.LosesMinPBesideTopP, {"filters"}, "cuts off"),
     (wrong.EightAtMost, {"exactly_once"}, "there are more than eight requests"),
 ]
-ODD = [wrong.OneRowAtATime, wrong.LastComesFirst]
+ODD = [wrong.OneRowAtATime, wrong.LastComesFirst, wrong.PolicyAlone, wrong.Filtering]
 
 
 def broken_by(make, promises):

@@ -41,6 +41,39 @@ class RoundedMean(Plain):
         return np.where(finished, rewards - mean[groups], 0.0)
 
 
+class VarianceBySquares(Plain):
+    """Divides by a deviation that is the mean of squares less the square of the mean."""
+
+    claims = evolve(CLAIMS, scale="invariant")
+
+    def values(self, batch, rewards, groups, finished):
+        _, mean = self.means(rewards, groups, finished)
+        _, square = self.means(rewards**2, groups, finished)
+        spread = np.sqrt(np.maximum(square - mean**2, 0.0))
+        return super().values(batch, rewards, groups, finished) / np.where(spread > 0, spread, 1.0)[groups]
+
+
+class RunsInSingle(Plain):
+    """Rewards to go, as differences of one sum in float32 over all trajectories."""
+
+    claims = AdvantageClaims(groups="ignored", scale="linear")
+    dtype: type = np.float32
+
+    def __call__(self, batch):
+        tokens, bounds = batch.walk()
+        run = np.concatenate([np.zeros(1), np.cumsum(batch.rewards[tokens], dtype=self.dtype)])
+        values = np.zeros(len(batch.rewards))
+        for start, stop in pairwise(bounds):
+            values[tokens[start:stop]] = run[stop] - run[start:stop]
+        return values
+
+
+class RunsInDouble(RunsInSingle):
+    """Right."""
+
+    dtype = np.float64
+
+
 class FailedMembersCount(Plain):
     def means(self, rewards, groups, finished):
         return super().means(rewards, groups, np.ones_like(finished))

@@ -4,6 +4,7 @@ import numpy as np
 from attrs import evolve
 from collators_made_wrong import Delegating, changed
 
+from skyrl_engine import DataError
 from skyrl_engine.contracts import MicroBatchPlan
 
 
@@ -44,6 +45,26 @@ class IgnoresTheBudget(Delegating):
 class IgnoresTheMiniBatchSize(Delegating):
     def plan(self, lengths, layout):
         return super().plan(lengths, evolve(layout, mini_batch_size=None))
+
+
+class PlansWhatFitsNowhere(Delegating):
+    """Plans without bounds where something does not fit into them."""
+
+    def plan(self, lengths, layout):
+        try:
+            return super().plan(lengths, layout)
+        except DataError:
+            unbounded = evolve(layout, micro_batch_tokens=None, mini_batch_size=None)
+            return evolve(super().plan(lengths, unbounded), layout=layout)
+
+
+class PlansGroupsOfAnySize(Delegating):
+    """Ends a mini-batch behind each group that is larger."""
+
+    def plan(self, lengths, layout):
+        largest = np.unique(lengths.group_ids, return_counts=True)[1].max(initial=0)
+        fits = layout.mini_batch_size is None or largest <= layout.mini_batch_size
+        return super().plan(lengths, layout if fits else evolve(layout, mini_batch_size=int(largest)))
 
 
 class PlansRowsTooNarrow(Delegating):

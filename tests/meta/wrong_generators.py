@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from attrs import define, evolve, field
 
-from skyrl_engine import ContractError
+from skyrl_engine import ContractError, ModelError, UnsupportedError
 from skyrl_engine.contracts import Completion, GeneratorDescription, TopLogprobs, VersionSpans
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
 from skyrl_engine.modeling.tiny import SIZES, VOCABULARY
@@ -30,19 +30,19 @@ class Plain:
 
     def __init__(self):
         self.states, self.ready = {}, []
+        self.models, self.versions = {}, {}
 
     def start(self, start):
-        self.start_values, self.version = start, start.version
-        self.model = copied_model(start.model, start.device)
+        self.start_values = start
         self.tokenizer = load_tokenizer(start.model)
-        fill(self.model, start.weights.tensors(), "the model")
+        self.update(start.weights, start.version)
 
     def submit(self, requests):
         for request in requests:
             if not len(request.prompt_ids) or request.prompt_ids.min() < 0 or request.prompt_ids.max() >= VOCABULARY:
                 raise ContractError("there is a token outside of the vocabulary", remedy="Encode anew")
         for request in requests:
-            state = State(request, draws=np.random.default_rng(self.seed(request)), submitted=self.version)
+            state = State(request, draws=np.random.default_rng(self.seed(request)), submitted=self.versions[request.target])
             if len(request.prompt_ids) + request.sampling.max_tokens > LIMIT:
                 self.ready.append(self.completion(state, "error", error=f"{len(request.prompt_ids)} tokens of {LIMIT}"))
             else:
@@ -77,7 +77,8 @@ class Plain:
         return done
 
     def logits(self, states, ids):
-        return self.model(input_ids=ids, use_cache=False).logits
+        of = {target: model(input_ids=ids, use_cache=False).logits for target, model in self.models.items()}
+        return torch.stack([of[state.request.target][place] for place, state in enumerate(states)])
 
     def take(self, state, row):
         temperature = state.request.sampling.temperature
@@ -95,7 +96,7 @@ class Plain:
         return float(scaled.log_softmax(-1)[token])
 
     def version_of(self, state):
-        return self.version
+        return self.versions[state.request.target]
 
     def stops(self, request):
         return {*request.sampling.stop_token_ids, *(() if request.sampling.ignore_eos else self.start_values.eos_token_ids)}
@@ -129,10 +130,12 @@ class Plain:
                 self.ready.append(self.completion(self.states.pop(number), "abort"))
 
     def update(self, weights, version, target="policy"):
-        fill(self.model, weights.tensors(), "the model")
-        self.version = version
+        model = self.models.get(target) or copied_model(self.start_values.model, self.start_values.device)
+        fill(model, weights.tensors(), "the model")
+        self.models[target], self.versions[target] = model, version
 
-    def release(self, target): ...
+    def release(self, target):
+        del self.models[target]
 
     def close(self):
         self.states.clear()
@@ -227,7 +230,7 @@ class VersionOfSubmission(Plain):
 
 class VersionOfTheEnd(Plain):
     def completion(self, state, finish, stop=None, error=None):
-        state.versions = [self.version] * len(state.versions)
+        state.versions = [self.versions[state.request.target]] * len(state.versions)
         return super().completion(state, finish, stop, error)
 
 
@@ -269,7 +272,96 @@ class StalePrefix(Plain):
 
 class IgnoresUpdates(Plain):
     def update(self, weights, version, target="policy"):
-        self.version = version
+        if target in self.models:
+            self.versions[target] = version
+        else:
+            super().update(weights, version, target)
+
+
+class TakesEveryTargetForThePolicy(Plain):
+    def submit(self, requests):
+        super().submit([evolve(request, target="policy") for request in requests])
+
+    def update(self, weights, version, target="policy"):
+        super().update(weights, version)
+
+    def release(self, target): ...
+
+
+class PassesOverUnknownWeights(Plain):
+    """Takes the weights whose names it knows."""
+
+    def update(self, weights, version, target="policy"):
+        if target not in self.models:
+            super().update(weights, version, target)
+            return
+        known = dict(self.models[target].named_parameters())
+        with torch.no_grad():
+            for name, weight in weights.tensors():
+                if name in known:
+                    known[name].copy_(weight)
+        self.versions[target] = version
+
+
+class RefusesHalfWay(Plain):
+    """Finds a name that it does not know when other weights have changed."""
+
+    def update(self, weights, version, target="policy"):
+        if target not in self.models:
+            super().update(weights, version, target)
+            return
+        known = dict(self.models[target].named_parameters())
+        with torch.no_grad():
+            for name, weight in weights.tensors():
+                if name not in known:
+                    raise ModelError(f"there is no {name}", remedy="Give the weights of this model")
+                known[name].copy_(weight)
+        self.versions[target] = version
+
+
+class PolicyAlone(Plain):
+    """Odd and right: refuses other weights than the policy's."""
+
+    def update(self, weights, version, target="policy"):
+        if target != "policy":
+            raise UnsupportedError("there is one set of weights", remedy="Sample from the policy")
+        super().update(weights, version)
+
+
+class LengthComesFirst(Plain):
+    """Ends as "length" where the last of max_tokens stops the request."""
+
+    def ends(self, state):
+        finish, stop = super().ends(state)
+        return ("length", None) if len(state.tokens) == state.request.sampling.max_tokens else (finish, stop)
+
+
+class Filtering(Plain):
+    """Right: cuts the distribution off."""
+
+    description = evolve(Plain.description, capabilities=Plain.description.capabilities | {"filters"})
+
+    def take(self, state, row):
+        sampling = state.request.sampling
+        row = row / (sampling.temperature or 1.0)
+        order = row.argsort(descending=True)
+        left = row[order].softmax(-1)
+        if sampling.top_k:
+            left[sampling.top_k :] = 0
+        left /= left.sum()
+        left[left.cumsum(-1) - left >= sampling.top_p] = 0
+        left[left < self.least(sampling) * left[0]] = 0
+        kept = torch.full_like(row, -torch.inf)
+        kept[order] = left.log()
+        super().take(state, kept.log_softmax(-1) * (sampling.temperature or 1.0))
+
+    def least(self, sampling):
+        return sampling.min_p
+
+
+class LosesMinPBesideTopP(Filtering):
+    def least(self, sampling):
+        return sampling.min_p if sampling.top_p == 1 else 0.0
 
 
 class StopsInTheMiddle(Plain):

@@ -330,3 +330,78 @@ class MeasuresTheFewest(wrong_losses.Plain):
     def __call__(self, tokens):
         count = len(tokens.logprobs)
         return LossOutput(super().__call__(tokens), {"few": Metric.sum(count)} if 0 < count <= 3 else {})
+
+
+class MeasuresInTrainingAlone(wrong_losses.Plain):
+    """Its metrics are missing from evaluations."""
+
+    def __call__(self, tokens):
+        values = super().__call__(tokens)
+        if not tokens.logprobs.requires_grad:
+            return values
+        return LossOutput(values, {"worth": Metric.mean(tokens.advantages.sum(), len(tokens.advantages))})
+
+
+class DividesTheTeachersRest(wrong_losses.Plain):
+    """KL over k tokens and all others as one, where k tokens may have all of the probability."""
+
+    needs = ("logprobs_at:teacher_ids", "teacher_logprobs[k]")
+
+    def __call__(self, tokens):
+        teacher, model = tokens.teacher_logprobs, tokens.logprobs_at("teacher_ids")
+        rest, others = (self.rest(each) for each in (teacher, model))
+        return (teacher.exp() * (teacher - model)).sum(-1) + rest * (rest.log() - others.log())
+
+    def rest(self, logprobs):
+        return 1 - logprobs.exp().sum(-1)
+
+
+class BoundsTheTeachersRest(DividesTheTeachersRest):
+    """Right."""
+
+    def rest(self, logprobs):
+        return super().rest(logprobs).clamp(min=1e-6)
+
+
+class RemembersItsMeans(wrong_losses.Plain):
+    """Keeps a tensor of one number of every call."""
+
+    def __init__(self):
+        self.means = []
+
+    def __call__(self, tokens):
+        values = super().__call__(tokens)
+        self.means.append(values.detach().mean())
+        return values
+
+
+class DividesByTheLongest(wrong_losses.Plain):
+    def __call__(self, tokens):
+        counts = tokens.sequences.counts
+        longest = counts.max().clamp(min=1) if len(counts) else 1
+        return super().__call__(tokens) * (counts / longest)[tokens.sequences.index].to(tokens.logprobs.dtype)
+
+
+class SubtractsTheLargest(wrong_losses.Plain):
+    def __call__(self, tokens):
+        values = super().__call__(tokens)
+        return values - (tokens.advantages.max() if len(values) else 0)
+
+
+class BoundedForward(torch.autograd.Function):
+    """The backward forgets the bound of the forward."""
+
+    @staticmethod
+    def forward(context, values):
+        context.save_for_backward(values)
+        return values.exp().clamp(max=0.2)
+
+    @staticmethod
+    def backward(context, gradient):
+        (values,) = context.saved_tensors
+        return gradient * values.exp()
+
+
+class ForgetsItsBound(wrong_losses.Plain):
+    def __call__(self, tokens):
+        return -BoundedForward.apply(tokens.logprobs) * tokens.advantages

@@ -83,6 +83,14 @@ class NoJson(Plain):
         return evolve(task, data={**task.data, "seen": {1, 2}})
 
 
+class NumbersAsKeys(Plain):
+    """Its episodes look up what JSON has made a text."""
+
+    def task(self, split, number):
+        task = super().task(split, number)
+        return evolve(task, data={**task.data, "steps": [{"worth": {0: 1, 1: 2}}]})
+
+
 class ModelHasSpoken(Plain):
     def task(self, split, number):
         task = super().task(split, number)

@@ -37,6 +37,7 @@ class Local:
     optional_flag: bool | None = None
     members: tuple[str, ...] = field(default=(), validator=deep_iterable(in_(("local", "other"))))
     literals: list[Literal["local"]] = field(factory=list)
+    optional_limit: float | None = field(default=2.0, validator=optional(ge(1)))
 
 
 @loss(needs=("logprobs",), config=Local)
@@ -92,6 +93,7 @@ def test_options_that_may_be_none_and_members_of_lists_are_tried(file: Path) -> 
         "members = ['local']",
         "members = ['other']",
         "literals = ['local']",
+        "optional_limit = none",
     ]
     given = ("optional_text", "optional_literal", "optional_flag", "literals")
     (first, *_) = verify(plugin, examples=8, given=given).of_status("broken")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl_engine.testing import selected, verify
 from skyrl_engine.testing.process_settings import restored_settings, settings_left_alone, settings_of_process
 from skyrl_engine.testing.promise import Broken
 
@@ -104,3 +105,23 @@ def test_a_process_that_goes_on_is_told_and_one_that_ends_is_not():
         forgotten = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"])
     forgotten.kill()
     forgotten.wait()
+
+
+SETS_ERRORS = """
+import numpy as np
+from skyrl_engine import reducer
+
+
+@reducer()
+def sets_errors(structure, config):
+    np.seterr(all="ignore")
+    return structure.loss_weight.astype(np.float64)
+"""
+
+
+def test_a_verdict_leaves_the_settings_as_they_were(tmp_path):
+    (tmp_path / "mine.py").write_text(SETS_ERRORS)
+    before = np.geterr()
+    verdict = verify(selected("reducer", "./mine.py:sets_errors", {}, base=tmp_path), examples=2)
+    assert "process_settings" in {each.promise for each in verdict.of_status("broken")}
+    assert np.geterr() == before

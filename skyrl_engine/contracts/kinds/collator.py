@@ -39,7 +39,7 @@ class GatherIndex:
 
     Entry k says: action token `actions[k]` (its place on the flat action axis of the micro-batch's samples, in the plan's order) is
     predicted at row `rows[k]`, column `columns[k]`, one before the token itself. It never points at padding or before column 0; the
-    first token of a sample has no entry.
+    first token of a sample has no entry. Entries stand in the order of their tokens: `actions` rise.
     """
 
     actions: IntArray

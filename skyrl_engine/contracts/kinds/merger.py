@@ -13,6 +13,7 @@ class Merger(Protocol):
     def merge(self, outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
         """Keep collection ranks, drop padding samples, restore the plan's sample order, reduce metrics as they declare.
 
-        `outputs` may come from several mini-batches and in any order of ranks. Raises OutputError listing ids and ranks when a planned
+        `outputs` may come from several mini-batches and in any order of ranks, which changes no bit of what is returned: metrics are combined
+        in the order of data-parallel ranks, so that a run repeats. Raises OutputError listing ids and ranks when a planned
         sample is missing, or one is duplicated or unexpected.
         """

@@ -93,7 +93,8 @@ class Reducer(Protocol):
     on how the mini-batch is cut into micro-batches, by nature; of all others they must not.
 
     A reducer whose weight of a token depends on that token alone may say so in one more attribute, `additive`: gradients of several
-    mini-batches may then be added up before a step. One that reads columns of the data or values of samples names them in the attribute
+    mini-batches may then be added up before a step. One that gives some tokens with loss the weight 0 by intention says so in `selective`;
+    the conformance kit takes it for a fault otherwise. One that reads columns of the data or values of samples names them in the attribute
     `needs` (`contracts.kinds.needs`): it finds them in the structure.
     """
 
@@ -115,6 +116,7 @@ class FunctionReducer:
     negative_weights: bool = False
     batch_local: bool = False
     additive: bool = False
+    selective: bool = False
     needs: tuple[str, ...] = ()
 
     def weights(self, structure: BatchStructure) -> npt.NDArray[np.float64]:

@@ -23,6 +23,9 @@ from skyrl_engine.testing.subject import Subject
 TOLERANCE = 2e-5
 """Relative and absolute: advantages are float32, and sums in another order differ by less."""
 
+FAR = 2.0**20
+"""Added to a reward of `REWARDS`, it is exact in float32; a variance of it by squares is not, in float64 either."""
+
 
 def _drawn(subject: Subject[Any], **options: Any) -> "st.SearchStrategy[DrawnRows]":
     return batches.rows(subject.make().needs, **options)
@@ -260,14 +263,21 @@ def _groups_needed(subject: Subject[Any]) -> str | None:
 @_compared
 def trajectories_apart(subject: Subject[Any], case: DrawnRows) -> None:
     changed = case.samples[0].key
-    _require_same_answers(
-        _answers(subject, case),
-        _answers(subject, case.rewarded(lambda key: 4.0 if key == changed else 0.0)),
-        "when rewards of another trajectory change",
-        "it compares trajectories, and claims groups = 'ignored': a run with groups of one is not refused",
-        "Claim groups = 'needed', or whole_batch",
-        of={sample.key for sample in case.samples} - {changed},
-    )
+    before, others = _answers(subject, case), {sample.key for sample in case.samples} - {changed}
+    for more, cause, remedy in (
+        (
+            4.0,
+            "it compares trajectories, and claims groups = 'ignored': a run with groups of one is not refused",
+            "Claim groups = 'needed', or whole_batch",
+        ),
+        (
+            2.0**30,
+            "a sum that runs over trajectories has lost the digits of small rewards",
+            "Add up each trajectory alone, in float64",
+        ),
+    ):
+        after = _answers(subject, case.rewarded(lambda key, more=more: more if key == changed else 0.0))  # type: ignore[misc]
+        _require_same_answers(before, after, "when rewards of another trajectory change", cause, remedy, of=others)
 
 
 def _no_outcome(subject: Subject[Any]) -> str | None:
@@ -354,12 +364,20 @@ def _no_groups(subject: Subject[Any]) -> str | None:
 )
 @_compared
 def shift(subject: Subject[Any], case: DrawnRows) -> None:
+    before = _decided(subject, case)
     _require_same(
-        _decided(subject, case),
+        before,
         _decided(subject, case.rewarded(lambda _key: 8.0)),
         "when every reward is 8 more",
         "the baseline is not the mean of all that it is subtracted from",
         "Subtract the mean of the finished trajectories' rewards, or do not claim shift",
+    )
+    _require_same(
+        before,
+        _decided(subject, case.rewarded(lambda _key: FAR)),
+        f"when every reward is {FAR:,.0f} more",
+        "what is left of large numbers when they are subtracted has lost its digits",
+        "Compute in float64, and take the variance of rewards less their mean, not the mean of their squares less that of the mean",
     )
 
 

@@ -89,7 +89,8 @@ def _samples(count: int, *, longest: int, shortest: int = 1, group: int = 1, uni
         loss_masks=values[0],
         columns=columns,
         sample_ids=(2**33 - 3 * np.arange(count)).tolist(),
-        group_ids=(np.arange(count) // group).tolist(),
+        # falling, so that who sorts them changes something
+        group_ids=(count - np.arange(count) // group).tolist(),
         unit_ids=(np.arange(count) // unit).tolist(),
     )
     return lists.to_columns()

@@ -9,10 +9,11 @@ from attrs import evolve
 from skyrl_engine.contracts.kinds.collator import Carried, carried_by
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.ragged import IntArray
-from skyrl_engine.errors import DataError, EngineError
+from skyrl_engine.errors import DataError, EngineError, UnsupportedError
 from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.collators.cases import Planning, planned, planned_by, plannings, require, row_samples
 from skyrl_engine.testing.collators.explicit import explicit_plannings
+from skyrl_engine.testing.collators.strategies import largest_bundle
 from skyrl_engine.testing.promise import Broken, Inapplicable, Promise, promise
 from skyrl_engine.testing.subject import CONTEXT, Subject
 
@@ -154,6 +155,37 @@ def overlong(subject: Subject[Any], case: Planning) -> None:
 
 
 @promise(
+    "A sample of more tokens than a micro-batch may hold, and a group of more samples than a mini-batch may, are refused in words",
+    cases=plannings,
+    first=explicit_plannings,
+    effort=0.2,
+)
+def nowhere(subject: Subject[Any], case: Planning) -> None:
+    longest, largest = int(case.lengths.tokens.max(initial=0)), largest_bundle(case.lengths, groups=True)
+    without = evolve(case.layout, micro_batch_rows=None, micro_batch_tokens=None, mini_batch_size=None)
+    tight = {
+        f"a sample of {longest} tokens where a micro-batch holds {longest - 1}": evolve(
+            without, micro_batch_tokens=longest - 1 or None
+        ),
+        f"{largest} samples that groups and units keep together where a mini-batch holds {largest - 1}": evolve(
+            without, mini_batch_size=largest - 1 or None
+        ),
+    }
+    asked = {what: layout for what, layout in tight.items() if layout != without}
+    if not asked:
+        raise Inapplicable("no sample or group is larger than one")
+    for what, layout in asked.items():
+        try:
+            with blaming(Owner.named(subject.label, "collator"), "plan"):
+                subject.make().plan(case.lengths, layout)
+        except (DataError, UnsupportedError):
+            continue
+        except EngineError as failed:
+            raise Broken(failed.cause, "Raise DataError, which names the sample") from failed
+        raise Broken(f"plans {what}", "Raise DataError for what fits nowhere, UnsupportedError for a layout that you cannot make")
+
+
+@promise(
     "It keeps what it declares: `padded` rows hold one sample at most, and `carries` names capabilities",
     cases=plannings,
     first=explicit_plannings,
@@ -214,5 +246,6 @@ PLAN_PROMISES: tuple[Promise[Any, Any], ...] = (
     sizes,
     rows,
     overlong,
+    nowhere,
     declarations,
 )

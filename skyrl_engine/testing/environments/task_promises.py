@@ -3,6 +3,7 @@
 import json
 import pickle
 import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -70,7 +71,16 @@ def _wrong_task(task: Any) -> str | None:
         return f"({task.key}) is not of JSON values: {told(error)}"
     if plain(again) != plain(task):
         return f"({task.key}) is another one after it went through JSON"
-    return None
+    other = next((key for key in _keys(attrs.asdict(task)) if not isinstance(key, str)), "")
+    return None if other == "" else f"({task.key}) has a table with the key {other!r:.80}, of which JSON makes a text"
+
+
+def _keys(value: Any) -> Iterator[object]:
+    """Yield the keys of all tables in a value."""
+    if isinstance(value, Mapping):
+        yield from value
+    for inside in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        yield from _keys(inside)
 
 
 def _warn_of_long_prompts(split: str, sizes: list[int]) -> None:
@@ -136,7 +146,10 @@ def _told_by(lock: dict[str, Any] | None, environment: Any) -> dict[str, Any]:
     return {"tasks": tasks, "answers": [] if environment.claims.random else played(subject, subject.make(), script)}
 
 
-@promise("Keys are unique, and no key or prompt to train on is held out, unless it claims shared_tasks")
+@promise(
+    "Keys are unique, no key to train on is held out, and no more than half of the held-out prompts are to train on, unless it claims "
+    "shared_tasks"
+)
 def keys(subject: Subject[Any], _case: None) -> None:
     environment = subject.make()
     seen: dict[str, dict[str, int]] = {}

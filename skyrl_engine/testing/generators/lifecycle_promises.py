@@ -1,15 +1,21 @@
 """Promises about requests and weights that change on the way, refusals and the end, as far as capabilities go."""
 
+from collections.abc import Iterator
 from time import monotonic
 from typing import Any
 
 import numpy as np
+from attrs import define, evolve
+from torch import Tensor
 
-from skyrl_engine.contracts.kinds.generator import GenerationRequest, Sampling
-from skyrl_engine.errors import ContractError, EngineError
+from skyrl_engine.contracts.kinds.generator import POLICY, Completion, GenerationRequest, Sampling
+from skyrl_engine.errors import ContractError, EngineError, ModelError, UnsupportedError
 from skyrl_engine.modeling.tiny import SIZES, VOCABULARY
+from skyrl_engine.registry.host import blaming
 from skyrl_engine.testing.generators.bench import (
     TOLERANCE,
+    Running,
+    TinyWeights,
     answered,
     claims,
     decided,
@@ -139,6 +145,83 @@ def no_stale_prefix(subject: Subject[Any], _case: None) -> None:
             for request, done in zip(requests, at_work.sampled(requests), strict=True):
                 require_logprobs(at_work, request, done, "Empty prefix caches when weights change")
             at_work.update(1.4, version + 1)
+
+
+OTHER = "reference"
+"""Another weight set than the policy's."""
+
+
+@promise(
+    "Weights of another target, where it takes them, are a set of their own: the policy keeps its weights and version",
+    exempt=claims("logprobs"),
+)
+def targets(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        other = evolve(at_work, weights=TinyWeights(at_work.weights.form, 1.4))
+        if not _taken(at_work, other.weights, 1, OTHER):
+            return
+        asked = {POLICY: requests_of(4), OTHER: [evolve(each, target=OTHER) for each in requests_of(4, first=10)]}
+        done = iter(at_work.sampled([request for requests in asked.values() for request in requests]))
+        for target, requests in asked.items():
+            for request in requests:
+                _require_of(at_work if target == POLICY else other, request, next(done), int(target == OTHER))
+        at_work.product.release(OTHER)
+        for request, again in zip(asked[POLICY], at_work.sampled(asked[POLICY]), strict=True):
+            _require_of(at_work, request, again, 0)
+
+
+def _taken(at_work: Running, weights: TinyWeights, version: int, target: str) -> bool:
+    """Hand weights over to a target; return False for a generator that refuses other weights than the policy's as unsupported."""
+    try:
+        with blaming(at_work.owner, "update"):
+            at_work.product.update(weights, version, target)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def _require_of(at_work: Running, request: GenerationRequest, done: Completion, version: int) -> None:
+    require_logprobs(at_work, request, done, "Keep one set of weights per target, and sample each request from its own")
+    if done.versions.versions.tolist() != [version]:
+        raise Broken(
+            f"says that tokens of the target {request.target!r} are of version {done.versions.versions.tolist()}, where its weights are of "
+            f"version {version}",
+            "Keep a version per target",
+        )
+
+
+@define(eq=False)
+class _Renamed(TinyWeights):
+    """Weights of which the last has a name that no model knows."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        *named, (last, weight) = super().tensors()
+        return iter([*named, (f"{last}_of_another_model", weight)])
+
+
+@promise("Weights whose names do not fit are refused before any weight changes", exempt=claims("logprobs"))
+def unknown_weights(subject: Subject[Any], _case: None) -> None:
+    with decided(), running(subject) as at_work:
+        # a module is shared: no names are read of the policy's weights then
+        target = POLICY if at_work.weights.form == "tensors" else OTHER
+        if target == OTHER and not _taken(at_work, at_work.weights, 0, OTHER):
+            return
+        try:
+            with blaming(at_work.owner, "update"):
+                at_work.product.update(_Renamed(at_work.weights.form, 1.4), 1, target)
+        except ModelError:
+            pass
+        except EngineError as error:
+            raise Broken(
+                f"fails for a weight of an unknown name: {error.cause}", "Raise ModelError that names the weight"
+            ) from error
+        else:
+            raise Broken(
+                "takes weights of which one has a name that its model does not know", "Raise ModelError that names the weight"
+            )
+        requests = [evolve(each, target=target) for each in requests_of(4)]
+        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+            require_logprobs(at_work, request, done, "Look at all names and shapes before any weight changes")
 
 
 # --- what is refused, and what is left alone ---------------------------------------------------------------------------------------

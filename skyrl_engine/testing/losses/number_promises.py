@@ -48,8 +48,9 @@ def gradient(subject: Subject[Any], batch: TokenBatch) -> None:
                 LOSS.unless_random(subject, batch)
                 if left == right == 0:
                     raise Broken(
-                        f"has the gradient {got:.6g} by {name} at token {place} although its values do not move: something is rounded",
-                        "Cast nothing to half precision or to whole numbers",
+                        f"has the gradient {got:.6g} by {name} at token {place} although its values do not move: something is rounded, or "
+                        "differentiated by hand",
+                        "Cast nothing to half precision or to whole numbers, and let a backward of your own be 0 where a bound holds",
                     )
                 middle = (left + right) / 2
                 factor = got / middle if abs(middle) > _SLACK * scale else None

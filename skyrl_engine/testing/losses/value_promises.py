@@ -149,11 +149,13 @@ def evaluation(subject: Subject[Any], batch: TokenBatch) -> None:
     except EngineError as error:
         raise Broken(f"fails where no gradient is asked for, as in evaluation: {error.cause}", remedy) from error
     one, other = ({name: metric.result for name, metric in each.metrics.items()} for each in (training, scoring))
-    if same(training.per_token, scoring.per_token) and same(np.array([*one.values()]), np.array([*other.values()])):
+    same_metrics = one.keys() == other.keys() and same(np.array([*one.values()]), np.array([other[name] for name in one]))
+    same_values = same(training.per_token, scoring.per_token)
+    if same_values and same_metrics:
         return
     LOSS.unless_random(subject, batch)
     how, factor = change("loss", training.per_token, scoring.per_token)
-    if same(training.per_token, scoring.per_token):
+    if same_values:
         how = f"reports the metrics {other} and not {one}"
     raise Broken(f"{how} where no gradient is asked for, as in evaluation", remedy, factor=factor)
 
@@ -164,7 +166,7 @@ def _cause_of_metric(metric: Metric) -> str:
     return f"parts of it do not combine by {metric.reduction}"
 
 
-@promise("It keeps no tensor of a micro-batch alive", cases=ordinary, effort=0.1)
+@promise("It keeps no tensor of a micro-batch alive, and no more of its own after every call", cases=ordinary, effort=0.1)
 def memory(subject: Subject[Any], batch: TokenBatch) -> None:
     loss = subject.make()
     listening = Listening(loss)
@@ -174,9 +176,25 @@ def memory(subject: Subject[Any], batch: TokenBatch) -> None:
     kept |= {name: weakref.ref(tensor) for name, tensor in listening.heard["tokens"].needs.items()}
     del listening, output
     gc.collect()
+    remedy = "Store numbers (tensor.item()), not tensors"
     for name, reference in kept.items():
         if reference() is not None:
-            raise Broken(
-                f"keeps {name} after the call, and with it all that the model computed for the micro-batch",
-                "Store numbers (tensor.item()), not tensors",
-            )
+            raise Broken(f"keeps {name} after the call, and with it all that the model computed for the micro-batch", remedy)
+    if (left := _tensors_left(subject, batch, loss)) >= _CALLS:
+        raise Broken(f"keeps tensors: {_CALLS} calls leave {left} more than there were before, so that memory runs out", remedy)
+
+
+_CALLS = 3
+
+
+def _tensors_left(subject: Subject[Any], batch: TokenBatch, loss: Any) -> int:
+    """Return how many tensors are there after some calls for the same micro-batch that were not there before."""
+    gc.collect()
+    gc.freeze()  # leaves what exists out of get_objects
+    try:
+        for _ in range(_CALLS):
+            LOSS.decided(subject, batch, loss)
+        gc.collect()
+        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+    finally:
+        gc.unfreeze()

@@ -127,9 +127,17 @@ def cuts(subject: Subject[Any]) -> "st.SearchStrategy[CutBatch]":
 
 
 def anything_first(subject: Subject[Any]) -> "list[TokenBatch]":
-    """Return batches with other policies 100 nats away and advantages of 100, and with more sequences and larger units than are drawn."""
+    """Return batches with other policies 100 nats away and advantages of 100, with more sequences and larger units than are drawn, and with
+    candidates that have all of the probability.
+    """
     needs = needs_of(subject)
-    return [rollouts.far(needs), rollouts.in_threes(needs), rollouts.in_threes(needs, empty=False), rollouts.many(needs)]
+    return [
+        rollouts.far(needs),
+        *rollouts.certain(needs),
+        rollouts.in_threes(needs),
+        rollouts.in_threes(needs, empty=False),
+        rollouts.many(needs),
+    ]
 
 
 def cuts_first(subject: Subject[Any]) -> "list[CutBatch]":

@@ -18,7 +18,7 @@ from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.another_rank import another_rank
 from skyrl_engine.testing.collectives import CollectiveCalled, no_collectives
-from skyrl_engine.testing.comparison import cause_of_ratio, constant_within, same
+from skyrl_engine.testing.comparison import ABSOLUTE, cause_of_ratio, constant_within, same
 from skyrl_engine.testing.other_device import OtherDevice, WrongDevice
 from skyrl_engine.testing.process_promises import SETTINGS_SENTENCE
 from skyrl_engine.testing.process_settings import require_settings_left_alone
@@ -153,7 +153,10 @@ def _cause_of_cut(case: CutBatch, whole: Evaluation, parts: Evaluation) -> str:
         "it multiplies by the number of sequences in its micro-batch": own_sequences / len(batch),
     }
     cause = cause_of_ratio(whole.per_token, parts.per_token, candidates)
-    if cause is None and constant_within(parts.per_token - whole.per_token, part_of.astype(np.int64)):
+    difference = parts.per_token - whole.per_token
+    # tokens of one value differ by one number whatever is done to them
+    told = all(np.ptp(whole.per_token[part_of == part]) > ABSOLUTE for part in np.unique(part_of[np.abs(difference) > ABSOLUTE]))
+    if cause is None and told and constant_within(difference, part_of.astype(np.int64)):
         cause = "it subtracts or adds something that it takes over its micro-batch"
     return cause or "it depends on which samples share its micro-batch"
 

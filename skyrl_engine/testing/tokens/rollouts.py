@@ -410,6 +410,19 @@ def far(needs: Iterable[str]) -> TokenBatch:
     return evolve(batch, values=values)
 
 
+def certain(needs: Iterable[str]) -> list[TokenBatch]:
+    """Return a batch in which the k tokens of the model, of another policy, and of both have all of the probability; none where no need is
+    such log-probabilities.
+    """
+    batch = varied(needs, sequences=2, tokens=2)
+    values = dict(batch.values)
+    wide = [name for name, given in batch.values.items() if given.ndim == 2 and "logprobs" in name]
+    for place, name in enumerate(wide):
+        whole = np.arange(batch.tokens) % (len(wide) + 1) != place
+        values[name] = np.where(whole[:, None], np.array([0.0, -30.0], np.float32), batch.values[name]).astype(np.float32)
+    return [evolve(batch, values=values)] if wide else []
+
+
 MANY = 64
 
 
