@@ -33,7 +33,12 @@ class EngineError(Exception):
     @property
     def summary(self) -> str:
         """Cause and remedy on one line."""
-        return f"{self.cause}. {self.remedy}"
+        return _sentences(self.cause, self.remedy)
+
+
+def _sentences(cause: str, remedy: str) -> str:
+    # a cause may end in a question: did you mean another name?
+    return f"{cause}{'' if cause.endswith('?') else '.'} {remedy}"
 
 
 def _rebuild(kind: type[EngineError], state: dict[str, object], arguments: tuple[object, ...]) -> EngineError:
@@ -71,7 +76,7 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.cause}. {self.remedy}"
+        return _sentences(f"{self.where}: {self.cause}", self.remedy)
 
 
 class UnsupportedError(EngineError):

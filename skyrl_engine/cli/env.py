@@ -55,12 +55,18 @@ def show_environment(name: str, settings: tuple[str, ...], *, as_json: bool) -> 
     """
     import attrs
 
+    from skyrl_engine.errors import DataError
+    from skyrl_engine.rollout.process_handle import refuse_unsendable
     from skyrl_engine.training.rl.tasks import task_at, tasks_in
 
     plugin, part = _made(name, settings)
     environment, tasks = part.product, tasks_in(part, "train")
     sizes = {"train": len(tasks), "eval": len(tasks_in(part, "eval"))}
+    if not any(sizes.values()):
+        raise DataError(f"{part.label} has no task", remedy="Check the environment's options")
     first = task_at(part, tasks, 0) if sizes["train"] else None
+    if first is not None:
+        refuse_unsendable(first, f"{part.label}: task {first.key!r}")
     facts = {
         "environment": part.label,
         **attrs.asdict(environment.claims),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,14 @@ def _step_of(index: "JournalIndex") -> dict[int, int]:
     """Return the step of every group: the one that trained on it, or that it was sampled for."""
     trained = index.steps()
     return {ticket: trained.get(ticket, int(entry.header["start_version"]) + 1) for ticket, entry in index.groups.items()}
+
+
+def _refuse_absent(run: Path, step: int, steps: AbstractSet[int]) -> None:
+    """Refuse a step that is none of the `steps` that the journal holds rollouts of."""
+    from skyrl_engine.errors import RolloutError
+
+    if step not in steps:
+        raise RolloutError(f"{run} holds no rollouts of step {step}", remedy="`skyrl-engine rollouts list` names the steps")
 
 
 def _groups(index: "JournalIndex", steps: set[int] | None = None) -> Iterator[tuple[int, "Group"]]:
@@ -153,9 +162,8 @@ def show(
     if step is None and not (choice or truncated or failed or grep):
         step = max(_step_of(index).values(), default=None)
     steps = set(_step_of(index).values())
-    if step is not None and step not in steps:
-        there = f"steps {min(steps)} to {max(steps)}" if steps else "no step"
-        raise click.UsageError(f"There is no step {step} in the journal: it has {there}.")
+    if step is not None:
+        _refuse_absent(run, step, steps)
     decode = _decoder(run)
     found = [
         _ShownAttempt(own, group, each)
@@ -305,15 +313,13 @@ def _summary(each: "Trajectory", decode: Callable[[Any], str]) -> tuple[str, str
 def diff(run: Path, steps: tuple[int, int], limit: int) -> None:
     """Compare what two steps of the run directory RUN made of the same tasks."""
     from skyrl_engine.cli.render import show_table
-    from skyrl_engine.errors import RolloutError
 
     index = _index_of(run)
     of_step: dict[int, dict[tuple[str, str], Group]] = {step: {} for step in steps}
     for step, group in _groups(index, set(steps)):
         of_step[step][group.environment, group.task_key] = group
     for step in steps:
-        if not of_step[step]:
-            raise RolloutError(f"{run} holds no rollouts of step {step}", remedy="`skyrl-engine rollouts list` names the steps")
+        _refuse_absent(run, step, {step for step, groups in of_step.items() if groups})
     before, after = (of_step[step] for step in steps)
     shared = sorted(before.keys() & after.keys())
     names = [f"reward {step}" for step in steps] + [f"tokens {step}" for step in steps]

@@ -46,6 +46,8 @@ class DataCounts:
     `dropped_ties` are rows whose answers are all rated alike. `truncated` were cut and kept. `tokens` and `loss_tokens` are those of the
     kept samples, as are `boundary_tokens` (tokens across the start of a response), `images`, and `image_tokens`, which `tokens` counts too.
     `unprompted` are kept samples whose answer begins with the very first token, which cannot be predicted, so that it carries no loss.
+    `unended` are kept texts and conversations whose last token with loss ends nothing, of a tokenizer without an end-of-text token.
+    `unread_arguments` are tool calls whose arguments are a text that is no JSON object, which the template is given as it stands.
     `excluded_turns` are assistant turns of all rows whose own `weight` or `train` says that they carry no loss. `removed_reasoning` are rows
     whose chat template left out the reasoning of earlier turns. `from_cache` says that nothing had to be tokenized.
     """
@@ -62,6 +64,8 @@ class DataCounts:
     loss_tokens: int = 0
     boundary_tokens: int = 0
     unprompted: int = 0
+    unended: int = 0
+    unread_arguments: int = 0
     images: int = 0
     image_tokens: int = 0
     excluded_turns: int = 0
@@ -88,10 +92,17 @@ class TokenizedDataset:
     columns: SampleColumns
     counts: DataCounts
     cache_file: Path
+    source: Source
     images: ImageStore | None = None
 
     def __len__(self) -> int:
         return len(self.columns)
+
+    def name_of(self, sample: int) -> str:
+        """Name a sample (position) for an error, with the file and line that it is from. Reads the source up to that row."""
+        wanted = np.zeros(len(self.source), dtype=np.bool_)
+        wanted[int(self.columns.sample_values["row"][sample])] = True
+        return next(self.source.rows(wanted)).name
 
     def batch(self, samples: npt.ArrayLike) -> SampleColumns:
         """Return the chosen samples (positions) in the chosen order, with their images read: all that a step needs. Raises ImageError."""
@@ -158,12 +169,27 @@ def load_columns(
             counts.samples,
             source.name,
         )
+    if counts.unended:
+        _log.warning(
+            "the tokenizer has no end-of-text token (eos_token), and %s of %s samples of %s end without another special token: nothing teaches "
+            "the model to stop; set the eos_token of the tokenizer that model.tokenizer names",
+            counts.unended,
+            counts.samples,
+            source.name,
+        )
+    if counts.unread_arguments:
+        _log.warning(
+            "the arguments of %s tool calls of %s are texts that are no JSON object: the chat template writes them as it writes a text; "
+            "correct them, or store objects",
+            counts.unread_arguments,
+            source.name,
+        )
     kind: KnownFormat = table.info["format"]
     store = None
     if table.images is not None:
         assert isinstance(vision, VisionInputs), "a table of images was made with what makes them"
         store = ImageStore(source, kind, table.images.written, vision)
-    return TokenizedDataset(source.name, kind, _columns(table), counts, table.path, store)
+    return TokenizedDataset(source.name, kind, _columns(table), counts, table.path, source, store)
 
 
 def open_source_of(data: DataConfig, split: Split) -> Source:

@@ -188,7 +188,12 @@ def _place(error: BaseException) -> traceback.FrameSummary:
 def describe(error: BaseException) -> str:
     """Return type and message of an exception on one line, without final stop."""
     message = " ".join(str(error).split()).rstrip(".")
-    if isinstance(error, AttributeError) and "did you mean" not in message.lower() and (near := _nearest_attribute(error)):
+    # a plugin's own message says what to do
+    if (
+        isinstance(error, AttributeError)
+        and message.endswith(f"has no attribute {error.name!r}")
+        and (near := _nearest_attribute(error))
+    ):
         message += f"; did you mean {near!r}?"
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 

@@ -19,7 +19,7 @@ from attrs import frozen
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.environment import Action, Message, StepResult, Task
 from skyrl_engine.errors import RolloutError
-from skyrl_engine.rollout.process_handle import Drain, EpisodeProcess, HostedEpisode, answer_of, json_line
+from skyrl_engine.rollout.process_handle import Drain, EpisodeProcess, HostedEpisode, answer_of, json_line, unsendable
 
 logger = logging.getLogger(__name__)
 
@@ -224,10 +224,7 @@ class EpisodePool:
         try:
             process.send(episode, call)
         except (TypeError, ValueError) as error:
-            raise RolloutError(
-                f"{episode.label}: what it holds cannot be sent to the environment's process: {error}",
-                remedy="Make tasks of plain JSON values: texts, finite numbers, lists and dictionaries",
-            ) from error
+            raise unsendable(episode.label, error) from error
         self._alarm = min(self._alarm, process.since + self._allowed(process))
         self._write(process)
 

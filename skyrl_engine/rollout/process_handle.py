@@ -14,7 +14,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
+import attrs
 from attrs import define, field
+
+from skyrl_engine.contracts.kinds.environment import Task
+from skyrl_engine.errors import RolloutError
 
 logger = logging.getLogger(__name__)
 
@@ -266,6 +270,22 @@ def answer_of(line: bytes) -> dict[str, Any] | None:
 def json_line(value: Mapping[str, Any]) -> bytes:
     """Return the value as a line of JSON; numbers of NumPy are written as Python's. Raises ValueError for NaN and infinities."""
     return json.dumps(value, allow_nan=False, default=_numbers).encode() + b"\n"
+
+
+def refuse_unsendable(task: Task, name: str) -> None:
+    """Refuse a task that cannot be sent to the environment's process. Raises RolloutError with its `name`."""
+    try:
+        json_line(attrs.asdict(task))
+    except (TypeError, ValueError) as error:
+        raise unsendable(name, error) from error
+
+
+def unsendable(name: str, error: Exception) -> RolloutError:
+    """Return the error for a task that is no JSON."""
+    return RolloutError(
+        f"{name}: what it holds cannot be sent to the environment's process: {error}",
+        remedy="Make tasks of plain JSON values: texts, finite numbers, lists and dictionaries",
+    )
 
 
 def _numbers(value: Any) -> Any:

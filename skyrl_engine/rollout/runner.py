@@ -74,13 +74,17 @@ class Turns(Protocol):
 
 @frozen
 class Bounds:
-    """The limits of every attempt. `keeps_history` appends to what stands there; otherwise later prompts are rendered anew."""
+    """The limits of every attempt. `keeps_history` appends to what stands there; otherwise later prompts are rendered anew.
+
+    `all_may_fail` goes on where all of the first attempts failed.
+    """
 
     group_size: int
     max_prompt_tokens: int
     max_tokens: int
     min_group_size: int = 1
     max_failure_share: float = 1.0
+    all_may_fail: bool = False
     keeps_history: bool = True
 
     @property
@@ -152,6 +156,7 @@ class RolloutRunner:
     _numbers: int = field(init=False)
     _request_ids: int = field(init=False)
     _warned_of: set[str] = field(factory=set, init=False)
+    _failed_answering: int = field(default=0, init=False)
     _failed: deque[tuple[str, str] | None] = field(factory=lambda: deque(maxlen=FAILURES_OF), init=False)
 
     @_numbers.default
@@ -362,6 +367,7 @@ class RolloutRunner:
         if success is None and status != "failed":
             # of the rewards as they were given: those of tokens are rounded to float32, in which almost 1 is 1
             success = self.claims[attempt.environment].succeeds(math.fsum(attempt.earned))
+        self._failed_answering += status == "failed" and transcript.turns > 0
         self._count(cause, f"task {attempt.task.key!r}")
         running = self._running[attempt.ticket]
         running.ended[attempt.member] = evolve(made, success=success)
@@ -387,7 +393,10 @@ class RolloutRunner:
         logger.log(logging.WARNING if first else logging.INFO, "an attempt failed: %s", cause)
         failures = [each for each in self._failed if each is not None]
         share = self.bounds.max_failure_share
-        every = share < 1 and len(failures) == len(self._failed) >= max(_ALL_OF, self.bounds.group_size)
+        least = max(_ALL_OF, self.bounds.group_size)
+        # an attempt that cannot begin fails before others answer: of those that end first all may fail
+        known = self._failed_answering >= least or next(iter(self._attempts), math.inf) > self.first_number + least
+        every = not self.bounds.all_may_fail and known and len(failures) == len(self._failed) >= least
         if not every and len(failures) <= share * FAILURES_OF:
             return
         tasks: dict[str, dict[str, None]] = {}
@@ -400,6 +409,6 @@ class RolloutRunner:
             f"all of the first {len(failures)} attempts failed"
             if every
             else f"{len(failures)} of the last {len(self._failed)} attempts failed, and {allowed}",
-            remedy="Correct the environment, or raise rollouts.timeout_s or rollouts.max_failure_share",
+            remedy=f"Correct the environment, or raise rollouts.timeout_s or rollouts.max_failure_share{' to 1' if every else ''}",
             details=[f"{count} x {said.replace(_A_TASK, names[said])}" for said, count in common],
         )

@@ -34,9 +34,11 @@ class Change:
 def refuse_changed_plugins(before: Mapping[str, Lock], after: Mapping[str, Lock], *, allow_changed: Sequence[str]) -> list[str]:
     """Compare plugin locks by their place in the configuration. Differences that `allow_changed` ("kind:name") permits come back as sentences.
 
-    Raises CheckpointError listing every other difference.
+    Raises CheckpointError listing every other difference. That another backend may be allowed is not told: each has its own files, and one that
+    reads those of another is for its author to name.
     """
     allowed: list[str] = []
+    wrote: str | None = None
     refused: list[tuple[str, str]] = []
     for kind in dict.fromkeys([*before, *after]):
         old, new = _record(before, kind), _record(after, kind)
@@ -48,6 +50,13 @@ def refuse_changed_plugins(before: Mapping[str, Lock], after: Mapping[str, Lock]
             allowed.append(difference)
         else:
             refused.append((_permission(new or old, kind), difference))
+            wrote = old["name"] if kind == "backend" and _maker(old) != _maker(new) else wrote
+    if wrote is not None:
+        raise CheckpointError(
+            "the checkpoint was made with another backend, whose files this one does not read",
+            remedy=f'Set backend.use = "{wrote}", or start a new run from an exported model',
+            details=[difference for _, difference in refused],
+        )
     if refused:
         names_to_allow = ", ".join(f'"{name}"' for name, _ in refused)
         raise CheckpointError(
@@ -133,6 +142,10 @@ def _is_list(value: object) -> bool:
 def _record(locks: Mapping[str, Lock], kind: str) -> Mapping[str, Any]:
     record: Mapping[str, Any] = locks[kind]["record"] if kind in locks else {}
     return record
+
+
+def _maker(record: Mapping[str, Any]) -> tuple[Any, Any]:
+    return record.get("distribution"), record.get("name")
 
 
 def _permission(record: Mapping[str, Any], place: str) -> str:

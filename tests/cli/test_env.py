@@ -51,6 +51,14 @@ class Wrong(Asks):
     def tasks(self, split):
         return [{"prompt": "go"}] if split == "train" else 1 / 0
 
+class Empty(Asks):
+    def tasks(self, split):
+        return []
+
+class Unsendable(Asks):
+    def tasks(self, split):
+        return [Task("set", prompt_ids=(1,), data={"seen": {1}})]
+
 class Plugin:
     def __init__(self, made):
         self.made = made
@@ -58,7 +66,7 @@ class Plugin:
     def skyrl_engine_make_environment(self):
         return self.made()
 
-asks, wrong = Plugin(Asks), Plugin(Wrong)
+asks, wrong, empty, unsendable = map(Plugin, (Asks, Wrong, Empty, Unsendable))
 """
 
 
@@ -86,6 +94,15 @@ def test_show_tells_claims_sizes_and_the_first_task(command, files):
     shown = command("env", "show", "./asks.py:asks").out
     for words in ("max turns", "version", "tokens: 1 2", 'data: {"hidden": "ja"}'):
         assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("empty", "has no task. Check"), ("unsendable", "task 'set': what it holds cannot be sent to the environment's process")],
+)
+def test_show_refuses_tasks_that_no_run_could_attempt(command, files, name, words):
+    outcome = command("env", "show", f"./asks.py:{name}")
+    assert (outcome.code, words in outcome.last_line) == (4, True)
 
 
 def test_try_pays_for_an_answer(command, files):

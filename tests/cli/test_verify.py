@@ -177,7 +177,7 @@ def test_promises_that_one_failure_leaves_undecided_take_one_line(verify, tmp_pa
     assert outcome.code == 3
     (line,) = [line for line in outcome.out.splitlines() if line.startswith("undecided")]
     assert re.fullmatch(
-        r"undecided +\d+ more promises: repeatable, another_rank, .*, inputs_unchanged; see finite_weights", line.strip()
+        r"undecided +\d+ more promises: repeatable, another_rank, .*, another_process; see finite_weights", line.strip()
     ), line
 
 

@@ -124,6 +124,25 @@ def test_progress_counts_rows(tmp_path, make_tokenizer):
     assert calls == [("tokenizing training data", done, 600) for done in (256, 512, 600)]
 
 
+def test_texts_without_an_end_are_counted_and_told_once(load, make_tokenizer, chat, caplog):
+    """Nothing would teach the model to stop; a template's own token ends a turn as well."""
+    rows, chats = [{"prompt": "q ", "completion": "ab"}, {"prompt": "q ", "completion": "ab<|eot|>"}], [chat("q", "a")]
+    ready = [{"input_ids": [50, 51], "labels": [-100, 51]}]
+
+    def unended(rows, template):
+        tokenizer = make_tokenizer(template)
+        tokenizer.eos_token = None
+        return load(rows, tokenizer).counts.unended
+
+    with caplog.at_level(logging.WARNING, "skyrl_engine"):
+        assert [load(rows, make_tokenizer()).counts.unended, unended(chats, "headers"), unended(ready, None)] == [0, 0, 0]
+        assert caplog.records == []
+        assert unended(rows, None) == 1
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("the tokenizer has no end-of-text token (eos_token), and 1 of 2 samples of ")
+    assert unended(chats, "unmarked") == 1
+
+
 def test_answers_without_a_token_before_them_are_counted_and_told_once(load, make_tokenizer, marked, caplog):
     """Nothing predicts the first token of such an answer; a text that is no answer begins so by its nature."""
     rows = [{"prompt": "", "completion": "ab"}, {"prompt": "q ", "completion": "ab"}, {"prompt": "", "completion": "b"}]

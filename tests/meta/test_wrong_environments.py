@@ -74,7 +74,7 @@ FAULTS = [
     (episodes.ChangesFolder, {"process_state"}, "leaves the working directory at"),
 ]
 BY_NIGHT = [
-    (episodes.ReadsFloats, {"rewards"}, "reward is nan, where a finite number is due"),
+    (episodes.ReadsFloats, {"rewards"}, "reward is nan, where a number that is finite as float32 is due"),
     (episodes.ReadsJson, {"garbage"}, "raises RecursionError"),
     (episodes.AsksTheSilent, {"ends"}, "is not done after 2 turns"),
     (episodes.RaisesInTheSecondTurn, {"answers"}, "cannot be answered in turn 1"),

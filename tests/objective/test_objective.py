@@ -156,13 +156,15 @@ def test_reading_an_undeclared_need_says_what_to_declare():
         ),
         (lambda tokens: tokens.sequence, ("logprobs",), "reads tokens.sequence; did you mean tokens.sequences?"),
         (lambda tokens: tokens.returns, ("logprobs",), "declares needs = ['logprobs']; add 'returns' to its needs"),
+        (lambda tokens: tokens.logprobs, (), "declares needs = []; add 'logprobs' to its needs"),
     ],
 )
 def test_a_misspelt_need_is_answered_with_the_right_one(read, needs, told):
     batch = micro_batch([1, 1, 1], advantages=[1, 1, 1])
     with pytest.raises(PluginBrokenError) as caught:
         objective(lambda tokens, _: read(tokens), needs=needs)({"logprobs": torch.zeros(3)}, batch)
-    assert told in caught.value.cause
+    assert caught.value.cause.endswith(told), "and nothing else is advised"
+    assert f"{told}. ".replace("?. ", "? ") in str(caught.value)
 
 
 def test_no_scored_token_gives_a_differentiable_zero():

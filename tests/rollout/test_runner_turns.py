@@ -1,6 +1,7 @@
 """The runner with the real renderer: what the sampler is given, turn by turn, and how turns that were cut short go on."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,7 @@ def test_one_mistake_at_many_tasks_is_one_cause(caplog: pytest.LogCaptureFixture
         runner.start(ticket, 0, Task(str(ticket), messages=(QUESTION,)), 0)
     with caplog.at_level("INFO"), pytest.raises(RolloutError, match="all of the first 8 attempts failed") as caught:
         runner.advance(1.0)
+    assert caught.value.remedy.endswith("or rollouts.max_failure_share to 1")
     assert caught.value.details == (
         "6 x environment sums, task '0' and others, step 1: the reward score returned None",
         "2 x environment sums, task '3', step 1: timed out after 1 s",
@@ -173,6 +175,32 @@ def test_one_mistake_at_many_tasks_is_one_cause(caplog: pytest.LogCaptureFixture
     assert [each.levelname for each in caplog.records] == ["WARNING", *["INFO"] * 5, "WARNING", "INFO"], (
         "the first of a kind is a warning"
     )
+
+
+@pytest.mark.parametrize(("slow", "stops"), [("1", False), ("8", True)])
+def test_attempts_that_fail_before_others_answer_are_not_all_of_the_first(slow: str, stops: bool) -> None:
+    renderer = TurnRenderer(TEMPLATES["chatml"].tokenizer())
+
+    class Failing(Answers):
+        def open(self, episode: int, environment: int, task: Task, seed: int) -> None:
+            if task.key != slow:
+                self.ready.append(EpisodeReply(episode, failure="no such row"))
+
+    runner = RolloutRunner(
+        sampler=Model(renderer, []),
+        episodes=Failing([]),
+        turns=renderer,
+        names=["sums"],
+        claims=[EnvironmentClaims()],
+        sampling=Sampling(max_tokens=9),
+        bounds=Bounds(group_size=1, max_prompt_tokens=99, max_tokens=9),
+        seed=0,
+        first_number=2**40,
+    )
+    for ticket in range(9):
+        runner.start(ticket, 0, Task(str(ticket), messages=(QUESTION,)), 0)
+    with pytest.raises(RolloutError, match="all of the first 8 attempts failed") if stops else nullcontext():
+        runner.advance(0.05)
 
 
 def test_failures_below_the_share_stop_a_run_only_where_nothing_else_happens() -> None:

@@ -41,6 +41,18 @@ def test_a_changed_plugin_is_refused_and_can_be_allowed_by_name(after: dict[str,
     assert sentence.startswith("loss: acme:focal")
 
 
+def test_another_backend_is_not_advised_but_another_version_of_it_is() -> None:
+    before = {**BEFORE, "backend": lock("fsdp")}
+    for backend in (lock("deepspeed"), lock("fsdp", distribution="fork")):
+        with pytest.raises(CheckpointError, match="another backend, whose files this one does not read") as caught:
+            refuse_changed_plugins(before, {**before, "loss": lock("ppo"), "backend": backend}, allow_changed=())
+        assert 'Set backend.use = "fsdp"' in caught.value.remedy
+        assert len(caught.value.details) == 2
+    with pytest.raises(CheckpointError) as caught:
+        refuse_changed_plugins(before, {**before, "backend": lock("fsdp", "0.2.0")}, allow_changed=())
+    assert 'checkpoint.allow_changed = ["backend:fsdp"]' in caught.value.remedy
+
+
 def test_a_local_file_with_another_content_is_refused() -> None:
     first, second = ({"loss": lock("mine", None, None, letter * 64)} for letter in "ab")
     with pytest.raises(CheckpointError, match="sha256 aaaaaaaaaaaa"):

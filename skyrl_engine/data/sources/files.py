@@ -7,6 +7,7 @@ import json
 import sys
 import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -144,9 +145,11 @@ class JsonArray(FilePart):
 
     def _load(self) -> list[Any]:
         try:
-            values = json.loads(self.path.read_bytes())
+            values = _JSON.decode(self.path.read_text("utf-8-sig"))
         except OSError as error:
             raise _unreadable(self.path, "JSON", error) from error
+        except _RepeatedKeyError as error:
+            raise error.at(str(self.path)) from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise DataError(
                 f"{self.path} is not valid JSON: {error}", remedy="Correct the file, or store one object per line as .jsonl"
@@ -323,12 +326,31 @@ class LoadedDataset(DatasetPart):
         return f"{self.name} row {index}", _row_of(self.dataset.with_format("arrow")[index : index + 1], 0)
 
 
+class _RepeatedKeyError(ValueError):
+    """An object has a key twice, of which Python's reader keeps the last."""
+
+    def at(self, where: str) -> DataError:
+        return DataError(f"{where} has the key {self.args[0]!r} twice in one object", remedy="Remove or rename one of them")
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise _RepeatedKeyError(next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1))
+    return made
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_object_of)
+
+
 def parsed(content: Content, where: str) -> Mapping[str, Any]:
     """Return the row's values; `where` is for errors. Raises DataError for JSON text that is no object."""
     if not isinstance(content, bytes):
         return content
     try:
-        values = json.loads(content)
+        values = _JSON.decode(content.decode("utf-8-sig"))
+    except _RepeatedKeyError as error:
+        raise error.at(where) from error
     except json.JSONDecodeError as error:
         raise DataError(
             f"{where} is not valid JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}",

@@ -17,6 +17,7 @@ from skyrl_engine.data.images.processor import Vision
 from skyrl_engine.data.images.tokens import ImageInspection, digest_of_states
 from skyrl_engine.data.sources.formats import PAIRS, PREFERENCES, Example, KnownFormat, Reading, detect, to_examples
 from skyrl_engine.data.sources.preferences import HALVES
+from skyrl_engine.data.sources.ready_tokens import Tokens
 from skyrl_engine.data.sources.rows import BoolArray, Row, Source
 from skyrl_engine.data.table.sample_columns import GROUP, UNIT, Carried, ColumnReader, IdReader, weighed
 from skyrl_engine.data.table.token_table import TokenTableWriter
@@ -53,6 +54,7 @@ class TableFilling:
         ids: IdReader | None = None
         reader, rewards = self.reader, self.reading == "rewards"
         encode = SampleTokenizer(self.tokenizer, all_turns=self.data.loss_on == "all")
+        ends = _ends(self.tokenizer)
         images = ImageInspection(self.vision, self.data.bad_images)
         units = _Units()
         reachable: set[int] = set()
@@ -72,6 +74,7 @@ class TableFilling:
                 for example, role, whole in members:
                     if isinstance(example, Conversation):
                         counts["excluded_turns"] += example.excluded
+                        counts["unread_arguments"] += example.unread_arguments
                     if whole is None:
                         units.lose(named)
                         continue
@@ -90,11 +93,12 @@ class TableFilling:
                     cut = len(sample.loss) < len(whole.loss)
                     # a text that is no answer to anything begins so by its nature
                     unprompted = isinstance(example, PlainText) and kind != "text" and not rewards and bool(whole.loss[0])
+                    unended = ends is not None and not rewards and not isinstance(example, Tokens) and _last(whole) not in ends
                     if rewards:
                         sample = rewarded(sample, self.tokenizer.pad_token_id)
                     read = reader(row, sample if rewards else whole, sample)
                     table.append(sample, Carried(read, named, {**reader.values(row), **own}))
-                    units.take(named, _Taken(_counted(sample, cut=cut, unprompted=unprompted), _files(example)))
+                    units.take(named, _Taken(_counted(sample, cut=cut, unprompted=unprompted, unended=unended), _files(example)))
             counts["rows"] += len(batch)
             if self.progress is not None:
                 self.progress(self.label, counts["rows"], total)
@@ -220,8 +224,18 @@ def _fitted(data: DataConfig, sample: TokenizedSample, *, behind: int = 0) -> tu
     return evolve(sample, input_ids=sample.input_ids[: len(loss)], loss=loss, weights=weights), ""
 
 
-def _counted(sample: TokenizedSample, *, cut: bool, unprompted: bool) -> dict[str, int]:
-    """Return what a kept sample adds to the counts; it may be cut, or have an answer without a token before it."""
+def _ends(tokenizer: Any) -> AbstractSet[int] | None:
+    """Return the tokens that may end a turn where the tokenizer has no end-of-text token; None where it has one."""
+    return None if tokenizer.eos_token_id is not None else {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
+
+
+def _last(sample: TokenizedSample) -> int:
+    """Return the last token that carries loss."""
+    return int(sample.input_ids[np.flatnonzero(sample.loss)[-1]])
+
+
+def _counted(sample: TokenizedSample, *, cut: bool, unprompted: bool, unended: bool) -> dict[str, int]:
+    """Return what a kept sample adds to the counts; it may be cut, or have an answer without a token before it or an end."""
     return {
         "samples": 1,
         "truncated": int(cut),
@@ -229,6 +243,7 @@ def _counted(sample: TokenizedSample, *, cut: bool, unprompted: bool) -> dict[st
         "loss_tokens": int(np.count_nonzero(sample.loss)),
         "boundary_tokens": sample.boundary_tokens,
         "unprompted": int(unprompted),
+        "unended": int(unended),
         "images": len(sample.images),
         "image_tokens": sample.image_tokens,
     }

@@ -64,6 +64,12 @@ class Conversation:
         """Return the number of assistant messages that say they carry no loss."""
         return sum(not carries and self.messages[i]["role"] == "assistant" for i, carries in self.carries.items())
 
+    @property
+    def unread_arguments(self) -> int:
+        """Return the number of tool calls whose arguments are a text that could not be read as a JSON object."""
+        calls = (call for message in self.messages for call in message.get("tool_calls") or () if isinstance(call, Mapping))
+        return sum(isinstance(_function_of(call).get("arguments"), str) for call in calls)
+
 
 def messages_of(row: Row, column: str) -> list[Message]:
     value = row.values.get(column)
@@ -131,8 +137,7 @@ def _tool_call(call: Any) -> Any:
     """Return the tool call with arguments as an object: chat interfaces store JSON text, templates expect to write the JSON themselves."""
     if not isinstance(call, Mapping):
         return call
-    inner = call.get("function") if isinstance(call.get("function"), Mapping) else call
-    assert isinstance(inner, Mapping)
+    inner = _function_of(call)
     arguments = inner.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -142,6 +147,11 @@ def _tool_call(call: Any) -> Any:
         if isinstance(parsed, dict):
             inner = {**inner, "arguments": parsed}
     return {**call, "function": inner} if "function" in call else dict(inner)
+
+
+def _function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = call.get("function")
+    return inner if isinstance(inner, Mapping) else call
 
 
 def _from_json(row: Row, column: str, text: str) -> Any:

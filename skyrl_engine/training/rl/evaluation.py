@@ -46,7 +46,8 @@ def attempts(
 ) -> list[Group]:
     """Attempt every task `config.samples` times, with the evaluation's own temperature and seeds; groups in the order of the tasks.
 
-    `told` is told how many tasks are done.
+    `told` is told how many tasks are done. Any share of attempts may fail; all of the first ones where `bounds.all_may_fail`, or else
+    RolloutError is raised.
     """
     runner = RolloutRunner(
         sampler,

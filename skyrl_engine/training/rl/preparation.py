@@ -32,7 +32,7 @@ from skyrl_engine.training.rl.evaluation import tasks_of
 from skyrl_engine.training.rl.prompts import OF_TABLES, PromptLimits, check_prompts, most_of
 from skyrl_engine.training.rl.recipe import Recipe, Recorded, recipe
 from skyrl_engine.training.rl.reward_model import RewardModel
-from skyrl_engine.training.rl.tasks import TaskOrder, task_at
+from skyrl_engine.training.rl.tasks import TaskOrder, task_at, tasks_in
 from skyrl_engine.training.teacher import planned_teacher
 
 logger = logging.getLogger(__name__)
@@ -101,6 +101,7 @@ class PreparedRl:
             max_tokens=config.rl.max_tokens,
             min_group_size=min(config.rollouts.min_group_size, config.rl.group_size),
             max_failure_share=config.rollouts.max_failure_share,
+            all_may_fail=config.rollouts.max_failure_share == 1,
             keeps_history=config.rl.history == "append",
         )
 
@@ -209,13 +210,13 @@ def _sampled(
     _refuse_generator(resolved, trains=trains)
     _refuse_beyond_positions(resolved, files)
     parts: list[Part[Environment]] = [each.part(f"environments[{number}]", context) for number, each in enumerate(environments)]
-    tasks = TaskOrder(parts, [table.weight for table in config.environments], config.run.seed)
-    _refuse_too_few(resolved, tasks)
+    tasks = TaskOrder(parts, [table.weight for table in config.environments], config.run.seed, trains=trains)
     template = config.model.chat_template
     named: dict[str, Any] = {} if template is None else {"name": f"the chat template {template}"}
     renderer = TurnRenderer(files.tokenizer, history=config.rl.history, **named)
     _prove_turns(renderer, parts, tasks)
     if trains:
+        _refuse_too_few(resolved, tasks)
         check_prompts(parts, _attempted(config, tasks), renderer, limits_of(config, files.facts))
         if config.evaluation.every is not None or config.evaluation.at_start or config.evaluation.at_end:
             check_prompts(parts, tasks_of(parts, config.evaluation.tasks), renderer, limits_of(config, files.facts))
@@ -375,7 +376,11 @@ def _refuse_too_few(resolved: ResolvedConfig, tasks: TaskOrder) -> None:
 
 def _prove_turns(renderer: TurnRenderer, parts: Sequence[Part[Environment]], tasks: TaskOrder) -> None:
     """Prove that later turns can be appended where there are any, with the first task of every environment."""
-    for part, own in zip(parts, tasks.tasks, strict=True):
+    for part, trained in zip(parts, tasks.tasks, strict=True):
+        # an evaluation may be of held-out tasks alone
+        own = trained if len(trained) else tasks_in(part, "eval")
+        if not len(own):
+            continue
         task = task_at(part, own, 0)
         if part.product.claims.max_turns > 1:
             if task.prompt_ids and renderer.history == "template":

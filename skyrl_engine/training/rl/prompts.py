@@ -12,6 +12,7 @@ from skyrl_engine.contracts.kinds.environment import Environment, Task
 from skyrl_engine.environments.table_tasks import TableTasks
 from skyrl_engine.errors import DataError, UnsupportedError
 from skyrl_engine.registry.part import Part
+from skyrl_engine.rollout.process_handle import refuse_unsendable
 from skyrl_engine.rollout.turns import TurnRenderer
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def check_prompts(
     """Render the prompts of tasks, each with the number of its environment among `parts`.
 
     Raises DataError for a task without a prompt or with two, for two tasks of one key, and for prompts that are too long; UnsupportedError for
-    images; what the renderer raises for messages that the template refuses.
+    images; RolloutError for a task that is no JSON; what the renderer raises for messages that the template refuses.
     """
     lengths: dict[int, dict[str, int]] = {}
     for number, task in tasks:
@@ -52,6 +53,7 @@ def check_prompts(
                 f"{name} is there twice: attempts are told apart by the keys of their tasks",
                 remedy="Give every task a key of its own",
             )
+        refuse_unsendable(task, name)
         own[task.key] = len(_prompt(task, name, renderer, limits))
     for number, own in lengths.items():
         _check_lengths(parts[number], own, limits)

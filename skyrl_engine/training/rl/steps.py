@@ -154,7 +154,7 @@ class RlTrainer:
             turns=self.live.rollouts.renderer,
             names=self.prepared.names,
             environments=environments,
-            bounds=self.prepared.bounds,
+            bounds=attrs.evolve(self.prepared.bounds, all_may_fail=True),
             sampling=self.prepared.sampling,
             seed=config.run.seed,
         )

@@ -38,12 +38,13 @@ class TaskOrder:
     """Tickets 0, 1, ... over several environments, each with its weight.
 
     Every ticket draws its environment; the k-th ticket of an environment takes the k-th task of that environment's order, which is another one
-    in every pass over its tasks.
+    in every pass over its tasks. An order that nobody trains in (`trains` is false) may lack tasks.
     """
 
     environments: Sequence[Part[Environment]]
     weights: Sequence[float]
     seed: int
+    trains: bool = True
     tasks: list[Tasks] = field(factory=list, init=False)
     _drawn: list[tuple[int, int]] = field(factory=list, init=False)
     _counts: list[int] = field(factory=list, init=False)
@@ -52,7 +53,7 @@ class TaskOrder:
     def __attrs_post_init__(self) -> None:
         self.tasks = [tasks_in(each, "train") for each in self.environments]
         for environment, tasks in zip(self.environments, self.tasks, strict=True):
-            if len(tasks) == 0:
+            if self.trains and len(tasks) == 0:
                 raise DataError(f"{environment.label} has no task to train on", remedy="Check the environment's options")
         self._counts = [0] * len(self.environments)
 

@@ -116,8 +116,10 @@ def prepare(
     if evaluation is not None:
         # A group that fits no mini-batch is refused now, not after hours.
         SampleOrder.of(evaluation.columns, batch_size=size)
-    datasets = [dataset.columns for dataset in (train, evaluation) if dataset is not None]
-    _refuse_unknown_tokens(files.facts, datasets)
+    loaded = [dataset for dataset in (train, evaluation) if dataset is not None]
+    for dataset in loaded:
+        _refuse_unknown_tokens(files.facts, dataset)
+    datasets = [dataset.columns for dataset in loaded]
     for columns in datasets:
         check_pairs(assembly.objective.losses, columns)
     resolved = _with_rotary_length(resolved, files, datasets)
@@ -213,22 +215,24 @@ def _holds_out(data: DataConfig) -> bool:
     return data.eval is not None or data.eval_fraction > 0
 
 
-def _refuse_unknown_tokens(facts: ModelFacts, datasets: Sequence[SampleColumns]) -> None:
-    size = facts.vocabulary_size
-    largest = max(int(columns.input_ids.max(initial=0)) for columns in datasets)
-    if size is not None and largest >= size:
-        raise DataError(
-            f"the data holds token id {largest}, and the vocabulary of {facts.model.path} has {size} tokens",
-            remedy="Use the tokenizer that belongs to the model: correct model.tokenizer, or make ready tokens again",
-        )
+def _refuse_unknown_tokens(facts: ModelFacts, dataset: TokenizedDataset) -> None:
+    size, columns = facts.vocabulary_size, dataset.columns
     if size is None:
         return
-    for columns in datasets:
-        _refuse_unknown_candidates(facts, size, columns)
+    if int(columns.input_ids.max(initial=0)) >= size:
+        token = int(np.argmax(columns.input_ids >= size))
+        sample = int(np.searchsorted(columns.token_offsets, token, side="right")) - 1
+        raise DataError(
+            f"{dataset.name_of(sample)} holds the token id {int(columns.input_ids[token])} at token "
+            f"{token - int(columns.token_offsets[sample])}, and the vocabulary of {facts.model.path} has {size} tokens",
+            remedy="Use the tokenizer that belongs to the model: correct model.tokenizer, or make ready tokens again",
+        )
+    _refuse_unknown_candidates(facts, size, dataset)
 
 
-def _refuse_unknown_candidates(facts: ModelFacts, size: int, columns: SampleColumns) -> None:
+def _refuse_unknown_candidates(facts: ModelFacts, size: int, dataset: TokenizedDataset) -> None:
     """Refuse an id beyond the vocabulary in a column of ids, at a response token that carries loss, naming sample and token."""
+    columns = dataset.columns
     for name, ids in columns.columns.items():
         if ids.ndim != 2 or ids.dtype.kind != "i":
             continue
@@ -238,7 +242,7 @@ def _refuse_unknown_candidates(facts: ModelFacts, size: int, columns: SampleColu
             sample = int(np.searchsorted(columns.action_offsets, action, side="right")) - 1
             raise DataError(
                 f"the column {name!r} holds the token id {int(ids[action].max())} at response token "
-                f"{action - int(columns.action_offsets[sample])} of sample {int(columns.sample_ids[sample])}, and the vocabulary of "
+                f"{action - int(columns.action_offsets[sample])} of {dataset.name_of(sample)}, and the vocabulary of "
                 f"{facts.model.path} has {size} tokens",
                 remedy="Write the column with the tokenizer of the model that is trained",
             )

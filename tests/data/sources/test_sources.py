@@ -149,6 +149,13 @@ def test_tokens_in_arrow_are_read_as_arrays(tmp_path):
         ("a.jsonl", b'{"text": "x"}\n[1]\n', r"a.jsonl line 2 holds a JSON list"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a.jsonl line 1 is not UTF-8: invalid start byte at byte 10"),
         ("a.jsonl", b'{"text": "x\n', r"a.jsonl line 1 is not valid JSON: Invalid control character at character 12"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": "y", "text": "z"}\n',
+            r"a.jsonl line 2 has the key 'text' twice in one object\. Remove",
+        ),
+        ("a.jsonl", b'{"text": "x", "of": [{"b": 1, "a": 2, "a": 2}]}\n', r"a.jsonl line 1 has the key 'a' twice"),
+        ("a.json", b'[{"text": "x"}, {"text": "y", "text": "z"}]', r"a.json has the key 'text' twice"),
         ("a.json", b'[{"text": "x"}', r"a.json is not valid JSON"),
         ("a.json", b'[{"text": "x"}, 3]', r"a.json element 1 holds a JSON int"),
         ("a.parquet", b"PAR1 not", r"a.parquet cannot be read as Parquet"),

@@ -1,5 +1,6 @@
 """Which characters of a rendered conversation carry loss. Double brackets enclose them; the expected texts are written by hand."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -85,6 +86,19 @@ def test_reasoning_that_the_template_removes_is_not_trained_on(load, make_tokeni
         "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[[first<|im_end|>]]\n"
         "<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n[[<think>\nso\n</think>\n\nsecond<|im_end|>]]\n"
     )
+
+
+@pytest.mark.parametrize("arguments", ["{a: 1", "[1]", ""])
+def test_arguments_that_are_no_json_object_are_told_and_written_as_text(load, make_tokenizer, marked, arguments, caplog):
+    tokenizer = make_tokenizer("thinking")
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": [CALL, call]}]
+    with caplog.at_level(logging.WARNING, "skyrl_engine"):
+        dataset = load([{"messages": messages}], tokenizer)
+    assert f'[call]add "{arguments}"[/call]' in marked(dataset, tokenizer)
+    assert dataset.counts.unread_arguments == 1
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("the arguments of 1 tool calls of ")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from rl_runs import Rl, steps_of
 
 from skyrl_engine.contracts.kinds.environment import EnvironmentClaims, Task
-from skyrl_engine.errors import DataError, EngineError, UnsupportedError
+from skyrl_engine.errors import DataError, EngineError, RolloutError, UnsupportedError
 from skyrl_engine.registry.host import Owner
 from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.turns import TurnRenderer
@@ -44,6 +45,12 @@ def checked(*tasks: Task, failures: float = 0.1, tokens: int = 40) -> None:
         (asked("a"), DataError, "task 'a' is there twice"),
         (Task("b", prompt_ids=(1, 1000)), DataError, "task 'b' has the token id 1000, and the model's vocabulary has 1,000"),
         (Task("b", prompt_ids=(-1, 5)), DataError, "has the token id -1"),
+        (
+            Task("b", prompt_ids=(1,), data={"seen": {1}}),
+            RolloutError,
+            "task 'b': what it holds cannot be sent .* set is no JSON value",
+        ),
+        (Task("b", prompt_ids=(1,), data={"at": math.nan}), RolloutError, "task 'b': what it holds cannot be sent"),
         (Task("b", prompt_ids=(1,), images=("x.png",)), UnsupportedError, "task 'b' has images"),
     ],
 )

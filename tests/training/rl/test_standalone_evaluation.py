@@ -134,6 +134,34 @@ def test_attempts_that_fail_are_told_and_measure_nothing_where_all_do(
         assert told.out == ""
 
 
+def test_where_the_first_attempts_all_fail_the_others_are_not_waited_for(
+    capsys: pytest.CaptureFixture[str], world: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"go {number}"}) + "\n" for number in range(40)))
+    (tmp_path / "r.py").write_text(
+        f"import time\ndef hangs(text, task):\n    print(1, file=open({str(tmp_path / 'asked')!r}, 'a'))\n    time.sleep(99)\n"
+    )
+    reward = ("--reward", f"{tmp_path / 'r.py'}:hangs", "--data", f"{tmp_path / 'tasks.jsonl'}")
+    bounds = ("--set", "rollouts.retries=0", "--set", "rollouts.timeout_s=0.3", "--set", "rollouts.workers=2")
+    assert main(["evaluate", "--model", f"{world}/model", *reward, *bounds, *_lengths()]) == 4
+    assert "all of the first 8 attempts failed" in capsys.readouterr().err
+    assert len((tmp_path / "asked").read_text().splitlines()) < 20
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_an_environment_is_attempted_by_the_split_that_it_has(
+    capsys: pytest.CaptureFixture[str], world: Path, tmp_path: Path, split: str
+) -> None:
+    """Held-out tasks alone can be evaluated; an environment without any is told so, and nobody speaks of training."""
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"go {number}"}) + "\n" for number in range(3)))
+    (tmp_path / "r.py").write_text("from skyrl_engine import reward\n@reward()\ndef score(text, task):\n    return 0.5\n")
+    (tmp_path / "empty.jsonl").write_text("")
+    base = ("evaluate", "--model", world / "model", "--env", f"{tmp_path / 'r.py'}:score", "--data", tmp_path / "empty.jsonl")
+    assert main([*map(str, (*base, "--split", split, *_lengths()))]) == 4
+    told = capsys.readouterr().err
+    assert f"there is no {'held-out task' if split == 'eval' else 'task'} to attempt" in told
+
+
 def _lengths() -> tuple[str, ...]:
     return ("--max-tokens", "44", "--set", "rl.max_prompt_tokens=64")
 

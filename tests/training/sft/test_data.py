@@ -48,6 +48,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused_while_planning(
     texts = ["".join(map(chr, range(200, 400))), "äöüß"]
     write_tokenizer(tmp_path / "other", [*texts, *(f"{a} + {b} = {a + b}" for a in range(60) for b in range(60))])
     resolved = configure(model={"tokenizer": str(tmp_path / "other")})
-    with pytest.raises(DataError, match=r"the data holds token id \d+, and the vocabulary of .* has \d+ tokens") as caught:
+    words = r"sample \d+ \(.*\.jsonl line \d+\) holds the token id \d+ at token \d+, and the vocabulary of .* has \d+ tokens"
+    with pytest.raises(DataError, match=words) as caught:
         plan_sft(resolved)
     assert "model.tokenizer" in caught.value.remedy

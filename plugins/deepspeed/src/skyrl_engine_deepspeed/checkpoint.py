@@ -60,7 +60,7 @@ class ZeroState:
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
                 f"rank {rank} cannot write its part of the checkpoint to {directory}: {failure(error)}",
-                remedy="Make room there or choose another run.directory; the previous checkpoint is whole",
+                remedy="Make room there or choose another run.directory",
             ) from error
 
     def load(self, directory: Path) -> int:

@@ -64,7 +64,7 @@ class ShardedTrainingState:
         except (OSError, RuntimeError, api.CheckpointException) as error:
             raise CheckpointError(
                 f"rank {rank} cannot write its part of the checkpoint to {directory}: {_reason(error)}",
-                remedy="Make room there or choose another run.directory; the previous checkpoint is whole",
+                remedy="Make room there or choose another run.directory",
             ) from error
 
     def load(self, directory: Path) -> int:

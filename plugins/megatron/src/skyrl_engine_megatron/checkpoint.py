@@ -40,7 +40,7 @@ def save(state: ShardedState, directory: Path, coords: RankCoords, steps_done: i
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"rank {coords.rank} cannot write its part of the checkpoint to {directory}: {error}",
-            remedy="Make room there or choose another run.directory; the previous checkpoint is whole",
+            remedy="Make room there or choose another run.directory",
         ) from error
 
 
