@@ -1,5 +1,6 @@
 """The promises that plugins of a kind are held to, and the verdict about one plugin."""
 
+import logging
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,7 +72,8 @@ def _verdict(
     from skyrl_engine.testing.another_process import start
     from skyrl_engine.testing.subject import Subject
 
-    start()
+    if kind != "generator":  # whose promises ask no other process
+        start()
     with _each_warning_once():
         count = EXAMPLES if examples is None else examples
         verdict = Verdict.of(promises, Subject.of_plugin(plugin), examples=count)
@@ -84,8 +86,21 @@ def _verdict(
 
 @contextmanager
 def _each_warning_once() -> Iterator[None]:
-    """Show each warning once per place, such as a division by 0 in hundreds of cases; Python would show it in every case."""
-    told = set()
+    """Show each warning once per place, such as a division by 0 in hundreds of cases; Python would show it in every case.
+
+    So it is with what is logged where nobody has set logging up.
+    """
+    told: set[tuple[object, ...]] = set()
+    of_nobody = logging.lastResort or logging.NullHandler()
+
+    def told_first(place: tuple[object, ...]) -> bool:
+        known = place in told
+        told.add(place)
+        return not known
+
+    def log_once(record: logging.LogRecord) -> bool:
+        return told_first((record.pathname, record.lineno))
+
     with warnings.catch_warnings():
         show = warnings.showwarning
 
@@ -97,10 +112,12 @@ def _each_warning_once() -> Iterator[None]:
             file: TextIO | None = None,
             line: str | None = None,
         ) -> None:
-            warning = (str(message), category, filename, lineno)
-            if warning not in told:
-                told.add(warning)
+            if told_first((str(message), category, filename, lineno)):
                 show(message, category, filename, lineno, file, line)
 
         warnings.showwarning = show_once
-        yield
+        of_nobody.addFilter(log_once)
+        try:
+            yield
+        finally:
+            of_nobody.removeFilter(log_once)

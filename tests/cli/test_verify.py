@@ -1,6 +1,7 @@
 """`plugins verify`: what it prints, its JSON, its exit codes, and how a plugin is meant."""
 
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -51,6 +52,18 @@ both = Both()
 number = 3
 """
 
+LOUD = """
+import logging
+
+from skyrl_engine import reducer
+
+
+@reducer()
+def loud(structure, config):
+    logging.getLogger("a_reducer").warning("weighed")
+    return structure.loss_weight.astype("float64")
+"""
+
 
 @pytest.fixture
 def verify(command, tmp_path):
@@ -83,6 +96,17 @@ def test_what_warns_in_every_case_is_shown_once(verify, recwarn):
     assert outcome.code == 3
     assert "Guard divisions by counts that can be 0" in outcome.out
     assert [str(each.message) for each in recwarn] == ["invalid value encountered in divide"]
+
+
+def test_what_is_logged_in_every_case_is_shown_once(verify, monkeypatch, tmp_path):
+    told = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: told.append(record.getMessage()))
+    monkeypatch.setattr(logging, "lastResort", handler)
+    monkeypatch.setattr(logging.getLogger("a_reducer"), "propagate", False)  # to pytest's own handlers
+    (tmp_path / "loud.py").write_text(LOUD)
+    assert verify("reducer:./loud.py:loud").code == 0
+    assert told == ["weighed"]
 
 
 def test_json_holds_every_finding(verify):
