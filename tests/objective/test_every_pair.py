@@ -14,7 +14,8 @@ from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.testing.losses.evaluation import evaluate
 from skyrl_engine.testing.subject import CONTEXT, selected
 from skyrl_engine.testing.tokens.evaluation import joined
-from skyrl_engine.testing.tokens.rollouts import CutBatch, TokenBatch, varied
+from skyrl_engine.testing.tokens.explicit import varied
+from skyrl_engine.testing.tokens.token_batches import CutBatch, TokenBatch
 
 PARTS = ((0, 3), (5, 1, 4), (2,))
 WHOLE_UNITS = ((1, 0), (5, 4, 2, 3))

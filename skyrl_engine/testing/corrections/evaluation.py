@@ -11,7 +11,7 @@ from skyrl_engine.objective.corrections import correct
 from skyrl_engine.objective.tokens import MicroBatchTokens
 from skyrl_engine.testing.subject import part_of
 from skyrl_engine.testing.tokens.evaluation import SEED, STEP, Evaluation, Listening, numbers_of
-from skyrl_engine.testing.tokens.rollouts import TokenBatch
+from skyrl_engine.testing.tokens.token_batches import TokenBatch
 
 
 def evaluate(

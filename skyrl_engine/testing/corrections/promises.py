@@ -12,18 +12,18 @@ from skyrl_engine.testing.corrections.evaluation import evaluate, given_to
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
+from skyrl_engine.testing.tokens import explicit, rollouts
 from skyrl_engine.testing.tokens import promises as shared
-from skyrl_engine.testing.tokens import rollouts
 from skyrl_engine.testing.tokens.kind import TokenKind, anything, anything_first, needs_of, ordinary, some_long
 from skyrl_engine.testing.tokens.lossy_casts import LossyCasts
 from skyrl_engine.testing.tokens.oracle import oracle
-from skyrl_engine.testing.tokens.rollouts import TokenBatch
+from skyrl_engine.testing.tokens.token_batches import TokenBatch
 
 
 def _random(subject: Subject[Any]) -> str | None:
     """Return the reason why a subject does not claim promises about cuts, None if it does."""
     try:
-        made = evaluate(subject.label, subject.make(), rollouts.in_threes(needs_of(subject)))
+        made = evaluate(subject.label, subject.make(), explicit.in_threes(needs_of(subject)))
     except EngineError:
         return None  # other promises tell failures
     return (

@@ -14,7 +14,7 @@ from skyrl_engine.registry.host import blaming
 from skyrl_engine.registry.part import Part
 from skyrl_engine.testing.subject import part_of
 from skyrl_engine.testing.tokens.evaluation import SEED, STEP, Evaluation, Listening, numbers_of
-from skyrl_engine.testing.tokens.rollouts import TokenBatch
+from skyrl_engine.testing.tokens.token_batches import TokenBatch
 
 
 def evaluate(

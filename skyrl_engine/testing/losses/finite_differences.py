@@ -12,7 +12,7 @@ from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.testing.promise import Undecidable
 from skyrl_engine.testing.subject import part_of
 from skyrl_engine.testing.tokens.evaluation import SEED, STEP, Listening
-from skyrl_engine.testing.tokens.rollouts import TokenBatch
+from skyrl_engine.testing.tokens.token_batches import TokenBatch
 
 _DETACHING = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]  # a descriptor of C
 

@@ -18,7 +18,7 @@ from skyrl_engine.testing.tokens import rollouts
 from skyrl_engine.testing.tokens.evaluation import Evaluation, same_evaluation
 from skyrl_engine.testing.tokens.kind import needs_of, ordinary
 from skyrl_engine.testing.tokens.lossy_casts import LossyCasts
-from skyrl_engine.testing.tokens.rollouts import TokenBatch
+from skyrl_engine.testing.tokens.token_batches import TokenBatch
 
 
 def _surrogate(subject: Subject[Any]) -> str | None:

@@ -20,7 +20,7 @@ from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import promises as shared
 from skyrl_engine.testing.tokens.kind import anything_first
 from skyrl_engine.testing.tokens.oracle import oracle
-from skyrl_engine.testing.tokens.rollouts import TokenBatch
+from skyrl_engine.testing.tokens.token_batches import TokenBatch
 
 
 def _answer(subject: Subject[Any], batch: TokenBatch) -> object:

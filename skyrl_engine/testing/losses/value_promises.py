@@ -16,11 +16,11 @@ from skyrl_engine.testing.comparison import change, same
 from skyrl_engine.testing.losses.kind import LOSS, batch_local
 from skyrl_engine.testing.promise import Broken, Undecidable, any_of, promise
 from skyrl_engine.testing.subject import Subject
-from skyrl_engine.testing.tokens import rollouts
+from skyrl_engine.testing.tokens import explicit
 from skyrl_engine.testing.tokens.evaluation import Listening
 from skyrl_engine.testing.tokens.kind import anything, anything_first, cuts, cuts_first, needs_of, ordinary
 from skyrl_engine.testing.tokens.promises import refuses_what_was_returned
-from skyrl_engine.testing.tokens.rollouts import CutBatch, TokenBatch
+from skyrl_engine.testing.tokens.token_batches import CutBatch, TokenBatch
 
 
 @promise(
@@ -65,7 +65,7 @@ def differentiable(subject: Subject[Any], batch: TokenBatch) -> None:
 
 @promise("It learns: in a batch with a little of everything, not every gradient is 0")
 def learns(subject: Subject[Any], _case: None) -> None:
-    made = LOSS.decided(subject, rollouts.varied(needs_of(subject)))
+    made = LOSS.decided(subject, explicit.varied(needs_of(subject)))
     if not any(gradient.any() for gradient in made.gradients.values()):
         raise Broken(
             "nothing would be learned: every gradient is 0 although its values seem to depend on the model",
@@ -80,7 +80,7 @@ def _metrics_are_cut(subject: Subject[Any]) -> str | None:
 def _metric_names(subject: Subject[Any]) -> set[str]:
     """Return the names of all metrics that it reports for one token or several: some make sense of several alone."""
     names: set[str] = set()
-    for make in (rollouts.one_token, rollouts.varied, rollouts.in_threes):
+    for make in (explicit.one_token, explicit.varied, explicit.in_threes):
         with suppress(EngineError):
             names |= LOSS.evaluated(subject, make(needs_of(subject))).metrics.keys()
     return names
@@ -113,11 +113,11 @@ def metrics(subject: Subject[Any], case: CutBatch) -> None:
     cases=ordinary,
     effort=0.5,
     exempt=_metrics_are_cut,
-    first=lambda subject: [rollouts.in_threes(needs_of(subject))],
+    first=lambda subject: [explicit.in_threes(needs_of(subject))],
 )
 def empty_metrics(subject: Subject[Any], batch: TokenBatch) -> None:
     alone = LOSS.decided(subject, batch).metrics
-    for filler in rollouts.fillers(batch):
+    for filler in explicit.fillers(batch):
         filled = combine_metrics([alone, LOSS.decided(subject, filler).metrics])
         for name, metric in filled.items():
             before = alone[name].result if name in alone else math.nan

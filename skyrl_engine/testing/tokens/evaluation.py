@@ -13,7 +13,7 @@ from skyrl_engine.contracts.values.outputs import Metric, combine_metrics
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.comparison import Numbers, change, factor_between, same, times
 from skyrl_engine.testing.promise import Broken
-from skyrl_engine.testing.tokens.rollouts import CutBatch
+from skyrl_engine.testing.tokens.token_batches import CutBatch
 
 SEED, STEP = 11, 3
 """The run's seed and step that generators are made of."""

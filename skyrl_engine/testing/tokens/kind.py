@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.promise import Promise, Undecidable, any_of, claimed, no_explicit_cases
 from skyrl_engine.testing.subject import Subject
-from skyrl_engine.testing.tokens import rollouts
+from skyrl_engine.testing.tokens import explicit, rollouts
 from skyrl_engine.testing.tokens.evaluation import Evaluation, same_evaluation
-from skyrl_engine.testing.tokens.rollouts import CutBatch, TokenBatch
+from skyrl_engine.testing.tokens.token_batches import CutBatch, TokenBatch
 
 
 @frozen(eq=False)
@@ -132,15 +132,15 @@ def anything_first(subject: Subject[Any]) -> "list[TokenBatch]":
     """
     needs = needs_of(subject)
     return [
-        rollouts.far(needs),
-        *rollouts.certain(needs),
-        rollouts.in_threes(needs),
-        rollouts.in_threes(needs, empty=False),
-        rollouts.many(needs),
+        explicit.far(needs),
+        *explicit.certain(needs),
+        explicit.in_threes(needs),
+        explicit.in_threes(needs, empty=False),
+        explicit.many(needs),
     ]
 
 
 def cuts_first(subject: Subject[Any]) -> "list[CutBatch]":
     """Return batches of more sequences and larger units than are drawn, and of policies farther away, cut into micro-batches."""
     needs = needs_of(subject)
-    return [*rollouts.cut_in_threes(needs), rollouts.cut_many(needs), rollouts.cut_apart(needs)]
+    return [*explicit.cut_in_threes(needs), explicit.cut_many(needs), explicit.cut_apart(needs)]

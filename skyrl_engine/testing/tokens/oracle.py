@@ -10,10 +10,10 @@ from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.testing.comparison import factor_between, same
 from skyrl_engine.testing.promise import Broken
 from skyrl_engine.testing.subject import Subject
-from skyrl_engine.testing.tokens import rollouts
+from skyrl_engine.testing.tokens import explicit
 from skyrl_engine.testing.tokens.evaluation import Evaluation, Listening, numbers_of
 from skyrl_engine.testing.tokens.kind import TokenKind, needs_of, shared_promise, some_long
-from skyrl_engine.testing.tokens.rollouts import TokenBatch
+from skyrl_engine.testing.tokens.token_batches import TokenBatch
 
 
 def _has_no_oracle(subject: Subject[Any]) -> str | None:
@@ -24,7 +24,7 @@ def _has_no_oracle(subject: Subject[Any]) -> str | None:
     "Its values are those of the oracle, and so is its gradient where the oracle has one",
     cases=some_long,
     exempt=_has_no_oracle,
-    first=lambda subject: [rollouts.in_threes(needs_of(subject))],
+    first=lambda subject: [explicit.in_threes(needs_of(subject))],
 )
 def oracle(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     product = Listening(subject.make())

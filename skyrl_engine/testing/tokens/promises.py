@@ -25,7 +25,7 @@ from skyrl_engine.testing.process_settings import require_settings_left_alone
 from skyrl_engine.testing.promise import Broken, Undecidable
 from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
 from skyrl_engine.testing.subject import Subject
-from skyrl_engine.testing.tokens import rollouts
+from skyrl_engine.testing.tokens import explicit, rollouts
 from skyrl_engine.testing.tokens.evaluation import (
     Evaluation,
     Listening,
@@ -44,7 +44,7 @@ from skyrl_engine.testing.tokens.kind import (
     ordinary,
     shared_promise,
 )
-from skyrl_engine.testing.tokens.rollouts import CutBatch, FilledBatch, RelabelledBatch, ReorderedBatch, TokenBatch, WornBatch
+from skyrl_engine.testing.tokens.token_batches import CutBatch, FilledBatch, RelabelledBatch, ReorderedBatch, TokenBatch, WornBatch
 
 WITHIN_SEQUENCES = "Take means and differences within a sequence (tokens.sequences)"
 
@@ -113,7 +113,7 @@ def all_masked(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> Non
     try:
         made = kind.evaluated(subject, batch, dtype=torch.float32)
     except EngineError as error:
-        kind.decided(subject, rollouts.one_token(needs_of(subject)))  # what fails with a token as well is another promise's
+        kind.decided(subject, explicit.one_token(needs_of(subject)))  # what fails with a token as well is another promise's
         raise Broken(f"fails without a token: {error.cause}", "Let it return an empty tensor for n = 0") from error
     if made.total != 0:
         raise Broken(f"the {kind.noun} of no token is {made.total}", "Return an empty tensor for n = 0")
@@ -187,7 +187,7 @@ def rank_split(kind: TokenKind, subject: Subject[Any], worn: WornBatch) -> None:
     "The order of the samples changes nothing",
     cases=lambda subject: rollouts.reordered_batches(needs_of(subject)),
     about_cuts=True,
-    first=lambda subject: rollouts.reordered_threes(needs_of(subject)),
+    first=lambda subject: explicit.reordered_threes(needs_of(subject)),
 )
 def sample_order(kind: TokenKind, subject: Subject[Any], case: ReorderedBatch) -> None:
     whole = kind.decided(subject, case.batch)
@@ -206,7 +206,7 @@ def sample_order(kind: TokenKind, subject: Subject[Any], case: ReorderedBatch) -
 @shared_promise(
     "What groups and units are called changes nothing",
     cases=lambda subject: rollouts.relabelled_batches(needs_of(subject)),
-    first=lambda subject: rollouts.relabelled_closely(needs_of(subject)),
+    first=lambda subject: explicit.relabelled_closely(needs_of(subject)),
 )
 def labels(kind: TokenKind, subject: Subject[Any], case: RelabelledBatch) -> None:
     plain = kind.decided(subject, case.batch)
@@ -224,7 +224,7 @@ def labels(kind: TokenKind, subject: Subject[Any], case: RelabelledBatch) -> Non
     "Sequences without loss-carrying tokens, and the empty micro-batches that fill up ranks, change nothing",
     cases=lambda subject: rollouts.filled_batches(needs_of(subject)),
     about_cuts=True,
-    first=lambda subject: rollouts.filled_threes(needs_of(subject)),
+    first=lambda subject: explicit.filled_threes(needs_of(subject)),
 )
 def padding(kind: TokenKind, subject: Subject[Any], case: FilledBatch) -> None:
     whole = kind.decided(subject, case.batch)
@@ -307,9 +307,9 @@ def global_random_numbers(kind: TokenKind, subject: Subject[Any], batch: TokenBa
     cases=ordinary,
     effort=0.05,
     first=lambda subject: [
-        rollouts.in_threes(needs_of(subject)),
-        *rollouts.fillers(rollouts.in_threes(needs_of(subject))),
-        rollouts.many(needs_of(subject)),
+        explicit.in_threes(needs_of(subject)),
+        *explicit.fillers(explicit.in_threes(needs_of(subject))),
+        explicit.many(needs_of(subject)),
     ],
 )
 def devices(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
