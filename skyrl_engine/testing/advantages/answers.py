@@ -1,0 +1,109 @@
+"""Answers of estimators to drawn and explicit rows, and what says that two of them are the same."""
+
+from collections.abc import Callable, Collection
+from functools import wraps
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from skyrl_engine.contracts.kinds.advantage import AdvantageBatch, AdvantageOutput, as_advantage_output
+from skyrl_engine.errors import EngineError
+from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.testing.advantages import batches
+from skyrl_engine.testing.advantages.batches import DrawnRows
+from skyrl_engine.testing.promise import Broken, Undecidable
+from skyrl_engine.testing.subject import Subject
+
+TOLERANCE = 2e-5
+"""Relative and absolute: advantages are float32, and sums in another order differ by less."""
+
+
+def drawn(subject: Subject[Any], **options: Any) -> "st.SearchStrategy[DrawnRows]":
+    return batches.rows(subject.make().needs, **options)
+
+
+def crowd(subject: Subject[Any]) -> list[DrawnRows]:
+    return [batches.crowd(subject.make().needs)]
+
+
+def explicit(subject: Subject[Any]) -> list[DrawnRows]:
+    return [*crowd(subject), batches.long_and_failed(subject.make().needs)]
+
+
+def explicit_and_large(subject: Subject[Any]) -> list[DrawnRows]:
+    return [*explicit(subject), batches.large(subject.make().needs)]
+
+
+def output_of(subject: Subject[Any], batch: AdvantageBatch) -> AdvantageOutput:
+    """Return the output as the engine takes it. Raises the error that a run would show."""
+    product = subject.make()
+    with blaming(Owner.named(subject.label, "advantage"), "__call__"):
+        result = product(batch)
+    return as_advantage_output(subject.label, result, batch, returns=product.claims.returns)
+
+
+def decided(subject: Subject[Any], rows: DrawnRows) -> dict[tuple[int, int], float]:
+    """Return advantages of scored tokens. Raises Undecidable for an estimator that fails or returns something else."""
+    try:
+        return rows.scored(output_of(subject, rows.batch()).advantages)
+    except EngineError as error:
+        raise Undecidable(error.cause) from error
+
+
+Scored = dict[tuple[int, int], float]
+"""The numbers of scored tokens, by trajectory and place among its scored tokens."""
+
+
+def scored(rows: DrawnRows, output: AdvantageOutput) -> dict[str, Scored]:
+    """Return advantages and, where there are any, returns of scored tokens, by what one of them is called."""
+    returns = {} if output.returns is None else {"return": rows.scored(output.returns)}
+    return {"advantage": rows.scored(output.advantages), **returns}
+
+
+def answers(subject: Subject[Any], rows: DrawnRows) -> dict[str, Scored]:
+    """Return advantages and returns. Raises Undecidable as `decided` does."""
+    try:
+        return scored(rows, output_of(subject, rows.batch()))
+    except EngineError as error:
+        raise Undecidable(error.cause) from error
+
+
+def compared(check: Callable[[Subject[Any], Any], None]) -> Callable[[Subject[Any], Any], None]:
+    """Make a difference undecidable where the same batch gives other numbers from call to call, which `repeatable` tells."""
+
+    @wraps(check)
+    def compared(subject: Subject[Any], case: Any) -> None:
+        try:
+            check(subject, case)
+        except Broken:
+            rows = case[0] if isinstance(case, tuple) else case
+            if answers(subject, rows) != answers(subject, rows):
+                raise Undecidable("the same batch has other advantages from call to call") from None
+            raise
+
+    return compared
+
+
+def require_same_answers(
+    before: dict[str, Scored], after: dict[str, Scored], when: str, cause: str, remedy: str, *, of: Collection[int] | None = None
+) -> None:
+    """Compare advantages and returns; of these trajectories alone, unless `of` is None."""
+    for noun, values in before.items():
+        kept = {token: value for token, value in values.items() if of is None or token[0] in of}
+        require_same(kept, after[noun], when, cause, remedy, noun=noun)
+
+
+def require_same(before: Scored, after: Scored, when: str, cause: str, remedy: str, *, noun: str = "advantage") -> None:
+    for (trajectory, place), value in before.items():
+        if not np.isclose(value, after[trajectory, place], rtol=TOLERANCE, atol=TOLERANCE):
+            raise Broken(
+                f"the {noun} of scored token {place} of trajectory {trajectory} changes from {value:.6g} to "
+                f"{after[trajectory, place]:.6g} {when}: {cause}",
+                remedy,
+            )
+
+
+def worth(values: dict[tuple[int, int], float]) -> dict[int, float]:
+    """Return the value of each trajectory's first scored token."""
+    return {trajectory: value for (trajectory, place), value in values.items() if place == 0}
