@@ -2,6 +2,7 @@
 
 import breaking
 import pytest
+import wrong_generator_lives as lives
 import wrong_generators as wrong
 
 from skyrl_engine.contracts import GeneratorDescription
@@ -22,30 +23,30 @@ FAULTS = [
     (wrong.GroupsShareASeed, {"distribution"}, "gives all attempts of a group the same token"),
     (wrong.SeedOfTheBatch, {"seeded"}, "Draw from a generator of each request's own seed"),
     (wrong.TakesTheMostLikely, {"distribution"}, "the same token"),
-    (wrong.VersionOfSubmission, {"updates_on_the_way"}, "are older than the update"),
-    (wrong.VersionOfTheEnd, {"updates_on_the_way"}, "tokens of the old weights are of the new version"),
-    (wrong.AbortLosesPartials, {"aborts"}, "Keep what was sampled when a request is aborted"),
-    (wrong.AnswersTwice, {"exactly_once"}, "Return every request once"),
-    (wrong.DropsOneOfTwo, {"exactly_once"}, "never answers request"),
-    (wrong.StalePrefix, {"no_stale_prefix"}, "Empty prefix caches when weights change"),
-    (wrong.IgnoresUpdates, {"updates"}, "Sample from the weights of the last update"),
+    (lives.VersionOfSubmission, {"updates_on_the_way"}, "are older than the update"),
+    (lives.VersionOfTheEnd, {"updates_on_the_way"}, "tokens of the old weights are of the new version"),
+    (lives.AbortLosesPartials, {"aborts"}, "Keep what was sampled when a request is aborted"),
+    (lives.AnswersTwice, {"exactly_once"}, "Return every request once"),
+    (lives.DropsOneOfTwo, {"exactly_once"}, "never answers request"),
+    (lives.StalePrefix, {"no_stale_prefix"}, "Empty prefix caches when weights change"),
+    (lives.IgnoresUpdates, {"updates"}, "Sample from the weights of the last update"),
     (wrong.StopsInTheMiddle, {"stop_strings"}, "Look for stop strings in the text of all tokens"),
     (wrong.FirstEndTokenOnly, {"stop_tokens"}, "Stop behind every end token"),
     (wrong.CutsMaxTokensDown, {"no_room"}, "do not cut max_tokens down"),
     (wrong.TakesAnyToken, {"vocabulary"}, "takes the prompt [128] of a vocabulary of 128"),
-    (wrong.TakesSomeBeforeItRefuses, {"vocabulary"}, "takes the requests before the one that it refuses"),
+    (lives.TakesSomeBeforeItRefuses, {"vocabulary"}, "takes the requests before the one that it refuses"),
     (wrong.SamplesAtZero, {"greedy"}, "takes another token than the most likely one"),
     (wrong.DrawsGlobally, {"process_state"}, "draws from a global random state"),
     (wrong.WrongSpans, {"spans"}, "Start a span at 0"),
-    (wrong.Silent, {"something"}, "0 log-probabilities"),
+    (lives.Silent, {"something"}, "0 log-probabilities"),
     (wrong.FilterIgnored, {"filters"}, "cuts off"),
     (wrong.PromptScoresFromZero, {"prompt_scores"}, "NaN for the first"),
     (wrong.NoTopScores, {"top_scores"}, "Fill Completion.top_logprobs"),
     (wrong.TopScoresBehindThePlace, {"top_prompt_scores"}, "most likely ones per place of the prompt"),
     (wrong.SeedsOf32Bits, {"whole_seeds"}, "from the seeds 5 and 5 + 2**32"),
-    (wrong.TakesEveryTargetForThePolicy, {"targets"}, "Keep one set of weights per target"),
-    (wrong.PassesOverUnknownWeights, {"unknown_weights"}, "has a name that its model does not know"),
-    (wrong.IgnoresAborts, {"aborts_apart"}, "that were aborted as soon as they were sent"),
+    (lives.TakesEveryTargetForThePolicy, {"targets"}, "Keep one set of weights per target"),
+    (lives.PassesOverUnknownWeights, {"unknown_weights"}, "has a name that its model does not know"),
+    (lives.IgnoresAborts, {"aborts_apart"}, "that were aborted as soon as they were sent"),
 ]
 BY_NIGHT = [
     (wrong.SameNumberForEveryToken, {"distribution"}, "behind the first token"),
@@ -53,15 +54,15 @@ BY_NIGHT = [
     (wrong.CutsLikeTheFirst, {"filters"}, "is due"),
     (wrong.SeedsOf16Bits, {"whole_seeds"}, "from the seeds 5 and 5 + 2**16"),
     (wrong.MinTokensOfEndsAlone, {"stop_tokens"}, "min_tokens of stop tokens"),
-    (wrong.AbortsEverything, {"aborts_apart"}, "End the named requests alone"),
+    (lives.AbortsEverything, {"aborts_apart"}, "End the named requests alone"),
     (wrong.KnowsItsIds, {"aborts_apart"}, "no such request"),
     (wrong.WantsRoomForOneMore, {"no_room"}, "one of them just so"),
-    (wrong.RefusesHalfWay, {"unknown_weights"}, "before any weight changes"),
+    (lives.RefusesHalfWay, {"unknown_weights"}, "before any weight changes"),
     (wrong.LengthComesFirst, {"stop_tokens"}, "the last of max_tokens: every token"),
     (wrong.LosesMinPBesideTopP, {"filters"}, "cuts off"),
     (wrong.EightAtMost, {"exactly_once"}, "there are more than eight requests"),
 ]
-ODD = [wrong.OneRowAtATime, wrong.LastComesFirst, wrong.PolicyAlone, wrong.Filtering]
+ODD = [wrong.OneRowAtATime, wrong.LastComesFirst, lives.PolicyAlone, wrong.Filtering]
 
 
 def broken_by(make, promises):
@@ -98,7 +99,7 @@ def test_a_generator_that_does_not_end_is_seen(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(kit, "monotonic", lambda: now[0])
 
-    class Slow(wrong.SlowToClose):
+    class Slow(lives.SlowToClose):
         @staticmethod
         def wait():
             now[0] += 11
