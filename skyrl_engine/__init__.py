@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from skyrl_engine.hooks.markers import hookimpl
     from skyrl_engine.rollout.exported import read_rollouts
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "BatchOutput",

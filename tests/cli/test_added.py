@@ -25,7 +25,7 @@ def offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     site.mkdir()
     monkeypatch.syspath_prepend(site)
 
-    def install(distribution: str, *, source: str = MODULE, requires: str = "skyrl-engine>=0.2,<0.3", **commands: str) -> str:
+    def install(distribution: str, *, source: str = MODULE, requires: str = "skyrl-engine>=0.3,<0.4", **commands: str) -> str:
         package = distribution.replace("-", "_")
         information = site / f"{package}-1.0.dist-info"
         information.mkdir()

@@ -185,7 +185,7 @@ def test_a_misspelled_key_of_the_engine_in_a_plugins_table_is_no_option(install:
 def test_a_parallel_size_that_a_backend_does_not_have_names_the_capability(backend: str, size: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(from_dict({"backend": {"use": backend, size: 2}}, "test"), need=())
-    said = f"test: backend.{size}: backend {backend!r} of skyrl-engine-{backend} 0.2.0 does not declare the capability {size!r}"
+    said = f"test: backend.{size}: backend {backend!r} of skyrl-engine-{backend} 0.3.0 does not declare the capability {size!r}"
     assert str(caught.value) == f"{said}. Remove this key, or choose another backend"
 
 

@@ -222,13 +222,13 @@ def train(environment: Environment, folder: Path, name: str, versions: Mapping[s
 
 
 def build_newer(folder: Path, distribution: str) -> Path:
-    """The plugin's next version, 0.2.1, from a copy of its source."""
+    """The plugin's next version, 0.3.1, from a copy of its source."""
     source = ROOT / "plugins" / distribution.removeprefix("skyrl-engine-")
     copy = folder / "newer"
     shutil.copytree(source, copy)
     project = (copy / "pyproject.toml").read_text()
-    changed = project.replace('\nversion = "0.2.0"\n', '\nversion = "0.2.1"\n')
-    assert changed != project, f"{source} is not at version 0.2.0 any more"
+    changed = project.replace('\nversion = "0.3.0"\n', '\nversion = "0.3.1"\n')
+    assert changed != project, f"{source} is not at version 0.3.0 any more"
     (copy / "pyproject.toml").write_text(changed)
     return build_wheel(copy, folder / "newer-wheels")
 

@@ -26,7 +26,7 @@ def write_distribution(
     version: str = "1.0.0",
     *,
     entry_points: Mapping[str, Mapping[str, str]],
-    requires: Sequence[str] = ("skyrl-engine>=0.2,<0.3",),
+    requires: Sequence[str] = ("skyrl-engine>=0.3,<0.4",),
     modules: Mapping[str, str] = {},
 ) -> Path:
     """Install a distribution into `folder` as pip leaves it behind; returns its .dist-info."""

@@ -39,18 +39,18 @@ def test_requirements_that_do_not_apply_here_are_not_checked(install_loss) -> No
     assert load(resolve("plain")).record.distribution == "calm-loss"
 
 
-@pytest.mark.parametrize("requirement", ["skyrl-engine>=0.3", "skyrl_engine<0.2", "skyrl-engine==7.*"])
+@pytest.mark.parametrize("requirement", ["skyrl-engine>=0.4", "skyrl_engine<0.3", "skyrl-engine==7.*"])
 def test_a_plugin_for_another_engine_is_told_before_import(install_loss, requirement: str) -> None:
     install_loss("strange-loss", "3.2.1", source="raise RuntimeError('imported')", requires=[requirement])
     with pytest.raises(PluginIncompatibleError) as caught:
         load(resolve("plain"))
     assert caught.value.cause.startswith("loss 'plain' of strange-loss 3.2.1 is made for skyrl-engine ")
-    assert caught.value.remedy.endswith('python -m pip install --upgrade strange-loss "skyrl-engine==0.2.0"')
+    assert caught.value.remedy.endswith('python -m pip install --upgrade strange-loss "skyrl-engine==0.3.0"')
     assert "strange_loss.plugin" not in sys.modules
 
 
 def test_a_release_candidate_of_the_engine_is_in_range(install_loss, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyrl_engine.registry.compat.__version__", "0.2.1rc1")
+    monkeypatch.setattr("skyrl_engine.registry.compat.__version__", "0.3.1rc1")
     install_loss("fine-loss")
     load(resolve("plain"))
 

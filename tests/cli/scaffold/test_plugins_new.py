@@ -47,7 +47,7 @@ def test_it_is_a_distribution_in_good_order(made):
     project = tomllib.loads((made / "pyproject.toml").read_text())["project"]
     assert project["name"] == made.name
     assert project["authors"] == [{"name": 'Jo "J" Doe'}]
-    assert project["dependencies"] == ["skyrl-engine>=0.2,<0.3"]
+    assert project["dependencies"] == ["skyrl-engine>=0.3,<0.4"]
     assert project["entry-points"] == {f"skyrl_engine.{kind}": {"my_thing": f"my_thing_{kind}.plugin:my_thing"}}
     assert (made / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
     assert (made / "src" / f"my_thing_{kind}" / "py.typed").exists()
