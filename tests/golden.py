@@ -11,17 +11,21 @@ that runs it.
 import argparse
 import hashlib
 import json
+import math
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 VOCABULARY = 96
 STEPS = 4
+RECORDED = ("loss", "grad_norm", "reward/mean", "rollout/tokens", "policy/gap_max", "rewards/margins")
+"""Metrics of a step that are written down, where a run has them."""
 
 
 def main() -> None:
@@ -35,73 +39,241 @@ def main() -> None:
             directory = Path(name) / run
             directory.mkdir()
             recorded[run] = record(RUNS[run](directory))
+            assert all(math.isfinite(value) for step in recorded[run]["steps"] for value in step.values()), run
             print(f"{run}: {len(recorded[run]['steps'])} steps, last loss {recorded[run]['steps'][-1]['loss']}", flush=True)
     arguments.output.write_text(json.dumps(recorded, indent=1) + "\n")
 
 
 def demo(directory: Path) -> Path:
     """The first 60 steps of `skyrl-engine demo`, with its evaluations."""
-    engine("demo", "--steps", "60", "--output", str(directory / "demo"))
+    ended = engine("demo", "--steps", "60", "--output", str(directory / "demo"))
+    assert ended == 0, f"the demo ended with {ended}"
     return directory / "demo" / "run"
 
 
 def padded_inline(directory: Path) -> Path:
     """Fsdp on one rank in this process, micro-batches of two padded rows."""
-    return trained(directory, {"collator": {"use": "padded"}, "training": {"micro_batch_rows": 2}})
+    return supervised(directory, {"collator": {"use": "padded"}, "training": {"micro_batch_rows": 2}})
 
 
 def packed_two_ranks(directory: Path) -> Path:
     """Fsdp on two ranks, packed rows."""
-    return trained(directory, {"collator": {"use": "packed"}, "training": {"micro_batch_tokens": 48}, "run": RAY})
+    return supervised(directory, {"collator": {"use": "packed"}, "training": {"micro_batch_tokens": 48}, "run": RAY})
 
 
 def megatron_tensor_parallel(directory: Path) -> Path:
     """Megatron on two tensor-parallel ranks."""
     backend = {"use": "megatron", "tensor_parallel": 2}
-    return trained(directory, {"backend": backend, "training": {"micro_batch_rows": 4}, "run": RAY})
+    return supervised(directory, {"backend": backend, "training": {"micro_batch_rows": 4}, "run": RAY})
+
+
+def grpo(directory: Path) -> Path:
+    """GRPO over single turns with clipped ratios: two optimizer steps per batch of rollouts."""
+    return reinforced(directory, {"rl": {"mini_batches": 2, "old": "score"}})
+
+
+def multi_turn_tis(directory: Path) -> Path:
+    """GRPO over dialogues of three turns, with truncated importance sampling, which reads the sampler's own log-probabilities."""
+    return reinforced(directory, {"loss": {"use": "ppo", "corrections": [{"use": "tis"}]}, "environment": {"turns": 3}})
+
+
+def ppo(directory: Path) -> Path:
+    """PPO with a value head as its critic, over dialogues of two turns, packed."""
+    rl = {"preset": "ppo", "group_size": 1, "groups": 8, "micro_batch_tokens": 192}
+    return reinforced(directory, {"rl": rl, "collator": {"use": "packed"}, "environment": {"turns": 2}})
+
+
+def dpo(directory: Path) -> Path:
+    """DPO against the frozen model that the run began with."""
+    write_rows(directory / "train.jsonl", 24, ("prompt", "chosen", "rejected"))
+    write_rows(directory / "eval.jsonl", 6, ("prompt", "chosen", "rejected"))
+    tables: Tables = {"data": {"train": "./train.jsonl", "eval": "./eval.jsonl"}, "training": {"steps": STEPS, "batch_size": 8}}
+    return trained(directory, "preference", tables)
+
+
+def killed_and_resumed(directory: Path) -> Path:
+    """The run `multi_turn_tis`, killed after its third step and resumed from the checkpoint of its second."""
+    killer = directory / "kill.py"
+    killer.write_text(KILLER)
+    (directory / "kill").touch()
+    run = {"observers": ["metrics_jsonl", "./kill.py:kill_after_step"]}
+    settings: Tables = {"run": run, "checkpoint": {"every": 2}, "loss": {"use": "ppo", "corrections": [{"use": "tis"}]}}
+    return reinforced(directory, {**settings, "environment": {"turns": 3}}, kills=1)
 
 
 RAY = {"launch": "ray", "ranks": 2}
 RUNS: Mapping[str, Callable[[Path], Path]] = {
-    run.__name__: run for run in (demo, padded_inline, packed_two_ranks, megatron_tensor_parallel)
+    run.__name__: run
+    for run in (
+        demo,
+        padded_inline,
+        packed_two_ranks,
+        megatron_tensor_parallel,
+        grpo,
+        multi_turn_tis,
+        ppo,
+        dpo,
+        killed_and_resumed,
+    )
 }
 
+KILLER = '''
+"""Kills the run after its third step, if a file named `kill` lies beside this one; the file goes first, so that it happens once."""
 
-def trained(directory: Path, settings: Mapping[str, Mapping[str, Any]]) -> Path:
-    """Train a small model made here; returns the run directory."""
-    write_model(directory / "model")
+import os
+import signal
+from pathlib import Path
+
+from skyrl_engine import hookimpl
+
+
+class KillAfterStep:
+    @hookimpl
+    def skyrl_engine_step_finished(self, event):
+        order = Path(__file__).with_name("kill")
+        if event.step == 3 and order.exists():
+            order.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Plugin:
+    @hookimpl
+    def skyrl_engine_make_observer(self, config):
+        return KillAfterStep()
+
+
+kill_after_step = Plugin()
+'''
+
+ENVIRONMENT = '''
+"""Dialogues of some turns. Tokens with even ids are worth something, and the observations are of uneven lengths."""
+
+from attrs import field, frozen
+
+from skyrl_engine import hookimpl
+from skyrl_engine.contracts import EnvironmentClaims, StepResult, Task
+
+
+@frozen
+class Options:
+    turns: int = field(default=1, kw_only=True)
+
+
+class Episode:
+    def __init__(self, turns, seed):
+        self.turns, self.seed = turns, seed
+
+    def begin(self):
+        return ()
+
+    def step(self, action):
+        reward = sum(token % 2 == 0 for token in action.token_ids) / (1 + len(action.token_ids))
+        if action.turn + 1 >= self.turns:
+            return StepResult(reward, success=reward > 0.5)
+        observation = "".join(chr(97 + (self.seed + place) % 26) for place in range(1 + self.seed % 5))
+        return StepResult(reward / 4, done=False, messages=({"role": "user", "content": observation},))
+
+    def close(self):
+        pass
+
+
+class Words:
+    def __init__(self, options):
+        self.options = options
+        self.claims = EnvironmentClaims(max_turns=options.turns)
+
+    def tasks(self, split):
+        start = 0 if split == "train" else 1000
+        prompts = ("".join(chr(97 + (7 * task + place) % 26) for place in range(1 + task % 4)) for task in range(6))
+        return [Task(str(start + n), messages=({"role": "user", "content": prompt},)) for n, prompt in enumerate(prompts)]
+
+    def open(self, task, seed):
+        return Episode(self.options.turns, seed)
+
+
+class Plugin:
+    @hookimpl
+    def skyrl_engine_config_schema(self):
+        return Options
+
+    @hookimpl
+    def skyrl_engine_make_environment(self, config, context):
+        return Words(config)
+
+
+words = Plugin()
+'''
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message.role + '>' + message.content + '<end>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SPECIAL = ("<pad>", "<end>", "<user>", "<assistant>")
+Table = dict[str, Any]
+Tables = dict[str, Table]
+
+
+def supervised(directory: Path, settings: Tables) -> Path:
+    """Fine-tune the small model on prompts and completions; returns the run directory."""
     for split, samples in (("train", 24), ("eval", 6)):
-        write_samples(directory / f"{split}.jsonl", samples)
-    tables: dict[str, dict[str, Any]] = {
-        "model": {"path": "./model"},
-        "data": {"train": "./train.jsonl", "eval": "./eval.jsonl"},
-        "run": {"directory": "./run", "seed": 3, "device": "cpu"},
-        "training": {"steps": STEPS, "batch_size": 8},
-        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1, "schedule": "linear", "weight_decay": 0.1},
+        write_rows(directory / f"{split}.jsonl", samples, ("prompt", "completion"))
+    data = {"train": "./train.jsonl", "eval": "./eval.jsonl"}
+    return trained(directory, "sft", merge_tables({"data": data, "training": {"steps": STEPS, "batch_size": 8}}, settings))
+
+
+def reinforced(directory: Path, settings: Tables, *, kills: int = 0) -> Path:
+    """Train the small model by reinforcement in the environment above, whose options `settings["environment"]` are."""
+    (directory / "words.py").write_text(ENVIRONMENT)
+    environment = settings.pop("environment", {})
+    tables: Tables = {
+        "rl": {"steps": STEPS, "groups": 3, "group_size": 4, "max_tokens": 48, "max_prompt_tokens": 32},
+        "evaluation": {"at_end": False},
+        "rollouts": {"workers": 2},
     }
-    for table, values in settings.items():
-        tables.setdefault(table, {}).update(values)
-    lines = [
-        line
-        for table, values in tables.items()
-        for line in (f"[{table}]", *(f"{key} = {json.dumps(each)}" for key, each in values.items()))
-    ]
-    (directory / "run.toml").write_text("\n".join(lines) + "\n")
-    engine("run", str(directory / "run.toml"))
-    return directory / "run"
-
-
-def engine(*arguments: str) -> None:
-    settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, "-m", "skyrl_engine", "--quiet", *arguments], check=True, stdout=sys.stderr, env={**os.environ, **settings}
+    return trained(
+        directory, "rl", merge_tables(tables, settings), environments=[{"use": "./words.py:words", **environment}], kills=kills
     )
 
 
+def trained(directory: Path, trainer: str, settings: Tables, *, environments: Sequence[Table] = (), kills: int = 0) -> Path:
+    """Train the small model as `settings` say, again after each of `kills` kills; returns the run directory."""
+    import tomli_w
+
+    write_model(directory / "model")
+    tables: Tables = {
+        "model": {"path": "./model"},
+        "run": {"directory": "./run", "seed": 3, "device": "cpu"},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1, "schedule": "linear", "weight_decay": 0.1},
+    }
+    content = {"trainer": trainer, **merge_tables(tables, settings)}
+    if environments:
+        content["environments"] = list(environments)
+    (directory / "run.toml").write_text(tomli_w.dumps(content))
+    for _ in range(kills):
+        ended = engine("run", str(directory / "run.toml"))
+        assert ended == -signal.SIGKILL, f"the run ended with {ended}, not by the kill"
+    ended = engine("run", str(directory / "run.toml"), *(["checkpoint.resume=true"] if kills else []))
+    assert ended == 0, f"the run ended with {ended}"
+    return directory / "run"
+
+
+def merge_tables(first: Tables, second: Tables) -> Tables:
+    """The tables of both; a key that stands in both has the value of `second`."""
+    return {
+        name: {**first.get(name, {}), **second.get(name, {})} for name in [*first, *(name for name in second if name not in first)]
+    }
+
+
+def engine(*arguments: str) -> int:
+    """Run `skyrl-engine` with these arguments; returns its exit code, negative for a signal."""
+    settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "skyrl_engine", "--quiet", *arguments]
+    return subprocess.run(command, check=False, stdout=sys.stderr, env={**os.environ, **settings}).returncode
+
+
 def write_model(directory: Path) -> None:
-    """A two-layer Qwen3 with random weights and a tokenizer of whole words."""
+    """A two-layer Qwen3 with random weights and a tokenizer of characters."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(5)
@@ -120,29 +292,40 @@ def write_model(directory: Path) -> None:
         bos_token_id=None,
     )
     Qwen3ForCausalLM(config).save_pretrained(directory)
-    words = {"<pad>": 0, "<end>": 1, **{f"w{number}": number for number in range(2, VOCABULARY)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>").save_pretrained(directory)
+    tokens = [*SPECIAL, "\n", *map(chr, range(32, 127))][:VOCABULARY]
+    ids = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<end>",
+        extra_special_tokens=list(SPECIAL[2:]),
+        chat_template=CHAT_TEMPLATE,
+    )
+    made.save_pretrained(directory)
 
 
-def write_samples(path: Path, samples: int) -> None:
-    """Prompts and completions of uneven lengths."""
+def write_rows(path: Path, rows: int, columns: Sequence[str]) -> None:
+    """Write rows of texts of uneven lengths; the first column is the prompt, the others are answers to it."""
     draws = random.Random(path.name)
 
-    def words(count: int) -> str:
-        return " ".join(f"w{draws.randrange(2, VOCABULARY)}" for _ in range(count))
+    def letters(longest: int) -> str:
+        return "".join(chr(draws.randrange(97, 123)) for _ in range(draws.randrange(1, longest + 1)))
 
-    rows = ({"prompt": words(draws.randrange(1, 9)), "completion": " " + words(draws.randrange(1, 13))} for _ in range(samples))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompt, *answers = columns
+    drawn = ({prompt: letters(8), **{answer: letters(12) for answer in answers}} for _ in range(rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in drawn))
 
 
 def record(run: Path) -> dict[str, Any]:
-    """Losses and gradient norms of every step, evaluations, and a SHA-256 of every exported weight."""
+    """Return what each step computed, the losses of evaluations, and a SHA-256 of every exported weight."""
     from safetensors.numpy import load_file
 
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [{name: event["metrics"][name] for name in ("loss", "grad_norm")} for event in events if event["kind"] == "step"]
+    of_steps = [event["metrics"] for event in events if event["kind"] == "step"]
+    steps = [{name: metrics[name] for name in RECORDED if name in metrics} for metrics in of_steps]
     evaluations = [event["metrics"]["loss"] for event in events if event["kind"] == "evaluation"]
     weights = {
         name: hashlib.sha256(tensor.tobytes()).hexdigest()
