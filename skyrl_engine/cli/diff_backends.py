@@ -1,18 +1,28 @@
 """`skyrl-engine diff-backends`: one batch through two backends, side by side."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
+from click.core import ParameterSource
 
 from skyrl_engine.cli.command import EngineCommand
 from skyrl_engine.cli.json_output import measured_json
-from skyrl_engine.cli.options import file_argument, flags_of, load_config, overrides_argument, plugin_options
+from skyrl_engine.cli.options import (
+    file_argument,
+    flags_of,
+    load_config,
+    overrides_argument,
+    plugin_options,
+    refuse_unread,
+    table_of,
+)
 from skyrl_engine.cli.prove import BROKEN, with_default_loss
+from skyrl_engine.registry.kinds import TABLES
 
 if TYPE_CHECKING:
     from skyrl_engine.config import RawConfig, ResolvedConfig
@@ -24,6 +34,9 @@ if TYPE_CHECKING:
     from skyrl_engine.proof.layouts import ParallelSizes
 
     _Material = AbstractContextManager[tuple[ResolvedConfig, ModelConfig, SampleColumns, FactoryContext]]
+
+
+_SIZES = ("training.micro_batch_rows", "training.micro_batch_tokens")
 
 
 def _number_from_zero(_context: click.Context, _parameter: click.Parameter, value: float) -> float:
@@ -93,6 +106,9 @@ def diff_backends(
     if micro_batch_tokens is not None:
         flags["training.micro_batch_tokens"] = micro_batch_tokens
     raw = load_config(file, overrides, flags)
+    _refuse_unread(raw, (first, second))
+    if "model" in raw.table and click.get_current_context().get_parameter_source("family") is not ParameterSource.DEFAULT:
+        raise click.UsageError("--family is the architecture of the small model, and a model is named. Leave it out.")
     layouts = {"a": _sizes(layout_a, "--layout-a"), "b": _sizes(layout, "--layout")}
     found = _compared(raw, {"a": first, "b": second}, layouts, family, tolerance)
     if as_json:
@@ -100,6 +116,28 @@ def diff_backends(
     else:
         render.show_backend_difference(found)
     return 0 if found.agrees else BROKEN
+
+
+def _refuse_unread(raw: "RawConfig", backends: Sequence[str]) -> None:
+    """Refuse what the command line says and another option decides, or nothing reads. Raises ConfigError."""
+    from skyrl_engine.contracts.kinds.backend import PARALLEL_SIZES
+
+    decided = ("run.ranks", "run.launch", "run.ray_address", *(f"backend.{size}" for size in PARALLEL_SIZES))
+    backend = raw.table.get("backend", {})
+    of_neither = not isinstance(backend, Mapping) or backend.get("use", "fsdp") not in backends
+
+    def remedy(key: str) -> str | None:
+        if key == "backend.use":
+            return "Remove it: --a and --b name the backends"
+        if key in decided:
+            return "Remove it: --layout-a and --layout decide ranks and parallel sizes"
+        if table_of(key) == "backend" and of_neither:
+            return "Remove it: it is an option of another backend than --a and --b"
+        if "model" not in raw.table and table_of(key) not in ("plugins", *TABLES) and key not in _SIZES:
+            return "Remove it, or name a model and data: without them, recorded rollouts go through a small model"
+        return None
+
+    refuse_unread(raw, remedy)
 
 
 def _sizes(text: str, option: str) -> "ParallelSizes":

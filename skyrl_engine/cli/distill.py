@@ -68,7 +68,7 @@ def distill(overrides: tuple[str, ...], *, prompts: str | list[str] | None, env:
     vocabulary, and without by the loss top_k_divergence, of rows that hold a teacher's likeliest tokens. The configuration that the options
     make is printed, as TOML: `skyrl-engine distill ... > my.toml` keeps it for `skyrl-engine run my.toml`. All else goes to stderr.
     """
-    from skyrl_engine.config import Option
+    from skyrl_engine.config import Option, with_defaults
 
     sampled = prompts is not None or env is not None
     if given["data"] is None and not sampled:
@@ -87,7 +87,7 @@ def distill(overrides: tuple[str, ...], *, prompts: str | list[str] | None, env:
         )
     flags: dict[str, Any] = {**values_by_key(keys, given), **flags_of(given)}
     if keys is _ON_ROWS:
-        flags = {"trainer": "sft", "loss.use": "top_k_divergence" if given["teacher"] is None else "divergence", **flags}
+        flags = {"trainer": "sft", **flags}
     else:
         if prompts is not None and env is not None:
             raise click.UsageError(
@@ -95,5 +95,11 @@ def distill(overrides: tuple[str, ...], *, prompts: str | list[str] | None, env:
             )
         table = {"use": "prompts", "data": prompts} if env is None else environment_table(env)
         environments = Option("--prompts" if env is None else "--env", [table])
-        flags = {"trainer": "rl", "rl.preset": "on_policy_distill", "environments": environments, **flags}
-    return start_printed(load_config(None, overrides, flags), dry_run=dry_run)
+        flags = {"trainer": "rl", "environments": environments, **flags}
+    raw = load_config(None, overrides, flags)
+    if keys is _ON_ROWS:
+        taught = "teacher.path" in raw.origins
+        defaults = {"loss.use": "divergence" if taught else "top_k_divergence"}
+    else:
+        defaults = {"rl.preset": "on_policy_distill"}
+    return start_printed(with_defaults(raw, defaults, "skyrl-engine distill"), dry_run=dry_run)

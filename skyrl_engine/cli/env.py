@@ -186,7 +186,7 @@ def _made(name: str, settings: tuple[str, ...]) -> "tuple[SelectedPlugin, Part[E
 
     table = environment_table(name)
     record = Registry.discover().resolve("environment", table.pop("use"), base=Path.cwd())
-    plugin = selected_plugin(record, {**table, **parsed_options(settings)})
+    plugin = selected_plugin(record, parsed_options(settings, table))
     return plugin, Part(plugin.make(FactoryContext()), Owner.of(record), "environments[0]", name)
 
 

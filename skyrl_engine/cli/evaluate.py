@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from skyrl_engine.cli.command import EngineCommand, current_settings
-from skyrl_engine.cli.options import load_config, values_by_key
+from skyrl_engine.cli.options import given_by_person, values_by_key
 
 if TYPE_CHECKING:
+    from skyrl_engine.config import RawConfig
     from skyrl_engine.training.rl.standalone_evaluation import Evaluated
+
+_COMMAND = "skyrl-engine evaluate"
 
 _OF_RUN = {
     "model": ("dtype", "chat_template", "trust_remote_code"),
@@ -99,7 +102,7 @@ def evaluate(
     """
     from skyrl_engine.cli.render import show_progress
     from skyrl_engine.cli.rl import environment_tables
-    from skyrl_engine.config import Option, resolve
+    from skyrl_engine.config import Option, RawConfig, override, resolve, with_defaults
     from skyrl_engine.training.rl.standalone_evaluation import evaluate_model
 
     if run is None and model is None:
@@ -108,25 +111,26 @@ def evaluate(
         raise click.UsageError("--step chooses a checkpoint of RUN, a run directory, which is not given.")
     if output is not None and output.suffix not in (".jsonl", ".parquet"):
         raise click.UsageError(f"--output {output} ends neither in .jsonl nor in .parquet.")
-    if given["temperature"] is None:
-        given["temperature"] = 0.0 if given["samples"] == 1 else 1.0
-    if data and given["tasks"] is None:
-        given["tasks"] = sys.maxsize
     tasks = _one(data)
     environments = environment_tables(env, reward, tool, {"data": tasks, "eval_data": tasks})
     settings = current_settings()
     with ExitStack() as stack, show_progress(quiet=settings.quiet or as_json) as display:
-        tables: dict[str, Any] = {} if run is None else _tables_of(run)
+        taken_over = RawConfig({}, {}) if run is None else _taken_over(run)
         folder = None
         if run is not None:
             folder = _model_of(
                 run, step, model, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-engine-evaluate-")))
             )
         flags: dict[str, Any] = {"trainer": "rl", "model.path": model if folder is None else str(folder)}
-        flags |= values_by_key(_KEYS, given)
+        flags |= values_by_key(_KEYS, given_by_person(given))
         if environments:
             flags["environments"] = Option("--env" if env else "--reward", environments)
-        resolved = resolve(load_config(None, overrides, {**tables, **flags}))
+        raw = override(taken_over, overrides, flags)
+        defaults = {"evaluation.samples": 1, **({"evaluation.tasks": sys.maxsize} if data else {})}
+        raw = with_defaults(raw, defaults, _COMMAND)
+        table = raw.table["evaluation"]
+        one = isinstance(table, dict) and table["samples"] == 1
+        resolved = resolve(with_defaults(raw, {"evaluation.temperature": 0.0 if one else 1.0}, _COMMAND))
         found = evaluate_model(resolved, split="train" if split == "train" else "eval", progress=display.data)
     if output is not None:
         _write(found, output)
@@ -146,8 +150,9 @@ def _one(data: tuple[str, ...]) -> str | None:
     return data[0] if data else None
 
 
-def _tables_of(run: Path) -> dict[str, Any]:
-    """Return what an evaluation takes over from a run's configuration, as dotted keys."""
+def _taken_over(run: Path) -> "RawConfig":
+    """Return what an evaluation takes over from a run's configuration. Options and overrides win over it."""
+    from skyrl_engine.config import from_dict
     from skyrl_engine.config.reading.sources import read_file
     from skyrl_engine.errors import EngineError
     from skyrl_engine.run.directory import RunDirectory
@@ -158,12 +163,10 @@ def _tables_of(run: Path) -> dict[str, Any]:
             f"there is no run directory {run}", remedy="Name the directory that a run has written, or give --model MODEL"
         )
     table, _ = read_file(place)
-    kept = {f"{name}.{key}": table[name][key] for name, keys in _OF_RUN.items() for key in keys if key in table.get(name, {})}
+    kept = {name: {key: table[name][key] for key in keys if key in table.get(name, {})} for name, keys in _OF_RUN.items()}
     if table.get("trainer") == "rl":
-        kept |= {f"{name}.{key}": value for name in ("generator", "rollouts") for key, value in table.get(name, {}).items()}
-        if table.get("environments"):
-            kept["environments"] = table["environments"]
-    return kept
+        kept |= {name: table[name] for name in ("generator", "rollouts", "environments") if table.get(name)}
+    return from_dict(kept, str(place))
 
 
 def _model_of(run: Path, step: int | None, base: str | None, scratch: Path) -> Path:

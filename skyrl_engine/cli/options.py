@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from skyrl_engine.config.trainers import TRAINERS
 from skyrl_engine.registry.kinds import KINDS
@@ -111,6 +112,34 @@ def values_by_key(keys: Mapping[str, str], given: Mapping[str, Any]) -> "dict[st
     from skyrl_engine.config import Option
 
     return {key: Option(f"--{name.replace('_', '-')}", given[name]) for name, key in keys.items() if given[name] is not None}
+
+
+def given_by_person(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the running command's options, None for those that nobody gave: a key=value wins over a default."""
+    source = click.get_current_context().get_parameter_source
+    return {name: None if source(name) is ParameterSource.DEFAULT else value for name, value in values.items()}
+
+
+def refuse_unread(raw: "RawConfig", remedy: Callable[[str], str | None]) -> None:
+    """Raise ConfigError with every key of the command line that the running command does not read: those that `remedy` answers.
+
+    Keys of a file are not refused: it may be the file of a run, of which the command reads a part.
+    """
+    from skyrl_engine.errors import ConfigError, Problem
+
+    name = click.get_current_context().info_name
+    problems = [
+        Problem(f"{origin}: {key}", f"is nothing that {name} reads", told)
+        for key, origin in raw.origins.items()
+        if origin.kind == "command line" and (told := remedy(key)) is not None
+    ]
+    if problems:
+        raise ConfigError([*raw.problems, *problems])
+
+
+def table_of(key: str) -> str:
+    """Return the top-level key that a dotted key begins with: of `environments[0].weight`, environments."""
+    return key.partition(".")[0].partition("[")[0]
 
 
 def overrides_argument(function: Function) -> Function:

@@ -1,6 +1,7 @@
 """Options of one plugin on a command line, as `--set KEY=VALUE`."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -12,24 +13,17 @@ if TYPE_CHECKING:
     from skyrl_engine.registry.record import PluginRecord
 
 
-def parsed_options(texts: tuple[str, ...]) -> dict[str, Any]:
-    """Return the options of the plugin as a table. Raises ConfigError with every text that is no option."""
-    from skyrl_engine.config.reading.overrides import parse_override
+def parsed_options(texts: tuple[str, ...], named: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return the options of the plugin as a table, with those that its name on the command line holds, `named`.
 
-    table: dict[str, Any] = {}
-    parsed = [parse_override(text) for text in texts]
-    problems = [each for each in parsed if isinstance(each, Problem)]
-    if problems:
-        raise ConfigError(problems)
-    for each in parsed:
-        assert not isinstance(each, Problem), "problems were raised above"
-        path, value = each
-        *parents, key = map(str, path)
-        place = table
-        for name in parents:
-            place = place.setdefault(name, {})
-        place[key] = value
-    return table
+    Raises ConfigError with every text that is no option, or says otherwise than the name.
+    """
+    from skyrl_engine.config import Option, load
+
+    raw = load(None, texts, {key: Option(f"the name, its {key}", value) for key, value in named.items()})
+    if raw.problems:
+        raise ConfigError(raw.problems)
+    return dict(raw.table)
 
 
 def selected_plugin(record: "PluginRecord", options: Mapping[str, Any]) -> "SelectedPlugin":

@@ -9,7 +9,15 @@ import click
 
 from skyrl_engine.cli.command import EngineCommand, current_settings
 from skyrl_engine.cli.json_output import measured_json
-from skyrl_engine.cli.options import file_argument, flags_of, load_config, overrides_argument, plugin_options
+from skyrl_engine.cli.options import (
+    file_argument,
+    flags_of,
+    load_config,
+    overrides_argument,
+    plugin_options,
+    refuse_unread,
+    table_of,
+)
 from skyrl_engine.registry.kinds import TABLES
 
 if TYPE_CHECKING:
@@ -19,6 +27,9 @@ if TYPE_CHECKING:
 
 BROKEN = 1
 """Exit code: the promise does not hold, or a planted mistake went unnoticed."""
+
+_READ = frozenset(("plugins", *TABLES))
+"""Tables of a configuration that are read."""
 
 _DEFAULT_LOSS: Mapping[str, Any] = {
     "use": "ppo",
@@ -54,7 +65,10 @@ def prove(
         _list_plants()
         return 0
     chosen = None if plant is None else _plant(plant)
-    resolved = dict(_by_collator(load_config(file, overrides, flags_of(given))))
+    raw = load_config(file, overrides, flags_of(given))
+    unread = "Remove it: of a configuration, plugins and their options are read"
+    refuse_unread(raw, lambda key: None if table_of(key) in _READ else unread)
+    resolved = dict(_by_collator(raw))
     terms = [each for each in next(iter(resolved.values())).plugins.values() if each.coefficient is not None]
     if chosen is not None and chosen.needs_terms and not terms:
         raise click.UsageError(
@@ -97,10 +111,10 @@ def _by_collator(raw: "RawConfig") -> "Iterator[tuple[str, ResolvedConfig]]":
     """Return the configuration with `padded`, with `packed`, and with its own collator where that is another one."""
     from skyrl_engine.config import resolve
 
-    table = {name: value for name, value in raw.table.items() if name == "plugins" or name in TABLES.keys() - {"collator"}}
+    table = {name: value for name, value in raw.table.items() if name in _READ - {"collator"}}
     plain = with_default_loss(attrs.evolve(raw, table=table))
     own = raw.table.get("collator", {})
-    if not isinstance(own, Mapping):
+    if not isinstance(own, Mapping) or not isinstance(own.get("use", ""), str):
         resolve(raw, need=())  # says what is wrong
     own = {"use": "padded", **own}
     for name, collator in {"padded": {"use": "padded"}, "packed": {"use": "packed"}, own["use"]: own}.items():

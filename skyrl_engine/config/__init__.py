@@ -9,14 +9,27 @@ from skyrl_engine.lazy import lazily
 
 if TYPE_CHECKING:
     from skyrl_engine.config.json_schema import config_schema
+    from skyrl_engine.config.reading.merging import Option
     from skyrl_engine.config.reading.origins import Origin
-    from skyrl_engine.config.reading.sources import Option, RawConfig, from_dict, load
+    from skyrl_engine.config.reading.sources import RawConfig, from_dict, load, override, with_defaults
     from skyrl_engine.config.resolution import ResolvedConfig, SelectedPlugin, resolve
 
-__all__ = ["Option", "Origin", "RawConfig", "ResolvedConfig", "SelectedPlugin", "config_schema", "from_dict", "load", "resolve"]
+__all__ = [
+    "Option",
+    "Origin",
+    "RawConfig",
+    "ResolvedConfig",
+    "SelectedPlugin",
+    "config_schema",
+    "from_dict",
+    "load",
+    "override",
+    "resolve",
+    "with_defaults",
+]
 
 _HOMES = {
-    "Option": "reading.sources",
+    "Option": "reading.merging",
     "Origin": "reading.origins",
     "RawConfig": "reading.sources",
     "ResolvedConfig": "resolution",
@@ -24,7 +37,9 @@ _HOMES = {
     "config_schema": "json_schema",
     "from_dict": "reading.sources",
     "load": "reading.sources",
+    "override": "reading.sources",
     "resolve": "resolution",
+    "with_defaults": "reading.sources",
 }
 
 

@@ -66,7 +66,10 @@ _INTRODUCTION = """\
 
 A configuration file is TOML (`.toml`) or YAML (`.yaml`, `.yml`). On the command line `section.key=value` replaces what the file
 says, and an option such as `--loss` replaces both. The value of an override is a TOML value; what is not one is taken as text, so
-`loss.use=focal` needs no quotes. `skyrl-engine config show` prints every key with the place it came from.
+`loss.use=focal` needs no quotes. It reaches into lists of tables by position, from 0, those that options make too: after
+`--env`, `environments.0.weight=2` is the weight of that environment. No key is dropped: one that says otherwise than an option, that
+nothing takes, or that the command does not read is refused by its name. `skyrl-engine config show` prints every key with the place it
+came from.
 
 - Nothing is converted: `"1"` is text, `1` is not `true`, `2.0` is not a whole number. A whole number is accepted where a number is wanted.
 - TOML has no null. `"none"` (in YAML also `null`) means no value, wherever a key below may have none.

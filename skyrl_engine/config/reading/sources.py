@@ -1,6 +1,6 @@
 """Sources of a configuration: a file, `section.key=value` overrides, and options of a command. Read, merged, not yet checked.
 
-Overrides replace what the file says, options replace both; every value remembers where it came from.
+Overrides and options replace what the file says; every value remembers where it came from.
 """
 
 import copy
@@ -9,20 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
-from skyrl_engine.config.other_words import RL, meant_by_path
+from skyrl_engine.config.reading.merging import MergedTable, Option
 from skyrl_engine.config.reading.origins import KeyPath, Origin, dotted, leaves
-from skyrl_engine.config.reading.overrides import parse_override
 from skyrl_engine.errors import ConfigError, Problem
-
-
-@frozen
-class Option:
-    """A command's option by the name a person typed, for instance `Option("--steps", 20)`."""
-
-    name: str
-    value: Any
 
 
 @frozen
@@ -51,24 +42,50 @@ def load(
     `source` is a file (TOML or YAML), a mapping of tables, or None. A flag whose value is None was not given. Raises ConfigError when the file
     cannot be read at all.
     """
-    merging = _Merging()
-    folder = Path.cwd()
-    path = source if isinstance(source, Path) else None
-    lines: Mapping[KeyPath, int] = {}
     try:
-        if isinstance(source, Path):
-            table, lines = read_file(source)
-        else:
-            table = copy.deepcopy(dict(source or {}))
+        raw = _read(source)
     except ConfigError as error:
-        raise ConfigError([*error.problems, *_merge_command_line(_Merging(), overrides, flags, folder)]) from error
-    label = "the given mapping" if path is None else str(path)
-    for key, _ in leaves(table):
-        if key:
-            merging.origins[dotted(key)] = Origin("file", label, _line(lines, key), _folder_of(path))
-    merging.table = table
-    problems = _merge_command_line(merging, overrides, flags, folder)
-    return RawConfig(merging.table, merging.origins, path, tuple(problems))
+        told = override(RawConfig({}, {}), overrides, flags).problems
+        raise ConfigError([*error.problems, *told]) from error
+    return override(raw, overrides, flags)
+
+
+def override(raw: RawConfig, overrides: Sequence[str] = (), flags: Mapping[str, Any] = MappingProxyType({})) -> RawConfig:
+    """Return a configuration with `overrides` and `flags`, as for `load`, over what it says."""
+    options = {
+        key: flag if isinstance(flag, Option) else Option(option_name(key), flag) for key, flag in flags.items() if flag is not None
+    }
+    merging = MergedTable(copy.deepcopy(dict(raw.table)), dict(raw.origins))
+    given = {key: option for key, option in options.items() if option.value is not None}
+    problems = merging.merge(overrides, given, Path.cwd())
+    return evolve(raw, table=merging.table, origins=merging.origins, problems=(*raw.problems, *problems))
+
+
+def with_defaults(raw: RawConfig, defaults: Mapping[str, Any], label: str) -> RawConfig:
+    """Return a configuration with those of `defaults`, by their dotted keys, that nobody gave; `label` is their origin."""
+    table, origins = copy.deepcopy(dict(raw.table)), dict(raw.origins)
+    for name, value in defaults.items():
+        *around, key = name.split(".")
+        place: Any = table
+        for part in around:
+            place = place.setdefault(part, {}) if isinstance(place, dict) else None
+        # where no table is, structuring says so
+        if isinstance(place, dict) and key not in place:
+            place[key] = copy.deepcopy(value)
+            origins |= {dotted(leaf): Origin("default", label) for leaf, _ in leaves(value, (*around, key))}
+    return evolve(raw, table=table, origins=origins)
+
+
+def _read(source: Path | Mapping[str, Any] | None) -> RawConfig:
+    lines: Mapping[KeyPath, int] = {}
+    path = source if isinstance(source, Path) else None
+    if isinstance(source, Path):
+        table, lines = read_file(source)
+    else:
+        table = copy.deepcopy(dict(source or {}))
+    label, folder = "the given mapping" if path is None else str(path), _folder_of(path)
+    origins = {dotted(key): Origin("file", label, _line(lines, key), folder) for key, _ in leaves(table) if key}
+    return RawConfig(table, origins, path)
 
 
 def from_dict(table: Mapping[str, Any], source: str) -> RawConfig:
@@ -106,61 +123,6 @@ def option_name(key: str) -> str:
     """Return the option that sets a key, unless the caller names another: `loss.use` is --loss, `model.path` --model, `data.train` --data."""
     section, _, last = key.partition(".")
     return f"--{section}" if last in ("use", "path", "train") else f"--{last.replace('_', '-')}"
-
-
-class _Merging:
-    """A table while files, overrides and options are merged into it."""
-
-    def __init__(self) -> None:
-        self.table: dict[str, Any] = {}
-        self.origins: dict[str, Origin] = {}
-
-    def put(self, path: KeyPath, value: Any, origin: Origin) -> str | None:
-        """Set one key, replacing what was there; returns the key that is in the way when a value stands where a table is needed."""
-        table = self.table
-        for depth, part in enumerate(path[:-1], start=1):
-            inner = table.setdefault(str(part), {})
-            if not isinstance(inner, dict):
-                return dotted(path[:depth])
-            table = inner
-        table[str(path[-1])] = value
-        name = dotted(path)
-        for key in [key for key in self.origins if key == name or key.startswith((f"{name}.", f"{name}["))]:
-            del self.origins[key]
-        for inside, _ in leaves(value, path):
-            self.origins[dotted(inside)] = origin
-        return None
-
-
-def _merge_command_line(merging: _Merging, overrides: Sequence[str], flags: Mapping[str, Any], folder: Path) -> list[Problem]:
-    problems: list[Problem] = []
-    given: dict[str, Any] = {}
-    origin = Origin("command line", "command line", folder=folder)
-    for text in overrides:
-        parsed = parse_override(text)
-        if isinstance(parsed, Problem):
-            problems.append(parsed)
-            continue
-        path, value = parsed
-        given[dotted(path)] = value
-        problems += _put(merging, path, value, origin)
-    for key, flag in flags.items():
-        option = flag if isinstance(flag, Option) else Option(option_name(key), flag)
-        if option.value is None:
-            continue
-        if key in given and given[key] != option.value:
-            problems.append(Problem(f"{option.name}: {key}", f"{key}={given[key]} is given too", "Give one of the two"))
-            continue
-        problems += _put(merging, tuple(key.split(".")), option.value, Origin("option", option.name, folder=folder))
-    return problems
-
-
-def _put(merging: _Merging, path: KeyPath, value: Any, origin: Origin) -> list[Problem]:
-    obstacle = merging.put(path, value, origin)
-    if obstacle is None:
-        return []
-    remedy = meant_by_path(path, RL) if obstacle == "trainer" else None
-    return [Problem(f"{origin}: {dotted(path)}", f"{obstacle} holds a value, not a table", remedy or f"Set {obstacle} as a whole")]
 
 
 def _line(lines: Mapping[KeyPath, int], path: KeyPath) -> int | None:

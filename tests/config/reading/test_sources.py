@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_engine.config.reading.sources import Option, from_dict, load
+from skyrl_engine.config.reading.merging import Option
+from skyrl_engine.config.reading.sources import from_dict, load
 from skyrl_engine.errors import ConfigError
 
 TOML = """\

@@ -1,0 +1,166 @@
+"""Merge `section.key=value` and options of a command into a table: each reaches its key, or is refused by name.
+
+Options go over what a file says, and an override reaches into the tables and lists that options make: with `--env spell`,
+`environments.0.weight=2` is the weight of spell. A position in a list counts from 0. A key given twice in the same way keeps its last value;
+every other value that another one would replace is a problem.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from skyrl_engine.config.other_words import RL, meant_by_path
+from skyrl_engine.config.reading.origins import KeyPath, Origin, dotted, leaves
+from skyrl_engine.config.reading.overrides import parse_override
+from skyrl_engine.errors import Problem
+
+
+@frozen
+class Option:
+    """A command's option by the name a person typed, for instance `Option("--steps", 20)`."""
+
+    name: str
+    value: Any
+
+
+@frozen
+class _Assignment:
+    """A value for a key: `text` is what a person typed, `place` its number on the command line."""
+
+    place: int
+    text: str
+    path: KeyPath
+    value: Any
+    origin: Origin
+
+
+class _UnreachableError(Exception):
+    """A key cannot be reached, because of what stands in the way."""
+
+    def __init__(self, cause: str, remedy: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.remedy = remedy
+
+
+class MergedTable:
+    """A table while overrides and options are merged into it, with the origin of every key that holds a value."""
+
+    def __init__(self, table: dict[str, Any], origins: dict[str, Origin]) -> None:
+        self.table = table
+        self.origins = origins
+
+    def merge(self, overrides: Sequence[str], options: Mapping[str, Option], folder: Path) -> list[Problem]:
+        """Merge overrides and options, by their dotted keys; `folder` is what `./` in them is relative to. Returns every problem."""
+        problems: dict[int, Problem] = {}
+        typed: dict[KeyPath, _Assignment] = {}
+        origin = Origin("command line", "command line", folder=folder)
+        for place, text in enumerate(overrides):
+            parsed = parse_override(text)
+            if isinstance(parsed, Problem):
+                problems[place] = parsed
+                continue
+            path, value = parsed
+            # the last of several for one key
+            typed.pop(path, None)
+            typed[path] = _Assignment(place, text, path, value, origin)
+        chosen = [
+            _Assignment(place, option.name, tuple(key.split(".")), option.value, Origin("option", option.name, folder=folder))
+            for place, (key, option) in enumerate(options.items(), start=len(overrides))
+        ]
+        inside = [each for each in typed.values() if any(_is_inside(each.path, option.path) for option in chosen)]
+        outside = [each for each in typed.values() if each not in inside]
+        merged: list[_Assignment] = []
+        for each in (*outside, *chosen, *inside):
+            try:
+                self._put(each.path, each.value, each.origin)
+            except _UnreachableError as error:
+                problems[each.place] = Problem(f"{each.origin}: {dotted(each.path)}", error.cause, error.remedy)
+            else:
+                merged.append(each)
+        return [problem for _, problem in sorted(problems.items())] + list(self._replaced(merged))
+
+    def _replaced(self, merged: Sequence[_Assignment]) -> Iterator[Problem]:
+        """Yield a problem for every assignment that another one has replaced, in part or as a whole."""
+        for number, each in enumerate(merged):
+            if all(_is_kept(value, _value_at(self.table, path)) for path, value in leaves(each.value, each.path)):
+                continue
+            related = [
+                other
+                for other in merged[number + 1 :]
+                if other.path[: len(each.path)] == each.path or each.path[: len(other.path)] == other.path
+            ]
+            by = related[-1]
+            option, key = (each, by) if each.origin.kind == "option" else (by, each)
+            where = dotted(max(option.path, key.path, key=len))
+            yield Problem(f"{option.origin}: {where}", f"{key.text} is given too", "Give one of the two")
+
+    def _put(self, path: KeyPath, value: Any, origin: Origin) -> None:
+        """Set one key, replacing what was there. Raises _UnreachableError, and sets nothing, where a value or a list is in the way."""
+        place: Any = self.table
+        reached: KeyPath = ()
+        key: str | int
+        for depth, part in enumerate(path):
+            key = _position(place, part, reached, path) if isinstance(place, list) else str(part)
+            reached = (*reached, key)
+            if depth == len(path) - 1:
+                place[key] = copy.deepcopy(value)
+                break
+            inner = place.setdefault(key, {}) if isinstance(place, dict) else place[key]
+            if not isinstance(inner, dict) and not _is_list_of_tables(inner):
+                remedy = meant_by_path(path, RL) if reached == ("trainer",) else None
+                raise _UnreachableError(
+                    f"{dotted(reached)} holds a value, not a table", remedy or f"Set {dotted(reached)} as a whole"
+                )
+            place = inner
+        name = dotted(reached)
+        for known in [known for known in self.origins if known == name or known.startswith((f"{name}.", f"{name}["))]:
+            del self.origins[known]
+        for leaf, _ in leaves(value, reached):
+            self.origins[dotted(leaf)] = origin
+
+
+def _position(place: list[Any], part: str | int, reached: KeyPath, path: KeyPath) -> int:
+    """Return the position in a list of tables that a part of a key means. Raises _UnreachableError where it is none."""
+    name, text = dotted(reached), str(part)
+    entries = f"{name} is a list of {len(place)} {'table' if len(place) == 1 else 'tables'}"
+    if not text.isdecimal():
+        rest = dotted(path[len(reached) :])
+        raise _UnreachableError(f"{entries}, and {text!r} is no position in it", f"Write {name}.0.{rest} for the first of them")
+    if int(text) >= len(place):
+        raise _UnreachableError(
+            f"{entries}, counted from 0", f"Write {name}.{len(place) - 1} for the last, or set {name} as a whole"
+        )
+    return int(text)
+
+
+def _is_list_of_tables(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _is_inside(path: KeyPath, around: KeyPath) -> bool:
+    return len(path) > len(around) and path[: len(around)] == around
+
+
+def _is_kept(given: Any, there: Any) -> bool:
+    """Say whether a value that was given is there; of an empty table, that a table is."""
+    return there is given or there == given or (given == {} and isinstance(there, dict))
+
+
+_NOTHING = object()
+
+
+def _value_at(table: Any, path: KeyPath) -> Any:
+    """Return the value of a key, or an object that equals nothing where there is none."""
+    place = table
+    for part in path:
+        if isinstance(place, dict) and str(part) in place:
+            place = place[str(part)]
+        elif isinstance(place, list) and str(part).isdecimal() and int(part) < len(place):
+            place = place[int(part)]
+        else:
+            return _NOTHING
+    return place

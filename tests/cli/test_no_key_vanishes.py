@@ -1,0 +1,250 @@
+"""No key=value of a command line vanishes: it reaches the table that options or files make, or is refused by its name.
+
+Every command that takes key=value and every table of the schema is walked, so that a new one cannot be forgotten. A key is seen to arrive by
+a value that no key takes, a list in a list: whoever reads it refuses it by name, and whoever drops it says nothing.
+"""
+
+import tomllib
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+
+from skyrl_engine.cli.app import app
+from skyrl_engine.cli.command import every_command
+from skyrl_engine.config.sections import sections
+from skyrl_engine.config.structure import plugin_lists
+from skyrl_engine.config.trainers import TRAINERS
+
+NONSENSE = "utter_nonsense"
+
+OF_TRAINERS = {
+    "run": ["run", "{trainer}.toml", "--dry-run"],
+    "config show": ["config", "show", "{trainer}.toml"],
+    "config check": ["config", "check", "{trainer}.toml"],
+    "data preview": ["data", "preview", "{trainer}.toml"],
+}
+"""Commands that take any configuration, by their names; each is tried with the configuration of every trainer."""
+
+WITH_FLAGS = {
+    "sft": [["sft", "--model", "m", "--data", "d.jsonl"]],
+    "preference": [["preference", "--model", "m", "--data", "d.jsonl", "--reference", "r"]],
+    "reward-model": [["reward-model", "--model", "m", "--data", "d.jsonl"]],
+    "rl": [
+        ["rl", "--model", "m"],
+        ["rl", "--model", "m", "--reward", "./reward.py:score", "--data", "d.jsonl"],
+        ["rl", "--model", "m", "--env", "prompts", "--data", "d.jsonl"],
+        ["rl", "--model", "m", "--env", "gymnasium:CartPole-v1", "--env", "gymnasium:Acrobot-v1", "--preset", "dapo"],
+        ["rl", "--model", "m", "--rollouts", "r", "--reward-model", "r", "--preset", "ppo"],
+    ],
+    "distill": [
+        ["distill", "--model", "m", "--data", "d.jsonl"],
+        ["distill", "--model", "m", "--teacher", "t", "--data", "d.jsonl"],
+        ["distill", "--model", "m", "--teacher", "t", "--prompts", "d.jsonl"],
+        ["distill", "--model", "m", "--teacher", "t", "--env", "gymnasium:Acrobot-v1"],
+    ],
+    "evaluate": [
+        ["evaluate", "--model", "m", "--reward", "./reward.py:score", "--data", "d.jsonl"],
+        ["evaluate", "--model", "m", "--env", "gymnasium:Acrobot-v1"],
+        ["evaluate", "trained"],
+        ["evaluate", "trained", "--env", "gymnasium:Acrobot-v1", "-k", "4"],
+    ],
+    "prove": [["prove"], ["prove", "sft.toml", "--collator", "packed"]],
+    "diff-backends": [["diff-backends", "--b", "fsdp"], ["diff-backends", "sft.toml", "--b", "fsdp"]],
+}
+"""Commands that make a configuration, or a part of one, in the ways in which their options make tables."""
+
+OF_PLUGINS = {
+    "env show": ["env", "show", "gymnasium:CartPole-v1"],
+    "env try": ["env", "try", "gymnasium:CartPole-v1"],
+    "plugins verify": ["plugins", "verify", "loss:ppo"],
+}
+"""Commands whose keys are options of one plugin."""
+
+COMMAND_LINES = [
+    *([part.format(trainer=trainer) for part in line] for line in OF_TRAINERS.values() for trainer in TRAINERS),
+    *(line for lines in WITH_FLAGS.values() for line in lines),
+]
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> None:
+    for trainer in TRAINERS:
+        data = '[[environments]]\nuse = "prompts"\ndata = "d.jsonl"\n' if trainer == "rl" else '[data]\ntrain = "d.jsonl"\n'
+        (tmp_path / f"{trainer}.toml").write_text(f'trainer = "{trainer}"\n[model]\npath = "m"\n{data}')
+    (tmp_path / "trained" / "model").mkdir(parents=True)
+    (tmp_path / "trained" / "config.toml").write_text((tmp_path / "rl.toml").read_text())
+
+
+def takes_keys(command: object) -> bool:
+    params = getattr(command, "params", [])
+    return any("=" in (each.metavar or "") for each in params)
+
+
+def test_every_command_that_takes_keys_is_tried() -> None:
+    found = {" ".join(path[1:]) for path, command in every_command(app, ("skyrl-engine",)) if takes_keys(command)}
+    assert found == {*OF_TRAINERS, *WITH_FLAGS, *OF_PLUGINS}
+
+
+def tables() -> Iterator[tuple[str, type]]:
+    """Yield every table of the schema by its dotted key, those inside others too; of a list of tables, the first."""
+    for name, section in sections().items():
+        if attrs.has(section.schema):
+            yield from _inside(f"{name}.0" if section.listed else name, section.schema)
+
+
+def _inside(key: str, schema: type) -> Iterator[tuple[str, type]]:
+    yield key, schema
+    for name, listed in plugin_lists(schema).items():
+        yield from _inside(f"{key}.{name}.0", listed.schema)
+    for name, hint in typing.get_type_hints(schema).items():
+        for kind in typing.get_args(hint) or (hint,):
+            if attrs.has(kind) and name not in plugin_lists(schema):
+                yield from _inside(f"{key}.{name}", kind)
+
+
+def test_the_walk_sees_tables_in_lists_and_in_tables() -> None:
+    assert {"model.lora", "rl.kl", "loss.terms.0", "environments.0", "group_filters.0", "backend", "generator"} <= dict(
+        tables()
+    ).keys()
+
+
+def is_named(key: str, told: str) -> bool:
+    """Say whether a line is about a key, or about a table or a list around it, which is then not read as a whole."""
+    lines, parts = told.splitlines(), key.split(".")
+    if any(f"[{parts[0]}] is a table of" in line or f"[{parts[0]}] selects" in line for line in lines):
+        return True
+    around = [parts[:end] for end in range(len(parts), 0, -1)]
+    spelt = {spelling for each in around for spelling in (".".join(each), with_brackets(each))}
+    return any(f": {each}: " in line or f": {with_brackets(parts)}[" in line for each in spelt for line in lines)
+
+
+def with_brackets(parts: list[str]) -> str:
+    return "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in parts).removeprefix(".")
+
+
+def vanished(command, line: list[str], keys: dict[str, str]) -> list[str]:
+    """Return the keys that a command neither reads nor refuses; those that it names are left out the next time, as a person would."""
+    left = list(keys)
+    while left:
+        outcome = command(*line, *given(line, [f"{key}={keys[key]}" for key in left]))
+        assert outcome.code in (2, 3), (outcome.code, outcome.err)
+        unnamed = [key for key in left if not is_named(key, outcome.err)]
+        if len(unnamed) == len(left):
+            break
+        left = unnamed
+    return left
+
+
+def given(line: list[str], texts: list[str]) -> list[str]:
+    return [part for text in texts for part in ("--set", text)] if line[0] in ("evaluate", "env") else texts
+
+
+@pytest.mark.parametrize("line", COMMAND_LINES, ids=" ".join)
+def test_a_key_that_no_table_knows_is_refused_by_name(command, inputs, line) -> None:
+    unknown = {f"{key}.{NONSENSE}": "1" for key, _ in tables() if "0" not in key.split(".")}
+    assert vanished(command, line, unknown) == []
+    top = {NONSENSE: "1", f"{NONSENSE}_too.deep.er": "1", f"observers.{NONSENSE}": "1", f"plugins.pin.{NONSENSE}": "1"}
+    assert vanished(command, line, top) == []
+    lists = {f"{key}.{NONSENSE}": "1" for key, _ in tables() if "0" in key.split(".")}
+    assert vanished(command, line, lists) == []
+    without_position = {f"{key.removesuffix('.0')}.{NONSENSE}": "1" for key, _ in tables() if key.endswith(".0")}
+    assert vanished(command, line, without_position) == []
+
+
+@pytest.mark.parametrize("line", COMMAND_LINES, ids=" ".join)
+def test_every_key_of_every_table_is_read_or_refused_by_name(command, inputs, line) -> None:
+    keys = {
+        f"{table}.{attribute.alias or attribute.name}": "[[]]"
+        for table, schema in tables()
+        for attribute in attrs.fields(schema)
+        if attribute.name != "options" and attribute.name not in plugin_lists(schema)
+    }
+    assert "environments.0.weight" in keys
+    assert "rl.kl.coef" in keys
+    of_lists = {key: value for key, value in keys.items() if "0" in key.split(".")}
+    plain = {
+        key: value for key, value in keys.items() if key not in of_lists and not any(other.startswith(f"{key}.") for other in keys)
+    }
+    assert vanished(command, line, plain) == []
+    assert vanished(command, line, of_lists) == []
+
+
+@pytest.mark.parametrize("line", OF_PLUGINS.values(), ids=" ".join)
+@pytest.mark.parametrize("key", [NONSENSE, f"{NONSENSE}.deep.er"])
+def test_an_option_that_a_plugin_does_not_know_is_refused_by_name(command, line, key) -> None:
+    outcome = command(*line, *given(line, [f"{key}=1"]))
+    assert outcome.code == 2
+    assert NONSENSE in outcome.err
+
+
+def test_an_option_of_a_plugin_does_not_replace_what_its_name_says(command) -> None:
+    outcome = command("env", "show", "gymnasium:CartPole-v1", "--set", "id=Taxi-v3")
+    assert outcome.code == 2
+    assert "id=Taxi-v3 is given too" in outcome.last_line
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "at"),
+    [
+        (WITH_FLAGS["rl"][1], "environments.0.weight", 0),
+        (WITH_FLAGS["rl"][2], "environments.0.weight", 0),
+        (WITH_FLAGS["rl"][3], "environments.1.weight", 1),
+        (WITH_FLAGS["distill"][2], "environments.0.weight", 0),
+        (WITH_FLAGS["distill"][3], "environments.0.weight", 0),
+    ],
+)
+def test_an_override_reaches_the_environment_that_an_option_makes(command, inputs, line, key, at) -> None:
+    outcome = command(*line, f"{key}=3.5", "--dry-run")
+    made = tomllib.loads(outcome.out)["environments"]
+    assert made[at]["weight"] == 3.5
+    assert [each["use"] for each in made] == [
+        each["use"] for each in tomllib.loads(command(*line, "--dry-run").out)["environments"]
+    ]
+
+
+def test_an_override_reaches_the_environment_of_the_evaluated_run(command, inputs) -> None:
+    told = command("evaluate", "trained", "--set", "environments.0.weight=-1").last_line
+    assert "environments[0].weight" in told
+    assert "-1" in told
+
+
+def test_an_override_reaches_an_entry_of_a_file(command, inputs) -> None:
+    outcome = command("config", "show", "rl.toml", "environments.0.weight=2.5", "--json")
+    assert '"environments[0].weight": {\n    "value": 2.5,\n    "origin": "command line"' in outcome.out
+
+
+def test_an_override_wins_over_a_default_of_a_command(command, inputs) -> None:
+    """The number of samples has a default, and nobody typed it."""
+    outcome = command("evaluate", "--model", "m", "--env", "gymnasium:Acrobot-v1", "--set", "evaluation.samples=0")
+    assert "command line: evaluation.samples: must be" in outcome.last_line
+    outcome = command("distill", "--model", "m", "--data", "d.jsonl", "loss.use=cross_entropy", "--dry-run")
+    assert tomllib.loads(outcome.out)["loss"] == {"use": "cross_entropy"}
+    outcome = command("distill", "--model", "m", "--data", "d.jsonl", "loss={}", "--dry-run")
+    assert tomllib.loads(outcome.out)["loss"] == {"use": "top_k_divergence"}
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ([*WITH_FLAGS["rl"][3], "environments.0.use=spell"], "--env: environments.0.use: environments.0.use=spell is given too"),
+        ([*WITH_FLAGS["rl"][3], "environments.0.id=Taxi-v3"], "--env: environments.0.id: environments.0.id=Taxi-v3 is given too"),
+        ([*WITH_FLAGS["rl"][3], "environments=[{use='spell'}]"], "--env: environments: environments=[{use='spell'}] is given too"),
+        ([*WITH_FLAGS["sft"][0], "model={path='other'}"], "--model: model.path: model={path='other'} is given too"),
+        ([*WITH_FLAGS["sft"][0], "loss.use=a", "loss={use='b'}"], "command line: loss.use: loss.use=a is given too"),
+        ([*WITH_FLAGS["rl"][3], "environments.2.weight=3"], "environments is a list of 2 tables, counted from 0"),
+        ([*WITH_FLAGS["rl"][3], "environments.weight=3"], "'weight' is no position in it. Write environments.0.weight"),
+    ],
+)
+def test_a_key_that_says_otherwise_than_an_option_is_refused(command, inputs, line, told) -> None:
+    outcome = command(*line)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert told in outcome.err
+
+
+def test_the_family_of_the_small_model_is_refused_beside_a_model(command, inputs) -> None:
+    outcome = command("diff-backends", "sft.toml", "--b", "fsdp", "--family", "qwen3")
+    assert outcome.code == 2
+    assert "--family" in outcome.last_line
