@@ -137,6 +137,7 @@ if TYPE_CHECKING:
         Trajectory,
         VersionSpans,
     )
+    from skyrl_engine.contracts.values.ties import are_tied, equalize_ties
     from skyrl_engine.contracts.values.topology import RankCoords, Topology
 
 __all__ = [
@@ -257,6 +258,7 @@ __all__ = [
     "VersionSpans",
     "WeightForm",
     "WeightSource",
+    "are_tied",
     "as_advantage_output",
     "as_drop_reason",
     "as_loss_output",
@@ -264,6 +266,7 @@ __all__ = [
     "collate",
     "column_forms",
     "combine_metrics",
+    "equalize_ties",
     "inseparable",
     "model_score",
     "offsets_of",
@@ -389,12 +392,14 @@ _HOMES = {
     "VersionSpans": "values.rollout",
     "WeightForm": "kinds.generator",
     "WeightSource": "kinds.generator",
+    "are_tied": "values.ties",
     "as_advantage_output": "kinds.advantage",
     "as_drop_reason": "kinds.group_filter",
     "as_loss_output": "kinds.loss",
     "carried_by": "kinds.collator",
     "collate": "kinds.collator",
     "combine_metrics": "values.outputs",
+    "equalize_ties": "values.ties",
     "inseparable": "values.bundles",
     "ColumnForm": "kinds.needs",
     "column_forms": "kinds.needs",

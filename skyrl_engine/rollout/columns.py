@@ -51,10 +51,10 @@ def to_columns(
     """Lay out the attempts of groups that did not fail, in the order of groups and members; `version` is that of the weights to be trained.
 
     A stretch becomes a sample; one in which nothing was sampled is left out. The action axis of a sample is everything behind its prompt; the
-    loss weight is 1 on sampled tokens and 0 on observed ones. Columns: `rewards`, each at the last token of its turn, and `rollout_logprobs`, 0
-    where nothing was sampled. Per sample: `truncated`, `staleness` (steps since the weights that started it), `environment` (its number in
-    `environments`), and `turn`, which orders the stretches of an attempt. Group ids are tickets. `truncated` "mask" takes the loss of attempts
-    that were cut off, "zero_reward" their rewards.
+    loss weight is 1 on sampled tokens and 0 on observed ones. Columns: `rewards` in float64, each at the last token of its turn, and
+    `rollout_logprobs`, 0 where nothing was sampled. Per sample: `truncated`, `staleness` (steps since the weights that started it),
+    `environment` (its number in `environments`), and `turn`, which orders the stretches of an attempt. Group ids are tickets. `truncated`
+    "mask" takes the loss of attempts that were cut off, "zero_reward" their rewards.
     """
     owners = [group for group in groups for _ in group.finished]
     attempts = [each for group in groups for each in group.finished]
@@ -81,7 +81,7 @@ def to_columns(
     scored = np.repeat(answers, answer_lengths)
     logprobs = np.zeros(len(scored), dtype=np.float32)
     logprobs[scored] = _joined([each.logprobs for each in attempts], np.float32)
-    rewards = np.zeros(len(scored), dtype=np.float32)
+    rewards = np.zeros(len(scored))
     # few tokens have a reward: only those are looked up
     rewarded = np.flatnonzero(earned != 0)
     rewards[_places(rewarded, answers, answer_lengths)] = earned[rewarded]
@@ -134,9 +134,9 @@ def learned_from(
 
 def _rewards(
     attempts: Sequence[Trajectory], lengths: IntArray, truncated: Truncated, overlong: Overlong | None
-) -> npt.NDArray[np.float32]:
-    """float32: the rewards of all sampled tokens, shaped; `lengths` int64[attempts] count sampled and observed tokens."""
-    rewards = _joined([each.rewards for each in attempts], np.float32)
+) -> npt.NDArray[np.float64]:
+    """float64: the rewards of all sampled tokens, shaped; `lengths` int64[attempts] count sampled and observed tokens."""
+    rewards = _joined([each.rewards for each in attempts], np.float64)
     sampled = np.array([len(each.rewards) for each in attempts], dtype=np.int64)
     more = np.array([each.unplaced_reward for each in attempts], dtype=np.float64)
     if truncated == "zero_reward":

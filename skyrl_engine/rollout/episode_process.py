@@ -18,6 +18,7 @@ import numpy as np
 from attrs import define, field
 
 from skyrl_engine.contracts.kinds.environment import Action, Environment, Episode, StepResult, Task, ToolCall
+from skyrl_engine.contracts.values.rollout import LARGEST_REWARD
 from skyrl_engine.errors import EngineError
 from skyrl_engine.registry.host import place_of
 
@@ -30,8 +31,6 @@ LONGEST_CAUSE = 1000
 """Characters of what an environment raises that are told."""
 
 LONGEST_TRACEBACK = 8000
-
-_LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
 
 @define(eq=False)
@@ -170,9 +169,9 @@ def wrong_rest(result: Any) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a number that is finite as float32, which rewards are kept in; NumPy's too."""
+    """Return True for a number that is finite as float32, which advantages are kept in; NumPy's too."""
     try:
-        return not isinstance(value, bool) and isinstance(value, Real) and abs(float(value)) <= _LARGEST_NUMBER
+        return not isinstance(value, bool) and isinstance(value, Real) and abs(float(value)) <= LARGEST_REWARD
     except OverflowError:
         return False
 

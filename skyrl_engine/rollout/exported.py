@@ -152,7 +152,7 @@ def _parquet_schema() -> Any:
             **dict.fromkeys(("prompt_ids", "response_ids", "loss_mask", "segment_kinds", "segment_lengths"), numbers),
             "logprobs": pa.list_(pa.float32()),
             "versions": pa.list_(number),
-            "rewards": pa.list_(pa.float32()),
+            "rewards": pa.list_(pa.float64()),
             **dict.fromkeys(("reward", "unplaced_reward"), pa.float64()),
             **dict.fromkeys(("status", "cause"), text),
             "success": pa.bool_(),
@@ -245,9 +245,8 @@ def _plain_attempt(row: Row, ticket: int, member: int) -> Trajectory:
     ends = [*(np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist(), *([len(sampled)] if len(sampled) else [])]
     kinds = [PROMPT, *(SAMPLED if sampled[end - 1] else OBSERVED for end in ends)]
     count = int(sampled.sum())
-    rewards = np.zeros(count, dtype=np.float32)
-    with np.errstate(over="ignore"):
-        rewards[-1:] = _float(reward)
+    rewards = np.zeros(count)
+    rewards[-1:] = _float(reward)
     return Trajectory(
         ticket=ticket,
         member=member,
@@ -365,7 +364,7 @@ def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
         segment_offsets=offsets_of(joined("segment_lengths", np.int64)),
         logprobs=joined("logprobs", np.float32),
         versions=VersionSpans(starts.astype(np.int32), versions[starts]),
-        rewards=joined("rewards", np.float32),
+        rewards=joined("rewards", np.float64),
         unplaced_reward=float(last["unplaced_reward"]),
         status=last["status"],
         cause=last["cause"],

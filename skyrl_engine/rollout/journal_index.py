@@ -17,7 +17,10 @@ from skyrl_engine.rollout.records import Learned, checksum_of, columns_of, group
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FORMAT: Final = "2"
+FORMAT: Final = "3"
+_READ: Final = (FORMAT, "2")
+"""Formats that are read; in 2 rewards are float32."""
+
 HEADER: Final = b"rollouts"
 CRC: Final = b"crc32"
 """Keys of a record's metadata: its header as JSON, and the checksum over header and rows."""
@@ -234,7 +237,8 @@ def _verified(batch: "pa.RecordBatch", metadata: "pa.KeyValueMetadata | None") -
 
 def _refuse_other_format(segment: Path, schema: "pa.Schema") -> None:
     found = (schema.metadata or {}).get(b"format", b"?").decode()
-    if found != FORMAT:
+    if found not in _READ:
         raise RolloutError(
-            f"{segment} is no journal of rollouts of format {FORMAT} ({found})", remedy="Use the engine version that wrote it"
+            f"{segment} is no journal of rollouts of format {' or '.join(reversed(_READ))} ({found})",
+            remedy="Use the engine version that wrote it",
         )

@@ -12,7 +12,7 @@ import numpy as np
 from attrs import define, evolve, field, frozen
 
 from skyrl_engine.contracts.kinds.group_filter import GroupFilter
-from skyrl_engine.contracts.values.rollout import PROMPT, Group, Trajectory
+from skyrl_engine.contracts.values.rollout import LARGEST_REWARD, PROMPT, Group, Trajectory
 from skyrl_engine.errors import DataError, RolloutError
 from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.exported import journal_of, read_rollouts
@@ -215,8 +215,8 @@ def _check(attempt: Trajectory, name: str, limits: RecordingLimits) -> None:
             f"{name} has {longest:,} tokens, and the model has {limits.positions:,} positions",
             remedy="Train the model that the rollouts were sampled from, or remove the attempt",
         )
-    if not np.isfinite(attempt.rewards).all() or not np.isfinite(attempt.unplaced_reward):
-        raise DataError(f"{name} has a reward that is not finite", remedy="Correct or remove the attempt")
+    if not (np.abs(attempt.rewards) <= LARGEST_REWARD).all() or not abs(attempt.unplaced_reward) <= LARGEST_REWARD:
+        raise DataError(f"{name} has a reward that is not finite in float32", remedy="Correct or remove the attempt")
     lengths = np.diff(attempt.segment_offsets)
     if (lengths[attempt.kinds == PROMPT] == 0).any():
         raise DataError(

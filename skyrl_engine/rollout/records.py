@@ -12,7 +12,7 @@ import numpy.typing as npt
 from attrs import frozen
 
 from skyrl_engine.contracts.values.ragged import AnyArray, offsets_of
-from skyrl_engine.contracts.values.rollout import Group, Trajectory, VersionSpans
+from skyrl_engine.contracts.values.rollout import LARGEST_REWARD, Group, Trajectory, VersionSpans
 from skyrl_engine.data.table import arrow_arrays
 from skyrl_engine.errors import ContractError
 
@@ -26,9 +26,9 @@ _ARRAYS: Final[Mapping[str, type[np.generic]]] = {
     "logprobs": np.float32,
     "version_starts": np.int32,
     "versions": np.int64,
-    "rewards": np.float32,
+    "rewards": np.float64,
 }
-"""Array fields of a trajectory by column, with their types."""
+"""Array fields of a trajectory by column, with their types. In format 2 of the journal `rewards` are float32."""
 
 _LEARNED: Final[Mapping[str, type[np.generic]]] = {"advantages": np.float32, "trained_logprobs": np.float32}
 """Array fields of `Learned` by column, with their types."""
@@ -130,14 +130,15 @@ def _refuse_unfit(group: Group, trajectory: Trajectory) -> None:
         array = _array(trajectory, name)
         assert array.ndim == 1, f"{place}: {name} has the shape {array.shape}"
         assert array.dtype == dtype, f"{place}: {name} is {array.dtype}, not {np.dtype(dtype)}"
-    for name in ("logprobs", "rewards"):
+    for name, most in (("logprobs", np.inf), ("rewards", LARGEST_REWARD)):
         values = getattr(trajectory, name)
-        if not np.isfinite(values).all():
-            at = int(np.argmin(np.isfinite(values)))
+        fits = np.isfinite(values) & (np.abs(values) <= most)
+        if not fits.all():
+            at = int(np.argmin(fits))
             raise ContractError(
                 f"{place}: {name}[{at}] is {values[at]}", remedy="Give finite numbers: an attempt that cannot be scored has failed"
             )
-    if not np.isfinite(trajectory.unplaced_reward):
+    if not abs(trajectory.unplaced_reward) <= LARGEST_REWARD:
         raise ContractError(f"{place}: its reward is {trajectory.unplaced_reward}", remedy="Give finite rewards")
 
 
@@ -183,7 +184,7 @@ def checksum_of(values: Sequence[AnyArray | bytes]) -> int:
 def group_of(batch: "pa.RecordBatch", header: Mapping[str, Any]) -> Group:
     """Return the group of a batch; `header` says what belongs to all of it."""
     ticket = int(header["ticket"])
-    columns = {name: _pieces(batch, name) for name in _ARRAYS}
+    columns = {name: _pieces(batch, name, dtype) for name, dtype in _ARRAYS.items()}
     numbers = {name: batch.column(name).to_pylist() for name in _NUMBERS}
     documents = [json.loads(text) for text in batch.column("document").to_pylist()]
     trajectories = []
@@ -202,11 +203,12 @@ def group_of(batch: "pa.RecordBatch", header: Mapping[str, Any]) -> Group:
 def learned_of(batch: "pa.RecordBatch", header: Mapping[str, Any]) -> list[Learned]:
     """Return what a step learned; `header` says how many attempts of each ticket there are."""
     tickets = np.repeat(np.array(header["tickets"], dtype=np.int64), header["attempts"]).tolist()
-    columns = [_pieces(batch, name) for name in _LEARNED]
+    columns = [_pieces(batch, name, dtype) for name, dtype in _LEARNED.items()]
     return [Learned(*each) for each in zip(tickets, batch.column("member").to_pylist(), *columns, strict=True)]
 
 
-def _pieces(batch: "pa.RecordBatch", name: str) -> list[AnyArray]:
-    """Return the list of every row."""
+def _pieces(batch: "pa.RecordBatch", name: str, dtype: type[np.generic]) -> list[AnyArray]:
+    """Return the list of every row, as `dtype`: an older format may hold narrower numbers."""
     values, offsets = batch.column(name).values.to_numpy(), batch.column(name).offsets.to_numpy()
+    values = values.astype(dtype, copy=False)
     return [values[start:end] for start, end in pairwise(offsets)]

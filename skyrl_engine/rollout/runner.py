@@ -107,7 +107,6 @@ class _Attempt:
     last: Completion | None = None
     tool_problems: int = 0
     success: bool | None = None
-    earned: list[float] = field(factory=list)
     parts: dict[str, float] = field(factory=dict)
     metrics: dict[str, float] = field(factory=dict)
     info: dict[str, Any] = field(factory=dict)
@@ -315,7 +314,6 @@ class RolloutRunner:
                 kept[name] = kept.get(name, 0.0) + value
         attempt.info |= result.info
         attempt.sampling = result.sampling
-        attempt.earned += [result.reward] if result.token_rewards is None else result.token_rewards
         if result.success is not None:
             attempt.success = result.success
         # a turn that the environment itself had cut short is followed by others
@@ -365,8 +363,7 @@ class RolloutRunner:
             seconds=attempt.seconds,
         )
         if success is None and status != "failed":
-            # of the rewards as they were given: those of tokens are rounded to float32, in which almost 1 is 1
-            success = self.claims[attempt.environment].succeeds(math.fsum(attempt.earned))
+            success = self.claims[attempt.environment].succeeds(made.reward)
         self._failed_answering += status == "failed" and transcript.turns > 0
         self._count(cause, f"task {attempt.task.key!r}")
         running = self._running[attempt.ticket]

@@ -174,7 +174,7 @@ def view_of(group: Group, *, staleness: int = 0) -> GroupView:
     attempts = group.finished
     view = GroupView(
         environment=group.environment,
-        rewards=np.array([each.reward for each in attempts], dtype=np.float64),
+        rewards=group.rewards,
         success=np.array([bool(each.success) for each in attempts], dtype=np.bool_),
         lengths=np.array([len(each.logprobs) for each in attempts], dtype=np.int64),
         truncated=np.array([each.status == "truncated" for each in attempts], dtype=np.bool_),

@@ -20,7 +20,7 @@ class Transcript:
     def __init__(self, prompt_ids: Ids) -> None:
         self._segments: list[tuple[int, Ids]] = []
         self._logprobs: list[npt.NDArray[np.float32]] = []
-        self._rewards: list[npt.NDArray[np.float32]] = []
+        self._rewards: list[npt.NDArray[np.float64]] = []
         self._versions: list[npt.NDArray[np.int64]] = []
         self._stops: list[str] = []
         self._unplaced = 0.0
@@ -79,7 +79,7 @@ class Transcript:
             )
         self._segments.append((SAMPLED, ids))
         self._logprobs.append(np.array(completion.logprobs, dtype=np.float32))
-        self._rewards.append(np.zeros(len(ids), dtype=np.float32))
+        self._rewards.append(np.zeros(len(ids)))
         self._versions.append(versions)
         self._stops.append(stop_reason(completion))
         self._behind_prompts += len(ids)
@@ -99,9 +99,9 @@ class Transcript:
                     f"the environment gave {len(token_rewards)} token_rewards for a turn of {len(place)} tokens",
                     remedy="Give one reward per token of the action, or one reward for the turn",
                 )
-            place += np.asarray(token_rewards, dtype=np.float32)
+            place += np.asarray(token_rewards, dtype=np.float64)
         elif len(place):
-            place[-1] += np.float32(reward)
+            place[-1] += reward
         else:
             self._unplaced += reward
 
@@ -116,7 +116,7 @@ class Transcript:
             segment_offsets=offsets_of([len(ids) for _, ids in self._segments]),
             logprobs=_joined(self._logprobs, np.float32),
             versions=_spans(_joined(self._versions, np.int64)),
-            rewards=_joined(self._rewards, np.float32),
+            rewards=_joined(self._rewards, np.float64),
             unplaced_reward=self._unplaced,
             status=status,
             start_version=start_version,

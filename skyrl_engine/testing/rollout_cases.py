@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, Group, Status, Trajectory, VersionSpans
 
-finite = st.floats(-1e6, 1e6, width=32)
+finite = st.floats(-1e6, 1e6)
 names = st.text(st.characters(codec="utf-8"), max_size=8)
 json_values: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | names,
@@ -39,7 +39,7 @@ def trajectories(draw: st.DrawFn, ticket: int, member: int, start_version: int =
         versions=VersionSpans(
             np.array(starts, dtype=np.int32), np.arange(start_version, start_version + len(starts), dtype=np.int64)
         ),
-        rewards=np.array(draw(st.lists(finite, min_size=sampled, max_size=sampled)), dtype=np.float32),
+        rewards=np.array(draw(st.lists(finite, min_size=sampled, max_size=sampled)), dtype=np.float64),
         unplaced_reward=draw(st.floats(-10, 10)),
         status=status,
         cause=draw(names) if status == "failed" else None,
@@ -81,7 +81,7 @@ def plain_group(
     """
     members = []
     for member, reward in enumerate(rewards):
-        per_token = np.zeros(tokens, dtype=np.float32)
+        per_token = np.zeros(tokens)
         per_token[-1] = reward
         spans = VersionSpans.one(start_version, tokens)
         if newest is not None and newest > start_version:

@@ -32,7 +32,7 @@ def group(ticket: int, members: int = 8, prompt: int = 60, tokens: int = 150) ->
         "segment_offsets": offsets_of(lengths),
         "logprobs": np.full(sampled, -0.7, dtype=np.float32),
         "versions": VersionSpans.one(3, sampled),
-        "rewards": np.zeros(sampled, dtype=np.float32),
+        "rewards": np.zeros(sampled),
         "stops": ("stop", "stop"),
         "parts": {"exact": 1.0, "format": 0.5},
         "info": {"answer": "something to read"},

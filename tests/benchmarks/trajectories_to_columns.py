@@ -35,7 +35,7 @@ def groups_of(turns: int) -> list[Group]:
     def attempt(ticket: int, member: int) -> Trajectory:
         lengths = draw.integers(1, 2 * TOKENS // len(kinds), len(kinds))
         total, sampled = int(lengths.sum()), int(lengths[kinds == SAMPLED].sum())
-        rewards = np.zeros(sampled, dtype=np.float32)
+        rewards = np.zeros(sampled)
         rewards[-1] = draw.random()
         return Trajectory(
             ticket=ticket,

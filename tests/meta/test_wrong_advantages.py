@@ -20,6 +20,8 @@ broken_by = partial(breaking.broken_by, ADVANTAGE_PROMISES, examples=40)
 
 FAULTS = [
     (wrong.RoundedMean, {"equal_rewards"}, "a rounded mean is not the reward itself"),
+    (wrong.SumsWithoutTies, {"equal_rewards"}, "sums of turns differ in their last bits"),
+    (wrong.SumsInSingle, {"equal_rewards", "shift"}, "lost its digits"),
     (wrong.FailedMembersCount, {"failures", "zero_sum"}, "the failed trajectory is in a mean"),
     (wrong.NanForOne, {"finite_values"}, "nan among its advantages"),
     (wrong.WrongSign, {"monotone"}, "and the lower reward"),
@@ -37,7 +39,7 @@ FAULTS = [
     (wrong.TimesTheLossWeight, {"loss_weights"}, "they count twice"),
     (wrong.MinusTheOthers, {"zero_sum"}, "add up to"),
     (wrong.WeighsTheMean, {"shift", "zero_sum"}, "when every reward is 8 more"),
-    (wrong.VarianceBySquares, {"shift"}, "when every reward is 1,048,576 more"),
+    (wrong.VarianceBySquares, {"shift"}, "when every reward is 1,073,741,824 more"),
     (wrong.SubtractsInPlace, {"inputs_unchanged"}, "changes batch.rewards in place"),
     (wrong.Draws, {"repeatable"}, "draws from the global random state"),
     (wrong.Tires, {"repeatable"}, "it keeps something"),

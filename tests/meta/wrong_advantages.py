@@ -41,6 +41,24 @@ class RoundedMean(Plain):
         return np.where(finished, rewards - mean[groups], 0.0)
 
 
+class SumsWithoutTies(Plain):
+    """Adds up rewards itself, so that totals that are a tie differ in their last bits."""
+
+    dtype: type = np.float64
+
+    def __call__(self, batch):
+        of_tokens = batch.trajectory_index[batch.sample_index]
+        totals = np.zeros(int(batch.trajectory_index.max(initial=-1)) + 1, self.dtype)
+        np.add.at(totals, of_tokens, batch.rewards.astype(self.dtype))
+        return batch.spread(self.values(batch, totals.astype(np.float64), batch.group_of_trajectory, batch.finished_trajectories))
+
+
+class SumsInSingle(SumsWithoutTies):
+    """Rounds rewards to float32 before it adds them up."""
+
+    dtype = np.float32
+
+
 class VarianceBySquares(Plain):
     """Divides by a deviation that is the mean of squares less the square of the mean."""
 

@@ -43,7 +43,7 @@ def by_loops(groups: list[Group], version: int, truncated: Truncated, overlong: 
     attempts = [(group, each) for group in groups for each in group.trajectories if each.status != "failed"]
     for number, (group, attempt) in enumerate(attempts):
         cut_off = attempt.status == "truncated"
-        rewards = [np.float32(0) if cut_off and truncated == "zero_reward" else reward for reward in attempt.rewards]
+        rewards = [0.0 if cut_off and truncated == "zero_reward" else reward for reward in attempt.rewards]
         more = 0.0 if cut_off and truncated == "zero_reward" else attempt.unplaced_reward
         behind = sum(
             int(attempt.segment_offsets[k + 1] - attempt.segment_offsets[k])
@@ -54,7 +54,7 @@ def by_loops(groups: list[Group], version: int, truncated: Truncated, overlong: 
             over = (behind - overlong.start) / (overlong.end - overlong.start)
             more -= min(1.0, max(0.0, over)) * overlong.penalty
         if rewards and more != 0:
-            rewards[-1] = np.float32(float(rewards[-1]) + more)
+            rewards[-1] = float(rewards[-1]) + more
         taken, stretches = 0, []
         for k, kind in enumerate(attempt.kinds):
             tokens = attempt.token_ids[attempt.segment_offsets[k] : attempt.segment_offsets[k + 1]].tolist()
@@ -150,7 +150,10 @@ def test_columns_are_the_trajectories_token_by_token(groups: list[Group], trunca
     assert columns.grouped
     assert columns.input_ids.dtype == np.int32
     assert columns.loss_weight.dtype == np.uint8
-    assert {values.dtype for values in columns.columns.values()} == {np.dtype(np.float32)}
+    assert {name: values.dtype for name, values in columns.columns.items()} == {
+        "rewards": np.dtype(np.float64),
+        "rollout_logprobs": np.dtype(np.float32),
+    }
     assert columns.unscored_first_tokens == 0
 
 
@@ -178,7 +181,7 @@ def test_every_sampled_token_is_scored_once(groups: list[Group]) -> None:
     for number, each in enumerate(attempts):
         own = columns.columns["rewards"][columns.trajectory_ids[samples] == number]
         if each.sampled.any():
-            assert float(own.sum(dtype=np.float64)) == pytest.approx(each.reward, abs=1e-6)
+            assert float(own.sum()) == pytest.approx(each.reward, rel=1e-15, abs=1e-9)
         else:
             assert not (columns.trajectory_ids == number).any()
 

@@ -3,6 +3,8 @@
 import errno
 import os
 import re
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine.errors import ContractError, RolloutError
+from skyrl_engine.rollout.checking import check_journal
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.journal_index import read_groups, read_index
 from skyrl_engine.rollout.ledger import Recorded
@@ -123,7 +126,7 @@ def test_a_flipped_bit_is_seen(tmp_path):
         before = segment.stat().st_size
         journal.append(plain_group(1, rewards=(0.123, 0.456)))
     content = bytearray(segment.read_bytes())
-    place = content.index(np.float32(0.456).tobytes(), before)
+    place = content.index(np.float64(0.456).tobytes(), before)
     content[place] ^= 1
     segment.write_bytes(content)
     index = read_index(tmp_path)
@@ -328,7 +331,7 @@ def test_a_journal_of_another_format_is_refused(tmp_path):
     schema = pa.schema([("x", pa.int32())], metadata={"run": "run-a", "format": "0"})
     with pa.OSFile(str(tmp_path / "segment-00000001.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
         stream.write_batch(pa.RecordBatch.from_pylist([{"x": 1}], schema=schema))
-    with pytest.raises(RolloutError, match="no journal of rollouts of format 2"):
+    with pytest.raises(RolloutError, match="no journal of rollouts of format 2 or 3"):
         opened(tmp_path)
 
 
@@ -345,7 +348,8 @@ def test_a_place_that_cannot_be_written_is_an_error(tmp_path):
     ("fields", "words"),
     [
         ({"logprobs": np.array([0, np.nan, 0], dtype=np.float32)}, r"logprobs\[1\] is nan"),
-        ({"rewards": np.array([0, 0, np.inf], dtype=np.float32)}, r"rewards\[2\] is inf"),
+        ({"rewards": np.array([0, 0, np.inf])}, r"rewards\[2\] is inf"),
+        ({"rewards": np.array([0, 1e39, 0])}, r"rewards\[1\] is 1e\+39"),
         ({"unplaced_reward": float("nan")}, "its reward is nan"),
         ({"parts": {"length": float("nan")}}, "not JSON"),
         ({"info": {"answer": {1, 2}}}, "set is not JSON"),
@@ -366,3 +370,26 @@ def test_numbers_of_numpy_are_plain_ones_afterwards(tmp_path):
     (group,) = read_groups(tmp_path)
     assert group.trajectories[0].parts == {"exact": float(np.float32(0.1))}
     assert group.trajectories[0].success is True
+
+
+# --- older formats -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_journal_of_format_2_is_read_and_goes_on_in_format_3(tmp_path):
+    """The file is what skyrl-engine 0.2 wrote: rewards in float32, which hold 0.1 as 0.10000000149."""
+    old = Path(__file__).parent / "material" / "format-2.arrow"
+    shutil.copy(old, tmp_path / "segment-00000001.arrow")
+    index = read_index(tmp_path)
+    assert (sorted(index.groups), index.trained, index.damages) == ([0, 1, 2], {1: (0,)}, [])
+    first = index.groups[0].group()
+    assert first.trajectories[0].rewards.dtype == np.float64
+    assert [each.reward for each in first.trajectories] == [float(np.float32(0.1)) + 0.2, float(np.float32(10.3)) + 0.2]
+    assert first.trajectories[0].parts == {"right": 0.1}
+    (learned, _) = index.learned[1].learned()
+    assert learned.advantages.tolist() == [0.0, *np.float32([1 / 3, 2 / 3]).tolist()]
+    with opened(tmp_path, resumed=1) as journal:
+        assert sorted(journal.index.groups) == [0, 1, 2]
+        journal.append(plain_group(3, start_version=1, rewards=(0.1, 0.2)))
+    assert [group.ticket for group in read_groups(tmp_path)] == [0, 1, 2, 3]
+    assert [each.reward for each in list(read_groups(tmp_path))[3].trajectories] == [0.1, 0.2]
+    assert check_journal(tmp_path).wrong == ()

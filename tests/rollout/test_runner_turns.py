@@ -134,7 +134,7 @@ def test_later_turns_follow_what_was_sampled(history: Any) -> None:
     [((1.0,), True), ((0.9999999999999999,), False), ((0.9, 0.1), True), ((0.1, 0.2, 0.7), True), ((0.5, 0.4), False)],
 )
 def test_an_attempt_that_earned_enough_succeeded(rewards: Sequence[float], success: bool) -> None:
-    """The exact sum of the rewards as they were given decides; as float32, the second reward is 1."""
+    """The exact sum of the rewards decides; as float32, the second reward is 1."""
     results = [*(evolve(GO_ON, reward=reward) for reward in rewards[:-1]), StepResult(rewards[-1])]
     made, _, _ = attempt(["one<|im_end|>"] * len(rewards), results)
     assert made.success is success

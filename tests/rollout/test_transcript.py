@@ -96,7 +96,7 @@ def test_a_trajectory_of_which_nothing_was_sampled_is_whole() -> None:
     trajectory = made(Transcript(ids()))
     assert trajectory.turns == 0
     assert trajectory.versions.starts.tolist() == []
-    assert trajectory.logprobs.dtype == trajectory.rewards.dtype == np.float32
+    assert (trajectory.logprobs.dtype, trajectory.rewards.dtype) == (np.float32, np.float64)
 
 
 def test_what_does_not_fit_the_tokens_is_refused() -> None:

@@ -47,7 +47,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value)[:90])
-@given(batch=rows(("old_values", "old_logprobs", "teacher_logprobs"), rewards=(*REWARDS, *AWKWARD), turns=3))
+@given(batch=rows(("old_values", "old_logprobs", "teacher_logprobs"), rewards=(*REWARDS, *AWKWARD, 10.1, 0.2, 10.3), turns=3))
 def test_array_operations_give_the_bytes_of_the_loops(name, options, batch):
     due, got = (_output(getattr(module, name)(batch.batch(), options)) for module in (reference, vectorized))
     assert got.advantages.tobytes() == due.advantages.tobytes()

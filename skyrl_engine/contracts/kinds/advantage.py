@@ -11,6 +11,7 @@ from attrs.validators import in_, instance_of, optional
 
 from skyrl_engine.contracts.values.outputs import Metric, refuse_other_metrics
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, offsets_of, segment_indices
+from skyrl_engine.contracts.values.ties import equalize_ties
 from skyrl_engine.errors import ContractError
 
 FloatArray = npt.NDArray[np.float64]
@@ -22,14 +23,14 @@ Groups = Literal["needed", "ignored"]
 class AdvantageBatch:
     """The rewards of one batch: N samples with A action tokens, R trajectories in groups, all ranks together.
 
-    `rewards` float32[A] are per token, any penalty already in them; `loss_weight` uint8 or float32 [A] with `action_offsets` int64[N+1];
+    `rewards` float64[A] are per token, any penalty already in them; `loss_weight` uint8 or float32 [A] with `action_offsets` int64[N+1];
     `group_ids`, `trajectory_ids` int64[N]; `turn` int64[N] orders the samples of one trajectory; `finished` bool[N] is False for samples of
     trajectories that failed, which are not trained on and count in no baseline; `columns` float32[A] hold the estimator's needs by name.
 
     A token is scored where its loss weight is not 0. Trajectories are numbered 0..R-1 in the order of their ids, groups likewise.
     """
 
-    rewards: npt.NDArray[np.float32]
+    rewards: FloatArray
     loss_weight: AnyArray
     action_offsets: IntArray
     group_ids: IntArray
@@ -71,11 +72,18 @@ class AdvantageBatch:
         return np.unique(self.trajectory_ids, return_index=True)[1]
 
     def trajectory_rewards(self) -> FloatArray:
-        """float64[R]: the sum of each trajectory's rewards over all its samples, scored or not."""
+        """float64[R]: the sum of each trajectory's rewards over all its samples, scored or not.
+
+        Sums of finished trajectories of a group that are a tie (`contracts.values.ties`) are the same number.
+        """
         count = int(self.trajectory_index.max(initial=-1)) + 1
-        return np.bincount(self.trajectory_index[self.sample_index], weights=self.rewards, minlength=count).astype(
-            np.float64, copy=False
-        )
+        of_tokens = self.trajectory_index[self.sample_index]
+        totals = np.bincount(of_tokens, weights=self.rewards, minlength=count).astype(np.float64, copy=False)
+        largest = np.zeros(count)
+        np.maximum.at(largest, of_tokens, np.abs(self.rewards))
+        finished = self.finished_trajectories
+        totals[finished] = equalize_ties(totals[finished], largest[finished], self.group_of_trajectory[finished])
+        return totals
 
     def spread(self, values: FloatArray) -> FloatArray:
         """float64[A]: every scored token gets its trajectory's entry of `values` [R]; all others get 0."""

@@ -5,8 +5,9 @@ from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from attrs import define, frozen
+from attrs import define, field, frozen
 
+from skyrl_engine.contracts.values.ties import equalize_ties
 from skyrl_engine.errors import ContractError
 
 FloatArray = npt.NDArray[np.float64]
@@ -17,16 +18,22 @@ FAILED: Final = "failed"
 LONGEST_REASON: Final = 60
 
 
+def _with_ties_equal(rewards: FloatArray) -> FloatArray:
+    totals = np.asarray(rewards, dtype=np.float64)
+    return equalize_ties(totals, np.abs(totals))
+
+
 @frozen(eq=False)
 class GroupView:
     """A group of G attempts that did not fail, as a filter sees it: no tokens.
 
-    `rewards` float64[G]; `success` bool[G], False where nobody says; `lengths` int64[G] sampled tokens; `truncated` bool[G]; `staleness` the
-    steps between the weights that started the group and those it would train.
+    `rewards` float64[G], of which those that are a tie (`contracts.values.ties`) are the same number, as estimators see them; `success`
+    bool[G], False where nobody says; `lengths` int64[G] sampled tokens; `truncated` bool[G]; `staleness` the steps between the weights that
+    started the group and those it would train.
     """
 
     environment: str
-    rewards: FloatArray
+    rewards: FloatArray = field(converter=_with_ties_equal)
     success: npt.NDArray[np.bool_]
     lengths: npt.NDArray[np.int64]
     truncated: npt.NDArray[np.bool_]

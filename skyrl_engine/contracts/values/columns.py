@@ -25,6 +25,9 @@ RESERVED_NAMES = frozenset(
 )
 """Fields that every collator makes; no column may take their names."""
 
+REWARDS = "rewards"
+"""Name of the one column that may be float64: sums of rewards are compared with each other."""
+
 
 @frozen(eq=False)
 class SampleColumns:
@@ -32,7 +35,7 @@ class SampleColumns:
 
     `input_ids` int32 or int64, flat over tokens, with `token_offsets` int64[N+1]; `loss_weight` uint8 (0/1) or float32 on the action axis,
     with `action_offsets` int64[N+1]; `columns` by name (rewards, advantages, old_logprobs, ... : an open set), float32[A], or [A, k] of k
-    numbers per token: float32, or int64 token ids;
+    numbers per token: float32, or int64 token ids. `rewards` may be float64, which estimators of advantages read: ranks get float32;
     `sample_values` arrays [N] by name; `sample_ids`, `group_ids`, `unit_ids` int64[N] (samples of one unit stay in one micro-batch);
     `trajectory_ids` int64[N] name the attempt that a sample is a stretch of (each its own, unless it is said);
     `extras` ragged per sample (expert routes, images; `contracts.extras` says what each holds), which choosing samples does not copy.
@@ -206,8 +209,8 @@ class SampleColumns:
     def with_columns(self, columns: Mapping[str, AnyArray | Ragged]) -> "SampleColumns":
         """The same samples with these columns beside, or in the place of, those there are.
 
-        A column is float32[A] or [A, k] on the action axis, or a `Ragged` of such values with one row of a sample's response tokens per
-        sample, in order.
+        A column is float32[A] (`rewards` also float64) or [A, k] on the action axis, or a `Ragged` of such values with one row of a
+        sample's response tokens per sample, in order.
         Raises DataError for other shapes and types.
         """
         actions = int(self.action_offsets[-1])
@@ -349,7 +352,7 @@ def _checked_column(name: str, values: AnyArray, total: int) -> AnyArray:
             f"column {name!r} has shape {list(values.shape)} where the samples have {total} response tokens",
             remedy="Give one value per response token",
         )
-    if values.dtype != np.float32:
+    if values.dtype != np.float32 and not (name == REWARDS and values.dtype == np.float64):
         raise DataError(f"column {name!r} must be float32, not {values.dtype}", remedy="Cast it before the call")
     return np.ascontiguousarray(values)
 

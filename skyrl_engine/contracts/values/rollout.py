@@ -1,20 +1,25 @@
 """Rollouts: attempts of a model at tasks, as tokens that were sampled once and are never made again. No torch."""
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 from attrs import Factory, field, frozen
 
 from skyrl_engine.contracts.values.ragged import IntArray
+from skyrl_engine.contracts.values.ties import equalize_ties
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Status = Literal["finished", "truncated", "failed"]
 
 PROMPT, SAMPLED, OBSERVED = 0, 1, 2
 """Kinds of a segment of tokens: what the task asks, what the model sampled, what an environment answered."""
+
+LARGEST_REWARD: Final = float(np.finfo(np.float32).max)
+"""Largest magnitude of a reward: rewards are float64, and the advantages that are made of them float32."""
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -54,7 +59,7 @@ class Trajectory:
     not in front of the model any more. Without one, every turn's prompt is all that stands before it.
 
     On the sampled tokens, in their order: `logprobs` float32[S] in nats under the distribution that was sampled from, `versions`, and
-    `rewards` float32[S], a turn's reward at its last token. An empty turn has no place for its reward: `unplaced_reward` sums those up.
+    `rewards` float64[S], a turn's reward at its last token. An empty turn has no place for its reward: `unplaced_reward` sums those up.
 
     `status` is "truncated" where the length limit ended it and "failed" where `cause` says why it cannot be trained on. `parts` are components
     of the reward for people; `stops` says per turn what ended it; `seconds` are wall seconds by phase; `info` is what the environment said.
@@ -67,7 +72,7 @@ class Trajectory:
     segment_offsets: IntArray = field(converter=_read_only)
     logprobs: npt.NDArray[np.float32] = field(converter=_read_only)
     versions: VersionSpans
-    rewards: npt.NDArray[np.float32] = field(converter=_read_only)
+    rewards: npt.NDArray[np.float64] = field(converter=_read_only)
     unplaced_reward: float = 0.0
     status: Status = "finished"
     cause: str | None = None
@@ -92,8 +97,13 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """Return the sum of all rewards, in float64."""
-        return float(self.rewards.sum(dtype=np.float64)) + self.unplaced_reward
+        """Return the sum of all rewards, in float64, rounded once: their order changes nothing."""
+        return math.fsum([*self.rewards[self.rewards != 0].tolist(), self.unplaced_reward])
+
+    @property
+    def largest_reward(self) -> float:
+        """Return the largest magnitude of a turn's reward, of which ties are a share."""
+        return max(float(np.abs(self.rewards).max(initial=0.0)), abs(self.unplaced_reward))
 
     @property
     def answer(self) -> str | None:
@@ -120,3 +130,10 @@ class Group:
     def finished(self) -> tuple[Trajectory, ...]:
         """Return the attempts that did not fail."""
         return tuple(each for each in self.trajectories if each.status != "failed")
+
+    @property
+    def rewards(self) -> npt.NDArray[np.float64]:
+        """float64: the rewards of the attempts that did not fail; those that are a tie are the same number."""
+        attempts = self.finished
+        totals = np.array([each.reward for each in attempts], dtype=np.float64)
+        return equalize_ties(totals, np.array([each.largest_reward for each in attempts], dtype=np.float64))

@@ -10,7 +10,7 @@ from skyrl_engine.contracts.kinds.advantage import AdvantageBatch
 from skyrl_engine.contracts.values.ragged import AnyArray, offsets_of
 
 REWARDS = (0.0, 0.25, 0.5, 1.0, -1.0, 2.0, -0.5)
-"""Sums and differences of these are exact in float32, so that a difference in a promise is the estimator's."""
+"""Sums and differences of these are exact, so that a difference in a promise is the estimator's."""
 
 AWKWARD = (0.1, 3.3, -0.7, 1e-3, 1 / 3)
 """Rewards whose mean, computed from several equal ones, is not the reward itself."""
@@ -51,7 +51,7 @@ class DrawnRows:
         dtype = np.float32 if self.fractions else np.uint8
         numbers = np.asarray([token.number for token in tokens], dtype=np.float32)
         return AdvantageBatch(
-            rewards=np.asarray([token.reward for token in tokens], dtype=np.float32),
+            rewards=np.asarray([token.reward for token in tokens], dtype=np.float64),
             loss_weight=np.asarray([token.weight for token in tokens], dtype=dtype),
             action_offsets=offsets_of([len(sample.tokens) for sample in self.samples]),
             group_ids=_ids(sample.group for sample in self.samples),
@@ -147,12 +147,33 @@ def _tokens(draw: st.DrawFn, rewards: Sequence[float], weights: Sequence[float],
 
 @st.composite
 def equal(draw: st.DrawFn, needs: Sequence[str] = ()) -> DrawnRows:
-    """Draw one group of up to 13 trajectories that all have the same reward, of any size."""
-    reward = draw(st.sampled_from(AWKWARD) | st.floats(-1e4, 1e4, width=32))
+    """Draw one group of up to 13 trajectories that all have the same reward, of any size, at once or in two turns of whole tenths."""
     size = draw(st.integers(1, 13))
-    return DrawnRows(
-        tuple(DrawnSample(key, 0, key, 0, True, (Token(1.0), Token(1.0, reward))) for key in range(size)), tuple(needs)
-    )
+    if draw(st.booleans()):
+        return _of_turns([(draw(st.sampled_from(AWKWARD) | st.floats(-1e4, 1e4)),)] * size, needs)
+    tenths = draw(st.integers(-200, 200))
+    shares = st.none() | st.integers(-200, 200)
+    return _of_turns([_in_turns(tenths, draw(shares)) for _ in range(size)], needs)
+
+
+def _in_turns(tenths: int, first: int | None) -> tuple[float, ...]:
+    return (tenths / 10,) if first is None else (first / 10, (tenths - first) / 10)
+
+
+def tied(needs: Sequence[str] = ()) -> list[DrawnRows]:
+    """Return groups of equal rewards whose sums differ in their last bits, since one earns in two turns what others earn at once."""
+    groups = [(10.3,), (10.1, 0.2), (10.3,)], [(-0.3,), (-0.1, -0.2)], [(0.3, -0.3), (0.1, 0.2, -0.3)]
+    return [_of_turns(group, needs) for group in groups]
+
+
+def _of_turns(turns: Sequence[tuple[float, ...]], needs: Sequence[str]) -> DrawnRows:
+    """Return a group of a trajectory per tuple, of the rewards of its turns."""
+    samples = [
+        DrawnSample(key, 0, key, turn, True, (Token(1.0), Token(1.0, reward)))
+        for key, own in enumerate(turns)
+        for turn, reward in enumerate(own)
+    ]
+    return DrawnRows(tuple(samples), tuple(needs))
 
 
 FAR = 1 << 52

@@ -22,8 +22,8 @@ from skyrl_engine.testing.advantages.batches import DrawnRows
 from skyrl_engine.testing.promise import Broken, promise
 from skyrl_engine.testing.subject import Subject
 
-FAR = 2.0**20
-"""Added to a reward of `REWARDS`, it is exact in float32; a variance of it by squares is not, in float64 either."""
+FAR = 2.0**30
+"""Added to a reward of `REWARDS`, it is exact in float64, not in float32; a variance of it by squares is exact in neither."""
 
 
 def _whole_batch(subject: Subject[Any]) -> str | None:
@@ -158,14 +158,19 @@ def scale(subject: Subject[Any], case: DrawnRows) -> None:
     require_same(due, after, "where the claim gives the former", f"it claims scale = {claimed!r}", "Correct it, or the claim")
 
 
-@promise("Equal rewards give exactly 0, whatever they are", cases=lambda s: batches.equal(s.make().needs), exempt=_no_groups)
+@promise(
+    "Equal rewards give exactly 0, whatever they are and over however many turns they were earned",
+    cases=lambda s: batches.equal(s.make().needs),
+    exempt=_no_groups,
+    first=lambda s: batches.tied(s.make().needs),
+)
 def equal_rewards(subject: Subject[Any], case: DrawnRows) -> None:
     for (trajectory, _), value in decided(subject, case).items():
         if value != 0:
             raise Broken(
                 f"gives trajectory {trajectory} the advantage {value:.6g} where all rewards of its group are equal: a rounded mean is not "
-                "the reward itself",
-                "Give 0 where the largest reward of a group is the smallest",
+                "the reward itself, and sums of turns differ in their last bits",
+                "Take rewards from batch.trajectory_rewards(), and give 0 where the largest of a group is the smallest",
             )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
@@ -286,13 +287,13 @@ def played(subject: Subject[Any], environment: Any, script: Script, *, turns: in
 def reward_of(result: Mapping[str, Any]) -> float:
     """Return the reward of an answer, which tokens may hold."""
     given = result["token_rewards"]
-    return float(result["reward"]) if given is None else float(sum(given))
+    return float(result["reward"]) if given is None else math.fsum(given)
 
 
 def worth(subject: Subject[Any], environment: Any, script: Script) -> tuple[float, bool]:
     """Play a script to its end; return the sum of its rewards, and whether that is a success."""
     results = played(subject, environment, script, turns=MOST_TURNS)[1:]
-    reward = sum(map(reward_of, results))
+    reward = math.fsum(map(reward_of, results))
     said = next((each["success"] for each in reversed(results) if each["success"] is not None), None)
     return reward, bool(environment.claims.succeeds(reward) if said is None else said)
 

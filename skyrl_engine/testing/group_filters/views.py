@@ -78,8 +78,10 @@ def various_groups() -> list[Shown]:
 
 
 def extreme_groups() -> list[Shown]:
-    """Return groups whose rewards are as large as a game's score, on both sides of 0, and one whose mean depends on the order of a sum."""
-    of = [(1e9, 1e9, 2e9), (-1e6, -3e6), (-1e6, 1e6, 0.0), (0.7, 0.4, 0.2, 0.7)]
+    """Return groups whose rewards are as large as a game's score, on both sides of 0, one whose mean depends on the order of a sum, and one
+    whose rewards differ in their last bits.
+    """
+    of = [(1e9, 1e9, 2e9), (-1e6, -3e6), (-1e6, 1e6, 0.0), (0.7, 0.4, 0.2, 0.7), (10.3, 10.1 + 0.2, 10.3)]
     return [Shown(tuple(Attempt(reward, reward > 0, 12, False) for reward in rewards)) for rewards in of]
 
 

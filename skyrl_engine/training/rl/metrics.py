@@ -112,7 +112,7 @@ def _parts(attempts: Iterable[Trajectory]) -> dict[str, list[float]]:
 
 
 def _equal(group: Group) -> bool:
-    return len({each.reward for each in group.finished}) <= 1
+    return len(set(group.rewards.tolist())) <= 1
 
 
 def _mean(values: Iterable[float]) -> float:

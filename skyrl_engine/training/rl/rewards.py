@@ -49,7 +49,7 @@ class KlPenalty:
         attempts = len(np.unique(columns.trajectory_ids))
         total = float(per_token.sum())
         coef = self.coef
-        rewards = (columns.columns["rewards"].astype(np.float64) - coef * per_token).astype(np.float32)
+        rewards = columns.columns["rewards"] - coef * per_token
         if self.config.target is not None and attempts:
             error = min(0.2, max(-0.2, total / attempts / self.config.target - 1))
             self.coef *= 1 + error * attempts / self.config.horizon

@@ -39,7 +39,7 @@ def test_every_scored_token_loses_its_own_share(estimator, formula) -> None:
     gaps = [[0.5, -1.0], [-0.25, 1.0]]
     expected = [0 - 0.5 * formula(0.5), 1 - 0.5 * formula(-1.0), 0.0, 0.25 - 0.5 * formula(-0.25), 2 - 0.5 * formula(1.0)]
     assert shaped.columns["rewards"].tolist() == pytest.approx(expected, rel=1e-6)
-    assert shaped.columns["rewards"].dtype == np.float32
+    assert shaped.columns["rewards"].dtype == np.float64
     assert metrics["reward/kl"].result == pytest.approx(sum(formula(gap) for own in gaps for gap in own) / 2)
     assert metrics["policy/kl_coef"].result == 0.5
     assert columns().columns["rewards"].tolist() == [0.0, 1.0, 0.0, 0.25, 2.0]

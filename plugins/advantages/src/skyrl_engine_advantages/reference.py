@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from skyrl_engine.contracts import AdvantageBatch, AdvantageOutput, FloatArray
+from skyrl_engine.contracts import AdvantageBatch, AdvantageOutput, FloatArray, are_tied, equalize_ties
 from skyrl_engine_advantages.options import GaeOptions, GroupOptions, ReverseKlOptions, SharedOptions, TokenOptions
 
 
@@ -67,18 +67,24 @@ def gae(batch: AdvantageBatch, options: GaeOptions) -> AdvantageOutput:
 
 def _by_group(batch: AdvantageBatch, options: GroupOptions, formula: Callable[[float, float, int], float]) -> FloatArray:
     rewards: dict[int, float] = defaultdict(float)
+    largest: dict[int, float] = defaultdict(float)
     group_of, finished = {}, {}
     for sample in range(len(batch)):
         trajectory = int(batch.trajectory_ids[sample])
         group_of[trajectory], finished[trajectory] = int(batch.group_ids[sample]), bool(batch.finished[sample])
         for token in range(batch.action_offsets[sample], batch.action_offsets[sample + 1]):
             rewards[trajectory] += float(batch.rewards[token])
+            largest[trajectory] = max(largest[trajectory], abs(float(batch.rewards[token])))
     members = defaultdict(list)
     for trajectory in sorted(group_of):
         if finished[trajectory]:
             members[group_of[trajectory]].append(trajectory)
     worth: dict[int, float] = defaultdict(float)
     for trajectories in members.values():
+        totals = equalize_ties(
+            np.array([rewards[each] for each in trajectories]), np.array([largest[each] for each in trajectories])
+        )
+        rewards.update(zip(trajectories, totals.tolist(), strict=True))
         count, total = len(trajectories), 0.0
         for each in trajectories:
             total += rewards[each]
@@ -119,7 +125,8 @@ def _finish(batch: AdvantageBatch, values: FloatArray, options: SharedOptions, n
         mean = _in_order(float(values[token]) for token in scored) / len(scored)
         squares = _in_order((float(values[token]) - mean) * (float(values[token]) - mean) for token in scored)
         deviation = math.sqrt(squares / len(scored))
-        equal = len({float(values[token]) for token in scored}) == 1
+        numbers = [float(values[token]) for token in scored]
+        equal = are_tied(min(numbers), max(numbers), max(map(abs, numbers)))
         for token in scored:
             result[token] = 0.0 if equal else (float(values[token]) - mean) / (deviation + options.epsilon)
     if options.clip is not None:

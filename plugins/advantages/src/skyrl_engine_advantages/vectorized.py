@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from skyrl_engine.contracts import AdvantageBatch, AdvantageOutput, AnyArray, FloatArray, IntArray
+from skyrl_engine.contracts import AdvantageBatch, AdvantageOutput, FloatArray, IntArray, are_tied
 from skyrl_engine_advantages.options import GaeOptions, GroupOptions, ReverseKlOptions, SharedOptions, TokenOptions
 
 
@@ -45,7 +45,7 @@ def reinforce_pp(batch: AdvantageBatch, options: TokenOptions) -> AdvantageOutpu
 def reverse_kl(batch: AdvantageBatch, options: ReverseKlOptions) -> FloatArray:
     """Compute discounted sums of the teacher's log-probability minus the student's, plus scaled rewards, over scored tokens; [A]."""
     teacher, student = (batch.columns[name].astype(np.float64) for name in ("teacher_logprobs", "old_logprobs"))
-    own = options.reward_coef * batch.rewards.astype(np.float64) + teacher - student
+    own = options.reward_coef * batch.rewards + teacher - student
 
     def backward(each: FloatArray, following: FloatArray) -> FloatArray:
         return each + options.gamma * following
@@ -67,7 +67,7 @@ def gae(batch: AdvantageBatch, options: GaeOptions) -> AdvantageOutput:
 
 
 class _Groups:
-    """Finished trajectories by group: how many, their mean reward, and each reward's distance from it, exactly 0 where all are equal."""
+    """Finished trajectories by group: how many, their mean reward, and each reward's distance from it, exactly 0 where all are a tie."""
 
     def __init__(self, batch: AdvantageBatch) -> None:
         self.of = batch.group_of_trajectory
@@ -114,9 +114,9 @@ def _clipped(values: FloatArray, options: SharedOptions) -> FloatArray:
 
 
 def _whitened(batch: AdvantageBatch, values: FloatArray, epsilon: float) -> FloatArray:
-    """Shift and scale the scored tokens of a batch to mean 0 and standard deviation 1; all 0 where they are equal."""
+    """Shift and scale the scored tokens of a batch to mean 0 and standard deviation 1; all 0 where they are a tie."""
     scored = values[batch.scored]
-    if not len(scored) or scored.min() == scored.max():
+    if not len(scored) or are_tied(scored.min(), scored.max(), np.abs(scored).max()):
         return np.zeros_like(values)
     mean = _total(scored) / len(scored)
     deviation = np.sqrt(_total((scored - mean) ** 2) / len(scored))
@@ -140,7 +140,7 @@ def _temporal_differences(batch: AdvantageBatch, values: FloatArray, gamma: floa
     return deltas
 
 
-def _backwards(batch: AdvantageBatch, step: Callable[[FloatArray, FloatArray], FloatArray], source: AnyArray) -> FloatArray:
+def _backwards(batch: AdvantageBatch, step: Callable[[FloatArray, FloatArray], FloatArray], source: FloatArray) -> FloatArray:
     """float64 [A]: `step(source, result of the next scored token)`, from the end of every trajectory to its start.
 
     One round per position, for all trajectories at once; the longest come first, so that those still running are a prefix.
@@ -152,10 +152,9 @@ def _backwards(batch: AdvantageBatch, step: Callable[[FloatArray, FloatArray], F
     running = _running(lengths)
     result = np.zeros(len(batch.rewards))
     carried = np.zeros(len(lengths))
-    own = source.astype(np.float64)
     for back, count in enumerate(running.tolist()):
         at = places[ends[:count] - 1 - back]
-        carried = step(own[at], carried[:count])
+        carried = step(source[at], carried[:count])
         result[at] = carried
     return result
 
