@@ -42,14 +42,26 @@ class _ShownAttempt:
 
 
 def _index_of(run: Path) -> "JournalIndex":
-    """Read the headers of a run's journal. Raises RolloutError where there is none."""
+    """Read the headers of a run's journal, and say on stderr what it lacks, so that nobody takes what is shown for all that there was.
+
+    Raises RolloutError where there is none, or none any more.
+    """
     from skyrl_engine.errors import RolloutError
+    from skyrl_engine.rollout.checking import listed_in
     from skyrl_engine.rollout.journal_index import read_index
     from skyrl_engine.run.directory import RunDirectory
 
-    index = read_index(RunDirectory(run).rollouts)
-    if not index.ends:
+    directory = RunDirectory(run)
+    index = read_index(directory.rollouts, listed_in(directory))
+    if not index.segments and index.lacks:
+        raise RolloutError(
+            f"the rollouts of {run} are lost: {'; '.join(index.lacks)}",
+            remedy=f"Put {directory.rollouts} back; a resume samples again what it needs",
+        )
+    if not index.segments:
         raise RolloutError(f"{run} holds no rollouts", remedy="Name the directory of a run of trainer rl")
+    for lack in [*index.lacks, *([] if index.torn is None else [str(index.torn)])]:
+        click.echo(f"not all rollouts are there: {lack}", err=True)
     return index
 
 
@@ -105,13 +117,10 @@ def list_rollouts(run: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    from skyrl_engine.cli.render import show_lines, show_table
+    from skyrl_engine.cli.render import show_table
 
     shown = [{name: "" if value is None else f"{value:.4g}" for name, value in row.items()} for row in rows]
     show_table(list(rows[0]) if rows else ["step"], [tuple(row.values()) for row in shown])
-    if index.damages:
-        click.echo()
-        show_lines([f"{damage}. `skyrl-engine rollouts check` says more" for damage in index.damages])
 
 
 def _facts(index: "JournalIndex", step: int, tickets: list[int], trained: Mapping[int, int]) -> dict[str, Any]:
@@ -390,11 +399,12 @@ def export(run: Path, to: Any, out: Path, min_reward: float | None) -> None:
 def check(run: Path) -> int:
     """Check the journal of the run directory RUN: all of it can be read, and no group was trained on twice."""
     from skyrl_engine.cli.render import show_lines
-    from skyrl_engine.rollout.checking import check_journal
+    from skyrl_engine.rollout.checking import check_journal, listed_in
     from skyrl_engine.run.directory import RunDirectory
 
     _index_of(run)
-    checked = check_journal(RunDirectory(run).rollouts)
+    directory = RunDirectory(run)
+    checked = check_journal(directory.rollouts, listed_in(directory))
     click.echo(f"{checked.groups} groups of {checked.attempts} attempts, {checked.steps} steps trained")
     show_lines([*checked.notes, *checked.wrong])
     click.echo("wrong" if checked.wrong else "whole: every group that was trained on is recorded, and was trained on once")

@@ -1,6 +1,5 @@
 """Check a journal of rollouts: can all of it be read, and was every group trained on at most once."""
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -10,8 +9,11 @@ import numpy as np
 from attrs import frozen
 
 from skyrl_engine.contracts.values.rollout import Group
-from skyrl_engine.errors import RolloutError
-from skyrl_engine.rollout.journal_index import JournalIndex, read_index, run_of
+from skyrl_engine.errors import CheckpointError, RolloutError
+from skyrl_engine.rollout.journal_index import JournalIndex, Listing, read_index
+from skyrl_engine.run.checkpoint import CheckpointStore
+from skyrl_engine.run.directory import RunDirectory
+from skyrl_engine.run.session import TRAINER_DOCUMENT
 
 
 @frozen
@@ -25,14 +27,13 @@ class Checked:
     notes: tuple[str, ...]
 
 
-def check_journal(folder: Path) -> Checked:
-    """Read every record of the journal in `folder`, and compare what was trained with what was recorded."""
-    index = read_index(folder)
-    segments = sorted(index.ends)
-    damages = [str(each) for each in index.damages if each.segment != segments[-1]]
-    torn = [f"{each}; the next session cuts that off" for each in index.damages if each.segment == segments[-1]]
+def check_journal(folder: Path, listed: Listing | None = None) -> Checked:
+    """Read every record of the journal in `folder`, and compare what was trained with what was recorded; `listed` as in `read_index`."""
+    index = read_index(folder, listed)
+    torn = [] if index.torn is None else [f"{index.torn}; the next session cuts that off"]
     attempts = 0
-    wrong = [*damages, *_of_segments(segments), *_of_steps(index, whole=not segments or _number(segments[0]) == 1)]
+    whole = not index.segments or index.segments[0].number == 1
+    wrong = [*index.lacks, *_of_runs(index), *_of_steps(index, whole=whole)]
     for ticket, entry in sorted(index.groups.items()):
         try:
             group = entry.group()
@@ -44,16 +45,18 @@ def check_journal(folder: Path) -> Checked:
     return Checked(len(index.groups), attempts, len(index.trained), tuple(wrong), tuple(torn))
 
 
-def _number(segment: Path) -> int:
-    return int(re.sub(r"\D", "", segment.stem))
+def listed_in(run: RunDirectory) -> Listing | None:
+    """Return the segments that the latest checkpoint of a run counts on; None where no checkpoint says."""
+    checkpoint = CheckpointStore(run.checkpoints).latest()
+    try:
+        segments = None if checkpoint is None else checkpoint.document(TRAINER_DOCUMENT).get("segments")
+        return None if segments is None else {str(name): int(size) for name, size in segments.items()}
+    except (CheckpointError, AttributeError, TypeError, ValueError):  # a resume says what is wrong with the checkpoint
+        return None
 
 
-def _of_segments(segments: list[Path]) -> Iterator[str]:
-    numbers = [_number(each) for each in segments]
-    missing = sorted(set(range(min(numbers, default=0), max(numbers, default=0))) - set(numbers))
-    if missing:
-        yield f"segments are missing in between: {', '.join(map(str, missing))}"
-    runs = {run for each in segments if (run := run_of(each)) is not None}
+def _of_runs(index: JournalIndex) -> Iterator[str]:
+    runs = {each.run for each in index.segments if each.run is not None}
     if len(runs) > 1:
         yield f"segments are of several runs: {', '.join(sorted(runs))}"
 

@@ -4,6 +4,7 @@ rollouts/
 - segment-00000001.arrow, ...: Arrow IPC streams, which any Arrow reader opens. A group is one record batch, a row per attempt, and what
   belongs to all of it stands in the batch's metadata, with a CRC over both. So is a step that was trained, with what it learned from each
   attempt. Sessions that went on from a checkpoint are batches without rows.
+- damaged/: files of which a part could not be read, as they were; what could be read is in new ones in their places
 - .lock: held by the process that writes
 
 A session begins a segment of its own. What a crash left half-written at the end of one is cut; everything before it stays.
@@ -11,14 +12,11 @@ A session begins a segment of its own. What a crash left half-written at the end
 
 import fcntl
 import io
-import json
 import logging
 import os
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -26,7 +24,7 @@ from attrs import define, field
 
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.errors import RolloutError
-from skyrl_engine.rollout.journal_index import CRC, FORMAT, HEADER, Entry, JournalIndex, number_of, read_index, run_of, segments_of
+from skyrl_engine.rollout.journal_index import JournalIndex, Listing, read_index
 from skyrl_engine.rollout.records import (
     Learned,
     batch_of,
@@ -34,6 +32,8 @@ from skyrl_engine.rollout.records import (
     no_rows,
     schema,
 )
+from skyrl_engine.rollout.repair import repair
+from skyrl_engine.rollout.segments import Entry, Head, metadata_of, number_of, numbered, path_of
 from skyrl_engine.run.durable import sync
 
 if TYPE_CHECKING:
@@ -64,9 +64,20 @@ class Journal:
     _size: int = field(default=0, init=False)
     _committed: float = field(default=float("-inf"), init=False)
     _dirty: bool = field(default=False, init=False)
+    _records: int = field(default=0, init=False)
     _until: dict[Path, int] = field(factory=dict, init=False)
+    _numbers: dict[Path, int] = field(init=False)
+    _sizes: dict[int, int] = field(init=False)
     _step: int = field(default=0, init=False)
     _first_step: int = field(default=0, init=False)
+
+    @_numbers.default
+    def _numbers_of_index(self) -> dict[Path, int]:
+        return {segment.path: segment.number for segment in self.index.segments}
+
+    @_sizes.default
+    def _sizes_of_index(self) -> dict[int, int]:
+        return {segment.number: segment.size for segment in self.index.segments}
 
     def __enter__(self) -> Self:
         return self
@@ -107,18 +118,22 @@ class Journal:
         attempts = [counted[ticket] for ticket in tickets]
         self._write(*batch_of_learned(learned), {"event": "trained", "step": step, "tickets": list(tickets), "attempts": attempts})
         self.commit()
-        if self._until:
-            self._expire(step)
         wide = self.keep is not None and step - self._first_step >= max(1, self.keep // 8)
         if wide or self._size > _SEGMENT_BYTES:
             self._begin_segment()
+            self._expire()
 
     def resumed(self, version: int) -> None:
         """Write that a session goes on from the checkpoint of `version`: what later weights sampled counts no more."""
-        self._step = self._first_step = version
         self._write(no_rows(), 0, {"event": "resumed", "version": version})
         self.index.add(Entry("resumed", {"version": version}, self.folder, 0))
         self.commit()
+
+    def listing(self) -> dict[str, int]:
+        """Return the segments that are there, with the bytes of each that are on the disk: what a checkpoint counts on."""
+        self.commit()
+        sizes = {**self._sizes, self._numbers[Path(self._file.name)]: self._size}
+        return {path_of(self.folder, number).name: size for number, size in sorted(sizes.items())}
 
     def poll(self) -> None:
         """Wait for the disk if the last time is long enough ago. Call it now and then while groups are sampled."""
@@ -150,10 +165,9 @@ class Journal:
     # --- writing -------------------------------------------------------------------------------------------------------------------
 
     def _write(self, batch: "pa.RecordBatch", crc: int, header: Mapping[str, Any]) -> None:
-        text = json.dumps(header, allow_nan=False)
-        crc = zlib.crc32(text.encode(), crc)
-        self._writer.write_batch(batch, custom_metadata={HEADER: text, CRC: f"{crc:08x}"})
+        self._writer.write_batch(batch, custom_metadata=metadata_of(numbered(header, self._records), crc))
         self._flush()
+        self._records += 1
 
     def _flush(self) -> None:
         """Hand the bytes of the writer to the file; where that fails, take back what was written of them."""
@@ -173,27 +187,39 @@ class Journal:
         self._size += len(data)
         self._dirty = True
 
-    def begin(self) -> None:
-        """Begin the session's first segment."""
+    def begin(self, resumed: int | None = None) -> None:
+        """Begin the session's first segment, which says the version of the checkpoint that it goes on from."""
         self._until = {path: step for path, step in self.index.ends.items() if path.exists()}
-        self._begin_segment()
+        self._step = 0 if resumed is None else resumed
+        self._begin_segment(resumed)
+        if resumed is not None:
+            self.resumed(resumed)
 
-    def _begin_segment(self) -> None:
+    def _begin_segment(self, resumed: int | None = None) -> None:
         import pyarrow as pa
 
         if self._file is not None:
             self.commit()
             self._until[Path(self._file.name)] = self._step
+            self._sizes[self._numbers[Path(self._file.name)]] = self._size
             self._file.close()
         self._first_step = self._step
-        path = self.folder / f"segment-{max(map(number_of, segments_of(self.folder)), default=0) + 1:08d}.arrow"
+        self.index.newest += 1
+        for old in self._expired():
+            self.index.oldest = max(self.index.oldest, self._numbers[old] + 1)
+        head = Head(self.run, self.index.newest, self.index.oldest, resumed)
+        path = path_of(self.folder, head.number)
+        self._numbers[path] = head.number
         try:
             self._file = path.open("xb", buffering=0)
         except OSError as error:
             raise self._failed(error) from error
-        self._size = 0
+        self._size = self._records = 0
         self._buffer = io.BytesIO()
-        self._writer = pa.ipc.new_stream(self._buffer, schema((("run", self.run), ("format", FORMAT))))
+        self._writer = pa.ipc.new_stream(self._buffer, schema(head.metadata()))
+        # Arrow writes the schema with the first batch; the head stands there before
+        self._writer.write_batch(no_rows())
+        self._buffer.truncate(8 + int.from_bytes(self._buffer.getvalue()[4:8], "little"))
         self._flush()
         self.commit()
         try:
@@ -201,14 +227,23 @@ class Journal:
         except OSError as error:
             raise self._failed(error) from error
 
-    def _expire(self, step: int) -> None:
-        """Delete segments all of whose records are more than `keep` steps old; one that will not go costs space, never a run."""
-        keep = self.keep
-        if keep is None:
-            return
-        # the oldest alone: a later segment says what of an earlier one does not count
-        for path in list(takewhile(lambda each: self._until[each] <= step - keep, sorted(self._until))):
+    def _expired(self) -> list[Path]:
+        """Return the segments all of whose records are more than `keep` steps old.
+
+        They are the oldest alone: a later segment says what of an earlier one does not count.
+        """
+        expired = []
+        for path in sorted(self._until, key=self._numbers.__getitem__):
+            if self.keep is None or self._until[path] > self._step - self.keep:
+                break
+            expired.append(path)
+        return expired
+
+    def _expire(self) -> None:
+        """Delete segments that have expired, which the newest segment says; one that will not go costs space, never a run."""
+        for path in self._expired():
             del self._until[path]
+            self._sizes.pop(self._numbers[path], None)
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
@@ -222,13 +257,19 @@ class Journal:
 
 
 def open_journal(
-    folder: Path, *, run: str, keep: int | None = None, resumed: int | None = None, clock: Callable[[], float] = time.monotonic
+    folder: Path,
+    *,
+    run: str,
+    keep: int | None = None,
+    resumed: int | None = None,
+    listed: Listing | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Journal:
     """Open the journal of a run, identified by the text `run`, to write; made where it is missing.
 
-    `keep` steps stay (None: all). `resumed` is the step of the checkpoint that the session goes on from; one without it begins at step 0, where
-    only what the first weights sampled counts. Raises RolloutError where another process writes it, it is another run's, or it cannot be
-    read and written.
+    `keep` steps stay (None: all). `resumed` is the step of the checkpoint that the session goes on from, and `listed` the segments that it
+    counts on; a session without one begins at step 0, where only what the first weights sampled counts. It warns of what is lost or damaged,
+    and keeps damaged files aside. Raises RolloutError where another process writes it, it is another run's, or it cannot be read and written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -239,12 +280,17 @@ def open_journal(
         ) from error
     try:
         _hold(lock, folder)
-        _refuse_other_run(folder, run)
-        index = _cut(folder)
+        index = read_index(folder, listed)
+        _refuse_other_run(index, run)
+        if repair(folder, index, run):
+            index = read_index(folder, listed)
+        for lack in index.lacks:
+            logger.warning("the journal of rollouts %s lacks what was recorded: %s", folder, lack)
+        if index.lacks and (listed or resumed is not None):
+            logger.warning("what is lost of the groups that this run goes on with is sampled again, under the same seeds")
+        index.newest = max([index.newest, *map(number_of, (Path(name) for name in listed or ()))])
         journal = Journal(folder, run, keep, index, lock, clock)
-        journal.begin()
-        if index.groups or index.trained or resumed is not None:
-            journal.resumed(resumed or 0)
+        journal.begin(0 if resumed is None and index.segments else resumed)
     except BaseException:
         lock.close()
         raise
@@ -262,28 +308,13 @@ def _hold(lock: io.TextIOWrapper, folder: Path) -> None:
         logger.warning("%s cannot be locked against a second process: %s", folder, error)
 
 
-def _refuse_other_run(folder: Path, run: str) -> None:
-    for segment in segments_of(folder):
-        other = run_of(segment)
-        if other is not None and other != run:
+def _refuse_other_run(index: JournalIndex, run: str) -> None:
+    for segment in index.segments:
+        if segment.run is not None and segment.run != run:
             raise RolloutError(
-                f"{segment} holds rollouts of another run ({other}, and this is {run})",
-                remedy=f"Move {folder} away, or set another run.directory",
+                f"{segment.path} holds rollouts of another run ({segment.run}, and this is {run})",
+                remedy=f"Move {segment.path.parent} away, or set another run.directory",
             )
-
-
-def _cut(folder: Path) -> JournalIndex:
-    """Read the headers, and cut what a crash left half-written at the end of the last segment."""
-    index = read_index(folder)
-    last = segments_of(folder)[-1:]
-    for damage in index.damages:
-        logger.warning("%s", damage)
-        if last == [damage.segment]:
-            if damage.offset == 0:
-                damage.segment.unlink()
-            else:
-                os.truncate(damage.segment, damage.offset)
-    return index
 
 
 def newest_version(group: Group) -> int:

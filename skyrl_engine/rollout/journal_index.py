@@ -1,93 +1,14 @@
-"""A journal of rollouts as it is read: its records in the order in which they were written, and those of them that count."""
+"""A journal of rollouts as it is read: its records in the order in which they were written, those of them that count, and what it lacks."""
 
-import json
-import re
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field
 
 from skyrl_engine.contracts.values.rollout import Group
-from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.ledger import Recorded
-from skyrl_engine.rollout.records import Learned, checksum_of, columns_of, group_of, learned_of
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-FORMAT: Final = "3"
-_READ: Final = (FORMAT, "2")
-"""Formats that are read; in 2 rewards are float32."""
-
-HEADER: Final = b"rollouts"
-CRC: Final = b"crc32"
-"""Keys of a record's metadata: its header as JSON, and the checksum over header and rows."""
-
-_SEGMENT: Final = re.compile(r"segment-(\d{8,})\.arrow")
-
-Event = Literal["group", "trained", "resumed"]
-Read = TypeVar("Read")
-
-
-@frozen
-class Entry:
-    """One record of a journal.
-
-    A group is read by `group`, where it lies; `header` says its ticket, environment, task key, start version, newest version and why it was
-    dropped. A step that was trained has `step` and `tickets`, and what it learned is read by `learned`. A session that went on has the
-    `version` of its checkpoint.
-    """
-
-    event: Event
-    header: Mapping[str, Any]
-    segment: Path
-    offset: int
-
-    @property
-    def ticket(self) -> int:
-        return int(self.header["ticket"])
-
-    def group(self) -> Group:
-        """Read the group. Raises RolloutError where it was damaged since."""
-        assert self.event == "group", f"{self.event} is no group"
-        return self._read(group_of)
-
-    def learned(self) -> list[Learned]:
-        """Read what a step learned, by tickets and members. Raises RolloutError where it was damaged since."""
-        assert self.event == "trained", f"{self.event} is no step"
-        return self._read(learned_of)
-
-    def _read(self, form: "Callable[[pa.RecordBatch, Mapping[str, Any]], Read]") -> Read:
-        import pyarrow as pa
-
-        try:
-            with self.segment.open("rb") as file:
-                schema = pa.ipc.open_stream(file).schema
-                file.seek(self.offset)
-                batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
-            batch.validate(full=True)
-            return form(batch, self.header)
-        except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
-            what = f"group {self.ticket}" if self.event == "group" else f"step {self.header['step']}"
-            raise RolloutError(
-                f"{what} cannot be read from {self.segment} any more ({type(error).__name__})",
-                remedy="Restore the file from a copy, or resume without it: what it held is then sampled again",
-            ) from error
-
-
-@frozen
-class Damage:
-    """A place from which on a segment cannot be read: `offset` is where the last whole record ends, of `size` bytes."""
-
-    segment: Path
-    offset: int
-    size: int
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.segment.name}: {self.what}; {self.size - self.offset} bytes from {self.offset} on are not read"
+from skyrl_engine.rollout.segments import Damage, Entry, Segment, number_of, read_segment, segments_of
 
 
 @define
@@ -100,7 +21,18 @@ class JournalIndex:
     """Tickets by the step that trained on them."""
     learned: dict[int, Entry] = field(factory=dict)
     """The records of steps, which hold what they learned."""
-    damages: list[Damage] = field(factory=list)
+    segments: list[Segment] = field(factory=list)
+    """All segments that were read, in the order in which they were written."""
+    copies: list[Path] = field(factory=list)
+    """Files that hold a segment that another file holds, in the place of one that is lost."""
+    torn: Damage | None = None
+    """The half-written record that a crash left at the end, if it did."""
+    oldest: int = 1
+    """The number of the oldest segment that has not expired."""
+    newest: int = 0
+    """The highest number of a segment, of those that are there."""
+    lacks: list[str] = field(factory=list)
+    """Losses of the journal, a sentence each: it lacks what it once held. A half-written record at the end is none."""
     ends: dict[Path, int] = field(factory=dict)
     """The last step that was trained when a segment ended, by segment."""
 
@@ -116,6 +48,11 @@ class JournalIndex:
             self.groups = {ticket: each for ticket, each in self.groups.items() if each.header["newest_version"] <= version}
             self.trained = {step: tickets for step, tickets in self.trained.items() if step <= version}
             self.learned = {step: each for step, each in self.learned.items() if step <= version}
+
+    @property
+    def damages(self) -> list[Damage]:
+        """Return all parts of segments that cannot be read, what a crash left half-written among them."""
+        return [damage for segment in self.segments for damage in segment.damages]
 
     def steps(self) -> dict[int, int]:
         """Return the step that trained on a ticket, by ticket."""
@@ -134,28 +71,100 @@ class JournalIndex:
         }
 
 
-def read_index(folder: Path) -> JournalIndex:
+Listing = Mapping[str, int]
+"""The names of segments that were there when a checkpoint was written, and how many bytes each had by then."""
+
+
+def read_index(folder: Path, listed: Listing | None = None) -> JournalIndex:
     """Read the headers of a journal, in the order in which they were written; a folder that is not there holds none.
 
-    A segment that is missing, or lost its beginning, may have said that a session went on from a checkpoint: groups before it do not count,
-    since later weights than the checkpoint's may have sampled them.
+    `listed` are the segments that a checkpoint counts on: those of them that are not there and have not expired are lost, and so is what
+    they are shorter by. A segment that is lost, or lost its beginning, may have said that a session went on from a checkpoint: groups before
+    it do not count, since later weights than the checkpoint's may have sampled them. Raises RolloutError for a file that cannot be read.
     """
+    due = {number_of(Path(name)): size for name, size in (listed or {}).items()}
     index = JournalIndex()
-    segments = segments_of(folder)
-    for place, segment in enumerate(segments):
-        if place and number_of(segment) != number_of(segments[place - 1]) + 1:
+    index.segments, index.copies = _in_order(folder)
+    index.lacks += [f"{each.name} is a copy of another segment, in the place of its own" for each in index.copies]
+    index.newest = max([0, *(each.number for each in index.segments), *map(number_of, segments_of(folder))])
+    known = [each.head.oldest for each in index.segments if each.head is not None]
+    index.oldest = max(known) if known else min([*(each.number for each in index.segments), *due], default=1)
+    index.lacks += _missing(index, due)
+    before: int | None = None
+    for segment in index.segments:
+        is_last = segment is index.segments[-1]
+        torn = is_last and segment.is_torn and segment.whole_bytes >= due.get(segment.number, 0)
+        index.torn = segment.damages[0] if torn else None
+        gap = before is not None and segment.number != before + 1
+        if gap or (segment.unsure and not torn):
             index.groups = {}
-        entries = 0
-        for found in _read_segment(segment):
-            if isinstance(found, Damage):
-                index.damages.append(found)
-                if entries == 0 and segment != segments[-1]:
-                    index.groups = {}
-            else:
-                index.add(found)
-                entries += 1
-        index.ends[segment] = max(index.trained, default=0)
+        if not torn:
+            index.lacks += _lost_of(segment, due.get(segment.number, 0))
+        if segment.head is not None and segment.head.resumed is not None:
+            index.add(Entry("resumed", {"version": segment.head.resumed}, segment.path))
+        for entry in segment.entries:
+            index.add(entry)
+        index.ends[segment.path] = max([0, *index.trained, *(each.header.get("newest_version", 0) for each in segment.entries)])
+        before = segment.number
+    if any(number > (before or 0) for number in due):
+        index.groups = {}
     return index
+
+
+def _in_order(folder: Path) -> tuple[list[Segment], list[Path]]:
+    """Return the segments of a journal by their numbers, and the files that are a copy of another."""
+    found: dict[tuple[str | None, int], Segment] = {}
+    copies: list[Path] = []
+    # where a number comes twice, the file that is called by it has the word
+    for segment in sorted(
+        map(read_segment, segments_of(folder)), key=lambda each: (each.number, each.number != number_of(each.path))
+    ):
+        place = segment.run, segment.number
+        if place in found:
+            copies.append(segment.path)
+        else:
+            found[place] = segment
+    return list(_unwritten_as_whole(list(found.values()))), copies
+
+
+def _unwritten_as_whole(segments: list[Segment]) -> Iterator[Segment]:
+    """Take empty files of format 2 for whole: there a segment had no byte before its first record."""
+    of_format_2 = False
+    for segment in segments:
+        of_format_2 = segment.head is None and (of_format_2 or segment.run is not None)
+        yield evolve(segment, damages=(), unsure=False) if of_format_2 and not segment.size else segment
+
+
+def _missing(index: JournalIndex, due: Mapping[int, int]) -> Iterator[str]:
+    """Yield what segments are not there, of those that were not too old to keep."""
+    there = {each.number for each in index.segments}
+    numbers = {*range(index.oldest, max(there, default=0)), *(number for number in due if number >= index.oldest)} - there
+    if numbers and not there:
+        yield f"all segments are gone ({len(numbers)} by the last checkpoint)"
+        return
+    for first, last in _runs(sorted(numbers)):
+        yield f"segment {first} is gone" if first == last else f"segments {first} to {last} are gone"
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of numbers that follow each other."""
+    if not numbers:
+        return
+    bounds = [place + 1 for place, (one, other) in enumerate(pairwise(numbers)) if other != one + 1]
+    for begin, end in pairwise([0, *bounds, len(numbers)]):
+        yield numbers[begin], numbers[end - 1]
+
+
+def _lost_of(segment: Segment, due: int) -> Iterator[str]:
+    """Yield what a segment has lost of what was in it, or of the bytes that a checkpoint counts on."""
+    name = segment.path.name
+    if segment.head is not None and segment.head.was_damaged is not None:
+        yield f"{name} stands in the place of a damaged file: {segment.head.was_damaged}"
+    elif segment.size < due:
+        yield f"{name} has {segment.size:,} of the {due:,} bytes that the last checkpoint counts on"
+    yield from (str(each) for each in segment.damages)
+    if segment.number != number_of(segment.path):
+        yield f"{name} is segment {segment.number} by what it says: it was renamed"
 
 
 def read_groups(folder: Path) -> Iterator[Group]:
@@ -171,74 +180,3 @@ def settled(group: Group, *, trained: bool) -> Group:
     if not trained or group.dropped is None:
         return group
     return Group(group.ticket, group.environment, group.task_key, group.start_version, group.trajectories)
-
-
-def run_of(segment: Path) -> str | None:
-    """Return the identity of the run that wrote a segment; None where its beginning was lost."""
-    import pyarrow as pa
-
-    try:
-        with segment.open("rb") as file:
-            metadata = pa.ipc.open_stream(file).schema.metadata or {}
-    except (pa.ArrowException, OSError):
-        return None
-    text = metadata.get(b"run")
-    return None if text is None else text.decode()
-
-
-def number_of(segment: Path) -> int:
-    """Return the number of a segment, by its name."""
-    return int(segment.stem.removeprefix("segment-"))
-
-
-def segments_of(folder: Path) -> list[Path]:
-    """List the segments of a journal, the oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(each for each in folder.iterdir() if _SEGMENT.fullmatch(each.name))
-
-
-def _read_segment(segment: Path) -> Iterator[Entry | Damage]:
-    """Yield the records of a segment up to its end, or up to the first that is torn or damaged."""
-    import pyarrow as pa
-
-    size = segment.stat().st_size
-    good = 0
-    if size == 0:
-        return
-    try:
-        with segment.open("rb") as file:
-            reader = pa.ipc.open_stream(file)
-            _refuse_other_format(segment, reader.schema)
-            good = file.tell()
-            while good < size:
-                batch, metadata = reader.read_next_batch_with_custom_metadata()
-                header = _verified(batch, metadata)
-                yield Entry(header["event"], header, segment, good)
-                good = file.tell()
-    except StopIteration:
-        yield Damage(segment, good, size, "torn")
-    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, EOFError) as error:
-        yield Damage(segment, good, size, f"torn or damaged ({str(error).splitlines()[0] if str(error) else type(error).__name__})")
-
-
-def _verified(batch: "pa.RecordBatch", metadata: "pa.KeyValueMetadata | None") -> dict[str, Any]:
-    """Return the header of a batch. Raises ValueError where it is not what was written."""
-    if metadata is None:
-        raise ValueError("a record without a header")
-    batch.validate(full=True)
-    text, written = metadata[HEADER], metadata[CRC]
-    crc = 0 if batch.num_rows == 0 else checksum_of(columns_of(batch))
-    if f"{zlib.crc32(text, crc):08x}" != written.decode():
-        raise ValueError("a checksum differs")
-    header: dict[str, Any] = json.loads(text)
-    return header
-
-
-def _refuse_other_format(segment: Path, schema: "pa.Schema") -> None:
-    found = (schema.metadata or {}).get(b"format", b"?").decode()
-    if found not in _READ:
-        raise RolloutError(
-            f"{segment} is no journal of rollouts of format {' or '.join(reversed(_READ))} ({found})",
-            remedy="Use the engine version that wrote it",
-        )

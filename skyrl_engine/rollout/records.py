@@ -66,6 +66,21 @@ def schema(metadata: tuple[tuple[str, str], ...] = ()) -> "pa.Schema":
 
 
 @cache
+def schema_of_format_2() -> "pa.Schema":
+    """Return the schema of records in format 2 of the journal, whose rewards are float32."""
+    import pyarrow as pa
+
+    present = schema()
+    return present.set(present.get_field_index("rewards"), pa.field("rewards", pa.list_(pa.float32()), nullable=False))
+
+
+def in_present_form(batch: "pa.RecordBatch") -> "tuple[pa.RecordBatch, int]":
+    """Return the rows of an older format in this one, and the checksum of their values."""
+    batch = batch.cast(schema())
+    return batch, 0 if batch.num_rows == 0 else checksum_of(columns_of(batch))
+
+
+@cache
 def no_rows() -> "pa.RecordBatch":
     """Return a batch without attempts."""
     return _batch({name: np.zeros(0, dtype=dtype) for name, dtype in _NUMBERS.items()}, {}, [])[0]
@@ -111,7 +126,7 @@ def _batch(
     batch = pa.RecordBatch.from_arrays(arrays, schema=schema())
     crc = 0
     if documents:
-        crc = checksum_of([*numbers.values(), *(each for pair in ragged.values() for each in pair), "".join(documents).encode()])
+        crc = checksum_of([*numbers.values(), *(each for pair in ragged.values() for each in pair), *_texts(documents)])
     return batch, crc
 
 
@@ -163,14 +178,20 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
+def _texts(documents: Sequence[str]) -> tuple[AnyArray, bytes]:
+    """Return texts as what a checksum is made of: their lengths, int64, and all of them."""
+    encoded = [each.encode() for each in documents]
+    return np.array([len(each) for each in encoded], dtype=np.int64), b"".join(encoded)
+
+
 def columns_of(batch: "pa.RecordBatch") -> list[AnyArray | bytes]:
-    """Return the values of a batch as they were when it was made."""
+    """Return the values of a batch as they were when it was made; those of format 2 without the lengths of documents."""
     found: list[AnyArray | bytes] = [batch.column(name).to_numpy() for name in _NUMBERS]
     for name in (*_ARRAYS, *_LEARNED):
         column = batch.column(name)
         found += [column.values.to_numpy(), column.offsets.to_numpy()]
-    found.append("".join(batch.column("document").to_pylist()).encode())
-    return found
+    lengths, texts = _texts(batch.column("document").to_pylist())
+    return [*found, texts] if batch.schema.equals(schema_of_format_2()) else [*found, lengths, texts]
 
 
 def checksum_of(values: Sequence[AnyArray | bytes]) -> int:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from skyrl_engine.modeling.tiny import write_tokenizer
 from skyrl_engine.rollout.exported import read_rollouts
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.records import Learned
+from skyrl_engine.rollout.segments import read_segment
 from skyrl_engine.testing.rollout_cases import plain_group
 
 WORDS = ("spell", "cat", "c", "a", "t", "wrong", "again", "dog")
@@ -47,7 +50,7 @@ def group(ticket, ids, texts, *, rewards, dropped=None, key=None, version=0):
         stretches = [("spell cat", PROMPT), (text, SAMPLED), ("again", OBSERVED), ("t", SAMPLED)]
         lengths = [len(words.split()) for words, _ in stretches]
         sampled = sum(length for length, (_, kind) in zip(lengths, stretches, strict=True) if kind == SAMPLED)
-        earned = np.zeros(sampled, dtype=np.float32)
+        earned = np.zeros(sampled)
         earned[-1] = reward
         members.append(
             Trajectory(
@@ -249,7 +252,7 @@ def test_a_torn_end_is_no_mistake_and_the_rest_is(command, tmp_path):
     os.truncate(first, first.stat().st_size - 1)
     outcome = command("rollouts", "check", run)
     assert outcome.code == 1
-    assert f"{first.name}: torn" in outcome.out
+    assert re.search(rf"{first.name}: bytes [\d,]+ to [\d,]+ cannot be read: torn", outcome.out)
     assert outcome.out.splitlines()[-1] == "wrong"
 
 
@@ -283,7 +286,7 @@ def test_segments_of_other_runs_and_missing_ones_are_found(command, tmp_path):
     (folder / "segment-00000002.arrow").unlink()
     (tmp_path / "other" / "rollouts" / "segment-00000001.arrow").rename(folder / "segment-00000004.arrow")
     outcome = command("rollouts", "check", tmp_path / "run")
-    assert "segments are missing in between: 2" in outcome.out
+    assert "segment 2 is gone" in outcome.out
     assert "segments are of several runs: other, run" in outcome.out
 
 
@@ -291,3 +294,40 @@ def test_a_run_without_rollouts_is_told(command, tmp_path):
     for verb in (("list",), ("show",), ("check",), ("diff", "--steps", "1", "2"), ("export", "--to", "jsonl", "--out", "x")):
         outcome = command("rollouts", verb[0], tmp_path, *verb[1:])
         assert (outcome.code, "holds no rollouts" in outcome.last_line) == (4, True)
+
+
+def test_every_command_says_what_is_lost(command, told, tmp_path):
+    """A checkpoint says which segments there were; a damaged record is told, and all others are shown."""
+    run = tmp_path / "run"
+    shutil.copytree(told[0], run)
+    (segment,) = (run / "rollouts").glob("*.arrow")
+    content = bytearray(segment.read_bytes())
+    content[read_segment(segment).entries[1].end - 30] ^= 1
+    segment.write_bytes(content)
+    checkpoint = run / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer.json").write_text(json.dumps({"segments": {segment.name: 9, "segment-00000002.arrow": 99}}))
+    out = tmp_path / "out.jsonl"
+    for verb in (["list"], ["show"], ["report"], ["diff", "--steps", "1", "2"], ["export", "--to", "jsonl", "--out", out]):
+        outcome = command("rollouts", verb[0], run, *verb[1:])
+        assert "a checksum differs, 1 record lost" in outcome.err, verb
+        assert "not all rollouts are there: segment 2 is gone" in outcome.err, verb
+    outcome = command("rollouts", "check", run)
+    assert outcome.code == 1
+    assert "segment 2 is gone" in outcome.out
+    assert "a checksum differs, 1 record lost" in outcome.out
+    shutil.rmtree(run / "rollouts")
+    for verb in ("list", "show", "check"):
+        outcome = command("rollouts", verb, run)
+        assert outcome.code == 4
+        assert "are lost: all segments are gone (2 by the last checkpoint)" in outcome.last_line
+
+
+def test_a_checkpoint_that_cannot_be_read_keeps_nobody_from_looking(command, told, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(told[0], run)
+    for number, text in enumerate(("", "[]", '{"segments": 3}', '{"segments": {"segment-00000001.arrow": "x"}}')):
+        checkpoint = run / "checkpoints" / f"step-{number + 1:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "trainer.json").write_text(text)
+        assert command("rollouts", "check", run).code == 0

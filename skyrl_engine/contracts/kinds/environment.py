@@ -58,10 +58,11 @@ class Action:
 class StepResult:
     """The answer to a turn.
 
-    `reward` is this turn's, a float64 that is finite in float32 too; the rewards of its turns add up to the trajectory's, in float64. `done` is False exactly where `messages` go on: of
-    roles user, tool and system, never assistant. `parts` are components of the reward, shown and never trained on. `token_rewards`, one per
-    token of the action, stand for `reward` where a process is scored. `sampling` overrides `max_tokens` and `stop_strings` of the next turn.
-    `info` is kept with the attempt; its `answer`, the text that the attempt settled on, is what attempts at a task vote by (`rollout/maj@k`).
+    `reward` is this turn's, a float64 that float32 holds too; the rewards of its turns add up to the trajectory's, in float64. `done` is False
+    exactly where `messages` go on: of roles user, tool and system, never assistant. `parts` are components of the reward, shown and never
+    trained on. `token_rewards`, one per token of the action, stand for `reward` where a process is scored. `sampling` overrides `max_tokens`
+    and `stop_strings` of the next turn. `info` is kept with the attempt; its `answer`, the text that the attempt settled on, is what attempts
+    at a task vote by (`rollout/maj@k`).
     """
 
     reward: float

@@ -19,7 +19,8 @@ class RlState:
     """`step` steps are done. `ledger` is its `state()`, `kl_coef` the coefficient of the penalty in the reward, if there is one.
 
     `above` counts steps in a row whose gap was too large, `reference` names the copy that is the reference, and `environments` says the version
-    of each by name. `journal` is the run that the journal of rollouts names; None where there is none.
+    of each by name. `journal` is the run that the journal of rollouts names, and `segments` are the bytes of each of its segments by name, on
+    which the checkpoint counts; None where there is none.
     """
 
     trainer: str
@@ -30,6 +31,7 @@ class RlState:
     reference: str | None
     environments: Mapping[str, str]
     journal: str | None = None
+    segments: Mapping[str, int] | None = None
 
     def document(self) -> dict[str, Any]:
         return attrs.asdict(self)

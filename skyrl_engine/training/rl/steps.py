@@ -25,6 +25,7 @@ from skyrl_engine.registry.host import blaming
 from skyrl_engine.rollout.columns import learned_from, to_columns
 from skyrl_engine.rollout.episodes import EpisodePool
 from skyrl_engine.rollout.guard import SamplerGuard
+from skyrl_engine.rollout.journal import Journal
 from skyrl_engine.rollout.recorded import Recording
 from skyrl_engine.rollout.source import GroupSource
 from skyrl_engine.spans import Phases
@@ -47,14 +48,14 @@ _OF_RANKS: Final = frozenset({"generate", "score", "train", "publish"})
 class Live:
     """The sampling side of a run: tasks, the sampler, processes of environments, and the guard over the sampler's weights.
 
-    `run` names the run in its journal.
+    `journal` is the journal that the groups are written to.
     """
 
     rollouts: Sampled
     sampler: Sampler
     pool: EpisodePool
     guard: SamplerGuard
-    run: str
+    journal: Journal
 
 
 @define(eq=False)
@@ -172,7 +173,8 @@ class RlTrainer:
             0 if self.live is None else self.live.guard.above,
             self._copied,
             self.prepared.environment_versions,
-            None if self.live is None else self.live.run,
+            None if self.live is None else self.live.journal.run,
+            None if self.live is None else self.live.journal.listing(),
         ).document()
 
     def _columns(self, groups: Sequence[Group], number: int) -> SampleColumns:

@@ -1,12 +1,13 @@
 """Reinforcement learning: attempts at tasks, what they were worth, and optimizer steps on them, with an exact resume."""
 
 import hashlib
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
@@ -19,6 +20,7 @@ from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.ledger import RolloutLedger
 from skyrl_engine.rollout.recorded import RecordedSource, Recording
 from skyrl_engine.rollout.runner import RolloutRunner
+from skyrl_engine.rollout.segments import read_segment, segments_of
 from skyrl_engine.rollout.source import GroupSource, RolloutSource
 from skyrl_engine.run.durable import write_durably
 from skyrl_engine.run.session import RunSession, open_session
@@ -28,6 +30,9 @@ from skyrl_engine.training.rl.preparation import PreparedRl, Progress, Sampled, 
 from skyrl_engine.training.rl.rewards import KlPenalty
 from skyrl_engine.training.rl.state import RlState, state_in
 from skyrl_engine.training.rl.steps import Live, RlTrainer
+
+_A_RUN: Final = re.compile(r"[0-9a-f]{16}")
+"""The name of a run in its journal."""
 
 
 def run_rl(
@@ -158,6 +163,7 @@ def _sampling(
             run=run,
             keep=config.rollouts.keep,
             resumed=None if state is None else state.step,
+            listed=None if state is None else state.segments,
         ) as journal:
             saved = rules.state() if state is None else state.ledger
             ledger = RolloutLedger.from_state(saved, rules, journal.index.recorded())
@@ -177,7 +183,7 @@ def _sampling(
             judge = prepared.reward_model
             valued = None if judge is None else partial(judge.rewarded, engine)
             source = RolloutSource(ledger, runner, journal, rollouts.tasks.of, prepared.filters, valued, told, phases)
-            yield source, Live(rollouts, sampler, pool, guard, run)
+            yield source, Live(rollouts, sampler, pool, guard, journal)
     finally:
         pool.shutdown()
 
@@ -198,14 +204,17 @@ def episode_pool(prepared: PreparedRl) -> EpisodePool:
 def _identity(session: RunSession, known: str | None) -> str:
     """Name the run, the same for all of its sessions: by the moment its directory's first session began.
 
-    `known` is the name in the checkpoint that the session goes on from. Raises RolloutError where the directory's rollouts are another run's.
+    `known` is the name in the checkpoint that the session goes on from. Where the file that holds the name is lost or damaged, checkpoint and
+    segments say it. Raises RolloutError where the directory's rollouts are another run's.
     """
     path = session.directory.rollouts / "run"
-    if not path.exists():
+    found = path.read_text(errors="replace") if path.exists() else ""
+    if not _A_RUN.fullmatch(found):
         path.parent.mkdir(parents=True, exist_ok=True)
+        named = next((each.run for each in map(read_segment, segments_of(path.parent)) if each.run is not None), None)
         made = hashlib.sha256(f"{time.time_ns()} {session.directory.path}".encode()).hexdigest()[:16]
-        write_durably(path, made if known is None else known)
-    found = path.read_text()
+        found = known or named or made
+        write_durably(path, found)
     if known is not None and found != known:
         raise RolloutError(
             f"{path.parent} holds the rollouts of another run ({found}, and the checkpoint is of {known})",
