@@ -1,4 +1,4 @@
-"""A frozen model of its own beside the trained one, such as a teacher: both must mean the same tokens by the same numbers."""
+"""A frozen model of its own beside the trained one, such as a teacher or a reference: both must mean the same tokens by the same numbers."""
 
 from attrs import evolve
 
@@ -35,6 +35,14 @@ def planned_beside(
         adapters_off=False,
         classifier=classifier,
     )
+    return with_own_files(what, table, frozen, trained)
+
+
+def with_own_files(what: str, table: str, frozen: FrozenModel, trained: ModelFiles) -> tuple[FrozenModel, ModelFiles]:
+    """Read the files of a frozen model that has a path of its own; its tokenizer is compared with that of the trained model.
+
+    Raises UnsupportedError for another tokenizer, ModelError for a model that cannot be used.
+    """
     assert frozen.model is not None, "a path names a model of its own"
     model = evolve(frozen.model, tokenizer=None, chat_template=None)
     try:
@@ -42,16 +50,24 @@ def planned_beside(
     except ModelError as error:
         raise ModelError(f"{what} cannot be used: {error.cause}", remedy=f"Correct {table}.path or {table}.revision") from error
     own = ModelFiles.of(model)
-    _refuse_other_tokens(what, table, own, trained)
+    if (model.path, model.revision) != (trained.facts.model.path, trained.facts.model.revision):
+        _refuse_other_tokens(what, table, own, trained)
     return evolve(frozen, model=model), own
 
 
 def _refuse_other_tokens(what: str, table: str, own: ModelFiles, trained: ModelFiles) -> None:
     """Refuse a tokenizer in which a token of the trained model has another number, or none.
 
-    Rows of an embedding behind the tokenizer's last token are padding, and may differ.
+    Rows of an embedding after the tokenizer's last token are padding, and may differ.
     """
-    path, theirs = own.facts.model.path, own.tokenizer.get_vocab()
+    path = own.facts.model.path
+    try:
+        theirs = own.tokenizer.get_vocab()
+    except ModelError as error:
+        raise ModelError(
+            f"{what} cannot be compared with the trained model: {error.cause}",
+            remedy="Put the files of its tokenizer beside its weights",
+        ) from error
     ours = trained.tokenizer.get_vocab()
     other = min((token for token, number in ours.items() if theirs.get(token) != number), key=ours.__getitem__, default=None)
     remedy = f"Set {table}.path to a model with the tokenizer of the trained one"

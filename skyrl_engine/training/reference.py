@@ -6,9 +6,9 @@ from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
-from skyrl_engine.errors import ModelError, UnsupportedError
-from skyrl_engine.model_facts.configuration import load_config
+from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
+from skyrl_engine.training.model_beside import with_own_files
 
 REFERENCE_MODEL: Final = "reference"
 """The frozen model's name on the ranks."""
@@ -20,7 +20,8 @@ REFERENCE: Final = "ref_logprobs"
 def planned_reference(resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles) -> FrozenModel:
     """Choose the frozen model that `[reference]` asks for.
 
-    Raises UnsupportedError for what the backend or the trained model does not allow, ModelError for a model that cannot be used.
+    Raises UnsupportedError for what the backend or the trained model does not allow and for another tokenizer, ModelError for a model that
+    cannot be used.
     """
     table, trained = resolved.config.reference, resolved.config.model
     if table.refresh_every is not None and trained.lora is not None:
@@ -38,18 +39,7 @@ def planned_reference(resolved: ResolvedConfig, assembly: Assembly, files: Model
         adapters_off=table.adapters_off,
     )
     if table.path is not None and planned.model is not None:
-        try:
-            load_config(planned.model)
-        except ModelError as error:
-            raise ModelError(
-                f"the reference cannot be used: {error.cause}", remedy="Correct reference.path or reference.revision"
-            ) from error
-        known, own = ModelFiles.of(planned.model).facts.vocabulary_size, files.facts.vocabulary_size
-        if known is not None and own is not None and known < own:
-            raise UnsupportedError(
-                f"the reference {table.path} knows {known:,} tokens, and the trained model {own:,}",
-                remedy="Set reference.path to a model with the tokenizer of the trained one",
-            )
+        planned, _ = with_own_files("the reference", "reference", planned, files)
     return planned
 
 

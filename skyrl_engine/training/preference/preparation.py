@@ -10,9 +10,11 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.errors import ConfigError, Problem, UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
+from skyrl_engine.training.preference.baseline import refuse_single_prompts
 from skyrl_engine.training.reference import REFERENCE, planned_reference, refuse_dropout
 from skyrl_engine.training.sft.data import DataProgress, PreparedRun
 from skyrl_engine.training.sft.data import prepare as prepare_data
+from skyrl_engine.training.sft.order import SampleOrder
 
 BASELINE: Final = "kl_baseline"
 """The column of KTO's baseline, which the trainer computes for every mini-batch."""
@@ -48,8 +50,8 @@ class PreparedPreference:
 def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> PreparedPreference:
     """Load the preferences, make the controller's plugins, and refuse what cannot work. Starts nothing.
 
-    Raises what preparing a run over a dataset raises; UnsupportedError for a loss without preferences, for dropout beside a reference, and for
-    a reference that the backend does not have.
+    Raises what preparing a run over a dataset raises; DataError where KTO's baseline would find no answer to another prompt;
+    UnsupportedError for a loss without preferences, for dropout beside a reference, and for a reference that the backend does not have.
     """
     config = resolved.config
     if config.reference.refresh_every is not None:
@@ -81,6 +83,12 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
             "reference.precompute scores the answers of the data, and KTO's baseline is of mismatched ones, others in every step",
             remedy="Remove reference.precompute, or choose another loss",
         )
+    if baseline:
+        order, evaluated = run.order, run.evaluation
+        refuse_single_prompts(run.train.columns, order, run.total_steps, name=run.train.name)
+        if evaluated is not None:
+            held_out = SampleOrder.of(evaluated.columns, batch_size=order.batch_size, shuffle=False)
+            refuse_single_prompts(evaluated.columns, held_out, held_out.steps_per_epoch, name=evaluated.name)
     reference = None
     if REFERENCE in objective.columns or baseline:
         refuse_dropout(run.files.facts, "the reference is scored without it: the first log-ratios would not be 0")

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,13 +15,11 @@ import pytest
 from pair_runs import Configure, EndedError, Ending
 from safetensors.numpy import load_file
 
-from skyrl_engine.contracts.values.columns import SampleColumns
-from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
-from skyrl_engine.errors import ConfigError, DataError, PluginBrokenError, UnsupportedError
+from skyrl_engine.errors import ConfigError, DataError, ModelError, PluginBrokenError, UnsupportedError
+from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine.run.metrics import read_metrics
-from skyrl_engine.training.preference.baseline import mismatched
 from skyrl_engine.training.preference.trainer import plan_preference, run_preference
 from skyrl_engine.training.sft.trainer import run_sft
 
@@ -113,24 +112,6 @@ def test_a_term_on_the_chosen_half_is_half_of_its_mean(configure: Configure) -> 
     assert 1.0 < added["objective/cross_entropy"] < 10.0
 
 
-def test_mismatched_answers_stand_behind_other_prompts() -> None:
-    """Pairs (0, 1) and (2, 3): sample 0 gets the answer of 2, and 2 that of 0; rows are cut to 4 tokens."""
-    columns = SampleColumns.create(
-        input_ids=np.array([1, 2, 50, 1, 2, 51, 52, 3, 60, 61, 3, 62], dtype=np.int64),
-        token_offsets=offsets_of([3, 4, 3, 2]),
-        action_offsets=offsets_of([1, 2, 2, 1]),
-        unit_ids=np.array([0, 0, 1, 1]),
-    )
-    others = mismatched(columns, 4)
-    assert others is not None
-    assert others.input_ids.tolist() == [1, 2, 60, 61, 1, 2, 62, 3, 50, 3, 51, 52]
-    assert np.diff(others.action_offsets).tolist() == [2, 1, 1, 2]
-    short = mismatched(columns, 3)
-    assert short is not None
-    assert short.input_ids.tolist() == [1, 2, 60, 1, 2, 62, 3, 50, 3, 51, 52]
-    assert mismatched(columns.take([0, 1]), None) is None
-
-
 @pytest.mark.proof
 @pytest.mark.nightly
 @pytest.mark.usefixtures("without_ray")
@@ -180,7 +161,7 @@ def test_a_killed_run_resumes_to_the_same_bits(configure: Configure, tmp_path: P
     assert weights(run_preference(resolved, resume=True).directory) == weights(whole)
 
 
-def test_what_cannot_work_is_refused_while_planning(configure: Configure, pairs: Path) -> None:
+def test_what_cannot_work_is_refused_while_planning(configure: Configure, pairs: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="does not tell chosen from rejected"):
         plan_preference(configure(preference={"preset": "none"}))
     with pytest.raises(DataError, match=r"loss .dpo. .* compares the two answers of a pair, and the data has single answers"):
@@ -193,6 +174,19 @@ def test_what_cannot_work_is_refused_while_planning(configure: Configure, pairs:
         run_sft(configure(trainer="sft"))
     with pytest.raises(ConfigError, match="there is no preset"):
         configure(preference={"preset": "dop"})
+    other = tmp_path / "other"
+    write_model(other, tokenizer=write_tokenizer(other, ["other words than those"], size=64))
+    with pytest.raises(
+        UnsupportedError, match=r"the reference .* has another tokenizer than the trained model: the token .* is number"
+    ):
+        plan_preference(configure(reference={"path": str(other)}))
+    bare = tmp_path / "bare"
+    shutil.copytree(pairs / "model", bare, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
+    with pytest.raises(
+        ModelError, match=r"the reference cannot be compared with the trained model: the directory .* holds no tokenizer"
+    ):
+        plan_preference(configure(reference={"path": str(bare)}))
+    plan_preference(configure(model={"path": str(bare), "tokenizer": str(pairs / "model")}, reference={"path": str(bare)}))
     plan = plan_preference(configure())
     assert plan.train["format"] == "preference"
     assert plan.train["samples"] == 20
