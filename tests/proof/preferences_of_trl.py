@@ -1,5 +1,5 @@
-"""Losses of preferences and reward models beside TRL's own trainers on one model and batch: loss and gradient of every parameter, in
-`nox -s peers`.
+"""Preferences beside TRL's own trainers, in `nox -s peers`: the tokens of rows of every shape that TRL reads, and losses of preferences and
+reward models on one model and batch, with the gradient of every parameter.
 
 TRL computes a whole step by itself, from its collator's batch to its loss; ours is given log-probabilities of the same tokens. Either the
 policy or its reference has noise on every weight, so that no ratio is 0. Both compute in float32: 1e-5 of the largest gradient is a few dozen
@@ -19,7 +19,9 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+from skyrl_engine.config.schema import DataConfig
 from skyrl_engine.contracts import LossOutput, LossTokens, Pairs, Sequences
+from skyrl_engine.data.dataset import load_columns
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine_losses import plugin
 from skyrl_engine_losses.preference import CpoConfig, DpoConfig, KtoConfig, OrpoConfig, SimpoConfig
@@ -42,6 +44,32 @@ JUDGED = [
     {"prompt": row["prompt"], "completion": row[half], "label": half == "chosen"} for row in ROWS for half in ("chosen", "rejected")
 ]
 
+USER = [{"role": "user", "content": "2 + 2 ="}]
+SHAPES: dict[str, dict[str, Any]] = {
+    "explicit texts": {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5 or so"},
+    "an explicit prompt that ends in a space": {"prompt": "2 + 2 = ", "chosen": "4", "rejected": "ö"},
+    "an explicit prompt within a word": {"prompt": "2 + 2 = 4 o", "chosen": "r so", "rejected": "x"},
+    "implicit texts": {"chosen": "2 + 2 = 4", "rejected": "2 + 2 = 5 or so"},
+    "an implicit prompt that ends in a newline": {"chosen": "2 + 2 =\n4", "rejected": "2 + 2 =\n5 or so"},
+    "an implicit prompt without spaces": {"chosen": "今天天气很好", "rejected": "今天天气很坏"},
+    "Japanese": {"chosen": "今日は天気がいいです。", "rejected": "今日は雨が降ります。"},
+    "Thai": {"chosen": "วันนี้อากาศดีมาก", "rejected": "วันนี้ฝนจะตก"},
+    "one text begins the other": {"chosen": "2 + 2 = 4", "rejected": "2 + 2 = 4 or so"},
+    "explicit messages": {"prompt": USER, **{half: [{"role": "assistant", "content": half}] for half in ("chosen", "rejected")}},
+    "implicit messages": {half: [*USER, {"role": "assistant", "content": half}] for half in ("chosen", "rejected")},
+    "several turns": {
+        "prompt": USER,
+        "chosen": [{"role": "assistant", "content": "4"}, *USER, {"role": "assistant", "content": "4"}],
+        "rejected": [{"role": "assistant", "content": "5"}, *USER, {"role": "assistant", "content": "4"}],
+    },
+}
+"""Rows of every shape of pairs that TRL's page on dataset formats names, with prompts that end in every way."""
+
+TEMPLATE = """\
+{%- for m in messages -%}{{ m.role + ': ' + m.content }}{% if m.role == 'user' %}{{ '\\n' }}{% else %}{{ eos_token }}{% endif %}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ 'assistant: ' }}{%- endif -%}"""
+"""A template whose generation prompt ends in a space, with which answers merge."""
+
 Batch = dict[str, torch.Tensor]
 
 
@@ -51,7 +79,8 @@ class Trainers:
     def __init__(self, folder: str) -> None:
         self.folder, self.path = folder, Path(folder) / "model"
         texts = [row["prompt"] + row[half] for row in ROWS for half in ("chosen", "rejected")]
-        self.tokenizer = write_tokenizer(self.path, texts)
+        texts += [json.dumps(row, ensure_ascii=False) for row in SHAPES.values()] + ["ö"]
+        self.tokenizer = write_tokenizer(self.path, texts, size=220)
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
         write_model(self.path, tokenizer=self.tokenizer, **sizes)
 
@@ -113,6 +142,25 @@ def compare(name: str, model: Any, theirs: torch.Tensor, made: torch.Tensor) -> 
     print(json.dumps({"loss": name, "trl": theirs.item(), "ours": made.item(), "gradient": distance}), flush=True)
     assert abs(made.item() - theirs.item()) <= TOLERANCE * max(1.0, abs(theirs.item())), name
     assert distance <= TOLERANCE, name
+
+
+def rows_of_every_shape(trainers: Trainers) -> None:
+    """Prompt and answers of both halves, in tokens. In TRL every token after the prompt carries loss; here, in messages, the assistant's."""
+    for name, row in SHAPES.items():
+        trainers.tokenizer.chat_template = None if isinstance(row["chosen"], str) else TEMPLATE
+        trained = trainers.make(DPOTrainer, DPOConfig, [row, row]).train_dataset[0]
+        path = trainers.path / "shape.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        data = DataConfig(train=str(path), cache=str(trainers.path / "cache"))
+        columns = load_columns(data, trainers.tokenizer, split="train", reading="preferences").columns
+        for sample, half in enumerate(("chosen", "rejected")):
+            ids = columns.input_ids[columns.token_offsets[sample] : columns.token_offsets[sample + 1]].tolist()
+            answer = int(columns.action_offsets[sample + 1] - columns.action_offsets[sample])
+            assert ids == trained["prompt_ids"] + trained[f"{half}_ids"], (name, half)
+            # the first token of all is never scored, neither here nor there
+            assert len(ids) - answer == max(1, len(trained["prompt_ids"])), (name, half)
+        print(json.dumps({"rows": name, "prompt": len(trained["prompt_ids"])}), flush=True)
+    trainers.tokenizer.chat_template = None
 
 
 def direct(trainers: Trainers) -> None:
@@ -195,7 +243,7 @@ def rewards(trainers: Trainers) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainers = Trainers(folder)
-        for comparison in (direct, contrastive, odds_ratio, judged, rewards):
+        for comparison in (rows_of_every_shape, direct, contrastive, odds_ratio, judged, rewards):
             comparison(trainers)
 
 

@@ -1,7 +1,7 @@
 """Rows that hold preferences: a chosen and a rejected answer to one prompt, or one answer and a judgement of it.
 
 The prompt stands in a column of its own or is what both halves begin with, as text, as messages, or in the dialogues of Anthropic's HH data.
-What comes behind it is the answer, and all of its assistant turns carry loss.
+What comes after it is the answer, and all of its assistant turns carry loss. Tokenization then lets both answers begin at the same token.
 """
 
 import re
@@ -49,8 +49,8 @@ def pair_of(row: Row, *, has_template: bool) -> tuple[Half, Half]:
         return _conversations(row, [[{"role": "assistant", "content": text}] for text in given], prompt)
     if all(text.startswith("\n\nHuman:") and "\n\nAssistant:" in text for text in given):
         return _hh(row, given, has_template=has_template)
-    start = _common_words(*given)
-    if not start:
+    start = _shared_beginning(*given)
+    if start == 0:
         raise row.wrong("rejected", "it has no beginning in common with the chosen text, which would be the prompt", _SAME)
     return _texts(row, given, [start] * 2)
 
@@ -90,10 +90,17 @@ def _texts(row: Row, texts: Sequence[str], starts: Sequence[int]) -> tuple[Plain
     return chosen, rejected
 
 
-def _common_words(one: str, other: str) -> int:
-    """Return the length of the text that both begin with, up to the end of a word."""
-    end = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return len(re.sub(r"\S*$", "", one[:end]).rstrip())
+def _shared_beginning(one: str, other: str) -> int:
+    """Return the number of characters with which both texts begin and that are their prompt: TRL's rule (`trl.data_utils.extract_prompt`).
+
+    A space at its end belongs to the answers, as tokens begin with their space. Where one text begins with all of the other, the last character
+    of the shorter one belongs to the answers, so that neither is empty. Which tokens are the prompt is decided when both are tokenized.
+    """
+    shorter = min(len(one), len(other))
+    end = next((place for place in range(shorter) if one[place] != other[place]), shorter)
+    if end == shorter or one[end - 1 : end] == " ":
+        return max(0, end - 1)
+    return end
 
 
 def _hh(row: Row, texts: Sequence[str], *, has_template: bool) -> tuple[Half, Half]:
@@ -110,7 +117,9 @@ def _hh(row: Row, texts: Sequence[str], *, has_template: bool) -> tuple[Half, Ha
     if has_template:
         return _conversations(row, dialogues, None)
     first = _first_difference(row, dialogues)
-    return _texts(row, texts, [found[first].end() for found in turns])
+    ends = [found[first].end() for found in turns]
+    prompt = texts[0][: ends[0]]  # white space around messages may differ, and means nothing
+    return _texts(row, [prompt + text[end:] for text, end in zip(texts, ends, strict=True)], [len(prompt)] * 2)
 
 
 def _conversations(row: Row, halves: Sequence[list[Message]], prompt: Any) -> tuple[Conversation, Conversation]:

@@ -29,6 +29,9 @@ from skyrl_engine.errors import DataError
 
 Progress = Callable[[str, int, int], None]
 
+PROMPT = "prompt_number"
+"""Name of the sample value that is equal for samples of preferences with one prompt; rows of tokens have none."""
+
 _SAMPLES_PER_BATCH = 256
 
 
@@ -53,10 +56,11 @@ class TableFilling:
         kind: KnownFormat | None = None
         ids: IdReader | None = None
         reader, rewards = self.reader, self.reading == "rewards"
-        encode = SampleTokenizer(self.tokenizer, all_turns=self.data.loss_on == "all")
+        encode = SampleTokenizer(self.tokenizer, all_turns=self.data.loss_on == "all", preferences=self.reading != "samples")
         ends = _ends(self.tokenizer)
         images = ImageInspection(self.vision, self.data.bad_images)
         units = _Units()
+        prompts: dict[str, int] = {}
         reachable: set[int] = set()
         for batch in _batches(self.source.rows(self.wanted)):
             if kind is None:
@@ -89,7 +93,7 @@ class TableFilling:
                         if part not in reachable:
                             self.source.row(row.number)  # refuses now what no batch could read
                             reachable.add(part)
-                    own = {} if role is None else {ROLE: role}
+                    own = {} if role is None else {ROLE: role, PROMPT: prompts.setdefault(whole.prompt, len(prompts))}
                     cut = len(sample.loss) < len(whole.loss)
                     # a text that is no answer to anything begins so by its nature
                     unprompted = isinstance(example, PlainText) and kind != "text" and not rewards and bool(whole.loss[0])
@@ -138,7 +142,14 @@ class TableFilling:
             for example, role in examples or ():
                 laid = images.attempt(partial(next(laying), next(encoded)))
                 members.append((example, role, None if laid is None else weighed(row, laid)))
+            if kind in PAIRS:
+                _refuse_equal_halves(row, [sample for *_, sample in members if sample is not None])
             yield row, members if examples is not None else [(None, None, None)]
+
+
+def _refuse_equal_halves(row: Row, halves: Sequence[TokenizedSample]) -> None:
+    if len(halves) == 2 and np.array_equal(halves[0].input_ids, halves[1].input_ids):
+        raise row.wrong("rejected", "its tokens are equal to the chosen answer's", "Leave the row out: it prefers nothing")
 
 
 def _name(row: Row, kind: KnownFormat, role: int | None) -> str:

@@ -25,6 +25,7 @@ class TokenizedSample:
     `weights` float32[T] are those of the loss, 0 where there is none; None where all are 1.
     `response` is the number of tokens at the end that are the response, where the row holds tokens and says so. `images` have their
     tokens in the text already, `image_tokens` in all. `removed_reasoning` says that the chat template left out reasoning of earlier turns.
+    `prompt` is the text before the first span that carries loss, empty where the row holds tokens.
     """
 
     number: int
@@ -37,6 +38,7 @@ class TokenizedSample:
     response: int | None = None
     removed_reasoning: bool = False
     weights: AnyArray | None = None
+    prompt: str = ""
 
     def weighed(self, weights: AnyArray) -> "TokenizedSample":
         """Return the sample with these weights, float32[T]."""
@@ -54,6 +56,11 @@ class _Text:
     plain: bool
     removed_reasoning: bool = False
 
+    @property
+    def prompt(self) -> str:
+        """Return the text before the first span."""
+        return self.text[: self.spans[0][0]] if self.spans else ""
+
 
 class SampleTokenizer:
     """Tokenizes examples with one tokenizer.
@@ -62,11 +69,16 @@ class SampleTokenizer:
     its part of the response; such boundary tokens are counted, since at generation time the prompt would have ended inside them.
     Conversations get no special tokens beside those their template writes, so none is doubled. Plain text gets the tokenizer's own leading
     ones unless it already begins with them, and ends with the end-of-text token.
+
+    `preferences` lets answers begin where TRL does: at the first token in which the text differs from its prompt tokenized alone, and in
+    both halves of a pair, which are consecutive examples with one number and one prompt, at the smaller of the two places. So both halves
+    have the same prompt where only one answer merges with the prompt's end. Tokenizers without character offsets never merge there.
     """
 
-    def __init__(self, tokenizer: Any, *, all_turns: bool) -> None:
+    def __init__(self, tokenizer: Any, *, all_turns: bool, preferences: bool = False) -> None:
         self._tokenizer = tokenizer
         self._all_turns = all_turns
+        self._preferences = preferences
         self._template = ChatTemplate(tokenizer)
         self._leading: AnyArray = _leading_special_tokens(tokenizer)
 
@@ -74,7 +86,9 @@ class SampleTokenizer:
         """Return one sample per (number, name, example), in order. Raises DataError naming it, ModelError for a missing chat template."""
         items = list(examples)
         texts = [None if isinstance(example, Tokens) else self._text(example, name) for _, name, example in items]
-        encoded = iter(self._encode([text for text in texts if text is not None]))
+        rendered = [(number, text) for (number, *_), text in zip(items, texts, strict=True) if text is not None]
+        tokenized = self._encode([text for _, text in rendered])
+        encoded = iter(self._with_shared_prompts(rendered, tokenized) if self._preferences else tokenized)
         samples = []
         for (number, name, example), text in zip(items, texts, strict=True):
             if isinstance(example, Tokens):
@@ -84,7 +98,9 @@ class SampleTokenizer:
             ids, weights, boundary = next(encoded)
             if text.plain:
                 ids, weights = self._with_ends(ids, weights)
-            made = TokenizedSample(number, name, ids, weights != 0, boundary, removed_reasoning=text.removed_reasoning)
+            made = TokenizedSample(
+                number, name, ids, weights != 0, boundary, removed_reasoning=text.removed_reasoning, prompt=text.prompt
+            )
             samples.append(made.weighed(weights))
         return samples
 
@@ -122,6 +138,27 @@ class SampleTokenizer:
             encoded.append((np.asarray(ids, dtype=np.int32), weights, boundary))
         return encoded
 
+    def _with_shared_prompts(
+        self, texts: Sequence[tuple[int, _Text]], encoded: Sequence[tuple[AnyArray, AnyArray, int]]
+    ) -> list[tuple[AnyArray, AnyArray, int]]:
+        """Return the encoded texts of numbered rows with answers that begin where the prompt's own tokens end in all texts of a row."""
+        if not self._tokenizer.is_fast or not texts:
+            return list(encoded)
+        prompts = [text.prompt for _, text in texts]
+        distinct = list(dict.fromkeys(prompts))
+        alone = dict(zip(distinct, self._tokenizer(distinct, add_special_tokens=False, verbose=False)["input_ids"], strict=True))
+        starts: dict[tuple[int, str], int] = {}
+        for (number, _), prompt, (ids, weights, _) in zip(texts, prompts, encoded, strict=True):
+            shared = min(_common_prefix(np.asarray(alone[prompt], dtype=np.int32), ids), _first_weighted(weights))
+            starts[number, prompt] = min(shared, starts.get((number, prompt), shared))
+        together = []
+        for (number, text), prompt, (ids, weights, boundary) in zip(texts, prompts, encoded, strict=True):
+            start, first = starts[number, prompt], _first_weighted(weights)
+            if start < first < len(weights):
+                weights[start:first] = text.weights[0]
+            together.append((ids, weights, boundary))
+        return together
+
     def _encode_in_pieces(self, text: _Text) -> tuple[AnyArray, AnyArray, int]:
         """Tokenize each stretch inside or outside a span by itself, for tokenizers that report no character offsets."""
         ids: list[int] = []
@@ -157,6 +194,19 @@ def encodable(text: str, name: str) -> str:
             remedy="Correct or remove the sample; texts are often cut in the middle of an emoji",
         ) from error
     return text
+
+
+def _common_prefix(left: AnyArray, right: AnyArray) -> int:
+    """Return the number of leading tokens that are equal."""
+    shorter = min(len(left), len(right))
+    different = np.flatnonzero(left[:shorter] != right[:shorter])
+    return int(different[0]) if len(different) else shorter
+
+
+def _first_weighted(weights: AnyArray) -> int:
+    """Return the place of the first token with a weight, the number of tokens where none has one."""
+    weighted = np.flatnonzero(weights)
+    return int(weighted[0]) if len(weighted) else len(weights)
 
 
 def _tokens_in(text: _Text, starts: AnyArray, ends: AnyArray) -> tuple[AnyArray, int]:

@@ -49,7 +49,7 @@ def shown(dataset: TokenizedDataset, tokenizer: Any) -> list[tuple[str | None, s
 CHAT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 ROWS: dict[str, tuple[dict[str, Any], str | None, tuple[str, str], tuple[str, str]]] = {
     "explicit text": ({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}, None, ("2 + 2 =",) * 2, (" 4", " 5")),
-    "implicit text": ({"chosen": "the sum is 14", "rejected": "the sum is 15"}, None, ("the sum is",) * 2, (" 14", " 15")),
+    "implicit text": ({"chosen": "the sum is 14", "rejected": "the sum is 15"}, None, ("the sum is 1",) * 2, ("4", "5")),
     "explicit messages": ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}, "chatml", (CHAT, CHAT), ("good", "bad")),
     "implicit messages": ({"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "chatml", (CHAT, CHAT), ("good", "bad")),
     "prompt repeated": ({"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "chatml", (CHAT, CHAT), ("good", "bad")),
