@@ -47,6 +47,7 @@ def preview(
     the columns that the loss reads beside the tokens.
     """
     from skyrl_engine.cli import render
+    from skyrl_engine.cli.training import warnings_to
     from skyrl_engine.config import resolve
     from skyrl_engine.data.dataset import Split, load_columns
     from skyrl_engine.data.images.processor import load_vision
@@ -64,7 +65,7 @@ def preview(
     tokenizer = files.tokenizer
     limited = limited_to_model(config.data, files.facts)
     part: Split = "eval" if split == "eval" else "train"
-    with render.show_progress(quiet=current_settings().quiet) as display:
+    with render.show_progress(quiet=current_settings().quiet) as display, warnings_to(display.warning):
         readings: dict[str, Reading] = {"preference": "preferences", "reward_model": "rewards"}
         given = GIVEN if config.trainer == "preference" else frozenset()
         needed = {need: asker for need, asker in columns_to_read(resolved, tokenizer).items() if need not in given}

@@ -102,6 +102,7 @@ def evaluate(
     """
     from skyrl_engine.cli.render import show_progress
     from skyrl_engine.cli.rl import environment_tables
+    from skyrl_engine.cli.training import warnings_to
     from skyrl_engine.config import Option, RawConfig, override, resolve, with_defaults
     from skyrl_engine.training.rl.standalone_evaluation import evaluate_model
 
@@ -114,7 +115,11 @@ def evaluate(
     tasks = _one(data)
     environments = environment_tables(env, reward, tool, {"data": tasks, "eval_data": tasks})
     settings = current_settings()
-    with ExitStack() as stack, show_progress(quiet=settings.quiet or as_json) as display:
+    with (
+        ExitStack() as stack,
+        show_progress(quiet=settings.quiet or as_json) as display,
+        warnings_to(display.warning),
+    ):
         taken_over = RawConfig({}, {}) if run is None else _taken_over(run)
         folder = None
         if run is not None:
@@ -131,7 +136,9 @@ def evaluate(
         table = raw.table["evaluation"]
         one = isinstance(table, dict) and table["samples"] == 1
         resolved = resolve(with_defaults(raw, {"evaluation.temperature": 0.0 if one else 1.0}, _COMMAND))
-        found = evaluate_model(resolved, split="train" if split == "train" else "eval", progress=display.data)
+        found = evaluate_model(
+            resolved, split="train" if split == "train" else "eval", progress=display.data, trained_on=_trained_on(run)
+        )
     if output is not None:
         _write(found, output)
     if as_json:
@@ -167,6 +174,17 @@ def _taken_over(run: Path) -> "RawConfig":
     if table.get("trainer") == "rl":
         kept |= {name: table[name] for name in ("generator", "rollouts", "environments") if table.get(name)}
     return from_dict(kept, str(place))
+
+
+def _trained_on(run: Path | None) -> dict[str, Any] | None:
+    """Return what the manifest of a run says of its training data; None where there is no run, no manifest or no such data."""
+    from skyrl_engine.run.directory import RunDirectory
+    from skyrl_engine.run.manifest import read_manifest
+
+    manifest = None if run is None else read_manifest(RunDirectory(run).manifest)
+    data = (manifest or {}).get("data")
+    train = data.get("train") if isinstance(data, dict) else None
+    return train if isinstance(train, dict) else None
 
 
 def _model_of(run: Path, step: int | None, base: str | None, scratch: Path) -> Path:

@@ -219,6 +219,7 @@ def show_plan(plan: "RunPlan | RlPlan") -> None:
             "capabilities": f"needs {', '.join(plan.required)}; the backend declares {', '.join(plan.capabilities)}",
             "training data": _described(plan.train),
             "held-out data": "none" if plan.evaluation is None else _described(plan.evaluation),
+            "first prompt": "|".join(plan.prompt) or "none: every token carries loss",
             "length limit": "none" if plan.longest_allowed is None else f"{plan.longest_allowed:,} tokens",
             **({} if plan.rotary_length is None else {"rotary frequencies": f"fixed for rows of {plan.rotary_length:,} tokens"}),
             "steps": f"{plan.total_steps:,} of {plan.batch_size} samples ({plan.steps_per_epoch:,} an epoch)"
@@ -242,12 +243,15 @@ def _described(data: Mapping[str, Any]) -> str:
         + f"{data['truncated']:,} truncated; {data['tokens']:,} tokens, {data['loss_tokens']:,} carry loss"
         + (f"; {data['images']:,} images of {data['image_tokens']:,} tokens" if data["images"] else "")
         + (f"; columns {', '.join(data['columns'])}" if data["columns"] else "")
+        + f"; written {data['written']}"
     )
 
 
 def _kept(kind: str, samples: int, rows: int) -> str:
     """Count samples and the rows that they were made of; a row of preferences is a pair."""
-    return f"{samples // 2:,} pairs of {rows:,} rows" if kind in ("preference", "ratings") else f"{samples:,} of {rows:,} rows"
+    from skyrl_engine.data.sources.formats import PAIRS
+
+    return f"{samples // 2:,} pairs of {rows:,} rows" if kind in PAIRS else f"{samples:,} of {rows:,} rows"
 
 
 def show_preview(seen: "Preview") -> None:
@@ -272,6 +276,7 @@ def show_preview(seen: "Preview") -> None:
     show_facts(
         {
             "dataset": f"{seen.name} ({seen.format})",
+            "written": seen.written,
             "samples": _kept(seen.format, counts.samples, counts.rows),
             "dropped": f"{counts.dropped_overlong:,} over-long, {counts.dropped_without_loss:,} without a token that carries loss"
             + (f", {counts.dropped_bad_images:,} with bad images" if counts.dropped_bad_images else "")

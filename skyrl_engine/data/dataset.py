@@ -18,11 +18,13 @@ from skyrl_engine.data.images.store import IMAGES, ImageStore, files_of, image_n
 from skyrl_engine.data.images.tokens import digest_of_states, state_of_file
 from skyrl_engine.data.sources.formats import KnownFormat, Reading
 from skyrl_engine.data.sources.locate import open_source
+from skyrl_engine.data.sources.ratings import gathered
 from skyrl_engine.data.sources.rows import BoolArray, Source
 from skyrl_engine.data.table.cache import TokenCache, cache_key
 from skyrl_engine.data.table.filling import Progress, TableFilling
 from skyrl_engine.data.table.sample_columns import ColumnReader, IdReader
 from skyrl_engine.data.table.token_table import TokenTable
+from skyrl_engine.data.text.template_rule import Rendering
 from skyrl_engine.errors import DataError
 
 if TYPE_CHECKING:
@@ -81,7 +83,8 @@ class DataCounts:
 
 @frozen(eq=False)
 class TokenizedDataset:
-    """`columns` view the memory-mapped cache file; `sample_values["row"]` int64[N] is each sample's row in the source.
+    """`columns` view the memory-mapped cache file; `sample_values["row"]` int64[N] is each sample's row in the source. `rendering` says how
+    the rows became tokens.
 
     Where samples have images, `columns.extras["images"]` names them (`data.image_store`), and `images` reads them. `columns.columns`
     holds what was asked for, and the ids are those of the rows, where they have any.
@@ -93,6 +96,7 @@ class TokenizedDataset:
     counts: DataCounts
     cache_file: Path
     source: Source
+    rendering: Rendering
     images: ImageStore | None = None
 
     def __len__(self) -> int:
@@ -133,6 +137,8 @@ def load_columns(
     images that `vision` does not take.
     """
     source = open_source_of(data, split)
+    if reading != "samples" and data.format in ("auto", "ratings"):
+        source = gathered(source, data.rating)
     reader = ColumnReader({**dict.fromkeys(data.columns, "data.columns names"), **needed})
     wanted = _wanted_rows(data, source, split, seed)
     cache = TokenCache.of(data.cache)
@@ -185,11 +191,41 @@ def load_columns(
             source.name,
         )
     kind: KnownFormat = table.info["format"]
+    _warn_of_unread(table.info["unread"], counts.rows, source.name)
     store = None
     if table.images is not None:
         assert isinstance(vision, VisionInputs), "a table of images was made with what makes them"
         store = ImageStore(source, kind, table.images.written, vision)
-    return TokenizedDataset(source.name, kind, _columns(table), counts, table.path, source, store)
+    rendering = Rendering(**table.info["rendering"])
+    return TokenizedDataset(source.name, kind, _columns(table), counts, table.path, source, rendering, store)
+
+
+_READ_BY: Mapping[str, str] = {
+    "margin": "the loss bradley_terry reads margin with loss.margins = true",
+    "label": 'trainer = "preference" with the preset kto learns from label',
+    "kto_tag": 'trainer = "preference" with the preset kto learns from kto_tag',
+    "chosen": 'trainer = "preference" learns from chosen and rejected',
+    "videos": "videos are not trained on",
+    "audios": "audios are not trained on",
+    "helpfulness": 'trainer = "preference" makes pairs of answers by helpfulness',
+}
+"""Who reads a column that this run does not read."""
+
+
+def _warn_of_unread(unread: Mapping[str, int], rows: int, name: str) -> None:
+    """Warn of columns that mean something in a known format and were not read, each with the number of rows that have it."""
+    if not unread:
+        return
+    columns = ", ".join(
+        f"{column!r}" + ("" if count == rows else f" ({count} of {rows} rows)") for column, count in sorted(unread.items())
+    )
+    readers = "".join(f"; {_READ_BY[column]}" for column in sorted(unread) if column in _READ_BY)
+    _log.warning(
+        "%s has columns that are not read: %s%s; name another one in data.map, or remove what you do not want",
+        name,
+        columns,
+        readers,
+    )
 
 
 def open_source_of(data: DataConfig, split: Split) -> Source:

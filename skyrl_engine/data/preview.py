@@ -1,6 +1,7 @@
 """A look at a tokenized dataset before training: tokens, which of them carry loss, lengths, and what padding would cost."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,7 +74,8 @@ class ColumnPreview:
 
 @frozen
 class Preview:
-    """`columns` are those read beside the tokens, `groups` how many groups the samples form (None: their rows have no group ids).
+    """`written` says if a chat template wrote the rows, `columns` are those read beside the tokens, `groups` how many groups the samples form
+    (None: their rows have no group ids).
 
     `padding_share` is the part of all token places that would be padding if batches of `batch_size` samples, in the dataset's order, were
     padded to their longest; `padding_share_sorted` the same for batches of samples of like length.
@@ -81,6 +83,7 @@ class Preview:
 
     name: str
     format: str
+    written: str
     counts: DataCounts
     samples: tuple[SamplePreview, ...]
     histogram: tuple[Bin, ...]
@@ -104,6 +107,7 @@ def preview(
     return Preview(
         name=dataset.name,
         format=dataset.format,
+        written=str(dataset.rendering),
         counts=dataset.counts,
         samples=tuple(_sample(dataset, tokenizer, position) for position in range(min(samples, len(dataset)))),
         histogram=_histogram(lengths, bins),
@@ -140,7 +144,7 @@ def _sample(dataset: TokenizedDataset, tokenizer: Any, position: int) -> SampleP
     loss[len(ids) - len(weights) :] = weights != 0
     pieces = _pieces(dataset, position, ids)
     starts = np.cumsum([count for count, _ in pieces]) - [count for count, _ in pieces]
-    texts = _texts(tokenizer, [int(ids[start]) for start in starts], [image for _, image in pieces])
+    texts = token_texts(tokenizer, [int(ids[start]) for start in starts], [image for _, image in pieces])
     tokens = tuple(
         TokenPreview(int(ids[start]), text, bool(loss[start]), count)
         for start, (count, _), text in zip(starts.tolist(), pieces, texts, strict=True)
@@ -150,10 +154,26 @@ def _sample(dataset: TokenizedDataset, tokenizer: Any, position: int) -> SampleP
     return SamplePreview(int(columns.sample_values["row"][position]), tokens, len(weights), role)
 
 
-def _texts(tokenizer: Any, ids: Sequence[int], images: Sequence[str | None]) -> list[str]:
-    """Return the text of every token, or what is shown for an image. Tokens that make a character together share its text; of a character
-    that is cut in two, the number of each token is shown.
+def first_prompt(dataset: TokenizedDataset, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
+    """Return the tokens before the first one that carries loss, of the first sample, as pieces of text.
+
+    A sample that a reward model reads carries loss behind its text alone: of these, the tokens that both halves of the first pair begin with.
     """
+    if not len(dataset):
+        return ()
+    tokens = _sample(dataset, tokenizer, 0).tokens
+    if dataset.columns.action_offsets[1] == 1 and dataset.format in PAIRS:
+        other = _sample(dataset, tokenizer, 1).tokens
+        common = next((place for place, (a, b) in enumerate(zip(tokens, other, strict=False)) if a.id != b.id), 0)
+        return tuple(token.text for token in tokens[:common])
+    return tuple(token.text for token in takewhile(lambda token: not token.loss, tokens))
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int], images: Sequence[str | None] | None = None) -> list[str]:
+    """Return the text of every token, or what is shown for an image. Tokens that make a character together share its text, which the last of
+    them has; of a character that is cut in two, the number of each token is shown.
+    """
+    images = [None] * len(ids) if images is None else images
 
     def decoded(start: int, stop: int) -> str:
         return str(tokenizer.decode(list(ids[start:stop]), clean_up_tokenization_spaces=False))

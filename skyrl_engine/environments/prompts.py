@@ -6,6 +6,7 @@ from typing import Any
 from attrs import field, frozen
 
 from skyrl_engine.contracts.kinds.environment import Message
+from skyrl_engine.data.text.template_rule import prompt_messages
 
 _PLACE = "{prompt}"
 
@@ -27,7 +28,7 @@ class PromptOptions:
 
     def messages(self, prompt: "str | Sequence[Message]") -> tuple[Message, ...]:
         """Return the messages of a task whose prompt is a text, or messages already; the template is for the last user message."""
-        given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
+        given = prompt_messages(prompt)
         asked = [number for number, message in enumerate(given) if message.get("role") == "user"]
         if self.prompt_template is not None and asked and isinstance(given[asked[-1]].get("content"), str):
             last = given[asked[-1]]

@@ -16,6 +16,12 @@ _OF_THE_MACHINE = ("run.directory", "run.observers", "run.ray_address", "run.ove
 _WITHOUT_EFFECT = (*_OF_THE_MACHINE, "observers.", "checkpoint.", "evaluation.", "plugins.")
 """Configuration that no step's numbers depend on (which plugins were chosen is compared by itself)."""
 
+OLDER_RULE = (
+    "the run was begun by an engine before 0.3, which trained prompts and answers that are texts as they stood. This engine has the "
+    'chat template of the model write them; data.template = "none" trains on them as they stand'
+)
+"""Said of runs whose rows of texts were read before `data.template` was a key."""
+
 Lock = Mapping[str, Any]
 
 
@@ -29,6 +35,11 @@ class Change:
 
     def __str__(self) -> str:
         return f"{self.key}: {self.before!r} -> {self.after!r}"
+
+
+def has_older_rule(data: Any) -> bool:
+    """Return True for the table `[data]` of a run that was begun before `data.template` was a key."""
+    return isinstance(data, Mapping) and "template" not in data
 
 
 def refuse_changed_plugins(before: Mapping[str, Lock], after: Mapping[str, Lock], *, allow_changed: Sequence[str]) -> list[str]:

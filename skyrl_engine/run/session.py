@@ -21,12 +21,14 @@ from skyrl_engine.contracts.kinds.observer import (
     SessionStarted,
     StepFinished,
 )
-from skyrl_engine.errors import EngineError
+from skyrl_engine.errors import CheckpointError, EngineError
 from skyrl_engine.registry.observers import ObserverBus
 from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
 from skyrl_engine.run.continuation import (
+    OLDER_RULE,
     base_of,
     changed_config,
+    has_older_rule,
     refuse_changed_plugins,
     refuse_other_base,
     refuse_other_trainer,
@@ -206,11 +208,25 @@ def _held(checkpoint: Checkpoint | None, directory: RunDirectory, resolved: Reso
     refuse_own_permission(resolved.origins, directory.config, resolved.config.model)
     if checkpoint is None:
         return None, []
-    checkpoint.verify()
+    try:
+        checkpoint.verify()
+    except CheckpointError as error:
+        raise _with_older_rule(error, checkpoint) from error
     try:
         return checkpoint, _compare(checkpoint, resolved)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise checkpoint.damaged(f"its documents are not as they were written ({type(error).__name__}: {error})") from error
+
+
+def _with_older_rule(error: CheckpointError, checkpoint: Checkpoint) -> CheckpointError:
+    """Return the refusal of a checkpoint, with the key that says how its rows were read where its configuration does not know the key."""
+    try:
+        data = checkpoint.document(CONFIG_DOCUMENT).get("data")
+    except CheckpointError:
+        return error
+    if not has_older_rule(data):
+        return error
+    return CheckpointError(error.cause, remedy=error.remedy, details=[*error.details, OLDER_RULE])
 
 
 def _open(

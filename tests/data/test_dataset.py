@@ -148,9 +148,9 @@ def test_answers_without_a_token_before_them_are_counted_and_told_once(load, mak
     rows = [{"prompt": "", "completion": "ab"}, {"prompt": "q ", "completion": "ab"}, {"prompt": "", "completion": "b"}]
     tokenizer = make_tokenizer()
     with caplog.at_level(logging.WARNING, "skyrl_engine"):
-        bare = load(rows, tokenizer)
+        bare = load(rows, tokenizer, template="none")
         told = [record.getMessage() for record in caplog.records]
-        counted = [load(rows, make_tokenizer(adds_bos=True)).counts, load([{"text": "ab"}], tokenizer).counts]
+        counted = [load(rows, make_tokenizer(None, adds_bos=True)).counts, load([{"text": "ab"}], tokenizer).counts]
     assert bare.counts.unprompted == 2
     assert marked(bare, tokenizer) == "a[[b<|end|>]]"
     (told_once,) = told

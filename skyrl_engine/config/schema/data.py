@@ -12,7 +12,18 @@ if TYPE_CHECKING:
     from attrs import Attribute
 
 DataFormat = Literal[
-    "auto", "tokens", "rollouts", "messages", "prompt_completion", "alpaca", "text", "preference", "unpaired_preference", "ratings"
+    "auto",
+    "tokens",
+    "rollouts",
+    "messages",
+    "prompt_completion",
+    "alpaca",
+    "text",
+    "segments",
+    "preference",
+    "unpaired_preference",
+    "ratings",
+    "comparison",
 ]
 
 
@@ -51,8 +62,14 @@ class DataConfig:
     map: Mapping[str, str] = field(factory=dict, validator=deep_mapping(min_len(1), min_len(1)))
     """The data's own names of columns: `map.prompt = "question"` reads its column `question` as `prompt`. Holds for `train` and `eval`."""
 
-    rating: str = field(default="overall_score", validator=min_len(1))
-    """The number of every answer by which rows of several rated answers (format `ratings`) become pairs: the highest against the lowest."""
+    template: Literal["auto", "none"] = field(default="auto", validator=in_(("auto", "none")))
+    """Writing of prompts and answers that are texts: `auto` has the model's chat template write them where its tokenizer has one, as rollouts
+    and `skyrl-engine evaluate` do; `none` trains on the texts as they stand. Messages need the chat template, and rows of format `text` have
+    none."""
+
+    rating: str | None = field(default=None, validator=optional(min_len(1)))
+    """The number of every answer by which several rated answers to a prompt (format `ratings`) become pairs: the highest against the lowest;
+    none: `overall_score`, in rows with one answer each `helpfulness`, in rows with `answers` the `rank`, of which 1 is the best."""
 
     columns: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)))
     """Further columns to read, besides those that the loss, its terms and corrections need: one number per response token or sample."""

@@ -1,15 +1,19 @@
-"""Recognise a dataset's format by its columns (tokens, rollouts, chat, prompt and completion, alpaca, text, preferences), and turn rows into
-examples.
+"""The formats of datasets, one row each: the columns by which a format is known, those that it may have, and what makes examples of its rows.
+
+They are those of TRL, axolotl, LLaMA-Factory and OpenRLHF, and of datasets that are often trained on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Literal
+from typing import Final, Literal
+
+from attrs import frozen
 
 from skyrl_engine.config.schema import DataFormat
 from skyrl_engine.contracts.values.roles import CHOSEN, REJECTED, ROLE
-from skyrl_engine.data.sources.preferences import LABEL, judged, pair_of
-from skyrl_engine.data.sources.ratings import ASKED, COMPLETIONS, rated_pair
+from skyrl_engine.data.sources.preferences import ANSWERS, COLUMNS, LABELS, judged, named_column, pair_of
+from skyrl_engine.data.sources.questions import HISTORY, MESSAGES, PROMPTS, SYSTEM, answer, find_prompt, system_of, with_system
+from skyrl_engine.data.sources.ratings import COMPARED, COMPLETIONS, OF_A_ROW, PREFERRED, compared_pair, rated_pair
 from skyrl_engine.data.sources.ready_tokens import PROMPT_COLUMNS, RESPONSE_COLUMNS, Tokens, rollout_of, tokens_of
 from skyrl_engine.data.sources.rows import Row, kind_of, listed
 from skyrl_engine.data.text.messages import Conversation, conversation_of, image_columns, messages_of
@@ -18,31 +22,186 @@ from skyrl_engine.errors import DataError
 
 Example = Conversation | PlainText | Tokens
 KnownFormat = Literal[
-    "tokens", "rollouts", "messages", "prompt_completion", "alpaca", "text", "preference", "unpaired_preference", "ratings"
+    "tokens",
+    "rollouts",
+    "messages",
+    "prompt_completion",
+    "alpaca",
+    "text",
+    "segments",
+    "preference",
+    "unpaired_preference",
+    "ratings",
+    "comparison",
 ]
 Reading = Literal["samples", "preferences", "rewards"]
 """A way to read rows: as samples, as preferences, or as preferences whose whole texts a reward model gives one number each."""
 
-PAIRS: tuple[KnownFormat, ...] = ("preference", "ratings")
+Columns = tuple[tuple[str, ...], ...]
+"""Groups of columns, of each of which a row has one."""
+
+
+@frozen
+class Format:
+    """One format. Its rows have one column of every group of `needs`, or, where no other format fits, of one of `also`.
+
+    `further` are columns that its rows may have too, and that mean something. `example` makes the example of a row that is one sample, `pair`
+    those of a row that is two, None where its answers are alike; a row of a format with neither is one answer with a label. Both are told if
+    there is a chat template, `pair` also the number that rates answers.
+    """
+
+    name: KnownFormat
+    needs: Columns
+    also: tuple[Columns, ...] = ()
+    further: tuple[str, ...] = ()
+    example: Callable[[Row, bool], Example] | None = None
+    pair: Callable[[Row, str | None, bool], Sequence[Example] | None] | None = None
+
+    @property
+    def described(self) -> str:
+        return ", or ".join(" and ".join(" or ".join(group) for group in groups) for groups in (self.needs, *self.also))
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """All columns that mean something in this format."""
+        return frozenset(self.further).union(*(group for groups in (self.needs, *self.also) for group in groups))
+
+
+def _of_tokens(row: Row, _has_template: bool) -> Example:
+    return tokens_of(row)
+
+
+def _of_rollout(row: Row, _has_template: bool) -> Example:
+    return rollout_of(row)
+
+
+def _of_messages(row: Row, _has_template: bool) -> Example:
+    return conversation_of(row, with_system(row, system_of(row), messages_of(row, named_column(row, MESSAGES))))
+
+
+_REPLIES: Final = ("completion", "response", "answer", "output", "generation")
+
+
+def _of_prompt_and_completion(row: Row, has_template: bool) -> Example:
+    column = named_column(row, _REPLIES)
+    if row.values.get(column) is None and column not in row.values:
+        column = next(name for name in _REPLIES if name in row.values)
+    prompt = find_prompt(row, ("prompt", "question", "input"))
+    if prompt is None:
+        raise row.wrong("prompt", f"a string is needed, not {kind_of(None)}", "Store text in this column")
+    return answer(row, prompt, column, has_template=has_template)
+
+
+def _of_alpaca(row: Row, has_template: bool) -> Example:
+    """Return a chat where there is a template, else plain text in sections with headings."""
+    prompt = find_prompt(row, ("instruction",))
+    if prompt is None:
+        raise row.wrong("instruction", f"a string is needed, not {kind_of(None)}", "Store text in this column")
+    return answer(row, prompt, named_column(row, ("output", "response")), has_template=has_template, rounds_count=True)
+
+
+def _of_text(row: Row, _has_template: bool) -> Example:
+    value = row.values.get("text")
+    if not isinstance(value, str):
+        raise row.wrong("text", f"a string is needed, not {kind_of(value)}", "Store text in this column")
+    return PlainText(value)
+
+
+def _of_segments(row: Row, _has_template: bool) -> Example:
+    """Return the text of segments that each say if they carry loss."""
+    segments = row.values.get("segments")
+    if not isinstance(segments, list | tuple) or not segments:
+        raise row.wrong("segments", f"a list of segments is needed, not {kind_of(segments)}", "Store [{label, text}, ...]")
+    text, spans = "", []
+    for number, segment in enumerate(segments):
+        own, label = (segment.get("text"), segment.get("label")) if isinstance(segment, Mapping) else (None, None)
+        if not isinstance(own, str) or not isinstance(label, bool):
+            raise row.wrong("segments", f"segment {number} has no text and no label of true or false", "Store {label, text}")
+        if label and own:
+            spans.append((len(text), len(text) + len(own)))
+        text += own
+    return PlainText(text, len(text), tuple(spans))
+
+
+_BESIDE_PROMPTS: Final = (*SYSTEM, HISTORY, "input", "tools", "chat_template_kwargs", "images", "image", "videos", "audios")
+"""Columns that rows with a prompt may have beside it."""
+
+_ROWS: Final = (
+    Format(
+        "tokens",
+        needs=(("input_ids",), ("labels", "loss_mask", "num_actions")),
+        further=("attention_mask", "margin"),
+        example=_of_tokens,
+    ),
+    Format("rollouts", needs=(PROMPT_COLUMNS, RESPONSE_COLUMNS), further=("loss_mask",), example=_of_rollout),
+    Format("messages", needs=(MESSAGES,), further=_BESIDE_PROMPTS, example=_of_messages),
+    Format(
+        "prompt_completion",
+        needs=(("prompt",), ("completion",)),
+        also=(
+            (("prompt",), ("response", "generation")),
+            (("question",), ("response", "answer")),
+            (("input",), ("output",)),
+        ),
+        further=(*_BESIDE_PROMPTS, "context", "article"),
+        example=_of_prompt_and_completion,
+    ),
+    Format(
+        "alpaca",
+        needs=(("instruction",), ("output",)),
+        also=((("instruction",), ("response",)),),
+        further=(*_BESIDE_PROMPTS, "reflection", "corrected"),
+        example=_of_alpaca,
+    ),
+    Format("text", needs=(("text",),), example=_of_text),
+    Format("segments", needs=(("segments",),), example=_of_segments),
+    Format(
+        "preference",
+        needs=COLUMNS,
+        further=(*PROMPTS, *_BESIDE_PROMPTS, "margin"),
+        pair=lambda row, _rating, has_template: pair_of(row, has_template=has_template),
+    ),
+    Format(
+        "unpaired_preference",
+        needs=(LABELS, (*ANSWERS, *MESSAGES)),
+        further=(*PROMPTS, *_BESIDE_PROMPTS),
+    ),
+    Format(
+        "ratings",
+        needs=(("prompt", "instruction", "question", "input"), COMPLETIONS),
+        further=(*_BESIDE_PROMPTS, OF_A_ROW),
+        pair=lambda row, rating, has_template: rated_pair(row, rating, has_template=has_template),
+    ),
+    Format(
+        "comparison",
+        needs=(*COMPARED, PREFERRED),
+        further=("prompt", "context", HISTORY),
+        pair=lambda row, _rating, has_template: compared_pair(row, has_template=has_template),
+    ),
+)
+
+FORMATS: Final[Mapping[KnownFormat, Format]] = {row.name: row for row in _ROWS}
+"""The formats by name, in the order in which they are tried, so that a row which one of them describes keeps its meaning."""
+
+PAIRS: Final = tuple(row.name for row in _ROWS if row.pair is not None)
 """Formats whose rows are two samples each."""
 
-PREFERENCES: tuple[KnownFormat, ...] = (*PAIRS, "unpaired_preference")
+PREFERENCES: Final = tuple(row.name for row in _ROWS if row.example is None)
 """Formats whose samples have roles."""
 
-# In the order in which they are tried. Each needs one column of every group.
-_NEEDED: Mapping[KnownFormat, tuple[tuple[str, ...], ...]] = {
-    "tokens": (("input_ids",), ("labels", "loss_mask", "num_actions")),
-    "rollouts": (PROMPT_COLUMNS, RESPONSE_COLUMNS),
-    "messages": (("messages", "conversations"),),
-    "prompt_completion": (("prompt",), ("completion",)),
-    "alpaca": (("instruction",), ("output",)),
-    "text": (("text",),),
-    "preference": (("chosen",), ("rejected",)),
-    "unpaired_preference": (("prompt",), ("completion", "response"), (LABEL,)),
-    "ratings": (ASKED, (COMPLETIONS,)),
-}
-# Tried where none of those fits, so that a row which one of them describes keeps its meaning.
-_ALSO: Mapping[KnownFormat, tuple[tuple[str, ...], ...]] = {"prompt_completion": (("prompt",), ("response",))}
+_OF_TOKENS: Final = ("tokens", "rollouts")
+
+
+def known_columns(kind: KnownFormat) -> frozenset[str]:
+    """Return the columns that mean something in one of the formats: none of them is passed over without a word.
+
+    Beside ready tokens stand the texts that they were made of, so that there only the columns of ready tokens count.
+    """
+    return frozenset().union(*(row.columns for row in _ROWS if kind not in _OF_TOKENS or row.name in _OF_TOKENS))
+
+
+_STEPS: Final = ("completions", "labels")
+"""Columns of stepwise supervision (process reward models), as TRL and axolotl have it."""
 
 
 def detect(asked: DataFormat, first: Row, *, preferences: bool = False) -> KnownFormat:
@@ -51,31 +210,36 @@ def detect(asked: DataFormat, first: Row, *, preferences: bool = False) -> Known
     Raises DataError naming the columns it has and those that are needed.
     """
     have = list(first.values)
+    if all(name in have for name in _STEPS) and "human_ref_A" not in have:
+        raise DataError(
+            f"{first.name} is of stepwise supervision: it has a label for each of its {_STEPS[0]}, and no trainer learns from single steps",
+            remedy="Judge whole answers: store prompt, completion and one label a row",
+        )
     if preferences and asked == "auto":
         of_tokens: tuple[KnownFormat, ...] = ("tokens", "rollouts") if ROLE in have else ()
         for name in (*PREFERENCES, *of_tokens):
-            if _holds(_NEEDED[name], have):
+            if _holds(FORMATS[name].needs, have):
                 return name
         raise DataError(
             f"no format of preferences has the columns of the dataset: {listed(have)}",
-            remedy=_suggestion(have, ["chosen", "rejected", "completion", LABEL])
+            remedy=_suggestion(have, ["chosen", "rejected", "completion", *LABELS])
             or 'Name them, for instance data.map.chosen="better" data.map.rejected="worse", or train on samples: trainer = "sft"',
-            details=[f"format {name} needs {_described(name)}" for name in PREFERENCES],
+            details=[f"format {name} needs {FORMATS[name].described}" for name in PREFERENCES],
         )
     if asked != "auto":
         if not _fits(asked, have):
             raise _missing(asked, first)
         return asked
-    for table in (_NEEDED, _ALSO):
-        for name, groups in table.items():
-            if _holds(groups, have):
-                return name
-    known = [column for groups in _NEEDED.values() for group in groups for column in group]
+    found = next((row.name for row in _ROWS if _holds(row.needs, have)), None)
+    found = found or next((row.name for row in _ROWS if any(_holds(groups, have) for groups in row.also)), None)
+    if found is not None:
+        return found
+    known = [column for row in _ROWS for group in row.needs for column in group]
     raise DataError(
         f"no known format has the columns of the dataset: {listed(have)}",
         remedy=_suggestion(have, known)
         or 'Name them, for instance data.map.prompt="question" data.map.completion="answer", or convert the dataset',
-        details=[f"format {name} needs {_described(name)}" for name in _NEEDED],
+        details=[f"format {row.name} needs {row.described}" for row in _ROWS],
     )
 
 
@@ -83,7 +247,9 @@ def to_example(row: Row, kind: KnownFormat, *, has_template: bool) -> Example:
     """Return the row as an example. Raises DataError naming the row and the column, also for images in a format without messages."""
     if not _fits(kind, list(row.values)):
         raise _missing(kind, row)
-    example = _example(row, kind, has_template=has_template)
+    make = FORMATS[kind].example
+    assert make is not None, "a preference is not one example"
+    example = make(row, has_template)
     if not isinstance(example, Conversation) and (columns := image_columns(row)):
         raise row.wrong(
             next(iter(columns)),
@@ -93,7 +259,7 @@ def to_example(row: Row, kind: KnownFormat, *, has_template: bool) -> Example:
     return example
 
 
-def to_examples(row: Row, kind: KnownFormat, *, has_template: bool, rating: str) -> list[tuple[Example, int | None]]:
+def to_examples(row: Row, kind: KnownFormat, *, has_template: bool, rating: str | None) -> list[tuple[Example, int | None]]:
     """Return the examples of a row: one without a role, or of a preference each with its role (0 chosen, 1 rejected).
 
     `rating` names the number by which answers are rated; there is no example where all are rated alike. Raises DataError as `to_example` does.
@@ -104,31 +270,14 @@ def to_examples(row: Row, kind: KnownFormat, *, has_template: bool, rating: str)
         raise _missing(kind, row)
     if columns := image_columns(row):
         raise row.wrong(next(iter(columns)), "it holds images, and preferences over images are not trained", "Remove the column")
-    if kind in PAIRS:
-        pair = (
-            pair_of(row, has_template=has_template) if kind == "preference" else rated_pair(row, rating, has_template=has_template)
-        )
-        return [(half, role) for role, half in enumerate(pair or ())]
-    answer, wanted = judged(row, _prompt_completion(row))
-    return [(answer, CHOSEN if wanted else REJECTED)]
-
-
-def _example(row: Row, kind: KnownFormat, *, has_template: bool) -> Example:
-    if kind == "messages":
-        column = "messages" if row.values.get("messages") is not None else "conversations"
-        return conversation_of(row, messages_of(row, column))
-    if kind == "prompt_completion":
-        return _prompt_completion(row)
-    if kind == "alpaca":
-        return _alpaca(row, has_template=has_template)
-    if kind == "text":
-        return PlainText(_string(row, "text"))
-    assert kind not in PREFERENCES, "a preference is not one example"
-    return rollout_of(row) if kind == "rollouts" else tokens_of(row)
+    if (make := FORMATS[kind].pair) is not None:
+        return [(half, role) for role, half in enumerate(make(row, rating, has_template) or ())]
+    made, wanted = judged(row, has_template=has_template)
+    return [(made, CHOSEN if wanted else REJECTED)]
 
 
 def _fits(name: KnownFormat, columns: Sequence[str]) -> bool:
-    return any(name in table and _holds(table[name], columns) for table in (_NEEDED, _ALSO))
+    return any(_holds(groups, columns) for groups in (FORMATS[name].needs, *FORMATS[name].also))
 
 
 def _holds(groups: Sequence[Sequence[str]], columns: Sequence[str]) -> bool:
@@ -137,17 +286,11 @@ def _holds(groups: Sequence[Sequence[str]], columns: Sequence[str]) -> bool:
 
 def _missing(name: KnownFormat, row: Row) -> DataError:
     have = list(row.values)
-    lacking = next(group for group in _NEEDED[name] if not any(column in have for column in group))
+    lacking = next(group for group in FORMATS[name].needs if not any(column in have for column in group))
     return DataError(
         f"{row.name} has no column {' or '.join(map(repr, lacking))}, which format {name!r} needs; it has {listed(have)}",
-        remedy=_suggestion(have, lacking) or f"Add the column, or set data.format to another of {', '.join(_NEEDED)}",
+        remedy=_suggestion(have, lacking) or f"Add the column, or set data.format to another of {', '.join(FORMATS)}",
     )
-
-
-def _described(name: KnownFormat) -> str:
-    words = " and ".join(" or ".join(group) for group in _NEEDED[name])
-    also = [" and ".join(" or ".join(group) for group in table) for table in (_ALSO.get(name),) if table is not None]
-    return ", or ".join([words, *also])
 
 
 def _suggestion(have: Sequence[str], wanted: Sequence[str]) -> str | None:
@@ -156,37 +299,3 @@ def _suggestion(have: Sequence[str], wanted: Sequence[str]) -> str | None:
         if near and column not in wanted:
             return f"Did you mean {near[0]!r} instead of {column!r}?"
     return None
-
-
-def _string(row: Row, column: str) -> str:
-    value = row.values.get(column)
-    if not isinstance(value, str):
-        raise row.wrong(column, f"a string is needed, not {kind_of(value)}", "Store text in this column")
-    return value
-
-
-def _prompt_completion(row: Row) -> Example:
-    column = "completion" if row.values.get("completion") is not None or "response" not in row.values else "response"
-    prompt, completion = row.values.get("prompt"), row.values.get(column)
-    if isinstance(prompt, str) != isinstance(completion, str):
-        raise row.wrong(
-            column,
-            f"it is {kind_of(completion)} while the prompt is {kind_of(prompt)}",
-            "Store both as text, or both as lists of messages",
-        )
-    if isinstance(prompt, str):
-        return PlainText(prompt + _string(row, column), len(prompt))
-    before = messages_of(row, "prompt")
-    return conversation_of(row, [*before, *messages_of(row, column)], first_reply=len(before))
-
-
-def _alpaca(row: Row, *, has_template: bool) -> Example:
-    """Return a chat of two messages where the tokenizer has a template, else plain text in sections with headings."""
-    instruction, output = _string(row, "instruction"), _string(row, "output")
-    context = _string(row, "input") if row.values.get("input") is not None else ""
-    if has_template:
-        request = f"{instruction}\n\n{context}" if context else instruction
-        return conversation_of(row, [{"role": "user", "content": request}, {"role": "assistant", "content": output}])
-    section = f"### Input:\n{context}\n\n" if context else ""
-    prompt = f"### Instruction:\n{instruction}\n\n{section}### Response:\n"
-    return PlainText(prompt + output, len(prompt))

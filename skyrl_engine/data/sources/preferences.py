@@ -10,12 +10,19 @@ from typing import Any
 
 from attrs import evolve
 
+from skyrl_engine.data.sources.questions import MESSAGES, PROMPTS, Prompt, answer, find_prompt, system_of, with_system
 from skyrl_engine.data.sources.rows import Row, kind_of
 from skyrl_engine.data.text.messages import Conversation, Message, conversation_of, messages_of
 from skyrl_engine.data.text.plain import PlainText
+from skyrl_engine.data.text.template_rule import answer_messages
 
 HALVES = ("chosen", "rejected")
-LABEL = "label"
+COLUMNS = (("chosen", "chosen_response"), ("rejected", "rejected_response"))
+"""Names of the columns of either half; Argilla's data have the longer ones."""
+LABELS = ("label", "kto_tag")
+_LABEL_VALUES = {"true": True, "1": True, "false": False, "0": False}
+ANSWERS = ("completion", "response", "output")
+"""Columns of a single answer; without one, the last message is it."""
 
 _HH_TURN = re.compile(r"\n\n(Human|Assistant):")
 _HH_ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -26,11 +33,11 @@ Half = Conversation | PlainText
 
 
 def pair_of(row: Row, *, has_template: bool) -> tuple[Half, Half]:
-    """Return the chosen and the rejected half. `has_template` says that the tokenizer can write dialogues of HH as a chat.
+    """Return the chosen and the rejected half. `has_template` says that the chat template writes texts, dialogues of HH among them.
 
     Raises DataError naming the row for a half that is missing, empty, or equal to the other, and for halves with different prompts.
     """
-    given = [_given(row, column) for column in HALVES]
+    given = [_given(row, columns) for columns in COLUMNS]
     texts = [isinstance(value, str) for value in given]
     if texts[0] != texts[1]:
         raise row.wrong(
@@ -40,41 +47,76 @@ def pair_of(row: Row, *, has_template: bool) -> tuple[Half, Half]:
         )
     if given[0] == given[1]:
         raise row.wrong("rejected", "it is equal to the chosen answer", "Leave the row out: it prefers nothing")
-    prompt = row.values.get("prompt")
     if not texts[0]:
-        return _conversations(row, [messages_of(row, column) for column in HALVES], prompt)
-    if isinstance(prompt, str):
-        return _texts(row, [prompt + text for text in given], [len(prompt)] * 2)
+        halves = [messages_of(row, named_column(row, columns), single=True) for columns in COLUMNS]
+        dialogues = any(half[0]["role"] != "assistant" for half in halves)
+        prompt = find_prompt(row, ("prompt",) if dialogues else PROMPTS)
+        return _conversations(row, halves, prompt)
+    prompt = find_prompt(row)
+    if prompt is not None and prompt.is_text and not has_template:
+        before = prompt.text()
+        return _texts(row, [before + text for text in given], [len(before)] * 2)
     if prompt is not None:
-        return _conversations(row, [[{"role": "assistant", "content": text}] for text in given], prompt)
+        return _conversations(row, [answer_messages(text) for text in given], prompt)
     if all(text.startswith("\n\nHuman:") and "\n\nAssistant:" in text for text in given):
         return _hh(row, given, has_template=has_template)
     start = _shared_beginning(*given)
     if start == 0:
         raise row.wrong("rejected", "it has no beginning in common with the chosen text, which would be the prompt", _SAME)
+    if has_template:
+        common = Prompt("prompt", given[0][:start], system=system_of(row))
+        return _conversations(row, [answer_messages(text[start:].lstrip()) for text in given], common)
     return _texts(row, given, [start] * 2)
 
 
-def judged(row: Row, example: Any) -> tuple[Half, bool]:
+def judged(row: Row, *, has_template: bool) -> tuple[Half, bool]:
     """Return a row's one answer, and its label: true where it is wanted. Raises DataError for an empty answer and for other labels."""
-    label = row.values.get(LABEL)
-    if not isinstance(label, bool):
-        raise row.wrong(LABEL, f"{label!r} is no boolean", "Store true for wanted and false for unwanted answers")
+    label = _label(row)
+    column = named_column(row, ANSWERS)
+    whole = row.values.get(column) is None
+    prompt = None if whole else find_prompt(row)
+    if prompt is None:
+        messages = messages_of(row, named_column(row, MESSAGES) if whole else column)
+        if messages[-1]["role"] != "assistant":
+            raise row.wrong(
+                named_column(row, MESSAGES), "its last message is no answer that a label could judge", "Remove that message"
+            )
+        messages = with_system(row, system_of(row), messages)
+        example: Half = conversation_of(row, messages, len(messages) - 1)
+    else:
+        example = answer(row, prompt, column, has_template=has_template)
     if isinstance(example, PlainText):
-        _refuse_blank(row, "completion", example.text[example.response_start :])
+        _refuse_blank(row, column, example.text[example.response_start :])
         return example, label
-    assert isinstance(example, Conversation), "prompt and completion are text or messages"
-    return _answering(row, "completion", example), label
+    return _answering(row, column, example), label
 
 
-def _given(row: Row, column: str) -> Any:
+def named_column(row: Row, names: Sequence[str]) -> str:
+    """Return the first of these columns that the row has, else the first name."""
+    return next((name for name in names if row.values.get(name) is not None), names[0])
+
+
+def _label(row: Row) -> bool:
+    column = named_column(row, LABELS)
+    value = row.values.get(column)
+    if isinstance(value, str):
+        value = _LABEL_VALUES.get(value.strip().lower(), value)
+    if isinstance(value, bool) or (isinstance(value, int | float) and value in (0, 1)):
+        return bool(value)
+    raise row.wrong(
+        column, f"{value!r} is neither true nor false", "Store true (or 1) for wanted and false (or 0) for unwanted answers"
+    )
+
+
+def _given(row: Row, columns: Sequence[str]) -> Any:
+    column = named_column(row, columns)
     value = row.values.get(column)
     if value is None:
-        raise row.wrong(column, f"there is no {column} answer", "Give the row both answers, or leave it out")
+        raise row.wrong(column, f"there is no {columns[0]} answer", "Give the row both answers, or leave it out")
     if isinstance(value, str):
         _refuse_blank(row, column, value)
     elif isinstance(value, list | tuple) and not value:
-        raise row.wrong(column, f"the {column} answer is empty", "Give the row both answers, or leave it out")
+        raise row.wrong(column, f"the {columns[0]} answer is empty", "Give the row both answers, or leave it out")
     return value
 
 
@@ -122,15 +164,20 @@ def _hh(row: Row, texts: Sequence[str], *, has_template: bool) -> tuple[Half, Ha
     return _texts(row, [prompt + text[end:] for text, end in zip(texts, ends, strict=True)], [len(prompt)] * 2)
 
 
-def _conversations(row: Row, halves: Sequence[list[Message]], prompt: Any) -> tuple[Conversation, Conversation]:
+def _conversations(row: Row, halves: Sequence[list[Message]], prompt: Prompt | None) -> tuple[Conversation, Conversation]:
     """Return both halves with their prompt. A prompt as text beside halves that have it, as in UltraFeedback, is not put before them again."""
     before: list[Message] = []
-    if isinstance(prompt, str):
-        before = [{"role": "user", "content": prompt}] if all(half[0]["role"] == "assistant" for half in halves) else []
-    elif prompt is not None:
-        before = messages_of(row, "prompt")
-        if all(half[: len(before)] == before for half in halves):
-            halves = [half[len(before) :] for half in halves]
+    if prompt is None or (prompt.is_text and not all(half[0]["role"] == "assistant" for half in halves)):
+        system = system_of(row) if prompt is None else prompt.system
+        halves = [with_system(row, system, half) for half in halves]
+    else:
+        before = prompt.messages(row)
+        if prompt.column in MESSAGES and before[-1]["role"] == "assistant":
+            raise row.wrong(
+                prompt.column, "its last message is an answer, and the chosen and the rejected one come after it", _SAME
+            )
+        repeated = next((known for known in (before, prompt.said) if all(_begins(half, known) for half in halves)), ())
+        halves = [half[len(repeated) :] for half in halves]
     whole = [[dict(message) for message in [*before, *half]] for half in halves]
     first = len(before) or _first_difference(row, whole)
     made = [conversation_of(row, messages, first) for messages in whole]
@@ -138,6 +185,15 @@ def _conversations(row: Row, halves: Sequence[list[Message]], prompt: Any) -> tu
     if chosen.messages == rejected.messages:
         raise row.wrong("rejected", "it is equal to the chosen answer", "Leave the row out: it prefers nothing")
     return chosen, rejected
+
+
+def _begins(half: Sequence[Message], messages: Sequence[Message] | str) -> bool:
+    """Return True if the half begins with these messages, whatever keys without a value they have."""
+    return not isinstance(messages, str) and [_filled(message) for message in half[: len(messages)]] == list(map(_filled, messages))
+
+
+def _filled(message: Message) -> Message:
+    return {key: value for key, value in message.items() if value is not None}
 
 
 def _first_difference(row: Row, halves: Sequence[Sequence[Message]]) -> int:

@@ -24,6 +24,7 @@ def tokens_of(row: Row) -> Tokens:
     ids = _token_ids(row, "input_ids", "Say what carries no loss with labels or loss_mask")
     if len(ids) == 0:
         raise row.wrong("input_ids", "there is no token", "Remove empty samples")
+    _refuse_padding(row, len(ids))
     if row.values.get("labels") is not None:
         loss = _loss_of_labels(row, ids)
         return Tokens(ids, loss, len(ids) - int(np.argmax(loss)) if loss.any() else 0)
@@ -36,6 +37,15 @@ def tokens_of(row: Row) -> Tokens:
             )
         actions = value
     return Tokens(ids, _loss_of_mask(row, len(ids), actions), actions)
+
+
+def _refuse_padding(row: Row, length: int) -> None:
+    """Refuse a row whose `attention_mask` leaves tokens out: a sample has no padding."""
+    if row.values.get("attention_mask") is None:
+        return
+    mask = _integers(row, "attention_mask")
+    if len(mask) != length or (mask != 1).any():
+        raise row.wrong("attention_mask", "it is not 1 at every token: some are padding", "Store samples without padding")
 
 
 def rollout_of(row: Row) -> Tokens:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +17,37 @@ from skyrl_engine.data.sources.files import Content, DatasetPart, Scan, parsed
 from skyrl_engine.errors import DataError
 
 BoolArray = npt.NDArray[np.bool_]
+
+
+class WatchedColumns(Mapping[str, Any]):
+    """A row's values by column, which know the columns that somebody has asked for: those are read."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self.read: set[str] = set()
+
+    def __getitem__(self, column: str) -> Any:
+        self.read.add(column)
+        return self._values[column]
+
+    def __contains__(self, column: object) -> bool:
+        return column in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def unread(self, known: AbstractSet[str]) -> set[str]:
+        """Return the columns of `known` that hold something here and that nobody has asked for."""
+        return {
+            column for column in self._values if column in known and column not in self.read and _is_filled(self._values[column])
+        }
+
+
+def _is_filled(value: Any) -> bool:
+    return value is not None and not (isinstance(value, str | bytes | list | tuple | dict | np.ndarray) and len(value) == 0)
 
 
 @frozen

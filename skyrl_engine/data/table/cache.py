@@ -46,6 +46,7 @@ def cache_key(
         sorted(columns),
         data.bad_images,
         data.rating,
+        data.template,
     ]
     settings = json.dumps([*read, *images, *([] if reading == "samples" else [reading])])
     for piece in (content.encode(), rows, _tokenizer_identity(tokenizer).encode(), settings.encode(), code_identity().encode()):

@@ -8,22 +8,23 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 
 from skyrl_engine.config.schema import DataConfig
 from skyrl_engine.contracts.kinds.needs import ROLE_NEED
 from skyrl_engine.contracts.values.roles import ROLE
 from skyrl_engine.data.images.processor import Vision
 from skyrl_engine.data.images.tokens import ImageInspection, digest_of_states
-from skyrl_engine.data.sources.formats import PAIRS, PREFERENCES, Example, KnownFormat, Reading, detect, to_examples
+from skyrl_engine.data.sources.formats import PAIRS, PREFERENCES, Example, KnownFormat, Reading, detect, known_columns, to_examples
 from skyrl_engine.data.sources.preferences import HALVES
 from skyrl_engine.data.sources.ready_tokens import Tokens
-from skyrl_engine.data.sources.rows import BoolArray, Row, Source
+from skyrl_engine.data.sources.rows import BoolArray, Row, Source, WatchedColumns
 from skyrl_engine.data.table.sample_columns import GROUP, UNIT, Carried, ColumnReader, IdReader, weighed
 from skyrl_engine.data.table.token_table import TokenTableWriter
 from skyrl_engine.data.text.messages import Conversation
 from skyrl_engine.data.text.plain import PlainText
 from skyrl_engine.data.text.reward_token import rewarded
+from skyrl_engine.data.text.template_rule import Kind, Rendering, uses_template
 from skyrl_engine.data.text.tokenization import SampleTokenizer, TokenizedSample
 from skyrl_engine.errors import DataError
 
@@ -50,7 +51,9 @@ class TableFilling:
     reading: Reading = "samples"
 
     def __call__(self, table: TokenTableWriter) -> dict[str, Any]:
-        """Write the kept samples to `table`; return counts, format, a digest of the image files, and the image files of dropped samples."""
+        """Write the kept samples to `table`; return counts, format, rendering, the number of rows with each column that was not read, a
+        digest of the image files, and the image files of dropped samples.
+        """
         total = int(np.count_nonzero(self.wanted))
         counts: Counter[str] = Counter()
         kind: KnownFormat | None = None
@@ -61,8 +64,10 @@ class TableFilling:
         images = ImageInspection(self.vision, self.data.bad_images)
         units = _Units()
         prompts: dict[str, int] = {}
+        unread: Counter[str] = Counter()
+        kinds: set[Kind] = set()
         reachable: set[int] = set()
-        for batch in _batches(self.source.rows(self.wanted)):
+        for batch in _batches(_watched(self.source.rows(self.wanted))):
             if kind is None:
                 kind = detect(self.data.format, batch[0], preferences=self.reading != "samples")
                 reader = self._reader(kind)
@@ -76,6 +81,7 @@ class TableFilling:
                 if not members:
                     counts["dropped_ties"] += 1
                 for example, role, whole in members:
+                    kinds.add(_kind(example))
                     if isinstance(example, Conversation):
                         counts["excluded_turns"] += example.excluded
                         counts["unread_arguments"] += example.unread_arguments
@@ -103,6 +109,9 @@ class TableFilling:
                     read = reader(row, sample if rewards else whole, sample)
                     table.append(sample, Carried(read, named, {**reader.values(row), **own}))
                     units.take(named, _Taken(_counted(sample, cut=cut, unprompted=unprompted, unended=unended), _files(example)))
+            for row in batch:
+                assert isinstance(row.values, WatchedColumns), "they were watched when they were read"
+                unread.update(row.values.unread(known_columns(kind)))
             counts["rows"] += len(batch)
             if self.progress is not None:
                 self.progress(self.label, counts["rows"], total)
@@ -115,6 +124,8 @@ class TableFilling:
         return {
             "counts": dict(counts),
             "format": kind,
+            "rendering": asdict(self._rendering(kinds)),
+            "unread": dict(unread),
             "files": digest_of_states(images.seen),
             "others": sorted(images.seen.keys() - files),
         }
@@ -125,15 +136,19 @@ class TableFilling:
             return self.reader
         return ColumnReader({need: asker for need, asker in self.reader.needed.items() if need != ROLE_NEED})
 
+    def _rendering(self, kinds: AbstractSet[Kind]) -> Rendering:
+        """Describe how the rows became tokens; the rows of one dataset become them in one way."""
+        order: tuple[Kind, ...] = ("chat", "raw", "tokens")
+        kind = next((kind for kind in order if kind in kinds), order[-1])
+        return Rendering.of(kind, self.tokenizer, self.data.template)
+
     def _samples(
         self, batch: Sequence[Row], kind: KnownFormat, encode: SampleTokenizer, images: ImageInspection
     ) -> Iterator[tuple[Row, list[tuple[Example | None, int | None, TokenizedSample | None]]]]:
         """Yield the rows with their samples, each with its role and its image tokens; without example or without sample where images cannot be
         used and such rows are dropped. A row whose answers are all rated alike has none.
         """
-        has_template = bool(self.tokenizer.chat_template)
-        made = partial(to_examples, kind=kind, has_template=has_template, rating=self.data.rating)
-        read = [(row, images.attempt(partial(made, row))) for row in batch]
+        read = [(row, images.attempt(partial(self._examples, row, kind))) for row in batch]
         flat = [(row, example, role) for row, examples in read for example, role in examples or ()]
         encoded = iter(encode((row.number, _name(row, kind, role), example) for row, example, role in flat))
         laying = iter(images.look([example for _, example, _ in flat]))
@@ -145,6 +160,26 @@ class TableFilling:
             if kind in PAIRS:
                 _refuse_equal_halves(row, [sample for *_, sample in members if sample is not None])
             yield row, members if examples is not None else [(None, None, None)]
+
+    def _examples(self, row: Row, kind: KnownFormat) -> list[tuple[Example, int | None]]:
+        """Return the examples of a row with their roles. Raises DataError for messages where no chat template is to write anything."""
+        has_template = uses_template(self.tokenizer, self.data.template)
+        made = to_examples(row, kind, has_template=has_template, rating=self.data.rating)
+        if self.data.template == "none" and any(isinstance(example, Conversation) for example, _ in made):
+            raise DataError(
+                f'{row.name} holds messages, which a chat template writes, and data.template is "none"',
+                remedy="Remove data.template, or store prompt and answer as texts",
+            )
+        return made
+
+
+def _watched(rows: Iterator[Row]) -> Iterator[Row]:
+    """Yield the rows with values that know what was read of them."""
+    return (evolve(row, values=WatchedColumns(row.values)) for row in rows)
+
+
+def _kind(example: Example | None) -> Kind:
+    return "raw" if isinstance(example, PlainText) else "chat" if isinstance(example, Conversation) else "tokens"
 
 
 def _refuse_equal_halves(row: Row, halves: Sequence[TokenizedSample]) -> None:

@@ -21,9 +21,13 @@ _ROLES = {
     "model": "assistant",
     "observation": "tool",
     "function_response": "tool",
+    "function_call": "assistant",
 }
+_CALL = "function_call"
+"""The role of a message that is a call of a tool, in LLaMA-Factory's data."""
 _IMAGE_KEYS = ("image", "image_url", "bytes", "url", "path")
 """An image part holds its image under one of these keys."""
+_PLACE = "<image>"
 _CARRIES = "skyrl_engine.carries"
 """Key under which a message keeps what it says about its loss, until its conversation is made."""
 
@@ -71,10 +75,15 @@ class Conversation:
         return sum(isinstance(_function_of(call).get("arguments"), str) for call in calls)
 
 
-def messages_of(row: Row, column: str) -> list[Message]:
+def messages_of(row: Row, column: str, *, single: bool = False) -> list[Message]:
+    """Return the messages in a column, a list or its JSON text; where `single` is allowed, one message may stand there alone. Raises
+    DataError.
+    """
     value = row.values.get(column)
     if isinstance(value, str):
         value = _from_json(row, column, value)
+    if single and isinstance(value, Mapping):
+        value = [value]
     if isinstance(value, list | tuple) and not value:
         raise row.wrong(column, "the list of messages is empty", "Remove the sample, or give it messages")
     if not isinstance(value, list | tuple):
@@ -93,19 +102,34 @@ def _message(row: Row, column: str, number: int, given: object) -> Message:
     message = dict(given)
     if "role" not in message and "from" in message:
         message["role"] = message.pop("from")
-        if "value" in message:
-            message["content"] = message.pop("value")
+    if "content" not in message and "value" in message:
+        message["content"] = message.pop("value")
     role = message.get("role")
     if not isinstance(role, str):
         raise row.wrong(
             column, f"message {number} has no role; it has {listed(list(given))}", "Give every message a role and content"
         )
+    if role == _CALL:
+        message |= _called(row, column, number, message.get("content"))
     message["role"] = _ROLES.get(role, role)
     message[_CARRIES] = taken_weight(row, column, number, message)
     message["content"] = _content(row, column, number, message)
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [_tool_call(call) for call in calls]
     return message
+
+
+def _called(row: Row, column: str, number: int, text: Any) -> Message:
+    """Return what a message holds whose text is a call, or a list of calls, in JSON: {name, arguments}."""
+    given = _from_json(row, column, text) if isinstance(text, str) else text
+    calls = given if isinstance(given, list | tuple) else [given]
+    if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        raise row.wrong(
+            column,
+            f"message {number} of role {_CALL!r} is no JSON object with name and arguments, nor a list of them",
+            "Store the call as JSON, or as tool_calls of a message of role assistant",
+        )
+    return {"content": "", "tool_calls": [{"type": "function", "function": dict(call)} for call in calls]}
 
 
 def _content(row: Row, column: str, number: int, message: Message) -> str | list[Any]:
@@ -200,6 +224,7 @@ def _with_images(row: Row, messages: list[Message]) -> tuple[list[Message], tupl
             remedy='Keep the column whose images the messages ask for, or set data.bad_images = "drop"',
         )
     column, loose = next(iter(filled.items()), ("images", []))
+    messages = _with_places(messages, len(loose))
     images: list[StoredImage] = []
     taken = 0
     result = []
@@ -225,6 +250,23 @@ def _with_images(row: Row, messages: list[Message]) -> tuple[list[Message], tupl
             row, column, f"{len(loose)} images for {taken} image parts", "Give every image a part of type image in the messages"
         )
     return result, tuple(images)
+
+
+def _with_places(messages: list[Message], images: int) -> list[Message]:
+    """Return the messages with a part for every `<image>` of their texts, as LLaMA-Factory and OpenRLHF write the place of an image, where
+    there are as many of them as `images` and no image parts.
+    """
+    texts = [message["content"] for message in messages if isinstance(message["content"], str)]
+    if not images or len(texts) < len(messages) or sum(text.count(_PLACE) for text in texts) != images:
+        return messages
+    placed = []
+    for message in messages:
+        first, *others = message["content"].split(_PLACE)
+        parts = [{"type": "text", "text": first}] if first else []
+        for text in others:
+            parts += [{"type": "image"}, *([{"type": "text", "text": text}] if text else [])]
+        placed.append({**message, "content": parts} if others else message)
+    return placed
 
 
 def image_columns(row: Row) -> dict[str, list[Any]]:

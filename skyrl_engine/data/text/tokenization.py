@@ -106,7 +106,8 @@ class SampleTokenizer:
 
     def _text(self, example: Conversation | PlainText, name: str) -> _Text:
         if isinstance(example, PlainText):
-            return _Text(encodable(example.text, name), [(example.response_start, len(example.text))], [1.0], plain=True)
+            spans = example.spans or ((example.response_start, len(example.text)),)
+            return _Text(encodable(example.text, name), spans, [1.0] * len(spans), plain=not example.spans)
         if not self._tokenizer.chat_template:
             raise ModelError(
                 f"{name} is a conversation, and the tokenizer {self._tokenizer.name_or_path or 'given'} has no chat template",

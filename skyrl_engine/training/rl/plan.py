@@ -7,6 +7,7 @@ from attrs import asdict, frozen
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.schema import RlConfig
 from skyrl_engine.contracts.values.topology import Topology
+from skyrl_engine.data.preview import token_texts
 from skyrl_engine.engine.cores import sharing
 from skyrl_engine.rollout.recorded import Recording
 from skyrl_engine.training.rl.preparation import PreparedRl, Progress, Sampled, prepare
@@ -131,7 +132,7 @@ def _suffixes(prepared: PreparedRl) -> Mapping[str, tuple[str, ...]]:
 
 
 def _pieces(prepared: PreparedRl, ids: list[int]) -> tuple[str, ...]:
-    return tuple(prepared.files.tokenizer.decode([each]) for each in ids)
+    return tuple(token_texts(prepared.files.tokenizer, ids))
 
 
 def _described(selected: SelectedPlugin) -> str:

@@ -1,14 +1,16 @@
 """Evaluation of a model without training it: the same attempts, seeds and numbers as an evaluation during a run."""
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.kinds.environment import Split
 from skyrl_engine.contracts.values.rollout import Group
+from skyrl_engine.data.text.template_rule import Rendering, digest_of_template, find_difference
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import ConfigError, DataError, Problem, RolloutError
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
@@ -18,6 +20,8 @@ from skyrl_engine.training.rl.trainer import episode_pool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 _COMMON: Final = 3
 """Causes of failures that are told, the commonest."""
@@ -33,9 +37,16 @@ class Evaluated:
     tokenizer: "PreTrainedTokenizerBase"
 
 
-def evaluate_model(resolved: ResolvedConfig, *, split: Split = "eval", progress: Progress | None = None) -> Evaluated:
+def evaluate_model(
+    resolved: ResolvedConfig,
+    *,
+    split: Split = "eval",
+    progress: Progress | None = None,
+    trained_on: Mapping[str, Any] | None = None,
+) -> Evaluated:
     """Attempt tasks as `[evaluation]` says: `samples` times each of `tasks` ones, at its temperature, under the seed of `[run]`.
 
+    `trained_on` is what the manifest of the model's run says of its training data: that its texts were written in another way is warned of.
     Raises DataError where environments have no task of this split, RolloutError where every attempt failed, and what a run by reinforcement
     raises before its first step.
     """
@@ -43,6 +54,10 @@ def evaluate_model(resolved: ResolvedConfig, *, split: Split = "eval", progress:
     prepared = prepare(resolved, trains=False)
     if not isinstance(prepared.rollouts, Sampled):
         raise ConfigError([Problem("rl.rollouts", "is set, and an evaluation samples", "Remove it")])
+    if trained_on is not None:
+        rendering = Rendering("chat", template=digest_of_template(prepared.files.tokenizer))
+        if different := find_difference(trained_on, rendering):
+            logger.warning("the model is not evaluated on texts like those it was trained on: %s", different)
     environments = prepared.rollouts.tasks.environments
     tasks = tasks_of(environments, config.evaluation.tasks, split)
     if not tasks:

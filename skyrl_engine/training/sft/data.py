@@ -20,6 +20,7 @@ from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.data.dataset import TokenizedDataset, load_columns
 from skyrl_engine.data.images.processor import load_vision
 from skyrl_engine.data.sources.formats import PREFERENCES, Reading
+from skyrl_engine.data.text.template_rule import find_difference
 from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.capability import check_pairs, needed_columns, needs_of_reducer, vision_of
 from skyrl_engine.engine.frozen_model import FrozenModel
@@ -91,6 +92,8 @@ def prepare(
     )
     train = load(split="train")
     evaluation = load(split="eval") if _holds_out(data) else None
+    if evaluation is not None and (different := find_difference(train.rendering.record(), evaluation.rendering)):
+        logger.warning("the held-out data %s is not like the training data: %s", evaluation.name, different)
     _refuse_nothing_to_learn(train.columns)
     if reading == "samples" and train.format in PREFERENCES:
         raise DataError(
@@ -190,11 +193,17 @@ def columns_to_read(resolved: ResolvedConfig, tokenizer: "PreTrainedTokenizerBas
 
 
 def describe_data(dataset: TokenizedDataset | None) -> dict[str, Any] | None:
-    """Describe a dataset in plain values: name, format, further columns and counts."""
+    """Describe a dataset in plain values: name, format, further columns, who wrote its texts, and counts."""
     if dataset is None:
         return None
     columns = sorted(dataset.columns.columns)
-    return {"name": dataset.name, "format": dataset.format, "columns": columns, **attrs.asdict(dataset.counts)}
+    return {
+        "name": dataset.name,
+        "format": dataset.format,
+        "columns": columns,
+        **dataset.rendering.record(),
+        **attrs.asdict(dataset.counts),
+    }
 
 
 def _first_batch(resolved: ResolvedConfig, assembly: Assembly, train: TokenizedDataset, order: SampleOrder) -> BatchPlan:

@@ -9,6 +9,7 @@ from attrs import frozen
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.topology import Topology
+from skyrl_engine.data.preview import first_prompt
 from skyrl_engine.engine.cores import sharing
 from skyrl_engine.training.sft.data import PreparedRun, describe_data, limited_to_model
 from skyrl_engine.training.sft.order import SampleOrder
@@ -33,7 +34,8 @@ class RunPlan:
     `longest_allowed` is the longest sample in tokens, by `data.max_length` or else by the model; None where neither says. `rotary_length` is
     the longest row for which rotary frequencies are fixed; None for models that do not choose them by length.
     `samples_per_step` says how many samples a step trains on where that is not `batch_size`; else it is empty.
-    `micro_batches` and `padding_share` (0 to 1) are those of the run's first mini-batch.
+    `micro_batches` and `padding_share` (0 to 1) are those of the run's first mini-batch. `prompt` is the first prompt of the training data as
+    pieces of text, a token each.
     """
 
     plugins: Mapping[str, str]
@@ -55,6 +57,7 @@ class RunPlan:
     samples_per_step: str
     micro_batches: tuple[MicroBatchShape, ...]
     padding_share: float
+    prompt: tuple[str, ...]
 
 
 def describe_plan(prepared: PreparedRun) -> RunPlan:
@@ -80,6 +83,7 @@ def describe_plan(prepared: PreparedRun) -> RunPlan:
         samples_per_step=samples_per_step(prepared.order),
         micro_batches=_shapes(prepared.first_batch),
         padding_share=_padding_share(prepared),
+        prompt=first_prompt(prepared.train, prepared.files.tokenizer),
     )
 
 

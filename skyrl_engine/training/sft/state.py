@@ -12,7 +12,8 @@ from skyrl_engine.contracts.values.pairs import roles_in
 from skyrl_engine.contracts.values.roles import ROLE
 from skyrl_engine.errors import CheckpointError
 from skyrl_engine.run.checkpoint import Checkpoint
-from skyrl_engine.run.session import TRAINER_DOCUMENT
+from skyrl_engine.run.continuation import OLDER_RULE, has_older_rule
+from skyrl_engine.run.session import CONFIG_DOCUMENT, TRAINER_DOCUMENT
 from skyrl_engine.training.sft.order import Position, SampleOrder
 
 
@@ -59,11 +60,23 @@ def position_in(checkpoint: Checkpoint, order: SampleOrder, data: str, *, split_
             remedy=f"Set run.seed = {state.seed}, or start a new run from an exported model",
         )
     if (state.samples, state.data) != (order.samples, data):
+        if _has_older_rule(checkpoint):
+            raise CheckpointError(
+                f"{checkpoint.path} was written for other tokens than the data becomes now: {OLDER_RULE}",
+                remedy='Set data.template = "none" to go on as the run began, or start a new run from an exported model',
+            )
         raise CheckpointError(
             f"the training data has changed since {checkpoint.path} was written ({state.samples} samples then, {order.samples} now)",
             remedy="Resume with the data and data settings the run was started with, or start a new run from an exported model",
         )
     return Position(state.epoch, state.offset)
+
+
+def _has_older_rule(checkpoint: Checkpoint) -> bool:
+    try:
+        return has_older_rule(checkpoint.document(CONFIG_DOCUMENT).get("data"))
+    except CheckpointError:
+        return False
 
 
 def fingerprint(columns: SampleColumns) -> str:

@@ -272,7 +272,6 @@ def test_an_empty_column_hides_no_other(load, tokenizer, vision, files):
 @pytest.mark.parametrize(
     ("kind", "columns"),
     [
-        ("prompt_completion", {"prompt": "what?", "completion": "a cat"}),
         ("text", {"text": "a cat"}),
         ("tokens", {"input_ids": [1, 2], "labels": [1, 2]}),
         ("rollouts", {"prompt_ids": [1], "response_ids": [2]}),

@@ -30,7 +30,7 @@ def test_unknown_columns_are_named_with_what_is_needed_and_a_suggestion():
         detect("auto", Row(0, "here", {"mesages": [], "id": 1}))
     assert "'mesages', 'id'" in caught.value.cause
     assert caught.value.remedy == "Did you mean 'messages' instead of 'mesages'?"
-    assert "format alpaca needs instruction and output" in caught.value.details
+    assert "format alpaca needs instruction and output, or instruction and response" in caught.value.details
 
 
 def test_an_asked_format_whose_column_is_missing():
@@ -144,7 +144,8 @@ def test_ready_tokens_that_do_not_fit_are_named(load, make_tokenizer, row, messa
         ({"messages": [{"role": "user", "content": 3}]}, "message 0 has int as content"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no assistant message to learn from, only user"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "neither text nor image"),
-        ({"prompt": "x", "completion": [1]}, "it is list while the prompt is str"),
+        ({"prompt": "x", "completion": [1]}, "'completion': message 0 is int, not an object"),
+        ({"prompt": "x", "completion": 1}, "'completion': a string is needed, not int"),
         ({"text": None}, "a string is needed, not nothing"),
         ({"text": "cut emoji \ud83d"}, r"half a character ('\ud83d' at place 10 of its text)"),
         ({"messages": [{"role": "assistant", "content": "\ud83d"}]}, "half a character"),

@@ -125,7 +125,7 @@ def test_of_rated_answers_the_best_stands_against_the_worst(load: Load) -> None:
         (rated(5), "two rated answers or more are needed"),
         (rated(5, "N/A"), "answer 1 has no number 'overall_score': 'N/A' stands there"),
         (rated(5, None), "answer 1 has no number 'overall_score'; it has 'model', 'response'"),
-        (rated(5, 3, instruction=["hi"]), "column 'prompt': a string is needed"),
+        (rated(5, 3, instruction=["hi"]), "column 'instruction': a string is needed"),
         (
             rated(5, 3) | {"completions": [{"response": " ", "overall_score": 1}, {"response": "b", "overall_score": 2}]},
             "answer 0 has no text",
@@ -193,7 +193,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": "a", "chosen": "b", "rejected": [BAD]},
         "column 'rejected': it is list while the chosen answer is str",
     ),
-    "a label that is no boolean": ({"prompt": "a", "completion": "b", "label": 1}, "column 'label': 1 is no boolean"),
+    "a label that is no boolean": ({"prompt": "a", "completion": "b", "label": 2}, "column 'label': 2 is neither true nor false"),
 }
 
 
@@ -210,4 +210,4 @@ def test_rows_that_say_nothing_are_refused_by_name(load: Load, name: str) -> Non
 def test_other_rows_are_refused_with_what_is_needed(load: Load) -> None:
     with pytest.raises(DataError, match="no format of preferences has the columns") as told:
         load({"prompt": "a", "completion": "b"})
-    assert "format preference needs chosen and rejected" in told.value.details
+    assert "format preference needs chosen or chosen_response and rejected or rejected_response" in told.value.details

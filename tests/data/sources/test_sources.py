@@ -292,7 +292,7 @@ def test_rows_of_another_format_in_a_later_file_are_refused_by_line(tmp_path, ma
 
 
 def test_the_cache_knows_the_names_of_columns(tmp_path, make_tokenizer, marked):
-    tokenizer = make_tokenizer("chatml")
+    tokenizer = make_tokenizer(None)
     (tmp_path / "a.csv").write_text("one,two\nleft,right\n", encoding="utf-8")
     texts = []
     for names in ({"prompt": "one", "completion": "two"}, {"prompt": "two", "completion": "one"}):

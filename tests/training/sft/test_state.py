@@ -35,6 +35,17 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
         position_in(checkpoint, evolve(ORDER, samples=11), "abc")
 
 
+def test_texts_that_were_trained_as_they_stood_are_refused_with_the_key(tmp_path: Path) -> None:
+    """A configuration without `data.template` is of an engine that trained texts raw; one that has the key knows what it does."""
+    for data, said in (({"train": "a.jsonl"}, r'before 0\.3.*Set data\.template = "none"'), ({"template": "auto"}, "has changed")):
+        state = SftState.create("sft", 5, Position(1, 8), ORDER, "abc")
+        documents = {"trainer.json": state.document(), "config.json": {"data": data}}
+        checkpoint = CheckpointStore(tmp_path / said[:3]).save(5, lambda _: None, documents)
+        with pytest.raises(CheckpointError, match=said):
+            position_in(checkpoint, ORDER, "abd")
+        assert position_in(checkpoint, ORDER, "abc") == Position(1, 8)
+
+
 def test_a_changed_seed_is_named_where_it_chooses_the_held_out_samples(tmp_path: Path) -> None:
     """The data itself is as it was; as many samples are left, but others."""
     checkpoint = saved(tmp_path, SftState.create("sft", 5, Position(1, 8), ORDER, "abc"))

@@ -1,0 +1,144 @@
+"""The prompt of a row: a text or messages, with the system message and the earlier rounds that stand in columns of their own."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from attrs import frozen
+
+from skyrl_engine.data.sources.rows import Row, kind_of
+from skyrl_engine.data.text.messages import Conversation, Message, conversation_of, messages_of
+from skyrl_engine.data.text.plain import PlainText
+from skyrl_engine.data.text.template_rule import answer_messages, prompt_messages
+
+MESSAGES: Final = ("messages", "conversations")
+SYSTEM: Final = ("system", "system_prompt")
+HISTORY: Final = "history"
+PROMPTS: Final = ("prompt", *MESSAGES, "instruction", "question", "input")
+"""Columns that hold a prompt, the first of them that a row has; `input` continues an `instruction`."""
+
+
+@frozen
+class Prompt:
+    """A prompt: `said` is its last part, a text or messages; before it stand earlier `rounds` of questions and answers.
+
+    `column` is where `said` stands. `context` continues an instruction.
+    """
+
+    column: str
+    said: str | Sequence[Message]
+    context: str = ""
+    system: str | None = None
+    rounds: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_text(self) -> bool:
+        return isinstance(self.said, str)
+
+    def messages(self, row: Row) -> list[Message]:
+        """Return the prompt as messages, a text as what the user says. Raises DataError for two system messages that differ."""
+        if isinstance(self.said, str):
+            said = prompt_messages(f"{self.said}\n\n{self.context}" if self.context else self.said)
+        else:
+            said = list(self.said)
+        rounds = [message for asked, answered in self.rounds for message in (*prompt_messages(asked), *answer_messages(answered))]
+        return with_system(row, self.system, [*rounds, *said])
+
+    def text(self) -> str:
+        """Return a prompt of texts as it stands before an answer where there is no chat template.
+
+        A column `prompt` is taken to the letter; instructions stand under headings, as in Alpaca, and other questions before an empty line.
+        """
+        assert isinstance(self.said, str), "messages need a chat template"
+        system = f"{self.system}\n\n" if self.system else ""
+        if self.column == "instruction":
+            earlier = "".join(f"{_instruction(asked)}{answered}\n\n" for asked, answered in self.rounds)
+            return f"{system}{earlier}{_instruction(self.said, self.context)}"
+        ending = "" if self.column == "prompt" else "\n\n"
+        earlier = "".join(f"{asked}{ending}{answered}\n\n" for asked, answered in self.rounds)
+        return f"{system}{earlier}{self.said}{ending}"
+
+
+def find_prompt(row: Row, columns: Sequence[str] = PROMPTS) -> Prompt | None:
+    """Return the prompt in the first of `columns` that the row has, None where it has none. Raises DataError for what is neither text nor
+    messages.
+    """
+    column = next((name for name in columns if row.values.get(name) is not None), None)
+    if column is None:
+        return None
+    value = row.values[column]
+    said: str | list[Message]
+    if isinstance(value, str) and column not in MESSAGES:
+        said = value
+    elif column in ("instruction", "question"):
+        raise row.wrong(column, f"a string is needed, not {kind_of(value)}", "Store text in this column")
+    else:
+        said = messages_of(row, column)
+    context = optional_text(row, "input") if column == "instruction" else ""
+    return Prompt(column, said, context, system_of(row), rounds_of(row))
+
+
+def answer(row: Row, prompt: Prompt, column: str, *, has_template: bool, rounds_count: bool = False) -> Conversation | PlainText:
+    """Return the prompt with the answer in `column`: as it stands where both are texts and there is no template.
+
+    Loss falls on the answer alone, or, with `data.loss_on = "all"`, on those of earlier rounds too where `rounds_count`. Raises DataError
+    naming the row and the column.
+    """
+    reply = row.values.get(column)
+    if isinstance(reply, str) and prompt.is_text and not has_template:
+        before = prompt.text()
+        return PlainText(before + reply, len(before))
+    if not isinstance(reply, str | list | tuple | Mapping):
+        raise row.wrong(column, f"a string is needed, not {kind_of(reply)}", "Store text in this column, or messages")
+    before_messages = prompt.messages(row)
+    after = answer_messages(reply) if isinstance(reply, str) else messages_of(row, column, single=True)
+    first_reply = 0 if rounds_count else len(before_messages)
+    return conversation_of(row, [*before_messages, *after], first_reply=first_reply)
+
+
+def system_of(row: Row) -> str | None:
+    """Return the system message that stands in a column of its own, None where there is none. Raises DataError for what is no text."""
+    return next((text for text in (optional_text(row, name) for name in SYSTEM) if text), None)
+
+
+def with_system(row: Row, system: str | None, messages: list[Message]) -> list[Message]:
+    """Return the messages after a system message, unless they begin with the same. Raises DataError where they begin with another."""
+    if system is None:
+        return messages
+    if messages and messages[0]["role"] == "system":
+        if messages[0]["content"] != system:
+            raise row.wrong(
+                "system", "the messages begin with another system message", "Keep one of them, in the messages or in the column"
+            )
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def rounds_of(row: Row) -> tuple[tuple[str, str], ...]:
+    """Return the earlier rounds in the column `history`, pairs of a question and its answer. Raises DataError for what is none."""
+    rounds = row.values.get(HISTORY)
+    if rounds is None or (isinstance(rounds, list | tuple) and not rounds):
+        return ()
+    if not isinstance(rounds, list | tuple) or not all(_is_round(each) for each in rounds):
+        raise row.wrong(
+            HISTORY,
+            "a list of pairs of texts is needed, each a question and its answer",
+            "Store [[question, answer], ...], or remove the column",
+        )
+    return tuple((asked, answered) for asked, answered in rounds)
+
+
+def optional_text(row: Row, column: str) -> str:
+    """Return the text of a column, "" where the row has none. Raises DataError for what is no text."""
+    value = row.values.get(column)
+    if value is not None and not isinstance(value, str):
+        raise row.wrong(column, f"a string is needed, not {kind_of(value)}", "Store text in this column")
+    return value or ""
+
+
+def _is_round(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(text, str) for text in value)
+
+
+def _instruction(instruction: str, context: str = "") -> str:
+    section = f"### Input:\n{context}\n\n" if context else ""
+    return f"### Instruction:\n{instruction}\n\n{section}### Response:\n"
