@@ -308,14 +308,19 @@ def write_model(directory: Path) -> None:
 
 
 def write_rows(path: Path, rows: int, columns: Sequence[str]) -> None:
-    """Write rows of texts of uneven lengths; the first column is the prompt, the others are answers to it."""
+    """Write rows of texts of uneven lengths, as messages, which every version has the chat template write; the first column is the prompt, the
+    others are answers to it.
+    """
     draws = random.Random(path.name)
 
     def letters(longest: int) -> str:
         return "".join(chr(draws.randrange(97, 123)) for _ in range(draws.randrange(1, longest + 1)))
 
     prompt, *answers = columns
-    drawn = ({prompt: letters(8), **{answer: letters(12) for answer in answers}} for _ in range(rows))
+    def said(role: str, longest: int) -> list[dict[str, str]]:
+        return [{"role": role, "content": letters(longest)}]
+
+    drawn = ({prompt: said("user", 8), **{answer: said("assistant", 12) for answer in answers}} for _ in range(rows))
     path.write_text("".join(json.dumps(row) + "\n" for row in drawn))
 
 

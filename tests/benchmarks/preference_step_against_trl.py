@@ -126,7 +126,7 @@ def run_engine(directory: Path, collator: Mapping[str, Any], **training: Any) ->
         table = {
             "trainer": "preference",
             "model": {"path": str(directory / "model")},
-            "data": {"train": str(directory / "pairs.jsonl"), "cache": f"{run}/cache"},
+            "data": {"train": str(directory / "pairs.jsonl"), "template": "none", "cache": f"{run}/cache"},
             "run": {"directory": f"{run}/run", "device": "cpu"},
             "reference": {"precompute": True},
             "loss": {"use": "dpo", "beta": BETA},
