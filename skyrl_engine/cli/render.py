@@ -201,6 +201,7 @@ def _ignore(*_: object) -> None:
 
 def show_plan(plan: "RunPlan | RlPlan") -> None:
     """Print the plan of a run, on stdout."""
+    from skyrl_engine.data.preview import show_boundaries
     from skyrl_engine.training.rl.plan import RlPlan, facts
 
     if isinstance(plan, RlPlan):
@@ -219,7 +220,7 @@ def show_plan(plan: "RunPlan | RlPlan") -> None:
             "capabilities": f"needs {', '.join(plan.required)}; the backend declares {', '.join(plan.capabilities)}",
             "training data": _described(plan.train),
             "held-out data": "none" if plan.evaluation is None else _described(plan.evaluation),
-            "first prompt": "|".join(plan.prompt) or "none: every token carries loss",
+            "first prompt": show_boundaries(plan.prompt) or "none: every token carries loss",
             "length limit": "none" if plan.longest_allowed is None else f"{plan.longest_allowed:,} tokens",
             **({} if plan.rotary_length is None else {"rotary frequencies": f"fixed for rows of {plan.rotary_length:,} tokens"}),
             "steps": f"{plan.total_steps:,} of {plan.batch_size} samples ({plan.steps_per_epoch:,} an epoch)"

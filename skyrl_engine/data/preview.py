@@ -169,6 +169,11 @@ def first_prompt(dataset: TokenizedDataset, tokenizer: "PreTrainedTokenizerBase"
     return tuple(token.text for token in takewhile(lambda token: not token.loss, tokens))
 
 
+def show_boundaries(pieces: Sequence[str]) -> str:
+    """Return pieces of a text in one line, with a bar where one token ends and the next begins."""
+    return "|".join(pieces).replace("\n", "⏎")
+
+
 def token_texts(tokenizer: Any, ids: Sequence[int], images: Sequence[str | None] | None = None) -> list[str]:
     """Return the text of every token, or what is shown for an image. Tokens that make a character together share its text, which the last of
     them has; of a character that is cut in two, the number of each token is shown.

@@ -7,6 +7,7 @@ What comes after it is the answer, and all of its assistant turns carry loss. To
 import re
 from collections.abc import Sequence
 from typing import Any
+from unicodedata import category
 
 from attrs import evolve
 
@@ -61,10 +62,13 @@ def pair_of(row: Row, *, has_template: bool) -> tuple[Half, Half]:
     if all(text.startswith("\n\nHuman:") and "\n\nAssistant:" in text for text in given):
         return _hh(row, given, has_template=has_template)
     start = _shared_beginning(*given)
+    if has_template:
+        start = _word_end(given, start)
     if start == 0:
         raise row.wrong("rejected", "it has no beginning in common with the chosen text, which would be the prompt", _SAME)
     if has_template:
-        common = Prompt("prompt", given[0][:start], system=system_of(row))
+        # the white space between prompt and answer is part of neither: the template stands there
+        common = Prompt("prompt", given[0][:start].rstrip(), system=system_of(row))
         return _conversations(row, [answer_messages(text[start:].lstrip()) for text in given], common)
     return _texts(row, given, [start] * 2)
 
@@ -143,6 +147,18 @@ def _shared_beginning(one: str, other: str) -> int:
     if end == shorter or one[end - 1 : end] == " ":
         return max(0, end - 1)
     return end
+
+
+def _word_end(texts: Sequence[str], start: int) -> int:
+    """Return the last place up to `start` that cuts no word of either text in two, in scripts that put spaces between words."""
+    while start and any(_is_of_word(text[start - 1 : start]) and _is_of_word(text[start : start + 1]) for text in texts):
+        start -= 1
+    return start
+
+
+def _is_of_word(character: str) -> bool:
+    # letters without upper and lower case (Lo) are those of scripts that mostly have no spaces, such as Chinese, Japanese and Thai
+    return bool(character) and category(character) in ("Lu", "Ll", "Lt", "Lm", "Mn", "Nd", "Pc")
 
 
 def _hh(row: Row, texts: Sequence[str], *, has_template: bool) -> tuple[Half, Half]:

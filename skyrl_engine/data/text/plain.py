@@ -13,4 +13,4 @@ class PlainText:
 
     text: str
     response_start: int = 0
-    spans: tuple[tuple[int, int], ...] = ()
+    spans: tuple[tuple[int, int], ...] | None = None

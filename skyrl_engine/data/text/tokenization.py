@@ -106,8 +106,8 @@ class SampleTokenizer:
 
     def _text(self, example: Conversation | PlainText, name: str) -> _Text:
         if isinstance(example, PlainText):
-            spans = example.spans or ((example.response_start, len(example.text)),)
-            return _Text(encodable(example.text, name), spans, [1.0] * len(spans), plain=not example.spans)
+            spans = ((example.response_start, len(example.text)),) if example.spans is None else example.spans
+            return _Text(encodable(example.text, name), spans, [1.0] * len(spans), plain=example.spans is None)
         if not self._tokenizer.chat_template:
             raise ModelError(
                 f"{name} is a conversation, and the tokenizer {self._tokenizer.name_or_path or 'given'} has no chat template",

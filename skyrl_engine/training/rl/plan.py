@@ -7,7 +7,7 @@ from attrs import asdict, frozen
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.schema import RlConfig
 from skyrl_engine.contracts.values.topology import Topology
-from skyrl_engine.data.preview import token_texts
+from skyrl_engine.data.preview import show_boundaries, token_texts
 from skyrl_engine.engine.cores import sharing
 from skyrl_engine.rollout.recorded import Recording
 from skyrl_engine.training.rl.preparation import PreparedRl, Progress, Sampled, prepare
@@ -154,6 +154,6 @@ def facts(plan: RlPlan) -> dict[str, str]:
         **({} if plan.rollouts is None else {"rollouts": plan.rollouts}),
         "steps": f"{plan.steps:,} of {plan.batch}",
         "passes": ", ".join(plan.passes),
-        **{f"first prompt of {name}": "|".join(pieces) for name, pieces in plan.prompt.items()},
-        **{f"between turns of {name}": "|".join(pieces) for name, pieces in plan.suffix.items()},
+        **{f"first prompt of {name}": show_boundaries(pieces) for name, pieces in plan.prompt.items()},
+        **{f"between turns of {name}": show_boundaries(pieces) for name, pieces in plan.suffix.items()},
     }

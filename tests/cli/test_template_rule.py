@@ -1,0 +1,215 @@
+"""One rule says who writes prompts and answers that are texts, on every command: what a run is trained on is what its evaluation asks."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from skyrl_engine.cli.demo.recipe import Exchange
+from skyrl_engine.cli.demo.tiny import make_model
+
+FIRST = "Say 0"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model whose tokenizer has a chat template, one whose has none, and the same rows as samples, pairs and tasks."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for name in ("model", "bare"):
+        make_model(folder / name, [Exchange(f"Say {number}", f"{number} {number + 1}") for number in range(24)])
+    (folder / "bare" / "chat_template.jinja").unlink()
+    numbers = range(8)
+    (folder / "qa.csv").write_text("question,answer\n" + "".join(f"Say {number},{number}\n" for number in numbers))
+    pairs = [{"prompt": f"Say {number}", "chosen": f"{number}", "rejected": f"{number + 1}"} for number in numbers]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    tasks = [{"prompt": f"Say {number}", "answer": f"{number}"} for number in numbers]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks))
+    (folder / "reward.py").write_text("def score(text, task):\n    return float(text.strip() == task.data['answer'])\n")
+    return folder
+
+
+def commands(inputs: Path, model: str = "model") -> dict[str, tuple[object, ...]]:
+    """The rest of the command line of every command that trains, by its first word."""
+    names = ("data.map.prompt=question", "data.map.completion=answer")
+    loaded = ("--model", inputs / model)
+    sampled = ("--groups", "2", "--group-size", "2", "--max-tokens", "8", "--steps", "1", "rl.max_prompt_tokens=64")
+    return {
+        "sft": (*loaded, "--data", inputs / "qa.csv", *names, "--batch-size", "4"),
+        "distill": (*loaded, "--teacher", inputs / model, "--data", inputs / "qa.csv", *names, "--batch-size", "4"),
+        "preference": (*loaded, "--data", inputs / "pairs.jsonl", "--batch-size", "4"),
+        "reward-model": (*loaded, "--data", inputs / "pairs.jsonl", "--batch-size", "4"),
+        "rl": (*loaded, "--data", inputs / "tasks.jsonl", "--reward", inputs / "reward.py:score", *sampled),
+    }
+
+
+def first_prompt(plan: str) -> str:
+    """Return the line of a plan that shows the first prompt, without the bars between its tokens."""
+    found = re.search(r"^first prompt[^|\n]*?  +(\S.*)$", plan, re.MULTILINE)
+    assert found, plan
+    assert "|" in found[1], "it shows where tokens end"
+    return found[1].replace("|", "")
+
+
+def test_every_trainer_asks_the_same(command, inputs: Path, tmp_path: Path) -> None:
+    """The same question becomes the same tokens, which every plan shows; a text without a template stands as it is."""
+    shown = {}
+    for name, given in commands(inputs).items():
+        cache = () if name == "rl" else (f"data.cache={tmp_path / 'cache'}",)
+        outcome = command(name, *given, *cache, "--dry-run")
+        assert outcome.code == 0, outcome.err
+        shown[name] = first_prompt(outcome.err)
+        assert name == "rl" or "written by the chat template" in " ".join(outcome.err.split())
+    assert len(set(shown.values())) == 1, shown
+    assert shown["sft"] != FIRST
+    assert FIRST in shown["sft"]
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "why"),
+    [
+        ("model", ("data.template=none",), 'data.template is "none"'),
+        ("bare", (), "the tokenizer has no chat template"),
+    ],
+)
+def test_texts_stand_as_they_are_where_no_template_writes_them(command, inputs: Path, tmp_path: Path, model, settings, why) -> None:
+    for name, given in commands(inputs, model).items():
+        if name == "rl":
+            continue
+        outcome = command(name, *given, *settings, f"data.cache={tmp_path / 'cache'}", "--dry-run")
+        assert outcome.code == 0, outcome.err
+        assert first_prompt(outcome.err) == FIRST, name
+        assert f"as they stand, without a chat template: {why}" in " ".join(outcome.err.split())
+
+
+def test_preview_says_who_writes_the_texts(command, inputs: Path, tmp_path: Path) -> None:
+    given = (
+        "--model",
+        inputs / "model",
+        "--data",
+        inputs / "pairs.jsonl",
+        "trainer=preference",
+        f"data.cache={tmp_path / 'cache'}",
+    )
+    for settings, said in (((), "by the chat template"), (("data.template=none",), "as they stand, without a chat template")):
+        outcome = command("data", "preview", *given, *settings)
+        assert outcome.code == 0, outcome.err
+        assert re.search(rf"^written +{said}", outcome.out, re.MULTILINE)
+        assert said in json.loads(command("data", "preview", *given, *settings, "--json").out)["written"]
+
+
+def test_preview_and_plan_tell_of_columns_that_are_not_read(command, inputs: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "Say 0", "chosen": "0", "rejected": "1", "margin": 0.5}) + "\n")
+    given = ("--model", inputs / "model", "--data", path, f"data.cache={tmp_path / 'cache'}")
+    for outcome in (
+        command("data", "preview", *given, "trainer=preference"),
+        command("reward-model", *given, "--dry-run"),
+    ):
+        assert outcome.code == 0, outcome.err
+        assert "warning:" in outcome.err
+        assert "has columns that are not read: 'margin'" in outcome.err
+        assert "loss.margins = true" in outcome.err
+    read = command("reward-model", *given, "--dry-run", "loss.margins=true")
+    assert "not read" not in read.err
+    assert "columns margin" in " ".join(read.err.split())
+
+
+def test_an_evaluation_that_asks_otherwise_is_warned_of(command, inputs: Path, tmp_path: Path) -> None:
+    """A run that was trained on raw texts is asked by its chat template; so is one of an engine that knew no rule; a run by the rule is not
+    told so.
+    """
+    cache = f"data.cache={tmp_path / 'cache'}"
+    rest = (
+        "--reward",
+        inputs / "reward.py:score",
+        "--data",
+        inputs / "tasks.jsonl",
+        "--max-tokens",
+        "4",
+        "--set",
+        "rl.max_prompt_tokens=64",
+    )
+    sft = commands(inputs)["sft"]
+    for name, settings in (("ruled", ()), ("raw", ("data.template=none",))):
+        assert command("sft", *sft, "--steps", "1", "--output", name, cache, *settings, "--quiet").code == 0
+    told = {}
+    for name in ("ruled", "raw"):
+        outcome = command("evaluate", name, *rest)
+        assert outcome.code == 0, outcome.err
+        told[name] = outcome.err
+    assert "not evaluated on texts like those" not in told["ruled"]
+    assert "warning: the model is not evaluated on texts like those it was trained on" in told["raw"]
+    assert "without the chat template, in training" in told["raw"]
+    (tmp_path / "other.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %} {% endif %}"
+    )
+    other = command("evaluate", "ruled", *rest, "--set", "model.chat_template=other.jinja")
+    assert "another chat template wrote the texts in training" in other.err
+    manifest = tmp_path / "ruled" / "run.json"
+    document = json.loads(manifest.read_text())
+    for key in ("rendering", "chat_template", "written"):
+        del document["data"]["train"][key]
+    manifest.write_text(json.dumps(document))
+    assert "before 0.3, on prompts and answers as they stood" in command("evaluate", "ruled", *rest).err
+
+
+def test_held_out_data_that_is_written_otherwise_is_warned_of(command, inputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").write_text('{"text": "Say 0 0"}\n')
+    (tmp_path / "train.jsonl").write_text('{"prompt": "Say 0", "completion": "0"}\n')
+    outcome = command(
+        "sft",
+        "--model",
+        inputs / "model",
+        "--data",
+        "train.jsonl",
+        "--eval-data",
+        "held.jsonl",
+        "--dry-run",
+        f"data.cache={tmp_path / 'cache'}",
+    )
+    assert outcome.code == 0, outcome.err
+    assert "held.jsonl is not like the training data" in outcome.err
+
+
+@pytest.mark.parametrize("name", ["sft", "preference"])
+def test_runs_that_trained_on_raw_texts_are_not_resumed_by_another_rule(command, inputs: Path, tmp_path: Path, name: str) -> None:
+    """A run of an engine before 0.3 is refused and the key is named, whichever version its checkpoint names; with the key it goes on where it
+    was raw.
+    """
+    cache = f"data.cache={tmp_path / 'cache'}"
+    assert (
+        command(name, *commands(inputs)[name], "--steps", "1", "--output", "run", cache, "data.template=none", "--quiet").code == 0
+    )
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+
+    def rewrite(file: str, change) -> None:
+        path = checkpoint / file
+        document = json.loads(path.read_text())
+        change(document)
+        path.write_text(json.dumps(document))
+        listing = json.loads((checkpoint / "files.json").read_text())
+        content = path.read_bytes()
+        listing[file] = (
+            {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            if isinstance(listing[file], dict)
+            else listing[file]
+        )
+        (checkpoint / "files.json").write_text(json.dumps(listing))
+
+    rewrite("config.json", lambda document: document["data"].pop("template"))
+    resumed = (name, *commands(inputs)[name], "--steps", "2", "--output", "run", cache, "checkpoint.resume=true", "--quiet")
+    refused = command(*resumed)
+    assert refused.code != 0
+    assert 'data.template = "none"' in refused.err
+    assert "before 0.3" in refused.err
+    assert command(*resumed, "--dry-run").code == refused.code
+    rewrite("version.json", lambda document: document.update(engine="0.2.0"))
+    refused = command(*resumed)
+    assert refused.code != 0
+    assert "was written by skyrl-engine 0.2" in refused.err
+    assert 'data.template = "none"' in refused.err
+    rewrite("version.json", lambda document: document.update(engine="0.3.0"))
+    went_on = command(*resumed, "data.template=none")
+    assert went_on.code == 0, went_on.err
