@@ -317,6 +317,7 @@ def write_rows(path: Path, rows: int, columns: Sequence[str]) -> None:
         return "".join(chr(draws.randrange(97, 123)) for _ in range(draws.randrange(1, longest + 1)))
 
     prompt, *answers = columns
+
     def said(role: str, longest: int) -> list[dict[str, str]]:
         return [{"role": role, "content": letters(longest)}]
 

@@ -31,7 +31,8 @@ def answer_messages(answer: str) -> list[dict[str, Any]]:
 
 @frozen
 class Rendering:
-    """The way in which the rows of a dataset became tokens: by a chat template ("chat"), as they stand ("raw"), or as tokens that the rows hold.
+    """The way in which the rows of a dataset became tokens: by a chat template ("chat"), as they stand ("raw"), or as tokens that the rows
+    hold.
 
     `reason` says why there is no template, `template` is the digest of the one that was used.
     """
