@@ -47,21 +47,21 @@ def _index_of(run: Path) -> "JournalIndex":
     Raises RolloutError where there is none, or none any more.
     """
     from skyrl_engine.errors import RolloutError
-    from skyrl_engine.rollout.checking import listed_in
+    from skyrl_engine.rollout.checking import read_listing
     from skyrl_engine.rollout.journal_index import read_index
     from skyrl_engine.run.directory import RunDirectory
 
     directory = RunDirectory(run)
-    index = read_index(directory.rollouts, listed_in(directory))
-    if not index.segments and index.lacks:
+    index = read_index(directory.rollouts, read_listing(directory))
+    if not index.segments and index.losses:
         raise RolloutError(
-            f"the rollouts of {run} are lost: {'; '.join(index.lacks)}",
+            f"the rollouts of {run} are lost: {'; '.join(index.losses)}",
             remedy=f"Put {directory.rollouts} back; a resume samples again what it needs",
         )
     if not index.segments:
         raise RolloutError(f"{run} holds no rollouts", remedy="Name the directory of a run of trainer rl")
-    for lack in [*index.lacks, *([] if index.torn is None else [str(index.torn)])]:
-        click.echo(f"not all rollouts are there: {lack}", err=True)
+    for loss in [*index.losses, *([] if index.torn is None else [str(index.torn)])]:
+        click.echo(f"not all rollouts are there: {loss}", err=True)
     return index
 
 
@@ -399,12 +399,12 @@ def export(run: Path, to: Any, out: Path, min_reward: float | None) -> None:
 def check(run: Path) -> int:
     """Check the journal of the run directory RUN: all of it can be read, and no group was trained on twice."""
     from skyrl_engine.cli.render import show_lines
-    from skyrl_engine.rollout.checking import check_journal, listed_in
+    from skyrl_engine.rollout.checking import check_journal, read_listing
     from skyrl_engine.run.directory import RunDirectory
 
     _index_of(run)
     directory = RunDirectory(run)
-    checked = check_journal(directory.rollouts, listed_in(directory))
+    checked = check_journal(directory.rollouts, read_listing(directory))
     click.echo(f"{checked.groups} groups of {checked.attempts} attempts, {checked.steps} steps trained")
     show_lines([*checked.notes, *checked.wrong])
     click.echo("wrong" if checked.wrong else "whole: every group that was trained on is recorded, and was trained on once")

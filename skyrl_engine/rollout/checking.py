@@ -33,7 +33,7 @@ def check_journal(folder: Path, listed: Listing | None = None) -> Checked:
     torn = [] if index.torn is None else [f"{index.torn}; the next session cuts that off"]
     attempts = 0
     whole = not index.segments or index.segments[0].number == 1
-    wrong = [*index.lacks, *_of_runs(index), *_of_steps(index, whole=whole)]
+    wrong = [*index.losses, *_of_runs(index), *_of_steps(index, whole=whole)]
     for ticket, entry in sorted(index.groups.items()):
         try:
             group = entry.group()
@@ -45,7 +45,7 @@ def check_journal(folder: Path, listed: Listing | None = None) -> Checked:
     return Checked(len(index.groups), attempts, len(index.trained), tuple(wrong), tuple(torn))
 
 
-def listed_in(run: RunDirectory) -> Listing | None:
+def read_listing(run: RunDirectory) -> Listing | None:
     """Return the segments that the latest checkpoint of a run counts on; None where no checkpoint says."""
     checkpoint = CheckpointStore(run.checkpoints).latest()
     try:

@@ -25,6 +25,7 @@ from attrs import define, field
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.journal_index import JournalIndex, Listing, read_index
+from skyrl_engine.rollout.messages import metadata_of
 from skyrl_engine.rollout.records import (
     Learned,
     batch_of,
@@ -33,7 +34,7 @@ from skyrl_engine.rollout.records import (
     schema,
 )
 from skyrl_engine.rollout.repair import repair
-from skyrl_engine.rollout.segments import Entry, Head, metadata_of, number_of, numbered, path_of
+from skyrl_engine.rollout.segments import Entry, Head, number_of, path_of
 from skyrl_engine.run.durable import sync
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ class Journal:
     # --- writing -------------------------------------------------------------------------------------------------------------------
 
     def _write(self, batch: "pa.RecordBatch", crc: int, header: Mapping[str, Any]) -> None:
-        self._writer.write_batch(batch, custom_metadata=metadata_of(numbered(header, self._records), crc))
+        self._writer.write_batch(batch, custom_metadata=metadata_of({**header, "record": self._records}, crc))
         self._flush()
         self._records += 1
 
@@ -205,7 +206,7 @@ class Journal:
             self._file.close()
         self._first_step = self._step
         self.index.newest += 1
-        for old in self._expired():
+        for old in self._expired_segments():
             self.index.oldest = max(self.index.oldest, self._numbers[old] + 1)
         head = Head(self.run, self.index.newest, self.index.oldest, resumed)
         path = path_of(self.folder, head.number)
@@ -227,7 +228,7 @@ class Journal:
         except OSError as error:
             raise self._failed(error) from error
 
-    def _expired(self) -> list[Path]:
+    def _expired_segments(self) -> list[Path]:
         """Return the segments all of whose records are more than `keep` steps old.
 
         They are the oldest alone: a later segment says what of an earlier one does not count.
@@ -241,7 +242,7 @@ class Journal:
 
     def _expire(self) -> None:
         """Delete segments that have expired, which the newest segment says; one that will not go costs space, never a run."""
-        for path in self._expired():
+        for path in self._expired_segments():
             del self._until[path]
             self._sizes.pop(self._numbers[path], None)
             try:
@@ -284,9 +285,9 @@ def open_journal(
         _refuse_other_run(index, run)
         if repair(folder, index, run):
             index = read_index(folder, listed)
-        for lack in index.lacks:
-            logger.warning("the journal of rollouts %s lacks what was recorded: %s", folder, lack)
-        if index.lacks and (listed or resumed is not None):
+        for loss in index.losses:
+            logger.warning("the journal of rollouts %s lacks what was recorded: %s", folder, loss)
+        if index.losses and (listed or resumed is not None):
             logger.warning("what is lost of the groups that this run goes on with is sampled again, under the same seeds")
         index.newest = max([index.newest, *map(number_of, (Path(name) for name in listed or ()))])
         journal = Journal(folder, run, keep, index, lock, clock)

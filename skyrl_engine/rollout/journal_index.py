@@ -31,7 +31,7 @@ class JournalIndex:
     """The number of the oldest segment that has not expired."""
     newest: int = 0
     """The highest number of a segment, of those that are there."""
-    lacks: list[str] = field(factory=list)
+    losses: list[str] = field(factory=list)
     """Losses of the journal, a sentence each: it lacks what it once held. A half-written record at the end is none."""
     ends: dict[Path, int] = field(factory=dict)
     """The last step that was trained when a segment ended, by segment."""
@@ -85,11 +85,11 @@ def read_index(folder: Path, listed: Listing | None = None) -> JournalIndex:
     due = {number_of(Path(name)): size for name, size in (listed or {}).items()}
     index = JournalIndex()
     index.segments, index.copies = _in_order(folder)
-    index.lacks += [f"{each.name} is a copy of another segment, in the place of its own" for each in index.copies]
+    index.losses += [f"{each.name} is a copy of another segment, in the place of its own" for each in index.copies]
     index.newest = max([0, *(each.number for each in index.segments), *map(number_of, segments_of(folder))])
     known = [each.head.oldest for each in index.segments if each.head is not None]
     index.oldest = max(known) if known else min([*(each.number for each in index.segments), *due], default=1)
-    index.lacks += _missing(index, due)
+    index.losses += _missing(index, due)
     before: int | None = None
     for segment in index.segments:
         is_last = segment is index.segments[-1]
@@ -99,7 +99,7 @@ def read_index(folder: Path, listed: Listing | None = None) -> JournalIndex:
         if gap or (segment.unsure and not torn):
             index.groups = {}
         if not torn:
-            index.lacks += _lost_of(segment, due.get(segment.number, 0))
+            index.losses += _losses_of(segment, due.get(segment.number, 0))
         if segment.head is not None and segment.head.resumed is not None:
             index.add(Entry("resumed", {"version": segment.head.resumed}, segment.path))
         for entry in segment.entries:
@@ -124,10 +124,10 @@ def _in_order(folder: Path) -> tuple[list[Segment], list[Path]]:
             copies.append(segment.path)
         else:
             found[place] = segment
-    return list(_unwritten_as_whole(list(found.values()))), copies
+    return list(_accept_unwritten(list(found.values()))), copies
 
 
-def _unwritten_as_whole(segments: list[Segment]) -> Iterator[Segment]:
+def _accept_unwritten(segments: list[Segment]) -> Iterator[Segment]:
     """Take empty files of format 2 for whole: there a segment had no byte before its first record."""
     of_format_2 = False
     for segment in segments:
@@ -142,11 +142,11 @@ def _missing(index: JournalIndex, due: Mapping[int, int]) -> Iterator[str]:
     if numbers and not there:
         yield f"all segments are gone ({len(numbers)} by the last checkpoint)"
         return
-    for first, last in _runs(sorted(numbers)):
+    for first, last in _ranges_of(sorted(numbers)):
         yield f"segment {first} is gone" if first == last else f"segments {first} to {last} are gone"
 
 
-def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+def _ranges_of(numbers: list[int]) -> Iterator[tuple[int, int]]:
     """Yield the first and the last of numbers that follow each other."""
     if not numbers:
         return
@@ -155,7 +155,7 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
         yield numbers[begin], numbers[end - 1]
 
 
-def _lost_of(segment: Segment, due: int) -> Iterator[str]:
+def _losses_of(segment: Segment, due: int) -> Iterator[str]:
     """Yield what a segment has lost of what was in it, or of the bytes that a checkpoint counts on."""
     name = segment.path.name
     if segment.head is not None and segment.head.was_damaged is not None:

@@ -186,8 +186,8 @@ def _readers(place: Path) -> Iterator[Callable[[], Group]]:
     """Yield a function for every group: those of a journal read it where it lies, those of a file hold it."""
     folder = journal_of(place)
     index = None if folder is None else read_index(folder)
-    for lack in () if index is None else index.lacks:
-        logger.warning("the rollouts of %s are not all there: %s", place, lack)
+    for loss in () if index is None else index.losses:
+        logger.warning("the rollouts of %s are not all there: %s", place, loss)
     if index is not None and index.groups:
         for ticket in sorted(index.groups):
             yield index.groups[ticket].group

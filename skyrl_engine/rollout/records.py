@@ -74,7 +74,7 @@ def schema_of_format_2() -> "pa.Schema":
     return present.set(present.get_field_index("rewards"), pa.field("rewards", pa.list_(pa.float32()), nullable=False))
 
 
-def in_present_form(batch: "pa.RecordBatch") -> "tuple[pa.RecordBatch, int]":
+def convert_to_present_format(batch: "pa.RecordBatch") -> "tuple[pa.RecordBatch, int]":
     """Return the rows of an older format in this one, and the checksum of their values."""
     batch = batch.cast(schema())
     return batch, 0 if batch.num_rows == 0 else checksum_of(columns_of(batch))

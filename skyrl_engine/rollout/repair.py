@@ -8,8 +8,9 @@ from pathlib import Path
 
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.journal_index import JournalIndex
-from skyrl_engine.rollout.records import in_present_form, schema
-from skyrl_engine.rollout.segments import Head, Segment, metadata_of
+from skyrl_engine.rollout.messages import metadata_of
+from skyrl_engine.rollout.records import convert_to_present_format, schema
+from skyrl_engine.rollout.segments import Head, Segment
 from skyrl_engine.run.durable import sync, write_durably
 
 DAMAGED = "damaged"
@@ -36,7 +37,7 @@ def repair(folder: Path, index: JournalIndex, run: str) -> bool:
                 _cut(segment.path, damage.offset)
                 changed = True
             elif segment.damages:
-                _put_in_place(segment, index.oldest, run)
+                _replace_damaged(segment, index.oldest, run)
                 changed = True
         if changed:
             sync(folder)
@@ -56,12 +57,12 @@ def _cut(path: Path, size: int) -> None:
         sync(path)
 
 
-def _put_in_place(segment: Segment, oldest: int, run: str) -> None:
+def _replace_damaged(segment: Segment, oldest: int, run: str) -> None:
     """Keep a damaged segment aside, and write what could be read of it in its place."""
     import pyarrow as pa
 
     kept = _keep_aside(segment.path)
-    damages = "; ".join(each.told for each in segment.damages)
+    damages = "; ".join(each.description for each in segment.damages)
     before = "" if segment.head is None or segment.head.was_damaged is None else f"{segment.head.was_damaged}; then "
     head = Head(
         segment.run or run,
@@ -74,7 +75,7 @@ def _put_in_place(segment: Segment, oldest: int, run: str) -> None:
     made = io.BytesIO()
     writer = pa.ipc.new_stream(made, schema(head.metadata()))
     for number, entry in enumerate(segment.entries):
-        batch, crc = in_present_form(entry.rows())
+        batch, crc = convert_to_present_format(entry.rows())
         writer.write_batch(batch, custom_metadata=metadata_of({"record": number, **entry.header}, crc))
     # without a record Arrow has written no head
     write_durably(segment.path, made.getvalue() or schema(head.metadata()).serialize().to_pybytes())

@@ -7,10 +7,8 @@ one is found by its marker, and proven by its checksum and its number.
 
 import json
 import re
-import struct
 import zlib
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
@@ -19,7 +17,8 @@ from attrs import frozen
 
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.errors import RolloutError
-from skyrl_engine.rollout.records import Learned, checksum_of, columns_of, group_of, learned_of, schema, schema_of_format_2
+from skyrl_engine.rollout.messages import MARKER, failures, header_of, is_cut_short, read_message, reason_at
+from skyrl_engine.rollout.records import Learned, group_of, learned_of, schema, schema_of_format_2
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,23 +27,7 @@ FORMAT: Final = "3"
 _FORMATS: Final = (FORMAT, "2")
 """Formats that are read. In 2 rewards are float32, records have no number, and the head says the run alone."""
 
-HEADER: Final = b"rollouts"
-CRC: Final = b"crc32"
-"""Keys of a record's metadata: its header as JSON, and the checksum over header and rows."""
-
 _NAME: Final = re.compile(r"segment-(\d{8,})\.arrow")
-_MARKER: Final = re.compile(rb"\xff{4}(?!\xff)")
-_UNREADABLE: Final = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    EOFError,
-    StopIteration,
-    OverflowError,
-    MemoryError,
-    struct.error,
-)
 
 Event = Literal["group", "trained", "resumed"]
 Read = TypeVar("Read")
@@ -107,7 +90,7 @@ class Entry:
     def _batch(self) -> "pa.RecordBatch":
         with self.segment.open("rb") as file:
             file.seek(self.offset)
-            batch, header, _ = _message(file.read(self.end - self.offset), 0)
+            batch, header, _ = read_message(file.read(self.end - self.offset), 0)
         if header != self.header:
             raise ValueError("another record")
         return batch
@@ -115,7 +98,7 @@ class Entry:
     def _read(self, form: "Callable[[pa.RecordBatch, Mapping[str, Any]], Read]") -> Read:
         try:
             return form(self._batch(), self.header)
-        except _failures() as error:
+        except failures() as error:
             of_event = {"group": "ticket", "trained": "step", "resumed": "version"}[self.event]
             what = f"{'step' if self.event == 'trained' else self.event} {self.header[of_event]}"
             raise RolloutError(
@@ -139,7 +122,7 @@ class Damage:
     lost: int | None = None
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Say what is damaged, without the file's name."""
         if self.offset == self.end:
             return self.what
@@ -147,7 +130,7 @@ class Damage:
         return f"bytes {self.offset:,} to {self.end:,} cannot be read: {self.what}{records}"
 
     def __str__(self) -> str:
-        return f"{self.segment.name}: {self.told}"
+        return f"{self.segment.name}: {self.description}"
 
 
 @frozen(eq=False)
@@ -204,25 +187,14 @@ def read_segment(path: Path) -> Segment:
             f"the segment {path} of the journal of rollouts cannot be read ({error.strerror or error})",
             remedy="Make it readable, or move it away: what it held is then sampled again",
         ) from error
-    whole = _whole(path, content)
-    return _in_parts(path, content) if whole is None else whole
-
-
-def numbered(header: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return the header of the record of this number in its segment, counted from 0."""
-    return {**header, "record": number}
-
-
-def metadata_of(header: Mapping[str, Any], crc: int) -> dict[bytes, str]:
-    """Return the metadata of a record, given the checksum of its rows."""
-    text = json.dumps(header, allow_nan=False)
-    return {HEADER: text, CRC: f"{zlib.crc32(text.encode(), crc):08x}"}
+    whole = _read_whole(path, content)
+    return _read_in_parts(path, content) if whole is None else whole
 
 
 # --- a whole segment ---------------------------------------------------------------------------------------------------------------
 
 
-def _whole(path: Path, content: bytes) -> Segment | None:
+def _read_whole(path: Path, content: bytes) -> Segment | None:
     """Read a segment message by message; None where something is not as it was written."""
     import pyarrow as pa
 
@@ -237,10 +209,10 @@ def _whole(path: Path, content: bytes) -> Segment | None:
         place = file.tell()
         while place < len(content):
             batch, metadata = reader.read_next_batch_with_custom_metadata()
-            header = _verified(batch, metadata)
+            header = header_of(batch, metadata)
             entries.append(Entry(header["event"], header, path, place, file.tell()))
             place = file.tell()
-    except _failures():
+    except failures():
         return None
     numbers = [each.header.get("record") for each in entries]
     if head is not None and head.was_damaged is None and numbers != list(range(len(entries))):
@@ -265,7 +237,7 @@ def _head_of(schema_: "pa.Schema") -> tuple[Head | None, str | None]:
         return None, run.decode()
     text = metadata.get(b"segment", b"")
     right = metadata.get(b"crc32", b"").decode() == _head_checksum(text, metadata.get(b"format", b""))
-    if not text or not right or not plain.equals(schema()):
+    if metadata.get(b"format") != FORMAT.encode() or not text or not right or not plain.equals(schema()):
         return None, None
     head = Head(**json.loads(text))
     if run is None or run.decode() != head.run:
@@ -277,27 +249,10 @@ def _head_checksum(text: bytes, format_: bytes) -> str:
     return f"{zlib.crc32(text, zlib.crc32(format_)):08x}"
 
 
-def _verified(batch: "pa.RecordBatch", metadata: "pa.KeyValueMetadata | None") -> dict[str, Any]:
-    """Return the header of a batch. Raises ValueError where it is not what was written."""
-    if metadata is None:
-        raise ValueError("a record without a header")
-    batch.validate(full=True)
-    text, written = metadata[HEADER], metadata[CRC]
-    crc = 0 if batch.num_rows == 0 else checksum_of(columns_of(batch))
-    if f"{zlib.crc32(text, crc):08x}" != written.decode():
-        raise ValueError("a checksum differs")
-    if batch.schema.equals(schema_of_format_2()):
-        # its checksum does not say where one document ends
-        for document in filter(None, batch.column("document").to_pylist()):
-            json.loads(document)
-    header: dict[str, Any] = json.loads(text)
-    return header
-
-
 # --- a damaged segment -------------------------------------------------------------------------------------------------------------
 
 
-def _in_parts(path: Path, content: bytes) -> Segment:
+def _read_in_parts(path: Path, content: bytes) -> Segment:
     """Read what is whole of a segment, wherever it lies. Raises RolloutError for one of another format."""
     head, run, begin = _head_at(content)
     entries: list[Entry] = []
@@ -305,11 +260,11 @@ def _in_parts(path: Path, content: bytes) -> Segment:
     # from the head's own bytes on: its length may be what is damaged
     place, covered, last = 8, begin, -1
     # a format without numbers: what lies inside of a record that was read is no record
-    while (found := _MARKER.search(content, place)) is not None:
+    while (found := MARKER.search(content, place)) is not None:
         at = found.start()
         try:
-            _, header, (behind, end) = _message(content, at)
-        except _failures():
+            _, header, (body_at, end) = read_message(content, at)
+        except failures():
             place = at + 1
             continue
         number = header.get("record", last + 1)
@@ -318,15 +273,15 @@ def _in_parts(path: Path, content: bytes) -> Segment:
             continue
         if at > covered:
             lost = number - last - 1 if "record" in header else None
-            damages.append(Damage(path, covered, at, _why(content, covered), lost=lost))
+            damages.append(Damage(path, covered, at, reason_at(content, covered), lost=lost))
         elif number > last + 1 and (head is None or head.was_damaged is None):
             damages.append(Damage(path, at, at, f"{number - last - 1} records before byte {at:,} are lost"))
         entries.append(Entry(header["event"], header, path, at, end))
         covered, last = max(covered, end), number
-        place = behind if "record" in header else end
+        place = body_at if "record" in header else end
     if covered < len(content) or not content:
-        torn = not damages and _is_cut_short(content, covered)
-        what = "it is empty" if not content else "torn" if torn else _why(content, covered)
+        torn = not damages and is_cut_short(content, covered)
+        what = "it is empty" if not content else "torn" if torn else reason_at(content, covered)
         damages.append(Damage(path, covered, len(content), what, torn=torn))
     if begin == 0 and entries and entries[0].offset > 0 and entries[0].header.get("record") == 0:
         damages[0] = attrs.evolve(damages[0], lost=None, what="its head is damaged, and every record after it is there")
@@ -347,12 +302,6 @@ def _in_parts(path: Path, content: bytes) -> Segment:
     )
 
 
-def _failures() -> tuple[type[BaseException], ...]:
-    import pyarrow as pa
-
-    return pa.ArrowException, *_UNREADABLE
-
-
 def _head_at(content: bytes) -> tuple[Head | None, str | None, int]:
     """Return the head, the run, and where the head ends: 0 where it is damaged."""
     import pyarrow as pa
@@ -360,80 +309,9 @@ def _head_at(content: bytes) -> tuple[Head | None, str | None, int]:
     try:
         end = 8 + int.from_bytes(content[4:8], "little")
         head, run = _head_of(pa.ipc.open_stream(pa.BufferReader(content[:end])).schema)
-    except _failures():
+    except failures():
         return None, None, 0
     return (head, run, end) if run is not None else (None, None, 0)
-
-
-def _message(content: bytes, at: int) -> tuple["pa.RecordBatch", dict[str, Any], tuple[int, int]]:
-    """Return the batch and the header of the message at a byte of `content`, where its metadata end, and where it ends.
-
-    Raises one of `_failures` where it is none, or not what was written.
-    """
-    import pyarrow as pa
-
-    behind, end = _extent(content, at)
-    if not behind <= end <= len(content):
-        raise ValueError("its length is damaged")
-    message = content[at:end]
-    failure: BaseException = ValueError("no format")
-    for head in _schema_messages():
-        try:
-            reader = pa.ipc.open_stream(pa.BufferReader(head + message))
-            batch, metadata = reader.read_next_batch_with_custom_metadata()
-            return batch, _verified(batch, metadata), (behind, end)
-        except _failures() as error:
-            # of both formats the present one has the word
-            failure = failure if isinstance(failure, pa.ArrowException) else error
-    raise failure
-
-
-@cache
-def _schema_messages() -> tuple[bytes, ...]:
-    return tuple(each.serialize().to_pybytes() for each in (schema(), schema_of_format_2()))
-
-
-def _extent(content: bytes, at: int) -> tuple[int, int]:
-    """Return where the metadata of the message at a byte end, and where the message ends, as its lengths say; beyond `content` where it does.
-
-    Raises ValueError or struct.error for lengths that none has.
-    """
-    if content[at : at + 4] != b"\xff\xff\xff\xff":
-        raise ValueError("no record begins here")
-    (length,) = struct.unpack_from("<i", content, at + 4)
-    behind = at + 8 + length
-    if length <= 0 or length % 8:
-        raise ValueError("its length is damaged")
-    if behind > len(content):
-        return behind, behind
-    # bodyLength is the fourth field of the flatbuffer's table Message
-    table = at + 8 + struct.unpack_from("<I", content, at + 8)[0]
-    fields = table - struct.unpack_from("<i", content, table)[0]
-    offset = struct.unpack_from("<H", content, fields + 10)[0] if struct.unpack_from("<H", content, fields)[0] > 10 else 0
-    body = struct.unpack_from("<q", content, table + offset)[0] if offset else 0
-    if body < 0:
-        raise ValueError("its length is damaged")
-    return behind, behind + body
-
-
-def _is_cut_short(content: bytes, at: int) -> bool:
-    """Say if what stands from a byte on is the beginning of a message whose rest is not there."""
-    rest = content[at : at + 8]
-    if len(rest) < 8:
-        return b"\xff\xff\xff\xff".startswith(rest[:4])
-    try:
-        return _extent(content, at)[1] > len(content)
-    except (ValueError, struct.error):
-        return False
-
-
-def _why(content: bytes, at: int) -> str:
-    """Say why the message that should begin at a byte cannot be read."""
-    try:
-        _message(content, at)
-    except _failures() as error:
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
-    return "out of its order"
 
 
 def _refuse_other_format(path: Path, content: bytes, entries: list[Entry]) -> None:
@@ -442,11 +320,12 @@ def _refuse_other_format(path: Path, content: bytes, entries: list[Entry]) -> No
 
     try:
         metadata = pa.ipc.open_stream(pa.BufferReader(content)).schema.metadata or {}
-    except _failures():
+    except failures():
         return
     found, text = metadata.get(b"format", b"?"), metadata.get(b"segment", b"")
     intact = not text or metadata.get(b"crc32", b"").decode(errors="replace") == _head_checksum(text, found)
-    if found.decode(errors="replace") not in _FORMATS and intact and not entries:
+    # a head that is as it was written has the word; of one that may be damaged, records that can be read
+    if found.decode(errors="replace") not in _FORMATS and ((text and intact) or not (entries or text)):
         raise RolloutError(
             f"{path} is no journal of rollouts of format {' or '.join(reversed(_FORMATS))} ({found.decode(errors='replace')})",
             remedy="Use the engine version that wrote it",

@@ -124,12 +124,12 @@ def batch_structure(
         sample_ids=columns.sample_ids[samples],
         grouped=columns.grouped,
         trajectory_ids=columns.trajectory_ids[samples],
-        columns={name: _in_single(values) for name, values in zip(read, taken, strict=True)},
+        columns={name: _round_to_single(values) for name, values in zip(read, taken, strict=True)},
         sample_values=values,
     )
 
 
-def _in_single(values: AnyArray) -> AnyArray:
+def _round_to_single(values: AnyArray) -> AnyArray:
     """Return a column as ranks and reducers see it: float64 rounded to float32."""
     return values.astype(np.float32) if values.dtype == np.float64 else values
 
@@ -222,7 +222,7 @@ def cut(
     wanted = set(needs)
     source = evolve(
         columns,
-        columns={name: _in_single(values) for name, values in columns.columns.items() if name in wanted},
+        columns={name: _round_to_single(values) for name, values in columns.columns.items() if name in wanted},
         # texts are for reducers, which work on the controller
         sample_values={name: values for name, values in columns.sample_values.items() if values.dtype.kind not in "OU"},
     )

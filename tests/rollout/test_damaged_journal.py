@@ -4,6 +4,8 @@ import logging
 import os
 import re
 import shutil
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.journal_index import read_index
-from skyrl_engine.rollout.records import Learned
+from skyrl_engine.rollout.records import Learned, schema
 from skyrl_engine.rollout.segments import read_segment
 from skyrl_engine.testing.rollout_cases import plain_group, require_same
 
@@ -91,9 +93,9 @@ def test_a_flipped_byte_costs_its_record_at_most(whole, folder, mask):
         kept = {each.header["record"] for each in index.segments[0].entries}
         missing = {*range(len(entries))} - kept
         assert missing <= {spoilt}, (place, spoilt, missing)
-        assert index.lacks or index.torn is not None or not missing
+        assert index.losses or index.torn is not None or not missing
         if missing and spoilt != len(entries) - 1:
-            assert "1 record lost" in " ".join(index.lacks)
+            assert "1 record lost" in " ".join(index.losses)
 
 
 @given(data=st.data())
@@ -109,7 +111,7 @@ def test_any_bytes_in_any_place_give_nothing_that_was_not_written(whole, folder,
     index = read(folder, bytes(damaged))
     require_right(index)
     if len(index.segments[0].entries) < len(entries):
-        assert index.lacks or index.torn is not None
+        assert index.losses or index.torn is not None
     kept = sorted(index.groups)
     with opened(folder, resumed=0) as journal:
         assert sorted(journal.index.groups) == kept
@@ -130,10 +132,10 @@ def test_cut_off_anywhere_all_before_it_is_read(whole, folder, data):
     assert [each.header["record"] for each in index.segments[0].entries] == [
         number for number, each in enumerate(entries) if each.end <= length
     ]
-    assert index.lacks == []
+    assert index.losses == []
     assert (index.torn is None) == (length in {entries[0].offset, *(each.end for each in entries)})
     listed = read_index(folder, {FIRST: len(content)})
-    assert bool(listed.lacks) == (length < len(content))
+    assert bool(listed.losses) == (length < len(content))
     assert listed.torn is None
 
 
@@ -161,7 +163,7 @@ def test_a_length_that_leads_to_another_record_hides_none(whole, folder):
     damaged[at : at + 8] = (body + second.end - second.offset).to_bytes(8, "little")
     index = read(folder, damaged)
     assert sorted(index.groups) == [0, 1, 2, 3]
-    assert "a length is damaged" in " ".join(index.lacks)
+    assert "a length is damaged" in " ".join(index.losses)
 
 
 # --- what a session does about it ----------------------------------------------------------------------------------------------------
@@ -182,7 +184,7 @@ def test_a_damaged_file_is_kept_aside_and_its_whole_records_take_its_place(tmp_p
     assert "is sampled again" in caplog.text
     index = read_index(tmp_path, listed)
     assert index.damages == []
-    assert len(index.lacks) == 1
+    assert len(index.losses) == 1
     require_right(index)
     # a second session finds it as the first one left it
     caplog.clear()
@@ -200,7 +202,7 @@ def test_a_file_that_is_damaged_again_is_kept_beside_the_first(tmp_path):
         (tmp_path / FIRST).write_bytes(content)
         opened(tmp_path, resumed=0).close()
     assert sorted(each.name for each in (tmp_path / "damaged").iterdir()) == ["segment-00000001-2.arrow", FIRST]
-    (lack,) = read_index(tmp_path).lacks
+    (lack,) = read_index(tmp_path).losses
     assert lack.count("1 record lost") == 2
 
 
@@ -209,7 +211,7 @@ def test_a_torn_end_is_cut_without_a_copy(tmp_path):
     os.truncate(tmp_path / FIRST, (tmp_path / FIRST).stat().st_size - 5)
     with opened(tmp_path, resumed=0) as journal:
         assert sorted(journal.index.groups) == [0, 1, 2]
-        assert journal.index.lacks == []
+        assert journal.index.losses == []
     assert not (tmp_path / "damaged").exists()
 
 
@@ -218,8 +220,8 @@ def test_a_torn_end_that_a_checkpoint_counts_on_is_a_loss(tmp_path):
     listed = write_session(tmp_path)
     os.truncate(tmp_path / FIRST, (tmp_path / FIRST).stat().st_size - 5)
     with opened(tmp_path, resumed=0, listed=listed) as journal:
-        assert any("bytes that the last checkpoint counts on" in each for each in read_index(tmp_path, listed).lacks) is False
-        assert "stands in the place of a damaged file" in journal.index.lacks[0]
+        assert any("bytes that the last checkpoint counts on" in each for each in read_index(tmp_path, listed).losses) is False
+        assert "stands in the place of a damaged file" in journal.index.losses[0]
     assert (tmp_path / "damaged" / FIRST).exists()
 
 
@@ -254,7 +256,7 @@ def test_a_segment_that_is_lost_is_told_and_earlier_groups_do_not_count(tmp_path
     assert str(int(name[8:16])) in caplog.text
     assert "lacks what was recorded" in caplog.text
     assert sorted(read_index(tmp_path, listed).groups) == sorted({*left, 1} if how != "deleted" or name != THIRD else {1})
-    assert read_index(tmp_path, listed).lacks
+    assert read_index(tmp_path, listed).losses
 
 
 def test_without_a_mark_that_may_be_lost_earlier_groups_do_not_count_in_the_last_segment_either(tmp_path):
@@ -290,7 +292,7 @@ def test_segments_that_changed_their_names_are_read_in_their_order(tmp_path):
     (tmp_path / "aside").rename(tmp_path / SECOND)
     index = read_index(tmp_path, listed)
     assert sorted(index.groups) == due
-    assert [each for each in index.lacks if "it was renamed" in each] == [
+    assert [each for each in index.losses if "it was renamed" in each] == [
         f"{SECOND} is segment 1 by what it says: it was renamed",
         f"{FIRST} is segment 2 by what it says: it was renamed",
     ]
@@ -314,11 +316,11 @@ def test_what_has_expired_is_not_lost(tmp_path, caplog):
             journal.trained(step, [step])
     assert not (tmp_path / min(listed)).exists()
     with opened(tmp_path, keep=2, resumed=3, listed=listed) as journal:
-        assert journal.index.lacks == []
+        assert journal.index.losses == []
     assert "lacks" not in caplog.text
     kept = sorted(tmp_path.glob("*.arrow"))
     kept[0].unlink()
-    assert read_index(tmp_path, listed).lacks == [f"segment {int(kept[0].stem[8:])} is gone"]
+    assert read_index(tmp_path, listed).losses == [f"segment {int(kept[0].stem[8:])} is gone"]
 
 
 def test_a_file_that_cannot_be_opened_is_refused_and_not_taken_for_damaged(tmp_path):
@@ -328,3 +330,58 @@ def test_a_file_that_cannot_be_opened_is_refused_and_not_taken_for_damaged(tmp_p
     with pytest.raises(RolloutError, match=rf"{SECOND} of the journal of rollouts cannot be read") as caught:
         opened(tmp_path, resumed=1)
     assert "is then sampled again" in caught.value.remedy
+
+
+def test_a_journal_of_format_2_is_read_around_its_damage_too(folder):
+    content = (Path(__file__).parent / "material" / "format-2.arrow").read_bytes()
+    index = read(folder, content)
+    due = {ticket: entry.group() for ticket, entry in index.groups.items()}
+    bounds = [(each.offset, each.end) for each in index.segments[0].entries]
+    assert len(bounds) == 4
+    for place in range(0, len(content), 61):
+        damaged = bytearray(content)
+        damaged[place] ^= 0xFF
+        index = read(folder, damaged)
+        for ticket, entry in index.groups.items():
+            require_same(entry.group(), due[ticket])
+        hit = any(begin <= place < end for begin, end in bounds)
+        assert len(index.segments[0].entries) >= len(bounds) - hit, place
+        assert index.losses or index.torn is not None or len(index.segments[0].entries) == len(bounds)
+
+
+def test_a_damaged_segment_of_format_2_is_written_in_format_3(tmp_path):
+    content = bytearray((Path(__file__).parent / "material" / "format-2.arrow").read_bytes())
+    (tmp_path / FIRST).write_bytes(content)
+    spoilt = read_segment(tmp_path / FIRST).entries[1]
+    content[spoilt.end - 20] ^= 1
+    (tmp_path / FIRST).write_bytes(content)
+    before = {ticket: entry.group() for ticket, entry in read_index(tmp_path).groups.items()}
+    assert sorted(before) == [0, 2]
+    with opened(tmp_path, resumed=1) as journal:
+        assert sorted(journal.index.groups) == [0, 2]
+    for ticket, entry in read_index(tmp_path).groups.items():
+        require_same(entry.group(), before[ticket])
+    assert read_segment(tmp_path / FIRST).head.number == 1
+    assert (tmp_path / "damaged" / FIRST).read_bytes() == content
+
+
+def test_an_empty_segment_of_format_2_lost_nothing(tmp_path):
+    """There a segment had no byte before its first record."""
+    shutil.copy(Path(__file__).parent / "material" / "format-2.arrow", tmp_path / FIRST)
+    (tmp_path / SECOND).write_bytes(b"")
+    opened(tmp_path, resumed=1).close()
+    index = read_index(tmp_path)
+    assert (sorted(index.groups), index.losses) == ([0, 1, 2], [])
+
+
+def test_another_format_is_refused_though_its_records_could_be_read(tmp_path):
+    """Its head is as it was written: it is no damage."""
+    write_session(tmp_path)
+    content = (tmp_path / FIRST).read_bytes()
+    head = read_segment(tmp_path / FIRST).head
+    metadata = {**dict(head.metadata()), "format": "4"}
+    metadata["crc32"] = f"{zlib.crc32(metadata['segment'].encode(), zlib.crc32(b'4')):08x}"
+    begin = schema(tuple(metadata.items())).serialize().to_pybytes()
+    (tmp_path / FIRST).write_bytes(begin + content[read_segment(tmp_path / FIRST).entries[0].offset :])
+    with pytest.raises(RolloutError, match=r"no journal of rollouts of format 2 or 3 \(4\)"):
+        opened(tmp_path, resumed=0)

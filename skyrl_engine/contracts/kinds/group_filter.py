@@ -18,7 +18,7 @@ FAILED: Final = "failed"
 LONGEST_REASON: Final = 60
 
 
-def _with_ties_equal(rewards: FloatArray) -> FloatArray:
+def _equalize(rewards: FloatArray) -> FloatArray:
     totals = np.asarray(rewards, dtype=np.float64)
     return equalize_ties(totals, np.abs(totals))
 
@@ -33,7 +33,7 @@ class GroupView:
     """
 
     environment: str
-    rewards: FloatArray = field(converter=_with_ties_equal)
+    rewards: FloatArray = field(converter=_equalize)
     success: npt.NDArray[np.bool_]
     lengths: npt.NDArray[np.int64]
     truncated: npt.NDArray[np.bool_]

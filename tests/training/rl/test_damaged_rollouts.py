@@ -19,49 +19,65 @@ STEPS = ("rl.steps=3", "checkpoint.every=1")
 
 @pytest.fixture
 def cut(rl: Rl, tables_of: Callable[..., dict[str, Any]]) -> Path:
-    """A run that was killed in its third step, with all of that step's groups in its journal."""
-    killed(tables_of("parts"), STEPS, "learning", 3)
+    """A run that was killed in its second step and again in its third, with all groups of that one in its journal's second segment."""
+    killed(tables_of("parts"), STEPS, "learning", 2)
+    killed(tables_of("parts"), STEPS, "learning", 2)
     return Path(tables_of("parts")["run"]["directory"])
 
 
-def flipped(journal: Path) -> None:
-    """A byte of the first group that was recorded after the checkpoint."""
-    (segment,) = segments_of(journal)
-    entry = [each for each in read_segment(segment).entries if each.event == "group"][6]
+def flip_values(journal: Path) -> None:
+    """Change a byte of the first group that was recorded after the checkpoint."""
+    _, segment = segments_of(journal)
+    entry = [each for each in read_segment(segment).entries if each.event == "group"][-3]
     content = bytearray(segment.read_bytes())
     content[entry.end - 40] ^= 0x20
     segment.write_bytes(content)
 
 
-def lengthened(journal: Path) -> None:
-    """The length of a record in the middle."""
-    (segment,) = segments_of(journal)
+def flip_length(journal: Path) -> None:
+    """Change the length of the same record."""
+    _, segment = segments_of(journal)
+    entry = [each for each in read_segment(segment).entries if each.event == "group"][-3]
     content = bytearray(segment.read_bytes())
-    content[read_segment(segment).entries[3].offset + 4] ^= 0x40
+    content[entry.offset + 4] ^= 0x40
     segment.write_bytes(content)
 
 
-def emptied(journal: Path) -> None:
-    segments_of(journal)[0].write_bytes(b"")
+def empty_the_last(journal: Path) -> None:
+    segments_of(journal)[1].write_bytes(b"")
 
 
-def deleted(journal: Path) -> None:
+def delete_the_last(journal: Path) -> None:
+    segments_of(journal)[1].unlink()
+
+
+def delete_the_first(journal: Path) -> None:
     segments_of(journal)[0].unlink()
 
 
-def gone(journal: Path) -> None:
+def swap(journal: Path) -> None:
+    first, second = segments_of(journal)
+    first.rename(journal / "aside")
+    second.rename(first)
+    (journal / "aside").rename(second)
+
+
+def delete_all(journal: Path) -> None:
     shutil.rmtree(journal)
 
 
 LOSSES = {
-    flipped: "a checksum differs, 1 record lost",
-    lengthened: "1 record lost",
-    emptied: "segment-00000001.arrow stands in the place of a damaged file",
-    deleted: "all segments are gone (1 by the last checkpoint)",
-    gone: "all segments are gone (1 by the last checkpoint)",
+    flip_values: "a checksum differs, 1 record lost",
+    flip_length: "1 record lost",
+    empty_the_last: "segment-00000002.arrow stands in the place of a damaged file: it is empty",
+    delete_the_last: "segment 2 is gone",
+    delete_the_first: "segment 1 is gone",
+    swap: "segment-00000002.arrow is segment 1 by what it says: it was renamed",
+    delete_all: "all segments are gone (2 by the last checkpoint)",
 }
 
 
+@pytest.mark.proof
 def test_the_bytes_are_those_of_a_run_that_lost_nothing(rl: Rl, cut: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = run_rl(rl("whole", *STEPS)).directory
     kept = cut.with_name("kept")
@@ -78,13 +94,25 @@ def test_the_bytes_are_those_of_a_run_that_lost_nothing(rl: Rl, cut: Path, caplo
         assert words in caplog.text, damage
         assert words in (cut / "run.log").read_text(), damage
         assert "is sampled again, under the same seeds" in caplog.text
-        (lack, *_) = [each for each in check_journal(cut / "rollouts").wrong if "segment" in each]
-        assert "segment" in lack
+        if damage is not delete_all:
+            assert any(words in each for each in check_journal(cut / "rollouts").wrong), damage
 
 
-def test_rollouts_of_another_run_are_refused_and_a_lost_name_is_found_again(rl: Rl, cut: Path) -> None:
-    (cut / "rollouts" / "run").write_text("")
-    run_rl(rl("parts", *STEPS), resume=True)
-    (cut / "rollouts" / "run").write_text("0123456789abcdef")
+def test_a_resume_warns_of_what_a_checkpoint_counts_on_and_is_gone(rl: Rl, caplog: pytest.LogCaptureFixture) -> None:
+    directory = run_rl(rl("run", "rl.steps=1", "checkpoint.every=1")).directory
+    delete_all(directory / "rollouts")
+    run_rl(rl("run", "rl.steps=2", "checkpoint.every=1"), resume=True)
+    assert "all segments are gone (1 by the last checkpoint)" in caplog.text
+    assert check_journal(directory / "rollouts").groups == 3
+
+
+def test_rollouts_of_another_run_are_refused_and_a_lost_name_is_found_again(rl: Rl) -> None:
+    directory = run_rl(rl("run", "rl.steps=1", "checkpoint.every=1")).directory
+    name = directory / "rollouts" / "run"
+    known = name.read_text()
+    name.write_text("")
+    run_rl(rl("run", "rl.steps=2", "checkpoint.every=1"), resume=True)
+    assert name.read_text() == known
+    name.write_text("0123456789abcdef")
     with pytest.raises(RolloutError, match="holds the rollouts of another run"):
-        run_rl(rl("parts", "rl.steps=4", *STEPS[1:]), resume=True)
+        run_rl(rl("run", "rl.steps=3", "checkpoint.every=1"), resume=True)
