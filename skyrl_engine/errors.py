@@ -103,6 +103,13 @@ class PluginBlockedError(PluginError):
     """The requested plugin is blocked by the configuration."""
 
 
+class UntrustedCodeError(PluginBlockedError):
+    """The configuration of a run directory names code that nobody vouches for.
+
+    The run is not the caller's, or the code was changed since, and the caller did not allow it.
+    """
+
+
 class PluginIncompatibleError(PluginError):
     """The plugin's metadata excludes this engine, or a runtime requirement is missing or out of range."""
 

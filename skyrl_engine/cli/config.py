@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from skyrl_engine.cli.command import EngineGroup
-from skyrl_engine.cli.options import file_argument, flags_of, load_config, overrides_argument, plugin_options
+from skyrl_engine.cli.options import file_argument, flags_of, load_config, overrides_argument, plugin_options, trust_option
 
 
 @click.group(cls=EngineGroup)
@@ -19,13 +19,14 @@ def config() -> None:
 @file_argument(required=False)
 @overrides_argument
 @plugin_options()
+@trust_option
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object of key to value and origin.")
-def show_config(file: Path | None, overrides: tuple[str, ...], as_json: bool, **choices: Any) -> None:
+def show_config(file: Path | None, overrides: tuple[str, ...], *, trust_code: bool, as_json: bool, **choices: Any) -> None:
     """Print every key of the resolved configuration, plugin options and defaults included, and where its value comes from."""
     from skyrl_engine.config import resolve
     from skyrl_engine.config.reading.origins import DEFAULT, dotted, leaves
 
-    resolved = resolve(load_config(file, overrides, flags_of(choices)), need=())
+    resolved = resolve(load_config(file, overrides, flags_of(choices), trust_code=trust_code), need=())
     keys = {dotted(path): value for path, value in leaves(resolved.as_dict()) if path}
     origins = {key: str(resolved.origins.get(key, DEFAULT)) for key in keys}
     if as_json:
@@ -40,11 +41,12 @@ def show_config(file: Path | None, overrides: tuple[str, ...], as_json: bool, **
 @file_argument(required=True)
 @overrides_argument
 @plugin_options()
-def check_config(file: Path, overrides: tuple[str, ...], **choices: Any) -> None:
+@trust_option
+def check_config(file: Path, overrides: tuple[str, ...], *, trust_code: bool, **choices: Any) -> None:
     """Check a configuration and the plugins it names; print every mistake at once."""
     from skyrl_engine.config import resolve
 
-    resolve(load_config(file, overrides, flags_of(choices)))
+    resolve(load_config(file, overrides, flags_of(choices), trust_code=trust_code))
     click.echo(f"{file}: no mistakes. `skyrl-engine run --dry-run` looks at the model and the data too.")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from skyrl_engine.cli.command import EngineGroup, current_settings
-from skyrl_engine.cli.options import file_argument, load_config, one_or_several, overrides_argument
+from skyrl_engine.cli.options import file_argument, load_config, one_or_several, overrides_argument, trust_option
 
 
 @click.group(cls=EngineGroup)
@@ -32,6 +32,7 @@ def data() -> None:
 @click.option(
     "--samples", type=click.IntRange(min=0), metavar="COUNT", default=3, show_default=True, help="Samples to show token by token."
 )
+@trust_option
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def preview(
     file: Path | None,
@@ -41,6 +42,7 @@ def preview(
     dataset: str | list[str] | None,
     split: str,
     samples: int,
+    trust_code: bool,
     as_json: bool,
 ) -> None:
     """Tokenize the data of CONFIG, or of --model and --data, and show tokens, which of them carry loss, lengths, padding, and
@@ -59,7 +61,7 @@ def preview(
     from skyrl_engine.training.sft.data import columns_to_read, limited_to_model
 
     flags = {"model.path": model, "data.train": dataset}
-    resolved = resolve(load_config(file, overrides, flags))
+    resolved = resolve(load_config(file, overrides, flags, trust_code=trust_code))
     config = resolved.config
     files = ModelFiles.of(config.model)
     tokenizer = files.tokenizer

@@ -20,6 +20,7 @@ from skyrl_engine.cli.options import (
     plugin_options,
     refuse_unread,
     table_of,
+    trust_option,
 )
 from skyrl_engine.cli.prove import BROKEN, with_default_loss
 from skyrl_engine.registry.kinds import TABLES
@@ -76,6 +77,7 @@ def _number_from_zero(_context: click.Context, _parameter: click.Parameter, valu
     callback=_number_from_zero,
     help="Largest relative difference to call equal.",
 )
+@trust_option
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def diff_backends(
     file: Path | None,
@@ -88,6 +90,7 @@ def diff_backends(
     micro_batch_tokens: int | None,
     family: str,
     tolerance: float,
+    trust_code: bool,
     as_json: bool,
     **given: Any,
 ) -> int:
@@ -105,7 +108,7 @@ def diff_backends(
     flags = flags_of(given)
     if micro_batch_tokens is not None:
         flags["training.micro_batch_tokens"] = micro_batch_tokens
-    raw = load_config(file, overrides, flags)
+    raw = load_config(file, overrides, flags, trust_code=trust_code)
     _refuse_unread(raw, (first, second))
     if "model" in raw.table and click.get_current_context().get_parameter_source("family") is not ParameterSource.DEFAULT:
         raise click.UsageError("--family is the architecture of the small model, and a model is named. Leave it out.")

@@ -3,17 +3,16 @@
 import json
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from skyrl_engine.cli.command import EngineCommand, current_settings
-from skyrl_engine.cli.options import given_by_person, values_by_key
+from skyrl_engine.cli.options import given_by_person, load_config, trust_option, values_by_key
 
 if TYPE_CHECKING:
-    from skyrl_engine.config import RawConfig
     from skyrl_engine.training.rl.standalone_evaluation import Evaluated
 
 _COMMAND = "skyrl-engine evaluate"
@@ -73,6 +72,8 @@ _KEYS = {
     help="Write all attempts, as `rollouts export` does: .jsonl or .parquet.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that came with the model. Only for code you have read.")
+@trust_option
 @click.option(
     "--set",
     "overrides",
@@ -91,19 +92,23 @@ def evaluate(
     tool: tuple[str, ...],
     split: str,
     output: Path | None,
+    trust_remote_code: bool,
+    trust_code: bool,
     as_json: bool,
     overrides: tuple[str, ...],
     **given: Any,
 ) -> int:
     """Attempt tasks with the model of the run directory RUN, or with MODEL, and print average reward and pass@k.
 
-    A run by reinforcement brings its environments and lengths along. The numbers are those of an evaluation during a run of the same seed,
-    temperature and tasks.
+    A run by reinforcement brings its environments and lengths along, and to --reward alone its tasks. Code that it names outside of its
+    directory runs where the run is your own, as you made it, or with --trust-code. The numbers are those of an evaluation during a run of the
+    same seed, temperature and tasks.
     """
     from skyrl_engine.cli.render import show_progress
     from skyrl_engine.cli.rl import environment_tables
     from skyrl_engine.cli.training import warnings_to
-    from skyrl_engine.config import Option, RawConfig, override, resolve, with_defaults
+    from skyrl_engine.config import Option, resolve, with_defaults
+    from skyrl_engine.training.export import ExportChoices, export_checkpoint
     from skyrl_engine.training.rl.standalone_evaluation import evaluate_model
 
     if run is None and model is None:
@@ -113,32 +118,31 @@ def evaluate(
     if output is not None and output.suffix not in (".jsonl", ".parquet"):
         raise click.UsageError(f"--output {output} ends neither in .jsonl nor in .parquet.")
     tasks = _one(data)
-    environments = environment_tables(env, reward, tool, {"data": tasks, "eval_data": tasks})
+    of_run = _tasks_of(run, tool) if run is not None and reward and tasks is None else {}
+    environments = environment_tables(env, reward, tool, {"data": tasks, "eval_data": tasks, **of_run})
     settings = current_settings()
-    with (
-        ExitStack() as stack,
-        show_progress(quiet=settings.quiet or as_json) as display,
-        warnings_to(display.warning),
-    ):
-        taken_over = RawConfig({}, {}) if run is None else _taken_over(run)
-        folder = None
-        if run is not None:
-            folder = _model_of(
-                run, step, model, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-engine-evaluate-")))
-            )
+    with tempfile.TemporaryDirectory(prefix="skyrl-engine-evaluate-") as scratch:
+        folder = None if run is None else _model_of(run, step, Path(scratch))
         flags: dict[str, Any] = {"trainer": "rl", "model.path": model if folder is None else str(folder)}
         flags |= values_by_key(_KEYS, given_by_person(given))
+        if trust_remote_code:
+            flags["model.trust_remote_code"] = Option("--trust-remote-code", value=True)
         if environments:
             flags["environments"] = Option("--env" if env else "--reward", environments)
-        raw = override(taken_over, overrides, flags)
-        defaults = {"evaluation.samples": 1, **({"evaluation.tasks": sys.maxsize} if data else {})}
-        raw = with_defaults(raw, defaults, _COMMAND)
+        file, part = (None, None) if run is None else (_config_of(run), _kept)
+        raw = load_config(file, overrides, flags, trust_code=trust_code, part=part)
+        raw = with_defaults(raw, {"evaluation.samples": 1, **({"evaluation.tasks": sys.maxsize} if data else {})}, _COMMAND)
         table = raw.table["evaluation"]
         one = isinstance(table, dict) and table["samples"] == 1
+        # before anything of the run is loaded: it says whose code may run
         resolved = resolve(with_defaults(raw, {"evaluation.temperature": 0.0 if one else 1.0}, _COMMAND))
-        found = evaluate_model(
-            resolved, split="train" if split == "train" else "eval", progress=display.data, trained_on=_trained_on(run)
-        )
+        with show_progress(quiet=settings.quiet or as_json) as display, warnings_to(display.warning):
+            if run is not None and folder is not None and folder.is_relative_to(scratch):
+                allowed = resolved.config.model.trust_remote_code
+                export_checkpoint(run, folder, step, ExportChoices(model=model, merge=True, trust_remote_code=allowed))
+            found = evaluate_model(
+                resolved, split="train" if split == "train" else "eval", progress=display.data, trained_on=_trained_on(run)
+            )
     if output is not None:
         _write(found, output)
     if as_json:
@@ -157,10 +161,8 @@ def _one(data: tuple[str, ...]) -> str | None:
     return data[0] if data else None
 
 
-def _taken_over(run: Path) -> "RawConfig":
-    """Return what an evaluation takes over from a run's configuration. Options and overrides win over it."""
-    from skyrl_engine.config import from_dict
-    from skyrl_engine.config.reading.sources import read_file
+def _config_of(run: Path) -> Path:
+    """Return the configuration that a run directory holds. Raises EngineError where there is none."""
     from skyrl_engine.errors import EngineError
     from skyrl_engine.run.directory import RunDirectory
 
@@ -169,11 +171,15 @@ def _taken_over(run: Path) -> "RawConfig":
         raise EngineError(
             f"there is no run directory {run}", remedy="Name the directory that a run has written, or give --model MODEL"
         )
-    table, _ = read_file(place)
+    return place
+
+
+def _kept(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an evaluation takes over from a run's configuration. Options and overrides win over it."""
     kept = {name: {key: table[name][key] for key in keys if key in table.get(name, {})} for name, keys in _OF_RUN.items()}
     if table.get("trainer") == "rl":
         kept |= {name: table[name] for name in ("generator", "rollouts", "environments") if table.get(name)}
-    return from_dict(kept, str(place))
+    return kept
 
 
 def _trained_on(run: Path | None) -> dict[str, Any] | None:
@@ -187,15 +193,33 @@ def _trained_on(run: Path | None) -> dict[str, Any] | None:
     return train if isinstance(train, dict) else None
 
 
-def _model_of(run: Path, step: int | None, base: str | None, scratch: Path) -> Path:
-    """Return a whole model: what the run exported, or else its checkpoint, exported into `scratch` with adapters merged."""
+def _tasks_of(run: Path, tools: tuple[str, ...]) -> dict[str, Any]:
+    """Return where the tasks of a run lie, as options of an environment, for a reward that is given anew.
+
+    Nothing where the run has no such tasks, or of several environments. Refuses to leave its tools out in silence.
+    """
+    import attrs
+
+    from skyrl_engine.config.reading.sources import read_file
+    from skyrl_engine.environments import TableOptions
+
+    table, _ = read_file(_config_of(run))
+    listed = table.get("environments")
+    found = [each for each in listed if isinstance(each, dict) and "data" in each] if isinstance(listed, list) else []
+    if len(found) != 1 or len(found) < len(listed or ()):
+        return {}
+    if found[0].get("tools") and not tools:
+        raise click.UsageError(f"The tasks of {run} have tools. Give --tool FUNCTION too, or tasks of your own with --data.")
+    return {each.name: found[0][each.name] for each in attrs.fields(TableOptions) if each.name in found[0]}
+
+
+def _model_of(run: Path, step: int | None, scratch: Path) -> Path:
+    """Return the place of a whole model: what the run exported, or else where its checkpoint will be exported to, adapters merged."""
     from skyrl_engine.run.directory import RunDirectory
-    from skyrl_engine.training.export import ExportChoices, export_checkpoint
 
     exported = RunDirectory(run).model
     if step is None and exported.is_dir() and not (exported / "adapter_config.json").exists():
         return exported
-    export_checkpoint(run, scratch / "model", step, ExportChoices(model=base, merge=True))
     return scratch / "model"
 
 

@@ -1,5 +1,6 @@
 """Options and arguments that several commands share, and the configuration they make together."""
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -161,10 +162,36 @@ def flags_of(choices: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{kind}.use": choices[kind] for kind in _kinds() if choices.get(kind) is not None}
 
 
-def load_config(file: Path | None, overrides: Sequence[str], flags: Mapping[str, Any] | None = None) -> "RawConfig":
-    """Read a configuration; where the file may be left out, an override in its position counts as an override."""
-    from skyrl_engine.config import load
+trust_option = click.option(
+    "--trust-code",
+    is_flag=True,
+    help="Run code outside of a run directory that its configuration names, whoever made the run. Only for code you have read.",
+)
 
+
+def load_config(
+    file: Path | None,
+    overrides: Sequence[str],
+    flags: Mapping[str, Any] | None = None,
+    *,
+    trust_code: bool = False,
+    part: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+) -> "RawConfig":
+    """Read a configuration; where the file may be left out, an override in its position counts as an override.
+
+    `trust_code` is what `--trust-code` says; `part` is as for `config.load`.
+    """
+    from skyrl_engine.config import load
+    from skyrl_engine.config.trust.consent import Consent
+
+    consent = Consent(given=trust_code, ask=_ask if sys.stdin.isatty() and sys.stderr.isatty() else None)
     if file is not None and "=" in str(file) and not file.exists():
-        return load(None, (str(file), *overrides), flags or {})
-    return load(file, overrides, flags or {})
+        return load(None, (str(file), *overrides), flags or {}, consent=consent)
+    return load(file, overrides, flags or {}, consent=consent, part=part)
+
+
+def _ask(lines: Sequence[str]) -> bool:
+    """Show on stderr what would run, and ask whether it may."""
+    for line in lines:
+        click.echo(line, err=True)
+    return click.confirm("It would be run with all your rights. Do you trust it?", default=False, err=True)

@@ -17,6 +17,7 @@ from skyrl_engine.cli.options import (
     plugin_options,
     refuse_unread,
     table_of,
+    trust_option,
 )
 from skyrl_engine.registry.kinds import TABLES
 
@@ -48,9 +49,18 @@ _DEFAULT_LOSS: Mapping[str, Any] = {
 @click.option(
     "--family", type=click.Choice(["qwen3", "llama"]), default="qwen3", show_default=True, help="Architecture of the model."
 )
+@trust_option
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def prove(
-    file: Path | None, overrides: tuple[str, ...], *, plant: str | None, ranks: int, family: str, as_json: bool, **given: Any
+    file: Path | None,
+    overrides: tuple[str, ...],
+    *,
+    plant: str | None,
+    ranks: int,
+    family: str,
+    trust_code: bool,
+    as_json: bool,
+    **given: Any,
 ) -> int:
     """Prove that the gradient does not depend on how a batch is cut.
 
@@ -65,7 +75,7 @@ def prove(
         _list_plants()
         return 0
     chosen = None if plant is None else _plant(plant)
-    raw = load_config(file, overrides, flags_of(given))
+    raw = load_config(file, overrides, flags_of(given), trust_code=trust_code)
     unread = "Remove it: of a configuration, plugins and their options are read"
     refuse_unread(raw, lambda key: None if table_of(key) in _READ else unread)
     resolved = dict(_by_collator(raw))

@@ -10,7 +10,7 @@ import click
 
 from skyrl_engine.cli.command import CommandSettings, EngineCommand, current_settings
 from skyrl_engine.cli.failures import INTERRUPTED
-from skyrl_engine.cli.options import file_argument, flags_of, load_config, overrides_argument, plugin_options
+from skyrl_engine.cli.options import file_argument, flags_of, load_config, overrides_argument, plugin_options, trust_option
 
 if TYPE_CHECKING:
     from skyrl_engine.config import RawConfig, ResolvedConfig
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 @file_argument(required=True)
 @overrides_argument
 @plugin_options()
+@trust_option
 @click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
-def run(file: Path, overrides: tuple[str, ...], dry_run: bool, **choices: Any) -> int:
+def run(file: Path, overrides: tuple[str, ...], *, dry_run: bool, trust_code: bool, **choices: Any) -> int:
     """Train with the configuration file CONFIG; section.key=value after CONFIG overrides its keys, and options override both."""
     from skyrl_engine.config import resolve
 
-    resolved = resolve(load_config(file, overrides, flags_of(choices)))
+    resolved = resolve(load_config(file, overrides, flags_of(choices), trust_code=trust_code))
     return start(resolved, current_settings(), dry_run=dry_run)
 
 
@@ -73,11 +74,14 @@ def start(resolved: "ResolvedConfig", settings: CommandSettings, *, dry_run: boo
             show_report(result.directory)
     elif result.stopped_by is None:
         click.echo(f"nothing to do: the run has done its {result.step} steps already")
-    return conclude(result)
+    return conclude(result, allowed=resolved.config.model.trust_remote_code)
 
 
-def conclude(result: "RunResult") -> int:
-    """Print the run's directory and, when it was stopped, the command that resumes it; return the exit code."""
+def conclude(result: "RunResult", *, allowed: bool = False) -> int:
+    """Print the run's directory and, when it was stopped, the command that resumes it; return the exit code.
+
+    `allowed` says that the caller let code of the model run, which a run directory cannot say itself.
+    """
     from skyrl_engine.run.directory import RunDirectory
 
     if result.stopped_by is None and (model := RunDirectory(result.directory).model).is_dir():
@@ -87,5 +91,6 @@ def conclude(result: "RunResult") -> int:
         return 0
     directory = shlex.quote(str(result.directory))
     click.echo(f"stopped by {result.stopped_by} after step {result.step}. To go on:", err=True)
-    click.echo(f"    skyrl-engine run {directory}/config.toml run.directory={directory} checkpoint.resume=true", err=True)
+    more = " model.trust_remote_code=true" if allowed else ""
+    click.echo(f"    skyrl-engine run {directory}/config.toml run.directory={directory} checkpoint.resume=true{more}", err=True)
     return INTERRUPTED

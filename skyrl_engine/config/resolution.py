@@ -12,11 +12,13 @@ from skyrl_engine.config.reading.origins import DEFAULT, KeyPath, Origin, dotted
 from skyrl_engine.config.reading.sources import RawConfig, from_dict
 from skyrl_engine.config.schema import EngineConfig, PluginsConfig, PluginTable, RunConfig
 from skyrl_engine.config.structure import complete_origins, own_keys, plain, plugin_lists, structure, structure_table
+from skyrl_engine.config.trust.gate import Gate
 from skyrl_engine.config.wording import did_you_mean
 from skyrl_engine.contracts.kinds.backend import PARALLEL_SIZES
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.values.roles import Role
-from skyrl_engine.errors import ConfigError, ContractError, PluginBlockedError, PluginError, Problem
+from skyrl_engine.errors import ConfigError, ContractError, PluginError, Problem, UntrustedCodeError
+from skyrl_engine.registry.code_files import NamedCode, limited_to
 from skyrl_engine.registry.kinds import TABLES
 
 if TYPE_CHECKING:
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 class SelectedPlugin:
     """A plugin a run uses: loaded, with its options as its schema's instance (None without schema) and as a plain table, defaults included.
 
-    `coefficient` is that of a term of the objective, None for every other plugin; `on` the role of samples that a term is limited to.
+    `coefficient` is that of a term of the objective, None for every other plugin; `on` the role of samples that a term is limited to. `code` is
+    what its options name, which is run only as it was when the plugin was selected.
     """
 
     loaded: "LoadedPlugin"
@@ -38,10 +41,12 @@ class SelectedPlugin:
     table: Mapping[str, Any]
     coefficient: float | None = None
     on: Role | None = None
+    code: NamedCode = attrs.Factory(NamedCode)
 
     def make(self, context: FactoryContext) -> Any:
-        """Build the product; raises PluginBrokenError or ContractError."""
-        return self.loaded.make(self.options, context)
+        """Build the product; raises PluginBrokenError or ContractError, and PluginBlockedError for code that may not run."""
+        with limited_to(self.code):
+            return self.loaded.make(self.options, context)
 
     def part(self, place: str, context: FactoryContext) -> "Part[Any]":
         """Build the product and set it to work at `place` of the configuration. Raises as `make` does."""
@@ -61,8 +66,8 @@ class SelectedPlugin:
     def lock(self) -> dict[str, Any]:
         """Everything another process needs to rebuild this selection, as JSON holds it."""
         lock = {"record": self.loaded.record.lock(), "options": json.loads(json.dumps(self.table))}
-        term = {"coefficient": self.coefficient, "on": self.on}
-        return {**lock, **{key: value for key, value in term.items() if value is not None}}
+        more = {"coefficient": self.coefficient, "on": self.on, "code": None if self.code == NamedCode() else self.code.lock()}
+        return {**lock, **{key: value for key, value in more.items() if value is not None}}
 
     @classmethod
     def from_lock(cls, lock: Mapping[str, Any]) -> "SelectedPlugin":
@@ -70,7 +75,8 @@ class SelectedPlugin:
         from skyrl_engine.registry.resolve import PluginRecord
 
         plugin = cls.of(PluginRecord.from_lock(dict(lock["record"])), lock["options"], "plugin lock")
-        return attrs.evolve(plugin, coefficient=lock.get("coefficient"), on=lock.get("on"))
+        code = NamedCode(**lock.get("code", {}))
+        return attrs.evolve(plugin, coefficient=lock.get("coefficient"), on=lock.get("on"), code=code)
 
     @classmethod
     def of(cls, record: "PluginRecord", options: Mapping[str, Any], origin: str) -> "SelectedPlugin":
@@ -113,47 +119,106 @@ def resolve(raw: RawConfig, *, need: Collection[str] | None = None, also: Collec
     Raises ConfigError with every mistake found (those of plugin selection included) or, when all else is right, the plugin's own PluginError.
     """
     raw = with_preset(raw)
+    gate = Gate.of(raw)
     structured = structure(raw, need, also)
     problems = list(structured.problems)
     plugin_errors: list[tuple[KeyPath, PluginError]] = []
     sections = structured.sections
     registry = _registry(sections.get("plugins", PluginsConfig()))
-    plugins: dict[str, SelectedPlugin] = {}
-    for path, kind, table in _plugin_tables(sections):
+    chosen: list[_Chosen] = []
+    for table in (*_plugin_tables(sections), *_observer_tables(sections)):
         try:
-            selected, found = _select(
-                registry, kind, table.use, table=table.options, path=path, raw=raw, reserved=own_keys(type(table))
-            )
+            chosen.append(_Chosen(table, registry.resolve(table.kind, table.reference)))
         except PluginError as error:
-            plugin_errors.append(((*path, "use"), error))
-        else:
-            problems += found
-            if selected is not None:
-                plugins[dotted(path)] = attrs.evolve(
-                    selected, coefficient=getattr(table, "coef", None), on=getattr(table, "on", None)
-                )
-    observers, observer_problems, observer_errors = _select_observers(registry, sections, raw)
-    problems += observer_problems
-    plugin_errors += observer_errors
+            plugin_errors.append((table.key, error))
+    # before anything is imported
+    gate.refuse_permission()
+    gate.admit_tables(sections)
+    gate.admit_plugins((each.table.key, each.record) for each in chosen)
+    plugins: dict[str, SelectedPlugin] = {}
+    observers: list[SelectedPlugin] = []
+    for each in chosen:
+        try:
+            selected, found = _select(each, raw, gate)
+        except UntrustedCodeError:
+            raise
+        except PluginError as error:
+            plugin_errors.append((each.table.key, error))
+            continue
+        problems += found
+        if selected is not None and each.table.kind == "observer":
+            observers.append(selected)
+        elif selected is not None:
+            plugins[dotted(each.table.path)] = selected
+    problems += _tables_of_no_observer(sections, raw)
     _raise(problems, plugin_errors, raw)
     config = structured.config()
     resolved = _as_dict(config, plugins, observers)
-    return ResolvedConfig(config, registry, plugins, observers, complete_origins(resolved, raw.origins, DEFAULT))
+    return ResolvedConfig(config, registry, plugins, tuple(observers), complete_origins(resolved, raw.origins, DEFAULT))
 
 
-def _plugin_tables(sections: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, PluginTable]]:
-    """Yield every table that selects a plugin: its place, the kind of the plugin, the table."""
+@frozen
+class _Choice:
+    """A place of the configuration that selects a plugin: `key` names it there, `path` is the table of its options."""
+
+    kind: str
+    reference: str
+    key: KeyPath
+    path: KeyPath
+    options: Mapping[str, Any]
+    reserved: Sequence[str] = ("use",)
+    coefficient: float | None = None
+    on: Role | None = None
+
+    @classmethod
+    def of_table(cls, path: KeyPath, kind: str, table: PluginTable) -> "_Choice":
+        coefficient, on = getattr(table, "coef", None), getattr(table, "on", None)
+        return cls(kind, table.use, (*path, "use"), path, table.options, own_keys(type(table)), coefficient, on)
+
+
+@frozen
+class _Chosen:
+    """A choice, and the plugin that it means."""
+
+    table: _Choice
+    record: "PluginRecord"
+
+
+def _plugin_tables(sections: Mapping[str, Any]) -> Iterator[_Choice]:
+    """Yield every table that selects a plugin."""
     for kind in TABLES:
         if isinstance(table := sections.get(kind), PluginTable):
-            yield (kind,), kind, table
+            yield _Choice.of_table((kind,), kind, table)
             for key, listed in plugin_lists(type(table)).items():
                 for index, entry in enumerate(getattr(table, key)):
                     if entry is not None:  # refused
-                        yield (kind, key, index), listed.kind, entry
+                        yield _Choice.of_table((kind, key, index), listed.kind, entry)
     for key, listed in plugin_lists(EngineConfig).items():
         for index, entry in enumerate(sections.get(key, ())):
             if entry is not None:
-                yield (key, index), listed.kind, entry
+                yield _Choice.of_table((key, index), listed.kind, entry)
+
+
+def _observer_tables(sections: Mapping[str, Any]) -> Iterator[_Choice]:
+    """Yield every observer, with the table of its options."""
+    run, tables = sections.get("run"), sections.get("observers", {})
+    if isinstance(run, RunConfig):
+        for reference in run.observers:
+            name = _table_name(reference, tables)
+            yield _Choice("observer", reference, ("run", "observers"), ("observers", name), tables.get(name, {}))
+
+
+def _tables_of_no_observer(sections: Mapping[str, Any], raw: RawConfig) -> Iterator[Problem]:
+    """Yield the problems of tables with options of observers that the run does not have."""
+    run, tables = sections.get("run"), sections.get("observers", {})
+    if not isinstance(run, RunConfig):
+        return
+    read = {_table_name(reference, tables) for reference in run.observers}
+    for name in tables:
+        if name not in read:
+            remedy = did_you_mean(name, list(run.observers)) or f"Add {name!r} to run.observers, or remove this table"
+            where = f"{nearest(raw.origins, ('observers', name))}: {dotted(('observers', name))}"
+            yield Problem(where, "holds options of an observer that run.observers does not name", remedy)
 
 
 def _registry(plugins: PluginsConfig) -> "Registry":
@@ -162,37 +227,16 @@ def _registry(plugins: PluginsConfig) -> "Registry":
     return Registry.discover(block=plugins.block, pin=plugins.pin)
 
 
-def _select(
-    registry: "Registry",
-    kind: str,
-    reference: str,
-    *,
-    table: Mapping[str, Any],
-    path: KeyPath,
-    raw: RawConfig,
-    reserved: Sequence[str] = ("use",),
-) -> tuple[SelectedPlugin | None, list[Problem]]:
+def _select(chosen: _Chosen, raw: RawConfig, gate: Gate) -> tuple[SelectedPlugin | None, list[Problem]]:
     from skyrl_engine.registry.loader import load
 
-    record = registry.resolve(kind, reference)
-    _refuse_code_of_run_directory(record, nearest(raw.origins, (*path, "use") if kind != "observer" else ("run", "observers")))
-    loaded = load(record)
-    options, problems = _options(loaded, table, path, raw, reserved)
-    return (None, problems) if problems else (SelectedPlugin(loaded, options, _plain_options(options)), [])
-
-
-def _refuse_code_of_run_directory(record: "PluginRecord", origin: Origin) -> None:
-    """Refuse a local file inside a run directory that the directory's own configuration names. Raises PluginBlockedError.
-
-    A run directory may come from anywhere, and going on with its config.toml must not run what came along.
-    """
-    if record.path is None or origin.kind != "file" or origin.folder is None or not (origin.folder / "run.json").exists():
-        return
-    if record.path.resolve().is_relative_to(origin.folder.resolve()):
-        raise PluginBlockedError(
-            f"the configuration of the run directory {origin.folder} names code inside it, {record.path}",
-            remedy="Keep plugins outside of run directories, and name this one on the command line if you trust it",
-        )
+    table = chosen.table
+    loaded = load(chosen.record)
+    options, problems = _options(loaded, table.options, table.path, raw, table.reserved)
+    if problems:
+        return None, problems
+    code = gate.admit_options(table.path, options)
+    return SelectedPlugin(loaded, options, _plain_options(options), table.coefficient, table.on, code), []
 
 
 def _plain_options(options: object | None) -> dict[str, Any]:
@@ -264,36 +308,6 @@ def _chosen_elsewhere(raw: RawConfig, path: KeyPath, key: str) -> Origin | None:
     return chosen if chosen is not None and chosen.kind in ("option", "command line") and given.kind == "file" else None
 
 
-def _select_observers(
-    registry: "Registry", sections: Mapping[str, Any], raw: RawConfig
-) -> tuple[tuple[SelectedPlugin, ...], list[Problem], list[tuple[KeyPath, PluginError]]]:
-    run, tables = sections.get("run"), sections.get("observers", {})
-    if not isinstance(run, RunConfig):
-        return (), [], []
-    selected: list[SelectedPlugin] = []
-    problems: list[Problem] = []
-    errors: list[tuple[KeyPath, PluginError]] = []
-    read: set[str] = set()
-    for reference in run.observers:
-        name = _table_name(reference, tables)
-        read.add(name)
-        try:
-            observer, found = _select(
-                registry, "observer", reference, table=tables.get(name, {}), path=("observers", name), raw=raw
-            )
-        except PluginError as error:
-            errors.append((("run", "observers"), error))
-        else:
-            problems += found
-            selected += [] if observer is None else [observer]
-    for name in tables:
-        if name not in read:
-            remedy = did_you_mean(name, list(run.observers)) or f"Add {name!r} to run.observers, or remove this table"
-            where = f"{nearest(raw.origins, ('observers', name))}: {dotted(('observers', name))}"
-            problems.append(Problem(where, "holds options of an observer that run.observers does not name", remedy))
-    return tuple(selected), problems, errors
-
-
 def _table_name(reference: str, tables: Mapping[str, Any]) -> str:
     """Return the key of an observer's options: its reference as written, or its bare name."""
     bare = reference.rpartition(":")[2]
@@ -319,12 +333,13 @@ def _as_problems(errors: Sequence[tuple[KeyPath, PluginError]], raw: RawConfig) 
 def _as_dict(config: EngineConfig, plugins: Mapping[str, SelectedPlugin], observers: Sequence[SelectedPlugin]) -> dict[str, Any]:
     table: dict[str, Any] = plain(config)
     lists = {key: getattr(config, key) for key in plugin_lists(EngineConfig) if config.has(key)}
-    for path, _, selected_table in _plugin_tables({**config.selected, **lists}):
+    for each in _plugin_tables({**config.selected, **lists}):
         place: Any = table
-        for part in path[:-1]:
+        *parents, last = each.path
+        for part in parents:
             place = place[part]
-        own = {key: value for key, value in place[path[-1]].items() if key in own_keys(type(selected_table))}
-        place[path[-1]] = {**own, **plugins[dotted(path)].table}
+        own = {key: value for key, value in place[last].items() if key in each.reserved}
+        place[last] = {**own, **plugins[dotted(each.path)].table}
     table["observers"] = {
         _table_name(reference, config.observers): dict(observer.table)
         for reference, observer in zip(config.run.observers, observers, strict=True)

@@ -106,7 +106,7 @@ if TYPE_CHECKING:
     from skyrl_engine.contracts.values.columns import SampleColumns
     from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, IMAGE_GRID, OF_IMAGES, PIXEL_VALUES, TOKEN_TYPES
     from skyrl_engine.contracts.values.ingest import ListReader
-    from skyrl_engine.contracts.values.model import PLACE, ComputeDtype, EmptyModelConfig, LoraConfig, ModelConfig
+    from skyrl_engine.contracts.values.model import CODE, PLACE, ComputeDtype, EmptyModelConfig, LoraConfig, ModelConfig
     from skyrl_engine.contracts.values.outputs import (
         ENGINE_METRICS,
         PADDING_SAMPLE,
@@ -142,6 +142,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CARRIED_EXTRAS",
+    "CODE",
     "ENGINE_METRICS",
     "EXPERT_ROUTES",
     "IMAGE_GRID",
@@ -291,6 +292,7 @@ _HOMES = {
     "BuildOrder": "values.plan",
     "Bundles": "values.bundles",
     "CARRIED_EXTRAS": "kinds.collator",
+    "CODE": "values.model",
     "Capability": "kinds.backend",
     "Carried": "kinds.collator",
     "CheckpointSaved": "kinds.observer",

@@ -2,27 +2,30 @@
 
 import hashlib
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType
+from types import ModuleType
 from typing import Any
 
-from skyrl_engine.errors import DataError
+from skyrl_engine.errors import DataError, PluginError
 from skyrl_engine.hooks.decorators import FunctionPlugin
+from skyrl_engine.registry.code_files import permitted
+from skyrl_engine.registry.local_module import local_module
 
 
 def function_of(reference: str) -> Callable[..., Any]:
-    """Return the function that a reference names. Raises DataError where there is none, with what the file raised, and for one with options."""
+    """Return the function that a reference names.
+
+    Raises DataError where there is none, with what the file raised, and for one with options; PluginBlockedError for code that may not run:
+    the plugin whose options name it was selected with another content of the file, or its configuration is not the caller's.
+    """
     place, colon, name = reference.rpartition(":")
     if not colon or not place or not name:
         raise DataError(f"{reference!r} names no function", remedy="Write ./file.py:name, or package.module:name")
     try:
-        module = _module_of(Path(place).expanduser()) if place.endswith(".py") else importlib.import_module(place)
-    except DataError:
+        module = _module_of(reference, place)
+    except (DataError, PluginError):
         raise
     except (Exception, SystemExit) as error:
         raise DataError(f"{place} cannot be imported: {type(error).__name__}: {error}", remedy="Correct the file") from error
@@ -53,32 +56,18 @@ def content_of(reference: str) -> str:
     return hashlib.sha256(Path(place).expanduser().read_bytes()).hexdigest()[:12] if place.endswith(".py") else ""
 
 
-class _FromSource(SourceFileLoader):
-    """Reads the file itself: bytecode that Python keeps is told from newer text by seconds and length alone, and an edit may share both."""
-
-    def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002 - importlib gives it
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
-def _module_of(path: Path) -> Any:
-    """Import a file under a name made of its path and content; a file that was imported already is not run again."""
-    if not path.is_file():
-        raise DataError(f"there is no file {path}", remedy="Correct the path; it is relative to the configuration file")
-    digest = hashlib.sha256(str(path.absolute()).encode() + path.read_bytes()).hexdigest()[:16]
-    name = f"skyrl_engine_function_{digest}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
-    assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"  # noqa: PT018
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    folder = str(path.absolute().parent)
-    sys.path.insert(0, folder)
+def _module_of(reference: str, place: str) -> ModuleType:
+    """Import what a reference names, from the bytes that were looked at; a file that was imported already is not run again."""
+    if not place.endswith(".py"):
+        permitted(reference, None)
+        return importlib.import_module(place)
+    path = Path(place).expanduser()
     try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    finally:
-        sys.path.remove(folder)
-    return module
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"there is no file {path}" if isinstance(error, FileNotFoundError) else f"{path} cannot be read: {error.strerror}",
+            remedy="Correct the path; it is relative to the configuration file",
+        ) from error
+    permitted(reference, content)
+    return local_module(path, content, siblings=True)

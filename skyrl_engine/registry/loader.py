@@ -68,7 +68,9 @@ def _imported_point(record: PluginRecord, group: str, owner: Owner) -> Any:
 
 def _from_file(record: PluginRecord, owner: Owner) -> Any:
     with blaming(owner, "its import"):
-        module = local_module(record)
+        assert record.path is not None, f"{record} is of no file"
+        assert record.source_text is not None, f"{record} is recorded without its content"
+        module = local_module(record.path, record.source_text.encode())
     try:
         return getattr(module, record.target)
     except AttributeError:

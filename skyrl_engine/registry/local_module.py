@@ -1,23 +1,24 @@
-"""Make a module of a local file from its recorded text, so that every process runs the code that was hashed."""
+"""Make a module of a local file from bytes that were read once, so that every process runs the code that was hashed."""
 
 import hashlib
 import linecache
 import sys
+from pathlib import Path
 from types import ModuleType
 
-from skyrl_engine.registry.record import PluginRecord
+from skyrl_engine.registry.run_directories import guard_imports, refuse_code_inside
 
 
-def local_module(record: PluginRecord) -> ModuleType:
-    """Return the module of a local file's record; every name of one file with one content shares the same module.
+def local_module(path: Path, content: bytes, *, siblings: bool = False) -> ModuleType:
+    """Return the module of a local file; every name of one file with one content shares the same module.
 
-    It stands in sys.modules, under a name made of path and content, because attrs and pickle look classes up there. Raises whatever the
-    file raises.
+    It stands in sys.modules, under a name made of path and content, because attrs and pickle look classes up there. With `siblings` it may
+    import the files beside it. Raises PluginBlockedError for a file in a run directory, and whatever the file raises.
     """
-    assert record.path is not None, f"{record} is of no file"
-    assert record.source_text is not None, f"{record} is recorded without its content"
-    file = str(record.path)
-    identity = f"{record.sha256} {file}".encode()
+    refuse_code_inside(path)
+    guard_imports()
+    file = str(path)
+    identity = f"{hashlib.sha256(content).hexdigest()} {file}".encode()
     name = f"skyrl_engine_local_{hashlib.sha256(identity).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -25,10 +26,17 @@ def local_module(record: PluginRecord) -> ModuleType:
     module.__file__ = file
     sys.modules[name] = module
     # Tracebacks and inspect.getsource read lines here; on another machine the file itself is not there.
-    linecache.cache[file] = (len(record.source_text), None, record.source_text.splitlines(keepends=True), file)
+    text = content.decode("utf-8", errors="replace")
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    folder = str(path.absolute().parent)
+    if siblings:
+        sys.path.insert(0, folder)
     try:
-        exec(compile(record.source_text.encode(), file, "exec"), vars(module))  # noqa: S102 - the user named this file to be run
+        exec(compile(content, file, "exec"), vars(module))  # noqa: S102 - the user named this file to be run
     except BaseException:
         del sys.modules[name]
         raise
+    finally:
+        if siblings:
+            sys.path.remove(folder)
     return module

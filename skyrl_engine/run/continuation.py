@@ -1,14 +1,12 @@
 """Compare the session that wrote a checkpoint with the one that resumes from it, and refuse what must not differ."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
-from skyrl_engine.config.reading.origins import Origin
 from skyrl_engine.config.schema import ModelConfig
-from skyrl_engine.errors import CheckpointError, ConfigError, Problem
+from skyrl_engine.errors import CheckpointError
 from skyrl_engine.model_facts.identity import weights_fingerprint
 
 _IDENTITY = ("distribution", "name", "version", "sha256")
@@ -100,27 +98,6 @@ def refuse_other_base(model: Mapping[str, Any], before: Mapping[str, Any], after
         raise CheckpointError(
             "the checkpoint holds adapters of another base model: the weights of model.path are not those it was trained on",
             remedy=f"Set model.path to that model (it was {model['path']!r}){revision}, or start a new run on this one",
-        )
-
-
-def refuse_own_permission(origins: Mapping[str, Origin], config: Path, model: ModelConfig) -> None:
-    """Refuse to run code that comes with a model because the run directory's own `config` says so. Raises ConfigError.
-
-    A run directory may come from anywhere; whoever resumes it says on the command line, or in a file of their own, whose code is run.
-    """
-    key = "model.trust_remote_code"
-    origin = origins.get(key)
-    if not model.trust_remote_code or origin is None or origin.kind != "file" or origin.folder is None:
-        return
-    if origin.folder.resolve() == config.parent.resolve():
-        raise ConfigError(
-            [
-                Problem(
-                    f"{origin}: {key}",
-                    "a run directory does not allow itself to run code",
-                    f"Add {key}=true to the command, if you trust it",
-                )
-            ]
         )
 
 

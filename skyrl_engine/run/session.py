@@ -4,6 +4,7 @@ A run has one session, and one more each time it is resumed.
 """
 
 import logging
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 from attrs import define, field
 
 from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.config.trust.gate import sealed
+from skyrl_engine.config.trust.seal import ENTRY
+from skyrl_engine.config.trust.user_key import VARIABLE, key_file, make_key
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.observer import (
     CheckpointSaved,
@@ -32,7 +36,6 @@ from skyrl_engine.run.continuation import (
     refuse_changed_plugins,
     refuse_other_base,
     refuse_other_trainer,
-    refuse_own_permission,
 )
 from skyrl_engine.run.directory import RunDirectory, open_run_directory
 from skyrl_engine.run.durable import write_durably
@@ -60,6 +63,7 @@ class RunSession:
     changed: list[str]
     _resolved: ResolvedConfig
     _bus: ObserverBus
+    _key: bytes | None = None
     _manifest: dict[str, Any] | None = None
     step: int = 0
     _saved: int | None = field(default=None, init=False)
@@ -81,8 +85,18 @@ class RunSession:
                 extra=self._bus.manifest_extra(),
             )
         begin_session(self._manifest, start_step=self.step, plugins=locks, changed=self.changed)
+        text = self._resolved.to_toml()
+        self._manifest[ENTRY] = self._seal(text)
         write_manifest(self.directory.manifest, self._manifest)
-        write_durably(self.directory.config, self._resolved.to_toml())
+        write_durably(self.directory.config, text)
+
+    def _seal(self, config: str) -> dict[str, Any] | None:
+        """Return the seal by which this user's commands know the run again; None without a key."""
+        if self._key is None:
+            return None
+        selected = [*self._resolved.plugins.values(), *self._resolved.observers]
+        records, codes = [each.loaded.record for each in selected], [each.code for each in selected]
+        return sealed(tomllib.loads(config), records, codes).signed(self._key)
 
     @property
     def began(self) -> bool:
@@ -200,12 +214,11 @@ def to_resume_from(resolved: ResolvedConfig) -> Checkpoint | None:
     directory = RunDirectory(Path(config.run.directory).expanduser())
     if not directory.checkpoints.is_dir():
         return None
-    return _held(CheckpointStore(directory.checkpoints).latest(), directory, resolved)[0]
+    return _held(CheckpointStore(directory.checkpoints).latest(), resolved)[0]
 
 
-def _held(checkpoint: Checkpoint | None, directory: RunDirectory, resolved: ResolvedConfig) -> tuple[Checkpoint | None, list[str]]:
+def _held(checkpoint: Checkpoint | None, resolved: ResolvedConfig) -> tuple[Checkpoint | None, list[str]]:
     """Return a checkpoint that may be resumed from, and what differs from its configuration, in sentences."""
-    refuse_own_permission(resolved.origins, directory.config, resolved.config.model)
     if checkpoint is None:
         return None, []
     try:
@@ -233,9 +246,10 @@ def _open(
     resolved: ResolvedConfig, directory: RunDirectory, observers: Sequence[object], stop: StopRequest, *, resumes: bool
 ) -> RunSession:
     config = resolved.config
+    key = _user_key()
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     store.remove_left_overs()
-    checkpoint, changed = _held(store.latest(), directory, resolved) if resumes else (None, [])
+    checkpoint, changed = _held(store.latest(), resolved) if resumes else (None, [])
     if checkpoint is not None:
         logger.info("resuming from %s", checkpoint.path)
     context = FactoryContext(seed=config.run.seed)
@@ -248,8 +262,23 @@ def _open(
     if manifest is None and checkpoint is not None:
         logger.warning("%s is missing or damaged; it is written anew, without the sessions before this one", directory.manifest)
     return RunSession(
-        directory, store, stop, checkpoint, changed, resolved, bus, manifest, step=checkpoint.step if checkpoint else 0
+        directory, store, stop, checkpoint, changed, resolved, bus, key, manifest, step=checkpoint.step if checkpoint else 0
     )
+
+
+def _user_key() -> bytes | None:
+    """Return the user's key; None, with a warning, where none can be kept. Raises EngineError for one that must not be used."""
+    try:
+        return make_key()
+    except OSError as error:
+        logger.warning(
+            "%s cannot be written (%s), so that this run is not known to be yours later: resuming or evaluating it asks before it runs code "
+            "outside of the engine; set %s to a file that can be written",
+            key_file(),
+            error.strerror,
+            VARIABLE,
+        )
+        return None
 
 
 def _compare(checkpoint: Checkpoint, resolved: ResolvedConfig) -> list[str]:

@@ -197,8 +197,13 @@ def test_a_run_directory_does_not_bring_its_own_plugins(run: Path, trace: Path) 
     assert "./loss.py" in config.read_text()
     with pytest.raises(PluginBlockedError, match="names code inside it"):
         resolve(load(config, []))
+    with pytest.raises(PluginBlockedError, match="lies in the run directory") as caught:
+        resolve(load(config, [f"loss.use={run}/loss.py:likelihood"]))
+    assert "copy it to another place" in caught.value.remedy
     assert not trace.exists()
-    resolve(load(config, [f"loss.use={run}/loss.py:likelihood"]))
+    copied = run.with_name("mine.py")
+    copied.write_text((run / "loss.py").read_text())
+    resolve(load(config, [f"loss.use={copied}:likelihood"]))
     assert trace.exists()
 
 

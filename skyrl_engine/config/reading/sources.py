@@ -4,15 +4,16 @@ Overrides and options replace what the file says; every value remembers where it
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import Factory, evolve, frozen
 
 from skyrl_engine.config.reading.merging import MergedTable, Option
 from skyrl_engine.config.reading.origins import KeyPath, Origin, dotted, leaves
+from skyrl_engine.config.trust.consent import Consent
 from skyrl_engine.errors import ConfigError, Problem
 
 
@@ -27,6 +28,12 @@ class RawConfig:
     origins: Mapping[str, Origin]
     path: Path | None = None
     problems: tuple[Problem, ...] = ()
+    written: Mapping[str, Any] | None = None
+    """The whole file as it was read, before overrides; None where there is no file."""
+    of_run: bool = False
+    """The file is known to be a run directory's own."""
+    consent: Consent = Factory(Consent)
+    """The caller's word on code that a run directory names."""
 
     @property
     def label(self) -> str:
@@ -35,18 +42,25 @@ class RawConfig:
 
 
 def load(
-    source: Path | Mapping[str, Any] | None, overrides: Sequence[str] = (), flags: Mapping[str, Any] = MappingProxyType({})
+    source: Path | Mapping[str, Any] | None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    consent: Consent | None = None,
+    part: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
 ) -> RawConfig:
     """Read `source`, then `overrides`, then `flags`: dotted keys with values, or an `Option` naming the option.
 
-    `source` is a file (TOML or YAML), a mapping of tables, or None. A flag whose value is None was not given. Raises ConfigError when the file
-    cannot be read at all.
+    `source` is a file (TOML or YAML), a mapping of tables, or None. A flag whose value is None was not given. `consent` is the caller's word on
+    code that a run directory's file names; None: no word, and nobody to ask. `part` says that the file is a run directory's own, and returns
+    the part of it that counts. Raises ConfigError when the file cannot be read at all.
     """
     try:
-        raw = _read(source)
+        raw = _read(source, part)
     except ConfigError as error:
         told = override(RawConfig({}, {}), overrides, flags).problems
         raise ConfigError([*error.problems, *told]) from error
+    raw = evolve(raw, consent=Consent() if consent is None else consent)
     return override(raw, overrides, flags)
 
 
@@ -76,16 +90,18 @@ def with_defaults(raw: RawConfig, defaults: Mapping[str, Any], label: str) -> Ra
     return evolve(raw, table=table, origins=origins)
 
 
-def _read(source: Path | Mapping[str, Any] | None) -> RawConfig:
+def _read(source: Path | Mapping[str, Any] | None, part: Callable[[Mapping[str, Any]], dict[str, Any]] | None) -> RawConfig:
     lines: Mapping[KeyPath, int] = {}
     path = source if isinstance(source, Path) else None
     if isinstance(source, Path):
         table, lines = read_file(source)
     else:
         table = copy.deepcopy(dict(source or {}))
+    written = None if path is None else copy.deepcopy(table)
+    table = table if part is None else part(table)
     label, folder = "the given mapping" if path is None else str(path), _folder_of(path)
     origins = {dotted(key): Origin("file", label, _line(lines, key), folder) for key, _ in leaves(table) if key}
-    return RawConfig(table, origins, path)
+    return RawConfig(table, origins, path, written=written, of_run=part is not None)
 
 
 def from_dict(table: Mapping[str, Any], source: str) -> RawConfig:

@@ -5,7 +5,7 @@ from typing import Literal
 from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, in_, lt, min_len, optional
 
-from skyrl_engine.contracts.values.model import PLACE
+from skyrl_engine.contracts.values.model import CODE, PLACE
 
 
 @frozen
@@ -30,7 +30,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", validator=in_(("auto", "cpu", "cuda")))
     """Device of every rank; `auto`: CUDA where torch finds a device, else the CPU."""
 
-    ray_address: str | None = field(default=None, validator=optional(min_len(1)))
+    ray_address: str | None = field(default=None, validator=optional(min_len(1)), metadata={CODE: True})
     """Address of a running Ray cluster; none: start one on this machine."""
 
     observers: tuple[str, ...] = field(

@@ -9,7 +9,11 @@ PLACE = "skyrl_engine.place"
 """Key of a field's metadata: its text may name a place, so `./` and `../` in it are relative to the file that says so.
 
 Its value says how the text is read: `path` (a path, or a name elsewhere), or `reference` (a plugin's name, or a path that starts with `./`).
+A `reference` names code: out of a run directory it is run only where the run is the caller's own, or the caller says so.
 """
+
+CODE = "skyrl_engine.code"
+"""Key of a field's metadata: what it holds decides which code is run, as a `reference` of `PLACE` does, though it is no reference."""
 
 ComputeDtype = Literal["float64", "float32", "bfloat16"]
 

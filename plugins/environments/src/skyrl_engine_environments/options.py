@@ -6,7 +6,7 @@ from typing import Any, Literal
 from attrs import Factory, field, frozen
 from attrs.validators import ge, gt, min_len, optional
 
-from skyrl_engine.contracts import PLACE
+from skyrl_engine.contracts import CODE, PLACE
 from skyrl_engine.environments import PromptOptions, TableOptions
 
 
@@ -106,10 +106,10 @@ class ReasoningGymOptions(PromptOptions):
 class GymnasiumOptions(PromptOptions):
     """Options of `gymnasium`."""
 
-    id: str = field(kw_only=True, validator=min_len(1))
+    id: str = field(kw_only=True, validator=min_len(1), metadata={CODE: True})
     """The environment's registered id, as `gymnasium.make` takes it; `package.module:Id` imports a module first."""
 
-    kwargs: Mapping[str, Any] = field(default=Factory(dict), kw_only=True)
+    kwargs: Mapping[str, Any] = field(default=Factory(dict), kw_only=True, metadata={CODE: True})
     """Arguments of `gymnasium.make`."""
 
     max_turns: int = field(default=16, kw_only=True, validator=ge(1))
