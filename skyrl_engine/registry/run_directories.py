@@ -3,6 +3,7 @@
 A run directory may come from anybody, and its owner may put anything into it.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
@@ -23,7 +24,7 @@ _closed: set[Path] = set()
 
 def run_directory_around(path: Path) -> Path | None:
     """Return the run directory that a file lies in, as it is written or where its links lead; None where it lies in none."""
-    places = dict.fromkeys((path.absolute().parent, path.resolve().parent))
+    places = dict.fromkeys((Path(os.path.normpath(path.absolute())).parent, path.resolve().parent))
     return next((folder for place in places for folder in (place, *place.parents) if _is_run_directory(folder)), None)
 
 

@@ -137,10 +137,10 @@ class Gate:
         for each in foreign:
             for file in [*([] if each.main is None else [each.main]), *each.files]:
                 refuse_code_inside(file, told)
-        reasons = {each: reason for each in foreign if (reason := self._distrust(each)) is not None}
+        reasons = [(each, reason) for each in foreign if (reason := self._distrust(each)) is not None]
         if not reasons or self.raw.consent.given:
             return
-        lines = [f"{each.key} = {each.text} ({reason})" for each, reason in reasons.items()]
+        lines = [f"{each.key} = {each.text} ({reason})" for each, reason in reasons]
         asked = f"The configuration of the run directory {self.run} names code outside of it:"
         if self.raw.consent.obtain([asked, *(f"  {line}" for line in lines)]):
             return

@@ -11,7 +11,7 @@ from skyrl_engine.errors import EngineError
 VARIABLE = "SKYRL_ENGINE_KEY_FILE"
 """The environment variable that says where the key lies, so that nodes and containers share it."""
 
-_SHORTEST = 32
+_SHORTEST, _LONGEST = 32, 4096
 
 
 def key_file() -> Path:
@@ -30,26 +30,33 @@ def read_key() -> bytes | None:
     """
     place = key_file()
     try:
-        descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+        # without O_NONBLOCK a pipe would be waited for
+        descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise EngineError(f"the key {place} cannot be read ({error.strerror})", remedy=_elsewhere("Make it readable")) from error
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise EngineError(f"the key {place} is no file", remedy=_elsewhere("Remove it"))
-        if status.st_uid != os.geteuid():
-            raise EngineError(f"the key {place} is another user's", remedy=_elsewhere("Remove it, or give it to yourself"))
-        if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise EngineError(
-                f"the key {place} may be read or written by others (mode {stat.S_IMODE(status.st_mode):04o})",
-                remedy=_elsewhere(f"Remove it, or, where nobody has read it, chmod 600 {place}"),
-            )
-        key = file.read().strip()
+    try:
+        _refuse_shared(place, os.fstat(descriptor))
+        key = os.read(descriptor, _LONGEST).strip()
+    finally:
+        os.close(descriptor)
     if len(key) < _SHORTEST:
         raise EngineError(f"the key {place} holds fewer than {_SHORTEST} bytes", remedy=_elsewhere("Remove it"))
     return key
+
+
+def _refuse_shared(place: Path, status: os.stat_result) -> None:
+    """Refuse what is no file, another user's, or open to others."""
+    if not stat.S_ISREG(status.st_mode):
+        raise EngineError(f"the key {place} is no file", remedy=_elsewhere("Remove it"))
+    if status.st_uid != os.geteuid():
+        raise EngineError(f"the key {place} is another user's", remedy=_elsewhere("Remove it, or give it to yourself"))
+    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise EngineError(
+            f"the key {place} may be read or written by others (mode {stat.S_IMODE(status.st_mode):04o})",
+            remedy=_elsewhere(f"Remove it, or, where nobody has read it, chmod 600 {place}"),
+        )
 
 
 def make_key() -> bytes:
