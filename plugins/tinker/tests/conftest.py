@@ -85,12 +85,12 @@ def forward_backward(model: str, number: int, **changes: Any) -> bytes:
 
 
 @contextlib.contextmanager
-def serving(settings: Settings, **options: Any) -> Iterator[Client]:
+def serving(settings: Settings, *, key: str | None = KEY, **options: Any) -> Iterator[Client]:
     """A server of its own in a thread, from its start to its end; `options` are those of `application`."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(application(settings, KEY, **options), port=port, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(application(settings, key, **options), port=port, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -142,6 +142,12 @@ def other_client(settings: Settings, other_model: Path, request: pytest.FixtureR
     settings = attrs.evolve(settings, tables={**settings.tables, **changes.pop("tables", {})})
     with serving(attrs.evolve(settings, serve=attrs.evolve(settings.serve, **changes))) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def serving_of() -> Any:
+    """`serving`: a context manager over settings."""
+    return serving
 
 
 @pytest.fixture

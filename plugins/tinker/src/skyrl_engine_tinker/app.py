@@ -11,20 +11,25 @@ import zstandard
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
+from skyrl_engine_tinker.callers import LocalCallers
 from skyrl_engine_tinker.calls import CALLS
 from skyrl_engine_tinker.counted import Counted
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.rest import downloads, rest
 from skyrl_engine_tinker.server import Server
 from skyrl_engine_tinker.settings import Settings
+from skyrl_engine_tinker.told import Told
 
 
-def application(settings: Settings, api_key: str | None = None, request_log: TextIO | None = None) -> FastAPI:
+def application(
+    settings: Settings, api_key: str | None = None, request_log: TextIO | None = None, *, anyone: bool = False
+) -> FastAPI:
     """Return the server as an ASGI application.
 
-    With `api_key` every request must bring it in X-API-Key, or as a bearer token. `request_log` gets a line of JSON per request.
+    With `api_key` every request must bring it in X-API-Key, or as a bearer token. Without one, requests of web pages and under names of other
+    hosts are refused, unless `anyone` may call. `request_log` gets a line of JSON per request.
     """
-    server = Server(settings)
+    server, told = Server(settings), Told(settings)
     server.counters.log = request_log
     for name, about, value in server.gauges():
         server.counters.gauge(name, about, value)
@@ -38,6 +43,10 @@ def application(settings: Settings, api_key: str | None = None, request_log: Tex
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
 
+    @app.exception_handler(HTTPException)
+    async def refuse(_request: Request, error: HTTPException) -> Response:
+        return JSONResponse({"detail": told.text(str(error.detail))}, status_code=error.status_code, headers=error.headers)
+
     @app.post("/api/v1/{call}")
     async def post(call: str, request: Request) -> Response:
         _authorize(request, api_key)
@@ -50,7 +59,11 @@ def application(settings: Settings, api_key: str | None = None, request_log: Tex
             raise HTTPException(422, str(error)) from error
         except (KeyError, TypeError, ValueError) as error:
             raise HTTPException(422, f"{call} was sent with {type(error).__name__}: {error}") from error
-        return Response(answer, media_type="application/x-protobuf") if isinstance(answer, bytes) else JSONResponse(answer)
+        return (
+            Response(answer, media_type="application/x-protobuf")
+            if isinstance(answer, bytes)
+            else JSONResponse(told.answer(answer))
+        )
 
     @app.post("/api/v1/client/{_kind}")
     async def client_config(_kind: str, request: Request) -> Any:
@@ -70,6 +83,8 @@ def application(settings: Settings, api_key: str | None = None, request_log: Tex
 
     app.include_router(rest(server, functools.partial(_authorize, api_key=api_key)))
     app.include_router(downloads(server))
+    if api_key is None and not anyone:
+        app.add_middleware(LocalCallers)
     app.add_middleware(Counted, counters=server.counters, calls=CALLS.keys())
     return app
 

@@ -69,7 +69,7 @@ async def _unload_model(server: Server, body: bytes) -> Answer:
 
 async def _get_info(server: Server, body: bytes) -> Answer:
     _, model = server.lane_of(_json(body)["model_id"])
-    facts = {"model_name": model.base_model, "tokenizer_id": server.settings.serve.models.get(model.base_model)}
+    facts = {"model_name": model.base_model, "tokenizer_id": server.settings.tokenizer_of(model.base_model)}
     return {"type": "get_info", "model_data": facts, "model_id": model.model_id, "is_lora": model.rank > 0, "lora_rank": model.rank}
 
 

@@ -1,5 +1,6 @@
 """A model that is trained and sampled from: requests of the API as calls of `skyrl_engine.Engine`, on the thread of its lane."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -177,8 +178,18 @@ class ServedModel:
             if address.kind == "weights":
                 self.engine.save(folder / "state")
             self.engine.export(folder / "model")
+            self._name_base(folder / "model")
         self.samplers.saved(address.path)
         return {"path": address.path}
+
+    def _name_base(self, folder: Path) -> None:
+        """Write the base model's name in the place of its folder on this machine, which clients that download the files do not have."""
+        place = self.settings.serve.models[self.base_model]
+        for file in (folder / name for name in ("adapter_config.json", "config.json", "tokenizer_config.json")):
+            known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            named = {key: self.settings.tokenizer_of(self.base_model) if value == place else value for key, value in known.items()}
+            if named != known:
+                file.write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
 
     def pump(self) -> bool:
         """Sample for a moment. Returns True while samples are under way."""

@@ -32,6 +32,25 @@ def _installed(_table: object, _field: object, reference: str) -> None:
         raise ValueError(f"losses has {reference!r}, and the losses that are installed are {', '.join(sorted(found))}")
 
 
+def _models(path: Path, given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the places of models and, where they are given, their tokenizers, by name. Raises UnsupportedError."""
+    places, tokenizers = {}, {}
+    for name, value in given.items():
+        table = value if isinstance(value, dict) else {"path": value}
+        if not isinstance(table.get("path"), str):
+            raise UnsupportedError(f"{path}: serve.models.{name} is no text", remedy="Write a directory or a hub id")
+        if unknown := sorted(table.keys() - {"path", "tokenizer"}):
+            raise UnsupportedError(f"{path}: serve.models.{name} has no key {unknown[0]!r}", remedy="Use path and tokenizer")
+        places[name] = table["path"]
+        if "tokenizer" in table:
+            if not isinstance(table["tokenizer"], str) or not table["tokenizer"]:
+                raise UnsupportedError(
+                    f"{path}: serve.models.{name}.tokenizer is no text", remedy="Write a hub id that clients can load"
+                )
+            tokenizers[name] = table["tokenizer"]
+    return places, tokenizers
+
+
 @frozen(kw_only=True)
 class ServeTable:
     """The table `[serve]`. `models` are directories or hub ids by the names that clients may ask for."""
@@ -67,6 +86,8 @@ class Settings:
     serve: ServeTable
     tables: Mapping[str, Any]
     directory: Path
+    tokenizers: Mapping[str, str] = field(factory=dict)
+    """What clients load the tokenizer of a model from, by its name: a hub id, never a place of this machine."""
 
     @classmethod
     def read(cls, path: Path) -> "Settings":
@@ -90,19 +111,24 @@ class Settings:
                 f"{path}: model.path and model.lora are the client's to choose", remedy="Name models in [serve.models]"
             )
         base = path.resolve().parent
-        if wrong := next((name for name, where in serve["models"].items() if not isinstance(where, str)), None):
-            raise UnsupportedError(f"{path}: serve.models.{wrong} is no text", remedy="Write a directory or a hub id")
-        found = {name: str(base / where) if (base / where).exists() else where for name, where in serve["models"].items()}
+        places, tokenizers = _models(path, serve["models"])
+        found = {name: str(base / where) if (base / where).exists() else where for name, where in places.items()}
+        # a client has none of this machine's folders: what lies here goes by its name
+        tokenizers = {name: where if where == found[name] else name for name, where in places.items()} | tokenizers
         try:
             table = ServeTable(**{**serve, "models": found})
         except (TypeError, ValueError) as error:
             raise UnsupportedError(f"{path}: serve: {error.args[0]}", remedy="Give a value of this type and range") from error
-        return cls(table, tables, base / table.directory)
+        return cls(table, tables, base / table.directory, tokenizers)
 
     def require(self, base_model: str) -> None:
         """Raise RequestError for a model that the table does not name."""
         if base_model not in self.serve.models:
             raise RequestError(f"there is no model {base_model!r} here; there are {', '.join(self.serve.models)}")
+
+    def tokenizer_of(self, base_model: str) -> str:
+        """Return what a client loads a model's tokenizer from."""
+        return self.tokenizers.get(base_model, base_model)
 
     def require_rank(self, rank: int) -> None:
         """Raise RequestError for a rank of adapters that is none, or too large."""
