@@ -87,7 +87,7 @@ class Settings:
     tables: Mapping[str, Any]
     directory: Path
     tokenizers: Mapping[str, str] = field(factory=dict)
-    """What clients load the tokenizer of a model from, by its name: a hub id, never a place of this machine."""
+    """Hub ids from which clients load tokenizers, by the names of models; never a place of this machine."""
 
     @classmethod
     def read(cls, path: Path) -> "Settings":
