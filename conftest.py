@@ -32,7 +32,7 @@ settings.register_profile("nightly", deadline=None, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "here"))
 
 # Runs of tests are signed with a key of the tests' own.
-os.environ["SKYRL_ENGINE_KEY_FILE"] = os.path.join(tempfile.mkdtemp(prefix="skyrl-engine-tests-"), "run-key")
+os.environ["SKYRL_ENGINE_KEY_FILE"] = str(Path(tempfile.mkdtemp(prefix="skyrl-engine-tests-")) / "run-key")
 
 pytest_plugins = ("ranks_of_tests", "ranks_first", "seconds_per_file", "unchanged_sources")
 

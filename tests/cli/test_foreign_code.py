@@ -4,7 +4,6 @@ The keys are walked, not listed: one that is new needs a plant here, and a new t
 """
 
 import json
-import os
 import tomllib
 import typing
 from collections.abc import Callable, Iterator

@@ -77,20 +77,6 @@ def test_its_seal_says_which_files_ran(own: Path, made: Path) -> None:
     assert set(seal["files"]) == {str(made / "code" / name) for name in ("reward.py", "worth_of_rewards.py")}
 
 
-CHANGES: dict[str, Callable[[Path, Path], None]] = {
-    "the file": lambda _run, code: (code / "reward.py").write_text(REWARD.replace("WORTH\n", "WORTH + 1\n")),
-    "a file that it imports": lambda _run, code: (code / "worth_of_rewards.py").write_text("WORTH = 2.0\n"),
-    "its configuration, to another file": lambda run, code: _named(run, code, "other.py"),
-    "its configuration, to another function": lambda run, _code: _replaced(run / "config.toml", "reward.py:score", "reward.py:worth"),
-    "its configuration, to a module": lambda run, code: _replaced(run / "config.toml", f"{code}/reward.py:score", "os:system"),
-    "an option beside it": lambda run, _code: _replaced(run / "config.toml", "pass_threshold = 1.0", "pass_threshold = 0.0"),
-    "the seal, to another file": lambda run, code: _sealed(run, code),
-    "the seal's signature": lambda run, _code: _edited(run, lambda seal: seal.update(hmac="0" * 64)),
-    "no seal": lambda run, _code: _edited(run, dict.clear),
-    "no run.json": lambda run, _code: (run / "run.json").unlink(),
-}
-
-
 def _replaced(file: Path, before: str, after: str) -> None:
     assert before in file.read_text()
     file.write_text(file.read_text().replace(before, after))
@@ -114,6 +100,22 @@ def _sealed(run: Path, code: Path) -> None:
     file = code / "reward.py"
     file.write_text(REWARD + "\n")
     _edited(run, lambda seal: seal["files"].update({str(file): hashlib.sha256(file.read_bytes()).hexdigest()}))
+
+
+CHANGES: dict[str, Callable[[Path, Path], None]] = {
+    "the file": lambda _run, code: (code / "reward.py").write_text(REWARD.replace("WORTH\n", "WORTH + 1\n")),
+    "a file that it imports": lambda _run, code: (code / "worth_of_rewards.py").write_text("WORTH = 2.0\n"),
+    "its configuration, to another file": lambda run, code: _named(run, code, "other.py"),
+    "its configuration, to another function": lambda run, _code: _replaced(
+        run / "config.toml", "reward.py:score", "reward.py:worth"
+    ),
+    "its configuration, to a module": lambda run, code: _replaced(run / "config.toml", f"{code}/reward.py:score", "os:system"),
+    "an option beside it": lambda run, _code: _replaced(run / "config.toml", "pass_threshold = 1.0", "pass_threshold = 0.0"),
+    "the seal, to another file": _sealed,
+    "the seal's signature": lambda run, _code: _edited(run, lambda seal: seal.update(hmac="0" * 64)),
+    "no seal": lambda run, _code: _edited(run, dict.clear),
+    "no run.json": lambda run, _code: (run / "run.json").unlink(),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
