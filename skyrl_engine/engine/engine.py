@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from operator import index
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -438,12 +437,13 @@ class Engine(SamplingVerbs):
         )
 
     def discard(self) -> None:
-        """Drop the accumulated gradient: a step of rate 0, which changes no weight and does not count. AdamW's moments do see it."""
+        """Drop the accumulated gradient, as if the calls since the last step had never been: the next step is the same, bit for bit.
+
+        Of a set that `add_adapters` made, its own gradient alone. Raises what an earlier call met whose result nobody took.
+        """
         self.group.refuse_ended()
         self._gradient.parts.clear()
-        # ranks refuse to step on a gradient that is not finite, and drop it
-        with suppress(ModelError):
-            self.group.optim_step(AdamWSettings(learning_rate=0.0, max_grad_norm=None)).result()
+        self.group.zero_grad()
 
     def gradients(self) -> dict[str, npt.NDArray[Any]]:
         """Gather the accumulated gradient by Hugging Face parameter name, summed over ranks, before `optim_step`."""

@@ -28,6 +28,22 @@ def replace_entries(model: nn.Module, replacements: Mapping[int, Tensor]) -> Non
                     entries[key] = replacements[id(value)]  # type: ignore[assignment] # a parameter where there was one
 
 
+def loose_tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:
+    """Return the tensors that modules hold as plain attributes, neither parameters nor buffers, by module and attribute."""
+    return {
+        (name, key): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
+
+
 def keeps_loose_tensors(model: nn.Module) -> bool:
     """Return True if a module of a skeleton holds a meta tensor that is neither parameter nor buffer, so that nothing fills it."""
-    return any(isinstance(value, Tensor) and value.is_meta for module in model.modules() for value in vars(module).values())
+    return any(tensor.is_meta for tensor in loose_tensors(model).values())
+
+
+def replace_loose_tensors(model: nn.Module, replacements: Mapping[tuple[str, str], Tensor]) -> None:
+    """Replace those of the `loose_tensors` of `model` that `replacements` holds."""
+    for name, key in loose_tensors(model).keys() & replacements.keys():
+        setattr(model.get_submodule(name), key, replacements[name, key])

@@ -174,6 +174,7 @@ def load_causal_lm(spec: ModelConfig, *, images: bool = False) -> Any:
             f"the weights of {files[0] if len(files) == 1 else spec.path} cannot be loaded: {failure(error)}",
             remedy=TO_SAFETENSORS if is_refused(error) else "Check that the directory or hub id holds a complete model",
         ) from error
+    _in_weight_dtype(model, spec)
     refuse_other_shapes(spec, files, report["mismatched_keys"])
     # a classifier's files hold no language-model head, and its values do without
     missing = sorted(set(report["missing_keys"]) - (output_names(model) if spec.classifier else set()))
@@ -215,7 +216,7 @@ def _made(spec: EmptyModelConfig, config: Any) -> Any:
 def build_causal_lm(spec: ModelConfig, config: Any) -> Any:
     """Make the model by its class. Raises ModelError for a configuration that the class cannot be made from."""
     try:
-        return _auto_class(config).from_config(
+        model = _auto_class(config).from_config(
             config, trust_remote_code=spec.trust_remote_code, dtype=weight_dtype(spec.dtype), **_experts(spec)
         )
     except Exception as error:
@@ -223,6 +224,15 @@ def build_causal_lm(spec: ModelConfig, config: Any) -> Any:
             f"the {config.model_type} model of {spec.path} cannot be built from its config.json: {type(error).__name__}: {_first_line(error)}",
             remedy="Correct that number or name in config.json, or copy it again from the model's source",
         ) from error
+    return _in_weight_dtype(model, spec)
+
+
+def _in_weight_dtype(model: Any, spec: ModelConfig) -> Any:
+    """Cast the parameters that modelling code makes in a dtype of its own, and return the model."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(weight_dtype(spec.dtype))
+    return model
 
 
 def enable_activation_checkpointing(model: Any, name: str) -> None:

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.modeling.entries import entry, keeps_loose_tensors, named_tensors, replace_entries
+from skyrl_engine.modeling.entries import (
+    entry,
+    keeps_loose_tensors,
+    loose_tensors,
+    named_tensors,
+    replace_entries,
+    replace_loose_tensors,
+)
+from skyrl_engine.modeling.lora import has_adapter_name
+from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
 
 
 @contextmanager
@@ -29,9 +38,9 @@ def on_the_cpu_without_memory(model: nn.Module) -> Iterator[None]:
 
 
 def share_weights(model: nn.Module, base: nn.Module, name: str) -> None:
-    """Put the memory of `base` where `model` has nothing: its parameters as they are, its buffers as copies. Tied tensors stay tied.
+    """Put the memory of `base` in the place of all that `model` does not train: parameters as they are, buffers as copies. Tied tensors stay tied.
 
-    The two are one model with different adapters, whole or sharded alike. Raises UnsupportedError for a model that keeps tensors beside
+    What a model trains is known by its name (`is_own`): modelling code may give the rest values of its own, on any device. The two are one model with different adapters, whole or sharded alike. Raises UnsupportedError for a model that keeps tensors beside
     parameters and buffers.
     """
     if keeps_loose_tensors(model):
@@ -42,15 +51,21 @@ def share_weights(model: nn.Module, base: nn.Module, name: str) -> None:
     theirs = {_base_name(each): each for each, _ in named_tensors(base)}
     shared: dict[int, Tensor] = {}
     for each, _ in named_tensors(model):
-        place = entry(model, each)
-        if not place.is_meta:
+        if is_own(each):
             continue
+        place = entry(model, each)
         there = entry(base, theirs[_base_name(each)])
         if isinstance(place, nn.Parameter):
             shared[id(place)] = nn.Parameter(there.detach(), requires_grad=False)
         else:
             shared[id(place)] = there.detach().clone()
     replace_entries(model, shared)
+    replace_loose_tensors(model, loose_tensors(base))
+
+
+def is_own(name: str) -> bool:
+    """Return True for a tensor of an adapter or of a value head, which each model over shared weights has for itself."""
+    return has_adapter_name(name) or name.rpartition(".")[0] == VALUE_HEAD
 
 
 def _base_name(name: str) -> str:

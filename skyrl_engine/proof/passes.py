@@ -1,7 +1,5 @@
 """One pass of a batch through ranks, measured: loss, gradients, outputs; afterwards the ranks are as they were."""
 
-from contextlib import suppress
-
 import numpy as np
 import numpy.typing as npt
 
@@ -12,7 +10,6 @@ from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.engine import Engine
-from skyrl_engine.errors import ModelError
 from skyrl_engine.proof.comparison import Measured
 from skyrl_engine.registry.part import Part
 from skyrl_engine.workers.dispatch import batch_structure, token_weights
@@ -35,17 +32,11 @@ def measure(
         output = engine.forward_backward(plan).result().output
         gradients = engine.gradients()
     finally:
-        _clear(engine)
+        engine.discard()
     structure = batch_structure(columns, plan.cut.mini_batches[0], assembly.context.max_sequence_length, reducer=assembly.reducer)
     weights = np.abs(token_weights(honest or assembly.reducer, structure))
     carrying = np.where(structure.loss_weight != 0, weights, 0.0)
     return Measured(output.metrics["loss"].result, _magnitude(output, structure.sample_ids, carrying), gradients, output)
-
-
-def _clear(engine: Engine) -> None:
-    """Clear the gradient. One that is not finite is refused and cleared all the same; the pass shows it."""
-    with suppress(ModelError):
-        engine.discard()
 
 
 def _magnitude(output: BatchOutput, sample_ids: IntArray, weights: npt.NDArray[np.float64]) -> float:

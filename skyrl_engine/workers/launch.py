@@ -104,6 +104,10 @@ class WorkerGroup:
         """Apply the accumulated gradients with these numbers (None: those the ranks were started with); replies by rank."""
         return self._call("optim_step", [(settings,)] * self.topology.world_size)
 
+    def zero_grad(self) -> None:
+        """Drop the accumulated gradient on every rank."""
+        self._everywhere("zero_grad")
+
     def settle(self) -> None:
         """Wait for all calls under way. Raises the first failure that nobody has seen."""
         self._calls.settle()

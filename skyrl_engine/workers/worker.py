@@ -208,6 +208,10 @@ class Worker:
             step = self._backend.optim_step(settings)
         return StepReply(step, self._spans.drain())
 
+    def zero_grad(self) -> None:
+        """Drop the accumulated gradient."""
+        self._backend.zero_grad()
+
     def gradients(self) -> dict[str, np.ndarray]:
         """The accumulated gradient by parameter name, float32 or float64, before `optim_step`; nothing on ranks other than 0.
 

@@ -42,6 +42,8 @@ ON_ONE_RANK = [
     ("silent_clipping", {"clipping"}, "as far as AdamW moves them without a limit, for a gradient of norm 50"),
     ("never_clips", {"clipping"}, "as far as AdamW moves them where max_grad_norm is 5"),
     ("norm_after_clipping", {"gradient_norm"}, "that is max_grad_norm, the norm after clipping to 5"),
+    ("drops_by_a_step", {"dropped_gradient"}, "where a gradient was dropped before it"),
+    ("drops_nothing", {"dropped_gradient"}, "is still there after zero_grad"),
     ("deaf_steps", {"step", "clipping"}, "step 2 reports the learning rate 0.01, where the call says 0.02"),
     ("deaf_to_betas", {"step"}, "as far as AdamW moves them in step 3"),
     ("without_decay", {"step"}, "as far as AdamW moves them in step 1"),
@@ -99,6 +101,12 @@ ON_TWO_RANKS = [
     ("other_order_on_other_ranks", {"every_rank"}, "rank 1 yields other names in weights() than rank 0, or in another order"),
 ]
 BY_DAY = [
+    (
+        "keeps_what_its_code_made",
+        {"placed_weights"},
+        "lambda_q1 of rank 0 is not what the model's files hold (8 such tensors)",
+        "dp2",
+    ),
     ("clips_every_micro_batch", {"clipping"}, "and a small one its own", "dp1"),
     ("trains_without_dropout", {"dropout"}, "seed nothing there", "dp1"),
     ("stays_in_training", {"evaluation"}, "dropout is on", "dp1"),
@@ -139,6 +147,7 @@ ALSO = {
     "twice": {"adapters", "divergence", "labels", "logprobs_at", "logsumexp", "many_micro_batches", "mean_logprob"},
     "mean_over_micro_batches": {"divergence", "many_micro_batches"},
     "never_clips": {"step"},
+    "drops_nothing": {"save_and_load"},
     "without_temperature": {"divergence", "logprobs_at", "logsumexp", "mean_logprob"},
     "makes_scores_up": {"divergence", "logprobs_at"},
     "needs_a_token": {"many_micro_batches"},

@@ -77,6 +77,24 @@ def _exports_start(self: Any, original: Any, directory: Any) -> None:
 stale_export = Wrong(overriding(setup=_keeps_start, export=_exports_start))
 
 
+def _keeps_what_its_code_made(self: Any, original: Any, model: Any, optimizer: Any, environment: Any) -> None:
+    """Leave random values, on ranks above 0, in the parameters that modelling code does not make on the meta device."""
+    import torch
+
+    from skyrl_engine.model_facts.configuration import load_config
+    from skyrl_engine.modeling.loading import build_causal_lm
+
+    original(model, optimizer, environment)
+    with torch.device("meta"):
+        like = build_causal_lm(model, load_config(model, images=True))
+    for name, parameter in like.named_parameters():
+        if not parameter.is_meta and environment.rank > 0:
+            torch.nn.init.normal_(self._model.get_parameter(name).detach().to_local())
+
+
+keeps_what_its_code_made = Wrong(overriding(setup=_keeps_what_its_code_made))
+
+
 claims_context_parallel = Wrong(overriding(), more=frozenset({"context_parallel"}))
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import attrs
 from backends_made_wrong import Wrong, overriding, scaled, world_size
 
+from skyrl_engine import EngineError
 from skyrl_engine.contracts import AdamWSettings, OptimStep
 
 right = Wrong(overriding())
@@ -40,6 +41,22 @@ def _keeps_gradient(self: Any, original: Any, *settings: Any) -> OptimStep:
 
 
 stale_gradient = Wrong(overriding(optim_step=_keeps_gradient))
+
+
+def _steps_at_rate_0(self: Any, original: Any) -> None:
+    """Drop a gradient by a step that moves no weight, which moments and the count of steps remember."""
+    settings = attrs.evolve(self._settings, learning_rate=0.0, weight_decay=0.0, max_grad_norm=None)
+    try:
+        type(self).__base__.optim_step(self, settings)
+    except EngineError:
+        return  # not finite, and cleared
+    self._steps_done -= 1
+
+
+drops_by_a_step = Wrong(overriding(zero_grad=_steps_at_rate_0))
+
+
+drops_nothing = Wrong(overriding(zero_grad=lambda self, original: None))
 
 
 def _told(self: Any, settings: AdamWSettings | None, **changes: Any) -> AdamWSettings:

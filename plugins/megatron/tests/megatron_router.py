@@ -74,7 +74,7 @@ def routed(directory: str, options: MegatronConfig, cases: Sequence[Case], **mod
                 for first in range(0, len(chosen), share)
             ]
             gradients = arrays(backend.gradients())
-            backend._clear()
+            backend.zero_grad()
             evaluated = backend.forward(ROWS[case.rows](chosen, case.size), objective)
             collects = backend.coords.collects
             results.append(Routed(gradients, RankOutput.concat(outputs).metrics, evaluated.metrics, collects))

@@ -102,7 +102,7 @@ def passed(directory: str, options: MegatronConfig, cases: Sequence[Case], **mod
             outputs = [backend.forward_backward(ROWS[case.rows](part, case.size), objective) for part in parts]
             gradients = arrays(backend.gradients())
             results.append(Passed(outputs, gradients, backend.forward(ROWS[case.rows](chosen, case.size), objective)))
-            backend._clear()
+            backend.zero_grad()
     finally:
         backend.close()
     return results

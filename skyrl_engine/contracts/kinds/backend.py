@@ -238,6 +238,12 @@ class Backend(Protocol):
         Raises ModelError where the gradient is not finite: weights and optimizer then stay as they are, and the gradient is cleared.
         """
 
+    def zero_grad(self) -> None:
+        """Drop the accumulated gradient, also one that is not finite or that a failed pass left in part.
+
+        Weights, moments and the count of steps stay: the next step is, bit for bit, what it would be without the dropped calls.
+        """
+
     def save(self, directory: Path) -> None:
         """Write this rank's part of the training state (weights, optimizer, schedule, random states) into an existing directory."""
 

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -13,15 +13,20 @@ from attrs import define
 
 from skyrl_engine.errors import WorkerError
 from skyrl_engine.modeling.loading import quiet_progress
-from skyrl_engine.modeling.tiny import VOCABULARY, Family, make_parts_differ, write_model, write_vision_model
+from skyrl_engine.modeling.tiny import VOCABULARY, make_parts_differ, write_model, write_vision_model
 from skyrl_engine.testing.adapters import write_adapter
 from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, many_documents, picture_documents
 from skyrl_engine.testing.backends.ranks import Answer, BackendRanks, Opening, RankFailed, on_rank
 from skyrl_engine.testing.pictures import Variant
 from skyrl_engine.testing.ranks.world import kept
 
-Model = Literal["qwen3", "llama", "dropout", "critic", "vision"]
-"""A tied Qwen3, an untied Llama, a Qwen3 that draws random numbers in training, one with a value head, and a Qwen3-VL, which takes pictures."""
+Model = Literal["qwen3", "llama", "dropout", "critic", "vision", "outside meta"]
+"""A tied Qwen3, an untied Llama, a Qwen3 that draws random numbers in training, one with a value head, a Qwen3-VL, which takes pictures, and a
+DiffLlama, whose code makes some parameters on the CPU inside of `torch.device("meta")`.
+"""
+
+FAMILIES: Mapping[Model, str] = {"llama": "llama", "outside meta": "diffllama"}
+"""Models by their type in transformers where it is not qwen3."""
 
 
 @define(eq=False)
@@ -60,9 +65,8 @@ class Bench:
             if name == "vision":
                 write_vision_model(directory)
                 return self._models.setdefault(name, str(directory))
-            family: Family = "llama" if name == "llama" else "qwen3"
             with quiet_progress():
-                write_model(directory, family, value_head=name == "critic")
+                write_model(directory, FAMILIES.get(name, "qwen3"), value_head=name == "critic")
             make_parts_differ(directory)
             if name == "dropout":
                 config = json.loads((directory / "config.json").read_text())

@@ -7,6 +7,7 @@ from skyrl_engine.testing.backends.description_promises import DESCRIPTION_PROMI
 from skyrl_engine.testing.backends.device_promises import DEVICE_PROMISES
 from skyrl_engine.testing.backends.gradient_promises import GRADIENT_PROMISES
 from skyrl_engine.testing.backends.lora_promises import LORA_PROMISES
+from skyrl_engine.testing.backends.placement_promises import PLACEMENT_PROMISES
 from skyrl_engine.testing.backends.score_promises import SCORE_PROMISES
 from skyrl_engine.testing.backends.second_model_promises import SECOND_MODEL_PROMISES
 from skyrl_engine.testing.backends.state_promises import STATE_PROMISES
@@ -21,6 +22,7 @@ BACKEND_PROMISES: tuple[Promise[Any, Any], ...] = (
     *GRADIENT_PROMISES,
     *STEP_PROMISES,
     *STATE_PROMISES,
+    *PLACEMENT_PROMISES,
     *VISION_PROMISES,
     *LORA_PROMISES,
     *ADAPTER_SET_PROMISES,

@@ -232,6 +232,9 @@ class HeldBackend:
     def optim_step(self, settings: AdamWSettings | None) -> OptimStep:
         return self.backend.optim_step(settings)
 
+    def zero_grad(self) -> None:
+        self.backend.zero_grad()
+
     def gradients(self) -> Arrays:
         return {name: tensor.numpy().copy() for name, tensor in self.backend.gradients()}
 
@@ -363,6 +366,9 @@ class BackendRanks:
 
     def optim_step(self, settings: AdamWSettings | None = None) -> list[OptimStep]:
         return self._ask("optim_step", settings)
+
+    def zero_grad(self) -> None:
+        self._ask("zero_grad")
 
     def gradients(self) -> list[Arrays]:
         return self._ask("gradients")

@@ -27,7 +27,7 @@ REMEDY = "Give every tensor in full under the name that transformers' own model 
     models=("qwen3", "llama"),
 )
 def names(subject: BackendSubject, case: BackendCase) -> None:
-    due = _transformers_weights(subject.bench.model(case.model))
+    due = transformers_weights(subject.bench.model(case.model))
     with subject.opened(case) as ranks:
         weights = ranks.weights()[0]
         ranks.forward_backward(case.whole())
@@ -47,7 +47,8 @@ def names(subject: BackendSubject, case: BackendCase) -> None:
             raise Broken(f"{name} is not what the model's files hold", "Load weights in float32 as they are")
 
 
-def _transformers_weights(directory: str) -> Arrays:
+def transformers_weights(directory: str) -> Arrays:
+    """Return the parameters of the model in a directory by name, tied ones once, as transformers loads them."""
     from transformers import AutoModelForCausalLM
 
     with quiet_progress():

@@ -219,6 +219,45 @@ def not_finite(subject: BackendSubject, case: BackendCase) -> None:
             raise Broken(f"the step after a refused one is another than without it: {name} differs", remedy)
 
 
+@backend_promise(
+    "A gradient that zero_grad drops leaves weights, moments and the count of steps as they are: the next steps' bytes are equal"
+)
+def dropped_gradient(subject: BackendSubject, case: BackendCase) -> None:
+    """Before the first step and between two, of one call and of several, finite and not; two steps show moments and their correction."""
+    work = case.whole(scale=_scale(subject, case, SMALL))
+    with subject.opened(case, optimizer=SPEC) as ranks:
+        due = [_stepped(ranks, work) for _ in range(3)]
+    dropped = ((LARGE,), (LARGE, SMALL), (float("nan"),))
+    with subject.opened(case, optimizer=SPEC) as ranks:
+        for number, (norms, (wanted, weights)) in enumerate(zip(dropped, due, strict=True), start=1):
+            for norm in norms:
+                ranks.forward_backward(case.whole(scale=_scale(subject, case, norm)))
+            ranks.zero_grad()
+            if (left := ranks.gradients()[0]) and norm_of(left):
+                raise Broken(f"a gradient of norm {norm_of(left):.3g} is still there after zero_grad", DROP)
+            applied, got = _stepped(ranks, work)
+            if applied.grad_norm != wanted.grad_norm:
+                raise Broken(
+                    f"the gradient of step {number} has the norm {applied.grad_norm!r} after another was dropped, and {wanted.grad_norm!r} "
+                    f"where there was none",
+                    DROP,
+                )
+            for name, weight in weights.items():
+                if not np.array_equal(got[name], weight):
+                    apart = float(np.abs(got[name] - weight).max())
+                    raise Broken(
+                        f"{name} is another after step {number}, by {apart:.1e}, where a gradient was dropped before it", DROP
+                    )
+
+
+DROP = "Clear the gradient in zero_grad, and every buffer of it, and take no step: one of rate 0 moves moments and their count"
+
+
+def _stepped(ranks: BackendRanks, work: PassOrder) -> tuple[OptimStep, Arrays]:
+    ranks.forward_backward(work)
+    return ranks.optim_step()[0], ranks.weights()[0]
+
+
 def require_nothing_left(ranks: BackendRanks) -> None:
     """Raise Undecidable where a gradient outlives its step, because every later step is wrong then."""
     if (left := ranks.gradients()[0]) and norm_of(left):
@@ -238,4 +277,4 @@ def _require_untouched(weights: Arrays, before: Arrays, remedy: str) -> None:
             raise Broken(f"refuses a gradient that is not a number after it has changed {name}", remedy)
 
 
-STEP_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (step, gradient_norm, clipping, not_finite)
+STEP_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (step, gradient_norm, clipping, not_finite, dropped_gradient)

@@ -124,6 +124,11 @@ class DeepSpeedBackend:
         self._steps_done += 1
         return OptimStep(grad_norm=norm, learning_rate=settings.learning_rate)
 
+    def zero_grad(self) -> None:
+        """Drop the accumulated gradient."""
+        if self._gradients is not None:
+            self._gradients.clear()
+
     def save(self, directory: Path) -> None:
         """Write this rank's part of the training state. Raises CheckpointError."""
         self._state().save(directory, self._steps_done)
@@ -132,8 +137,7 @@ class DeepSpeedBackend:
         """Restore what `save` wrote on any number of ranks; random states only on the same number. Raises CheckpointError."""
         self._steps_done = self._state().load(directory)
         self._in_bfloat16 = None
-        if self._gradients is not None:
-            self._gradients.clear()
+        self.zero_grad()
 
     def export(self, directory: Path) -> None:
         """Write weights, rounded to the precision that the run computes in, and configuration for `transformers`, or adapters for `peft`.

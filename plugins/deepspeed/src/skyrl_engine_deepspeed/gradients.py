@@ -69,7 +69,7 @@ class AccumulatedGradients:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what has accumulated; called after a step, after a load and by `drop`."""
+        """Forget what has accumulated; called after a step, after a load, by `drop` and where a gradient is not wanted."""
         self._engine.zero_grad()
         if self._stage == 2:
             from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID

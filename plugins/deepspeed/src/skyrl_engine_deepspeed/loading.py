@@ -51,12 +51,11 @@ def load(spec: ModelConfig, optimizer: AdamWSettings | None, config: DeepSpeedCo
     stated = settings(config, spec.dtype, device, learns=optimizer is not None)
     # before parameters are divided: weight decay depends on their shapes
     adamw = None if optimizer is None else build_adamw(parameters.values(), optimizer)
-    float32 = dict(placed.whole) if not placed.everyone_read else dict(named_tensors(model))
     if config.zero_stage == 3:
         _divide(deepspeed, scorer, stated, spec.dtype)
     engine = library.initialize(deepspeed, model=scorer, optimizer=adamw, config=stated)
     if spec.dtype == "bfloat16" and adamw is not None:
-        _restore_precision(engine, parameters, float32, placed, device)
+        _restore_precision(engine, parameters, placed.whole, device)
     return Loaded(model, scorer, parameters, vocabulary, engine)
 
 
@@ -67,8 +66,8 @@ def scored_parameters(model: nn.Module, scorer: Scorer) -> dict[str, nn.Paramete
 
 
 def _give_memory(placed: Placed) -> None:
-    """Replace meta tensors by uninitialised ones; the operating system takes host memory only once it is written to."""
-    if placed.everyone_read or dist.get_rank() == 0:
+    """Replace the meta tensors of ranks above 0 by uninitialised ones; the operating system takes host memory only once it is written to."""
+    if dist.get_rank() == 0:
         return
     replacements: dict[int, Tensor] = {}
     for name, _ in named_tensors(placed.model):
@@ -88,8 +87,7 @@ def _send_buffers(placed: Placed, device: torch.device) -> None:
 def _from_rank_0(placed: Placed, name: str, own: Tensor, device: torch.device) -> Tensor:
     """Return the values that rank 0 read for a parameter or buffer, on `device`."""
     values = (placed.whole[name] if placed.whole else own.detach()).to(device)
-    if not placed.everyone_read:
-        dist.broadcast(values, src=0)
+    dist.broadcast(values, src=0)
     return values
 
 
@@ -108,14 +106,13 @@ def _divide(deepspeed: Any, scorer: Scorer, stated: dict[str, Any], dtype: Compu
 
 @torch.no_grad()
 def _restore_precision(
-    engine: Any, parameters: Mapping[str, nn.Parameter], float32: Mapping[str, Tensor], placed: Placed, device: torch.device
+    engine: Any, parameters: Mapping[str, nn.Parameter], float32: Mapping[str, Tensor], device: torch.device
 ) -> None:
     """Overwrite DeepSpeed's float32 weights, which it made from bfloat16 ones, with the values as they were read."""
     for name, parameter in parameters.items():
         shape = getattr(parameter, "ds_shape", parameter.shape)
         values = float32[name].to(device) if name in float32 else torch.empty(shape, dtype=torch.float32, device=device)
-        if not placed.everyone_read:
-            dist.broadcast(values, src=0)
+        dist.broadcast(values, src=0)
         own = fragment(engine, parameter)
         if own is not None:
             own.weight.copy_(values.view(-1).narrow(0, own.start, own.size))

@@ -172,6 +172,12 @@ class FsdpBackend:
         self._steps_done += 1
         return OptimStep(grad_norm=norm, learning_rate=settings.learning_rate)
 
+    def zero_grad(self) -> None:
+        """Drop the accumulated gradient, and what a failed pass gathered."""
+        reshard(self._scorer)
+        for parameter in self._parameters().values():
+            parameter.grad = None
+
     def save(self, directory: Path) -> None:
         """Write this rank's part of the training state. Raises CheckpointError."""
         with self._draws():
@@ -182,11 +188,9 @@ class FsdpBackend:
 
         Raises CheckpointError.
         """
-        reshard(self._scorer)
+        self.zero_grad()
         with self._draws():
             self._steps_done = self._state().load(directory)
-        for parameter in self._parameters().values():
-            parameter.grad = None
 
     def export(self, directory: Path) -> None:
         """Write weights, rounded to the precision that the run computes in, and configuration for `transformers`, on rank 0.

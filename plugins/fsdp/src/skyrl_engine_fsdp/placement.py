@@ -42,8 +42,7 @@ def load_sharded(spec: ModelConfig, meshes: Meshes, device: torch.device, option
             expected = whole_logprobs(placed.model, placed.scorer)
         parallelize(placed.model, placed.scorer, plan, meshes.tensor)
     shard(placed.scorer, meshes, device, spec.dtype, options)
-    if not placed.everyone_read:
-        _fill(placed.model, placed.whole, device, offloaded=options.cpu_offload)
+    _fill(placed.model, placed.whole, device, offloaded=options.cpu_offload)
     if meshes.tensor is not None:
         prove(placed.model, placed.scorer, meshes.tensor, device, spec, expected=expected)
     return placed.model, placed.scorer
@@ -77,17 +76,18 @@ def load_beside_sharded(
 
 @torch.no_grad()
 def _fill(model: nn.Module, whole: Mapping[str, Tensor], device: torch.device, *, offloaded: bool) -> None:
-    """Send every tensor of `whole` from rank 0 and keep this rank's part of it. Tied tensors stay tied.
+    """Send every tensor of `whole` from rank 0, and keep this rank's part of it on the others. Tied tensors stay tied.
 
     With `offloaded`, the parts of parameters stay in host memory.
     """
+    if dist.get_world_size() == 1:
+        return
     filled: dict[int, Tensor] = {}
     for name, _ in named_tensors(model):
         place = entry(model, name)
         values = whole[name].to(device) if whole else torch.empty(place.shape, dtype=place.dtype, device=device)
         dist.broadcast(values, src=0)
-        # rank 0: sharding has kept its part
-        if not place.is_meta:
+        if whole:  # on rank 0, where sharding has kept its part
             continue
         part = values
         if isinstance(place, DTensor):

@@ -176,17 +176,18 @@ class MegatronBackend:
             # also true for NaN; every rank sees the same norm, so all ranks raise
             if not norm < float("inf"):
                 error = gradient_not_finite(self._steps_done + 1, norm, self.coords.rank, non_finite(self._state))
-                self._clear()
+                self.zero_grad()
                 raise error
             self._state.step(settings)
             if self._state.sharded:
                 for model in self._learned:
                     model.start_param_sync(force_sync=True)
-            self._clear()
+            self.zero_grad()
         self._steps_done += 1
         return OptimStep(grad_norm=norm, learning_rate=settings.learning_rate)
 
-    def _clear(self) -> None:
+    def zero_grad(self) -> None:
+        """Drop the accumulated gradient."""
         for model in self._learned:
             model.zero_grad_buffer()
 
@@ -197,7 +198,7 @@ class MegatronBackend:
     def load(self, directory: Path) -> None:
         """Restore exactly what `save` wrote under any layout of ranks, and clear the gradient. Raises CheckpointError."""
         self._steps_done = checkpoint.load(self._state, directory, self.coords)
-        self._clear()
+        self.zero_grad()
 
     def export(self, directory: Path) -> None:
         """Write weights, rounded to the precision that the run computes in, and configuration for `transformers`, on rank 0.
