@@ -1,6 +1,7 @@
 """Parameters and buffers of a model by name, and others in their place."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -26,6 +27,25 @@ def replace_entries(model: nn.Module, replacements: Mapping[int, Tensor]) -> Non
             for key, value in entries.items():
                 if value is not None and id(value) in replacements:
                     entries[key] = replacements[id(value)]  # type: ignore[assignment] # a parameter where there was one
+
+
+@contextmanager
+def ties_kept(model: nn.Module) -> Iterator[None]:
+    """Where a parameter is replaced under one of its names in this context, let its other names hold the new one too.
+
+    Whoever shards a part of the model sees only the names inside that part.
+    """
+    names: dict[int, list[str]] = {}
+    before: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        before[id(parameter)] = parameter
+    yield
+    for key, shared in names.items():
+        if len(shared) > 1:
+            held = [entry(model, name) for name in shared]
+            now = next((each for each in held if each is not before[key]), before[key])
+            replace_entries(model, {id(each): now for each in held})
 
 
 def loose_tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:

@@ -38,10 +38,11 @@ def on_the_cpu_without_memory(model: nn.Module) -> Iterator[None]:
 
 
 def share_weights(model: nn.Module, base: nn.Module, name: str) -> None:
-    """Put the memory of `base` in the place of all that `model` does not train: parameters as they are, buffers as copies. Tied tensors stay tied.
+    """Put the memory of `base` in the place of all that `model` does not train: parameters as they are, buffers as copies.
 
-    What a model trains is known by its name (`is_own`): modelling code may give the rest values of its own, on any device. The two are one model with different adapters, whole or sharded alike. Raises UnsupportedError for a model that keeps tensors beside
-    parameters and buffers.
+    Tied tensors stay tied. What a model trains is known by its name (`is_own`): modelling code may give the rest values of its own, on any
+    device. The two are one model with different adapters, whole or sharded alike. Raises UnsupportedError for a model that keeps tensors
+    beside parameters and buffers.
     """
     if keeps_loose_tensors(model):
         raise UnsupportedError(

@@ -56,7 +56,7 @@ def _steps_at_rate_0(self: Any, original: Any) -> None:
 drops_by_a_step = Wrong(overriding(zero_grad=_steps_at_rate_0))
 
 
-drops_nothing = Wrong(overriding(zero_grad=lambda self, original: None))
+drops_nothing = Wrong(overriding(zero_grad=lambda _self, _original: None))
 
 
 def _told(self: Any, settings: AdamWSettings | None, **changes: Any) -> AdamWSettings:

@@ -1,6 +1,7 @@
 """A client of the real SDK, run in a process of its own: ADDRESS RANK."""
 
 import sys
+from typing import Any
 
 import numpy as np
 import tinker
@@ -41,12 +42,34 @@ for loss in ("importance_sampling", "ppo", "cispo", "dro"):
     before = training.forward_backward([datum(loss, logprobs)], loss).result()
     assert np.isfinite(before.metrics["loss:sum"]), loss
 training.optim_step(types.AdamParams(learning_rate=0.0)).result()
-try:
-    told = ""
-    training.forward_backward([datum("cross_entropy")], "stable_reinforce").result()
-except tinker.RequestFailedError as error:
-    told = str(error)
+
+
+def refused(asked: Any) -> str:
+    """Wait for what is refused, and return why."""
+    try:
+        asked.result()
+    except tinker.RequestFailedError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+told = refused(training.forward_backward([datum("cross_entropy")], "stable_reinforce"))
 assert "there is no loss 'stable_reinforce' here" in told, told
+told = refused(training.optim_step(types.AdamParams(learning_rate=1.0)))
+assert "no step was taken" in told, told
+assert "there is no loss 'stable_reinforce' here" in told, told
+# the SDK cuts this list into two requests, and the first one is right
+wrong = types.Datum(
+    model_input=types.ModelInput.from_ints([5, 999]),
+    loss_fn_inputs={"target_tokens": types.TensorData.from_numpy(np.array([6, 7]))},
+)
+told = refused(training.forward_backward([datum("cross_entropy")] * 1500 + [wrong], "cross_entropy"))
+assert "token 1 of datum 1500 is 999" in told, told
+told = refused(training.optim_step(types.AdamParams(learning_rate=1.0)))
+assert "no step was taken" in told, told
+assert "datum 1500" in told, told
+again = np.array(training.forward([datum("cross_entropy")], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist())
+assert (again == logprobs).all(), (again, logprobs)
 
 
 def custom(data: list[types.Datum], found: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from skyrl_engine import EngineError
 from skyrl_engine.contracts import ModelConfig
 from skyrl_engine.model_facts.configuration import load_config
-from skyrl_engine.modeling.entries import entry, named_tensors, replace_entries
+from skyrl_engine.modeling.entries import entry, named_tensors, replace_entries, ties_kept
 from skyrl_engine.modeling.loading import load_beside
 from skyrl_engine.modeling.placement import gathered, load_on_ranks
 from skyrl_engine.modeling.scorer import Scorer
@@ -41,7 +41,8 @@ def load_sharded(spec: ModelConfig, meshes: Meshes, device: torch.device, option
         if dist.get_rank() == 0:
             expected = whole_logprobs(placed.model, placed.scorer)
         parallelize(placed.model, placed.scorer, plan, meshes.tensor)
-    shard(placed.scorer, meshes, device, spec.dtype, options)
+    with ties_kept(placed.model):
+        shard(placed.scorer, meshes, device, spec.dtype, options)
     _fill(placed.model, placed.whole, device, offloaded=options.cpu_offload)
     if meshes.tensor is not None:
         prove(placed.model, placed.scorer, meshes.tensor, device, spec, expected=expected)
@@ -69,7 +70,8 @@ def load_beside_sharded(
         share_weights(model, base, spec.path)
         shard(scorer, meshes, device, spec.dtype, options)
     else:
-        shard(scorer, meshes, device, spec.dtype, options)
+        with ties_kept(model):
+            shard(scorer, meshes, device, spec.dtype, options)
         share_weights(model, base, spec.path)
     return model, scorer
 

@@ -75,7 +75,7 @@ async def _get_info(server: Server, body: bytes) -> Answer:
 
 async def _forward_backward(server: Server, body: bytes) -> Answer:
     request = await asyncio.to_thread(parsed, "ForwardBackwardRequest", body)
-    return _in_turn(server, request.model_id, request.seq_id, lambda model: model.forward_backward(request))
+    return _in_turn(server, request.model_id, request.seq_id, lambda model: model.forward_backward(request), request)
 
 
 async def _optim_step(server: Server, body: bytes) -> Answer:
@@ -210,10 +210,15 @@ async def _retrieve(server: Server, body: bytes) -> Answer:
     return promise.answer
 
 
-def _in_turn(server: Server, model_id: Any, number: Any, work: Callable[[ServedModel], Answer]) -> Answer:
+def _in_turn(
+    server: Server, model_id: Any, number: Any, work: Callable[[ServedModel], Answer], datums: Any | None = None
+) -> Answer:
+    """Promise `work` in the turn of request `number`; `datums` is the request itself where it holds some."""
     lane, model = server.lane_of(model_id)
     if int(number) < 1:
         raise RequestError(f"seq_id is {number}; requests of a model are counted from 1")
+    if datums is not None:
+        model.arrive(datums)
     return server.promised(f"{model_id}:{int(number)}", lane.submit(int(number), lambda: work(model)))
 
 

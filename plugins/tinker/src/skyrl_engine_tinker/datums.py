@@ -34,17 +34,20 @@ class DatumBatch:
     shapes: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, request: Any, asked: AskedLoss, reads: Mapping[str, ColumnForm], limits: DatumLimits) -> "DatumBatch":
+    def of(
+        cls, request: Any, asked: AskedLoss, reads: Mapping[str, ColumnForm], limits: DatumLimits, *, before: int = 0
+    ) -> "DatumBatch":
         """Read the datums of a ForwardBackwardRequest for a loss that reads these columns.
 
-        A sample is a datum's N tokens and its last target, all but the first token are response. Raises RequestError naming the datum.
+        A sample is a datum's N tokens and its last target, all but the first token are response. The request's first datum is number `before`
+        of the client's list, by which errors name a datum and samples are numbered. Raises RequestError naming the datum.
         """
-        tokens = _tokens(request.data, limits)
-        inputs = _Inputs(request.data, [len(each) for each in tokens], limits)
+        tokens = _tokens(request.data, limits, before)
+        inputs = _Inputs(request.data, [len(each) for each in tokens], limits, before)
         targets = inputs.of(TARGETS, whole=True)
         if not asked.several:
             inputs.refuse_wide(TARGETS, targets, asked.name)
-        for number, each in enumerate(targets):
+        for number, each in enumerate(targets, before):
             _refuse_foreign(each, limits.vocabulary, f"target {{place}} of datum {number}")
         inputs.refuse_unknown(_known(asked, reads), asked.name)
         columns = {column: inputs.column(asked, column, form) for column, form in reads.items()}
@@ -63,6 +66,7 @@ class DatumBatch:
             action_offsets=offsets_of(lengths),
             loss_weight=inputs.joined(WEIGHTS, "number", 1.0) if weighs else None,
             columns=columns,
+            sample_ids=np.arange(before, before + len(tokens)),
         )
         return cls(made, TARGETS if labelled else None, tuple(each.shape for each in targets))
 
@@ -82,12 +86,12 @@ def wire_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {f"{name}:{each.reduction}": each.result for name, each in own.items()}
 
 
-def _tokens(data: Sequence[Any], limits: DatumLimits) -> list[Array]:
+def _tokens(data: Sequence[Any], limits: DatumLimits, before: int) -> list[Array]:
     """int32[N] of every datum, held against the limits."""
     if not len(data):
         raise RequestError("the request has no datum")
-    tokens = [tokens_of(datum.model_input, f"datum {number}") for number, datum in enumerate(data)]
-    for number, each in enumerate(tokens):
+    tokens = [tokens_of(datum.model_input, f"datum {number}") for number, datum in enumerate(data, before)]
+    for number, each in enumerate(tokens, before):
         if len(each) > limits.longest:
             raise RequestError(f"datum {number} has {len(each):,} tokens; this server takes {limits.longest:,}")
         _refuse_foreign(each, limits.vocabulary, f"token {{place}} of datum {number}")
@@ -96,11 +100,12 @@ def _tokens(data: Sequence[Any], limits: DatumLimits) -> list[Array]:
 
 @frozen
 class _Inputs:
-    """The inputs of all datums by name, each checked against its datum's `lengths`."""
+    """The inputs of all datums by name, each checked against its datum's `lengths`. The first datum is number `before` of the client's list."""
 
     data: Sequence[Any]
     lengths: Sequence[int]
     limits: DatumLimits
+    before: int
 
     def column(self, asked: AskedLoss, column: str, form: ColumnForm) -> Array:
         """The column that a loss reads, from the input of its name. Raises RequestError for a datum that lacks it."""
@@ -119,7 +124,7 @@ class _Inputs:
                 f"{name} are {sum(self.lengths):,} times {width:,} numbers; this server takes {self.limits.numbers:,} (serve.body_bytes)"
             )
         joined = np.zeros((sum(self.lengths), width), np.int64 if form == "token ids" else np.float32)
-        for number, (begin, each) in enumerate(zip(offsets_of(self.lengths)[:-1], found, strict=True)):
+        for number, (begin, each) in enumerate(zip(offsets_of(self.lengths)[:-1], found, strict=True), self.before):
             if form == "token ids":
                 _refuse_foreign(each, self.limits.vocabulary, f"number {{place}} of {name} of datum {number}")
             wide = each if each.ndim > 1 else each[:, None]
@@ -129,7 +134,7 @@ class _Inputs:
     def of(self, name: str, *, whole: bool, default: float | None = None, reader: str = "every loss") -> list[Array]:
         """The input of every datum, [N] or [N, K]: whole numbers, or finite float32."""
         found, room = [], self.limits.numbers
-        for number, (datum, length) in enumerate(zip(self.data, self.lengths, strict=True)):
+        for number, (datum, length) in enumerate(zip(self.data, self.lengths, strict=True), self.before):
             where = f"{name} of datum {number}"
             if name not in datum.loss_fn_inputs:
                 if default is None:
@@ -150,12 +155,12 @@ class _Inputs:
         return found
 
     def refuse_wide(self, name: str, found: Sequence[Array], reader: str) -> None:
-        for number, each in enumerate(found):
+        for number, each in enumerate(found, self.before):
             if each.ndim > 1:
                 raise RequestError(f"{name} of datum {number} are {list(each.shape)}; {reader} takes one per token")
 
     def refuse_other_shapes(self, name: str, due: Sequence[Array]) -> None:
-        for number, (datum, each) in enumerate(zip(self.data, due, strict=True)):
+        for number, (datum, each) in enumerate(zip(self.data, due, strict=True), self.before):
             if name in datum.loss_fn_inputs and _shape(datum.loss_fn_inputs[name], len(each)) != each.shape:
                 raise RequestError(
                     f"{name} of datum {number} are {list(datum.loss_fn_inputs[name].shape)}, and its {TARGETS} {list(each.shape)}"
@@ -163,7 +168,7 @@ class _Inputs:
 
     def refuse_unknown(self, known: Sequence[str], reader: str) -> None:
         """Refuse inputs that nobody reads: somebody believes that they count."""
-        for number, datum in enumerate(self.data):
+        for number, datum in enumerate(self.data, self.before):
             if unread := sorted(set(datum.loss_fn_inputs) - {*known, TARGETS}):
                 raise RequestError(
                     f"datum {number} has the input {unread[0]!r}, which {reader} does not read; it reads {', '.join(known) or 'no other'}"

@@ -67,12 +67,14 @@ class Lane:
         end: Callable[[], None],
         drains: Callable[[str], bool] = lambda _session: False,
         drop: Callable[[], None] = lambda: None,
+        miss: Callable[[int, int], None] = lambda _first, _last: None,
         turns: FairLock | None = None,
     ) -> None:
         """Start the thread. Before it ends it takes the samples of sessions that it `drains`; `drop` ends those of others that it is at.
 
-        Lanes of the same `turns` work one at a time.
+        `miss` is told of the first and the last of numbers that are waited for no longer. Lanes of the same `turns` work one at a time.
         """
+        self._miss = miss
         self._drains, self._drop, self._turns = drains, drop, turns or FairLock()
         self._loop, self._hole_seconds, self._pump, self._end = loop, hole_seconds, pump, end
         self._wake = threading.Condition()
@@ -167,6 +169,8 @@ class Lane:
         if number > self._next and time.monotonic() - self._hole_since < self._hole_seconds:
             return None
         number, work, promise = heapq.heappop(self._waiting)
+        if number > self._next:
+            self._miss(self._next, number - 1)
         self._next = max(self._next, number + 1)
 
         def done() -> None:

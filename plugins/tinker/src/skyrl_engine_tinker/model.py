@@ -10,6 +10,7 @@ from skyrl_engine.contracts import LoraConfig
 from skyrl_engine_tinker.adapted import EVERYWHERE, AdaptedLayers
 from skyrl_engine_tinker.asked import AskedLoss, LossInForce
 from skyrl_engine_tinker.checkpoints import Address, Facts, expiry, written
+from skyrl_engine_tinker.client_lists import ClientLists
 from skyrl_engine_tinker.codecs import encoded_outputs
 from skyrl_engine_tinker.datums import DatumBatch, DatumLimits, wire_metrics
 from skyrl_engine_tinker.errors import RequestError
@@ -46,7 +47,9 @@ class ServedModel:
         self._engine: Engine | None = None
         self._loss: LossInForce | None = None
         self._samplers: Samplers | None = None
-        self._spoiled = False
+        self._spoiled: str | None = None
+        """Why the gradient is not that of all data of the step, so that no step may be taken on it."""
+        self._lists = ClientLists()
         # why a checkpoint could not be opened in the place of what was there; another one may be
         self._lost: str | None = None
 
@@ -111,7 +114,7 @@ class ServedModel:
         if (facts.base_model, facts.lora_rank, facts.layers) != (self.base_model, self.rank, self.layers):
             where = f", adapters on {facts.layers}" if facts.lora_rank else ""
             raise RequestError(f"the checkpoint is of {facts.base_model} with rank {facts.lora_rank}{where}")
-        self._spoiled = False
+        self._spoiled = None
         if create or not optimizer:
             self.close()
             self.metadata = self.metadata or facts.run_metadata
@@ -125,31 +128,57 @@ class ServedModel:
             self.engine.load(folder / "state")
         return {"type": "load_weights", "path": path}
 
+    def arrive(self, request: Any) -> None:
+        """Note a ForwardBackwardRequest that arrives and waits for its turn, perhaps as a part of a longer list."""
+        self._lists.arrive(request.seq_id, len(request.data))
+
+    def miss(self, first: int, last: int) -> None:
+        """Note requests that never came, and whose turn is over: they may have held data of the step."""
+        self._spoil(f"request {first} did not arrive" if first == last else f"requests {first} to {last} did not arrive")
+
     def forward_backward(self, request: Any) -> bytes:
-        """Answer a ForwardBackwardRequest: log-probabilities and the summed loss; the gradient is added up, but for `forward_only`."""
+        """Answer a ForwardBackwardRequest: log-probabilities and the summed loss; the gradient is added up, but for `forward_only`.
+
+        Errors count datums in the client's list, of which the request may be a part. Data that is refused, for whatever reason, spoils the
+        step: the next `optim_step` is refused.
+        """
+        number = request.seq_id
+        try:
+            return self._passed(request, self._lists.before(number))
+        except BaseException as error:
+            # also of torch: memory that ran out
+            if not request.forward_only:
+                self._spoil(f"a forward_backward of it failed: {failure(error)['error']}")
+            raise
+        finally:
+            self._lists.forget_before(number)
+
+    def _spoil(self, why: str) -> None:
+        # the first reason: the others may follow from it
+        self._spoiled = self._spoiled or why
+
+    def _passed(self, request: Any, before: int) -> bytes:
         engine, serve = self.engine, self.settings.serve
         asked = AskedLoss.of(request, serve.losses)
         assert self._loss is not None, "an engine has a loss in force"
         reads = self._loss.put(asked)
-        batch = DatumBatch.of(request, asked, reads, DatumLimits(serve.longest, serve.body_bytes // 4, engine.vocabulary_size))
+        limits = DatumLimits(serve.longest, serve.body_bytes // 4, engine.vocabulary_size)
+        batch = DatumBatch.of(request, asked, reads, limits, before=before)
         plan = engine.plan(batch.columns)
         if request.forward_only:
             result = engine.evaluate(plan, tokens="actions", labels=batch.labels).result()
         else:
-            try:
-                result = engine.forward_backward(plan, tokens="actions", labels=batch.labels).result()
-            except BaseException:
-                # also of torch: memory that ran out
-                self._spoiled = True
-                raise
+            result = engine.forward_backward(plan, tokens="actions", labels=batch.labels).result()
         return encoded_outputs(batch.logprobs(result.output), wire_metrics(result.output.metrics))
 
     def optim_step(self, adam: dict[str, Any]) -> dict[str, Any]:
         """Take one AdamW step with the request's numbers; samplers of the step before keep its weights."""
-        if self._spoiled:
-            self._spoiled = False
+        if self._spoiled is not None:
+            why, self._spoiled = self._spoiled, None
             self.engine.discard()
-            raise RequestError("a forward_backward of this step failed, so its gradient was dropped; send the step's data again")
+            raise RequestError(
+                f"no step was taken, and its gradient was dropped: {why.rstrip('.')}. Send all data of the step again"
+            )
         self.samplers.before_step()
         clip = float(adam.get("grad_clip_norm") or 0.0)
         step = self.engine.optim_step(

@@ -227,6 +227,7 @@ class Places:
             end=model.close,
             drains=lambda session: not model.trained or session != model.session,
             drop=model.drop_samples,
+            miss=model.miss,
             turns=turns,
         )
         lane.submit(0, first, promise)
