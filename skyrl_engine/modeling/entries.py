@@ -31,7 +31,7 @@ def replace_entries(model: nn.Module, replacements: Mapping[int, Tensor]) -> Non
 
 @contextmanager
 def ties_kept(model: nn.Module) -> Iterator[None]:
-    """Where a parameter is replaced under one of its names in this context, let its other names hold the new one too.
+    """Let all names of a parameter hold the new one where it is replaced under one of them in this context.
 
     Whoever shards a part of the model sees only the names inside that part.
     """

@@ -9,6 +9,7 @@ import pytest
 from fsdp_tasks import outcome, placed
 from transformers import AutoModelForCausalLM
 
+from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.testing.ranks.world import World
 
 
@@ -27,6 +28,16 @@ def test_every_rank_has_the_saved_weights_and_buffers(pair: World, models: dict[
         assert buffers.keys() == dict(saved.named_buffers()).keys()
         for key, buffer in saved.named_buffers():
             np.testing.assert_array_equal(buffers[key], buffer.numpy())
+
+
+def test_a_parameter_with_names_inside_and_outside_of_what_is_sharded(pair: World, tmp_path: Path) -> None:
+    """BERT's head holds the bias of its linear layer a second time, beside the part of the model that is sharded."""
+    write_model(tmp_path, "bert-generation")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for _, empty, weights, _ in pair.run(placed, str(tmp_path), loose=False):
+        assert empty == []
+        for key, parameter in saved.named_parameters():
+            np.testing.assert_array_equal(weights[key], parameter.detach().numpy())
 
 
 def test_an_error_of_the_reading_rank_is_every_ranks_error(pair: World, models: dict[str, str], tmp_path: Path) -> None:
