@@ -73,16 +73,16 @@ def read_message(content: bytes, at: int) -> tuple["pa.RecordBatch", dict[str, A
     if not body_at <= end <= len(content):
         raise ValueError("its length is damaged")
     message = content[at:end]
-    failure: BaseException = ValueError("no format")
+    errors = []
     for head in _schema_messages():
         try:
             reader = pa.ipc.open_stream(pa.BufferReader(head + message))
             batch, metadata = reader.read_next_batch_with_custom_metadata()
             return batch, header_of(batch, metadata), (body_at, end)
         except failures() as error:
-            # of both formats the present one has the word
-            failure = failure if isinstance(failure, pa.ArrowException) else error
-    raise failure
+            errors.append(error)
+    # what is wrong in the present format says more
+    raise errors[0]
 
 
 @cache
@@ -129,5 +129,6 @@ def reason_at(content: bytes, at: int) -> str:
     try:
         read_message(content, at)
     except failures() as error:
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
+        # Arrow's own words are about buffers, and may be long
+        return str(error) if type(error) is ValueError else "its metadata are damaged"
     return "out of its order"

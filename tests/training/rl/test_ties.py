@@ -1,17 +1,21 @@
 """Rewards are float64 from the environment to the advantage, so that equal totals over other turns are worth the same."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from attrs import evolve
+from rl_runs import Rl, steps_of
 
 from skyrl_engine.contracts import Completion, Group, Trajectory, VersionSpans, as_advantage_output
 from skyrl_engine.rollout.columns import Overlong, to_columns
 from skyrl_engine.rollout.journal import open_journal
-from skyrl_engine.rollout.journal_index import read_groups
+from skyrl_engine.rollout.journal_index import read_groups, read_index
 from skyrl_engine.rollout.source import view_of
 from skyrl_engine.rollout.transcript import Transcript
 from skyrl_engine.training.rl.metrics import rollout_metrics
 from skyrl_engine.training.rl.steps import advantage_batch
+from skyrl_engine.training.rl.trainer import run_rl
 from skyrl_engine_advantages.options import GroupOptions, TokenOptions
 from skyrl_engine_advantages.plugin import dr_grpo, grpo, maxrl, reinforce_pp, reinforce_pp_baseline, rloo
 from skyrl_engine_group_filters.plugin import VarianceOptions, zero_variance
@@ -44,6 +48,49 @@ ESTIMATORS = [
     (maxrl, GroupOptions(normalize="group", epsilon=0.0)),
     (reinforce_pp_baseline, GroupOptions(normalize="batch", epsilon=0.0)),
 ]
+
+
+WORLD = """
+from skyrl_engine import hookimpl
+from skyrl_engine.contracts import EnvironmentClaims, StepResult, Task
+
+
+class Episode:
+    def __init__(self, seed):
+        self.earned = ((10.1, 0.2), (10.3, 0.0), (0.2, 10.1))[seed % 3]
+
+    def begin(self):
+        return ()
+
+    def step(self, action):
+        if action.turn == 0 and len(action.token_ids) > 10:
+            return StepResult(10.3)  # else there might be no room for a second turn
+        done = action.turn == 1
+        return StepResult(self.earned[action.turn], done, () if done else ({"role": "user", "content": "more"},))
+
+    def close(self):
+        pass
+
+
+class World:
+    claims = EnvironmentClaims(max_turns=2)
+
+    def tasks(self, split):
+        return [Task(str(n), messages=({"role": "user", "content": "go"},)) for n in range(4)]
+
+    def open(self, task, seed):
+        return Episode(seed)
+
+
+class Plugin:
+    @hookimpl
+    def skyrl_engine_make_environment(self):
+        return World()
+
+
+world = Plugin()
+"""
+"""Two turns that are worth 10.3 together, in one of three ways."""
 
 
 def batch_of(group: Group, **shaping):
@@ -94,3 +141,19 @@ def test_the_journal_keeps_every_bit(tmp_path) -> None:
     assert [each.reward for each in back.trajectories] == [0.9, 0.9, 0.3 + 0.6]
     assert back.rewards.tolist() == [0.3 + 0.6] * 3
     assert back.trajectories[0].rewards.tolist() == [0.0, 0.1] * 9
+
+
+def test_a_run_over_equal_totals_learns_nothing_and_drops_them(rl: Rl, tmp_path: Path) -> None:
+    (tmp_path / "ties.py").write_text(WORLD)
+    keys = ("rl.group_size=6", "rl.steps=1", "advantage.epsilon=0", f'environments=[{{use="{tmp_path}/ties.py:world"}}]')
+    plain = run_rl(rl("plain", *keys)).directory
+    metrics = steps_of(plain)[0]["metrics"]
+    assert (metrics["rollout/zero_variance"], metrics["grad_norm"]) == (1.0, 0.0)
+    index = read_index(plain / "rollouts")
+    groups = [entry.group() for entry in index.groups.values()]
+    assert len({each.reward for group in groups for each in group.finished}) == 2, "sums that differ"
+    assert not any(each.advantages.any() for each in index.learned[1].learned())
+    filtered = run_rl(rl("filtered", *keys, "rl.groups=1", 'group_filters=[{use="zero_variance"}]')).directory
+    groups = [entry.group() for entry in read_index(filtered / "rollouts").groups.values()]
+    assert {group.dropped for group in groups} == {"zero_variance"}
+    assert any(len({each.reward for each in group.trajectories}) > 1 for group in groups), "sums that differ"
