@@ -19,7 +19,7 @@ _COMMAND = "skyrl-engine evaluate"
 
 _OF_RUN = {
     "model": ("dtype", "chat_template", "trust_remote_code"),
-    "rl": ("max_tokens", "max_prompt_tokens", "stop_strings", "history"),
+    "rl": ("max_tokens", "max_prompt_tokens", "stop_strings", "history", "template"),
     "run": ("seed", "device"),
 }
 """Keys that an evaluation takes over from the run whose model it evaluates."""

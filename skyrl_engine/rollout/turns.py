@@ -22,10 +22,11 @@ from attrs import Factory, define, field, frozen
 
 from skyrl_engine.contracts.kinds.environment import Action, Message
 from skyrl_engine.contracts.kinds.generator import Completion
+from skyrl_engine.data.sources.questions import Prompt
 from skyrl_engine.data.sources.rows import Row
 from skyrl_engine.data.text.chat import ChatTemplate
 from skyrl_engine.data.text.messages import Conversation, prompt_messages_of
-from skyrl_engine.data.text.tokenization import encodable
+from skyrl_engine.data.text.tokenization import encodable, leading_special_tokens
 from skyrl_engine.errors import DataError, ModelError, UnsupportedError
 from skyrl_engine.rollout.tool_calls import Family, read_tool_calls, template_family, text_before_calls
 
@@ -40,6 +41,10 @@ _TEXTS_KEPT: Final = 4096
 
 _REMEDY: Final = 'Set rl.history = "template", which renders every prompt anew, or model.chat_template to another template'
 _ROUNDS: Final = "Set model.chat_template to a template that takes several rounds"
+_WITH_TEMPLATE: Final = (
+    'Choose tasks of one turn whose prompt is one text, or set rl.template = "auto" and a tokenizer with a chat template, or '
+    "model.chat_template"
+)
 
 _QUESTION: Final[Message] = {"role": "user", "content": "a question"}
 
@@ -49,11 +54,13 @@ class TurnRenderer:
     """Renders and tokenizes with the tokenizer of a run; `name` is that of its chat template, for messages.
 
     `history` says how a later turn's prompt is made: "append" puts the suffix behind the tokens that are there, "template" renders all messages
-    anew with `prompt`. `options` go to the template. Arrays that it returns are read-only.
+    anew with `prompt`. `options` go to the template. Where no template writes anything (`raw`), a prompt is one text as it stands, with the
+    tokens that the tokenizer puts before a text, and there is one turn. Arrays that it returns are read-only.
     """
 
     tokenizer: Any
     history: History = "append"
+    raw: bool = False
     name: str = field()
     options: Mapping[str, Any] = Factory(dict)
     _template: ChatTemplate = field(init=False)
@@ -77,6 +84,8 @@ class TurnRenderer:
 
         Raises DataError where the template refuses the messages or leaves out what they say.
         """
+        if self.raw:
+            return self._raw_prompt(messages, tools, name)
         self._require_template()
         chat = self._conversation(self._readable(messages, name), tools)
         return self._ids(self._template.prompt(chat, name=name), name)
@@ -105,7 +114,7 @@ class TurnRenderer:
         """Return the special token with which the template ends a dialogue's last turn, and int32 what it writes behind; None without one."""
         mark = _mark("")
         said = {"role": "assistant", "content": mark}
-        text = self._attempt([_QUESTION, said], ()) if self.tokenizer.chat_template else None
+        text = self._attempt([_QUESTION, said], ()) if self.tokenizer.chat_template and not self.raw else None
         if text is None or text.count(mark) != 1:
             return None
         suffix = text.partition(mark)[2]
@@ -239,6 +248,23 @@ class TurnRenderer:
             ending = called[last.start() :]
         return ending + whole[len(called) :]
 
+    def _raw_prompt(self, messages: Sequence[Message], tools: Tools, name: str) -> Ids:
+        """int32[P]: the tokens of a prompt that is one text, after a system message if there is one."""
+        *before, last = self._readable(messages, name)
+        if tools or last["role"] != "user" or [message["role"] for message in before] not in ([], ["system"]):
+            what = "tools" if tools else "messages"
+            raise UnsupportedError(
+                f"{name} has {what}, which a chat template writes, and there is none: prompts stand as they are",
+                remedy=_WITH_TEMPLATE,
+            )
+        prompt = Prompt("prompt", last["content"], system=before[0]["content"] if before else None)
+        ids = self._ids(prompt.text(), name)
+        lead = leading_special_tokens(self.tokenizer)
+        if len(lead) and not np.array_equal(ids[: len(lead)], lead):
+            ids = np.concatenate([lead, ids])
+            ids.setflags(write=False)
+        return ids
+
     # tokens
 
     def _ids(self, text: str, name: str) -> Ids:
@@ -280,6 +306,11 @@ class TurnRenderer:
     # proofs
 
     def _require_template(self) -> None:
+        if self.raw:
+            raise UnsupportedError(
+                "the answers of an environment of several turns are written by a chat template, and there is none: prompts stand as they are",
+                remedy=_WITH_TEMPLATE,
+            )
         if not self.tokenizer.chat_template:
             raise ModelError(
                 f"tasks hold messages, and the tokenizer {self.tokenizer.name_or_path or 'given'} has no chat template",
@@ -296,6 +327,8 @@ class TurnRenderer:
 
     def require_tools(self, tools: Tools) -> None:
         """Refuse a template that does not tell the model of the tools that it may call. Raises UnsupportedError."""
+        if self.raw and not tools:
+            return
         try:
             self.prompt([_QUESTION], tools)
         except DataError as error:

@@ -60,7 +60,7 @@ def test_every_trainer_asks_the_same(command, inputs: Path, tmp_path: Path) -> N
         outcome = command(name, *given, *cache, "--dry-run")
         assert outcome.code == 0, outcome.err
         shown[name] = first_prompt(outcome.err)
-        assert name == "rl" or "written by the chat template" in " ".join(outcome.err.split())
+        assert "written by the chat template" in " ".join(outcome.err.split())
     assert len(set(shown.values())) == 1, shown
     assert shown["sft"] != FIRST
     assert FIRST in shown["sft"]
@@ -75,12 +75,14 @@ def test_every_trainer_asks_the_same(command, inputs: Path, tmp_path: Path) -> N
 )
 def test_texts_stand_as_they_are_where_no_template_writes_them(command, inputs: Path, tmp_path: Path, model, settings, why) -> None:
     for name, given in commands(inputs, model).items():
-        if name == "rl":
-            continue
-        outcome = command(name, *given, *settings, f"data.cache={tmp_path / 'cache'}", "--dry-run")
+        own = (
+            [each.replace("data.", "rl.") for each in settings] if name == "rl" else [*settings, f"data.cache={tmp_path / 'cache'}"]
+        )
+        outcome = command(name, *given, *own, "--dry-run")
         assert outcome.code == 0, outcome.err
         assert first_prompt(outcome.err) == FIRST, name
-        assert f"as they stand, without a chat template: {why}" in " ".join(outcome.err.split())
+        said = why.replace("data.", "rl.") if name == "rl" else why
+        assert f"as they stand, without a chat template: {said}" in " ".join(outcome.err.split())
 
 
 def test_preview_says_who_writes_the_texts(command, inputs: Path, tmp_path: Path) -> None:
@@ -142,6 +144,13 @@ def test_an_evaluation_that_asks_otherwise_is_warned_of(command, inputs: Path, t
     assert "not evaluated on texts like those" not in told["ruled"]
     assert "warning: the model is not evaluated on texts like those it was trained on" in told["raw"]
     assert "without the chat template, in training" in told["raw"]
+    assert 'Evaluate it as it was trained, with --set rl.template="none"' in told["raw"]
+    for name, warned in (("ruled", True), ("raw", False)):
+        outcome = command("evaluate", name, *rest, "--set", "rl.template=none", "--output", f"{name}.jsonl")
+        assert outcome.code == 0, outcome.err
+        assert ("not evaluated on texts like those" in outcome.err) == warned
+    (first, *_) = map(json.loads, (tmp_path / "raw.jsonl").read_text().splitlines())
+    assert first["prompt"] == FIRST
     (tmp_path / "other.jinja").write_text(
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %} {% endif %}"
     )
@@ -213,3 +222,34 @@ def test_runs_that_trained_on_raw_texts_are_not_resumed_by_another_rule(command,
     rewrite("version.json", lambda document: document.update(engine="0.3.0"))
     went_on = command(*resumed, "data.template=none")
     assert went_on.code == 0, went_on.err
+
+
+def test_what_only_a_template_writes_is_refused_without_one(command, inputs: Path, tmp_path: Path) -> None:
+    """Prompts of several messages, in a run by reinforcement as in the data of others."""
+    path = tmp_path / "tasks.jsonl"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    path.write_text(json.dumps({"prompt": messages}) + "\n")
+    given = dict(zip(("--data", "--reward"), (path, inputs / "reward.py:score"), strict=True))
+    line = [part for option in given.items() for part in option]
+    for model, settings in (("model", ["rl.template=none"]), ("bare", [])):
+        outcome = command(
+            "rl", "--model", inputs / model, *line, "--max-tokens", "8", "rl.max_prompt_tokens=64", *settings, "--dry-run"
+        )
+        assert outcome.code != 0
+        assert "has messages, which a chat template writes, and there is none" in outcome.err
+        assert 'rl.template = "auto"' in outcome.err
+    outcome = command("rl", "--model", inputs / "model", *line, "--max-tokens", "8", "rl.max_prompt_tokens=64", "--dry-run")
+    assert outcome.code == 0, outcome.err
+
+
+def test_a_run_by_reinforcement_samples_behind_texts_as_they_stand(command, inputs: Path, tmp_path: Path) -> None:
+    """Its tokens are those of the tokenizer for the text alone, and its evaluation takes the key over."""
+    outcome = command("rl", *commands(inputs)["rl"], "rl.template=none", "--output", "run", "--quiet")
+    assert outcome.code == 0, outcome.err
+    rows = command("rollouts", "export", "run", "--to", "jsonl", "--out", "attempts.jsonl")
+    assert rows.code == 0, rows.err
+    prompts = {json.loads(line)["prompt"] for line in (tmp_path / "attempts.jsonl").read_text().splitlines()}
+    assert prompts <= {f"Say {number}" for number in range(8)}
+    rest = ("--data", inputs / "tasks.jsonl", "--reward", inputs / "reward.py:score", "--tasks", "1", "--output", "seen.jsonl")
+    assert command("evaluate", "run", *rest).code == 0
+    assert json.loads((tmp_path / "seen.jsonl").read_text().splitlines()[0])["prompt"] == FIRST

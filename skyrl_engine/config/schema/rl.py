@@ -73,6 +73,10 @@ class RlConfig:
     temperature: float = field(default=1.0, validator=[gt(0.0), _FINITE])
     """Temperature that attempts are sampled and scored with."""
 
+    template: Literal["auto", "none"] = field(default="auto", validator=in_(("auto", "none")))
+    """Writing of prompts that are texts, by the rule of `data.template`: `auto` has the model's chat template write them where its tokenizer
+    has one; `none` samples behind the texts as they stand. Messages, several turns and tools need the chat template."""
+
     stop_strings: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)))
     """Texts that end a turn, beside the model's end tokens; they stay in it. Environments may set others for later turns."""
 

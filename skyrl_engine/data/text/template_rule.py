@@ -15,7 +15,7 @@ Kind = Literal["chat", "raw", "tokens"]
 
 
 def uses_template(tokenizer: Any, template: Literal["auto", "none"]) -> bool:
-    """Return True if the chat template writes prompts and answers that are texts; `template` is the value of `data.template`."""
+    """Return True if the chat template writes texts of prompts and answers; `template` is the value of `data.template`, or `rl.template`."""
     return template == "auto" and bool(tokenizer.chat_template)
 
 
@@ -42,20 +42,25 @@ class Rendering:
     template: str | None = None
 
     @classmethod
-    def of(cls, kind: Kind, tokenizer: Any, template: Literal["auto", "none"]) -> "Rendering":
-        """Describe what a tokenizer and the value of `data.template` made of rows."""
+    def of(cls, kind: Kind, tokenizer: Any, template: Literal["auto", "none"], *, key: str = "data.template") -> "Rendering":
+        """Describe what a tokenizer and the value of `key` made of rows."""
         if kind == "chat":
             return cls(kind, template=digest_of_template(tokenizer))
         if kind == "tokens":
             return cls(kind)
         if template == "none":
-            return cls(kind, 'data.template is "none"')
+            return cls(kind, f'{key} is "none"')
         return cls(kind, "their format is that of plain texts" if tokenizer.chat_template else "the tokenizer has no chat template")
+
+    @classmethod
+    def of_prompts(cls, tokenizer: Any, template: Literal["auto", "none"]) -> "Rendering":
+        """Describe what a tokenizer and the value of `rl.template` make of prompts that are texts."""
+        return cls.of("chat" if uses_template(tokenizer, template) else "raw", tokenizer, template, key="rl.template")
 
     def __str__(self) -> str:
         if self.kind == "raw":
             return f"as they stand, without a chat template: {self.reason}"
-        return "by the chat template" if self.kind == "chat" else "they are tokens already"
+        return "by the chat template" if self.kind == "chat" else "as the tokens that they hold"
 
     def record(self) -> dict[str, Any]:
         """Return what a run's manifest says of it."""

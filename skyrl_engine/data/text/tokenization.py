@@ -80,7 +80,7 @@ class SampleTokenizer:
         self._all_turns = all_turns
         self._preferences = preferences
         self._template = ChatTemplate(tokenizer)
-        self._leading: AnyArray = _leading_special_tokens(tokenizer)
+        self._leading: AnyArray = leading_special_tokens(tokenizer)
 
     def __call__(self, examples: Iterable[tuple[int, str, Example]]) -> list[TokenizedSample]:
         """Return one sample per (number, name, example), in order. Raises DataError naming it, ModelError for a missing chat template."""
@@ -222,7 +222,7 @@ def _tokens_in(text: _Text, starts: AnyArray, ends: AnyArray) -> tuple[AnyArray,
     return weights, boundary
 
 
-def _leading_special_tokens(tokenizer: Any) -> AnyArray:
+def leading_special_tokens(tokenizer: Any) -> AnyArray:
     """Return int32: the tokens that the tokenizer itself puts before a text (a beginning-of-text token, or none)."""
     with_special = list(tokenizer("a")["input_ids"])
     plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])

@@ -8,6 +8,7 @@ from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.schema import RlConfig
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.preview import show_boundaries, token_texts
+from skyrl_engine.data.text.template_rule import Rendering
 from skyrl_engine.engine.cores import sharing
 from skyrl_engine.rollout.recorded import Recording
 from skyrl_engine.training.rl.preparation import PreparedRl, Progress, Sampled, prepare
@@ -18,8 +19,8 @@ class RlPlan:
     """The plan of a run, for `--dry-run`. `plugins` describe each selected plugin by its place in the configuration.
 
     `rollouts` describes a recording that is trained on, None where attempts are sampled. `passes` names the passes over a batch in their order.
-    `prompt` is the first prompt of every environment as pieces of text, a token each; `suffix` is what stands between a turn and the next one,
-    where there are several turns.
+    `written` says who writes prompts, empty for a recording. `prompt` is the first prompt of every environment as pieces of text, a token
+    each; `suffix` is what stands between a turn and the next one, where there are several turns.
     """
 
     plugins: Mapping[str, str]
@@ -35,6 +36,7 @@ class RlPlan:
     batch: str
     passes: tuple[str, ...]
     reference: str | None
+    written: str
     prompt: Mapping[str, tuple[str, ...]]
     suffix: Mapping[str, tuple[str, ...]]
 
@@ -61,6 +63,7 @@ def plan_rl(resolved: ResolvedConfig, *, progress: Progress | None = None) -> Rl
         batch=_batch(config.rl, recorded=isinstance(prepared.rollouts, Recording)),
         passes=_passes(prepared),
         reference=_reference(prepared),
+        written=_written(prepared),
         prompt=_prompts(prepared),
         suffix=_suffixes(prepared),
     )
@@ -101,6 +104,14 @@ def _recording(prepared: PreparedRl) -> str | None:
     settings = prepared.resolved.config.rl
     passes = settings.steps * settings.groups / len(prepared.rollouts.groups)
     return f"{prepared.rollouts}; {settings.steps:,} steps of {settings.groups} groups are {passes:.1f} passes over them"
+
+
+def _written(prepared: PreparedRl) -> str:
+    if isinstance(prepared.rollouts, Recording):
+        return ""
+    if all(own[0].prompt_ids for own in prepared.rollouts.tasks.tasks):
+        return str(Rendering("tokens"))
+    return str(Rendering.of_prompts(prepared.files.tokenizer, prepared.resolved.config.rl.template))
 
 
 def _prompts(prepared: PreparedRl) -> Mapping[str, tuple[str, ...]]:
@@ -154,6 +165,7 @@ def facts(plan: RlPlan) -> dict[str, str]:
         **({} if plan.rollouts is None else {"rollouts": plan.rollouts}),
         "steps": f"{plan.steps:,} of {plan.batch}",
         "passes": ", ".join(plan.passes),
+        **({"prompts": f"written {plan.written}"} if plan.written else {}),
         **{f"first prompt of {name}": show_boundaries(pieces) for name, pieces in plan.prompt.items()},
         **{f"between turns of {name}": show_boundaries(pieces) for name, pieces in plan.suffix.items()},
     }

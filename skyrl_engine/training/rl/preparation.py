@@ -16,6 +16,7 @@ from skyrl_engine.contracts.kinds.environment import Environment, Task
 from skyrl_engine.contracts.kinds.generator import Sampling
 from skyrl_engine.contracts.kinds.group_filter import GroupFilter
 from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.data.text.template_rule import uses_template
 from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
@@ -213,7 +214,8 @@ def _sampled(
     tasks = TaskOrder(parts, [table.weight for table in config.environments], config.run.seed, trains=trains)
     template = config.model.chat_template
     named: dict[str, Any] = {} if template is None else {"name": f"the chat template {template}"}
-    renderer = TurnRenderer(files.tokenizer, history=config.rl.history, **named)
+    raw = not uses_template(files.tokenizer, config.rl.template)
+    renderer = TurnRenderer(files.tokenizer, history=config.rl.history, raw=raw, **named)
     _prove_turns(renderer, parts, tasks)
     if trains:
         _refuse_too_few(resolved, tasks)

@@ -11,6 +11,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import AnyArray, offsets_of
 from skyrl_engine.contracts.values.rollout import PROMPT, Group, Trajectory
 from skyrl_engine.data.text.reward_token import read_at_end
+from skyrl_engine.data.text.template_rule import uses_template
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.frozen_model import FrozenModel
@@ -64,7 +65,8 @@ class RewardModel:
             "the reward model", REWARD_MODEL, resolved, assembly, files, path=table.path, revision=table.revision, classifier=True
         )
         pad = _pad_of_classifier(own)
-        closing = TurnRenderer(files.tokenizer).closing()
+        raw = not uses_template(files.tokenizer, resolved.config.rl.template)
+        closing = TurnRenderer(files.tokenizer, raw=raw).closing()
         longest = (
             resolved.config.rl.max_prompt_tokens + resolved.config.rl.max_tokens + 1 + (0 if closing is None else len(closing[1]))
         )

@@ -10,7 +10,7 @@ from attrs import frozen
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.kinds.environment import Split
 from skyrl_engine.contracts.values.rollout import Group
-from skyrl_engine.data.text.template_rule import Rendering, digest_of_template, find_difference
+from skyrl_engine.data.text.template_rule import Rendering, find_difference
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import ConfigError, DataError, Problem, RolloutError
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
@@ -55,9 +55,15 @@ def evaluate_model(
     if not isinstance(prepared.rollouts, Sampled):
         raise ConfigError([Problem("rl.rollouts", "is set, and an evaluation samples", "Remove it")])
     if trained_on is not None:
-        rendering = Rendering("chat", template=digest_of_template(prepared.files.tokenizer))
+        rendering = Rendering.of_prompts(prepared.files.tokenizer, config.rl.template)
         if different := find_difference(trained_on, rendering):
-            logger.warning("the model is not evaluated on texts like those it was trained on: %s", different)
+            logger.warning(
+                "the model is not evaluated on texts like those it was trained on: %s. %s",
+                different,
+                'Evaluate it as it was trained, with --set rl.template="none"'
+                if rendering.kind == "chat"
+                else "Remove rl.template",
+            )
     environments = prepared.rollouts.tasks.environments
     tasks = tasks_of(environments, config.evaluation.tasks, split)
     if not tasks:
