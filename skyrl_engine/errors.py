@@ -4,9 +4,9 @@ An error prints as details first (where several things are wrong, one line each)
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from types import TracebackType
 
-from attrs import frozen
+from attrs import define, field, frozen
 
 
 class EngineError(Exception):
@@ -15,7 +15,7 @@ class EngineError(Exception):
     `cause` is one sentence without a final stop, `remedy` is the one action that helps, `details` are further lines.
     """
 
-    exit_code: ClassVar[int] = 4
+    exit_code: int = 4
 
     def __init__(self, cause: str, *, remedy: str, details: Sequence[str] = ()) -> None:
         self.cause = cause
@@ -162,3 +162,75 @@ class OutputError(EngineError):
 
 class CheckpointError(EngineError):
     """A checkpoint cannot be written, read or resumed."""
+
+
+class RunRefusedError(EngineError):
+    """A run has several mistakes, found while planning; `errors` are what each of them alone would raise.
+
+    It is the cause (`__cause__`) of an error of the first one's kind, with its exit code, which is what is raised.
+    """
+
+    def __init__(self, errors: Sequence[EngineError]) -> None:
+        self.errors = tuple(errors)
+        remedies = {error.remedy for error in self.errors}
+        super().__init__(
+            f"the run has {len(self.errors)} mistakes",
+            remedy=remedies.pop() if len(remedies) == 1 else "Correct each line above",
+            details=[line for error in self.errors for line in (*error.details, error.summary)],
+        )
+
+    def as_first(self) -> EngineError:
+        """Return an error of the first one's kind that tells all of them."""
+        first = self.errors[0]
+        if isinstance(first, ConfigError):
+            told = [each.problems if isinstance(each, ConfigError) else (_problem_of(each),) for each in self.errors]
+            return ConfigError([problem for problems in told for problem in problems])
+        if type(first).__init__ is not EngineError.__init__:
+            return self
+        return type(first)(self.cause, remedy=self.remedy, details=self.details)
+
+
+def _problem_of(error: EngineError) -> Problem:
+    return Problem("the run", "; ".join((*error.details, error.cause)), error.remedy)
+
+
+@frozen
+class _Collecting:
+    """The context of `Refusals.collect`."""
+
+    _errors: list[EngineError]
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        if not isinstance(error, EngineError):
+            return False
+        # several of one kind were raised as one of it, from what they are
+        several = error if isinstance(error, RunRefusedError) else error.__cause__
+        for each in several.errors if isinstance(several, RunRefusedError) else (error,):
+            if all(str(each) != str(known) for known in self._errors):
+                self._errors.append(each)
+        return True
+
+
+@define
+class Refusals:
+    """What speaks against a run, collected while it is planned, so that all of it is told at once."""
+
+    _errors: list[EngineError] = field(factory=list, init=False)
+
+    def __bool__(self) -> bool:
+        return bool(self._errors)
+
+    def collect(self) -> "_Collecting":
+        """Return a context in which an EngineError is kept, unless it is there already; what comes after the context goes on."""
+        return _Collecting(self._errors)
+
+    def raise_all(self) -> None:
+        """Raise what was collected: a single error as it is, of several one of the first's kind that tells all of them."""
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            several = RunRefusedError(self._errors)
+            raise several.as_first() from several

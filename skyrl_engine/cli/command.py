@@ -1,5 +1,6 @@
 """Parts of every command: `--debug`, `--quiet`, and groups that answer a misspelt command with the nearest one."""
 
+import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ class EngineCommand(click.Command):
         """Parse as click does; an option that is none is answered with the option or the key of that meaning, a file with its command."""
         given = tuple(args)
         try:
-            return super().parse_args(ctx, args)
+            left = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             if (told := _meant_by(error.option_name, self.params, self.name)) is not None:
                 raise click.UsageError(f"There is no option {error.option_name}. {told}", ctx) from error
@@ -68,6 +69,16 @@ class EngineCommand(click.Command):
                 told = f"{file} is a configuration, and {ctx.info_name} makes its own: write `skyrl-engine run {file}`."
                 raise click.UsageError(told, ctx) from error
             raise
+        _refuse_no_number(ctx)
+        return left
+
+
+def _refuse_no_number(context: click.Context) -> None:
+    """Raise BadParameter for an option whose number is NaN or infinite: nothing compares with the one, everything with the other."""
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise click.BadParameter(f"{value} is not a finite number.", context, parameter)
 
 
 def _is_configuration(word: str) -> bool:

@@ -57,19 +57,30 @@ def preview(
     from skyrl_engine.data.sources.formats import Reading
     from skyrl_engine.engine.capability import vision_of
     from skyrl_engine.engine.model_files import ModelFiles
+    from skyrl_engine.errors import ConfigError, Problem
     from skyrl_engine.training.preference.preparation import GIVEN
-    from skyrl_engine.training.sft.data import columns_to_read, limited_to_model
+    from skyrl_engine.training.sft.data import columns_to_read, limited_to_model, scored_by_teacher
 
     flags = {"model.path": model, "data.train": dataset}
     resolved = resolve(load_config(file, overrides, flags, trust_code=trust_code))
     config = resolved.config
+    if not config.has("data"):
+        raise ConfigError(
+            [
+                Problem(
+                    f"trainer {config.trainer}",
+                    "takes tasks of environments and no [data], and this command shows samples of [data]",
+                    "Look at the first prompts with `skyrl-engine run CONFIG --dry-run`, and at tasks with `skyrl-engine env show`",
+                )
+            ]
+        )
     files = ModelFiles.of(config.model)
     tokenizer = files.tokenizer
     limited = limited_to_model(config.data, files.facts)
     part: Split = "eval" if split == "eval" else "train"
     with render.show_progress(quiet=current_settings().quiet) as display, warnings_to(display.warning):
         readings: dict[str, Reading] = {"preference": "preferences", "reward_model": "rewards"}
-        given = GIVEN if config.trainer == "preference" else frozenset()
+        given = scored_by_teacher(config) | (GIVEN if config.trainer == "preference" else frozenset())
         needed = {need: asker for need, asker in columns_to_read(resolved, tokenizer).items() if need not in given}
         vision = vision_of(files.facts, load_vision(files.facts, limited))
         columns = load_columns(

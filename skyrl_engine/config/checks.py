@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from skyrl_engine.config.other_words import RL
 from skyrl_engine.config.reading.origins import Origin, nearest
 from skyrl_engine.config.schema import (
     CheckpointConfig,
@@ -36,6 +37,10 @@ def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
         found += _training(training)
     if evaluation is not None and data is not None:
         found += _evaluation(evaluation, data)
+    if evaluation is not None and sections.get("trainer") not in (None, RL):
+        found += _of_rl(evaluation)
+    for name in ("reference", "teacher", *(("reward_model",) if sections.get("trainer") == RL else ())):
+        found += _without_path(name, sections.get(name))
     if checkpoint is not None:
         found += _checkpoint(checkpoint, run, training)
     if optimizer is not None and training is not None and training.steps is not None and optimizer.warmup_steps > training.steps:
@@ -88,6 +93,21 @@ def _evaluation(evaluation: EvaluationConfig, data: DataConfig) -> Iterator[tupl
                     "asks for evaluation, but there is no held-out data",
                     "Set data.eval or data.eval_fraction",
                 )
+
+
+def _of_rl(evaluation: EvaluationConfig) -> Iterator[tuple[str, str, str]]:
+    for key in ("samples", "tasks", "temperature"):
+        if getattr(evaluation, key) != getattr(EvaluationConfig(), key):
+            yield f"evaluation.{key}", "is of trainer rl, which attempts held-out tasks", f"Remove evaluation.{key}"
+
+
+def _without_path(name: str, table: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield the keys of a table that say something of a model, where it names none."""
+    if table is None or table.path is not None:
+        return
+    for key, unset in (("revision", None), ("weight", 1.0)):
+        if getattr(table, key, unset) != unset:
+            yield f"{name}.{key}", f"is of the model of {name}.path, which is not set", f"Set {name}.path, or remove {name}.{key}"
 
 
 def _checkpoint(

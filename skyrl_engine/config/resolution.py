@@ -9,6 +9,7 @@ from attrs import frozen
 
 from skyrl_engine.config.presets import with_preset
 from skyrl_engine.config.reading.origins import DEFAULT, KeyPath, Origin, dotted, nearest
+from skyrl_engine.config.reading.places import absent_places
 from skyrl_engine.config.reading.sources import RawConfig, from_dict
 from skyrl_engine.config.schema import EngineConfig, PluginsConfig, PluginTable, RunConfig
 from skyrl_engine.config.structure import complete_origins, own_keys, plain, plugin_lists, structure, structure_table
@@ -151,6 +152,9 @@ def resolve(raw: RawConfig, *, need: Collection[str] | None = None, also: Collec
         elif selected is not None:
             plugins[dotted(each.table.path)] = selected
     problems += _tables_of_no_observer(sections, raw)
+    if problems or plugin_errors:
+        own = [(each.table.path, plugins[place].options) for each in chosen if (place := dotted(each.table.path)) in plugins]
+        problems += _absent(sections, own, raw)
     _raise(problems, plugin_errors, raw)
     config = structured.config()
     resolved = _as_dict(config, plugins, observers)
@@ -182,6 +186,20 @@ class _Chosen:
 
     table: _Choice
     record: "PluginRecord"
+
+
+def _absent(sections: Mapping[str, Any], options: Sequence[tuple[KeyPath, object]], raw: RawConfig) -> list[Problem]:
+    """Return the problems of files that are not there, which whoever reads them would tell once nothing else is wrong.
+
+    `options` are those of plugins, each with the place of its table.
+    """
+    tables = [((name,), table) for name, table in sections.items() if name not in TABLES]
+    return [
+        Problem(f"{nearest(raw.origins, key)}: {dotted(key)}", f"there is nothing at {place}", "Correct the path")
+        for path, table in (*tables, *options)
+        if attrs.has(type(table))
+        for key, place in absent_places(table, path)
+    ]
 
 
 def _plugin_tables(sections: Mapping[str, Any]) -> Iterator[_Choice]:

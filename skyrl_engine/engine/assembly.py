@@ -29,6 +29,7 @@ from skyrl_engine.engine.capability import (
 from skyrl_engine.engine.cores import sharing
 from skyrl_engine.engine.devices import refuse_absent_devices
 from skyrl_engine.engine.model_files import ModelFiles
+from skyrl_engine.errors import Refusals
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.registry.host import Owner
@@ -113,16 +114,22 @@ class Assembly:
         )
 
     def check(self, facts: ModelFacts) -> None:
-        """Refuse parts that do not go together, and a model that the backend does not train. Raises UnsupportedError."""
-        model = facts.model
+        """Refuse parts that do not go together, and a model that the backend does not train, all at once. Raises UnsupportedError."""
+        model, refusals = facts.model, Refusals()
         for term in self.objective.losses:
-            check_role(term)
-            check_reducer(term.label, term.product, self.reducer.name)
+            with refusals.collect():
+                check_role(term)
+            with refusals.collect():
+                check_reducer(term.label, term.product, self.reducer.name)
         backend = self.plugins["backend"].loaded.record.name
         for label, needs in self.objective.needs.items():
-            check_scores(label, needs, value_head=model.value_head, backend=backend, declared=self.description.capabilities)
-        self._check_capabilities(facts, ())
-        check_layout(Owner.of(self.plugins["backend"].loaded.record), facts, self.description)
+            with refusals.collect():
+                check_scores(label, needs, value_head=model.value_head, backend=backend, declared=self.description.capabilities)
+        with refusals.collect():
+            self._check_capabilities(facts, ())
+        with refusals.collect():
+            check_layout(Owner.of(self.plugins["backend"].loaded.record), facts, self.description)
+        refusals.raise_all()
 
     def check_data(self, facts: ModelFacts, datasets: Sequence[SampleColumns]) -> frozenset[Capability]:
         """Refuse data that a part does not carry; returns the capabilities that the backend needs. Raises UnsupportedError."""
@@ -145,17 +152,33 @@ class Assembly:
 def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length: int | None) -> Assembly:
     """Make the parts of a run and refuse what cannot work together. Starts nothing and reads neither data nor weights.
 
-    `max_sequence_length` in tokens, where one is configured, is for reducers. Raises UnsupportedError, ModelError for a model or tokenizer
-    that cannot be loaded, and what the plugins raise.
+    `max_sequence_length` in tokens, where one is configured, is for reducers. Everything that speaks against it is raised at once:
+    UnsupportedError, ModelError for a model or tokenizer that cannot be loaded, and what the plugins raise.
     """
     config = resolved.config
-    sharing(config.run)
-    refuse_absent_devices(config.run)
+    refusals = Refusals()
+    with refusals.collect():
+        sharing(config.run)
+    with refusals.collect():
+        refuse_absent_devices(config.run)
     backend = resolved.plugins["backend"]
-    check_model(files.facts, backend.loaded.describe_backend(backend.options, config.run.ranks))
-    context = FactoryContext(seed=config.run.seed, pad_token_id=files.pad_token_id, max_sequence_length=max_sequence_length)
-    assembly = Assembly.of(resolved.plugins, context, config.run.ranks)
-    assembly.check(files.facts)
-    owner, packed = Owner.of(backend.loaded.record), assembly.collator.product.rows == "packed"
-    check_loading(owner, files.facts, assembly.description, packed_rows=packed)
+    readable = False
+    with refusals.collect():
+        check_model(files.facts, backend.loaded.describe_backend(backend.options, config.run.ranks))
+        readable = True
+    pad_token_id = 0
+    if readable or config.model.tokenizer is not None:
+        with refusals.collect():
+            pad_token_id = files.pad_token_id
+    assembly = None
+    with refusals.collect():
+        context = FactoryContext(seed=config.run.seed, pad_token_id=pad_token_id, max_sequence_length=max_sequence_length)
+        assembly = Assembly.of(resolved.plugins, context, config.run.ranks)
+        assembly.check(files.facts)
+    if assembly is not None and readable:
+        with refusals.collect():
+            owner, packed = Owner.of(backend.loaded.record), assembly.collator.product.rows == "packed"
+            check_loading(owner, files.facts, assembly.description, packed_rows=packed)
+    refusals.raise_all()
+    assert assembly is not None, "what hinders it was raised"
     return assembly

@@ -22,7 +22,9 @@ def layer_names(spec: ModelConfig) -> list[str]:
 def shorten(config: Any, layers: int) -> None:
     """Change a `transformers` configuration, in place, to that of the decoder's first `layers` layers."""
     text = config.get_text_config(decoder=True)
-    if getattr(text, "layer_types", None) is not None:
+    name = text.attribute_map.get("layer_types", "layer_types")
+    # some compute it of the number of layers
+    if getattr(text, name, None) is not None and not isinstance(getattr(type(text), name, None), property):
         text.layer_types = text.layer_types[:layers]
     text.num_hidden_layers = layers
 

@@ -1,18 +1,29 @@
 """Refuse while planning what loading a model would refuse, as far as its configuration and the headers of its files tell."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+from attrs import evolve
 
 from skyrl_engine.contracts.values.model import EmptyModelConfig, ModelConfig
+from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.model_facts.weight_files import refuse_broken_adapter, safetensors_header, weight_files
-from skyrl_engine.modeling.loading import load_skeleton, refuse_other_shapes
-from skyrl_engine.modeling.segment_adoption import certain_refusal
+from skyrl_engine.modeling.causal_lm import split_causal_lm
+from skyrl_engine.modeling.first_layers import shorten
+from skyrl_engine.modeling.loading import build_causal_lm, load_skeleton, refuse_other_shapes
+from skyrl_engine.modeling.segment_adoption import adopt_segment_attention, certain_refusal
 from skyrl_engine.modeling.segments import SegmentSupport
 from skyrl_engine.modeling.unpickling import refuse_code
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
+
+logger = logging.getLogger(__name__)
+
+_FEW_TOKENS: Final = 1024
+_MOST_PARAMETERS: Final = 500_000_000
+"""Parameters of a layer that is made with values, 2 GB; of larger ones, loading tells."""
 
 
 def rehearse(spec: ModelConfig, packed_rows: bool, *, images: bool = False) -> None:
@@ -24,9 +35,11 @@ def rehearse(spec: ModelConfig, packed_rows: bool, *, images: bool = False) -> N
     """
     with torch.random.fork_rng(devices=()):
         model, scorer = load_skeleton(spec, images=images)
-        if packed_rows and (refusal := certain_refusal(model, scorer.decoder)) is not None:
-            scorer.segment_support = SegmentSupport(refusal=refusal)
-            scorer.refuse_packed_rows_unless_supported()
+        if packed_rows:
+            refusal = certain_refusal(model, scorer.decoder) or _refusal_of_first_layer(spec)
+            if refusal is not None:
+                scorer.segment_support = SegmentSupport(refusal=refusal)
+                scorer.refuse_packed_rows_unless_supported()
     if isinstance(spec, EmptyModelConfig):
         return
     if spec.lora is not None and spec.lora.path is not None:
@@ -34,6 +47,31 @@ def rehearse(spec: ModelConfig, packed_rows: bool, *, images: bool = False) -> N
     files = weight_files(spec)
     refuse_code(files)
     refuse_other_shapes(spec, files, _other_shapes(model, files))
+
+
+def _refusal_of_first_layer(spec: ModelConfig) -> str | None:
+    """Return why the model's first layer mixes the documents of a packed row, as a clause; None where it does not, or cannot be tried.
+
+    A layer may mix tokens by more than its attention, such as a state-space model beside it, which no pass without values shows. So the layer
+    is made with random values, of a model of that one layer and few tokens. Whatever cannot be made so is left to loading.
+    """
+    try:
+        config = load_config(spec)
+        shorten(config, 1)
+        text = config.get_text_config(decoder=True)
+        text.vocab_size = min(text.vocab_size, _FEW_TOKENS)
+        text.pad_token_id = text.bos_token_id = text.eos_token_id = None
+        plain = evolve(spec, lora=None, value_head=False, classifier=False, dtype="float32")
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in build_causal_lm(plain, config).parameters())
+        if size > _MOST_PARAMETERS:
+            return None
+        model = build_causal_lm(plain, config)
+        support = adopt_segment_attention(model, split_causal_lm(model).decoder, name=f"the first layer of {spec.path}")
+    except Exception as error:  # noqa: BLE001 - model code of any kind, of a model that nobody trains
+        logger.info("the first layer of %s was not tried on packed rows: %s", spec.path, error)
+        return None
+    return support.refusal if support.mixes else None
 
 
 def _other_shapes(model: Any, files: list[Path]) -> Iterator[tuple[str, list[int], list[int]]]:

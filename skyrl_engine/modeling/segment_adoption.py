@@ -1,6 +1,7 @@
 """Make a model attend by segments, and check at load that its documents do not attend to each other, or report why it cannot."""
 
 import logging
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.modeling.causal_lm import transformer_layers
 from skyrl_engine.modeling.parity import random_tokens
-from skyrl_engine.modeling.segments import REMEDY, Segments, SegmentSupport
+from skyrl_engine.modeling.segments import REMEDY, WHOLE_ROWS, Segments, SegmentSupport
 from skyrl_engine.modeling.vision import ImageDecoder, language_part
 
 logger = logging.getLogger(__name__)
@@ -38,8 +39,7 @@ def adopt_segment_attention(model: Any, decoder: nn.Module, *, name: str) -> Seg
     except EngineError as error:
         support = SegmentSupport(refusal=error.cause)
     except Exception as error:  # noqa: BLE001 - model code may fail in any way here, and rows of one sequence can be trained all the same
-        lines = str(error).strip().splitlines()
-        support = SegmentSupport(refusal=f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}")
+        support = SegmentSupport(refusal=_cannot_compute(error))
     finally:
         model.train(training)
     if not support.layers:
@@ -53,7 +53,8 @@ def certain_refusal(model: Any, decoder: nn.Module) -> str | None:
     """Return why `model`, which has no values, cannot be trained on packed rows, as a clause; None where values may be needed to tell.
 
     Its attention is replaced, and one forward pass over fake tensors, which transformers' masks allow for, shows what each layer asks of it.
-    Code that looks at values cannot run there, which tells nothing. Afterwards the model is of no use: it may be in bfloat16.
+    Code that looks at values cannot run there, which tells nothing; code that runs there on rows of one document, but not on packed ones, lacks
+    the mask that packed rows come without. Afterwards the model is of no use: it may be in bfloat16.
     """
     # the second time for mixtures of experts: without values torch's grouped matrix product takes bfloat16 alone
     for precision in (None, torch.bfloat16):
@@ -61,15 +62,40 @@ def certain_refusal(model: Any, decoder: nn.Module) -> str | None:
         try:
             attend_by_segments(model, decoder)
             model.to(precision)
-            with torch.no_grad(), _untold(), FakeTensorMode(allow_non_fake_inputs=True):
-                ids = torch.zeros(1, DOCUMENTS * LENGTH, dtype=torch.int64, device="meta")
-                decoder(input_ids=ids, position_ids=torch.zeros_like(ids), segments=segments, use_cache=False)
+            _pass_without_values(decoder, segments=segments)
         except EngineError as error:
             return error.cause
+        except (TypeError, AttributeError, ValueError) as error:
+            # what lacks values fails by RuntimeErrors, here and in torch
+            try:
+                whole = torch.ones(1, DOCUMENTS * LENGTH, dtype=torch.int64, device="meta")
+                _pass_without_values(decoder, segments=WHOLE_ROWS, attention_mask=whole)
+            except Exception:  # noqa: BLE001, S112 - as above
+                continue
+            return _cannot_compute(error)
         except Exception:  # noqa: BLE001, S112 - model code may fail in any way without values
             continue
         return _refusal_of_layers(model, decoder, segments)
     return None
+
+
+def _pass_without_values(decoder: nn.Module, **inputs: Any) -> None:
+    with torch.no_grad(), _untold(), FakeTensorMode(allow_non_fake_inputs=True):
+        ids = torch.zeros(1, DOCUMENTS * LENGTH, dtype=torch.int64, device="meta")
+        decoder(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False, **inputs)
+
+
+def _cannot_compute(error: Exception) -> str:
+    """Return a clause that names the innermost module whose code raised an error over packed rows."""
+    modules = [
+        type(owner).__name__
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if isinstance(owner := frame.f_locals.get("self"), nn.Module) and not type(owner).__module__.startswith("torch.")
+    ]
+    lines = str(error).strip().splitlines()
+    told = f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}"
+    where = f"the code of {modules[-1]}" if modules else "its code"
+    return f"{where} cannot compute a row of several documents, which comes without an attention mask ({told})"
 
 
 @contextmanager
@@ -117,11 +143,13 @@ def _adopt(model: Any, decoder: nn.Module) -> SegmentSupport:
     if (refusal := _refusal_of_layers(model, decoder, segments)) is not None:
         return SegmentSupport(refusal=refusal)
     difference = ((packed - separate).abs() / (1 + separate.abs())).max().item()
+    finite = bool(separate.isfinite().all())
     if not difference <= TOLERANCE:  # also true for NaN
-        return SegmentSupport(refusal=f"its packed documents differ from separate ones by {difference:.1e}")
+        told = "a part of it beside the attention mixes the documents of a packed row, or does not follow their positions: its packed documents"
+        return SegmentSupport(refusal=f"{told} differ from separate ones by {difference:.1e}", mixes=finite)
     inside = gradient.reshape(DOCUMENTS, LENGTH, -1)
     if not inside[1].any() or inside[[0, 2]].any():
-        return SegmentSupport(refusal="its documents see each other in a packed row")
+        return SegmentSupport(refusal="its documents see each other in a packed row", mixes=finite)
     return SegmentSupport(len(segments.windows), refusal="")
 
 

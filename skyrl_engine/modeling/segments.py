@@ -43,7 +43,11 @@ WHOLE_ROWS: Final = WholeRows()
 
 @frozen
 class SegmentSupport:
-    """A model's support of segments: `layers` attention calls per forward pass follow them; if 0, `refusal` is a clause that says why."""
+    """A model's support of segments: `layers` attention calls per forward pass follow them; if 0, `refusal` is a clause that says why.
+
+    `mixes` says that its documents were seen to reach each other, in a forward pass of finite numbers.
+    """
 
     layers: int = 0
     refusal: str = "nobody has checked whether its attention can be replaced"
+    mixes: bool = False

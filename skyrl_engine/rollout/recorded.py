@@ -38,13 +38,13 @@ Told = Callable[[int], None]
 class RecordingLimits:
     """Conditions that recorded attempts must meet.
 
-    `vocabulary` counts the model's tokens and `positions` those of a sequence (None: unknown), `min_group_size` is the fewest attempts of a
-    group that must not have failed.
+    `vocabulary` counts the model's tokens and `positions` those of a sequence (None: unknown), `fewest_finished` says how many attempts of a
+    group of so many must not have failed.
     """
 
     vocabulary: int | None
     positions: int | None
-    min_group_size: int
+    fewest_finished: Callable[[int], int]
 
 
 @frozen(eq=False)
@@ -52,8 +52,8 @@ class Recording:
     """The groups of a recording that are trained on, each read anew when its turn comes, and counts of what it holds.
 
     `names` are those of its environments, `left_out` counts groups by the reason for which they are not trained on, `attempts` and `tokens`
-    (sampled ones) are of the others, `largest` is the most attempts of a group. `has_logprobs` is False where the program that wrote the file
-    did not keep the sampler's log-probabilities. `digest` is a hash of all that training reads.
+    (sampled ones) are of the others, `largest` is the most attempts of a group, `longest` the most tokens of a stretch of one. `has_logprobs`
+    is False where the program that wrote the file did not keep the sampler's log-probabilities. `digest` is a hash of all that training reads.
     """
 
     place: Path
@@ -63,6 +63,7 @@ class Recording:
     attempts: int
     tokens: int
     largest: int
+    longest: int
     has_logprobs: bool
     digest: str
 
@@ -92,6 +93,7 @@ def read_recording(
     left_out: Counter[str] = Counter()
     attempts: list[int] = []
     tokens: list[int] = []
+    longest: list[int] = []
     without_logprobs = 0
     digest = hashlib.sha256()
     for number, read in enumerate(_readers(place)):
@@ -100,7 +102,7 @@ def read_recording(
             told(number)
         for each in group.finished:
             _check(each, f"{place}: attempt {each.member} of group {group.ticket}", limits)
-        if len(group.finished) < min(limits.min_group_size, max(1, len(group.trajectories))):
+        if len(group.finished) < limits.fewest_finished(max(1, len(group.trajectories))):
             left_out[FAILED] += 1
             continue
         names.setdefault(group.environment)
@@ -108,6 +110,7 @@ def read_recording(
         kept.append((read, reason))
         attempts.append(len(group.finished))
         tokens.append(sum(len(each.logprobs) for each in group.finished))
+        longest.append(max((_longest_stretch(each) for each in group.finished), default=0))
         without_logprobs += any(np.isnan(each.logprobs).any() for each in group.finished)
         _update(digest, group)
     dropped = Counter(reason for _, reason in kept if reason is not None)
@@ -122,7 +125,7 @@ def read_recording(
         raise RolloutError(
             f"{place} holds no group to train on: "
             + (", ".join(f"{count:,} {reason}" for reason, count in (left_out + dropped).items()) or "it is empty"),
-            remedy="Name another recording, or remove a filter",
+            remedy="Name another recording, remove a filter, or lower rollouts.min_group_size",
         )
     return Recording(
         place,
@@ -132,9 +135,16 @@ def read_recording(
         sum(attempts[each] for each in chosen),
         sum(tokens[each] for each in chosen),
         max(attempts[each] for each in chosen),
+        max(longest[each] for each in chosen),
         without_logprobs == 0,
         digest.hexdigest()[:16],
     )
+
+
+def _longest_stretch(attempt: Trajectory) -> int:
+    """Count the tokens of the longest stretch: from a prompt to the next one, or to the end."""
+    starts = attempt.segment_offsets[:-1][attempt.kinds == PROMPT]
+    return int(np.diff([*starts, len(attempt.token_ids)]).max(initial=0))
 
 
 @define(eq=False)

@@ -1,12 +1,15 @@
 """A frozen model of its own beside the trained one, such as a teacher or a reference: both must mean the same tokens by the same numbers."""
 
+from typing import Final
+
 from attrs import evolve
 
 from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.config.schema import ModelConfig
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
-from skyrl_engine.errors import ModelError, UnsupportedError
+from skyrl_engine.errors import ModelError, Refusals, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config
 
 
@@ -45,14 +48,36 @@ def with_own_files(what: str, table: str, frozen: FrozenModel, trained: ModelFil
     """
     assert frozen.model is not None, "a path names a model of its own"
     model = evolve(frozen.model, tokenizer=None, chat_template=None)
-    try:
-        load_config(model)
-    except ModelError as error:
-        raise ModelError(f"{what} cannot be used: {error.cause}", remedy=f"Correct {table}.path or {table}.revision") from error
+    refuse_unreadable(what, table, model)
     own = ModelFiles.of(model)
     if (model.path, model.revision) != (trained.facts.model.path, trained.facts.model.revision):
         _refuse_other_tokens(what, table, own, trained)
     return evolve(frozen, model=model), own
+
+
+def refuse_unreadable(what: str, table: str, model: ModelConfig) -> None:
+    """Raise ModelError for a model, which table `table` names and errors call `what`, whose configuration cannot be used."""
+    try:
+        load_config(model)
+    except ModelError as error:
+        raise ModelError(f"{what} cannot be used: {error.cause}", remedy=f"Correct {table}.path or {table}.revision") from error
+
+
+_CALLED: Final = {"reference": "the reference", "teacher": "the teacher", "reward_model": "the reward model"}
+"""What errors call the model of each table."""
+
+
+def check_models_beside(resolved: ResolvedConfig, refusals: Refusals) -> None:
+    """Collect what speaks against the frozen models that the configuration names, as far as their own configurations tell."""
+    config = resolved.config
+    for table, what in _CALLED.items():
+        path = getattr(config, table).path if config.has(table) else None
+        if path is not None:
+            with refusals.collect():
+                named = evolve(
+                    config.model, path=path, revision=getattr(config, table).revision, lora=None, tokenizer=None, chat_template=None
+                )
+                refuse_unreadable(what, table, named)
 
 
 def _refuse_other_tokens(what: str, table: str, own: ModelFiles, trained: ModelFiles) -> None:

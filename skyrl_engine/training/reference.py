@@ -2,11 +2,14 @@
 
 from typing import Final
 
+from attrs import asdict
+
 from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.config.schema import ReferenceConfig
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.errors import ConfigError, Problem, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.training.model_beside import with_own_files
 
@@ -41,6 +44,22 @@ def planned_reference(resolved: ResolvedConfig, assembly: Assembly, files: Model
     if table.path is not None and planned.model is not None:
         planned, _ = with_own_files("the reference", "reference", planned, files)
     return planned
+
+
+def refuse_unread_reference(resolved: ResolvedConfig) -> None:
+    """Raise ConfigError with every key of `[reference]` that is set, where no part of the run reads a reference."""
+    table, unset = resolved.config.reference, ReferenceConfig()
+    problems = [
+        Problem(
+            f"reference.{key}",
+            f"is set, and no part of the run reads {REFERENCE}, so that there is no reference",
+            f"Remove reference.{key}, or add what compares with a reference, such as [rl.kl] or the loss term kl in trainer rl",
+        )
+        for key in asdict(table)
+        if getattr(table, key) != getattr(unset, key)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def refuse_dropout(facts: ModelFacts, otherwise: str) -> None:

@@ -95,11 +95,12 @@ def test_ranks_that_share_cores_are_planned_with_the_numbers_or_refused(command,
 
 @pytest.mark.parametrize("flags", [["--dry-run"], []])
 def test_a_layout_that_does_not_divide_the_model_is_refused_before_anything_starts(command, config, tmp_path, flags):
-    """Code 2 as for other plans that cannot be. The data is missing, and nothing has asked for it: that would be code 4."""
+    """Code 2 as for other plans that cannot be. That the data is missing is told too."""
     layout = ("run.launch=ray", "run.ranks=3", "backend.tensor_parallel=3")
     outcome = command("run", config, *flags, *layout, "data.train=./none.jsonl")
     assert (outcome.code, outcome.out) == (2, "")
-    assert "backend.tensor_parallel = 3 does not divide num_attention_heads = " in outcome.last_line
+    assert "backend.tensor_parallel = 3 does not divide num_attention_heads = " in outcome.err
+    assert "none.jsonl" in outcome.err
     assert not (tmp_path / "run").exists(), "a run that is refused before it starts leaves no directory"
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
 

@@ -29,6 +29,10 @@ def problems(overrides: list[str]) -> list[str]:
          "Set data.eval or data.eval_fraction")),
         (["evaluation.at_start=true"], ("command line: evaluation.at_start: asks for evaluation, but there is no held-out data. "
          "Set data.eval or data.eval_fraction")),
+        *(([f"evaluation.{key}=4"], (f"command line: evaluation.{key}: is of trainer rl, which attempts held-out tasks. "
+         f"Remove evaluation.{key}")) for key in ("samples", "tasks", "temperature")),
+        (["teacher.revision=main"], ("command line: teacher.revision: is of the model of teacher.path, which is not set. "
+         "Set teacher.path, or remove teacher.revision")),
         (["checkpoint.every=9", "checkpoint.at_end=false", "training.steps=8"], ("command line: checkpoint.every: is 9, so a training of "
          "8 steps would end without a checkpoint. Lower checkpoint.every or set checkpoint.at_end = true")),
         (["checkpoint.resume=true"], ("command line: checkpoint.resume: a new run directory holds nothing to continue from. "
@@ -58,6 +62,7 @@ def test_combinations_that_cannot_be_meant(overrides: list[str], problem: str) -
         ["checkpoint.resume=true", "run.directory=runs/a"],
         ["optimizer.warmup_steps=8", "training.steps=8"],
         ['plugins.pin."loss:ppo"=acme', 'checkpoint.allow_changed=["backend:fsdp"]'],
+        ["teacher.path=t", "teacher.revision=main", "evaluation.samples=1"],
     ],
 )
 def test_combinations_that_make_sense(overrides: list[str]) -> None:
@@ -67,3 +72,11 @@ def test_combinations_that_make_sense(overrides: list[str]) -> None:
 def test_a_refused_table_does_not_hide_what_others_contradict() -> None:
     found = problems(["run.seed=-1", "training.steps=3", "training.epochs=1"])
     assert [line.split(":")[1].strip() for line in found] == ["run.seed", "training.epochs"]
+
+
+@pytest.mark.parametrize("key", ["revision=main", "weight=2"])
+def test_keys_of_a_reward_model_that_is_not_named_are_refused(key: str) -> None:
+    given = ["trainer=rl", "model.path=m", f"reward_model.{key}"]
+    (problem,) = structure(load(None, given)).problems
+    assert str(problem).startswith(f"command line: reward_model.{key.partition('=')[0]}: is of the model of reward_model.path")
+    assert structure(load(None, [*given, "reward_model.path=r"])).problems == ()

@@ -6,7 +6,7 @@ folder, such as `models/small`, where a place is expected. Everything else keeps
 """
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,7 @@ def absolute_place(text: Any, folder: Path | None, *, reference: bool = False) -
         return text if folder is None else str(folder.absolute() / text)
     if reference or not text:
         return text
-    try:
-        place = Path(text).expanduser()
-        return str(place.absolute()) if place.exists() else text
-    except (OSError, ValueError, RuntimeError):
-        # too long for a path, a zero byte in it, no home
-        return text
+    return str(Path(text).expanduser().absolute()) if _exists(text) else text
 
 
 def with_absolute_places(schema: type[Any], table: Any, path: KeyPath, origins: Mapping[str, Origin]) -> Any:
@@ -55,6 +50,34 @@ def with_absolute_places(schema: type[Any], table: Any, path: KeyPath, origins: 
         else:
             placed[key] = value
     return placed
+
+
+def absent_places(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    """Yield every key of a structured table, and of those inside it, that names a place on this machine where nothing is, with that place.
+
+    Names that may be of something elsewhere, such as a hub id, are left to whoever reads them.
+    """
+    for attribute in attrs.fields(type(value)):
+        kind, given, key = attribute.metadata.get(PLACE), getattr(value, attribute.name), (*path, attribute.alias or attribute.name)
+        if kind in ("path", "reference"):
+            for text in (given,) if isinstance(given, str) else given or ():
+                place = text.rpartition(":")[0] if kind == "reference" else text
+                if place.startswith(("/", "./", "../", "~")) and not _exists(place):
+                    yield key, place
+        elif isinstance(given, tuple):
+            for number, item in enumerate(given):
+                if attrs.has(type(item)):
+                    yield from absent_places(item, (*key, number))
+        elif attrs.has(type(given)):
+            yield from absent_places(given, key)
+
+
+def _exists(place: str) -> bool:
+    try:
+        return Path(place).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        # too long for a path, a zero byte in it, no home
+        return False
 
 
 def _nested(schema: type[Any], value: Any, path: KeyPath, origins: Mapping[str, Origin]) -> Any:

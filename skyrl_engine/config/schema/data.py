@@ -96,5 +96,5 @@ class DataConfig:
     max_samples: int | None = field(default=None, validator=optional(ge(1)))
     """Number of rows to read from the start of `train`, and of `eval`; none: all."""
 
-    cache: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
+    cache: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "output"})
     """Folder of the token cache; none: the user's cache folder."""

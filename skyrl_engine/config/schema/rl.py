@@ -135,8 +135,8 @@ class RolloutsConfig:
     retries: int = field(default=1, validator=ge(0))
     """Further tries, with the same seed, at an attempt that failed."""
 
-    min_group_size: int = field(default=2, validator=ge(1))
-    """Attempts of a group that must not have failed; with fewer the group is dropped."""
+    min_group_size: int | None = field(default=None, validator=optional(ge(1)))
+    """Attempts of a group that must not have failed; with fewer the group is dropped. None: 2, and of groups of one attempt that one."""
 
     max_failure_share: float = field(default=0.1, validator=and_(ge(0.0), le(1.0)))
     """Share of failed attempts among the last 200 above which the run stops."""
@@ -149,6 +149,10 @@ class RolloutsConfig:
 
     keep: int | None = field(default=cast("int | None", 200), validator=optional(ge(1)))
     """Steps whose rollouts are kept in the run directory; none: all."""
+
+    def fewest_finished(self, group_size: int) -> int:
+        """Return how many attempts of a group of this size must not have failed."""
+        return min(2, group_size) if self.min_group_size is None else self.min_group_size
 
 
 @frozen

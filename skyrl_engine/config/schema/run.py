@@ -12,7 +12,7 @@ from skyrl_engine.contracts.values.model import CODE, PLACE
 class RunConfig:
     """The folder that a run writes, and the ranks that it runs on."""
 
-    directory: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
+    directory: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "output"})
     """Folder that holds everything the run writes; none: a new folder under `runs/`."""
 
     seed: int = field(default=0, validator=[ge(0), lt(2**63)])

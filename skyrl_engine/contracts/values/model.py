@@ -8,7 +8,8 @@ from attrs.validators import ge, in_, lt, min_len, optional
 PLACE = "skyrl_engine.place"
 """Key of a field's metadata: its text may name a place, so `./` and `../` in it are relative to the file that says so.
 
-Its value says how the text is read: `path` (a path, or a name elsewhere), or `reference` (a plugin's name, or a path that starts with `./`).
+Its value says how the text is read: `path` (a path, or a name elsewhere), `output` (a path that a run writes), or `reference` (a plugin's
+name, or a path that starts with `./`).
 A `reference` names code: out of a run directory it is run only where the run is the caller's own, or the caller says so.
 """
 

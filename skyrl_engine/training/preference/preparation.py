@@ -7,11 +7,13 @@ from attrs import evolve, frozen
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.kinds.needs import ROLE_NEED
 from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.frozen_model import FrozenModel
-from skyrl_engine.errors import ConfigError, Problem, UnsupportedError
+from skyrl_engine.engine.model_files import ModelFiles
+from skyrl_engine.errors import ConfigError, Problem, Refusals, UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.training.preference.baseline import refuse_single_prompts
-from skyrl_engine.training.reference import REFERENCE, planned_reference, refuse_dropout
+from skyrl_engine.training.reference import REFERENCE, planned_reference, refuse_dropout, refuse_unread_reference
 from skyrl_engine.training.sft.data import DataProgress, PreparedRun
 from skyrl_engine.training.sft.data import prepare as prepare_data
 from skyrl_engine.training.sft.order import SampleOrder
@@ -54,46 +56,73 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     UnsupportedError for a loss without preferences, for dropout beside a reference, and for a reference that the backend does not have.
     """
     config = resolved.config
-    if config.reference.refresh_every is not None:
-        raise ConfigError(
-            [
-                Problem(
-                    "reference.refresh_every",
-                    "is of trainer rl: preferences are compared with the model as it was before training",
-                    "Remove reference.refresh_every",
-                )
-            ]
-        )
-    run = prepare_data(resolved, progress, reading="preferences", given=GIVEN)
-    objective = run.assembly.objective
-    _refuse_no_preference(objective)
-    baseline = BASELINE in objective.columns
-    if baseline and config.training.batch_size < 2:
-        raise ConfigError(
-            [
-                Problem(
-                    "training.batch_size",
-                    f"is {config.training.batch_size}, and the baseline compares answers of several prompts of a mini-batch",
-                    "Set training.batch_size to 2 or more",
-                )
-            ]
-        )
-    if baseline and config.reference.precompute:
-        raise UnsupportedError(
-            "reference.precompute scores the answers of the data, and KTO's baseline is of mismatched ones, others in every step",
-            remedy="Remove reference.precompute, or choose another loss",
-        )
-    if baseline:
+    refusals = Refusals()
+    with refusals.collect():
+        if config.reference.refresh_every is not None:
+            raise ConfigError(
+                [
+                    Problem(
+                        "reference.refresh_every",
+                        "is of trainer rl: preferences are compared with the model as it was before training",
+                        "Remove reference.refresh_every",
+                    )
+                ]
+            )
+    run = prepare_data(
+        resolved,
+        progress,
+        reading="preferences",
+        given=GIVEN,
+        check=lambda assembly, files: _check_parts(resolved, assembly, files),
+        refusals=refusals,
+    )
+    if BASELINE in run.assembly.objective.columns:
         order, evaluated = run.order, run.evaluation
         refuse_single_prompts(run.train.columns, order, run.total_steps, name=run.train.name)
         if evaluated is not None:
             held_out = SampleOrder.of(evaluated.columns, batch_size=order.batch_size, shuffle=False)
             refuse_single_prompts(evaluated.columns, held_out, held_out.steps_per_epoch, name=evaluated.name)
     reference = None
-    if REFERENCE in objective.columns or baseline:
-        refuse_dropout(run.files.facts, "the reference is scored without it: the first log-ratios would not be 0")
+    if reads_reference(run.assembly.objective):
         reference = planned_reference(run.resolved, run.assembly, run.files)
-    return PreparedPreference(run, reference, baseline)
+    return PreparedPreference(run, reference, BASELINE in run.assembly.objective.columns)
+
+
+def reads_reference(objective: ObjectiveParts) -> bool:
+    """Say whether a part of the loss compares with a reference; KTO's baseline does."""
+    return not {REFERENCE, BASELINE}.isdisjoint(objective.columns)
+
+
+def _check_parts(resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles) -> None:
+    """Refuse parts that learn no preferences, and a reference or a baseline that cannot be, all at once."""
+    config, objective, refusals = resolved.config, assembly.objective, Refusals()
+    with refusals.collect():
+        _refuse_no_preference(objective)
+    baseline = BASELINE in objective.columns
+    with refusals.collect():
+        if baseline and config.training.batch_size < 2:
+            raise ConfigError(
+                [
+                    Problem(
+                        "training.batch_size",
+                        f"is {config.training.batch_size}, and the baseline compares answers of several prompts of a mini-batch",
+                        "Set training.batch_size to 2 or more",
+                    )
+                ]
+            )
+    with refusals.collect():
+        if baseline and config.reference.precompute:
+            raise UnsupportedError(
+                "reference.precompute scores the answers of the data, and KTO's baseline is of mismatched ones, others in every step",
+                remedy="Remove reference.precompute, or choose another loss",
+            )
+    with refusals.collect():
+        if reads_reference(objective):
+            refuse_dropout(files.facts, "the reference is scored without it: the first log-ratios would not be 0")
+            planned_reference(resolved, assembly, files)
+        elif config.reference.refresh_every is None:
+            refuse_unread_reference(resolved)
+    refusals.raise_all()
 
 
 def _refuse_no_preference(objective: ObjectiveParts) -> None:

@@ -5,7 +5,7 @@ import logging
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.kinds.needs import ROLE_NEED, model_score
 from skyrl_engine.engine.model_files import ModelFiles
-from skyrl_engine.errors import ConfigError, Problem, UnsupportedError
+from skyrl_engine.errors import ConfigError, Problem, Refusals, UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.training.sft.data import DataProgress, PreparedRun
 from skyrl_engine.training.sft.data import prepare as prepare_data
@@ -21,25 +21,37 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     """
     from skyrl_engine.modeling.classifier import classifier_class
 
-    model, table = resolved.config.model, resolved.config.reward_model
-    if table.path is not None or table.revision is not None or table.weight != 1.0:
-        raise ConfigError(
-            [Problem("reward_model.path", "is of trainer rl, as are revision and weight", "Name the model to train in model.path")]
-        )
-    if not model.classifier:
-        raise ConfigError(
-            [
-                Problem(
-                    "model.classifier",
-                    "is false, and a reward model is a classifier with one label",
-                    'Set model.value_head = true and model.classifier = true, or reward_model.preset = "bradley_terry"',
-                )
-            ]
-        )
-    classifier_class(model)
-    _warn_of_padding(ModelFiles.of(model))
-    run = prepare_data(resolved, progress, reading="rewards")
-    _refuse_no_rewards(run.assembly.objective)
+    model, table, refusals = resolved.config.model, resolved.config.reward_model, Refusals()
+    with refusals.collect():
+        if table.path is not None or table.revision is not None or table.weight != 1.0:
+            raise ConfigError(
+                [
+                    Problem(
+                        "reward_model.path", "is of trainer rl, as are revision and weight", "Name the model to train in model.path"
+                    )
+                ]
+            )
+    with refusals.collect():
+        if not model.classifier:
+            raise ConfigError(
+                [
+                    Problem(
+                        "model.classifier",
+                        "is false, and a reward model is a classifier with one label",
+                        'Set model.value_head = true and model.classifier = true, or reward_model.preset = "bradley_terry"',
+                    )
+                ]
+            )
+    with refusals.collect():
+        classifier_class(model)
+    run = prepare_data(
+        resolved,
+        progress,
+        reading="rewards",
+        check=lambda assembly, _: _refuse_no_rewards(assembly.objective),
+        refusals=refusals,
+    )
+    _warn_of_padding(run.files)
     return run
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from attrs import frozen
+import numpy as np
+from attrs import evolve, frozen
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.schema import EngineConfig, RlConfig
@@ -15,26 +16,38 @@ from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.environment import Environment, Task
 from skyrl_engine.contracts.kinds.generator import Sampling
 from skyrl_engine.contracts.kinds.group_filter import GroupFilter
+from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.data.text.template_rule import uses_template
 from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
-from skyrl_engine.engine.sampler import refuse_elsewhere
-from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
+from skyrl_engine.errors import ConfigError, DataError, Problem, Refusals, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.columns import Overlong
 from skyrl_engine.rollout.recorded import Recording, RecordingLimits, read_recording
 from skyrl_engine.rollout.runner import Bounds
 from skyrl_engine.rollout.turns import TurnRenderer
-from skyrl_engine.training.reference import planned_reference, refuse_dropout
+from skyrl_engine.training.model_beside import check_models_beside
+from skyrl_engine.training.reference import planned_reference, refuse_dropout, refuse_unread_reference
+from skyrl_engine.training.rl.batches import mini_batch_size
+from skyrl_engine.training.rl.contradictions import (
+    refuse_beyond_positions,
+    refuse_contradictions,
+    refuse_generator,
+    refuse_no_values,
+    refuse_single_attempts,
+    refuse_too_few,
+)
 from skyrl_engine.training.rl.evaluation import tasks_of
 from skyrl_engine.training.rl.prompts import OF_TABLES, PromptLimits, check_prompts, most_of
 from skyrl_engine.training.rl.recipe import Recipe, Recorded, recipe
 from skyrl_engine.training.rl.reward_model import RewardModel
-from skyrl_engine.training.rl.tasks import TaskOrder, task_at, tasks_in
+from skyrl_engine.training.rl.tasks import TaskOrder, refuse_no_task, task_at, tasks_in
 from skyrl_engine.training.teacher import planned_teacher
+from skyrl_engine.workers.dispatch import planned
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +59,14 @@ _LOGPROBS: Final[Mapping[bool, Recorded]] = {True: "with_logprobs", False: "with
 
 @frozen(eq=False)
 class Sampled:
-    """Rollouts that are to be sampled: tasks in their order, and what makes prompts of them."""
+    """Rollouts that are to be sampled: tasks in their order, and what makes prompts of them.
+
+    `longest_prompt` counts the tokens of the longest prompt among those of the first groups; 0 where nothing is trained.
+    """
 
     tasks: TaskOrder
     renderer: TurnRenderer
+    longest_prompt: int = 0
 
 
 @frozen(eq=False)
@@ -100,7 +117,7 @@ class PreparedRl:
             group_size=config.rl.group_size,
             max_prompt_tokens=config.rl.max_prompt_tokens,
             max_tokens=config.rl.max_tokens,
-            min_group_size=min(config.rollouts.min_group_size, config.rl.group_size),
+            min_group_size=config.rollouts.fewest_finished(config.rl.group_size),
             max_failure_share=config.rollouts.max_failure_share,
             all_may_fail=config.rollouts.max_failure_share == 1,
             keeps_history=config.rl.history == "append",
@@ -125,39 +142,80 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
 
     Raises ConfigError, UnsupportedError, DataError, ModelError, RolloutError, and what plugins raise.
     """
-    config = resolved.config
-    settings = config.rl
-    _refuse_contradictions(resolved)
+    config, settings, refusals = resolved.config, resolved.config.rl, Refusals()
+    with refusals.collect():
+        refuse_contradictions(resolved, trains=trains)
     files = ModelFiles.of(config.model)
+    longest = settings.max_prompt_tokens + settings.max_tokens
     if trains:
-        refuse_dropout(
-            files.facts, "sampled and scored without it: ratios would not be 1, and the sampler would seem to hold other weights"
-        )
-    assembly = assemble(resolved, files, max_sequence_length=settings.max_prompt_tokens + settings.max_tokens)
-    assembly.check_data(files.facts, [])
-    context = assembly.context
-    advantage: Part[Advantage] = resolved.plugins["advantage"].part("advantage", context)
-    if settings.rollouts is None and settings.group_size == 1 and advantage.product.claims.groups == "needed":
-        raise UnsupportedError(
-            f"{advantage.label} compares attempts at one task, and rl.group_size is 1: every advantage would be 0",
-            remedy="Raise rl.group_size, or choose an advantage without groups, such as gae or reinforce_pp",
-        )
-    filters: tuple[Part[GroupFilter], ...] = tuple(
-        each.part(f"group_filters[{number}]", context) for number, each in enumerate(_at(resolved, "group_filters"))
-    )
+        with refusals.collect():
+            refuse_dropout(
+                files.facts,
+                "sampled and scored without it: ratios would not be 1, and the sampler would seem to hold other weights",
+            )
+    check_models_beside(resolved, refusals)
+    assembly = None
+    with refusals.collect():
+        assembly = assemble(resolved, files, max_sequence_length=longest)
+        assembly.check_data(files.facts, [])
+    context = FactoryContext(config.run.seed, 0, longest) if assembly is None else assembly.context
+    sampling = settings.rollouts is None
+    with refusals.collect():
+        if sampling:
+            refuse_generator(resolved, trains=trains)
+    with refusals.collect():
+        if sampling:
+            refuse_beyond_positions(resolved, files)
     environments = _at(resolved, "environments")
-    rollouts: Sampled | Recording
-    if settings.rollouts is None:
-        rollouts, recorded = _sampled(resolved, files, environments, context, trains=trains), None
-    else:
-        rollouts = _recorded(resolved, files, filters, advantage, progress)
-        recorded = _LOGPROBS[rollouts.has_logprobs]
-    chosen = recipe(settings, assembly.objective, advantage, recorded=recorded, reducer=assembly.reducer)
-    if "values" in chosen.scores.values() and not config.model.value_head:
-        raise UnsupportedError(
-            f"{advantage.label} needs old_values, and the model has no value head",
-            remedy="Set model.value_head = true, or choose an advantage without values, such as grpo or reinforce_pp",
-        )
+    parts = _environment_parts(environments, context, refusals, trains=trains) if sampling else []
+    advantage: Part[Advantage] | None = None
+    filters: list[Part[GroupFilter]] = []
+    with refusals.collect():
+        advantage = resolved.plugins["advantage"].part("advantage", context)
+        refuse_single_attempts(resolved, advantage)
+    for number, each in enumerate(_at(resolved, "group_filters")):
+        with refusals.collect():
+            filters.append(each.part(f"group_filters[{number}]", context))
+    if assembly is None or advantage is None:
+        refusals.raise_all()
+    assert assembly is not None, "what hinders it was raised"
+    assert advantage is not None, "what hinders it was raised"
+    layout = assembly.layout(micro_batch_rows=settings.micro_batch_rows, micro_batch_tokens=settings.micro_batch_tokens)
+    rollouts: Sampled | Recording | None = None
+    with refusals.collect():
+        if not sampling:
+            rollouts = _recorded(resolved, files, filters, advantage, progress)
+        elif len(parts) == len(environments) > 0:
+            rollouts = _sampled(resolved, files, parts, trains=trains)
+    if trains:
+        with refusals.collect():
+            _plan_any_batch(assembly, layout, settings, rollouts)
+    chosen = None
+    with refusals.collect():
+        recorded = _LOGPROBS[rollouts.has_logprobs] if isinstance(rollouts, Recording) else None
+        chosen = recipe(settings, assembly.objective, advantage, recorded=recorded, reducer=assembly.reducer)
+        refuse_no_values(config.model, advantage, chosen)
+    reference = teacher = reward_model = None
+    if chosen is not None:
+        with refusals.collect():
+            if chosen.reference:
+                reference = planned_reference(resolved, assembly, files)
+            elif trains:
+                refuse_unread_reference(resolved)
+        with refusals.collect():
+            teacher = planned_teacher(
+                resolved,
+                assembly,
+                files,
+                read=chosen.teacher,
+                longest=longest,
+                shorter="Lower rl.max_prompt_tokens or rl.max_tokens",
+            )
+    with refusals.collect():
+        reward_model = RewardModel.planned(resolved, assembly, files)
+    refusals.raise_all()
+    assert rollouts is not None, "what hinders it was raised"
+    assert chosen is not None, "what hinders it was raised"
     if trains:
         for warning in _doubts(settings, assembly):
             logger.warning("%s", warning)
@@ -165,24 +223,53 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
         resolved=resolved,
         files=files,
         assembly=assembly,
-        layout=assembly.layout(micro_batch_rows=settings.micro_batch_rows, micro_batch_tokens=settings.micro_batch_tokens),
+        layout=layout,
         advantage=advantage,
-        filters=filters,
+        filters=tuple(filters),
         environments=environments,
         names=rollouts.names if isinstance(rollouts, Recording) else _names(environments),
         rollouts=rollouts,
         recipe=chosen,
-        reference=planned_reference(resolved, assembly, files) if chosen.reference else None,
-        teacher=planned_teacher(
-            resolved,
-            assembly,
-            files,
-            read=chosen.teacher,
-            longest=settings.max_prompt_tokens + settings.max_tokens,
-            shorter="Lower rl.max_prompt_tokens or rl.max_tokens",
-        ),
-        reward_model=RewardModel.planned(resolved, assembly, files),
+        reference=reference,
+        teacher=teacher,
+        reward_model=reward_model,
     )
+
+
+def _environment_parts(
+    environments: Sequence[SelectedPlugin], context: FactoryContext, refusals: Refusals, *, trains: bool
+) -> list[Part[Environment]]:
+    """Make the environments and read their tasks, each on its own; those that cannot are left out."""
+    parts: list[Part[Environment]] = []
+    for number, each in enumerate(environments):
+        with refusals.collect():
+            part: Part[Environment] = each.part(f"environments[{number}]", context)
+            refuse_no_task(part, tasks_in(part, "train"), trains=trains)
+            parts.append(part)
+    return parts
+
+
+def _plan_any_batch(assembly: Assembly, layout: Layout, settings: RlConfig, rollouts: Sampled | Recording | None) -> None:
+    """Plan a batch of as many attempts as a step has, so that a collator that cannot cut as the run says is refused now.
+
+    One attempt is as long as some are for certain: as the longest that was recorded, or the longest prompt and a token. Others are short, and
+    longer ones may still be sampled. Raises what the collator raises.
+    """
+    size, least = settings.group_size, 2
+    if isinstance(rollouts, Recording):
+        size, least = rollouts.largest, max(least, rollouts.longest)
+    elif rollouts is not None:
+        least = max(least, rollouts.longest_prompt + 1)
+    lengths = np.full(settings.groups * size, 2, dtype=np.int64)
+    lengths[0] = least
+    columns = SampleColumns.create(
+        input_ids=np.zeros(int(lengths.sum()), dtype=np.int64),
+        token_offsets=offsets_of(lengths),
+        action_offsets=np.arange(len(lengths) + 1, dtype=np.int64),
+        group_ids=np.repeat(np.arange(settings.groups, dtype=np.int64), size),
+    )
+    together = mini_batch_size([size] * settings.groups, settings.mini_batches)
+    planned(assembly.collator, columns, evolve(layout, mini_batch_size=together))
 
 
 _REWARDED = frozenset(("rewards", "advantages", "returns"))
@@ -204,25 +291,47 @@ def _doubts(settings: RlConfig, assembly: Assembly) -> Iterator[str]:
         )
 
 
-def _sampled(
-    resolved: ResolvedConfig, files: ModelFiles, environments: Sequence[SelectedPlugin], context: FactoryContext, *, trains: bool
-) -> Sampled:
+def _sampled(resolved: ResolvedConfig, files: ModelFiles, parts: Sequence[Part[Environment]], *, trains: bool) -> Sampled:
     config = resolved.config
-    _refuse_generator(resolved, trains=trains)
-    _refuse_beyond_positions(resolved, files)
-    parts: list[Part[Environment]] = [each.part(f"environments[{number}]", context) for number, each in enumerate(environments)]
     tasks = TaskOrder(parts, [table.weight for table in config.environments], config.run.seed, trains=trains)
     template = config.model.chat_template
     named: dict[str, Any] = {} if template is None else {"name": f"the chat template {template}"}
     raw = not uses_template(files.tokenizer, config.rl.template)
     renderer = TurnRenderer(files.tokenizer, history=config.rl.history, raw=raw, **named)
     _prove_turns(renderer, parts, tasks)
+    longest = 0
     if trains:
-        _refuse_too_few(resolved, tasks)
-        check_prompts(parts, _attempted(config, tasks), renderer, limits_of(config, files.facts))
-        if config.evaluation.every is not None or config.evaluation.at_start or config.evaluation.at_end:
-            check_prompts(parts, tasks_of(parts, config.evaluation.tasks), renderer, limits_of(config, files.facts))
-    return Sampled(tasks, renderer)
+        refusals = Refusals()
+        with refusals.collect():
+            refuse_too_few(resolved, tasks)
+        with refusals.collect():
+            longest = check_prompts(parts, _attempted(config, tasks), renderer, limits_of(config, files.facts))
+        with refusals.collect():
+            _check_evaluation(config, parts, renderer, limits_of(config, files.facts))
+        refusals.raise_all()
+    return Sampled(tasks, renderer, longest)
+
+
+def _check_evaluation(
+    config: EngineConfig, parts: Sequence[Part[Environment]], renderer: TurnRenderer, limits: PromptLimits
+) -> None:
+    """Check the held-out tasks that the run evaluates on. Raises ConfigError where it is to evaluate on none, and as `check_prompts` does."""
+    asked = [key for key in ("every", "at_start") if getattr(config.evaluation, key) not in (None, False)]
+    if not asked and not config.evaluation.at_end:
+        return
+    held_out = tasks_of(parts, config.evaluation.tasks)
+    if asked and not held_out:
+        raise ConfigError(
+            [
+                Problem(
+                    f"evaluation.{key}",
+                    "asks for evaluation, but no environment has a held-out task",
+                    f"Remove evaluation.{key}, or hold tasks out: --eval-data, or eval_data or eval_fraction of an environment over a table",
+                )
+                for key in asked
+            ]
+        )
+    check_prompts(parts, held_out, renderer, limits)
 
 
 def limits_of(config: EngineConfig, facts: ModelFacts) -> PromptLimits:
@@ -247,7 +356,7 @@ def _recorded(
     assert settings.rollouts is not None, "that is why it is recorded"
     recording = read_recording(
         Path(settings.rollouts).expanduser(),
-        RecordingLimits(files.facts.vocabulary_size, files.facts.extended_length, config.rollouts.min_group_size),
+        RecordingLimits(files.facts.vocabulary_size, files.facts.extended_length, config.rollouts.fewest_finished),
         filters,
         max_drop_share=config.rollouts.max_drop_share,
         on_starved=config.rollouts.on_starved,
@@ -278,102 +387,6 @@ def _names(environments: Sequence[SelectedPlugin]) -> tuple[str, ...]:
     names = [each.loaded.record.name for each in environments]
     counts = Counter(names)
     return tuple(name if counts[name] == 1 else f"{name}_{names[: number + 1].count(name)}" for number, name in enumerate(names))
-
-
-def _refuse_contradictions(resolved: ResolvedConfig) -> None:
-    settings = resolved.config.rl
-    problems = []
-    if settings.rollouts is not None:
-        problems += _refuse_sampling(resolved)
-    elif not resolved.config.environments:
-        problems.append(
-            Problem("environments", "there is no environment", 'Add [[environments]] with use = "...", or give --env or --reward')
-        )
-    if resolved.config.reference.precompute:
-        problems.append(
-            Problem(
-                "reference.precompute", "rollouts are sampled anew in every step, so nothing is there to score before", "Remove it"
-            )
-        )
-    if settings.mini_batches > settings.groups:
-        problems.append(
-            Problem(
-                "rl.mini_batches",
-                f"is {settings.mini_batches}, and a batch has {settings.groups} groups, which are never cut",
-                "Lower rl.mini_batches or raise rl.groups",
-            )
-        )
-    if settings.micro_batch_rows is not None and settings.micro_batch_tokens is not None:
-        problems.append(
-            Problem(
-                "rl.micro_batch_tokens",
-                "rl.micro_batch_rows is set too",
-                "Give one of rl.micro_batch_rows and rl.micro_batch_tokens",
-            )
-        )
-    if problems:
-        raise ConfigError(problems)
-
-
-def _refuse_sampling(resolved: ResolvedConfig) -> list[Problem]:
-    """Return the problems of keys that ask for what nobody does where rollouts are recorded."""
-    config = resolved.config
-    asked = {
-        "environments": bool(config.environments),
-        "evaluation.every": config.evaluation.every is not None,
-        "evaluation.at_start": config.evaluation.at_start,
-    }
-    return [
-        Problem(key, "rl.rollouts is set, so that nothing is sampled and no environment answers", f"Remove {key}, or rl.rollouts")
-        for key, given in asked.items()
-        if given
-    ]
-
-
-def _refuse_generator(resolved: ResolvedConfig, *, trains: bool) -> None:
-    """Refuse a generator that does not run on ranks, and one that nothing can be trained with."""
-    plugin = resolved.plugins["generator"]
-    label, description = str(plugin.loaded.record), plugin.loaded.describe_generator(plugin.options)
-    refuse_elsewhere(label, description)
-    if resolved.config.rl.stop_strings and "stop_strings" not in description.capabilities:
-        raise UnsupportedError(
-            f"rl.stop_strings is set, and {label} does not declare the capability 'stop_strings'",
-            remedy="Remove rl.stop_strings, or choose a generator that stops at texts, such as hf",
-        )
-    if not trains:
-        return
-    if not description.accepts and "recorded" not in description.capabilities:
-        raise UnsupportedError(
-            f"{label} takes no weights: it would go on sampling from a model that is not the trained one",
-            remedy="Choose a generator that takes weights, such as hf",
-        )
-    if "logprobs" not in description.capabilities:
-        raise UnsupportedError(
-            f"{label} does not declare the capability 'logprobs': nobody could tell whether it samples from the trained model",
-            remedy="Choose a generator that gives the log-probabilities of what it samples, such as hf",
-        )
-
-
-def _refuse_beyond_positions(resolved: ResolvedConfig, files: ModelFiles) -> None:
-    settings = resolved.config.rl
-    longest, positions = settings.max_prompt_tokens + settings.max_tokens, files.facts.extended_length
-    if positions is not None and longest > positions:
-        raise UnsupportedError(
-            f"rl.max_prompt_tokens and rl.max_tokens make attempts of up to {longest:,} tokens, and the model has {positions:,} positions",
-            remedy="Lower one of them",
-        )
-
-
-def _refuse_too_few(resolved: ResolvedConfig, tasks: TaskOrder) -> None:
-    settings = resolved.config.rl
-    if settings.repeat_tasks:
-        return
-    for part, own, needed in zip(tasks.environments, tasks.tasks, tasks.needs(settings.steps * settings.groups), strict=True):
-        if needed > len(own):
-            raise DataError(
-                f"{part.label} has {len(own):,} tasks, and {settings.steps} steps of {settings.groups} groups take {needed:,} of it",
-                remedy="Set rl.repeat_tasks = true, or lower rl.steps",
-            )
 
 
 def _prove_turns(renderer: TurnRenderer, parts: Sequence[Part[Environment]], tasks: TaskOrder) -> None:

@@ -38,8 +38,8 @@ class PromptLimits:
 
 def check_prompts(
     parts: Sequence[Part[Environment]], tasks: Iterable[tuple[int, Task]], renderer: TurnRenderer, limits: PromptLimits
-) -> None:
-    """Render the prompts of tasks, each with the number of its environment among `parts`.
+) -> int:
+    """Render the prompts of tasks, each with the number of its environment among `parts`; return the tokens of the longest that is allowed.
 
     Raises DataError for a task without a prompt or with two, for two tasks of one key, and for prompts that are too long; UnsupportedError for
     images; RolloutError for a task that is no JSON; what the renderer raises for messages that the template refuses.
@@ -57,6 +57,7 @@ def check_prompts(
         own[task.key] = len(_prompt(task, name, renderer, limits))
     for number, own in lengths.items():
         _check_lengths(parts[number], own, limits)
+    return max((length for own in lengths.values() for length in own.values() if length <= limits.tokens), default=0)
 
 
 def most_of(part: Part[Environment]) -> int:

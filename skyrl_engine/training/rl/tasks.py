@@ -21,6 +21,12 @@ def tasks_in(part: Part[Environment], split: Split) -> Tasks:
         return part.product.tasks(split)
 
 
+def refuse_no_task(part: Part[Environment], tasks: Tasks, *, trains: bool) -> None:
+    """Raise DataError for an environment without a task to train on; a run that only evaluates needs none."""
+    if trains and len(tasks) == 0:
+        raise DataError(f"{part.label} has no task to train on", remedy="Check the environment's options")
+
+
 def task_at(part: Part[Environment], tasks: Tasks, index: int) -> Task:
     """Return a task of an environment. Raises PluginBrokenError where its code fails, and ContractError where it makes something else."""
     with blaming(part.owner, f"making task {index:,}"):
@@ -53,8 +59,7 @@ class TaskOrder:
     def __attrs_post_init__(self) -> None:
         self.tasks = [tasks_in(each, "train") for each in self.environments]
         for environment, tasks in zip(self.environments, self.tasks, strict=True):
-            if self.trains and len(tasks) == 0:
-                raise DataError(f"{environment.label} has no task to train on", remedy="Check the environment's options")
+            refuse_no_task(environment, tasks, trains=self.trains)
         self._counts = [0] * len(self.environments)
 
     def needs(self, tickets: int) -> list[int]:

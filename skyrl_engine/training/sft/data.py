@@ -1,7 +1,7 @@
 """Everything of a supervised run that can be decided before a rank starts: the assembly, the data, the order of samples, checks of all."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,13 +11,15 @@ import numpy as np
 from attrs import field, frozen
 
 from skyrl_engine.config import ResolvedConfig
-from skyrl_engine.config.schema import DataConfig
+from skyrl_engine.config.schema import DataConfig, EngineConfig
 from skyrl_engine.contracts.kinds.backend import Capability
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.reducer import Reducer
+from skyrl_engine.contracts.values.bundles import Bundles
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import BatchPlan
-from skyrl_engine.data.dataset import TokenizedDataset, load_columns
+from skyrl_engine.contracts.values.ragged import IntArray
+from skyrl_engine.data.dataset import Split, TokenizedDataset, load_columns, open_source_of
 from skyrl_engine.data.images.processor import load_vision
 from skyrl_engine.data.sources.formats import PREFERENCES, Reading
 from skyrl_engine.data.text.template_rule import find_difference
@@ -25,11 +27,12 @@ from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.capability import check_pairs, needed_columns, needs_of_reducer, vision_of
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
-from skyrl_engine.errors import DataError
+from skyrl_engine.errors import DataError, Refusals
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.registry.part import Part
+from skyrl_engine.training.model_beside import check_models_beside
 from skyrl_engine.training.sft.order import SampleOrder
 from skyrl_engine.training.teacher import TEACHER, planned_teacher
 from skyrl_engine.workers.dispatch import batch_structure, planned, token_weights
@@ -67,48 +70,123 @@ def prepare(
     *,
     reading: Reading = "samples",
     given: AbstractSet[str] = frozenset(),
+    check: Callable[[Assembly, ModelFiles], None] | None = None,
+    refusals: Refusals | None = None,
 ) -> PreparedRun:
     """Load the data, make the controller's plugins, and refuse what cannot work. Starts nothing and writes nothing but the token cache.
 
-    `reading` says how rows are read. `given` are columns that the trainer computes, so that the data need not have them.
+    `reading` says how rows are read. `given` are columns that the trainer computes, so that the data need not have them; `check` is what the
+    trainer refuses of the parts. Whatever is found is raised at once, with what `refusals` hold already.
     """
     config = resolved.config
+    refusals = Refusals() if refusals is None else refusals
     files = ModelFiles.of(config.model)
-    assembly = assemble(resolved, files, max_sequence_length=config.data.max_length)
-    taught = config.has("teacher") and config.teacher.path is not None
-    if taught:
-        given = {*given, TEACHER}
-    data = limited_to_model(config.data, files.facts)
-    files.vision = vision_of(files.facts, load_vision(files.facts, data))
+    assembly = None
+    with refusals.collect():
+        assembly = assemble(resolved, files, max_sequence_length=config.data.max_length)
+    if assembly is not None and check is not None:
+        with refusals.collect():
+            check(assembly, files)
+    check_models_beside(resolved, refusals)
+    given = {*given, *scored_by_teacher(config)}
+    data = config.data
+    with refusals.collect():
+        data = limited_to_model(config.data, files.facts)
+    splits: tuple[Split, ...] = ("train", "eval") if _holds_out(data) else ("train",)
+    if assembly is None:
+        # rows need the tokenizer and the parts that read them; whether they are there does not
+        for split in splits:
+            with refusals.collect():
+                open_source_of(data, split)
+        refusals.raise_all()
+    assert assembly is not None, "what hinders it was raised"
     load = partial(
-        load_columns,
+        _load,
         data,
-        files.tokenizer,
+        files,
         seed=config.run.seed,
         needed={need: asker for need, asker in needed_columns(assembly.needs).items() if need not in given},
-        vision=files.vision,
         progress=progress,
         reading=reading,
     )
-    train = load(split="train")
-    evaluation = load(split="eval") if _holds_out(data) else None
+    loaded: dict[Split, TokenizedDataset] = {}
+    for split in splits:
+        with refusals.collect():
+            loaded[split] = load(split=split)
+    refusals.raise_all()
+    train, evaluation = loaded["train"], loaded.get("eval")
     if evaluation is not None and (different := find_difference(train.rendering.record(), evaluation.rendering)):
         logger.warning("the held-out data %s is not like the training data: %s", evaluation.name, different)
-    _refuse_nothing_to_learn(train.columns)
-    if reading == "samples" and train.format in PREFERENCES:
+    for dataset in loaded.values():
+        with refusals.collect():
+            _check_samples(dataset, files.facts, assembly, reading)
+    datasets = [dataset.columns for dataset in loaded.values()]
+    with refusals.collect():
+        resolved = _with_rotary_length(resolved, files, datasets)
+    order = first_batch = teacher = None
+    required: frozenset[Capability] = frozenset()
+    with refusals.collect():
+        order = _order_of(resolved, train, evaluation)
+        first_batch = _first_batch(resolved, assembly, loaded, order)
+    longest = max(int(np.diff(columns.token_offsets).max(initial=1)) for columns in datasets)
+    with refusals.collect():
+        teacher = planned_teacher(
+            resolved,
+            assembly,
+            files,
+            read=TEACHER in given and TEACHER in assembly.objective.columns,
+            longest=longest,
+            shorter="Set data.max_length",
+        )
+    with refusals.collect():
+        required = assembly.check_data(files.facts, datasets)
+    refusals.raise_all()
+    assert order is not None, "what hinders it was raised"
+    assert first_batch is not None, "what hinders it was raised"
+    return PreparedRun(
+        resolved=resolved,
+        files=files,
+        assembly=assembly,
+        train=train,
+        evaluation=evaluation,
+        order=order,
+        total_steps=config.training.steps or order.steps_in(config.training.epochs or 1.0),
+        teacher=teacher,
+        first_batch=first_batch,
+        required=required,
+    )
+
+
+def scored_by_teacher(config: EngineConfig) -> frozenset[str]:
+    """Return the columns that a run's teacher gives, so that the data need not have them; none where there is no teacher."""
+    return frozenset({TEACHER} if config.has("teacher") and config.teacher.path is not None else ())
+
+
+def _load(data: DataConfig, files: ModelFiles, **reading: Any) -> TokenizedDataset:
+    files.vision = vision_of(files.facts, load_vision(files.facts, data))
+    return load_columns(data, files.tokenizer, vision=files.vision, **reading)
+
+
+def _check_samples(dataset: TokenizedDataset, facts: ModelFacts, assembly: Assembly, reading: Reading) -> None:
+    """Refuse a dataset of another kind than the trainer's, without anything to learn, or of another vocabulary. Raises DataError."""
+    if reading == "samples" and dataset.format in PREFERENCES:
         raise DataError(
-            f"{train.name} holds preferences, a chosen and a rejected answer to a prompt, and trainer sft learns from single answers",
+            f"{dataset.name} holds preferences, a chosen and a rejected answer to a prompt, and trainer sft learns from single answers",
             remedy='Set trainer = "preference", or learn from the chosen ones: data.map.completion = "chosen"',
         )
+    if not dataset.columns.loss_weight.any():
+        raise DataError(
+            f"no token of {dataset.name} carries loss",
+            remedy="Check data.format and data.loss_on with `skyrl-engine data preview`",
+        )
+    _refuse_unknown_tokens(facts, dataset)
+    check_pairs(assembly.objective.losses, dataset.columns)
 
-    size = config.training.batch_size
-    order = SampleOrder.of(
-        train.columns,
-        batch_size=size,
-        seed=config.run.seed,
-        shuffle=config.training.shuffle,
-        drop_last=config.training.drop_last,
-    )
+
+def _order_of(resolved: ResolvedConfig, train: TokenizedDataset, evaluation: TokenizedDataset | None) -> SampleOrder:
+    training, seed = resolved.config.training, resolved.config.run.seed
+    size = training.batch_size
+    order = SampleOrder.of(train.columns, batch_size=size, seed=seed, shuffle=training.shuffle, drop_last=training.drop_last)
     if size > order.samples:
         logger.warning(
             "training.batch_size is %s and the data has %s samples: every step trains on all %s of them",
@@ -119,33 +197,7 @@ def prepare(
     if evaluation is not None:
         # A group that fits no mini-batch is refused now, not after hours.
         SampleOrder.of(evaluation.columns, batch_size=size)
-    loaded = [dataset for dataset in (train, evaluation) if dataset is not None]
-    for dataset in loaded:
-        _refuse_unknown_tokens(files.facts, dataset)
-    datasets = [dataset.columns for dataset in loaded]
-    for columns in datasets:
-        check_pairs(assembly.objective.losses, columns)
-    resolved = _with_rotary_length(resolved, files, datasets)
-    longest = max(int(np.diff(columns.token_offsets).max(initial=1)) for columns in datasets)
-    return PreparedRun(
-        resolved=resolved,
-        files=files,
-        assembly=assembly,
-        train=train,
-        evaluation=evaluation,
-        order=order,
-        total_steps=config.training.steps or order.steps_in(config.training.epochs or 1.0),
-        teacher=planned_teacher(
-            resolved,
-            assembly,
-            files,
-            read=taught and TEACHER in assembly.objective.columns,
-            longest=longest,
-            shorter="Set data.max_length",
-        ),
-        first_batch=_first_batch(resolved, assembly, train, order),
-        required=assembly.check_data(files.facts, datasets),
-    )
+    return order
 
 
 def _with_rotary_length(resolved: ResolvedConfig, files: ModelFiles, datasets: Sequence[SampleColumns]) -> ResolvedConfig:
@@ -206,18 +258,37 @@ def describe_data(dataset: TokenizedDataset | None) -> dict[str, Any] | None:
     }
 
 
-def _first_batch(resolved: ResolvedConfig, assembly: Assembly, train: TokenizedDataset, order: SampleOrder) -> BatchPlan:
-    """Plan and weigh the first mini-batch, so that a collator or reducer that cannot is refused now."""
+def _first_batch(
+    resolved: ResolvedConfig, assembly: Assembly, loaded: Mapping[Split, TokenizedDataset], order: SampleOrder
+) -> BatchPlan:
+    """Plan and weigh the first mini-batch, and plan the samples that take most room, so that what a later step would meet is refused now.
+
+    Raises what the collator and the reducer raise.
+    """
     training = resolved.config.training
     layout = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens)
     chosen, _ = order.mini_batch(order.start())
-    first = train.columns.take(chosen)
+    first = loaded["train"].columns.take(chosen)
     plan = planned(assembly.collator, first, layout)
     token_weights(
         assembly.reducer,
         batch_structure(first, plan.mini_batches[0], assembly.context.max_sequence_length, reducer=assembly.reducer),
     )
+    for dataset in loaded.values():
+        columns = dataset.columns
+        # beside others, because there may have to be as many samples as ranks
+        some = np.union1d(largest_units(columns), np.arange(min(len(columns), training.batch_size)))
+        planned(assembly.collator, columns.take(some), layout)
     return plan
+
+
+def largest_units(columns: SampleColumns) -> IntArray:
+    """Return the samples, int64[n], of the units that take most room: with the longest sample, in rows, in tokens, and padded in one piece."""
+    units = Bundles.by_label(np.arange(len(columns), dtype=np.int64), columns.unit_ids)
+    tokens = np.diff(columns.token_offsets)
+    longest = units.maxima(tokens)
+    chosen = {int(np.argmax(size)) for size in (longest, units.sizes, units.sums(tokens), units.sizes * longest)}
+    return np.concatenate([units.members[unit] for unit in sorted(chosen)])
 
 
 def _holds_out(data: DataConfig) -> bool:
@@ -255,13 +326,3 @@ def _refuse_unknown_candidates(facts: ModelFacts, size: int, dataset: TokenizedD
                 f"{facts.model.path} has {size} tokens",
                 remedy="Write the column with the tokenizer of the model that is trained",
             )
-
-
-def _refuse_nothing_to_learn(columns: SampleColumns) -> None:
-    if len(columns) == 0:
-        raise DataError("the training data holds no sample", remedy="Check data.train, data.max_length and data.overlong")
-    if not columns.loss_weight.any():
-        raise DataError(
-            "no token of the training data carries loss",
-            remedy="Check data.format and data.loss_on with `skyrl-engine data preview`",
-        )
