@@ -101,7 +101,8 @@ def test_a_generator_that_nothing_can_be_trained_with_is_refused(
     assert "such as hf" in caught.value.remedy
 
 
-def test_a_reference_that_does_not_know_all_tokens_is_refused(rl: Rl, tmp_path: Path) -> None:
+def test_a_reference_that_does_not_know_all_tokens_is_refused(rl: Rl, world: Path, tmp_path: Path) -> None:
+    shutil.copytree(world / "model", tmp_path / "small")
     write_model(tmp_path / "small", vocab_size=64)
     with pytest.raises(UnsupportedError, match=r"the reference .*small knows 64 tokens, and the trained model"):
         prepare(rl("run", "rl.kl.coef=0.1", f"reference.path={tmp_path / 'small'}"))
