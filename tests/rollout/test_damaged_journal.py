@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.journal_index import read_index
+from skyrl_engine.rollout.recorded import RecordingLimits, read_recording
 from skyrl_engine.rollout.records import Learned, schema
 from skyrl_engine.rollout.segments import read_segment
 from skyrl_engine.testing.rollout_cases import plain_group, require_same
@@ -330,6 +331,16 @@ def test_a_file_that_cannot_be_opened_is_refused_and_not_taken_for_damaged(tmp_p
     with pytest.raises(RolloutError, match=rf"{SECOND} of the journal of rollouts cannot be read") as caught:
         opened(tmp_path, resumed=1)
     assert "is then sampled again" in caught.value.remedy
+
+
+def test_a_recording_that_is_not_all_there_is_told(tmp_path, caplog):
+    write_session(tmp_path)
+    content = bytearray((tmp_path / FIRST).read_bytes())
+    content[read_segment(tmp_path / FIRST).entries[1].end - 20] ^= 1
+    (tmp_path / FIRST).write_bytes(content)
+    recording = read_recording(tmp_path, RecordingLimits(None, None, 1))
+    assert len(recording.groups) == 3
+    assert f"the rollouts of {tmp_path} are not all there: {FIRST}: bytes" in caplog.text
 
 
 def test_a_journal_of_format_2_is_read_around_its_damage_too(folder):
