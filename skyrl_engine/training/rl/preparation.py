@@ -187,7 +187,7 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
             rollouts = _recorded(resolved, files, filters, advantage, progress)
         elif len(parts) == len(environments) > 0:
             rollouts = _sampled(resolved, files, parts, trains=trains)
-    if trains:
+    if trains or config.reward_model.path is not None:
         with refusals.collect():
             _plan_any_batch(assembly, layout, settings, rollouts)
     chosen = None
