@@ -8,6 +8,9 @@ from typing import Any
 import click
 from attrs import define
 
+from skyrl_engine.cli.terminal import echo, make_log_visible
+from skyrl_engine.visible import visible
+
 
 @define
 class CommandSettings:
@@ -54,6 +57,11 @@ class EngineCommand(click.Command):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.params = [*self.params, *common_options()]
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; what it logs where no log is kept reaches the terminal without control characters."""
+        make_log_visible()
+        return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse as click does; an option that is none is answered with the option or the key of that meaning, a file with its command."""
@@ -113,10 +121,14 @@ class EngineGroup(click.Group):
         super().__init__(*arguments, **keywords)
         self.params = [*self.params, *common_options()]
 
+    def get_help(self, ctx: click.Context) -> str:
+        """Return help as click does; it names what other distributions say of themselves."""
+        return visible(super().get_help(ctx))
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse as click does; without a command, print help on stderr and end with the exit code of a wrong command line."""
         if not args and not ctx.resilient_parsing:
-            click.echo(ctx.get_help(), err=True)
+            echo(ctx.get_help(), err=True)
             ctx.exit(2)
         return super().parse_args(ctx, args)
 

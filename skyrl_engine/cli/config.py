@@ -8,6 +8,7 @@ import click
 
 from skyrl_engine.cli.command import EngineGroup
 from skyrl_engine.cli.options import file_argument, flags_of, load_config, overrides_argument, plugin_options, trust_option
+from skyrl_engine.cli.terminal import echo, echo_json
 
 
 @click.group(cls=EngineGroup)
@@ -30,7 +31,7 @@ def show_config(file: Path | None, overrides: tuple[str, ...], *, trust_code: bo
     keys = {dotted(path): value for path, value in leaves(resolved.as_dict()) if path}
     origins = {key: str(resolved.origins.get(key, DEFAULT)) for key in keys}
     if as_json:
-        click.echo(json.dumps({key: {"value": value, "origin": origins[key]} for key, value in keys.items()}, indent=2))
+        echo_json({key: {"value": value, "origin": origins[key]} for key, value in keys.items()})
         return
     from skyrl_engine.cli.render import show_table
 
@@ -47,7 +48,7 @@ def check_config(file: Path, overrides: tuple[str, ...], *, trust_code: bool, **
     from skyrl_engine.config import resolve
 
     resolve(load_config(file, overrides, flags_of(choices), trust_code=trust_code))
-    click.echo(f"{file}: no mistakes. `skyrl-engine run --dry-run` looks at the model and the data too.")
+    echo(f"{file}: no mistakes. `skyrl-engine run --dry-run` looks at the model and the data too.")
 
 
 @config.command("schema")
@@ -55,7 +56,7 @@ def schema() -> None:
     """Print the JSON schema of configuration files, for editors and for other programs."""
     from skyrl_engine.config import config_schema
 
-    click.echo(json.dumps(config_schema(), indent=2))
+    echo_json(config_schema())
 
 
 def _shown(value: Any) -> str:

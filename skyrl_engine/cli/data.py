@@ -1,12 +1,12 @@
 """`skyrl-engine data preview`: a dataset as the trainer will see it."""
 
-import json
 from pathlib import Path
 
 import click
 
 from skyrl_engine.cli.command import EngineGroup, current_settings
 from skyrl_engine.cli.options import file_argument, load_config, one_or_several, overrides_argument, trust_option
+from skyrl_engine.cli.terminal import echo_json
 
 
 @click.group(cls=EngineGroup)
@@ -98,6 +98,6 @@ def preview(
     if as_json:
         import attrs
 
-        click.echo(json.dumps(attrs.asdict(seen), indent=2, ensure_ascii=False))
+        echo_json(attrs.asdict(seen), ensure_ascii=False)
     else:
         render.show_preview(seen)

@@ -23,6 +23,7 @@ from skyrl_engine.cli.options import (
     trust_option,
 )
 from skyrl_engine.cli.prove import BROKEN, with_default_loss
+from skyrl_engine.cli.terminal import echo
 from skyrl_engine.registry.kinds import TABLES
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def diff_backends(
     layouts = {"a": _sizes(layout_a, "--layout-a"), "b": _sizes(layout, "--layout")}
     found = _compared(raw, {"a": first, "b": second}, layouts, family, tolerance)
     if as_json:
-        click.echo(measured_json(_facts(found)))
+        echo(measured_json(_facts(found)))
     else:
         render.show_backend_difference(found)
     return 0 if found.agrees else BROKEN
@@ -166,12 +167,12 @@ def _compared(
         layers, cuts = compare.layers()
 
         def differs(count: int) -> bool:
-            click.echo(f"Forward passes differ: comparing them with the first {count} of {len(layers)} layers.", err=True)
+            echo(f"Forward passes differ: comparing them with the first {count} of {len(layers)} layers.", err=True)
             return compare.cut(count).forward_differs
 
         return attrs.evolve(found, depth=depth_of_agreement(differs, layers, cuts))
     except EngineError as error:
-        click.echo(f"The layer is not named, the model cannot be cut short here: {error.cause}", err=True)
+        echo(f"The layer is not named, the model cannot be cut short here: {error.cause}", err=True)
         return found
 
 

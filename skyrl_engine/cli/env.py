@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from skyrl_engine.cli.command import EngineGroup
+from skyrl_engine.cli.terminal import echo, echo_json
 
 if TYPE_CHECKING:
     from skyrl_engine.config import SelectedPlugin
@@ -37,7 +38,7 @@ def list_environments(*, as_json: bool) -> None:
     records = Registry.discover().records("environment")
     if as_json:
         facts = [{"name": each.name, "distribution": each.distribution, "version": each.version} for each in records]
-        click.echo(json.dumps(facts, indent=2))
+        echo_json(facts)
         return
     from skyrl_engine.cli.render import show_table
 
@@ -76,7 +77,7 @@ def show_environment(name: str, settings: tuple[str, ...], *, as_json: bool) -> 
     }
     if as_json:
         task = None if first is None else attrs.asdict(first)
-        click.echo(json.dumps({**facts, "options": dict(plugin.table), "first_task": task}, indent=2, ensure_ascii=False))
+        echo_json({**facts, "options": dict(plugin.table), "first_task": task}, ensure_ascii=False)
         return
     from skyrl_engine.cli.render import show_facts, show_heading
 
@@ -144,23 +145,23 @@ def try_environment(
             "reward": reward,
             "success": success,
         }
-        click.echo(json.dumps(told, indent=2, ensure_ascii=False, default=float))
+        echo_json(told, ensure_ascii=False, default=float)
         return
     from skyrl_engine.cli.render import show_facts, show_heading
 
     show_heading(f"Task {task.key}")
     _show_task(task)
     for message in begun:
-        click.echo(f"{message['role']}: {message['content']}")
+        echo(f"{message['role']}: {message['content']}")
     for turn, (action, result) in enumerate(turns):
         show_heading(f"Turn {turn}")
-        click.echo(f"assistant: {action.text}")
+        echo(f"assistant: {action.text}")
         for call in action.tool_calls:
-            click.echo(f"calls {call.name}: {json.dumps(call.arguments, ensure_ascii=False)}")
+            echo(f"calls {call.name}: {json.dumps(call.arguments, ensure_ascii=False)}")
         if action.tool_problem is not None:
-            click.echo(f"cannot be read as a call: {action.tool_problem}")
+            echo(f"cannot be read as a call: {action.tool_problem}")
         for message in result.messages:
-            click.echo(f"{message['role']}: {message['content']}")
+            echo(f"{message['role']}: {message['content']}")
         show_facts(
             {
                 "reward": f"{result.reward:g}",
@@ -254,9 +255,9 @@ async def _waited(value: Any) -> Any:
 
 def _show_task(task: "Task") -> None:
     for message in task.messages:
-        click.echo(f"{message['role']}: {message['content']}")
+        echo(f"{message['role']}: {message['content']}")
     if task.prompt_ids:
-        click.echo(f"tokens: {' '.join(map(str, task.prompt_ids))}")
+        echo(f"tokens: {' '.join(map(str, task.prompt_ids))}")
     if task.tools:
-        click.echo(f"tools: {', '.join(str(tool['function']['name']) for tool in task.tools)}")
-    click.echo(f"data: {json.dumps(task.data, ensure_ascii=False, default=str)[:400]}")
+        echo(f"tools: {', '.join(str(tool['function']['name']) for tool in task.tools)}")
+    echo(f"data: {json.dumps(task.data, ensure_ascii=False, default=str)[:400]}")

@@ -1,6 +1,5 @@
 """`skyrl-engine evaluate`: attempt tasks with a model, and say how often it is right."""
 
-import json
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ import click
 
 from skyrl_engine.cli.command import EngineCommand, current_settings
 from skyrl_engine.cli.options import given_by_person, load_config, trust_option, values_by_key
+from skyrl_engine.cli.terminal import echo, echo_json
 
 if TYPE_CHECKING:
     from skyrl_engine.training.rl.standalone_evaluation import Evaluated
@@ -146,11 +146,11 @@ def evaluate(
     if output is not None:
         _write(found, output)
     if as_json:
-        click.echo(json.dumps({"tasks": len(found.groups), "metrics": dict(found.metrics)}, indent=2))
+        echo_json({"tasks": len(found.groups), "metrics": dict(found.metrics)})
         return 0
     _show(found)
     if output is not None:
-        click.echo(f"attempts: {output}")
+        echo(f"attempts: {output}")
     return 0
 
 
@@ -244,5 +244,5 @@ def _show(found: "Evaluated") -> None:
             continue
         between = "" if low is None or high is None else f"{low:.4f} to {high:.4f}"
         rows.append((name.removeprefix(prefix), f"{value:.4f}", between))
-    click.echo(f"{len(found.groups):,} tasks of {', '.join(found.names)}")
+    echo(f"{len(found.groups):,} tasks of {', '.join(found.names)}")
     show_table(("", "mean", "95 % of resampled tasks"), rows)

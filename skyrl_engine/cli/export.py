@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from skyrl_engine.cli.command import EngineCommand
+from skyrl_engine.cli.terminal import echo
 
 
 @click.command(cls=EngineCommand)
@@ -29,4 +30,4 @@ def export(run: Path, output: Path, step: int | None, **choices: Any) -> None:
     from skyrl_engine.training.export import ExportChoices, export_checkpoint
 
     export_checkpoint(run, output, step, ExportChoices(**choices))
-    click.echo(f"model: {output}")
+    echo(f"model: {output}")

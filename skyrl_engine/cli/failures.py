@@ -11,7 +11,9 @@ from pathlib import Path
 import click
 
 from skyrl_engine.cli.command import CommandSettings
+from skyrl_engine.cli.terminal import echo
 from skyrl_engine.errors import EngineError
+from skyrl_engine.visible import visible
 
 USAGE = 2
 RUNTIME = 4
@@ -52,10 +54,10 @@ def exit_code_of(error: BaseException, settings: CommandSettings) -> int:
 
 def _finish(error: BaseException, settings: CommandSettings, line: str, details: tuple[str, ...] = ()) -> None:
     if settings.debug:
-        click.echo("".join(traceback.format_exception(error)).rstrip(), err=True)
+        echo("".join(traceback.format_exception(error)).rstrip(), err=True)
     for detail in details:
-        click.echo(detail, err=True)
-    click.echo(line, err=True)
+        echo(detail, err=True)
+    echo(line, err=True)
 
 
 def _sentence(text: str) -> str:
@@ -77,7 +79,7 @@ def _write_crash_log(error: BaseException) -> Path | None:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / name
             path.write_text(
-                f"$ {' '.join(sys.argv)}\n{''.join(traceback.format_exception(error))}",
+                visible(f"$ {' '.join(sys.argv)}\n{''.join(traceback.format_exception(error))}"),
                 encoding="utf-8",
                 # what is raised may hold half a character
                 errors="backslashreplace",

@@ -5,10 +5,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from skyrl_engine.visible import in_quotes
+
 
 def measured_json(value: Any) -> str:
     """Return `value` as indented JSON; a number that is not finite becomes null."""
-    return json.dumps(_finite(value), indent=2, allow_nan=False)
+    return in_quotes(json.dumps(_finite(value), indent=2, allow_nan=False))
 
 
 def _finite(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from skyrl_engine.cli.terminal import echo
 from skyrl_engine.config.trainers import TRAINERS
 from skyrl_engine.registry.kinds import KINDS
 
@@ -193,5 +194,5 @@ def load_config(
 def _ask(lines: Sequence[str]) -> bool:
     """Show on stderr what would run, and ask whether it may."""
     for line in lines:
-        click.echo(line, err=True)
+        echo(line, err=True)
     return click.confirm("It would be run with all your rights. Do you trust it?", default=False, err=True)

@@ -1,12 +1,12 @@
 """`skyrl-engine plugins list|show|verify|new`: installed plugins, read from package metadata; only `show` and `verify` import one."""
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from skyrl_engine.cli.command import EngineGroup, did_you_mean
 from skyrl_engine.cli.scaffold.command import new_plugin
+from skyrl_engine.cli.terminal import echo, echo_json
 from skyrl_engine.cli.verify import verify
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def list_plugins(kind: str | None, as_json: bool) -> None:
 
     records = Registry.discover().records(None if kind is None else _known_kind(kind))
     if as_json:
-        click.echo(json.dumps([_facts(record) for record in records], indent=2))
+        echo_json([_facts(record) for record in records])
         return
     from skyrl_engine.cli.render import show_table
 
@@ -59,16 +59,16 @@ def show_plugin(plugin: str, as_json: bool) -> None:
     facts = _facts(loaded.record)
     options = _options(loaded)
     if as_json:
-        click.echo(json.dumps({**facts, "options": options}, indent=2))
+        echo_json({**facts, "options": options})
         return
     from skyrl_engine.cli.render import show_facts, show_table
 
     show_facts({name: value for name, value in facts.items() if value is not None})
-    click.echo()
+    echo()
     if options:
         show_table(("option", "type", "default", "meaning"), [tuple(option.values()) for option in options])
     else:
-        click.echo("It takes no options.")
+        echo("It takes no options.")
 
 
 def _known_kind(kind: str) -> str:

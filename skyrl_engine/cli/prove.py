@@ -19,6 +19,7 @@ from skyrl_engine.cli.options import (
     table_of,
     trust_option,
 )
+from skyrl_engine.cli.terminal import echo
 from skyrl_engine.registry.kinds import TABLES
 
 if TYPE_CHECKING:
@@ -92,9 +93,9 @@ def prove(
     broken = [row for row in rows if not row.holds and not row.excuse]
     noticed = chosen is None or bool(broken)
     if as_json:
-        click.echo(measured_json({"plant": plant, "holds": not broken, "rows": [_facts(row) for row in rows]}))
+        echo(measured_json({"plant": plant, "holds": not broken, "rows": [_facts(row) for row in rows]}))
     elif not current_settings().quiet:
-        click.echo(f"\n{_verdict(rows, broken, plant)}")
+        echo(f"\n{_verdict(rows, broken, plant)}")
     if chosen is not None:
         return 0 if noticed else BROKEN
     return BROKEN if broken else 0

@@ -7,19 +7,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from unicodedata import category
 
 import attrs
 from attrs import frozen
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
 from rich.markup import escape
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from skyrl_engine.cli.progress import ProgressLines
 from skyrl_engine.run.progress import Progress
+from skyrl_engine.visible import visible, visible_line
 
 if TYPE_CHECKING:
     from skyrl_engine.data.preview import Preview, SamplePreview
@@ -32,12 +33,18 @@ if TYPE_CHECKING:
 _PIPE_WIDTH = 10_000
 _HISTOGRAM_WIDTH = 40
 _OPEN, _CLOSE = "«", "»"
-_REORDERING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Characters that turn the order of what a terminal shows."""
 
 
 class _PipedConsole(Console):
-    """A console that lets a broken pipe reach `cli.failures`; rich would end the process with code 1."""
+    """A console whose texts hold no control characters, whatever is printed: those of styles and of progress are rich's own.
+
+    It lets a broken pipe reach `cli.failures`; rich would end the process with code 1.
+    """
+
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Render as rich does, and make what comes from data visible."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -69,7 +76,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(_visible(str(value))) for value in row))
+        table.add_row(*(Text(visible_line(str(value))) for value in row))
     _print(table)
 
 
@@ -79,13 +86,14 @@ def show_facts(facts: Mapping[str, Any]) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(name, Text(str(value)))
+        # what a cell holds is measured, so it is made visible here
+        table.add_row(Text(visible_line(name)), Text(visible(str(value))))
     _print(table)
 
 
 def show_heading(text: str) -> None:
     """Print a heading, on stdout."""
-    _console().print(f"\n{escape(text)}", style="bold")
+    _console().print(Text(f"\n{visible_line(text)}"), style="bold")
 
 
 def show_lines(lines: Sequence[str]) -> None:
@@ -104,7 +112,7 @@ def show_segments(segments: Sequence[tuple[str, str]]) -> None:
     console = _console()
     for name, text in segments:
         console.print(Text(f"--- {name}", style="bold"))
-        console.print(Text(_visible(text), style=_SEGMENTS[name]))
+        console.print(Text(visible(text), style=_SEGMENTS[name]))
 
 
 def show_verdict(label: str, options: Mapping[str, Any], verdict: "Verdict") -> None:
@@ -181,7 +189,7 @@ def show_progress(*, quiet: bool) -> Iterator[ProgressDisplay]:
     elif not console.is_terminal:
         yield ProgressDisplay(ProgressLines(console.print), _ignore, warning)
     else:
-        with ProgressBar(BarColumn(bar_width=30), TextColumn("{task.description}"), console=console, transient=True) as bar:
+        with ProgressBar(BarColumn(bar_width=30), TextColumn("{task.description}", markup=False), console=console, transient=True) as bar:
             task = bar.add_task("getting ready", total=None)
             lines = ProgressLines(console.print)
 
@@ -316,7 +324,7 @@ def _marked(sample: "SamplePreview", *, coloured: bool) -> Text:
     """Return the sample's text with loss-carrying stretches in green or, without colours, between marks, and with visible line ends."""
     text = Text()
     for loss, tokens in itertools.groupby(sample.tokens, key=lambda token: token.loss):
-        piece = _visible("".join(token.text for token in tokens)).replace("\n", "⏎\n")
+        piece = visible("".join(token.text for token in tokens)).replace("\n", "⏎\n")
         if coloured:
             text.append(piece, style="green" if loss else "dim")
         else:
@@ -324,16 +332,6 @@ def _marked(sample: "SamplePreview", *, coloured: bool) -> Text:
     if text.plain.endswith("\n"):
         text.right_crop(1)
     return text
-
-
-def _visible(text: str) -> str:
-    """Return the text with control characters written out: data must not move the cursor, clear the screen or turn lines around.
-
-    Line ends and tabs stay, and so do the characters that join emoji and letters.
-    """
-    return "".join(
-        repr(each)[1:-1] if each in _REORDERING or (category(each) == "Cc" and each not in "\n\t") else each for each in text
-    )
 
 
 def show_proof_row(row: "CaseResult") -> None:

@@ -1,6 +1,5 @@
 """`skyrl-engine rollouts list|show|diff|export|check`: what the model attempted in a run by reinforcement."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
@@ -10,6 +9,7 @@ import click
 from attrs import evolve, frozen
 
 from skyrl_engine.cli.command import EngineGroup
+from skyrl_engine.cli.terminal import echo, echo_json
 
 if TYPE_CHECKING:
     from skyrl_engine.contracts.values.rollout import Group, Trajectory
@@ -61,7 +61,7 @@ def _index_of(run: Path) -> "JournalIndex":
     if not index.segments:
         raise RolloutError(f"{run} holds no rollouts", remedy="Name the directory of a run of trainer rl")
     for loss in [*index.losses, *([] if index.torn is None else [str(index.torn)])]:
-        click.echo(f"not all rollouts are there: {loss}", err=True)
+        echo(f"not all rollouts are there: {loss}", err=True)
     return index
 
 
@@ -97,7 +97,7 @@ def _decoder(run: Path) -> Callable[[Any], str]:
     decode, why = decoder_of(RunDirectory(run))
     if decode is not None:
         return decode
-    click.echo(f"token ids are shown: {why}", err=True)
+    echo(f"token ids are shown: {why}", err=True)
     return lambda ids: " ".join(str(int(each)) for each in ids)
 
 
@@ -115,7 +115,7 @@ def list_rollouts(run: Path, as_json: bool) -> None:
         _facts(index, step, [ticket for ticket in steps if steps[ticket] == step], trained) for step in sorted(set(steps.values()))
     ]
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        echo_json(rows)
         return
     from skyrl_engine.cli.render import show_table
 
@@ -188,9 +188,9 @@ def show(
     for attempt in found[:limit]:
         _show_attempt(evolve(attempt, learned=_learned_of(index, attempt)), decode, tokens=tokens)
     if len(found) > limit:
-        click.echo(f"\n{len(found) - limit} more; --limit shows them")
+        echo(f"\n{len(found) - limit} more; --limit shows them")
     if not found:
-        click.echo("No attempt is of that kind.")
+        echo("No attempt is of that kind.")
 
 
 def _learned_of(index: "JournalIndex", attempt: _ShownAttempt) -> "Learned | None":
@@ -338,7 +338,7 @@ def diff(run: Path, steps: tuple[int, int], limit: int) -> None:
     every = ("all tasks", *_means(list(before.values()), list(after.values())))
     show_table(("task", *names), [*rows, every])
     if not shared:
-        click.echo("\nThe steps share no task.")
+        echo("\nThe steps share no task.")
         return
     if limit == 0:
         return
@@ -377,7 +377,7 @@ def export(run: Path, to: Any, out: Path, min_reward: float | None) -> None:
     index = _index_of(run)
     decode, why = decoder_of(RunDirectory(run))
     if decode is None:
-        click.echo(f"the texts are left out: {why}", err=True)
+        echo(f"the texts are left out: {why}", err=True)
     trained = index.steps()
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -388,7 +388,7 @@ def export(run: Path, to: Any, out: Path, min_reward: float | None) -> None:
                     yield row
 
     count = write_rows(rows(), out, to)
-    click.echo(f"rows: {count}\nfile: {out}")
+    echo(f"rows: {count}\nfile: {out}")
 
 
 # --- check -------------------------------------------------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ def check(run: Path) -> int:
     _index_of(run)
     directory = RunDirectory(run)
     checked = check_journal(directory.rollouts, read_listing(directory))
-    click.echo(f"{checked.groups} groups of {checked.attempts} attempts, {checked.steps} steps trained")
+    echo(f"{checked.groups} groups of {checked.attempts} attempts, {checked.steps} steps trained")
     show_lines([*checked.notes, *checked.wrong])
-    click.echo("wrong" if checked.wrong else "whole: every group that was trained on is recorded, and was trained on once")
+    echo("wrong" if checked.wrong else "whole: every group that was trained on is recorded, and was trained on once")
     return int(bool(checked.wrong))

@@ -11,6 +11,8 @@ import click
 from skyrl_engine.cli.command import CommandSettings, EngineCommand, current_settings
 from skyrl_engine.cli.failures import INTERRUPTED
 from skyrl_engine.cli.options import file_argument, flags_of, load_config, overrides_argument, plugin_options, trust_option
+from skyrl_engine.cli.terminal import echo
+from skyrl_engine.visible import in_quotes
 
 if TYPE_CHECKING:
     from skyrl_engine.config import RawConfig, ResolvedConfig
@@ -42,7 +44,7 @@ def start_printed(raw: "RawConfig", *, dry_run: bool) -> int:
     # stdout holds nothing but TOML, whatever plugins print when they are loaded and at work
     with redirect_stdout(sys.stderr):
         resolved = resolve(raw)
-    click.echo(to_toml(raw.table).rstrip("\n"))
+    echo(in_quotes(to_toml(raw.table)).rstrip("\n"))
     sys.stdout.flush()
     with redirect_stdout(sys.stderr):
         return start(resolved, settings, dry_run=dry_run)
@@ -65,15 +67,15 @@ def start(resolved: "ResolvedConfig", settings: CommandSettings, *, dry_run: boo
 
     result = train(resolved, settings)
     if result.metrics:
-        click.echo("last step:")
+        echo("last step:")
         render.show_facts({name: f"{value:.6g}" for name, value in result.metrics.items()})
         if resolved.config.trainer == "rl" and resolved.config.rl.rollouts is None and not settings.quiet:
             from skyrl_engine.cli.rollouts import show_report
 
-            click.echo("attempts:")
+            echo("attempts:")
             show_report(result.directory)
     elif result.stopped_by is None:
-        click.echo(f"nothing to do: the run has done its {result.step} steps already")
+        echo(f"nothing to do: the run has done its {result.step} steps already")
     return conclude(result, allowed=resolved.config.model.trust_remote_code)
 
 
@@ -85,12 +87,12 @@ def conclude(result: "RunResult", *, allowed: bool = False) -> int:
     from skyrl_engine.run.directory import RunDirectory
 
     if result.stopped_by is None and (model := RunDirectory(result.directory).model).is_dir():
-        click.echo(f"trained model: {model}")
-    click.echo(f"run directory: {result.directory}")
+        echo(f"trained model: {model}")
+    echo(f"run directory: {result.directory}")
     if result.stopped_by is None:
         return 0
     directory = shlex.quote(str(result.directory))
-    click.echo(f"stopped by {result.stopped_by} after step {result.step}. To go on:", err=True)
+    echo(f"stopped by {result.stopped_by} after step {result.step}. To go on:", err=True)
     more = " model.trust_remote_code=true" if allowed else ""
-    click.echo(f"    skyrl-engine run {directory}/config.toml run.directory={directory} checkpoint.resume=true{more}", err=True)
+    echo(f"    skyrl-engine run {directory}/config.toml run.directory={directory} checkpoint.resume=true{more}", err=True)
     return INTERRUPTED

@@ -1,12 +1,12 @@
 """`skyrl-engine plugins verify`: run the conformance kit against one plugin and show its verdict."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from skyrl_engine.cli.command import EngineCommand, did_you_mean
+from skyrl_engine.cli.terminal import echo_json
 from skyrl_engine.errors import PluginAmbiguousError, PluginBrokenError, PluginError, PluginNotFoundError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def verify(
     selected = selected_plugin(record, given)
     verdict = held(selected, examples=examples, layouts=layouts, given=given)
     if as_json:
-        click.echo(json.dumps(_facts(record, selected.table, verdict), indent=2))
+        echo_json(_facts(record, selected.table, verdict))
     else:
         from skyrl_engine.cli.render import show_verdict
 

@@ -5,9 +5,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from skyrl_engine.visible import visible
+
 ENGINE = "skyrl_engine"
 _APART = ("transformers", "datasets")
 """Libraries whose loggers may be cut off from the root logger, so that the handler listens to them as well."""
+
+
+class VisibleFormatter(logging.Formatter):
+    """Formats records, tracebacks included, for people: what they hold of data and of plugins does nothing to a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 class RunLogHandler(logging.FileHandler):
@@ -32,7 +41,7 @@ class RunLogHandler(logging.FileHandler):
 def logging_to(path: Path) -> Iterator[None]:
     """Append the process's log records to `path` for the duration."""
     handler = RunLogHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root, engine = logging.getLogger(), logging.getLogger(ENGINE)
     level = engine.level
     listened_to = [root, *(logging.getLogger(name) for name in _APART)]

@@ -11,6 +11,7 @@ import click
 
 from skyrl_engine import ConfigError
 from skyrl_engine.cli.command import CommandSettings, EngineCommand, current_settings
+from skyrl_engine.cli.terminal import echo
 from skyrl_engine.contracts import EvaluationFinished
 from skyrl_engine.errors import Problem
 from skyrl_engine.hooks.markers import hookimpl
@@ -114,7 +115,7 @@ def demo(model: str, only: str | None, output: Path | None, steps: int | None) -
     after = chosen.examine(run_directory.model)
     render.show_heading("What it learned")
     render.show_table(("", "before", "after"), _comparison(chosen, before, after, held_out.losses))
-    click.echo()
+    echo()
     render.show_table(
         ("held-out question", "before", "after", "expected"),
         [
@@ -174,12 +175,12 @@ def _reward(directory: Path, chosen: "DemoRecipe", settings: CommandSettings) ->
     render.show_heading("What the reward changed")
     rows = [("held-out reward", *(f"{sum(each.rewards) / len(each.rewards):.3f}" for each in (before, after)))]
     render.show_table(("", "before", "after"), [*rows, *_comparison(chosen, before, after, [])])
-    click.echo()
+    echo()
     render.show_table(
         ("held-out question", "before", "reward", "after", "reward"),
         [tuple(map(_shortened, row)) for row in second_act.shown(before, after)],
     )
-    click.echo()
+    echo()
     render.show_lines(
         [
             "The reward taught no new skill: the first act taught to spell backward, and the warm start still did so at times.",

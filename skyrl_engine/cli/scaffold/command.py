@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from skyrl_engine.cli.command import EngineCommand, did_you_mean
+from skyrl_engine.cli.terminal import echo
 
 
 @click.command("new", cls=EngineCommand)
@@ -51,8 +52,8 @@ def new_plugin(
     target = directory if directory is not None else Path(names.distribution)
     written = write_distribution(names, Details(author or f"The {names.distribution} developers", license_name), target)
     for file in written:
-        click.echo(target / file)
-    click.echo(
+        echo(target / file)
+    echo(
         f'\nNext: python -m pip install --editable "{target}[test]" && python -m pytest {target}\n'
         f"Then change src/{names.package}/plugin.py into what you want."
     )

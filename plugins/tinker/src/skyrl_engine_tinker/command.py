@@ -1,5 +1,6 @@
 """`skyrl-engine serve`."""
 
+import json
 import signal
 import sys
 from pathlib import Path
@@ -61,5 +62,7 @@ def serve(config: Path, *, host: str, port: int, api_key_file: Path | None, allo
     listening = served.bind_socket()
     # calls wait from here on, so the line below is true when it is read
     listening.listen(served.backlog)
-    click.echo(f"Serving {', '.join(settings.serve.models)} on http://{host}:{listening.getsockname()[1]}")
+    # names come from a file, and may hold anything
+    names = ", ".join(json.dumps(name)[1:-1] for name in settings.serve.models)
+    click.echo(f"Serving {names} on http://{host}:{listening.getsockname()[1]}")
     uvicorn.Server(served).run(sockets=[listening])
