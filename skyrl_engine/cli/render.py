@@ -100,7 +100,7 @@ def show_lines(lines: Sequence[str]) -> None:
     """Print indented lines, on stdout."""
     console = _console()
     for line in lines:
-        console.print(Text(f"  {line}"))
+        console.print(Text(f"  {visible(line)}"))
 
 
 _SEGMENTS = {"prompt": "dim", "sampled": "green", "observed": "yellow"}
@@ -118,7 +118,7 @@ def show_segments(segments: Sequence[tuple[str, str]]) -> None:
 def show_verdict(label: str, options: Mapping[str, Any], verdict: "Verdict") -> None:
     """Print the conformance kit's verdict on a plugin, promise by promise, on stdout."""
     console = _console()
-    console.print(Text(label, style="bold"))
+    console.print(Text(visible_line(label), style="bold"))
     if options:
         console.print(Text(f"with {', '.join(f'{name} = {value!r}' for name, value in options.items())}", style="dim"))
     console.print()
@@ -182,14 +182,16 @@ def show_progress(*, quiet: bool) -> Iterator[ProgressDisplay]:
     console = _console(stderr=True)
 
     def warning(sentence: str) -> None:
-        console.print(Text(f"warning: {sentence}"), soft_wrap=True)
+        console.print(Text(f"warning: {visible(sentence)}"), soft_wrap=True)
 
     if quiet:
         yield ProgressDisplay(_ignore, _ignore, warning)
     elif not console.is_terminal:
         yield ProgressDisplay(ProgressLines(console.print), _ignore, warning)
     else:
-        with ProgressBar(BarColumn(bar_width=30), TextColumn("{task.description}", markup=False), console=console, transient=True) as bar:
+        with ProgressBar(
+            BarColumn(bar_width=30), TextColumn("{task.description}", markup=False), console=console, transient=True
+        ) as bar:
             task = bar.add_task("getting ready", total=None)
             lines = ProgressLines(console.print)
 

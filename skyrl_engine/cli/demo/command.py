@@ -15,6 +15,7 @@ from skyrl_engine.cli.terminal import echo
 from skyrl_engine.contracts import EvaluationFinished
 from skyrl_engine.errors import Problem
 from skyrl_engine.hooks.markers import hookimpl
+from skyrl_engine.visible import visible_line
 
 if TYPE_CHECKING:
     from skyrl_engine.cli.demo.recipe import DemoRecipe, Examination, Preparation
@@ -215,7 +216,7 @@ def _write_files(directory: Path, preparation: "Preparation", chosen: "DemoRecip
     from skyrl_engine.config.report import to_toml
 
     config_file = directory / CONFIG_FILE
-    header = f"# Written by `skyrl-engine demo --model {chosen.name}`. Run it again: skyrl-engine run {config_file}\n\n"
+    header = f"# Written by `skyrl-engine demo --model {chosen.name}`. Run it again: skyrl-engine run {visible_line(str(config_file))}\n\n"
     config_file.write_text(header + to_toml(preparation.config), encoding="utf-8")
     (directory / LOSS_FILE).write_text(_LOSS, encoding="utf-8")
     return config_file

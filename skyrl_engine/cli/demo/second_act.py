@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_engine.cli.demo.recipe import HELD_OUT_FILE, TRAIN_FILE, Exchange, write_exchanges
+from skyrl_engine.visible import visible_line
 
 if TYPE_CHECKING:
     from skyrl_engine.cli.demo.recipe import Examination
@@ -47,7 +48,7 @@ def prepare(directory: Path, training: Sequence[Exchange], held_out: Sequence[Ex
         (data / f"tasks-{name}").write_text(text, encoding="utf-8")
     (directory / REWARD_FILE).write_text(_REWARD, encoding="utf-8")
     for file, config in ((WARM_FILE, _warm(steps or WARM_STEPS)), (RL_FILE, _rl(steps or RL_STEPS))):
-        header = f"# Written by `skyrl-engine demo`. Run it again: skyrl-engine run {directory / file}\n\n"
+        header = f"# Written by `skyrl-engine demo`. Run it again: skyrl-engine run {visible_line(str(directory / file))}\n\n"
         (directory / file).write_text(header + to_toml(config), encoding="utf-8")
 
 
