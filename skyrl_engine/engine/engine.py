@@ -147,6 +147,8 @@ class Engine(SamplingVerbs):
             logger.warning("%s", shared)
         group = launch_workers(spec, launch=config.run.launch, ray_address=config.run.ray_address)
         try:
+            # while the model is there: it may be moved before an export asks
+            files.remember_source()
             return cls(
                 assembly,
                 group,

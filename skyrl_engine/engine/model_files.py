@@ -1,11 +1,13 @@
 """The files of a model beside its weights, and an export of all of them."""
 
+import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from attrs import define, evolve, field
 
@@ -17,8 +19,14 @@ from skyrl_engine.model_facts.facts import ModelFacts, find_file
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
 from skyrl_engine.run.durable import sync, sync_tree
 
+logger = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+SOURCE_NAMES: Final = "source_tensors.json"
+"""The names of all tensors in the files of the model that training started from, in a checkpoint's `model`."""
 
 
 @define(eq=False, slots=False)
@@ -26,16 +34,18 @@ class ModelFiles:
     """The files of a model beside its weights: facts of its configuration, its tokenizer, and its image inputs or why it has none."""
 
     facts: ModelFacts
+    source: ModelConfig
+    """The model that training started from, with all its weights: what an export keeps of it lies there."""
     vision: Vision = field(factory=lambda: NoVision("the engine was opened without data"))
 
     @classmethod
     def of(cls, model: ModelConfig) -> "ModelFiles":
         """The files of a model, each read when it is first asked for."""
-        return cls(ModelFacts(model))
+        return cls(ModelFacts(model), model)
 
     def with_adapters(self, lora: LoraConfig) -> "ModelFiles":
         """The files of the same model with other adapters."""
-        return ModelFiles(ModelFacts(evolve(self.facts.model, lora=lora)), self.vision)
+        return ModelFiles(ModelFacts(evolve(self.facts.model, lora=lora)), self.source, self.vision)
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -48,12 +58,36 @@ class ModelFiles:
         assert isinstance(pad, int), "load_tokenizer sees to a padding token"
         return pad
 
+    @cached_property
+    def source_names(self) -> tuple[str, ...]:
+        """The names of all tensors in the source's files; none where no file is here."""
+        from skyrl_engine.modeling.unused_weights import source_tensors
+
+        return tuple(sorted(source_tensors(self.source)))
+
+    def remember_source(self) -> None:
+        """Read the names of the source's tensors while it is there: it may be gone when an export asks."""
+        _ = self.source_names
+
+    def recall_source(self, kept: Path) -> None:
+        """Take these names from what `keep` wrote into a directory; without them, as before 0.3, the source's files are asked."""
+        if (kept / SOURCE_NAMES).is_file():
+            self.__dict__["source_names"] = tuple(json.loads((kept / SOURCE_NAMES).read_text(encoding="utf-8")))
+        elif not self.source_names:
+            logger.warning(
+                "the checkpoint does not say which tensors %s holds, and it is not there: tensors that training does not use, such as those of "
+                "a vision tower, are not exported; --model PATH says where it is",
+                self.source.path,
+            )
+
     def keep(self, directory: Path) -> None:
         """Write into `directory` what an export needs of the model beside its weights, so that the model need not be there then.
 
-        That is its configuration, its tokenizer with the chat template, its processors, an initial adapter's configuration, and the code that
-        came with a model whose code is trusted.
+        That is its configuration, its tokenizer with the chat template, its processors, an initial adapter's configuration, the names of all
+        tensors in its files, and the code that came with a model whose code is trusted. Weights that training does not use are not kept: an
+        export of a model that has some reads them from the model itself.
         """
+        (directory / SOURCE_NAMES).write_text(json.dumps(self.source_names) + "\n", encoding="utf-8")
         model = self.facts.model
         for name in ("config.json", "generation_config.json"):
             if (found := find_file(model, name)) is not None:
@@ -85,6 +119,7 @@ class ModelFiles:
             aside.mkdir(parents=True)
             self._write_weights(write_weights, aside)
             self._write_text_and_images(aside)
+            self._complete(aside)
             sync_tree(aside)
             aside.replace(output)  # onto nothing, or onto an empty directory
             sync(output.parent)
@@ -98,6 +133,13 @@ class ModelFiles:
                 else "Free space there or make it writable; a run's checkpoints are whole, so `skyrl-engine export` can write it again",
                 details=error.details if isinstance(error, EngineError) else (),
             ) from error
+
+    def _complete(self, directory: Path) -> None:
+        """Copy into an export the tensors of the source that training does not use."""
+        if self.source_names:
+            from skyrl_engine.modeling.unused_weights import complete_export
+
+            complete_export(directory, self.source, self.source_names)
 
     def _write_weights(self, write_weights: Callable[[Path], None], directory: Path) -> None:
         model = self.facts.model

@@ -185,7 +185,7 @@ def load_causal_lm(spec: ModelConfig, *, images: bool = False) -> Any:
         )
     unused = [key for key in report["unexpected_keys"] if not (spec.value_head and key.rpartition(".")[0] == VALUE_HEAD)]
     if unused:
-        logger.warning("%s holds %d weights that %s does not use", spec.path, len(unused), type(model).__name__)
+        logger.warning("%s holds %d weights that %s does not use; exports keep them", spec.path, len(unused), type(model).__name__)
     return model
 
 

@@ -17,6 +17,7 @@ from skyrl_engine.modeling.loading import build_causal_lm, load_skeleton, refuse
 from skyrl_engine.modeling.segment_adoption import adopt_segment_attention, certain_refusal
 from skyrl_engine.modeling.segments import SegmentSupport
 from skyrl_engine.modeling.unpickling import refuse_code
+from skyrl_engine.modeling.unused_weights import describe_tensors, source_tensors, unused_tensors
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,22 @@ def rehearse(spec: ModelConfig, packed_rows: bool, *, images: bool = False) -> N
     files = weight_files(spec)
     refuse_code(files)
     refuse_other_shapes(spec, files, _other_shapes(model, files))
+    _tell_unused(spec, model)
+
+
+def _tell_unused(spec: ModelConfig, model: Any) -> None:
+    """Say which tensors of the files training does not use, and that exports keep them."""
+    own = {name.replace(".base_layer.", ".") for name in model.state_dict()}
+    if others := source_tensors(spec).keys() - own:
+        with torch.random.fork_rng(devices=()):
+            unused = unused_tensors(spec, others)
+        if unused:
+            logger.info(
+                "%s holds %d tensors that training does not use, and exports of whole models copy them from there: %s",
+                spec.path,
+                len(unused),
+                describe_tensors(unused),
+            )
 
 
 def _refusal_of_first_layer(spec: ModelConfig) -> str | None:

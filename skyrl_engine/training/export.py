@@ -20,6 +20,7 @@ from skyrl_engine.contracts.values.model import ComputeDtype, EmptyModelConfig
 from skyrl_engine.data.images.processor import load_vision
 from skyrl_engine.engine.model_files import ModelFiles, refuse_occupied
 from skyrl_engine.errors import CheckpointError, EngineError, ModelError, PluginIncompatibleError, PluginNotFoundError
+from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.record import PluginRecord
 from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
@@ -97,7 +98,8 @@ def export_checkpoint(
         refuse_other_base(attrs.asdict(recorded.model), recorded.base, base_of(_whole(model)))
     backend = _backend(recorded.backend, choices.backend).on_one_rank()
     kept = evolve(model, path=str(checkpoint.model), tokenizer=None, chat_template=None, revision=None, lora=None)
-    files = ModelFiles.of(kept)
+    files = ModelFiles(ModelFacts(kept), evolve(model, lora=None))
+    files.recall_source(checkpoint.model)
     if recorded.data is not None:
         files.vision = load_vision(files.facts, recorded.data)
     spec = WorkerSpec(

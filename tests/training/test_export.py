@@ -1,16 +1,18 @@
 """Exported directories load in transformers and are the trained model."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from attrs import evolve
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.errors import CheckpointError, EngineError, ModelError
-from skyrl_engine.training.export import export_checkpoint
+from skyrl_engine.training.export import ExportChoices, export_checkpoint
 from skyrl_engine.training.sft.trainer import run_sft
 
 Configure = Callable[..., ResolvedConfig]
@@ -64,3 +66,34 @@ def test_a_disk_that_fills_leaves_no_half_model(configure: Configure, tmp_path: 
     with pytest.raises(ModelError, match="could not be written"):
         export_checkpoint(run, tmp_path / "file" / "output")
     assert not list(tmp_path.glob(".*partial"))
+
+
+def test_a_checkpoint_keeps_what_training_did_not_use_wherever_the_run_lies(
+    configure: Configure, material: Path, tmp_path: Path
+) -> None:
+    """The run directory moves, the base moves: the export says what it needs, and with it is the model of the run's end, byte for byte."""
+    source = tmp_path / "source"
+    shutil.copytree(material / "model", source)
+    weights = load_file(source / "model.safetensors")
+    save_file({**weights, "mtp.fc.weight": torch.ones(2, 2)}, source / "model.safetensors", metadata={"format": "pt"})
+    for lora in (None, {"rank": 2}):
+        model = {"path": str(source)} | ({} if lora is None else {"lora": lora})
+        run = run_sft(configure("run" if lora is None else "adapters", model=model, training={"steps": 2})).directory
+        run = run.rename(tmp_path / f"moved-{run.name}")
+        choices = ExportChoices(merge=lora is not None)
+        whole = tmp_path / f"whole-{run.name}"
+        export_checkpoint(run, whole, choices=choices)
+        source.rename(tmp_path / "elsewhere")
+        with pytest.raises(ModelError, match=r"mtp.fc.weight is not there any more|base model .* is not there") as caught:
+            export_checkpoint(run, tmp_path / "refused", choices=choices)
+        assert "--model PATH" in caught.value.remedy
+        export_checkpoint(run, tmp_path / f"again-{run.name}", choices=evolve(choices, model=str(tmp_path / "elsewhere")))
+        found = [tensors(place) for place in (whole, tmp_path / f"again-{run.name}", *([run / "model"] if lora is None else []))]
+        for each in found:
+            assert each.keys() == {*weights, "mtp.fc.weight"}
+            assert all(torch.equal(each[name], found[0][name]) for name in each)
+        (tmp_path / "elsewhere").rename(source)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

@@ -53,7 +53,9 @@ def test_a_step_with_refused_data_is_refused_and_the_next_one_is_clean(other_cli
             if spoilt:
                 refused = step(client, model, next(seq))
                 assert refused["category"] == "user"
-                assert refused["error"].startswith("no step was taken, and its gradient was dropped: a forward_backward of it failed: ")
+                assert refused["error"].startswith(
+                    "no step was taken, and its gradient was dropped: a forward_backward of it failed: "
+                )
                 assert "token 1 of datum 0 is 999" in refused["error"]
                 assert "Send all data of the step again" in refused["error"]
             assert isinstance(client.done("forward_backward", datums(model, next(seq), good)), bytes)
