@@ -14,15 +14,15 @@ from skyrl_engine.registry.code_files import permitted
 from skyrl_engine.registry.local_module import local_module
 
 
-def function_of(reference: str) -> Callable[..., Any]:
-    """Return the function that a reference names.
+def function_of(reference: str, noun: str = "function") -> Callable[..., Any]:
+    """Return the function that a reference names, or what else can be called and is a `noun`, such as a class.
 
     Raises DataError where there is none, with what the file raised, and for one with options; PluginBlockedError for code that may not run:
     the plugin whose options name it was selected with another content of the file, or its configuration is not the caller's.
     """
     place, colon, name = reference.rpartition(":")
     if not colon or not place or not name:
-        raise DataError(f"{reference!r} names no function", remedy="Write ./file.py:name, or package.module:name")
+        raise DataError(f"{reference!r} names no {noun}", remedy="Write ./file.py:name, or package.module:name")
     try:
         module = _module_of(reference, place)
     except (DataError, PluginError):
@@ -40,11 +40,10 @@ def function_of(reference: str) -> Callable[..., Any]:
                 remedy=f'Choose it as one: --env {reference}, or [[environments]] with use = "{reference}"',
             )
     if not callable(found):
-        functions = [
-            each for each, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
-        ]
+        suits = inspect.isclass if noun == "class" else inspect.isfunction
+        others = [each for each, value in vars(module).items() if suits(value) and value.__module__ == module.__name__]
         raise DataError(
-            f"{place} has no function {name!r}", remedy=f"It has {', '.join(sorted(functions)) or 'no function'}; correct the name"
+            f"{place} has no {noun} {name!r}", remedy=f"It has {', '.join(sorted(others)) or f'no {noun}'}; correct the name"
         )
     made: Callable[..., Any] = found
     return made

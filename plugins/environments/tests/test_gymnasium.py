@@ -1,8 +1,10 @@
 """`gymnasium`: a small environment of text, registered by a module of these tests."""
 
+from pathlib import Path
+
 import pytest
 
-from skyrl_engine import PluginIncompatibleError, UnsupportedError
+from skyrl_engine import DataError, PluginIncompatibleError, UnsupportedError
 from skyrl_engine.contracts import Action
 from skyrl_engine.testing import EnvironmentConformance
 from skyrl_engine_environments import requirements
@@ -10,6 +12,7 @@ from skyrl_engine_environments.gymnasium import GymnasiumEnvironment
 from skyrl_engine_environments.options import GymnasiumOptions
 
 GUESS = "guessing:Guess-v0"
+MATERIAL = Path(__file__).with_name("material")
 
 
 def environment_of(name=GUESS, **options):
@@ -119,3 +122,66 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     with pytest.raises(PluginIncompatibleError, match="needs the package gymnasium, which is not installed") as raised:
         environment_of()
     assert raised.value.remedy == 'python -m pip install "skyrl-engine-environments[gymnasium]"'
+
+
+OF_FILE = "./mygym.py:Guess"
+
+
+class TestGuessOfAFile(EnvironmentConformance):
+    plugin = "skyrl-engine-environments:gymnasium"
+    options = {"id": f"{MATERIAL / 'own_guess.py'}:Guess", "max_turns": 12, "size": 50, "eval_size": 20}  # noqa: RUF012 as above
+
+    def solve(self, task):
+        """All numbers in turn: one of them is right."""
+        return tuple(map(str, range(10)))
+
+
+class TestGuessWithoutSystemPrompt(TestGuess):
+    options = {**TestGuess.options, "system_prompt": None}  # noqa: RUF012 as above
+
+
+@pytest.fixture
+def own_file(tmp_path, monkeypatch):
+    """The reader's own folder, with an environment in a file that nothing has imported."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mygym.py").write_text((MATERIAL / "guessing.py").read_text().partition("gymnasium.register")[0])
+    return tmp_path / "mygym.py"
+
+
+def test_a_class_of_a_file_is_an_environment(own_file):
+    environment = environment_of(OF_FILE, kwargs={"patience": 1})
+    assert environment.tasks("train")[0].messages[0]["content"] == "You play Guess. Answer with your next action alone."
+    episode, begun = opened(environment)
+    assert begun == ({"role": "user", "content": "Guess a number from 0 to 9."},)
+    episode._made.number = 4
+    assert say(episode, "5").done
+
+
+def test_a_changed_file_is_another_version(own_file):
+    before = environment_of(OF_FILE).claims.version
+    own_file.write_text(own_file.read_text() + "\n# changed\n")
+    assert environment_of(OF_FILE).claims.version != before
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "error", "words"),
+    [
+        ("./mygym.py:Riddle", {}, DataError, "has no class 'Riddle'"),
+        ("./nowhere.py:Guess", {}, DataError, "there is no file nowhere.py"),
+        (OF_FILE, {"size": 4}, UnsupportedError, "cannot be made: .*unexpected keyword argument 'size'"),
+        ("./mygym.py:Text", {"max_length": 4}, UnsupportedError, "makes a Text and no gymnasium.Env"),
+        ("./mygym.py:Pictures", {}, UnsupportedError, "has observations of the space Box"),
+    ],
+)
+def test_a_file_that_gives_no_environment_is_refused(own_file, name, kwargs, error, words):
+    with pytest.raises(error, match=words):
+        environment_of(name, kwargs=kwargs).tasks("train")
+
+
+def test_without_a_system_prompt_the_first_observation_is_the_task():
+    environment = environment_of(system_prompt=None, prompt_template="{prompt} Answer with a digit.")
+    (asked,) = environment.tasks("train")[0].messages
+    assert asked == {"role": "user", "content": "Guess a number from 0 to 9. Answer with a digit."}
+    episode, begun = opened(environment)
+    assert begun == ()
+    assert episode._made.unwrapped.number in range(10)

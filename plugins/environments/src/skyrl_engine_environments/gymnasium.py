@@ -7,13 +7,17 @@ from attrs import define, field, frozen
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import Action, EnvironmentClaims, Message, Split, StepResult, Task, Tasks
+from skyrl_engine.environments import content_of, function_of
 from skyrl_engine_environments.options import GymnasiumOptions
 from skyrl_engine_environments.requirements import needed
 
 
 @define(eq=False)
 class GymnasiumEnvironment:
-    """Plays a gymnasium environment: an observation is a user message, a turn of the model an action."""
+    """Plays a gymnasium environment: an observation is a user message, a turn of the model an action.
+
+    Raises DataError where `options.id` names a file that cannot be imported or has no such class.
+    """
 
     options: GymnasiumOptions
     claims: EnvironmentClaims = field(init=False)
@@ -21,6 +25,10 @@ class GymnasiumEnvironment:
     def __attrs_post_init__(self) -> None:
         needed("gymnasium", "gymnasium")
         version = f"gymnasium {importlib.metadata.version('gymnasium')}"
+        if _is_of_file(self.options.id):
+            # imported here, so that a run without it ends while it is planned
+            function_of(self.options.id, "class")
+            version = f"{version}, {content_of(self.options.id)}"
         self.claims = EnvironmentClaims(
             max_turns=self.options.max_turns, pass_threshold=self.options.pass_threshold, version=version
         )
@@ -31,29 +39,48 @@ class GymnasiumEnvironment:
         refuse_other_spaces(self.options.id, made)
         made.close()
         first = 0 if split == "train" else self.options.size
-        return GymnasiumTasks(self.options, split, first, self.options.size if split == "train" else self.options.eval_size)
+        return GymnasiumTasks(self, split, first, self.options.size if split == "train" else self.options.eval_size)
 
     def open(self, task: Task, seed: int) -> "GymnasiumEpisode":  # noqa: ARG002 -- a start has its own seed
         return GymnasiumEpisode(self, task)
 
     def make(self) -> Any:
-        """Make the environment itself."""
+        """Make the environment itself. Raises UnsupportedError where gymnasium, or the file's class, does not make it."""
         import gymnasium
 
+        if _is_of_file(self.options.id):
+            return self._make_of_file()
         try:
             return gymnasium.make(self.options.id, **self.options.kwargs)
         except (gymnasium.error.Error, ImportError, TypeError) as error:
             raise UnsupportedError(
                 f"gymnasium does not make {self.options.id!r}: {error}",
-                remedy="Correct `id` or `kwargs`; `package.module:Id` imports first",
+                remedy="Correct `id` or `kwargs`; `package.module:Id` imports first, and ./file.py:Class is a class of a file",
             ) from error
+
+    def _make_of_file(self) -> Any:
+        import gymnasium
+
+        made_of = function_of(self.options.id, "class")
+        try:
+            made = made_of(**self.options.kwargs)
+        except TypeError as error:
+            raise UnsupportedError(
+                f"{self.options.id} cannot be made: {error}", remedy="Correct `kwargs`, the arguments of the class"
+            ) from error
+        if not isinstance(made, gymnasium.Env):
+            raise UnsupportedError(
+                f"{self.options.id} makes a {type(made).__name__} and no gymnasium.Env",
+                remedy="Name a subclass of gymnasium.Env, or a function that returns an environment",
+            )
+        return made
 
 
 @frozen(eq=False)
 class GymnasiumTasks:
     """Starts of episodes: task i is the start of seed `first` + i."""
 
-    options: GymnasiumOptions
+    environment: GymnasiumEnvironment
     split: Split
     first: int
     size: int
@@ -62,9 +89,22 @@ class GymnasiumTasks:
         return self.size
 
     def __getitem__(self, index: int) -> Task:
-        # the first observation follows when the episode begins; without a system prompt the task has a line of its own
-        system = self.options.system_prompt or f"You play {self.options.id}. Answer with your next action alone."
-        return Task(f"{self.split}/{index}", ({"role": "system", "content": system},), data={"seed": self.first + index})
+        options, seed = self.environment.options, self.first + index
+        if options.system_prompt is None:
+            messages = self._first_observation(seed)
+        else:
+            # the first observation follows when the episode begins
+            system = options.system_prompt.replace("{id}", _name_of(options.id))
+            messages = ({"role": "system", "content": system},)
+        return Task(f"{self.split}/{index}", messages, data={"seed": seed})
+
+    def _first_observation(self, seed: int) -> tuple[Message, ...]:
+        made = self.environment.make()
+        try:
+            observation, _ = made.reset(seed=seed)
+        finally:
+            made.close()
+        return self.environment.options.messages(str(observation))
 
 
 @define(eq=False)
@@ -76,10 +116,11 @@ class GymnasiumEpisode:
     _made: Any = None
 
     def begin(self) -> tuple[Message, ...]:
-        """Reset the environment with the start's seed; its observation is the first message."""
+        """Reset the environment with the start's seed; its observation is the first message, where it is not the task already."""
         self._made = self.environment.make()
         observation, _ = self._made.reset(seed=self.task.data["seed"])
-        return self.environment.options.messages(str(observation))[-1:]
+        options = self.environment.options
+        return () if options.system_prompt is None else options.messages(str(observation))[-1:]
 
     def step(self, action: Action) -> StepResult:
         """Do what the model says; what is no action of the space ends nothing and is answered with what is one."""
@@ -96,6 +137,15 @@ class GymnasiumEpisode:
         made, self._made = self._made, None
         if made is not None:
             made.close()
+
+
+def _is_of_file(name: str) -> bool:
+    return name.rpartition(":")[0].endswith(".py")
+
+
+def _name_of(name: str) -> str:
+    """Return the name that a model is told: of a file's class the class alone, since where the file lies is the machine's matter."""
+    return name.rpartition(":")[2] if _is_of_file(name) else name
 
 
 def _answer(reward: float, said: str, *, done: bool, **more: Any) -> StepResult:

@@ -106,8 +106,13 @@ class ReasoningGymOptions(PromptOptions):
 class GymnasiumOptions(PromptOptions):
     """Options of `gymnasium`."""
 
-    id: str = field(kw_only=True, validator=min_len(1), metadata={CODE: True})
-    """The environment's registered id, as `gymnasium.make` takes it; `package.module:Id` imports a module first."""
+    id: str = field(kw_only=True, validator=min_len(1), metadata={PLACE: "reference", CODE: True})
+    """The environment: a registered id, as `gymnasium.make` takes it; `package.module:Id` imports a module first; or a class of a file,
+    `./file.py:Class`."""
+
+    system_prompt: str | None = field(default="You play {id}. Answer with your next action alone.", kw_only=True)
+    """Text of a system message before every episode, with the environment's name for `{id}`; none: no message, and the first observation is
+    the task."""
 
     kwargs: Mapping[str, Any] = field(default=Factory(dict), kw_only=True, metadata={CODE: True})
     """Arguments of `gymnasium.make`."""
