@@ -5,7 +5,15 @@ from pathlib import Path
 import click
 
 from skyrl_engine.cli.command import EngineGroup, current_settings
-from skyrl_engine.cli.options import file_argument, load_config, one_or_several, overrides_argument, trust_option
+from skyrl_engine.cli.options import (
+    columns_by_key,
+    file_argument,
+    load_config,
+    map_option,
+    one_or_several,
+    overrides_argument,
+    trust_option,
+)
 from skyrl_engine.cli.terminal import echo_json
 
 
@@ -26,6 +34,7 @@ def data() -> None:
     metavar="DATA",
     help="The dataset: a file, a folder or a hub id. Give it again for more, read one after the other.",
 )
+@map_option
 @click.option(
     "--split", type=click.Choice(["train", "eval"]), default="train", show_default=True, help="Training or held-out data."
 )
@@ -40,6 +49,7 @@ def preview(
     *,
     model: str | None,
     dataset: str | list[str] | None,
+    columns: dict[str, str] | None,
     split: str,
     samples: int,
     trust_code: bool,
@@ -61,7 +71,7 @@ def preview(
     from skyrl_engine.training.preference.preparation import GIVEN
     from skyrl_engine.training.sft.data import columns_to_read, limited_to_model, scored_by_teacher
 
-    flags = {"model.path": model, "data.train": dataset}
+    flags = {"model.path": model, "data.train": dataset, **columns_by_key(columns)}
     resolved = resolve(load_config(file, overrides, flags, trust_code=trust_code))
     config = resolved.config
     if not config.has("data"):
@@ -83,7 +93,7 @@ def preview(
         given = scored_by_teacher(config) | (GIVEN if config.trainer == "preference" else frozenset())
         needed = {need: asker for need, asker in columns_to_read(resolved, tokenizer).items() if need not in given}
         vision = vision_of(files.facts, load_vision(files.facts, limited))
-        columns = load_columns(
+        loaded = load_columns(
             limited,
             tokenizer,
             split=part,
@@ -94,7 +104,7 @@ def preview(
             reading=readings.get(config.trainer, "samples"),
         )
     rows = config.training.micro_batch_rows or config.training.batch_size
-    seen = look_at(columns, tokenizer, samples=samples, batch_size=rows)
+    seen = look_at(loaded, tokenizer, samples=samples, batch_size=rows)
     if as_json:
         import attrs
 

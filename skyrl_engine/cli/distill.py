@@ -7,8 +7,10 @@ import click
 from skyrl_engine.cli.command import EngineCommand
 from skyrl_engine.cli.options import (
     RUN_KEYS,
+    columns_by_key,
     flags_of,
     load_config,
+    map_option,
     model_option,
     one_or_several,
     overrides_argument,
@@ -56,12 +58,21 @@ _ON_SAMPLES = {
     metavar="DATA",
     help="Rows of prompts and answers to learn on; without --teacher they hold a teacher's likeliest tokens.",
 )
+@map_option
 @click.option("--batch-size", type=int, metavar="SAMPLES", help="Rows of one optimizer step, over all ranks.")
 @click.option("--steps", type=int, metavar="STEPS", help="Optimizer steps.")
 @run_options
 @plugin_options("rl")
 @click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
-def distill(overrides: tuple[str, ...], *, prompts: str | list[str] | None, env: str | None, dry_run: bool, **given: Any) -> int:
+def distill(
+    overrides: tuple[str, ...],
+    *,
+    prompts: str | list[str] | None,
+    env: str | None,
+    columns: dict[str, str] | None,
+    dry_run: bool,
+    **given: Any,
+) -> int:
     """Teach MODEL what a teacher knows: on MODEL's own samples, which the teacher scores, or on rows of data.
 
     Samples are trainer rl's, with the preset on_policy_distill. Rows are trainer sft's: with --teacher by the loss divergence, over the whole
@@ -87,13 +98,15 @@ def distill(overrides: tuple[str, ...], *, prompts: str | list[str] | None, env:
         )
     flags: dict[str, Any] = {**values_by_key(keys, given), **flags_of(given)}
     if keys is _ON_ROWS:
-        flags = {"trainer": "sft", **flags}
+        flags = {"trainer": "sft", **flags, **columns_by_key(columns)}
     else:
         if prompts is not None and env is not None:
             raise click.UsageError(
                 "there are two places to sample at. Give one of --prompts FILE, whose rows have a prompt, and --env."
             )
         table = {"use": "prompts", "data": prompts} if env is None else environment_table(env)
+        if columns is not None:
+            table["map"] = columns
         environments = Option("--prompts" if env is None else "--env", [table])
         flags = {"trainer": "rl", "environments": environments, **flags}
     raw = load_config(None, overrides, flags)

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from skyrl_engine.cli.command import EngineGroup
+from skyrl_engine.cli.options import options_argument
 from skyrl_engine.cli.terminal import echo, echo_json
 
 if TYPE_CHECKING:
     from skyrl_engine.config import SelectedPlugin
     from skyrl_engine.contracts import Action, Environment, StepResult, Task
     from skyrl_engine.registry.part import Part
+    from skyrl_engine.registry.record import PluginRecord
 
-_SETTINGS = click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="An option of the environment; several times for several."
-)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 
 
@@ -47,20 +46,30 @@ def list_environments(*, as_json: bool) -> None:
 
 @env.command("show")
 @click.argument("name", metavar="NAME")
-@_SETTINGS
+@options_argument
 @_JSON
-def show_environment(name: str, settings: tuple[str, ...], *, as_json: bool) -> None:
-    """Show the claims of an environment, how many tasks it has, and the first of them.
+def show_environment(name: str, overrides: tuple[str, ...], *, as_json: bool) -> None:
+    """Show the options of an environment, its claims, how many tasks it has, and the first of them.
 
-    NAME is as for `rl --env`: spell, acme-environments:spell, ./file.py:spell, reasoning_gym:spell_backward.
+    NAME is as for `rl --env`: spell, acme-environments:spell, ./file.py:spell, reasoning_gym:spell_backward. While options that it needs are
+    not given, its options alone are shown.
     """
     import attrs
 
+    from skyrl_engine.cli.plugin_options import option_rows
     from skyrl_engine.errors import DataError
+    from skyrl_engine.registry.loader import load
     from skyrl_engine.rollout.process_handle import refuse_unsendable
     from skyrl_engine.training.rl.tasks import task_at, tasks_in
 
-    plugin, part = _made(name, settings)
+    record, table = _named(name)
+    loaded = load(record)
+    options = option_rows(loaded)
+    needed = [option["name"] for option in options if option["default"] == "required"]
+    if not overrides and not table and needed:
+        _show_options_alone(name, record, options, needed, as_json=as_json)
+        return
+    plugin, part = _made(name, overrides)
     environment, tasks = part.product, tasks_in(part, "train")
     sizes = {"train": len(tasks), "eval": len(tasks_in(part, "eval"))}
     if not any(sizes.values()):
@@ -77,11 +86,13 @@ def show_environment(name: str, settings: tuple[str, ...], *, as_json: bool) -> 
     }
     if as_json:
         task = None if first is None else attrs.asdict(first)
-        echo_json({**facts, "options": dict(plugin.table), "first_task": task}, ensure_ascii=False)
+        told = {**facts, "options": dict(plugin.table), "takes": options, "first_task": task}
+        echo_json(told, ensure_ascii=False)
         return
     from skyrl_engine.cli.render import show_facts, show_heading
 
     show_facts({label.replace("_", " "): _yes_or_no(value) for label, value in facts.items()})
+    _show_options(options)
     if first is not None:
         show_heading("First task")
         _show_task(first)
@@ -89,7 +100,7 @@ def show_environment(name: str, settings: tuple[str, ...], *, as_json: bool) -> 
 
 @env.command("try")
 @click.argument("name", metavar="NAME")
-@_SETTINGS
+@options_argument
 @click.option(
     "--answer",
     "answers",
@@ -102,7 +113,7 @@ def show_environment(name: str, settings: tuple[str, ...], *, as_json: bool) -> 
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="SEED", help="Seed of the attempt.")
 @_JSON
 def try_environment(
-    name: str, settings: tuple[str, ...], answers: tuple[str, ...], *, number: int, split: Any, seed: int, as_json: bool
+    name: str, overrides: tuple[str, ...], answers: tuple[str, ...], *, number: int, split: Any, seed: int, as_json: bool
 ) -> None:
     """Answer one task of an environment by hand, and show what it pays.
 
@@ -116,7 +127,7 @@ def try_environment(
     from skyrl_engine.registry.host import describe, place_of
     from skyrl_engine.training.rl.tasks import task_at, tasks_in
 
-    _, part = _made(name, settings)
+    _, part = _made(name, overrides)
     environment, tasks = part.product, tasks_in(part, split)
     if number >= len(tasks):
         raise click.UsageError(f"There is no task {number:,}: {split} has {len(tasks):,}.")
@@ -173,21 +184,52 @@ def try_environment(
     show_facts({"reward": f"{reward:g}", "success": "nobody judges" if success is None else _yes_or_no(success)})
 
 
+def _show_options(options: list[dict[str, str]]) -> None:
+    from skyrl_engine.cli.plugin_options import OPTION_COLUMNS
+    from skyrl_engine.cli.render import show_heading, show_table
+
+    show_heading("Options")
+    if options:
+        show_table(OPTION_COLUMNS, [tuple(option.values()) for option in options])
+    else:
+        click.echo("It takes no options.")
+
+
+def _show_options_alone(
+    name: str, record: "PluginRecord", options: list[dict[str, str]], needed: list[str], *, as_json: bool
+) -> None:
+    """Show what an environment takes that cannot be made yet, and how to give what it needs."""
+    if as_json:
+        click.echo(json.dumps({"environment": str(record), "options": {}, "takes": options}, indent=2, ensure_ascii=False))
+        return
+    from skyrl_engine.cli.render import show_facts
+
+    show_facts({"environment": str(record)})
+    _show_options(options)
+    click.echo(f"\nFor its tasks, give what it needs: skyrl-engine env show {name} {' '.join(f'{each}=VALUE' for each in needed)}")
+
+
 def _yes_or_no(value: Any) -> Any:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
 
 
-def _made(name: str, settings: tuple[str, ...]) -> "tuple[SelectedPlugin, Part[Environment]]":
-    from skyrl_engine.cli.plugin_options import parsed_options, selected_plugin
+def _named(name: str) -> "tuple[PluginRecord, dict[str, Any]]":
+    """Return the environment that a name as of `--env` means, and the options that the name itself gives."""
     from skyrl_engine.cli.rl import environment_table
-    from skyrl_engine.contracts import FactoryContext
-    from skyrl_engine.registry.host import Owner
-    from skyrl_engine.registry.part import Part
     from skyrl_engine.registry.resolve import Registry
 
     table = environment_table(name)
-    record = Registry.discover().resolve("environment", table.pop("use"), base=Path.cwd())
-    plugin = selected_plugin(record, parsed_options(settings, table))
+    return Registry.discover().resolve("environment", table.pop("use"), base=Path.cwd()), table
+
+
+def _made(name: str, overrides: tuple[str, ...]) -> "tuple[SelectedPlugin, Part[Environment]]":
+    from skyrl_engine.cli.plugin_options import parsed_options, selected_plugin
+    from skyrl_engine.contracts import FactoryContext
+    from skyrl_engine.registry.host import Owner
+    from skyrl_engine.registry.part import Part
+
+    record, table = _named(name)
+    plugin = selected_plugin(record, parsed_options(overrides, table))
     return plugin, Part(plugin.make(FactoryContext()), Owner.of(record), "environments[0]", name)
 
 

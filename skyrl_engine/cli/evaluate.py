@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from skyrl_engine.cli.command import EngineCommand, current_settings
-from skyrl_engine.cli.options import given_by_person, load_config, trust_option, values_by_key
+from skyrl_engine.cli.options import given_by_person, key_values, load_config, map_option, trust_option, values_by_key
 from skyrl_engine.cli.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ _KEYS = {
 
 @click.command(cls=EngineCommand)
 @click.argument("run", required=False, type=click.Path(path_type=Path), metavar="[RUN]")
+@key_values("[section.key=value ...]", "Any other key of the configuration; the same as section.key=value.")
 @click.option(
     "--model", metavar="MODEL", help="A Hugging Face directory or hub id, instead of RUN; beside it, the base of RUN's adapters."
 )
@@ -51,6 +52,7 @@ _KEYS = {
     metavar="DATA",
     help="Tasks for --reward, or for an --env that reads tasks: a file, a folder or a hub id.",
 )
+@map_option
 @click.option("--tool", multiple=True, metavar="FUNCTION", help="A function that the model may call, ./file.py:name.")
 @click.option("-k", "--samples", type=click.IntRange(min=1), default=1, show_default=True, metavar="K", help="Attempts per task.")
 @click.option("--tasks", type=click.IntRange(min=1), metavar="N", help="Tasks to attempt; without it, all of --data, otherwise 64.")
@@ -74,13 +76,6 @@ _KEYS = {
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that came with the model. Only for code you have read.")
 @trust_option
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Any other key of the configuration, such as generator.slots=128.",
-)
 def evaluate(
     run: Path | None,
     *,
@@ -89,6 +84,7 @@ def evaluate(
     env: tuple[str, ...],
     reward: tuple[str, ...],
     data: tuple[str, ...],
+    columns: dict[str, str] | None,
     tool: tuple[str, ...],
     split: str,
     output: Path | None,
@@ -111,6 +107,8 @@ def evaluate(
     from skyrl_engine.training.export import ExportChoices, export_checkpoint
     from skyrl_engine.training.rl.standalone_evaluation import evaluate_model
 
+    if run is not None and "=" in str(run) and not run.exists():
+        run, overrides = None, (str(run), *overrides)
     if run is None and model is None:
         raise click.UsageError("There is nothing to evaluate. Give RUN, a run directory, or --model MODEL.")
     if run is None and step is not None:
@@ -119,7 +117,8 @@ def evaluate(
         raise click.UsageError(f"--output {output} ends neither in .jsonl nor in .parquet.")
     tasks = _one(data)
     of_run = _tasks_of(run, tool) if run is not None and reward and tasks is None else {}
-    environments = environment_tables(env, reward, tool, {"data": tasks, "eval_data": tasks, **of_run})
+    named = {} if columns is None else {"map": columns}
+    environments = environment_tables(env, reward, tool, {"data": tasks, "eval_data": tasks, **of_run, **named})
     settings = current_settings()
     with tempfile.TemporaryDirectory(prefix="skyrl-engine-evaluate-") as scratch:
         folder = None if run is None else _model_of(run, step, Path(scratch))

@@ -1,5 +1,6 @@
 """Options and arguments that several commands share, and the configuration they make together."""
 
+import functools
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -49,6 +50,7 @@ RUN_KEYS: Mapping[str, str] = {
     "launch": "run.launch",
     "ranks": "run.ranks",
     "seed": "run.seed",
+    "lora": "model.lora.rank",
 }
 """The key that each option of every command that trains sets."""
 
@@ -86,7 +88,41 @@ run_options = in_order(
     click.option("--launch", metavar="HOW", help="inline (this process) or ray."),
     click.option("--ranks", type=int, metavar="RANKS", help="Processes that train together; more than one needs --launch ray."),
     click.option("--seed", type=int, metavar="SEED", help="Seed of every random number."),
+    click.option(
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="Train low-rank adapters of this rank, of all linear layers, instead of all weights; other keys are those of model.lora.",
+    ),
 )
+
+
+def _columns(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str] | None:
+    """Return the data's own names by ours, None where the option is not given."""
+    pairs = [text.partition("=") for text in given]
+    for text, (ours, equals, theirs) in zip(given, pairs, strict=True):
+        if not (ours.strip() and equals and theirs.strip()):
+            raise click.BadParameter(f"{text!r} is not of the form OURS=THEIRS, such as prompt=question.")
+        if sum(other[0].strip() == ours.strip() for other in pairs) > 1:
+            raise click.BadParameter(f"{ours.strip()} is given twice.")
+    return {ours.strip(): theirs.strip() for ours, _, theirs in pairs} or None
+
+
+map_option = click.option(
+    "--map",
+    "columns",
+    multiple=True,
+    callback=_columns,
+    metavar="OURS=THEIRS",
+    help="The data's own name of a column: prompt=question reads its column question as prompt. Give it again for more.",
+)
+
+
+def columns_by_key(columns: Mapping[str, str] | None) -> "dict[str, Option]":
+    """Return the names that --map gives, by the keys of `[data.map]` that they set."""
+    from skyrl_engine.config import Option
+
+    return {f"data.map.{ours}": Option("--map", theirs) for ours, theirs in (columns or {}).items()}
 
 
 def dataset_options(data: str, batch_size: str, *more: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -98,6 +134,7 @@ def dataset_options(data: str, batch_size: str, *more: Callable[[Any], Any]) -> 
     return in_order(
         model_option,
         click.option("--data", required=True, multiple=True, callback=one_or_several, metavar="DATA", help=repeated),
+        map_option,
         click.option("--eval-data", metavar="DATA", help="Held-out data."),
         click.option("--eval-fraction", type=float, metavar="SHARE", help="Share of the data to hold out instead."),
         click.option("--max-length", type=int, metavar="TOKENS", help="Longest sample."),
@@ -144,9 +181,23 @@ def table_of(key: str) -> str:
     return key.partition(".")[0].partition("[")[0]
 
 
-def overrides_argument(function: Function) -> Function:
-    """Add an argument that takes any number of `section.key=value`."""
-    return click.argument("overrides", nargs=-1, metavar=OVERRIDES)(function)
+def key_values(metavar: str, meaning: str) -> Callable[[Function], Function]:
+    """Add an argument that takes any number of `key=value`, and `--set` for the same, which `overrides` holds after them."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def called(*arguments: Any, overrides: tuple[str, ...], settings: tuple[str, ...], **others: Any) -> Any:
+            return function(*arguments, overrides=(*overrides, *settings), **others)
+
+        option = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help=meaning)
+        decorated: Function = click.argument("overrides", nargs=-1, metavar=metavar)(option(called))
+        return decorated
+
+    return decorate
+
+
+overrides_argument = key_values(OVERRIDES, "Any key of the configuration; the same as section.key=value.")
+options_argument = key_values("[key=value ...]", "An option of the plugin; the same as key=value.")
 
 
 def file_argument(*, required: bool) -> Callable[[Function], Function]:

@@ -1,4 +1,4 @@
-"""Options of one plugin on a command line, as `--set KEY=VALUE`."""
+"""Options of one plugin on a command line, as `key=value` or `--set KEY=VALUE`, and those that it takes."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -10,7 +10,10 @@ from skyrl_engine.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from skyrl_engine.config import SelectedPlugin
+    from skyrl_engine.registry.loader import LoadedPlugin
     from skyrl_engine.registry.record import PluginRecord
+
+OPTION_COLUMNS = ("option", "type", "default", "meaning")
 
 
 def parsed_options(texts: tuple[str, ...], named: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
@@ -43,3 +46,22 @@ def _by_option(problem: Problem, kind: str) -> Problem:
         return problem
     name = key.removeprefix(f"{kind}.")
     return attrs.evolve(problem, where=f"{place}: {name}", remedy=f"Give --set {name}=VALUE")
+
+
+def option_rows(loaded: "LoadedPlugin") -> list[dict[str, str]]:
+    """Return every key of the plugin's own table: name, type, default and meaning, in words."""
+    if loaded.schema is None:
+        return []
+    from skyrl_engine.config.report import default_text, key_meanings
+    from skyrl_engine.config.wording import expected
+
+    meanings = key_meanings(loaded.schema)
+    return [
+        {
+            "name": attribute.alias or attribute.name,
+            "type": expected(attribute.type),
+            "default": default_text(attribute),
+            "meaning": " ".join(meanings.get(attribute.name, "").split()),
+        }
+        for attribute in attrs.fields(attrs.resolve_types(loaded.schema))
+    ]

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from skyrl_engine.cli.command import EngineGroup, did_you_mean
+from skyrl_engine.cli.plugin_options import OPTION_COLUMNS, option_rows
 from skyrl_engine.cli.scaffold.command import new_plugin
 from skyrl_engine.cli.terminal import echo, echo_json
 from skyrl_engine.cli.verify import verify
 
 if TYPE_CHECKING:
-    from skyrl_engine.registry.loader import LoadedPlugin
     from skyrl_engine.registry.record import PluginRecord
 
 
@@ -57,7 +57,7 @@ def show_plugin(plugin: str, as_json: bool) -> None:
         raise click.UsageError(f"{plugin!r} is not of the form KIND:REFERENCE, such as loss:cross_entropy.")
     loaded = load(Registry.discover().resolve(_known_kind(kind), reference, base=Path.cwd()))
     facts = _facts(loaded.record)
-    options = _options(loaded)
+    options = option_rows(loaded)
     if as_json:
         echo_json({**facts, "options": options})
         return
@@ -66,7 +66,7 @@ def show_plugin(plugin: str, as_json: bool) -> None:
     show_facts({name: value for name, value in facts.items() if value is not None})
     echo()
     if options:
-        show_table(("option", "type", "default", "meaning"), [tuple(option.values()) for option in options])
+        show_table(OPTION_COLUMNS, [tuple(option.values()) for option in options])
     else:
         echo("It takes no options.")
 
@@ -92,24 +92,3 @@ def _facts(record: "PluginRecord") -> dict[str, Any]:
         "path": str(record.path) if record.path is not None else None,
         "sha256": record.sha256,
     }
-
-
-def _options(loaded: "LoadedPlugin") -> list[dict[str, str]]:
-    """Return every key of the plugin's own table: name, type, default and meaning, in words."""
-    if loaded.schema is None:
-        return []
-    import attrs
-
-    from skyrl_engine.config.report import default_text, key_meanings
-    from skyrl_engine.config.wording import expected
-
-    meanings = key_meanings(loaded.schema)
-    return [
-        {
-            "name": attribute.alias or attribute.name,
-            "type": expected(attribute.type),
-            "default": default_text(attribute),
-            "meaning": " ".join(meanings.get(attribute.name, "").split()),
-        }
-        for attribute in attrs.fields(attrs.resolve_types(loaded.schema))
-    ]

@@ -7,6 +7,7 @@ import click
 from skyrl_engine.cli.command import EngineCommand
 from skyrl_engine.cli.options import (
     DATASET_KEYS,
+    columns_by_key,
     dataset_options,
     flags_of,
     load_config,
@@ -29,11 +30,13 @@ _KEYS = {**DATASET_KEYS, "preset": "preference.preset", "reference": "reference.
 )
 @plugin_options("preference")
 @click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
-def preference(overrides: tuple[str, ...], dry_run: bool, **given: Any) -> int:
+def preference(overrides: tuple[str, ...], dry_run: bool, columns: dict[str, str] | None, **given: Any) -> int:
     """Train MODEL on the preferences in DATA: pairs of a chosen and a rejected answer, or single answers with a label.
 
     The configuration that the options make is printed, as TOML: `skyrl-engine preference ... > my.toml` keeps it for
     `skyrl-engine run my.toml`. All else goes to stderr.
     """
-    raw = load_config(None, overrides, {"trainer": "preference", **values_by_key(_KEYS, given), **flags_of(given)})
+    raw = load_config(
+        None, overrides, {"trainer": "preference", **values_by_key(_KEYS, given), **columns_by_key(columns), **flags_of(given)}
+    )
     return start_printed(raw, dry_run=dry_run)

@@ -7,6 +7,7 @@ import click
 from skyrl_engine.cli.command import EngineCommand
 from skyrl_engine.cli.options import (
     DATASET_KEYS,
+    columns_by_key,
     dataset_options,
     flags_of,
     load_config,
@@ -22,11 +23,15 @@ from skyrl_engine.cli.run import start_printed
 @dataset_options("Preferences", "Samples of one optimizer step, over all ranks; a pair is two.")
 @plugin_options("reward_model")
 @click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
-def reward_model(overrides: tuple[str, ...], dry_run: bool, **given: Any) -> int:
+def reward_model(overrides: tuple[str, ...], dry_run: bool, columns: dict[str, str] | None, **given: Any) -> int:
     """Train MODEL to value answers, on pairs of a chosen and a rejected answer in DATA. It is exported as a sequence classifier.
 
     The configuration that the options make is printed, as TOML: `skyrl-engine reward-model ... > my.toml` keeps it for
     `skyrl-engine run my.toml`. All else goes to stderr.
     """
-    raw = load_config(None, overrides, {"trainer": "reward_model", **values_by_key(DATASET_KEYS, given), **flags_of(given)})
+    raw = load_config(
+        None,
+        overrides,
+        {"trainer": "reward_model", **values_by_key(DATASET_KEYS, given), **columns_by_key(columns), **flags_of(given)},
+    )
     return start_printed(raw, dry_run=dry_run)

@@ -10,6 +10,7 @@ from skyrl_engine.cli.options import (
     RUN_KEYS,
     flags_of,
     load_config,
+    map_option,
     model_option,
     overrides_argument,
     plugin_options,
@@ -49,6 +50,7 @@ _KEYS = {
     metavar="DATA",
     help="Tasks for --reward, or for an --env that reads tasks: a file, a folder or a hub id.",
 )
+@map_option
 @click.option("--eval-data", metavar="DATA", help="Held-out tasks, for the same.")
 @click.option("--eval-fraction", type=float, metavar="SHARE", help="Share of --data to hold out instead.")
 @click.option(
@@ -74,6 +76,7 @@ def rl(
     env: tuple[str, ...],
     reward: tuple[str, ...],
     data: tuple[str, ...],
+    columns: dict[str, str] | None,
     eval_data: str | None,
     eval_fraction: float | None,
     tool: tuple[str, ...],
@@ -87,9 +90,8 @@ def rl(
     """
     from skyrl_engine.config import Option
 
-    environments = environment_tables(
-        env, reward, tool, {"data": _one_or_list(data), "eval_data": eval_data, "eval_fraction": eval_fraction}
-    )
+    tasks = {"data": _one_or_list(data), "map": columns, "eval_data": eval_data, "eval_fraction": eval_fraction}
+    environments = environment_tables(env, reward, tool, tasks)
     flags = values_by_key(_KEYS, given)
     if environments:
         flags["environments"] = Option("--env" if env else "--reward", environments)
@@ -113,8 +115,8 @@ def environment_tables(
 ) -> list[dict[str, Any]]:
     """Return the tables of the environments that are named, and that of `function` where a reward is given.
 
-    `tasks` are its options `data`, `eval_data` and `eval_fraction`, None where they are not given. Without a reward they are those of the one
-    environment, which may be a decorated reward.
+    `tasks` are its options `data`, `map`, `eval_data` and `eval_fraction`, None where they are not given. Without a reward they are those
+    of the one environment, which may be a decorated reward.
     """
     tables = [environment_table(each) for each in env]
     given = {name: value for name, value in tasks.items() if value is not None}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from skyrl_engine.cli.command import EngineCommand, did_you_mean
+from skyrl_engine.cli.options import options_argument
 from skyrl_engine.cli.terminal import echo_json
 from skyrl_engine.errors import PluginAmbiguousError, PluginBrokenError, PluginError, PluginNotFoundError
 
@@ -17,10 +18,7 @@ if TYPE_CHECKING:
 
 @click.command(cls=EngineCommand)
 @click.argument("plugin", metavar="PLUGIN")
-@click.argument("options", nargs=-1, metavar="[key=value ...]")
-@click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="An option of the plugin; the same as key=value after it."
-)
+@options_argument
 @click.option(
     "--examples", type=click.IntRange(min=1), metavar="N", help="Cases per promise, instead of as many as the kit thinks enough."
 )
@@ -34,8 +32,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def verify(
     plugin: str,
-    options: tuple[str, ...],
-    settings: tuple[str, ...],
+    overrides: tuple[str, ...],
     examples: int | None,
     layouts: tuple[str, ...],
     *,
@@ -54,7 +51,7 @@ def verify(
     record = _record(Registry.discover(), plugin)
     promises_of(record.kind)
     _check_layouts(record.kind, layouts)
-    given = parsed_options((*options, *settings))
+    given = parsed_options(overrides)
     selected = selected_plugin(record, given)
     verdict = held(selected, examples=examples, layouts=layouts, given=given)
     if as_json:

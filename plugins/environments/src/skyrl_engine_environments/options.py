@@ -106,7 +106,7 @@ class ReasoningGymOptions(PromptOptions):
 class GymnasiumOptions(PromptOptions):
     """Options of `gymnasium`."""
 
-    id: str = field(kw_only=True, validator=min_len(1), metadata={PLACE: "reference", CODE: True})
+    id: str = field(kw_only=True, validator=min_len(1), metadata={PLACE: "reference"})
     """The environment: a registered id, as `gymnasium.make` takes it; `package.module:Id` imports a module first; or a class of a file,
     `./file.py:Class`."""
 
