@@ -1,6 +1,7 @@
 """Parts of every command: `--debug`, `--quiet`, and groups that answer a misspelt command with the nearest one."""
 
 import math
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,8 @@ from typing import Any
 import click
 from attrs import define
 
+from skyrl_engine.errors import EngineError
 from skyrl_engine.cli.terminal import echo, make_log_visible
-from skyrl_engine.visible import visible
 
 
 @define
@@ -80,6 +81,15 @@ class EngineCommand(click.Command):
         _refuse_no_number(ctx)
         return left
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Invoke as click does; a remedy that names a column's key of `map` names `--map` where the command has it."""
+        try:
+            return super().invoke(ctx)
+        except EngineError as error:
+            if any("--map" in each.opts for each in self.params):
+                error.remedy = _MAP.sub(r"--map \g<ours>=\g<theirs>", error.remedy)
+            raise
+
 
 def _refuse_no_number(context: click.Context) -> None:
     """Raise BadParameter for an option whose number is NaN or infinite: nothing compares with the one, everything with the other."""
@@ -87,6 +97,10 @@ def _refuse_no_number(context: click.Context) -> None:
         value = context.params.get(parameter.name or "")
         if isinstance(value, float) and not math.isfinite(value):
             raise click.BadParameter(f"{value} is not a finite number.", context, parameter)
+
+
+_MAP = re.compile(r"""(?:data\.|environments\.\d+\.)?map\.(?P<ours>\w+)(?: ?= ?(?P<quote>["']?)(?P<theirs>[\w-]+)(?P=quote))""")
+"""A key of `[data.map]`, or of an environment's `map`, with a value, as remedies write it."""
 
 
 def _is_configuration(word: str) -> bool:

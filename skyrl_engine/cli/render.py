@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -167,8 +168,8 @@ def _counted_names(findings: "Sequence[Finding]") -> str:
 
 @frozen
 class ProgressDisplay:
-    """Listeners that show progress: `training` for a ProgressObserver, `data` for a label, rows done and rows in all, `warning` for
-    a sentence that the user must not miss.
+    """Listeners that show progress: `training` for a ProgressObserver, `data` for a label, rows done and rows in all (0: what cannot be
+    counted), `warning` for a sentence that the user must not miss.
     """
 
     training: Callable[[Progress], None]
@@ -187,7 +188,7 @@ def show_progress(*, quiet: bool) -> Iterator[ProgressDisplay]:
     if quiet:
         yield ProgressDisplay(_ignore, _ignore, warning)
     elif not console.is_terminal:
-        yield ProgressDisplay(ProgressLines(console.print), _ignore, warning)
+        yield ProgressDisplay(ProgressLines(console.print), partial(_say_uncounted, console), warning)
     else:
         with ProgressBar(
             BarColumn(bar_width=30), TextColumn("{task.description}", markup=False), console=console, transient=True
@@ -200,9 +201,16 @@ def show_progress(*, quiet: bool) -> Iterator[ProgressDisplay]:
                 bar.update(task, total=progress.total_steps or None, completed=progress.step, description=str(progress))
 
             def data(label: str, done: int, total: int) -> None:
-                bar.update(task, total=total, completed=done, description=f"{label}: {done:,} of {total:,}")
+                told = f"{label}: {done:,} of {total:,}" if total else f"{label} ..."
+                bar.update(task, total=total or None, completed=done, description=told)
 
             yield ProgressDisplay(training, data, warning)
+
+
+def _say_uncounted(console: Console, label: str, _done: int, total: int) -> None:
+    """Print what takes a while and cannot be counted; what is counted moves on a terminal only."""
+    if not total:
+        console.print(f"{label} ...")
 
 
 def _ignore(*_: object) -> None:

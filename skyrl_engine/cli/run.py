@@ -75,8 +75,27 @@ def start(resolved: "ResolvedConfig", settings: CommandSettings, *, dry_run: boo
             echo("attempts:")
             show_report(result.directory)
     elif result.stopped_by is None:
-        echo(f"nothing to do: the run has done its {result.step} steps already")
-    return conclude(result, allowed=resolved.config.model.trust_remote_code)
+        click.echo(f"nothing to do: the run has done its {result.step} steps already")
+    code = conclude(result, allowed=resolved.config.model.trust_remote_code)
+    if result.stopped_by is None and not settings.quiet:
+        click.echo(f"next: {next_command(resolved, result.directory)}", err=True)
+    return code
+
+
+def next_command(resolved: "ResolvedConfig", directory: Path) -> str:
+    """Return the command that a trained run is mostly followed by; `./my_reward.py` and `./tasks.jsonl` stand for files of the reader's."""
+    from skyrl_engine.run.directory import RunDirectory
+
+    run, config = shlex.quote(str(directory)), resolved.config
+    tasks = "--reward ./my_reward.py:score --data ./tasks.jsonl"
+    if config.trainer == "rl" and config.rl.rollouts is None:
+        return f"skyrl-engine rollouts show {run} --best"
+    if config.trainer != "reward_model":
+        return f"skyrl-engine evaluate {run} {tasks}"
+    exported = RunDirectory(directory).model
+    if not exported.is_dir():
+        return f"skyrl-engine export {run} ./reward-model"
+    return f"skyrl-engine rl --model {shlex.quote(config.model.path)} --reward-model {shlex.quote(str(exported))} {tasks}"
 
 
 def conclude(result: "RunResult", *, allowed: bool = False) -> int:

@@ -84,8 +84,13 @@ class SelectedPlugin:
         """The plugin with options that `origin` gave, outside of a configuration. Raises ConfigError or PluginError."""
         from skyrl_engine.registry.loader import load
 
-        loaded = load(record)
-        made, problems = _options(loaded, options, (record.kind,), from_dict({record.kind: options}, origin))
+        return cls.of_loaded(load(record), options, origin)
+
+    @classmethod
+    def of_loaded(cls, loaded: "LoadedPlugin", options: Mapping[str, Any], origin: str) -> "SelectedPlugin":
+        """A plugin that is loaded already, with options that `origin` gave. Raises ConfigError."""
+        kind = loaded.record.kind
+        made, problems = _options(loaded, options, (kind,), from_dict({kind: options}, origin))
         if problems:
             raise ConfigError(problems)
         return cls(loaded, made, _plain_options(made))

@@ -115,7 +115,7 @@ class TableTasks:
             )
             raise DataError(
                 f"{row.name} has {what}",
-                remedy='Give every row one of them, or say which column is the prompt: map.prompt = "question"',
+                remedy="Give every row one of them, or say which column is the prompt: map.prompt=question",
             )
         prompt = values.pop(given[0])
         key = next((str(values[name]) for name in ("key", "id") if values.get(name) is not None), str(row.number))

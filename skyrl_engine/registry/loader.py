@@ -27,8 +27,13 @@ def load(record: PluginRecord) -> LoadedPlugin:
     record's, or metadata excludes this engine or this environment, PluginBrokenError when importing or registering fails, and
     ContractError when its schema is no attrs class.
     """
+    return load_object(record, _imported(record))
+
+
+def load_object(record: PluginRecord, plugin: object) -> LoadedPlugin:
+    """Register a plugin that was imported already, and that the record describes. Raises as `load` does after the import."""
     host = PluginHost()
-    plugin, hooks = _registered(record, host)
+    hooks = host.register(plugin, Owner.of(record))
     for hook in KINDS[record.kind].hooks:
         if hook not in hooks:
             raise _lacking(record, hooks, hook)
@@ -43,15 +48,13 @@ def load_command(record: PluginRecord) -> object:
 
 def kinds_made(record: PluginRecord) -> list[str]:
     """The kinds whose factory hooks the plugin of a record implements, whatever kind the record names. Raises as `load` does."""
-    _, hooks = _registered(record, PluginHost())
+    hooks = PluginHost().register(_imported(record), Owner.of(record))
     return [kind.name for kind in KINDS.values() if kind.factory_hook in hooks]
 
 
-def _registered(record: PluginRecord, host: PluginHost) -> tuple[object, frozenset[str]]:
-    """The imported object, and the names of the hooks it implements."""
+def _imported(record: PluginRecord) -> object:
     owner = Owner.of(record)
-    plugin = _from_file(record, owner) if record.source == "file" else _from_distribution(record, owner)
-    return plugin, host.register(plugin, owner)
+    return _from_file(record, owner) if record.source == "file" else _from_distribution(record, owner)
 
 
 def _from_distribution(record: PluginRecord, owner: Owner) -> Any:

@@ -14,13 +14,14 @@ from skyrl_engine.testing.subject import Subject, selected
 class Conformance:
     """Base of the suites. A subclass names a plugin, with options if it likes, or overrides the method that returns the product.
 
-    `plugin` is a reference as a configuration takes it: a name, "distribution:name" or "./file.py:name". `examples` are cases per promise;
+    `plugin` is a reference as a configuration takes it (a name, "distribution:name" or "./file.py:name"), or the plugin itself: a decorated
+    function, or an object with hook implementations, under a name of its module. `examples` are cases per promise;
     None: the kit's own number, and a share of it under a Hypothesis profile of fewer than 50 examples.
     """
 
     kind: ClassVar[str]
     promises: ClassVar[tuple[Promise[Any, Any], ...]]
-    plugin: ClassVar[str | None] = None
+    plugin: ClassVar[object] = None
     options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     examples: ClassVar[int | None] = None
     offers: ClassVar[tuple[str, ...]] = ()

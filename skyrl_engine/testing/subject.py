@@ -4,15 +4,18 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, Generic, TypeVar
 
 from attrs import field, frozen
 
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.errors import PluginNotFoundError
 from skyrl_engine.registry.host import Owner
+from skyrl_engine.registry.loader import load_object
 from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.record import PluginRecord
 from skyrl_engine.registry.resolve import Registry
 
 Product = TypeVar("Product")
@@ -49,10 +52,40 @@ def part_of(product: Product, label: str, kind: str) -> Part[Product]:
     return Part(product, Owner.named(label, kind), kind, "under_test")
 
 
-def selected(kind: str, reference: str, options: Mapping[str, Any], base: Path | None = None) -> SelectedPlugin:
-    """Select the plugin that a reference names, with these options. Raises as selecting it for a run does."""
-    record = _installed(tuple(sys.path)).resolve(kind, reference, base=base)
-    return SelectedPlugin.of(record, dict(options), "options")
+def selected(kind: str, plugin: object, options: Mapping[str, Any], base: Path | None = None) -> SelectedPlugin:
+    """Select the plugin that a reference names, or the plugin itself, with these options. Raises as selecting it for a run does.
+
+    A plugin itself is found again in other processes by its module and its name there; raises PluginNotFoundError for one without.
+    """
+    registry = _installed(tuple(sys.path))
+    if isinstance(plugin, str):
+        return SelectedPlugin.of(registry.resolve(kind, plugin, base=base), dict(options), "options")
+    record = next((each for each in registry.records(kind) if _is_at(each.target, plugin)), None)
+    if record is None:
+        module, name = _home_of(plugin)
+        place = Path(str(module.__file__))
+        record = PluginRecord.of_file(kind, place, name, place.read_bytes())
+    return SelectedPlugin.of_loaded(load_object(record, plugin), dict(options), "options")
+
+
+def _is_at(target: str, plugin: object) -> bool:
+    """Say if an entry point's target is this object. Nothing is imported for it."""
+    module, _, name = target.partition(":")
+    return module in sys.modules and getattr(sys.modules[module], name, None) is plugin
+
+
+def _home_of(plugin: object) -> tuple[ModuleType, str]:
+    """Return the module that holds a plugin, and the name under which it does."""
+    made_in = getattr(getattr(plugin, "function", None), "__module__", None) or type(plugin).__module__
+    for module in filter(None, (sys.modules.get(made_in), *tuple(sys.modules.values()))):
+        if getattr(module, "__file__", None):
+            names = [name for name, value in tuple(vars(module).items()) if value is plugin]
+            if names:
+                return module, names[0]
+    raise PluginNotFoundError(
+        f"{plugin!r} is no value of a module, so that another process could not find it",
+        remedy="Name it at the top of its file, my_plugin = MyPlugin(), and let the suite take it from there",
+    )
 
 
 @cache

@@ -223,7 +223,7 @@ def detect(asked: DataFormat, first: Row, *, preferences: bool = False) -> Known
         raise DataError(
             f"no format of preferences has the columns of the dataset: {listed(have)}",
             remedy=_suggestion(have, ["chosen", "rejected", "completion", *LABELS])
-            or 'Name them, for instance data.map.chosen="better" data.map.rejected="worse", or train on samples: trainer = "sft"',
+            or 'Name them, for instance data.map.chosen=better data.map.rejected=worse, or train on samples: trainer = "sft"',
             details=[f"format {name} needs {FORMATS[name].described}" for name in PREFERENCES],
         )
     if asked != "auto":
@@ -238,7 +238,7 @@ def detect(asked: DataFormat, first: Row, *, preferences: bool = False) -> Known
     raise DataError(
         f"no known format has the columns of the dataset: {listed(have)}",
         remedy=_suggestion(have, known)
-        or 'Name them, for instance data.map.prompt="question" data.map.completion="answer", or convert the dataset',
+        or "Name them, for instance data.map.prompt=question data.map.completion=answer, or convert the dataset",
         details=[f"format {row.name} needs {row.described}" for row in _ROWS],
     )
 

@@ -142,8 +142,8 @@ class Source:
             if theirs not in row.values:
                 near = get_close_matches(theirs, list(row.values), n=1)
                 raise DataError(
-                    f"{row.name} has no column {theirs!r}, which data.map.{ours} names; it has {listed(row.values)}",
-                    remedy=f"Did you mean {near[0]!r}?" if near else f"Correct data.map.{ours}",
+                    f"{row.name} has no column {theirs!r}, which map.{ours} names; it has {listed(row.values)}",
+                    remedy=f"Write map.{ours}={near[0]}" if near else f"Name one of its columns: map.{ours}=NAME",
                 )
         kept = {column: value for column, value in row.values.items() if column not in self.names.values()}
         return evolve(row, values={**kept, **{ours: row.values[theirs] for ours, theirs in self.names.items()}})

@@ -42,7 +42,7 @@ def run_preference(
         prepared = prepare(resolved, progress)
         return Start(prepared.run, partial(_trainer, prepared, progress))
 
-    return train_on_data(resolved, start, observers=observers, resume=resume)
+    return train_on_data(resolved, start, observers=observers, resume=resume, progress=progress)
 
 
 def _trainer(

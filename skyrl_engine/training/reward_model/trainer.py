@@ -32,7 +32,7 @@ def run_reward_model(
         prepared = prepare(resolved, progress)
         return Start(prepared, partial(RewardModelTrainer, prepared))
 
-    return train_on_data(resolved, start, observers=observers, resume=resume)
+    return train_on_data(resolved, start, observers=observers, resume=resume, progress=progress)
 
 
 @define(eq=False)

@@ -13,6 +13,7 @@ from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.data.text.template_rule import Rendering, find_difference
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import ConfigError, DataError, Problem, RolloutError
+from skyrl_engine.run.progress import LOADING
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
 from skyrl_engine.training.rl.preparation import Progress, Sampled, limits_of, prepare
 from skyrl_engine.training.rl.prompts import check_prompts
@@ -72,6 +73,8 @@ def evaluate_model(
             remedy="Give the environment held-out tasks (--eval-data, eval_fraction), or choose --split train",
         )
     check_prompts(environments, tasks, prepared.rollouts.renderer, limits_of(config, prepared.files.facts))
+    if progress is not None:
+        progress(LOADING, 0, 0)
     with Engine.launch(resolved, prepared.assembly, prepared.files, None, prepared.layout) as engine:
         sampler = engine.start_sampler(resolved.plugins["generator"])
         sampler.update(0)

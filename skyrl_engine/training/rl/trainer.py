@@ -23,6 +23,7 @@ from skyrl_engine.rollout.runner import RolloutRunner
 from skyrl_engine.rollout.segments import read_segment, segments_of
 from skyrl_engine.rollout.source import GroupSource, RolloutSource
 from skyrl_engine.run.durable import write_durably
+from skyrl_engine.run.progress import LOADING
 from skyrl_engine.run.session import RunSession, open_session
 from skyrl_engine.spans import Phases
 from skyrl_engine.training.loop import Loop, RunResult
@@ -64,6 +65,8 @@ def run_rl(
             world={"launch": config.run.launch, "ranks": config.run.ranks, **attrs.asdict(prepared.assembly.description.topology)},
             data={"environments": prepared.environment_versions, **_recorded_from(prepared)},
         )
+        if progress is not None:
+            progress(LOADING, 0, 0)
         with (
             Engine.launch(
                 prepared.resolved, prepared.assembly, prepared.files, prepared.optimizer_steps, prepared.layout

@@ -13,6 +13,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import results_of
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
+from skyrl_engine.run.progress import LOADING
 from skyrl_engine.run.session import open_session, to_resume_from
 from skyrl_engine.spans import Spans
 from skyrl_engine.training.loop import Loop, RunResult, StepDone
@@ -57,7 +58,7 @@ def run_sft(
         prepared = prepare(resolved, progress)
         return Start(prepared, partial(_trainer, prepared))
 
-    return train_on_data(resolved, start, observers=observers, resume=resume)
+    return train_on_data(resolved, start, observers=observers, resume=resume, progress=progress)
 
 
 def _trainer(prepared: PreparedRun, engine: Engine, position: Position, data: str) -> "SftTrainer":
@@ -75,7 +76,12 @@ class Start:
 
 
 def train_on_data(
-    resolved: ResolvedConfig, start: Callable[[], Start], *, observers: Sequence[object], resume: bool | None
+    resolved: ResolvedConfig,
+    start: Callable[[], Start],
+    *,
+    observers: Sequence[object],
+    resume: bool | None,
+    progress: DataProgress | None,
 ) -> RunResult:
     """Train a trainer that goes through a dataset, as `run_sft` says; `start` prepares it inside of the session."""
     config = resolved.config
@@ -102,6 +108,8 @@ def train_on_data(
                 "evaluation": describe_data(prepared.evaluation),
             },
         )
+        if progress is not None:
+            progress(LOADING, 0, 0)
         with Engine.launch(prepared.resolved, prepared.assembly, prepared.files, prepared.total_steps) as engine:
             if checkpoint is not None:
                 engine.load(checkpoint.state)
