@@ -11,7 +11,7 @@ from skyrl_engine.hooks.markers import hookimpl
 _WINDOW = 20
 
 LOADING = "loading the model"
-"""What a run does, said as progress of 0 of 0, while ranks start and read the weights: nothing can be counted."""
+"""Label of progress of 0 of 0, while ranks start and read the weights: nothing can be counted."""
 
 
 @frozen

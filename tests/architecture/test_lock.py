@@ -114,7 +114,7 @@ def test_an_entry_is_a_pin_with_hashes_and_nothing_else():
 
 
 def test_neither_torch_nor_what_its_builds_bring_nor_a_place_is_locked():
-    """torch is chosen by SKYRL_ENGINE_TORCH, and a build for CPUs needs none of CUDA's packages."""
+    """Torch is chosen by SKYRL_ENGINE_TORCH, and a build for CPUs needs none of CUDA's packages."""
     assert not [name for name in locked() if name == TORCH or name.startswith(("nvidia-", "cuda-", "triton"))]
     assert not locked().keys() & {canonicalize_name(name) for name in projects()}
     assert not re.search(r"://|--index|--extra-index|--find-links|(?<![\w.])/\w", LOCK.read_text())

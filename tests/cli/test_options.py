@@ -17,18 +17,26 @@ def folder(tmp_path_factory):
     make_model(folder / "model", [Exchange(f"Say {number:03d}", f"{number:03d}") for number in range(24)])
     rows = [{"question": f"Say {number:03d}", "answer": f"{number:03d}", "other": "no"} for number in range(24)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    strange = [{"frage": row["question"], "antwort": row["answer"], "sonst": row["other"]} for row in rows]
+    (folder / "strange.jsonl").write_text("".join(json.dumps(row) + "\n" for row in strange))
     (folder / "my_reward.py").write_text("def score(text, task):\n    return float(text == task.data['answer'])\n")
     return folder
 
 
 @pytest.fixture
 def parts(folder):
-    """What the command lines below are made of."""
+    """Words of the command lines below, and what stands for them."""
     return {
         "{model}": str(folder / "model"),
         "{rows}": str(folder / "rows.jsonl"),
         "{reward}": f"{folder / 'my_reward.py'}:score",
     }
+
+
+@pytest.fixture
+def strange(parts, folder):
+    """The same with columns whose names are those of no known format."""
+    return {**parts, "{rows}": str(folder / "strange.jsonl")}
 
 
 def words(line, parts):
@@ -66,8 +74,8 @@ def test_rows_of_questions_and_answers_are_read_by_map(command, parts, name):
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_without_it_the_error_names_the_option(command, parts, name):
-    refused = command(*words(ASKED[name][0], parts))
+def test_without_it_the_error_names_the_option(command, strange, name):
+    refused = command(*words(ASKED[name][0], strange))
     assert refused.code == 4, refused.out
     assert "--map " in refused.last_line
     assert "data.map" not in refused.last_line
@@ -83,11 +91,11 @@ def test_a_column_that_the_data_does_not_have_is_named(command, parts, name):
     assert "--map prompt=question" in outcome.last_line
 
 
-def test_in_a_configuration_the_error_names_its_key(command, parts, tmp_path):
-    (tmp_path / "train.toml").write_text(f'[model]\npath = "{parts["{model}"]}"\n[data]\ntrain = "{parts["{rows}"]}"\n')
+def test_in_a_configuration_the_error_names_its_key(command, strange, tmp_path):
+    (tmp_path / "train.toml").write_text(f'[model]\npath = "{strange["{model}"]}"\n[data]\ntrain = "{strange["{rows}"]}"\n')
     refused = command("run", "train.toml", "--dry-run")
     assert "data.map.prompt=question" in refused.last_line
-    taken = command("run", "train.toml", "data.map.prompt=question", "--set", "data.map.completion=answer", "--dry-run")
+    taken = command("run", "train.toml", "data.map.prompt=frage", "--set", "data.map.completion=antwort", "--dry-run")
     assert taken.code == 0, taken.err
 
 
