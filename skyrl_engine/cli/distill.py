@@ -104,7 +104,7 @@ def distill(
             raise click.UsageError(
                 "there are two places to sample at. Give one of --prompts FILE, whose rows have a prompt, and --env."
             )
-        table = {"use": "prompts", "data": prompts} if env is None else environment_table(env)
+        table: dict[str, Any] = {"use": "prompts", "data": prompts} if env is None else environment_table(env)
         if columns is not None:
             table["map"] = columns
         environments = Option("--prompts" if env is None else "--env", [table])

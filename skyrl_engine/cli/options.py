@@ -4,7 +4,7 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 from click.core import ParameterSource
@@ -190,8 +190,8 @@ def key_values(metavar: str, meaning: str) -> Callable[[Function], Function]:
             return function(*arguments, overrides=(*overrides, *settings), **others)
 
         option = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help=meaning)
-        decorated: Function = click.argument("overrides", nargs=-1, metavar=metavar)(option(called))
-        return decorated
+        decorated = click.argument("overrides", nargs=-1, metavar=metavar)(option(called))
+        return cast("Function", decorated)
 
     return decorate
 
