@@ -9,8 +9,9 @@ from typing import Any
 import click
 from attrs import define
 
-from skyrl_engine.errors import EngineError
 from skyrl_engine.cli.terminal import echo, make_log_visible
+from skyrl_engine.errors import EngineError
+from skyrl_engine.visible import visible
 
 
 @define
@@ -59,11 +60,6 @@ class EngineCommand(click.Command):
         super().__init__(*arguments, **keywords)
         self.params = [*self.params, *common_options()]
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; what it logs where no log is kept reaches the terminal without control characters."""
-        make_log_visible()
-        return super().invoke(ctx)
-
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse as click does; an option that is none is answered with the option or the key of that meaning, a file with its command."""
         given = tuple(args)
@@ -82,7 +78,11 @@ class EngineCommand(click.Command):
         return left
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Invoke as click does; a remedy that names a column's key of `map` names `--map` where the command has it."""
+        """Run the command; what it logs where no log is kept reaches the terminal without control characters.
+
+        A remedy that names a column's key of `map` names `--map` where the command has it.
+        """
+        make_log_visible()
         try:
             return super().invoke(ctx)
         except EngineError as error:

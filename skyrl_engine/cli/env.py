@@ -192,7 +192,7 @@ def _show_options(options: list[dict[str, str]]) -> None:
     if options:
         show_table(OPTION_COLUMNS, [tuple(option.values()) for option in options])
     else:
-        click.echo("It takes no options.")
+        echo("It takes no options.")
 
 
 def _show_options_alone(
@@ -200,13 +200,13 @@ def _show_options_alone(
 ) -> None:
     """Show what an environment takes that cannot be made yet, and how to give what it needs."""
     if as_json:
-        click.echo(json.dumps({"environment": str(record), "options": {}, "takes": options}, indent=2, ensure_ascii=False))
+        echo_json({"environment": str(record), "options": {}, "takes": options}, ensure_ascii=False)
         return
     from skyrl_engine.cli.render import show_facts
 
     show_facts({"environment": str(record)})
     _show_options(options)
-    click.echo(f"\nFor its tasks, give what it needs: skyrl-engine env show {name} {' '.join(f'{each}=VALUE' for each in needed)}")
+    echo(f"\nFor its tasks, give what it needs: skyrl-engine env show {name} {' '.join(f'{each}=VALUE' for each in needed)}")
 
 
 def _yes_or_no(value: Any) -> Any:

@@ -75,10 +75,10 @@ def start(resolved: "ResolvedConfig", settings: CommandSettings, *, dry_run: boo
             echo("attempts:")
             show_report(result.directory)
     elif result.stopped_by is None:
-        click.echo(f"nothing to do: the run has done its {result.step} steps already")
+        echo(f"nothing to do: the run has done its {result.step} steps already")
     code = conclude(result, allowed=resolved.config.model.trust_remote_code)
     if result.stopped_by is None and not settings.quiet:
-        click.echo(f"next: {next_command(resolved, result.directory)}", err=True)
+        echo(f"next: {next_command(resolved, result.directory)}", err=True)
     return code
 
 
