@@ -126,10 +126,13 @@ class Assembly:
             with refusals.collect():
                 check_scores(label, needs, value_head=model.value_head, backend=backend, declared=self.description.capabilities)
         with refusals.collect():
-            self._check_capabilities(facts, ())
-        with refusals.collect():
-            check_layout(Owner.of(self.plugins["backend"].loaded.record), facts, self.description)
+            self.check_backend(facts)
         refusals.raise_all()
+
+    def check_backend(self, facts: ModelFacts) -> None:
+        """Refuse a model that the backend in its layout does not train; a missing capability is told before the backend's own words for it."""
+        self._check_capabilities(facts, ())
+        check_layout(Owner.of(self.plugins["backend"].loaded.record), facts, self.description)
 
     def check_data(self, facts: ModelFacts, datasets: Sequence[SampleColumns]) -> frozenset[Capability]:
         """Refuse data that a part does not carry; returns the capabilities that the backend needs. Raises UnsupportedError."""
@@ -177,6 +180,7 @@ def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length
         assembly.check(files.facts)
     if assembly is not None and readable:
         with refusals.collect():
+            assembly.check_backend(files.facts)
             owner, packed = Owner.of(backend.loaded.record), assembly.collator.product.rows == "packed"
             check_loading(owner, files.facts, assembly.description, packed_rows=packed)
     refusals.raise_all()
